@@ -1,0 +1,58 @@
+"""Every error vlmpack raises on purpose.
+
+VlmpackError
+├── SampleError    one sample cannot be used: which one, what was seen, what to do
+├── LayoutError    a batch or row contradicts itself: masks, lengths, boundaries
+├── BackendError   no attention back-end can serve this call, with each one's reasons
+├── FamilyError    this model (or processor) is of a family that is not supported, and why
+└── ConfigError    settings that contradict each other or the surrounding trainer
+"""
+
+from __future__ import annotations
+
+
+class VlmpackError(Exception):
+    """The root: `except VlmpackError` catches whatever vlmpack refuses."""
+
+
+class SampleError(VlmpackError):
+    """One sample cannot be used.
+
+    Args:
+        message: what was seen and what to do about it, without the sample's name.
+        index: position of the sample in the list given to the collator.
+        sample_id: the sample's own id where it has one.
+        reason: a short slug such as ``"image_token_mismatch"``: the key under which the ledger counts it.
+    """
+
+    def __init__(self, message: str, *, index: int, reason: str, sample_id: str | int | None = None) -> None:
+        self.index = index
+        self.reason = reason
+        self.sample_id = sample_id
+        self.detail = message
+        name = f"sample {index}" if sample_id is None else f"sample {index} (id {sample_id!r})"
+        super().__init__(f"{name}: {message}")
+
+    def __reduce__(self) -> tuple:
+        """Survive the trip from a DataLoader worker, which rebuilds errors from their arguments."""
+        return _rebuild_sample_error, (self.detail, self.index, self.reason, self.sample_id)
+
+
+class LayoutError(VlmpackError):
+    """A batch or a row contradicts itself; the message names the row, what was seen and the remedy."""
+
+
+class BackendError(VlmpackError):
+    """No attention back-end can serve the call; the message lists each one's reasons."""
+
+
+class FamilyError(VlmpackError):
+    """The model or processor belongs to a family that vlmpack cannot pack exactly; the message says what leaks."""
+
+
+class ConfigError(VlmpackError):
+    """Settings that contradict each other, or a trainer set up in a way that would corrupt packed rows."""
+
+
+def _rebuild_sample_error(message: str, index: int, reason: str, sample_id: str | int | None) -> SampleError:
+    return SampleError(message, index=index, reason=reason, sample_id=sample_id)
