@@ -1,1 +1,28 @@
+"""Where every token lives: pure index maths on tensors."""
 
+from __future__ import annotations
+
+from vlmpack.layout.batch import FACTS_KEY, BatchFacts, Grid, MaskSpans, Media, PaddedBatch, lengths_from_mask
+from vlmpack.layout.pack import pack, unpack
+from vlmpack.layout.roll import IGNORE, shift_labels, unshift_labels
+from vlmpack.layout.row import PackedRow
+from vlmpack.layout.segments import Segments, SlotRule, to_device
+
+__all__ = [
+    "FACTS_KEY",
+    "IGNORE",
+    "BatchFacts",
+    "Grid",
+    "MaskSpans",
+    "Media",
+    "PackedRow",
+    "PaddedBatch",
+    "Segments",
+    "SlotRule",
+    "lengths_from_mask",
+    "pack",
+    "shift_labels",
+    "to_device",
+    "unpack",
+    "unshift_labels",
+]

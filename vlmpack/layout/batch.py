@@ -1,0 +1,172 @@
+"""The padded batch: B rows of width S, the 2D mask that says which tokens are real, and the media."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from vlmpack.errors import LayoutError
+from vlmpack.layout.segments import Segments
+
+Grid = tuple[int, int, int]
+"""(frames, rows, columns) of patches of one image or video."""
+
+FACTS_KEY = "vlmpack"
+"""The key under which `BatchFacts` travel in a batch dictionary, beside the tensors."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class BatchFacts:
+    """What the host knows of a batch, so that no step has to ask the device for it."""
+
+    lengths: tuple[int, ...]
+    """Real tokens of each sample."""
+    offsets: tuple[int, ...] = ()
+    """Column of each sample's first real token in the padded batch; empty: right padded, all 0."""
+    image_grids: tuple[Grid, ...] = ()
+    """One grid for each image, in sample order."""
+    video_grids: tuple[Grid, ...] = ()
+    """One grid for each video, in sample order."""
+    images_per_sample: tuple[int, ...] = ()
+    """Images of each sample; empty: not known, or no media at all."""
+    videos_per_sample: tuple[int, ...] = ()
+    """Videos of each sample; empty: not known, or no media at all."""
+    seconds_per_grid: tuple[float, ...] = ()
+    """Seconds from one video grid to the next, one for each video (Qwen2.5-VL)."""
+    num_targets: int | None = None
+    """Labelled next-token targets of the whole batch; None: not counted."""
+    sample_ids: tuple[int | str, ...] = ()
+    """The samples' own ids, where they have them."""
+    segments: Segments | None = None
+    """The boundaries of the packed row; None for a padded batch."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Media:
+    """Pixels and grids in sample order, under the names that Hugging Face models give them."""
+
+    pixel_values: torch.Tensor | None = None
+    """[P, C] patches of all images, one after the other."""
+    image_grid_thw: torch.Tensor | None = None
+    """[N, 3] int64: frames, rows, columns of patches of each image."""
+    pixel_values_videos: torch.Tensor | None = None
+    """[P, C] patches of all videos."""
+    video_grid_thw: torch.Tensor | None = None
+    """[N, 3] int64."""
+    second_per_grid_ts: torch.Tensor | None = None
+    """[N] seconds from one grid of a video to the next (Qwen2.5-VL)."""
+
+    def to_hf(self) -> dict[str, torch.Tensor]:
+        """The tensors that are there, by name."""
+        return {f.name: self.__dict__[f.name] for f in fields(self) if self.__dict__[f.name] is not None}
+
+    @classmethod
+    def from_hf(cls, batch: Mapping[str, Any]) -> Media:
+        """Take the media out of a batch dictionary."""
+        return cls(**{name: batch.get(name) for name in MEDIA_KEYS})
+
+
+MEDIA_KEYS = tuple(f.name for f in fields(Media))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PaddedBatch:
+    """B samples as rows of one width S."""
+
+    input_ids: torch.Tensor
+    """[B, S] int64."""
+    attention_mask: torch.Tensor
+    """[B, S]: 1 (or True) on real tokens, one unbroken run in each row, padding on either side."""
+    labels: torch.Tensor | None = None
+    """[B, S] int64 in Hugging Face's convention: not shifted, -100 where nothing is to be learnt."""
+    mm_token_type_ids: torch.Tensor | None = None
+    """[B, S]: 0 text, 1 image, 2 video."""
+    position_ids: torch.Tensor | None = None
+    """[k, B, S] positions computed by the caller; None: the model's family computes them."""
+    media: Media = Media()
+    """Pixels and grids in sample order."""
+    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Further [B, S] or [k, B, S] tensors to be packed along (advantages, reference log-probabilities)."""
+    facts: BatchFacts | None = None
+    """What the host knows; None: read from the mask, which waits for the device once."""
+
+    def to_hf(self) -> dict[str, Any]:
+        """A dictionary for a DataLoader and for `model(**batch)`; `input_ids` comes first."""
+        tensors = {name: self.__dict__[name] for name in TOKEN_KEYS if self.__dict__[name] is not None}
+        facts = {} if self.facts is None else {FACTS_KEY: self.facts}
+        return {**tensors, **self.extras, **self.media.to_hf(), **facts}
+
+    @classmethod
+    def from_hf(cls, batch: Mapping[str, Any], *, extras: tuple[str, ...] = ()) -> PaddedBatch:
+        """The inverse of `to_hf`; `extras` names the further tensors to keep."""
+        return cls(
+            **{name: batch.get(name) for name in TOKEN_KEYS},  # pyright: ignore[reportArgumentType]
+            extras={name: batch[name] for name in extras},
+            media=Media.from_hf(batch),
+            facts=batch.get(FACTS_KEY),
+        )
+
+
+TOKEN_KEYS = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "position_ids")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MaskSpans:
+    """The one unbroken run of real tokens in each row of a mask."""
+
+    lengths: tuple[int, ...]
+    """Tokens of the run; 0: a row without any."""
+    offsets: tuple[int, ...]
+    """First column of the run; 0 for a right-padded row."""
+
+
+def lengths_from_mask(mask: torch.Tensor) -> MaskSpans:
+    """Read the length and first column of every row from a 2D attention mask [B, S].
+
+    On an accelerator this is the one place that waits for the device; `BatchFacts` make it needless.
+
+    Raises:
+        LayoutError: a mask that is not 2D, holds anything but 0 and 1, or has a hole. Names the row.
+    """
+    if mask.ndim != 2:
+        raise LayoutError(
+            f"attention_mask must be the 2D mask [batch, width] of the tokenizer, got {mask.ndim}D {list(mask.shape)}; "
+            "lengths cannot be read from a 4D attention bias: keep the 2D mask in your collator"
+        )
+    if mask.is_complex() or mask.shape[1] == 0:
+        raise LayoutError(f"attention_mask of {mask.dtype} {list(mask.shape)} holds no readable 0/1 values")
+    values = mask.detach().cpu().numpy() if mask.dtype != torch.bfloat16 else mask.detach().cpu().float().numpy()
+    _check_zero_one(values)
+    real = values != 0
+    lengths, offsets = real.sum(1), real.argmax(1)
+    _check_unbroken(real, lengths, offsets)
+    return MaskSpans(lengths=tuple(lengths.tolist()), offsets=tuple(offsets.tolist()))
+
+
+def _check_zero_one(values: np.ndarray) -> None:
+    odd = (values != 0) & (values != 1)
+    if odd.any():
+        row, column = (int(i) for i in np.argwhere(odd)[0])
+        raise LayoutError(
+            f"row {row}: attention_mask holds {values[row, column]!s} at column {column}; only 0 (pad) and 1 (real) "
+            "are meaningful: not additive biases (0 and -inf), not sample numbers (1, 1, 2, 2)"
+        )
+
+
+def _check_unbroken(real: np.ndarray, lengths: np.ndarray, offsets: np.ndarray) -> None:
+    columns = np.arange(real.shape[1])
+    hole = (columns >= offsets[:, None]) & (columns < (offsets + lengths)[:, None]) & ~real
+    if hole.any():
+        row, column = (int(i) for i in np.argwhere(hole)[0])
+        raise LayoutError(
+            f"row {row}: attention_mask has a hole at column {column}, between real tokens; "
+            "the real tokens of a sample must be one unbroken run: remove the masked tokens from the sample"
+        )

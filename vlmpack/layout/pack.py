@@ -1,0 +1,212 @@
+"""pack and unpack: one index map between the [B, S] batch and the [1, T] row, used in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from vlmpack.errors import LayoutError
+from vlmpack.layout.batch import BatchFacts, MaskSpans, PaddedBatch, lengths_from_mask
+from vlmpack.layout.roll import IGNORE, shift_labels
+from vlmpack.layout.row import PackedRow
+from vlmpack.layout.segments import Segments, SlotRule, to_device
+
+
+def pack(
+    batch: PaddedBatch, *, rule: SlotRule | None = None, keep_empty: bool = False, pad_token_id: int = 0
+) -> PackedRow:
+    """Put the real tokens of a padded batch one after the other into one row [1, T].
+
+    Lengths come from the 2D mask alone (or from `batch.facts`, which the collator read from the same mask). A
+    left-padded batch gives the same row as a right-padded one. One gather a tensor; media pass through as they
+    are, because sample order and row order are the same.
+
+    Args:
+        batch: the padded batch.
+        rule: slots and row width; None: no padding at all.
+        keep_empty: keep all-zero rows as segments of length 0 (fixed batch shapes) instead of refusing them.
+        pad_token_id: id written into gaps, where nothing reads it; must be a valid row of the embedding.
+
+    Raises:
+        LayoutError: the mask is not a usable 2D mask, disagrees with `input_ids` or with `batch.facts`, has an
+            all-zero row, or hides media. Names the row, what was seen and the remedy.
+    """
+    spans = _spans(batch)
+    _check_empty_rows(batch, spans, keep_empty=keep_empty)
+    segments = Segments.from_lengths(spans.lengths, rule)
+    index = _row_index(segments, spans.offsets, width=batch.input_ids.shape[1], device=batch.input_ids.device)
+    gaps = segments.padding_mask(batch.input_ids.device) if segments.has_gaps else None
+
+    def gather(tensor: torch.Tensor | None, fill: int = 0) -> torch.Tensor | None:
+        return None if tensor is None else _gather(tensor, index, gaps, fill)
+
+    labels = gather(batch.labels, IGNORE)
+    return PackedRow(
+        input_ids=_gather(batch.input_ids, index, gaps, pad_token_id),
+        segments=segments,
+        shift_labels=None if labels is None else shift_labels(labels, segments),
+        position_ids=gather(batch.position_ids),
+        mm_token_type_ids=gather(batch.mm_token_type_ids),
+        extras={name: _gather(tensor, index, gaps, 0) for name, tensor in batch.extras.items()},
+        media=batch.media,
+        facts=_row_facts(batch.facts, spans, segments),
+    )
+
+
+def unpack(
+    tensor: torch.Tensor,
+    segments: Segments,
+    *,
+    token_dim: int = 1,
+    width: int | None = None,
+    offsets: Sequence[int] = (),
+    fill: float = 0,
+) -> torch.Tensor:
+    """The inverse of `pack` for one tensor: `[1, T, ...]` becomes `[B, S, ...]`. Differentiable.
+
+    Args:
+        tensor: a row tensor: [1, T, ...], or [k, 1, T, ...] with `token_dim=2`.
+        segments: the row's boundaries; B is `segments.num_samples`.
+        token_dim: the dimension of length T; the one before it is the row dimension of length 1.
+        width: S in tokens; None: the longest sample.
+        offsets: first column of each sample (`BatchFacts.offsets`); empty: right padded.
+        fill: value on padding.
+
+    Raises:
+        LayoutError: the tensor is not a row of these segments, or a sample does not fit `width`.
+    """
+    if tensor.shape[token_dim - 1 : token_dim + 1] != (1, segments.total):
+        raise LayoutError(
+            f"unpack: expected 1 x {segments.total} tokens at dimensions {token_dim - 1} and {token_dim}, "
+            f"got a tensor of shape {list(tensor.shape)}"
+        )
+    width = segments.max_length if width is None else width
+    index, padding = _batch_index(segments, tuple(offsets), width=width, device=tensor.device)
+    flat = tensor.squeeze(token_dim - 1).index_select(token_dim - 1, index)
+    shape = (*tensor.shape[: token_dim - 1], segments.num_samples, width, *tensor.shape[token_dim + 1 :])
+    keep = padding.logical_not().view(segments.num_samples, width, *(1,) * (tensor.ndim - token_dim - 1))
+    return torch.where(keep, flat.view(shape), torch.full((), fill, dtype=tensor.dtype, device=tensor.device))
+
+
+# ---------------------------------------------------------------------- what is where in the batch
+
+
+def _spans(batch: PaddedBatch) -> MaskSpans:
+    if batch.input_ids.ndim != 2:
+        raise LayoutError(f"input_ids must be [batch, width], got {list(batch.input_ids.shape)}")
+    if batch.attention_mask.ndim == 2 and batch.attention_mask.shape != batch.input_ids.shape:
+        raise LayoutError(
+            f"attention_mask is {list(batch.attention_mask.shape)} but input_ids is {list(batch.input_ids.shape)}; "
+            "both come from one call of the tokenizer: pad them together"
+        )
+    _check_shapes(batch)
+    facts = batch.facts
+    if facts is None:
+        return lengths_from_mask(batch.attention_mask)
+    spans = MaskSpans(lengths=facts.lengths, offsets=facts.offsets or (0,) * len(facts.lengths))
+    _check_facts(batch, spans)
+    return spans
+
+
+def _check_shapes(batch: PaddedBatch) -> None:
+    named = {"labels": batch.labels, "mm_token_type_ids": batch.mm_token_type_ids, "position_ids": batch.position_ids}
+    for name, tensor in {**named, **batch.extras}.items():
+        if tensor is not None and tensor.shape[-2:] != batch.input_ids.shape:
+            raise LayoutError(f"{name} is {list(tensor.shape)} but input_ids is {list(batch.input_ids.shape)}")
+
+
+def _check_facts(batch: PaddedBatch, spans: MaskSpans) -> None:
+    """On the host the facts are compared with the mask; on a device only the shapes are, so as not to wait."""
+    rows = batch.input_ids.shape[0]
+    agree = len(spans.lengths) == rows
+    if agree and batch.attention_mask.device.type == "cpu":
+        agree = lengths_from_mask(batch.attention_mask) == spans
+    if not agree:
+        raise LayoutError(
+            f"the host's lengths {list(spans.lengths)} do not describe this attention_mask of "
+            f"{list(batch.attention_mask.shape)}; was the batch split, concatenated or padded again on its way "
+            "(accelerate: set dispatch_batches=False)?"
+        )
+
+
+def _check_empty_rows(batch: PaddedBatch, spans: MaskSpans, *, keep_empty: bool) -> None:
+    empty = [row for row, n in enumerate(spans.lengths) if n == 0]
+    if empty and not keep_empty:
+        raise LayoutError(
+            f"row {empty[0]}: attention_mask is all zeros, there is nothing to pack; "
+            "leave the sample out, or pass keep_empty=True to keep it as a segment of length 0"
+        )
+    facts = batch.facts
+    counts = () if facts is None else (facts.images_per_sample, facts.videos_per_sample)
+    for row in empty:
+        if any(per_sample and per_sample[row] for per_sample in counts):
+            raise LayoutError(f"row {row}: no real token, but images or videos belong to it; leave its media out")
+    if facts is None and batch.mm_token_type_ids is not None:
+        _check_hidden_media(batch.mm_token_type_ids, batch.attention_mask)
+
+
+def _check_hidden_media(types: torch.Tensor, mask: torch.Tensor) -> None:
+    hidden = ((types != 0) & (mask == 0)).any(1).cpu()
+    if hidden.any():
+        raise LayoutError(
+            f"row {int(hidden.int().argmax())}: attention_mask hides image or video tokens, but their pixels would "
+            "still be used; leave the sample's media out, or unmask its tokens"
+        )
+
+
+def _row_facts(facts: BatchFacts | None, spans: MaskSpans, segments: Segments) -> BatchFacts:
+    if facts is not None:
+        return replace(facts, segments=segments)
+    return BatchFacts(lengths=spans.lengths, offsets=spans.offsets, segments=segments)
+
+
+# ---------------------------------------------------------------------- the index map
+
+
+@torch.compiler.disable
+def _row_index(segments: Segments, offsets: Sequence[int], *, width: int, device: torch.device) -> torch.Tensor:
+    """int64 [T]: the position in the flat [B * S] batch that each row token comes from; 0 in gaps."""
+    sample, within = _token_coordinates(segments)
+    index = np.zeros(segments.total, np.int64)
+    index[_starts(segments)[sample] + within] = sample * width + np.asarray(offsets, np.int64)[sample] + within
+    return to_device(index, device)
+
+
+@torch.compiler.disable
+def _batch_index(
+    segments: Segments, offsets: tuple[int, ...], *, width: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(index, padding), both [B * S]: the row position that each batch position comes from, and whether none does."""
+    columns = np.asarray(offsets or (0,) * segments.num_samples, np.int64)
+    ends = columns + np.asarray(segments.lengths[: segments.num_samples], np.int64)
+    if ends.size and ends.max() > width:
+        row = int(ends.argmax())
+        raise LayoutError(f"row {row}: {segments.lengths[row]} tokens do not fit width {width}; unpack with a larger one")
+    sample, within = _token_coordinates(segments)
+    target = sample * width + columns[sample] + within
+    index = np.zeros(segments.num_samples * width, np.int64)
+    index[target] = _starts(segments)[sample] + within
+    padding = np.ones(segments.num_samples * width, bool)
+    padding[target] = False
+    return to_device(index, device), to_device(padding, device)
+
+
+def _token_coordinates(segments: Segments) -> tuple[np.ndarray, np.ndarray]:
+    """(sample, place within the sample) of every real token, each int64 [R], in row order."""
+    lengths = np.asarray(segments.lengths, np.int64)
+    sample = np.repeat(np.arange(len(lengths)), lengths)
+    within = np.arange(segments.num_tokens) - np.asarray(segments.real, np.int64)[sample]
+    return sample, within
+
+
+def _starts(segments: Segments) -> np.ndarray:
+    return np.asarray(segments.stride, np.int64)
+
+
+def _gather(tensor: torch.Tensor, index: torch.Tensor, gaps: torch.Tensor | None, fill: int) -> torch.Tensor:
+    """[..., B, S] to [..., 1, T]."""
+    row = tensor.flatten(-2).index_select(-1, index).unsqueeze(-2)
+    return row if gaps is None else row.masked_fill_(gaps, fill)

@@ -1,0 +1,114 @@
+"""The packed row: every real token of a batch in one line, with the boundaries that keep the samples apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+import torch
+
+from vlmpack.errors import LayoutError
+from vlmpack.layout.batch import FACTS_KEY, BatchFacts, Media
+from vlmpack.layout.roll import shift_labels, unshift_labels
+from vlmpack.layout.segments import Segments
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PackedRow:
+    """One [1, T] row of packed samples."""
+
+    input_ids: torch.Tensor
+    """[1, T] int64."""
+    segments: Segments
+    """Where each sample lives in the row."""
+    shift_labels: torch.Tensor | None = None
+    """[1, T] int64: the target of each token, already shifted inside its segment; -100: none."""
+    position_ids: torch.Tensor | None = None
+    """[4, 1, T] int64: text row, then temporal, height, width; None: the model's family computes them."""
+    mm_token_type_ids: torch.Tensor | None = None
+    """[1, T]: 0 text, 1 image, 2 video."""
+    media: Media = Media()
+    """Pixels and grids in row order."""
+    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Further [1, T] or [k, 1, T] tensors."""
+    facts: BatchFacts | None = None
+    """What the host knows beyond the boundaries: grids, target count, sample ids."""
+
+    def __post_init__(self) -> None:
+        if tuple(self.input_ids.shape) != (1, self.segments.total):
+            raise LayoutError(
+                f"a packed row is [1, {self.segments.total}] by its boundaries but input_ids is "
+                f"{list(self.input_ids.shape)}; was the batch split or concatenated on its way "
+                "(accelerate: set dispatch_batches=False)?"
+            )
+
+    @property
+    def moe_padding_mask(self) -> torch.Tensor:
+        """[1, T] bool: True where the row holds padding, which a router must not count."""
+        return self.segments.padding_mask(self.input_ids.device)[None]
+
+    def to_hf(self) -> dict[str, Any]:
+        """A dictionary for a DataLoader and for `model(**batch)` of a model with packing enabled.
+
+        Labels are given back unshifted, with each segment's first one masked, so that a trainer which counts
+        `labels[..., 1:]` counts every target once.
+        """
+        batch: dict[str, Any] = {"input_ids": self.input_ids}
+        if self.shift_labels is not None:
+            batch["labels"] = unshift_labels(self.shift_labels, self.segments)
+        for name in ("mm_token_type_ids", "position_ids"):
+            if self.__dict__[name] is not None:
+                batch[name] = self.__dict__[name]
+        batch["moe_padding_mask"] = self.moe_padding_mask
+        batch["cu_seqlens_q"] = self.segments.cu_seqlens()
+        batch["cu_seqlens_q_padded"] = self.segments.cu_seqlens_padded()
+        facts = replace(self.facts or BatchFacts(lengths=self._sample_lengths), segments=self.segments)
+        return {**batch, **self.extras, **self.media.to_hf(), FACTS_KEY: facts}
+
+    @classmethod
+    def from_hf(cls, batch: Mapping[str, Any], *, extras: tuple[str, ...] = ()) -> PackedRow:
+        """The inverse of `to_hf`.
+
+        Boundaries come from the host facts where they travel along; otherwise from `cu_seqlens_q` and
+        `cu_seqlens_q_padded` (tensors or lists), which waits for the device if they lie on one.
+        """
+        input_ids = batch["input_ids"]
+        facts: BatchFacts | None = batch.get(FACTS_KEY)
+        segments = facts.segments if facts is not None else None
+        if segments is None:
+            segments = _segments_from(batch, total=input_ids.shape[-1])
+        return cls(
+            input_ids=input_ids,
+            segments=segments,
+            shift_labels=_shifted(batch, segments),
+            position_ids=batch.get("position_ids"),
+            mm_token_type_ids=batch.get("mm_token_type_ids"),
+            extras={name: batch[name] for name in extras},
+            media=Media.from_hf(batch),
+            facts=facts,
+        )
+
+    @property
+    def _sample_lengths(self) -> tuple[int, ...]:
+        return self.segments.lengths[: self.segments.num_samples]
+
+
+def _segments_from(batch: Mapping[str, Any], *, total: int) -> Segments:
+    real = batch.get("cu_seqlens_q")
+    if real is None:
+        raise LayoutError("a packed row needs its boundaries: cu_seqlens_q (and cu_seqlens_q_padded if it has gaps)")
+    padded = batch.get("cu_seqlens_q_padded")
+    return Segments.from_boundaries(_ints(real), None if padded is None else _ints(padded), total=total)
+
+
+def _ints(boundaries: torch.Tensor | Sequence[int]) -> Sequence[int]:
+    return boundaries.tolist() if isinstance(boundaries, torch.Tensor) else boundaries
+
+
+def _shifted(batch: Mapping[str, Any], segments: Segments) -> torch.Tensor | None:
+    if batch.get("shift_labels") is not None:
+        return batch["shift_labels"]
+    labels = batch.get("labels")
+    return None if labels is None else shift_labels(labels, segments)

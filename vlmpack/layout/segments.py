@@ -1,0 +1,315 @@
+"""Where every token of a packed row lives.
+
+Lengths [3, 5, 2], slots a multiple of 4:
+
+    row      a a a .  b b b b b . . .  c c . .
+    real     [0, 3, 8, 10]               cu_seqlens:        cumulative tokens attended
+    stride   [0, 4, 12, 16]              cu_seqlens_padded: where slots start in the row
+    kernel   [0, 3, 4, 9, 12, 14, 16]    every pad tail is a segment of its own
+
+G segments, T row tokens (`total`), R real tokens (`num_tokens`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from vlmpack.errors import LayoutError
+
+PAD_PIECE = 128
+"""A pad run longer than this is cut, for attention kernels, into pieces of this many tokens: n tokens of
+padding then cost n * 128 pairs, not n * n."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SlotRule:
+    """How much room each segment, and the whole row, takes up."""
+
+    multiple: int = 1
+    """Each segment's slot is its length rounded up to a multiple of this. 1: no gaps at all."""
+    row_multiple: int = 1
+    """The row's width is rounded up to a multiple of this, on the row's tail (tensor parallel, fp8 16, mxfp8 32)."""
+    pad_to: int | None = None
+    """A fixed row width in tokens (CUDA graphs); rows that need more are an error."""
+    max_segments: int | None = None
+    """A fixed number of segments: the final boundary is repeated up to it; more samples are an error."""
+
+    def __post_init__(self) -> None:
+        for name in ("multiple", "row_multiple", "pad_to", "max_segments"):
+            value = self.__dict__[name]
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise LayoutError(f"SlotRule.{name} must be a whole number of at least 1, got {value!r}")
+        if self.pad_to is not None and self.pad_to % self.row_multiple:
+            raise LayoutError(
+                f"SlotRule.pad_to={self.pad_to} is not a multiple of row_multiple={self.row_multiple}; "
+                f"use pad_to={_round_up(self.pad_to, self.row_multiple)}"
+            )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """The boundaries of one packed row: python ints on the host, and int32 tensors made from them once a device.
+
+    No property or method reads a device tensor, so none can make the host wait for the device.
+    """
+
+    lengths: tuple[int, ...]
+    """Real tokens of each segment."""
+    slots: tuple[int, ...]
+    """Tokens of row that each segment takes up, `slots[i] >= lengths[i]`."""
+    total: int
+    """Width T of the row, at least `sum(slots)`; what is over is the row's tail and belongs to no sample."""
+    num_samples: int
+    """The leading segments that are samples; those after them are repeated final boundaries."""
+    num_kernel_boundaries: int | None = None
+    """Fixed length of `kernel` (the final boundary is repeated up to it), for CUDA graphs."""
+    _tensors: dict[tuple[str, torch.device], torch.Tensor] = field(
+        default_factory=dict, compare=False, repr=False, hash=False
+    )
+
+    # ------------------------------------------------------------------ making one
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int], rule: SlotRule | None = None) -> Segments:
+        """Lay samples of these lengths (tokens) one after the other by `rule`.
+
+        Raises:
+            LayoutError: no or negative lengths, more samples than `max_segments`, or more tokens than `pad_to`.
+        """
+        rule = rule or SlotRule()
+        lengths = tuple(int(n) for n in lengths)
+        if not lengths:
+            raise LayoutError("a row needs at least one sample, got an empty list of lengths")
+        if min(lengths) < 0:
+            at = next(i for i, n in enumerate(lengths) if n < 0)
+            raise LayoutError(f"row {at}: a length cannot be negative, got {lengths[at]}")
+        slots = tuple(_round_up(n, rule.multiple) for n in lengths)
+        total = _row_width(sum(slots), rule)
+        extra = _missing_segments(len(lengths), rule)
+        return cls(
+            lengths=lengths + (0,) * extra,
+            slots=slots + (0,) * extra,
+            total=total,
+            num_samples=len(lengths),
+            num_kernel_boundaries=_kernel_bound(total, rule),
+        )
+
+    @classmethod
+    def from_boundaries(
+        cls,
+        real: Sequence[int],
+        stride: Sequence[int] | None = None,
+        *,
+        total: int | None = None,
+        num_samples: int | None = None,
+    ) -> Segments:
+        """Read segments back from cumulative boundaries (`cu_seqlens_q`, `cu_seqlens_q_padded`), python ints.
+
+        Args:
+            real: cumulative real tokens, G + 1 values from 0.
+            stride: cumulative slots; None: the same as `real` (no gaps).
+            total: row width T; None: `stride[-1]`.
+            num_samples: how many leading segments are samples; None: all but trailing repeated boundaries.
+
+        Raises:
+            LayoutError: boundaries that do not start at 0, decrease, disagree in number, overflow a slot or the row.
+        """
+        real = _checked_boundaries(real, "cu_seqlens_q")
+        stride = real if stride is None else _checked_boundaries(stride, "cu_seqlens_q_padded")
+        if len(real) != len(stride):
+            raise LayoutError(
+                f"cu_seqlens_q has {len(real)} boundaries but cu_seqlens_q_padded has {len(stride)}; "
+                "both need one more than there are segments"
+            )
+        lengths = tuple(b - a for a, b in pairwise(real))
+        slots = tuple(b - a for a, b in pairwise(stride))
+        for i, (length, slot) in enumerate(zip(lengths, slots, strict=True)):
+            if length > slot:
+                raise LayoutError(f"segment {i}: {length} real tokens do not fit its slot of {slot}")
+        total = stride[-1] if total is None else total
+        if total < stride[-1]:
+            raise LayoutError(f"boundaries end at {stride[-1]} but the row is only {total} tokens wide")
+        if num_samples is None:
+            num_samples = max((i + 1 for i, slot in enumerate(slots) if slot), default=len(slots))
+        return cls(lengths=lengths, slots=slots, total=total, num_samples=num_samples)
+
+    # ------------------------------------------------------------------ facts on the host
+
+    @property
+    def real(self) -> tuple[int, ...]:
+        """Cumulative real tokens, G + 1 values: what `cu_seqlens` means."""
+        return (0, *accumulate(self.lengths))
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Where each slot starts in the row, G + 1 values: what `cu_seqlens_padded` means."""
+        return (0, *accumulate(self.slots))
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) in the row of each segment's real tokens, G pairs."""
+        return tuple((start, start + n) for start, n in zip(self.stride, self.lengths, strict=False))
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        """Boundaries for varlen attention kernels: they cover the whole row, pad runs as segments of their own.
+
+        A kernel whose boundaries end before the row does leaves rows of its outputs and gradients unwritten.
+        """
+        edges = [0]
+        for (start, stop), slot in zip(self.spans, self.slots, strict=True):
+            edges += [stop, *_pad_edges(stop, start + slot)]
+        edges += _pad_edges(edges[-1], self.total)
+        edges = [0] + [b for a, b in pairwise(edges) if b > a]
+        missing = (self.num_kernel_boundaries or 0) - len(edges)
+        return tuple(edges) + (edges[-1],) * max(missing, 0)
+
+    @property
+    def max_length(self) -> int:
+        """Longest segment in real tokens."""
+        return max(self.lengths)
+
+    @property
+    def max_kernel_length(self) -> int:
+        """Longest stretch between two boundaries of `kernel`, in tokens."""
+        return max(b - a for a, b in pairwise(self.kernel))
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens R of the row."""
+        return sum(self.lengths)
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether any position of the row is padding."""
+        return self.num_tokens != self.total
+
+    @property
+    def fill(self) -> float:
+        """Real tokens per token of row, 0 to 1."""
+        return self.num_tokens / self.total if self.total else 0.0
+
+    @property
+    def attended_pairs(self) -> int:
+        """Query-key pairs of causal attention inside the segments: the sum of n (n + 1) / 2."""
+        return sum(n * (n + 1) // 2 for n in self.lengths)
+
+    # ------------------------------------------------------------------ the same on a device
+
+    def cu_seqlens(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """`real` as int32 [G + 1]."""
+        return self._tensor("real", device)
+
+    def cu_seqlens_padded(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """`stride` as int32 [G + 1]."""
+        return self._tensor("stride", device)
+
+    def kernel_seqlens(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """`kernel` as int32 [any]."""
+        return self._tensor("kernel", device)
+
+    def seq_idx(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """int32 [T]: the segment whose slot holds each token; G (one past the last) on the row's tail."""
+        return self._tensor("seq_idx", device)
+
+    def padding_mask(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """bool [T]: True where the row holds padding."""
+        return self._tensor("padding", device)
+
+    def position_in_segment(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """int64 [T]: 0, 1, 2, ... from each slot's start; 0 on padding."""
+        return self._tensor("position", device)
+
+    def last_mask(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """bool [T]: True where a token has no successor in its own segment: last tokens and padding."""
+        return self._tensor("last", device)
+
+    def _tensor(self, name: str, device: torch.device | str) -> torch.Tensor:
+        key = (name, torch.device(device))
+        if key not in self._tensors:
+            self._tensors[key] = to_device(self._array(name), key[1])
+        return self._tensors[key]
+
+    def _array(self, name: str) -> np.ndarray:
+        """The numpy form of one fact, O(T) without a python loop over tokens."""
+        if name in ("real", "stride", "kernel"):
+            return np.asarray({"real": self.real, "stride": self.stride, "kernel": self.kernel}[name], np.int32)
+        slots = np.asarray((*self.slots, self.total - sum(self.slots)), np.int64)
+        seq_idx = np.repeat(np.arange(len(slots), dtype=np.int32), slots)
+        if name == "seq_idx":
+            return seq_idx
+        lengths = np.asarray((*self.lengths, 0), np.int64)[seq_idx]
+        position = np.arange(self.total, dtype=np.int64) - np.asarray(self.stride, np.int64)[seq_idx]
+        return {
+            "padding": position >= lengths,
+            "position": np.where(position < lengths, position, 0),
+            "last": position >= lengths - 1,
+        }[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Tensors are made again on the other side: a DataLoader worker ships a few ints."""
+        return {**self.__dict__, "_tensors": {}}
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A host array on `device`, without making the host wait: pinned and asynchronous on CUDA."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _row_width(needed: int, rule: SlotRule) -> int:
+    if rule.pad_to is None:
+        return _round_up(needed, rule.row_multiple)
+    if needed > rule.pad_to:
+        raise LayoutError(
+            f"the samples take {needed} tokens of row but pad_to={rule.pad_to}; "
+            "raise pad_to, or put fewer or shorter samples into the batch"
+        )
+    return rule.pad_to
+
+
+def _missing_segments(count: int, rule: SlotRule) -> int:
+    if rule.max_segments is None:
+        return 0
+    if count > rule.max_segments:
+        raise LayoutError(
+            f"{count} samples but max_segments={rule.max_segments}; raise max_segments or use smaller batches"
+        )
+    return rule.max_segments - count
+
+
+def _kernel_bound(total: int, rule: SlotRule) -> int | None:
+    """The most boundaries that `kernel` can have under `rule`, so that its tensor keeps one shape."""
+    if rule.max_segments is None:
+        return None
+    tails = _round_up(rule.multiple - 1, PAD_PIECE) // PAD_PIECE
+    return 1 + rule.max_segments * (1 + tails) + _round_up(total, PAD_PIECE) // PAD_PIECE
+
+
+def _pad_edges(start: int, stop: int) -> list[int]:
+    """Boundaries after `start` that cut the pad run [start, stop) into pieces of at most PAD_PIECE."""
+    return [*range(start + PAD_PIECE, stop, PAD_PIECE), stop] if stop > start else []
+
+
+def _checked_boundaries(values: Sequence[int], name: str) -> tuple[int, ...]:
+    boundaries = tuple(int(v) for v in values)
+    if len(boundaries) < 2 or boundaries[0] != 0:
+        raise LayoutError(f"{name} must start at 0 and hold at least two boundaries, got {list(boundaries)[:6]}")
+    for i, (a, b) in enumerate(pairwise(boundaries)):
+        if b < a:
+            raise LayoutError(f"{name} must never decrease, but segment {i} runs from {a} to {b}")
+    return boundaries
