@@ -90,7 +90,7 @@ class PaddedBatch:
     """[B, S]: 0 text, 1 image, 2 video."""
     position_ids: torch.Tensor | None = None
     """[k, B, S] positions computed by the caller; None: the model's family computes them."""
-    media: Media = Media()
+    media: Media = field(default_factory=Media)
     """Pixels and grids in sample order."""
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Further [B, S] or [k, B, S] tensors to be packed along (advantages, reference log-probabilities)."""
@@ -138,8 +138,8 @@ def lengths_from_mask(mask: torch.Tensor) -> MaskSpans:
     """
     if mask.ndim != 2:
         raise LayoutError(
-            f"attention_mask must be the 2D mask [batch, width] of the tokenizer, got {mask.ndim}D {list(mask.shape)}; "
-            "lengths cannot be read from a 4D attention bias: keep the 2D mask in your collator"
+            f"attention_mask must be the 2D mask [batch, width] of the tokenizer, got {mask.ndim}D "
+            f"{list(mask.shape)}; lengths cannot be read from a 4D attention bias: keep the 2D mask in your collator"
         )
     if mask.is_complex() or mask.shape[1] == 0:
         raise LayoutError(f"attention_mask of {mask.dtype} {list(mask.shape)} holds no readable 0/1 values")

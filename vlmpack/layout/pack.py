@@ -184,7 +184,9 @@ def _batch_index(
     ends = columns + np.asarray(segments.lengths[: segments.num_samples], np.int64)
     if ends.size and ends.max() > width:
         row = int(ends.argmax())
-        raise LayoutError(f"row {row}: {segments.lengths[row]} tokens do not fit width {width}; unpack with a larger one")
+        raise LayoutError(
+            f"row {row}: {segments.lengths[row]} tokens do not fit width {width}; unpack with a larger one"
+        )
     sample, within = _token_coordinates(segments)
     target = sample * width + columns[sample] + within
     index = np.zeros(segments.num_samples * width, np.int64)

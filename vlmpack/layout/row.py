@@ -29,7 +29,7 @@ class PackedRow:
     """[4, 1, T] int64: text row, then temporal, height, width; None: the model's family computes them."""
     mm_token_type_ids: torch.Tensor | None = None
     """[1, T]: 0 text, 1 image, 2 video."""
-    media: Media = Media()
+    media: Media = field(default_factory=Media)
     """Pixels and grids in row order."""
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Further [1, T] or [k, 1, T] tensors."""

@@ -72,7 +72,7 @@ class Segments:
     num_kernel_boundaries: int | None = None
     """Fixed length of `kernel` (the final boundary is repeated up to it), for CUDA graphs."""
     _tensors: dict[tuple[str, torch.device], torch.Tensor] = field(
-        default_factory=dict, compare=False, repr=False, hash=False
+        default_factory=dict, init=False, compare=False, repr=False, hash=False
     )
 
     # ------------------------------------------------------------------ making one
