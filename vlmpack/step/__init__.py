@@ -1,1 +1,23 @@
+"""A packed row in; loss, log-probabilities and per-sample results out. Attach to a model, and detach."""
 
+from __future__ import annotations
+
+from vlmpack.step.attach import PackingState, disable_packing, enable_packing, find_model, is_packing
+from vlmpack.step.engine import StepConfig, run_row
+from vlmpack.step.forward import PackedOutput
+from vlmpack.step.packed_step import PackedStep
+from vlmpack.step.result import StepResult, Work
+
+__all__ = [
+    "PackedOutput",
+    "PackedStep",
+    "PackingState",
+    "StepConfig",
+    "StepResult",
+    "Work",
+    "disable_packing",
+    "enable_packing",
+    "find_model",
+    "is_packing",
+    "run_row",
+]

@@ -1,0 +1,52 @@
+"""Dense attention under a block-diagonal mask: slow, plain, and the oracle for the other back-ends."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+
+from vlmpack.attention.backend import AttentionCall
+from vlmpack.layout import Segments
+
+
+@final
+class EagerMask:
+    """softmax over a [T, T] score matrix, written out; memory and work grow with T squared."""
+
+    name = "eager_mask"
+
+    def unsupported(self, call: AttentionCall) -> list[str]:
+        """Nothing: plain matrix products."""
+        return []
+
+    def __call__(
+        self,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        segments: Segments,
+        *,
+        causal: bool,
+        scale: float,
+        dropout: float = 0.0,
+    ) -> torch.Tensor:
+        """See `Backend`."""
+        pad_T11 = segments.padding_mask(q_TNH.device)[:, None, None]
+        # 0 * NaN is NaN: what must not be read has to be 0 before it meets a product.
+        q_NTH, k_KTH, v_KTH = (x.masked_fill(pad_T11, 0).transpose(0, 1) for x in (q_TNH, k_TKH, v_TKH))
+        group = q_NTH.shape[0] // k_KTH.shape[0]
+        k_NTH, v_NTH = (x.repeat_interleave(group, dim=0) for x in (k_KTH, v_KTH))
+        hidden_TT = ~_may_attend(segments, q_TNH.device, causal=causal)
+        scores_NTT = (q_NTH @ k_NTH.transpose(1, 2)).float() * scale
+        # Rows of padding attend to nothing: their softmax is NaN, and 0 takes its place.
+        weights_NTT = scores_NTT.masked_fill(hidden_TT, float("-inf")).softmax(-1).masked_fill(hidden_TT, 0)
+        weights_NTT = torch.dropout(weights_NTT, dropout, train=dropout > 0)
+        return (weights_NTT.to(v_NTH.dtype) @ v_NTH).transpose(0, 1)
+
+
+def _may_attend(segments: Segments, device: torch.device, *, causal: bool) -> torch.Tensor:
+    """bool [T, T]: query (row) may read key (column)."""
+    seq_T, real_T = segments.seq_idx(device), ~segments.padding_mask(device)
+    mask_TT = (seq_T[:, None] == seq_T[None, :]) & real_T[:, None] & real_T[None, :]
+    return mask_TT.tril() if causal else mask_TT

@@ -1,0 +1,55 @@
+"""The variable-length kernel of the `flash-attn` package, for those who have it installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import final
+
+import torch
+
+from vlmpack.attention.backend import AttentionCall
+from vlmpack.attention.flash_limits import flash_reasons, zero_padding
+from vlmpack.layout import Segments
+
+
+@final
+class FlashAttn:
+    """`flash_attn.flash_attn_varlen_func`: FlashAttention 2, with attention dropout."""
+
+    name = "flash_attn"
+
+    def unsupported(self, call: AttentionCall) -> list[str]:
+        """The package's absence, and FlashAttention's limits."""
+        reasons = flash_reasons(call)
+        if importlib.util.find_spec("flash_attn") is None:
+            reasons.append("the package flash-attn is not installed")
+        return reasons
+
+    def __call__(
+        self,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        segments: Segments,
+        *,
+        causal: bool,
+        scale: float,
+        dropout: float = 0.0,
+    ) -> torch.Tensor:
+        """See `Backend`."""
+        from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+        cu_seqlens, longest = segments.kernel_seqlens(q_TNH.device), segments.max_kernel_length
+        out_TNH = flash_attn_varlen_func(
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            cu_seqlens,
+            cu_seqlens,
+            longest,
+            longest,
+            dropout_p=dropout,
+            softmax_scale=scale,
+            causal=causal,
+        )
+        return zero_padding(out_TNH, segments)

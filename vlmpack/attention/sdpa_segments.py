@@ -1,0 +1,67 @@
+"""PyTorch's own scaled dot product attention, one call for each segment: exact anywhere, the default on a CPU."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+import torch.nn.functional as F
+
+from vlmpack.attention.backend import AttentionCall
+from vlmpack.layout import Segments
+
+
+@final
+class SdpaSegments:
+    """One `scaled_dot_product_attention` a segment; padding is neither read nor computed."""
+
+    name = "sdpa_segments"
+
+    def unsupported(self, call: AttentionCall) -> list[str]:
+        """Nothing: it serves every device and dtype that PyTorch has."""
+        return []
+
+    def __call__(
+        self,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        segments: Segments,
+        *,
+        causal: bool,
+        scale: float,
+        dropout: float = 0.0,
+    ) -> torch.Tensor:
+        """See `Backend`."""
+        sizes, real = _pieces(segments)
+        # One split a tensor: slicing each segment out would make the backward pass write G full-size gradients.
+        pieces = zip(*(x.transpose(0, 1).split_with_sizes(sizes, dim=1) for x in (q_TNH, k_TKH, v_TKH)), strict=True)
+        grouped = q_TNH.shape[1] != k_TKH.shape[1]
+        out = []
+        for (q_NLH, k_KLH, v_KLH), is_real in zip(pieces, real, strict=True):
+            if not is_real:
+                out.append(q_NLH.new_zeros(q_NLH.shape[1], q_NLH.shape[0], v_KLH.shape[2]))
+                continue
+            o_NLH = F.scaled_dot_product_attention(
+                q_NLH[None],
+                k_KLH[None],
+                v_KLH[None],
+                dropout_p=dropout,
+                is_causal=causal and q_NLH.shape[1] > 1,
+                scale=scale,
+                enable_gqa=grouped,
+            )[0]
+            out.append(o_NLH.transpose(0, 1))
+        return torch.cat(out)
+
+
+def _pieces(segments: Segments) -> tuple[list[int], list[bool]]:
+    """(sizes, whether real): the row cut into runs of real tokens and runs of padding, empty ones left out."""
+    sizes, real, at = [], [], 0
+    for start, stop in (*segments.spans, (segments.total, segments.total)):
+        for size, is_real in ((start - at, False), (stop - start, True)):
+            if size:
+                sizes.append(size)
+                real.append(is_real)
+        at = stop
+    return sizes, real

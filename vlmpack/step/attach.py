@@ -1,0 +1,162 @@
+"""enable_packing and disable_packing: one model object learns to take packed rows, and forgets it again.
+
+The object's class becomes a subclass of its own class, of the same name, with another `forward`. So it stays the same
+object with the same parameters, hooks and configuration: saving, PEFT, gradient checkpointing, DDP, FSDP2, copying and
+`torch.compile` go on working, and taking the class back leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, TypeVar, final
+
+import torch
+from torch import nn
+
+from vlmpack.errors import ConfigError, FamilyError
+from vlmpack.families import Family, family_of
+from vlmpack.step import attention
+from vlmpack.step.engine import StepConfig
+from vlmpack.step.forward import packed_forward
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_STATE = "_vlmpack_state"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PackingState:
+    """What an enabled model remembers."""
+
+    family: Family
+    """Its family."""
+    config: StepConfig
+    """Its settings."""
+
+
+def enable_packing(model: Model, config: StepConfig | None = None) -> Model:
+    """Make a Hugging Face Qwen-VL model accept packed rows, and pack padded batches by itself.
+
+    Afterwards `model(**batch)` takes three kinds of input:
+
+    1. a padded batch with its 2D `attention_mask`: packed inside the forward pass, the same loss as padded;
+    2. a packed row with `cu_seqlens_q` (and `cu_seqlens_q_padded` if it has gaps), or with the host facts that
+       `VLMCollator(layout="packed")` sends along; optionally `rope_cu_seqlens` and `moe_padding_mask`;
+    3. anything else (generation, a cache, `inputs_embeds`, no mask): passed through to the model's own forward.
+
+    Args:
+        model: a `...ForConditionalGeneration`, or a module that holds one (a `PeftModel`).
+        config: settings; None: the defaults.
+
+    Returns:
+        The same object. Enabling it again replaces the settings.
+
+    Raises:
+        FamilyError: the model's family cannot be packed exactly, and which part of it leaks.
+        ConfigError: the model uses sliding-window attention, which packing does not cover.
+    """
+    core = find_model(model)
+    family = family_of(core)
+    config = config or StepConfig()
+    _check_windows(core, family)
+    if not is_packing(core):
+        core.__class__ = _packed_class(type(core))
+    vars(core)[_STATE] = PackingState(family=family, config=config)
+    attention.install(family.backbone(core).language_model, family.vision_tower(core))
+    return model
+
+
+def disable_packing(model: Model) -> Model:
+    """Undo `enable_packing`: the model is what it was before. A model without packing is left as it is."""
+    core = find_model(model)
+    if is_packing(core):
+        family = vars(core).pop(_STATE).family
+        attention.uninstall(family.backbone(core).language_model, family.vision_tower(core))
+        core.__class__ = type(core).__mro__[1]
+    return model
+
+
+def is_packing(model: nn.Module) -> bool:
+    """Whether packing is enabled on `model` or on the model that it holds."""
+    return _STATE in vars(find_model(model))
+
+
+def packing_state(core: nn.Module) -> PackingState:
+    """The state of an enabled model.
+
+    Raises:
+        ConfigError: packing is not enabled, or the attention implementation was exchanged after it was.
+    """
+    state: PackingState | None = vars(core).get(_STATE)
+    if state is None:
+        raise ConfigError(f"packing is not enabled on this {type(core).__name__}; call enable_packing(model) first")
+    if not attention.is_installed(state.family.backbone(core).language_model, state.family.vision_tower(core)):
+        raise ConfigError(
+            "the model's attention implementation was changed after enable_packing, so its layers no longer know the "
+            "boundaries of a row; call enable_packing(model) again after set_attn_implementation"
+        )
+    return state
+
+
+def find_model(model: nn.Module) -> nn.Module:
+    """The `...ForConditionalGeneration` inside wrappers such as `PeftModel` or DistributedDataParallel.
+
+    Raises:
+        FamilyError: there is none, with what was given.
+    """
+    for module in model.modules():
+        if type(module).__name__.removeprefix("FSDP").endswith(("ForConditionalGeneration", "ForCausalLM")):
+            return module
+    raise FamilyError(
+        f"no ...ForConditionalGeneration found in a {type(model).__name__}; give the model that "
+        "AutoModelForImageTextToText.from_pretrained returns, or a wrapper around it"
+    )
+
+
+@functools.cache
+def _packed_class(base: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of `base`, of the same name, whose forward understands rows; one a base class."""
+
+    @functools.wraps(base.forward)  # signature and name stay: trainers and generation look at them
+    def forward(
+        self: nn.Module,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        state = packing_state(self)
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "labels": labels,
+            **kwargs,
+        }
+        return packed_forward(self, functools.partial(base.forward, self), inputs, state.family, state.config)
+
+    body = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "forward": torch.compiler.disable(forward, recursive=False),
+        # A trainer counts targets over the whole accumulated batch only for models that say they divide by it.
+        "accepts_loss_kwargs": True,
+    }
+    return type(base.__name__, (base,), body)
+
+
+def _check_windows(core: nn.Module, family: Family) -> None:
+    text = family.text_config(core.config)
+    if "sliding_attention" in (text.layer_types or ()):
+        raise ConfigError(
+            f"{type(core).__name__} has sliding-window layers (use_sliding_window=True); packed attention covers full "
+            "attention only: load the model with use_sliding_window=False if it was trained so"
+        )

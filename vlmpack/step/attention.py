@@ -1,0 +1,132 @@
+"""The attention functions that a model with packing enabled uses, under names of their own in transformers' registry.
+
+A call that carries a `RowContext` goes to a vlmpack back-end. A call without one (generation, a cache, a plain padded
+batch) goes to the implementation that the model had before: the name of ours ends in the name of that one.
+
+    text model    vlmpack|sdpa
+    vision tower  vlmpack_flash|sdpa    transformers hands a vision tower's images over in one call only to
+                                        implementations with "flash" in their name; others get them one by one
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from vlmpack.attention import AttentionCall, choose
+from vlmpack.layout import Segments
+from vlmpack.step.context import CONTEXT, RowContext
+
+TEXT, VISION = "vlmpack|", "vlmpack_flash|"
+
+
+def install(text: nn.Module, vision: nn.Module) -> None:
+    """Let every attention layer of the two towers ask vlmpack first; nothing outside these modules changes."""
+    for prefix, tower, make in ((TEXT, text, _text_attention), (VISION, vision, _vision_attention)):
+        for config in _configs(tower):
+            original = original_name(config)
+            AttentionInterface.register(prefix + original, make(original))
+            AttentionMaskInterface.register(prefix + original, ALL_MASK_ATTENTION_FUNCTIONS[original])
+            # set_attn_implementation would look for a kernel of this name on the hub.
+            config._attn_implementation_internal = prefix + original
+
+
+def uninstall(text: nn.Module, vision: nn.Module) -> None:
+    """Give every attention layer its own implementation back."""
+    for tower in (text, vision):
+        for config in _configs(tower):
+            config._attn_implementation_internal = original_name(config)
+
+
+def is_installed(text: nn.Module, vision: nn.Module) -> bool:
+    """Whether the attention layers still ask vlmpack: `set_attn_implementation` would have made them stop."""
+    return all(
+        str(config._attn_implementation_internal).startswith(prefix)
+        for prefix, tower in ((TEXT, text), (VISION, vision))
+        for config in _configs(tower)
+    )
+
+
+def original_name(config: PreTrainedConfig) -> str:
+    """The implementation that the model had, whether or not ours is installed."""
+    return str(config._attn_implementation).removeprefix(TEXT).removeprefix(VISION)
+
+
+def _configs(tower: nn.Module) -> Iterator[PreTrainedConfig]:
+    """Every configuration object that a module of the tower reads its attention implementation from, once."""
+    found = {
+        id(config): config
+        for module in tower.modules()
+        if isinstance(config := vars(module).get("config"), PreTrainedConfig)
+    }
+    return iter(list(found.values()))
+
+
+def _text_attention(original: str) -> Callable[..., tuple[torch.Tensor, Any]]:
+    def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs):
+        row: RowContext | None = kwargs.pop(CONTEXT, None)
+        if row is None:
+            return _original(original, module)(module, query, key, value, *args, **kwargs)
+        return _packed(query, key, value, row.segments, row.backend, causal=True, **_settings(kwargs)), None
+
+    return attention
+
+
+def _vision_attention(original: str) -> Callable[..., tuple[torch.Tensor, Any]]:
+    def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs):
+        row: RowContext | None = kwargs.pop(CONTEXT, None)
+        if row is not None:
+            segments = row.vision.find(kwargs["cu_seq_lens_q"], query.shape[2])
+            return _packed(query, key, value, segments, row.backend, causal=False, **_settings(kwargs)), None
+        if "flash" in original:
+            return _original(original, module)(module, query, key, value, *args, **kwargs)
+        return _image_by_image(_original(original, module), module, query, key, value, *args, **kwargs), None
+
+    return attention
+
+
+def _settings(kwargs: dict[str, Any]) -> dict[str, float]:
+    return {"scale": kwargs["scaling"], "dropout": kwargs.get("dropout", 0.0)}
+
+
+@torch.compiler.disable
+def _packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    backend: str,
+    *,
+    causal: bool,
+    scale: float,
+    dropout: float,
+) -> torch.Tensor:
+    """transformers' [1, N, T, H] in, its [1, T, N, H] out."""
+    q_TNH, k_TKH, v_TKH = (x[0].transpose(0, 1) for x in (query, key, value))
+    attend = choose(AttentionCall.of(q_TNH, k_TKH, dropout=dropout), backend)
+    return attend(q_TNH, k_TKH, v_TKH, segments, causal=causal, scale=scale, dropout=dropout)[None]
+
+
+def _original(name: str, module: nn.Module) -> Callable[..., tuple[torch.Tensor, Any]]:
+    """The function that transformers would have called; "eager" is one that each modelling file has of its own."""
+    files = (vars(sys.modules[klass.__module__]) for klass in type(module).__mro__ if klass.__module__ in sys.modules)
+    eager = next((file["eager_attention_forward"] for file in files if "eager_attention_forward" in file), None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+
+
+def _image_by_image(
+    attention: Callable[..., tuple[torch.Tensor, Any]], module: nn.Module, *qkv: torch.Tensor, **kwargs: Any
+) -> torch.Tensor:
+    """What a vision tower does itself for implementations that know no boundaries: one call an image."""
+    sizes = kwargs.pop("cu_seq_lens_q").diff().tolist()
+    for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
+        kwargs.pop(name, None)
+    images = zip(*(x.split(sizes, dim=2) for x in qkv), strict=True)
+    return torch.cat([attention(module, *image, **kwargs)[0] for image in images], dim=1)

@@ -1,0 +1,59 @@
+"""What attention layers must know of the row they are computing: handed down to them with every call.
+
+It travels as one keyword argument through the model's own `**kwargs`, so gradient checkpointing, which calls a layer
+again during the backward pass, hands each layer the row it saw before, and any number of models and rows can be
+alive at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from vlmpack.layout import Segments
+
+CONTEXT = "vlmpack_row"
+"""The keyword under which a `RowContext` reaches attention layers."""
+
+
+@final
+class VisionSegments:
+    """Host boundaries of every vision-tower call of a step, found again by what the call shows of itself.
+
+    A vision block knows its boundaries as a device tensor. Its length and the number of patches are known without
+    waiting for the device, and in all but contrived batches they name the boundaries; where they do not, the tensor is
+    read.
+    """
+
+    def __init__(self, layouts: Iterable[Segments]) -> None:
+        self._by_shape: dict[tuple[int, int], Segments | None] = {}
+        for segments in layouts:
+            shape = (len(segments.lengths) + 1, segments.total)
+            known = self._by_shape.setdefault(shape, segments)
+            if known != segments:
+                self._by_shape[shape] = None
+
+    def find(self, cu_seqlens: torch.Tensor, num_patches: int) -> Segments:
+        """The segments whose boundaries are `cu_seqlens`, int32 [G + 1] on any device."""
+        known = self._by_shape.get((cu_seqlens.numel(), num_patches))
+        return known if known is not None else Segments.from_boundaries(cu_seqlens.tolist(), total=num_patches)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RowContext:
+    """One row, as its attention layers see it."""
+
+    segments: Segments
+    """The text row's boundaries."""
+    vision: VisionSegments
+    """The vision tower's boundaries."""
+    backend: str
+    """Name of the attention back-end, or "auto"."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowContext:
+        """Immutable: a copy is itself."""
+        return self

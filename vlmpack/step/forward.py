@@ -1,0 +1,149 @@
+"""The forward pass of an enabled model: what was given decides whether it is packed, used as a row, or passed on."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from torch import nn
+from transformers.utils import ModelOutput
+
+from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.families import Family
+from vlmpack.layout import FACTS_KEY, BatchFacts, PackedRow, PaddedBatch, Segments, pack
+from vlmpack.step.engine import StepConfig, run_row
+from vlmpack.step.result import StepResult
+
+SINK = "vlmpack_sink"
+"""The keyword under which `PackedStep` asks for the whole `StepResult`."""
+
+_BATCH_KEYS = frozenset(
+    "input_ids attention_mask position_ids labels shift_labels mm_token_type_ids pixel_values image_grid_thw "
+    "pixel_values_videos video_grid_thw second_per_grid_ts cu_seqlens_q cu_seqlens_q_padded rope_cu_seqlens "
+    "moe_padding_mask num_items_in_batch output_logits".split()
+) | {FACTS_KEY, SINK}
+
+_SETTLED_KEYS = frozenset(
+    "past_key_values inputs_embeds use_cache return_dict logits_to_keep output_attentions output_hidden_states "
+    "output_router_logits mm_encoder_outputs rope_deltas".split()
+)
+"""Arguments of the model's own forward that a packed pass has settled: only their defaults go through it."""
+
+
+@dataclass
+class PackedOutput(ModelOutput):
+    """What an enabled model returns for packed input. B samples.
+
+    `sample_losses` and `sample_targets` reach `Trainer.predict` as its predictions, one entry a sample.
+    """
+
+    loss: torch.Tensor | None = None
+    """Scalar; None without labels."""
+    logits: torch.Tensor | None = None
+    """[B, S, V] for a padded batch, [1, T, V] for a row; on request (`output_logits=True`) or without labels."""
+    sample_losses: torch.Tensor | None = None
+    """float32 [B]: mean cross-entropy (nats) of each sample's targets."""
+    sample_targets: torch.Tensor | None = None
+    """int64 [B]: targets of each sample."""
+
+
+@final
+class Sink:
+    """Carries a `StepResult` past wrappers that rebuild the outputs of a model."""
+
+    result: StepResult | None = None
+
+
+def packed_forward(
+    model: nn.Module, own_forward: Callable[..., Any], inputs: dict[str, Any], family: Family, config: StepConfig
+) -> Any:
+    """Pack, use or pass on; see `enable_packing`."""
+    is_row = _is_row(inputs)
+    if not is_row and _is_foreign(inputs):
+        return own_forward(**{name: value for name, value in inputs.items() if name not in (FACTS_KEY, SINK)})
+    _check_keys(inputs, is_row=is_row)
+    row = _given_row(inputs) if is_row else _packed_batch(inputs, config, model)
+    want_logits = bool(inputs.get("output_logits")) or inputs["labels"] is inputs.get("shift_labels") is None
+    result = run_row(
+        model,
+        family,
+        row,
+        config,
+        num_items_in_batch=inputs.get("num_items_in_batch"),
+        rope_segments=_rope_segments(inputs.get("rope_cu_seqlens"), row.segments),
+        logits=want_logits,
+    )
+    if not is_row:
+        assert row.facts is not None
+        result = replace(result, width=inputs["input_ids"].shape[1], offsets=row.facts.offsets)
+    if inputs.get(SINK) is not None:
+        inputs[SINK].result = result
+    output = _output(result, has_labels=row.shift_labels is not None, is_row=is_row)
+    return output if inputs.get("return_dict") is not False else output.to_tuple()
+
+
+def _output(result: StepResult, *, has_labels: bool, is_row: bool) -> PackedOutput:
+    logits = result.row_logits if is_row else result.logits
+    if not has_labels:
+        return PackedOutput(logits=logits)
+    return PackedOutput(
+        loss=result.loss, logits=logits, sample_losses=result.sample_losses, sample_targets=result.sample_targets
+    )
+
+
+def _is_row(inputs: dict[str, Any]) -> bool:
+    facts: BatchFacts | None = inputs.get(FACTS_KEY)
+    return inputs.get("cu_seqlens_q") is not None or (facts is not None and facts.segments is not None)
+
+
+def _is_foreign(inputs: dict[str, Any]) -> bool:
+    """Not a padded batch to be packed: generation, a cache, embeddings, no mask, or outputs that only layers have."""
+    return (
+        inputs["input_ids"] is None
+        or inputs["attention_mask"] is None
+        or any(inputs.get(name) is not None for name in ("past_key_values", "inputs_embeds", "mm_encoder_outputs"))
+        or any(inputs.get(name) for name in ("use_cache", "output_attentions", "output_hidden_states"))
+        or not isinstance(inputs.get("logits_to_keep", 0), int)
+        or bool(inputs.get("logits_to_keep", 0))
+    )
+
+
+def _check_keys(inputs: dict[str, Any], *, is_row: bool) -> None:
+    """transformers accepts any keyword and ignores it, or hands it to the vision tower; a packed pass does not."""
+    for name, value in inputs.items():
+        if value is None or name in _BATCH_KEYS:
+            continue
+        if name not in _SETTLED_KEYS:
+            close = difflib.get_close_matches(name, _BATCH_KEYS, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"a packed step knows no input {name!r}{hint} It takes {', '.join(sorted(_BATCH_KEYS))}")
+        if is_row and name != "return_dict" and value is not False and not (isinstance(value, int) and value == 0):
+            raise ConfigError(f"{name} cannot be combined with a packed row; leave it out")
+
+
+def _given_row(inputs: dict[str, Any]) -> PackedRow:
+    row = PackedRow.from_hf(inputs)
+    if (mask := inputs["attention_mask"]) is not None:
+        raise LayoutError(
+            f"a packed row comes without attention_mask, got one of shape {list(mask.shape)}; its boundaries say "
+            "what is real"
+        )
+    mask = inputs.get("moe_padding_mask")
+    if mask is not None and mask.shape != row.input_ids.shape:
+        raise LayoutError(f"moe_padding_mask is {list(mask.shape)} but the row is {list(row.input_ids.shape)}")
+    return row
+
+
+def _packed_batch(inputs: dict[str, Any], config: StepConfig, model: nn.Module) -> PackedRow:
+    pad = model.config.get_text_config().pad_token_id
+    return pack(PaddedBatch.from_hf(inputs), rule=config.slots, keep_empty=config.keep_empty, pad_token_id=pad or 0)
+
+
+def _rope_segments(boundaries: Any, segments: Segments) -> Segments | None:
+    if boundaries is None or isinstance(boundaries, Segments):
+        return boundaries
+    values = boundaries.tolist() if isinstance(boundaries, torch.Tensor) else boundaries
+    return Segments.from_boundaries(values, total=segments.total)

@@ -1,0 +1,88 @@
+"""What a packed step gives back: sums and counts, one entry a sample, and the work that was done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from vlmpack.layout import Segments, unpack
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What the step computed, counted on the host: equal outputs do not prove that padding was skipped."""
+
+    real_tokens: int
+    """Tokens of samples."""
+    physical_tokens: int
+    """Width of the row that went through the model."""
+    attended_pairs: int
+    """Query-key pairs of causal attention: the sum of n (n + 1) / 2 over the segments."""
+    vision_patches: int
+    """Patches that went through the vision tower."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Loss and per-sample results of one row. B samples, T row tokens, L targets."""
+
+    loss: torch.Tensor
+    """Scalar: `loss_sum` over `num_items_in_batch`, or over this row's targets when that was not given."""
+    loss_sum: torch.Tensor
+    """Scalar: cross-entropy (nats) summed over the targets."""
+    num_targets: int
+    """L: labelled targets of the row."""
+    sample_loss_sums: torch.Tensor
+    """float32 [B]: cross-entropy (nats) summed over each sample's targets, detached."""
+    sample_targets: torch.Tensor
+    """int64 [B]: targets of each sample."""
+    target_logprobs: torch.Tensor
+    """float32 [L]: log-probability of each target, in row order, with its gradient."""
+    target_index: torch.Tensor
+    """int64 [L]: row position of each target's prediction."""
+    segments: Segments
+    """The row's boundaries."""
+    work: Work
+    """What was computed."""
+    row_logits: torch.Tensor | None = None
+    """[1, T, V] on request."""
+    width: int | None = None
+    """S of the padded batch that was packed; None: it was a row already."""
+    offsets: tuple[int, ...] = ()
+    """First column of each sample in that batch."""
+
+    @property
+    def sample_losses(self) -> torch.Tensor:
+        """float32 [B]: mean cross-entropy (nats) of each sample's targets; 0 for a sample without any."""
+        return self.sample_loss_sums / self.sample_targets.clamp(min=1)
+
+    @property
+    def logprobs(self) -> torch.Tensor:
+        """float32 [B, S]: log-probability of the target that each position predicts; 0 where there is none."""
+        row = self.target_logprobs.new_zeros(1, self.segments.total)
+        row = row.index_put((torch.zeros_like(self.target_index), self.target_index), self.target_logprobs)
+        return unpack(row, self.segments, width=self.width, offsets=self.offsets)
+
+    @property
+    def logits(self) -> torch.Tensor | None:
+        """[B, S, V]: `row_logits` as a padded batch, 0 on padding; None unless they were asked for."""
+        if self.row_logits is None:
+            return None
+        return unpack(self.row_logits, self.segments, width=self.width, offsets=self.offsets)
+
+
+def sums_by_sample(
+    logprobs_L: torch.Tensor, index_L: torch.Tensor, segments: Segments
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss sums float32 [B], target counts int64 [B]) of each sample, detached."""
+    sample_L = segments.seq_idx(index_L.device)[index_L].long()
+    sums = logprobs_L.new_zeros(segments.num_samples, dtype=torch.float32)
+    counts = torch.zeros(segments.num_samples, dtype=torch.int64, device=index_L.device)
+    sums = sums.index_add(0, sample_L, -logprobs_L.detach())
+    return sums, counts.index_add(0, sample_L, torch.ones_like(sample_L))
+
+
