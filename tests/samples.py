@@ -65,19 +65,22 @@ def build_sample(
     image_grids: Sequence[Grid] = (),
     video_grids: Sequence[Grid] = (),
     seconds: Sequence[float] = (),
+    videos_first: bool = False,
     seed: int = 0,
 ) -> Sample:
     """A sample of: text, image, text, image, ..., text, video, ..., text. Needs one stretch more than media.
 
-    Stretches may be of length 0. The first and the last one are labelled. So is the sample's very first token, which
-    nothing predicts when the sample is alone: a row that forgets to mask it learns it from the sample before (and
-    Hugging Face's own loss on a left-padded batch learns it from padding, so that loss is not a reference).
+    `videos_first` puts the videos before the images. Stretches may be of length 0. The first and the last one are
+    labelled. So is the sample's very first token, which nothing predicts when the sample is alone: a row that forgets
+    to mask it learns it from the sample before (and Hugging Face's own loss on a left-padded batch learns it from
+    padding, so that loss is not a reference).
     """
     assert len(stretches) == len(image_grids) + len(video_grids) + 1
     merge = config.vision_config.spatial_merge_size
     rng = torch.Generator().manual_seed(seed + 1)
-    media = [_image(config, grid, merge) for grid in image_grids]
-    media += [_video(config, grid, merge) for grid in video_grids]
+    images = [_image(config, grid, merge) for grid in image_grids]
+    videos = [_video(config, grid, merge) for grid in video_grids]
+    media = videos + images if videos_first else images + videos
     ids: list[int] = []
     labelled: list[bool] = []
     for i, length in enumerate(stretches):

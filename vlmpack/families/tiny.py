@@ -161,7 +161,7 @@ def _vision(sizes: TinySizes) -> dict[str, Any]:
     }
 
 
-def _tokens(sizes: TinySizes) -> dict[str, int]:
+def _tokens(sizes: TinySizes) -> dict[str, Any]:
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     return {name: sizes.__dict__[name] for name in names}
 

@@ -1,0 +1,142 @@
+"""The common face of the model families: what the rest of vlmpack may ask about a Hugging Face model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from vlmpack.families.mrope import MediaItems, media_items, row_positions
+from vlmpack.families.resize import grid_from_size
+from vlmpack.families.vision_segments import frame_segments
+from vlmpack.layout import Grid, Segments
+
+
+class Family(ABC):
+    """One model family. The final classes say only what is different from one to the next.
+
+    `config` is always the whole model's configuration, the one with a text and a vision part.
+    """
+
+    model_type: ClassVar[str]
+    """`config.model_type` of the family."""
+    model_class: ClassVar[str]
+    """Name of the transformers class that is trained."""
+
+    # ------------------------------------------------------------------ positions
+
+    def positions(
+        self,
+        mm_token_type_ids: torch.Tensor | None,
+        segments: Segments,
+        *,
+        config: Any,
+        image_grids: Sequence[Grid] = (),
+        video_grids: Sequence[Grid] = (),
+        seconds_per_grid: Sequence[float] = (),
+        device: torch.device | str | None = None,
+    ) -> torch.Tensor:
+        """MRoPE positions of a packed row: int64 [4, 1, T], the text row, then time, height, width.
+
+        Every segment gets what `get_rope_index` of the installed transformers gives its sample alone, bit for bit,
+        and 0, 1, 2, ... as its text row; padding is 0. Boundaries at which only the rotary positions restart
+        (`rope_cu_seqlens`) are given as `segments` of their own. Nothing waits for the device.
+
+        Args:
+            mm_token_type_ids: [1, T], 0 text, 1 image, 2 video, on any device; None: text only.
+            segments: where positions restart.
+            config: the model's configuration.
+            image_grids: (frames, rows, columns) in patches of each image, in row order.
+            video_grids: the same of each video.
+            seconds_per_grid: seconds between two grids of each video (Qwen2.5-VL only); empty: 1.
+            device: where the result lives if there are no token types.
+
+        Raises:
+            LayoutError: grids that cannot be, or that the row has no room for; token types of another width.
+        """
+        images = media_items(image_grids, self.merge(config), "image")
+        videos = self._videos(video_grids, seconds_per_grid, config)
+        return row_positions(mm_token_type_ids, segments, images=images, videos=videos, device=device)
+
+    @abstractmethod
+    def _videos(self, grids: Sequence[Grid], seconds: Sequence[float], config: Any) -> MediaItems:
+        """The runs of video tokens that these videos stand for, and how far apart their frames lie."""
+
+    # ------------------------------------------------------------------ tokens
+
+    def tokens_per_image(self, grid: Grid, merge: int) -> int:
+        """Placeholder tokens of an image of this grid (frames, rows, columns in patches)."""
+        t, h, w = grid
+        return t * (h // merge) * (w // merge)
+
+    def tokens_per_video(self, grid: Grid, merge: int) -> int:
+        """Placeholder tokens of a video of this grid, without the text (time stamps) that a family puts between."""
+        return self.tokens_per_image(grid, merge)
+
+    def image_tokens_from_size(
+        self, height: int, width: int, *, patch_size: int, merge: int, min_pixels: int, max_pixels: int
+    ) -> int:
+        """Placeholder tokens of an image of this size in pixels, after the processor has resized it.
+
+        Raises:
+            ValueError: an empty image, or one more than 200 times as long as it is wide.
+        """
+        grid = grid_from_size(
+            height, width, patch_size=patch_size, merge=merge, min_pixels=min_pixels, max_pixels=max_pixels
+        )
+        return self.tokens_per_image(grid, merge)
+
+    def media_tokens(self, grids: Sequence[Grid], config: Any) -> int:
+        """Placeholder tokens of all these images or videos."""
+        return sum(self.tokens_per_image(grid, self.merge(config)) for grid in grids)
+
+    def media_types(self, input_ids: torch.Tensor, config: Any) -> torch.Tensor:
+        """0 text, 1 image, 2 video for each token, int64 in the shape of `input_ids`: what processors give as
+        `mm_token_type_ids`."""
+        return (input_ids == config.image_token_id).long() + 2 * (input_ids == config.video_token_id).long()
+
+    # ------------------------------------------------------------------ the vision tower
+
+    def vision_segments(self, grids: Sequence[Grid], config: Any) -> tuple[Segments, ...]:
+        """Every set of boundaries that blocks of the vision tower attend within, for one call with these grids."""
+        return (frame_segments(grids),)
+
+    # ------------------------------------------------------------------ parts of the model
+
+    def backbone(self, model: nn.Module) -> nn.Module:
+        """The model without its head: ids, pixels and positions in, hidden states out."""
+        return model.get_submodule("model")
+
+    def language_model(self, model: nn.Module) -> nn.Module:
+        """The text part: embeddings and positions in, hidden states out."""
+        return model.get_submodule("model.language_model")
+
+    def vision_tower(self, model: nn.Module) -> nn.Module:
+        """The vision part: patches in, image features out."""
+        return model.get_submodule("model.visual")
+
+    def head(self, model: nn.Module) -> nn.Module:
+        """The linear layer from hidden states to logits."""
+        return model.get_submodule("lm_head")
+
+    # ------------------------------------------------------------------ parts of the configuration
+
+    def text_config(self, config: Any) -> Any:
+        """The text part's configuration."""
+        return config.text_config
+
+    def vision_config(self, config: Any) -> Any:
+        """The vision part's configuration."""
+        return config.vision_config
+
+    def merge(self, config: Any) -> int:
+        """Patches merged into one token along each side."""
+        return self.vision_config(config).spatial_merge_size
+
+    def attention_configs(self, config: Any) -> dict[str, Any]:
+        """The configurations that choose an attention implementation, under the names that
+        `set_attn_implementation` takes."""
+        return {"text_config": self.text_config(config), "vision_config": self.vision_config(config)}

@@ -1,0 +1,25 @@
+"""Qwen3-VL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, final
+
+import numpy as np
+
+from vlmpack.families.base import Family
+from vlmpack.families.mrope import MediaItems, media_items
+from vlmpack.layout import Grid
+
+
+@final
+class Qwen3VL(Family):
+    """Qwen3-VL: every frame of a video is a run of its own, as if it were an image; time stamps are text between."""
+
+    model_type: ClassVar[str] = "qwen3_vl"
+    model_class: ClassVar[str] = "Qwen3VLForConditionalGeneration"
+
+    def _videos(self, grids: Sequence[Grid], seconds: Sequence[float], config: Any) -> MediaItems:
+        videos = media_items(grids, self.merge(config), "video")
+        frames = np.repeat(videos.grids * (0, 1, 1) + (1, 0, 0), videos.grids[:, 0], axis=0)
+        return MediaItems(grids=frames, interval=np.ones(len(frames), np.float32))

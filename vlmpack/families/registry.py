@@ -1,0 +1,81 @@
+"""Which family a model belongs to; and for those that cannot be packed exactly, what would leak."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vlmpack.errors import FamilyError
+from vlmpack.families.base import Family
+from vlmpack.families.qwen2_5_vl import Qwen25VL
+from vlmpack.families.qwen2_vl import Qwen2VL
+from vlmpack.families.qwen3_vl import Qwen3VL
+
+FAMILIES: dict[str, type[Family]] = {family.model_type: family for family in (Qwen2VL, Qwen25VL, Qwen3VL)}
+"""The supported families by `config.model_type`."""
+
+_ROUTER = "its MoE router statistics count padding as tokens, so the load-balancing loss of a packed row is wrong"
+_DELTA = (
+    "its gated delta layers carry convolution and recurrent state across segment boundaries, so each sample sees the "
+    "one before it; position ids and attention masks do not reach them"
+)
+_OMNI = "its positions interleave audio with video, and its audio tower has boundaries of its own; neither is computed"
+
+_REFUSED = {
+    "qwen3_vl_moe": f"{_ROUTER}; dense Qwen3-VL works",
+    "qwen3_5": _DELTA,
+    "qwen3_5_moe": f"{_DELTA}; and {_ROUTER}",
+    "qwen3_next": _DELTA,
+    "qwen4_exp": f"{_DELTA}; its n-gram embeddings and its attention indexer reach across boundaries too",
+    "qwen2_5_omni": _OMNI,
+    "qwen2_5_omni_thinker": _OMNI,
+    "qwen3_omni_moe": f"{_OMNI}; and {_ROUTER}",
+    "qwen3_omni_moe_thinker": f"{_OMNI}; and {_ROUTER}",
+}
+
+
+def family_of(model: Any) -> Family:
+    """The family of a Hugging Face `...ForConditionalGeneration` model, by its `config.model_type`.
+
+    Nothing is unwrapped: hand over the model itself, not a PEFT, DDP or compiled wrapper around it.
+
+    Raises:
+        FamilyError: an unknown family, one that would leak (the message says where), a model without its head or
+            inside a wrapper, or sliding-window attention.
+    """
+    config = getattr(model, "config", None)
+    model_type = getattr(config, "model_type", None)
+    if not isinstance(model_type, str):
+        raise FamilyError(
+            f"{type(model).__name__} has no config.model_type, so its family is not known; hand over the Hugging Face "
+            f"model itself, unwrapped ({_supported()})"
+        )
+    family = family_named(model_type)
+    if family.model_class not in (cls.__name__ for cls in type(model).__mro__):
+        raise FamilyError(
+            f"the model is a {type(model).__name__} but {model_type} is packed as a {family.model_class}; unwrap it "
+            "(peft: model.get_base_model(), ddp: model.module, torch.compile: enable packing before compiling), or "
+            "load it with its head (AutoModelForImageTextToText)"
+        )
+    if "sliding_attention" in (getattr(family.text_config(config), "layer_types", None) or ()):
+        raise FamilyError(
+            f"{model_type}: text_config.use_sliding_window is on, but packed attention reaches over whole segments; "
+            "a sample longer than the window would get other logits: set it to False"
+        )
+    return family
+
+
+def family_named(model_type: str) -> Family:
+    """The family with this `config.model_type`.
+
+    Raises:
+        FamilyError: an unknown family, or one that would leak (the message says where).
+    """
+    if model_type in _REFUSED:
+        raise FamilyError(f"{model_type} cannot be packed exactly yet: {_REFUSED[model_type]} ({_supported()})")
+    if model_type not in FAMILIES:
+        raise FamilyError(f"{model_type}: unknown family ({_supported()})")
+    return FAMILIES[model_type]()
+
+
+def _supported() -> str:
+    return "supported: " + ", ".join(FAMILIES)
