@@ -30,15 +30,16 @@ def truncates_seconds() -> bool:
     """
     from transformers import Qwen2_5_VLModel
 
+    model: Any = Qwen2_5_VLModel  # its methods are called on a stand-in that has only what they read
     vision = SimpleNamespace(spatial_merge_size=1, tokens_per_second=4)
     stand_in = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
-    stand_in.get_vision_position_ids = partial(Qwen2_5_VLModel.get_vision_position_ids, stand_in)
+    stand_in.get_vision_position_ids = partial(model.get_vision_position_ids, stand_in)
     tokens = torch.full((1, 3), 2, device="cpu")
-    positions, _ = Qwen2_5_VLModel.get_rope_index(
-        stand_in,  # pyright: ignore[reportArgumentType]
+    positions, _ = model.get_rope_index(
+        stand_in,
         tokens,
-        mm_token_type_ids=tokens,  # pyright: ignore[reportArgumentType]
-        video_grid_thw=torch.tensor([[3, 1, 1]], device="cpu"),  # pyright: ignore[reportArgumentType]
+        mm_token_type_ids=tokens,
+        video_grid_thw=torch.tensor([[3, 1, 1]], device="cpu"),
         second_per_grid_ts=torch.tensor([0.7], device="cpu"),
     )
     answer = positions[0, 0].tolist()

@@ -55,16 +55,14 @@ def enable_packing(model: Model, config: StepConfig | None = None) -> Model:
 
     Raises:
         FamilyError: the model's family cannot be packed exactly, and which part of it leaks.
-        ConfigError: the model uses sliding-window attention, which packing does not cover.
     """
     core = find_model(model)
     family = family_of(core)
     config = config or StepConfig()
-    _check_windows(core, family)
     if not is_packing(core):
         core.__class__ = _packed_class(type(core))
     vars(core)[_STATE] = PackingState(family=family, config=config)
-    attention.install(family.backbone(core).language_model, family.vision_tower(core))
+    attention.install(family.language_model(core), family.vision_tower(core))
     return model
 
 
@@ -73,7 +71,7 @@ def disable_packing(model: Model) -> Model:
     core = find_model(model)
     if is_packing(core):
         family = vars(core).pop(_STATE).family
-        attention.uninstall(family.backbone(core).language_model, family.vision_tower(core))
+        attention.uninstall(family.language_model(core), family.vision_tower(core))
         core.__class__ = type(core).__mro__[1]
     return model
 
@@ -92,7 +90,7 @@ def packing_state(core: nn.Module) -> PackingState:
     state: PackingState | None = vars(core).get(_STATE)
     if state is None:
         raise ConfigError(f"packing is not enabled on this {type(core).__name__}; call enable_packing(model) first")
-    if not attention.is_installed(state.family.backbone(core).language_model, state.family.vision_tower(core)):
+    if not attention.is_installed(state.family.language_model(core), state.family.vision_tower(core)):
         raise ConfigError(
             "the model's attention implementation was changed after enable_packing, so its layers no longer know the "
             "boundaries of a row; call enable_packing(model) again after set_attn_implementation"
@@ -151,12 +149,3 @@ def _packed_class(base: type[nn.Module]) -> type[nn.Module]:
         "accepts_loss_kwargs": True,
     }
     return type(base.__name__, (base,), body)
-
-
-def _check_windows(core: nn.Module, family: Family) -> None:
-    text = family.text_config(core.config)
-    if "sliding_attention" in (text.layer_types or ()):
-        raise ConfigError(
-            f"{type(core).__name__} has sliding-window layers (use_sliding_window=True); packed attention covers full "
-            "attention only: load the model with use_sliding_window=False if it was trained so"
-        )

@@ -116,7 +116,7 @@ def _host_grids(known: tuple[Grid, ...], tensor: torch.Tensor | None, name: str)
 def _check_patches(pixels: torch.Tensor | None, grids: Sequence[Grid], name: str) -> None:
     expected, seen = sum(map(prod, grids)), 0 if pixels is None else pixels.shape[0]
     if expected != seen:
-        raise LayoutError(f"the grids describe {expected} patches but {name} has {seen}; pass the media of every sample")
+        raise LayoutError(f"the grids describe {expected} patches, {name} has {seen}; pass the media of every sample")
 
 
 def _hidden_states(
@@ -141,7 +141,12 @@ def _hidden_states(
             seconds_per_grid=facts.seconds_per_grid,
             config=hf_config,
         )
-    vision = [s for grids in (facts.image_grids, facts.video_grids) if grids for s in family.vision_segments(grids, hf_config)]
+    vision = [
+        segments
+        for grids in (facts.image_grids, facts.video_grids)
+        if grids
+        for segments in family.vision_segments(grids, hf_config)
+    ]
     context = RowContext(segments=row.segments, vision=VisionSegments(vision), backend=config.attention)
     outputs = family.backbone(model)(
         input_ids=row.input_ids,

@@ -21,14 +21,40 @@ SINK = "vlmpack_sink"
 """The keyword under which `PackedStep` asks for the whole `StepResult`."""
 
 _BATCH_KEYS = frozenset(
-    "input_ids attention_mask position_ids labels shift_labels mm_token_type_ids pixel_values image_grid_thw "
-    "pixel_values_videos video_grid_thw second_per_grid_ts cu_seqlens_q cu_seqlens_q_padded rope_cu_seqlens "
-    "moe_padding_mask num_items_in_batch output_logits".split()
+    [
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "labels",
+        "shift_labels",
+        "mm_token_type_ids",
+        "pixel_values",
+        "image_grid_thw",
+        "pixel_values_videos",
+        "video_grid_thw",
+        "second_per_grid_ts",
+        "cu_seqlens_q",
+        "cu_seqlens_q_padded",
+        "rope_cu_seqlens",
+        "moe_padding_mask",
+        "num_items_in_batch",
+        "output_logits",
+    ]
 ) | {FACTS_KEY, SINK}
 
 _SETTLED_KEYS = frozenset(
-    "past_key_values inputs_embeds use_cache return_dict logits_to_keep output_attentions output_hidden_states "
-    "output_router_logits mm_encoder_outputs rope_deltas".split()
+    [
+        "past_key_values",
+        "inputs_embeds",
+        "use_cache",
+        "return_dict",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "mm_encoder_outputs",
+        "rope_deltas",
+    ]
 )
 """Arguments of the model's own forward that a packed pass has settled: only their defaults go through it."""
 

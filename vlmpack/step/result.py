@@ -84,5 +84,3 @@ def sums_by_sample(
     counts = torch.zeros(segments.num_samples, dtype=torch.int64, device=index_L.device)
     sums = sums.index_add(0, sample_L, -logprobs_L.detach())
     return sums, counts.index_add(0, sample_L, torch.ones_like(sample_L))
-
-
