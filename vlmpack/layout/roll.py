@@ -17,12 +17,11 @@ def shift_labels(labels: torch.Tensor, segments: Segments) -> torch.Tensor:
         labels: [1, T] int64, not shifted.
         segments: the row's boundaries.
     """
-    shifted = torch.roll(labels, -1, dims=-1)
-    return shifted.masked_fill_(segments.last_mask(labels.device), IGNORE)
+    without_successor = segments.last_mask(labels.device)
+    return torch.roll(labels, -1, dims=-1).masked_fill_(without_successor, IGNORE)
 
 
 def unshift_labels(shifted: torch.Tensor, segments: Segments) -> torch.Tensor:
     """The inverse of `shift_labels`; each segment's first label, which predicts nothing, becomes -100."""
-    labels = torch.roll(shifted, 1, dims=-1)
     first = (segments.position_in_segment(shifted.device) == 0) | segments.padding_mask(shifted.device)
-    return labels.masked_fill_(first, IGNORE)
+    return torch.roll(shifted, 1, dims=-1).masked_fill_(first, IGNORE)

@@ -178,6 +178,11 @@ class Segments:
         return max(self.lengths)
 
     @property
+    def max_slot(self) -> int:
+        """Widest slot in tokens."""
+        return max(self.slots)
+
+    @property
     def max_kernel_length(self) -> int:
         """Longest stretch between two boundaries of `kernel`, in tokens."""
         return max(b - a for a, b in pairwise(self.kernel))
@@ -232,6 +237,7 @@ class Segments:
         """bool [T]: True where a token has no successor in its own segment: last tokens and padding."""
         return self._tensor("last", device)
 
+    @torch.compiler.disable
     def _tensor(self, name: str, device: torch.device | str) -> torch.Tensor:
         key = (name, torch.device(device))
         if key not in self._tensors:

@@ -1,0 +1,244 @@
+"""pack and unpack: the row is the samples one after the other, and comes apart into the samples again."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vlmpack.errors import LayoutError
+from vlmpack.layout import BatchFacts, Media, PackedRow, PaddedBatch, Segments, SlotRule, pack, unpack
+from vlmpack.layout.naive import naive_pack, naive_unpack
+
+HERE = Path(__file__).resolve()
+CASES = json.loads((HERE.parents[1] / "vectors" / "pack.json").read_text())["cases"]
+
+samples_lists = st.lists(st.integers(1, 11), min_size=1, max_size=7).map(
+    lambda lengths: [[100 * i + at + 1 for at in range(n)] for i, n in enumerate(lengths)]
+)
+
+
+def padded(samples, *, side="right", width=None, fill=-7, **fields):
+    """A batch of these id lists; labels are ids + 50000; padding holds a value that must never show up."""
+    width = width or max(map(len, samples))
+    ids = torch.full((len(samples), width), fill)
+    mask = torch.zeros(len(samples), width, dtype=torch.long)
+    for row, sample in enumerate(samples):
+        start = 0 if side == "right" else width - len(sample)
+        ids[row, start : start + len(sample)] = torch.tensor(sample, dtype=torch.long)
+        mask[row, start : start + len(sample)] = 1
+    return PaddedBatch(input_ids=ids, attention_mask=mask, labels=ids + 50000, **fields)
+
+
+@given(samples=samples_lists, multiple=st.integers(1, 5), side=st.sampled_from(["right", "left"]))
+def test_the_row_is_what_a_plain_loop_gives_whichever_side_is_padded(samples, multiple, side):
+    row = pack(padded(samples, side=side, width=12), rule=SlotRule(multiple=multiple))
+    truth = naive_pack(samples, [[i + 50000 for i in s] for s in samples], multiple=multiple)
+    assert row.input_ids[0].tolist() == truth.input_ids
+    assert row.shift_labels is not None
+    assert row.shift_labels[0].tolist() == truth.shift_labels
+    assert row.moe_padding_mask[0].tolist() == truth.padding
+    # Work done, not only values: a layout that takes slots for lengths would show here.
+    assert row.segments.num_tokens == sum(map(len, samples))
+
+
+@given(samples=samples_lists, multiple=st.integers(1, 5), side=st.sampled_from(["right", "left"]))
+def test_unpack_gives_the_batch_back(samples, multiple, side):
+    batch = padded(samples, side=side, width=12, fill=0)
+    row = pack(batch, rule=SlotRule(multiple=multiple))
+    assert row.facts is not None
+    again = unpack(row.input_ids, row.segments, width=12, offsets=row.facts.offsets)
+    assert torch.equal(again, batch.input_ids)
+
+
+@given(samples=samples_lists, multiple=st.integers(1, 5))
+def test_unpack_of_a_row_is_what_a_plain_loop_gives(samples, multiple):
+    segments = Segments.from_lengths([len(s) for s in samples], SlotRule(multiple=multiple))
+    row = torch.randn(1, segments.total)
+    truth = naive_unpack(row[0].tolist(), segments.lengths, segments.stride, width=segments.max_length)
+    assert torch.equal(unpack(row, segments), torch.tensor(truth))
+
+
+def test_labels_shift_inside_each_segment_as_in_the_vectors():
+    case = next(c for c in CASES if "rows" in c)
+    width = max(map(len, case["rows"]))
+    ids = torch.tensor([r + [0] * (width - len(r)) for r in case["rows"]])
+    mask = torch.tensor([[1] * len(r) + [0] * (width - len(r)) for r in case["rows"]])
+    row = pack(PaddedBatch(input_ids=ids, attention_mask=mask, labels=ids), rule=SlotRule(pad_to=case["row_width"]))
+    assert row.input_ids[0].tolist() == case["input_ids"]
+    assert row.shift_labels is not None
+    assert row.shift_labels[0].tolist() == case["shift_labels"]
+
+
+def test_all_tensors_go_through_the_same_index_and_keep_their_dtype():
+    samples = [[1, 2, 3], [4, 5]]
+    ids = padded(samples, fill=0).input_ids
+    batch = padded(
+        samples,
+        position_ids=torch.stack([ids * 10, ids * 100, ids * 1000]).int(),
+        mm_token_type_ids=(ids % 3).to(torch.uint8),
+        extras={"advantages": ids.double(), "both": torch.stack([ids, ids]).half()},
+    )
+    row = pack(batch, rule=SlotRule(multiple=4))
+    real = ~row.moe_padding_mask[0]
+    kept = row.input_ids[:, real]
+    assert row.position_ids is not None
+    assert row.position_ids.shape == (3, 1, 8)
+    assert row.position_ids.dtype == torch.int32
+    assert torch.equal(row.position_ids[:, :, real], torch.stack([kept * 10, kept * 100, kept * 1000]).int())
+    assert row.mm_token_type_ids is not None
+    assert row.mm_token_type_ids.dtype == torch.uint8
+    assert torch.equal(row.extras["advantages"][:, real], kept.double())
+    assert row.extras["both"].shape == (2, 1, 8)
+    assert row.extras["both"].dtype == torch.float16
+
+
+def test_media_go_along_untouched():
+    media = Media(pixel_values=torch.randn(8, 3), image_grid_thw=torch.tensor([[1, 2, 4]]))
+    assert pack(padded([[1, 2]], media=media)).media is media
+
+
+def test_unpack_takes_any_trailing_dimensions_and_is_differentiable():
+    segments = Segments.from_lengths([3, 2], SlotRule(multiple=4))
+    row = torch.randn(1, 8, 5, 7, requires_grad=True)
+    batch = unpack(row, segments, fill=2.0)
+    assert batch.shape == (2, 3, 5, 7)
+    assert torch.equal(batch[1, :2], row[0, 4:6])
+    assert (batch[1, 2] == 2.0).all()
+    batch.sum().backward()
+    assert row.grad is not None
+    assert torch.equal(row.grad[0, :, 0, 0], (~segments.padding_mask()).float())
+
+
+def test_unpack_of_positions_names_the_token_dimension():
+    segments = Segments.from_lengths([3, 2])
+    positions = torch.arange(4 * 5).view(4, 1, 5)
+    assert torch.equal(unpack(positions, segments, token_dim=2)[:, 1, :2], positions[:, 0, 3:])
+
+
+def test_one_gather_a_tensor_and_no_host_sync_when_the_lengths_are_known():
+    batch = padded([[1, 2, 3], [4, 5]])
+    known = PaddedBatch(**{**vars(batch), "facts": BatchFacts(lengths=(3, 2))})
+    with CountOps() as silent:
+        pack(on_fake_device(known))
+    assert silent.calls["aten::index_select"] == 2
+    assert not silent.syncs
+    with CountOps() as asking:  # the guard: the counter does see a sync when the lengths are not known
+        pack(on_fake_device(batch))
+    assert asking.syncs
+
+
+class CountOps(TorchDispatchMode):
+    """Counts operations, and those that make the host wait for a device."""
+
+    WAIT = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::is_nonzero", "aten::equal")
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.syncs = {}, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        self.calls[name] = self.calls.get(name, 0) + 1
+        leaves_device = (
+            name == "aten::_to_copy" and args[0].is_meta and (kwargs or {}).get("device") == torch.device("cpu")
+        )
+        if name in self.WAIT or leaves_device:
+            self.syncs.append(name)
+            if leaves_device:
+                return torch.ones(args[0].shape, dtype=args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def on_fake_device(batch):
+    """The batch on the meta device: reading any of its values fails, as waiting for an accelerator would cost."""
+    return PaddedBatch(**{k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in vars(batch).items()})
+
+
+def test_packing_compiles():
+    def ids_and_labels(input_ids, attention_mask, labels):
+        row = pack(PaddedBatch(input_ids=input_ids, attention_mask=attention_mask, labels=labels))
+        return row.input_ids, row.shift_labels
+
+    compiled = torch.compile(ids_and_labels, backend="aot_eager")
+    for samples in ([[1, 2, 3], [4, 5]], [[1], [2, 3, 4, 5], [6, 7]]):
+        batch = padded(samples)
+        given = (batch.input_ids, batch.attention_mask, batch.labels)
+        for ours, theirs in zip(compiled(*given), ids_and_labels(*given), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_an_all_zero_row_is_refused_or_kept_as_an_empty_segment():
+    batch = PaddedBatch(
+        input_ids=torch.tensor([[1, 2], [0, 0], [3, 0]]), attention_mask=torch.tensor([[1, 1], [0, 0], [1, 0]])
+    )
+    with pytest.raises(LayoutError, match=r"row 1: attention_mask is all zeros.* or pass keep_empty=True"):
+        pack(batch)
+    row = pack(batch, keep_empty=True)
+    assert row.segments.lengths == (2, 0, 1)
+    assert row.segments.num_samples == 3
+    assert unpack(row.input_ids, row.segments).tolist() == [[1, 2], [0, 0], [3, 0]]
+
+
+def test_media_of_an_empty_row_are_an_error():
+    batch = PaddedBatch(input_ids=torch.zeros(2, 2).long(), attention_mask=torch.tensor([[1, 1], [0, 0]]))
+    facts = BatchFacts(lengths=(2, 0), images_per_sample=(0, 1))
+    with pytest.raises(LayoutError, match="row 1: no real token, but images or videos belong to it"):
+        pack(PaddedBatch(**{**vars(batch), "facts": facts}), keep_empty=True)
+    types = torch.tensor([[0, 0], [1, 1]])
+    with pytest.raises(LayoutError, match="row 1: attention_mask hides image or video tokens"):
+        pack(PaddedBatch(**{**vars(batch), "mm_token_type_ids": types}), keep_empty=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_mask": torch.ones(2, 4)}, r"attention_mask is \[2, 4\] but input_ids is \[2, 3\]"),
+        ({"attention_mask": torch.ones(2, 1, 3, 3)}, "got 4D"),
+        ({"labels": torch.ones(2, 2)}, r"labels is \[2, 2\] but input_ids is \[2, 3\]"),
+        ({"input_ids": torch.ones(6)}, r"input_ids must be \[batch, width\], got \[6\]"),
+        ({"extras": {"advantages": torch.ones(3, 3)}}, r"advantages is \[3, 3\]"),
+        ({"facts": BatchFacts(lengths=(3,))}, "do not describe this attention_mask.*dispatch_batches=False"),
+        ({"facts": BatchFacts(lengths=(3, 3))}, r"the host's lengths \[3, 3\] do not describe"),
+    ],
+)
+def test_a_batch_that_contradicts_itself_is_refused(change, message):
+    batch = padded([[1, 2, 3], [4, 5]])
+    with pytest.raises(LayoutError, match=message):
+        pack(PaddedBatch(**{**vars(batch), **change}))
+
+
+def test_unpack_refuses_what_is_not_a_row_of_these_segments():
+    segments = Segments.from_lengths([3, 2])
+    with pytest.raises(LayoutError, match=r"expected 1 x 5 tokens .* got a tensor of shape \[2, 5\]"):
+        unpack(torch.zeros(2, 5), segments)
+    with pytest.raises(LayoutError, match="row 0: 3 tokens do not fit width 2"):
+        unpack(torch.zeros(1, 5), segments, width=2)
+
+
+@given(samples=samples_lists, multiple=st.integers(1, 5))
+def test_a_row_survives_the_trip_through_a_dictionary(samples, multiple):
+    row = pack(padded(samples), rule=SlotRule(multiple=multiple))
+    mapping = row.to_hf()
+    again = PackedRow.from_hf(mapping)
+    assert again.segments == row.segments
+    assert row.shift_labels is not None
+    assert again.shift_labels is not None
+    assert torch.equal(again.shift_labels, row.shift_labels)
+    # The count of a trainer that knows nothing of rows is the number of targets.
+    assert int((mapping["labels"][..., 1:] != -100).sum()) == int((row.shift_labels != -100).sum())
+    del mapping["vlmpack"]  # boundaries alone are enough, as lists or as tensors
+    assert PackedRow.from_hf(mapping).segments == row.segments
+    assert PackedRow.from_hf({**mapping, "cu_seqlens_q": mapping["cu_seqlens_q"].tolist()}).segments == row.segments
+
+
+def test_a_row_whose_width_is_not_that_of_its_boundaries_is_refused():
+    with pytest.raises(
+        LayoutError, match=r"\[1, 5\] by its boundaries but input_ids is \[1, 4\]; .*dispatch_batches=False"
+    ):
+        PackedRow(input_ids=torch.zeros(1, 4).long(), segments=Segments.from_lengths([3, 2]))
+    with pytest.raises(LayoutError, match="needs its boundaries: cu_seqlens_q"):
+        PackedRow.from_hf({"input_ids": torch.zeros(1, 4).long()})

@@ -1,0 +1,162 @@
+"""Segments: real lengths, slots, and the boundaries that kernels get."""
+
+import json
+import pickle
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlmpack.errors import LayoutError
+from vlmpack.layout import Segments, SlotRule
+from vlmpack.layout.naive import naive_pack
+
+HERE = Path(__file__).resolve()
+SHARED = HERE.parents[3] / "shared" / "vectors" / "pack.json"
+OWN = HERE.parents[1] / "vectors" / "pack.json"
+CASES = json.loads((SHARED if SHARED.exists() else OWN).read_text())["cases"]
+
+lengths_lists = st.lists(st.integers(0, 40), min_size=1, max_size=9)
+
+
+def test_there_are_vectors_and_our_copy_is_theirs():
+    assert len(CASES) == 7
+    assert json.loads(OWN.read_text())["cases"] == CASES
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "multiple" in c], ids=lambda c: f"{c['lengths']}x{c['multiple']}")
+def test_boundaries_are_those_of_the_vectors(case):
+    segments = Segments.from_lengths(case["lengths"], SlotRule(multiple=case["multiple"]))
+    assert list(segments.real) == case["real"]
+    assert list(segments.stride) == case["stride"]
+    if "padding_mask" in case:
+        assert segments.padding_mask().tolist() == case["padding_mask"]
+    if "position_reset" in case:
+        assert segments.position_in_segment().tolist() == case["position_reset"]
+    if "max_slot" in case:
+        assert segments.max_slot == case["max_slot"]
+
+
+def test_the_tail_belongs_to_no_sample():
+    case = next(c for c in CASES if "seq_idx" in c)
+    segments = Segments.from_boundaries(case["real"], total=case["total"])
+    assert segments.seq_idx().tolist() == case["seq_idx"]
+
+
+def test_the_example_of_the_docstring():
+    segments = Segments.from_lengths([3, 5, 2], SlotRule(multiple=4))
+    assert segments.real == (0, 3, 8, 10)
+    assert segments.stride == (0, 4, 12, 16)
+    assert segments.kernel == (0, 3, 4, 9, 12, 14, 16)
+    assert segments.spans == ((0, 3), (4, 9), (12, 14))
+    assert (segments.total, segments.num_tokens, segments.max_length, segments.max_slot) == (16, 10, 5, 8)
+    assert segments.attended_pairs == 6 + 15 + 3
+    assert segments.fill == 10 / 16
+
+
+@given(lengths=lengths_lists, multiple=st.integers(1, 9), spare=st.integers(0, 300))
+def test_every_tensor_is_what_a_plain_loop_gives(lengths, multiple, spare):
+    needed = sum(-(-n // multiple) * multiple for n in lengths)
+    segments = Segments.from_lengths(lengths, SlotRule(multiple=multiple, pad_to=max(needed + spare, 1)))
+    samples = [list(range(n)) for n in lengths]
+    row = naive_pack(samples, samples, multiple=multiple, width=segments.total)
+    assert segments.cu_seqlens().tolist() == row.real
+    assert segments.cu_seqlens_padded().tolist() == row.stride
+    assert segments.padding_mask().tolist() == row.padding
+    assert segments.seq_idx().tolist() == row.seq_idx
+    assert segments.position_in_segment().tolist() == row.positions
+    assert segments.num_tokens == sum(lengths)
+
+
+@given(lengths=lengths_lists, multiple=st.integers(1, 300), spare=st.integers(0, 700))
+def test_kernel_boundaries_cover_the_row_and_never_mix_padding_with_tokens(lengths, multiple, spare):
+    needed = sum(-(-n // multiple) * multiple for n in lengths)
+    segments = Segments.from_lengths(lengths, SlotRule(multiple=multiple, pad_to=max(needed + spare, 1)))
+    padding = segments.padding_mask().tolist()
+    assert segments.kernel[0] == 0
+    assert segments.kernel[-1] == segments.total
+    pieces = list(pairwise(segments.kernel))
+    spans = {span for span in segments.spans if span[1] > span[0]}
+    assert {piece for piece in pieces if not padding[piece[0]]} == spans
+    for start, stop in pieces:
+        assert stop > start
+        assert len(set(padding[start:stop])) == 1
+        assert not padding[start] or stop - start <= 128
+
+
+def test_without_slots_there_are_no_gaps_and_all_boundaries_agree():
+    segments = Segments.from_lengths([3, 5, 2])
+    assert segments.real == segments.stride == segments.kernel
+    assert not segments.has_gaps
+    assert not segments.padding_mask().any()
+
+
+def test_alignment_of_the_row_goes_on_its_tail():
+    segments = Segments.from_lengths([3, 5], SlotRule(row_multiple=16))
+    assert segments.stride == (0, 3, 8)
+    assert segments.total == 16
+
+
+@given(lengths=st.lists(st.integers(0, 300), min_size=1, max_size=6), multiple=st.sampled_from([1, 8, 256]))
+def test_fixed_sizes_give_tensors_of_one_shape(lengths, multiple):
+    rule = SlotRule(multiple=multiple, pad_to=4096, max_segments=6)
+    segments = Segments.from_lengths(lengths, rule)
+    reference = Segments.from_lengths([1] * 6, rule)
+    for name in ("cu_seqlens", "cu_seqlens_padded", "kernel_seqlens", "seq_idx", "padding_mask"):
+        ours, theirs = (getattr(s, name)() for s in (segments, reference))
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), name
+    assert segments.num_samples == len(lengths)
+    assert set(segments.real[len(lengths) :]) == {segments.num_tokens}
+    assert segments.kernel[-1] == 4096
+
+
+def test_tensors_are_int32_and_made_once_a_device():
+    segments = Segments.from_lengths([3, 5])
+    assert segments.cu_seqlens().dtype == segments.kernel_seqlens().dtype == torch.int32
+    assert segments.cu_seqlens() is segments.cu_seqlens("cpu")
+
+
+def test_segments_travel_between_processes_without_their_tensors():
+    segments = Segments.from_lengths([3, 5], SlotRule(multiple=4))
+    segments.padding_mask()
+    arrived = pickle.loads(pickle.dumps(segments))
+    assert arrived == segments
+    assert not arrived._tensors
+    assert arrived.padding_mask().tolist() == segments.padding_mask().tolist()
+
+
+@given(lengths=lengths_lists, multiple=st.integers(1, 9))
+def test_boundaries_read_back_are_the_same_segments(lengths, multiple):
+    segments = Segments.from_lengths(lengths, SlotRule(multiple=multiple))
+    again = Segments.from_boundaries(
+        segments.real, segments.stride, total=segments.total, num_samples=segments.num_samples
+    )
+    assert again == segments
+
+
+def test_trailing_repeated_boundaries_are_not_samples():
+    assert Segments.from_boundaries([0, 3, 5, 5, 5]).num_samples == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Segments.from_lengths([]), "at least one sample"),
+        (lambda: Segments.from_lengths([3, -1]), "row 1: a length cannot be negative, got -1"),
+        (lambda: Segments.from_lengths([3, 5], SlotRule(pad_to=7)), "take 8 tokens of row but pad_to=7; raise pad_to"),
+        (lambda: Segments.from_lengths([1, 1], SlotRule(max_segments=1)), "2 samples but max_segments=1; raise"),
+        (lambda: SlotRule(multiple=0), "SlotRule.multiple must be a whole number of at least 1, got 0"),
+        (lambda: SlotRule(pad_to=10, row_multiple=4), "not a multiple of row_multiple=4; use pad_to=12"),
+        (lambda: Segments.from_boundaries([1, 3]), r"cu_seqlens_q must start at 0 .* got \[1, 3\]"),
+        (lambda: Segments.from_boundaries([0, 4, 3]), "never decrease, but segment 1 runs from 4 to 3"),
+        (lambda: Segments.from_boundaries([0, 3], [0, 4, 8]), "has 2 boundaries but cu_seqlens_q_padded has 3"),
+        (lambda: Segments.from_boundaries([0, 5], [0, 4]), "segment 0: 5 real tokens do not fit its slot of 4"),
+        (lambda: Segments.from_boundaries([0, 5], total=4), "end at 5 but the row is only 4 tokens wide"),
+    ],
+)
+def test_boundaries_that_cannot_be_are_refused_by_name(make, message):
+    with pytest.raises(LayoutError, match=message):
+        make()

@@ -1,0 +1,66 @@
+"""The same as plain loops over samples and tokens: slow, obvious, and the truth for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+
+@final
+@dataclass(kw_only=True)
+class NaiveRow:
+    """A packed row as python lists."""
+
+    input_ids: list[int] = field(default_factory=list)
+    """Ids, 0 on padding."""
+    shift_labels: list[int] = field(default_factory=list)
+    """Targets, -100 where there is none."""
+    padding: list[bool] = field(default_factory=list)
+    """True on padding."""
+    seq_idx: list[int] = field(default_factory=list)
+    """Segment of each token's slot."""
+    positions: list[int] = field(default_factory=list)
+    """0, 1, 2, ... in each segment; 0 on padding."""
+    real: list[int] = field(default_factory=lambda: [0])
+    """Cumulative real tokens."""
+    stride: list[int] = field(default_factory=lambda: [0])
+    """Cumulative slots."""
+
+
+def naive_pack(
+    samples: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], *, multiple: int = 1, width: int | None = None
+) -> NaiveRow:
+    """Pack samples, each a list of ids, with their unshifted labels."""
+    row = NaiveRow()
+    for i, (ids, targets) in enumerate(zip(samples, labels, strict=True)):
+        slot = len(ids)
+        while slot % multiple:
+            slot += 1
+        for at in range(slot):
+            is_real = at < len(ids)
+            row.input_ids.append(ids[at] if is_real else 0)
+            row.shift_labels.append(targets[at + 1] if at + 1 < len(ids) else -100)
+            row.padding.append(not is_real)
+            row.seq_idx.append(i)
+            row.positions.append(at if is_real else 0)
+        row.real.append(row.real[-1] + len(ids))
+        row.stride.append(row.stride[-1] + slot)
+    while width is not None and len(row.input_ids) < width:
+        row.input_ids.append(0)
+        row.shift_labels.append(-100)
+        row.padding.append(True)
+        row.seq_idx.append(len(samples))
+        row.positions.append(0)
+    return row
+
+
+def naive_unpack(
+    row: Sequence[float], lengths: Sequence[int], stride: Sequence[int], *, width: int
+) -> list[list[float]]:
+    """A row's values as padded rows, 0 on padding."""
+    out = []
+    for length, start in zip(lengths, stride, strict=False):
+        values = [row[start + at] for at in range(length)]
+        out.append(values + [0] * (width - length))
+    return out
