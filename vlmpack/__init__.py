@@ -1,1 +1,64 @@
-"""vlmpack."""
+"""Train unmodified Hugging Face Qwen-VL models on packed rows: packed == alone, proved on your machine, and faster.
+
+    from vlmpack import VLMCollator, enable_packing
+
+    trainer = Trainer(model=enable_packing(model), data_collator=VLMCollator(processor, layout="packed"), ...)
+
+This file is the whole public face. Every name is loaded when it is first used, so that `import vlmpack` costs
+nothing and brings in no transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vlmpack.collate import VLMCollator
+    from vlmpack.errors import BackendError, ConfigError, FamilyError, LayoutError, SampleError, VlmpackError
+    from vlmpack.layout import BatchFacts, PackedRow, PaddedBatch, Segments, SlotRule, pack, unpack
+    from vlmpack.step import PackedStep, StepResult, disable_packing, enable_packing
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendError",
+    "BatchFacts",
+    "ConfigError",
+    "FamilyError",
+    "LayoutError",
+    "PackedRow",
+    "PackedStep",
+    "PaddedBatch",
+    "SampleError",
+    "Segments",
+    "SlotRule",
+    "StepResult",
+    "VLMCollator",
+    "VlmpackError",
+    "disable_packing",
+    "enable_packing",
+    "pack",
+    "unpack",
+]
+
+_ROOM = {
+    "collate": ("VLMCollator",),
+    "errors": ("BackendError", "ConfigError", "FamilyError", "LayoutError", "SampleError", "VlmpackError"),
+    "layout": ("BatchFacts", "PackedRow", "PaddedBatch", "Segments", "SlotRule", "pack", "unpack"),
+    "step": ("PackedStep", "StepResult", "disable_packing", "enable_packing"),
+}
+_HOME = {name: f"vlmpack.{room}" for room, names in _ROOM.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its room the first time somebody asks for it."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'vlmpack' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = vars(import_module(_HOME[name]))[name]
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

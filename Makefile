@@ -1,0 +1,86 @@
+# vlmpack: everything a newcomer or a machine types.
+#
+#   make demo    train a tiny Qwen3-VL on receipts, padded and packed in turn, and compare the two
+#   make test    run the test suite
+#   make help    the rest
+#
+# Each target makes its own virtual environment in .venv first, from the versions pinned in constraints.txt.
+# Another interpreter:     make test PYTHON=python3.12
+# Another build of torch:  make test TORCH="torch==2.13.0 --index-url URL"   (anything `pip install` takes)
+# Options for the command: make test ARGS="-k pack -x"      make demo ARGS="--steps 4"
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+JOBS   ?= 2
+ARGS   ?=
+
+VENV   := .venv
+OLDEST := .venv-oldest
+PINS   := constraints.txt
+BUILD  := pip hatchling editables
+PIP    := -m pip --disable-pip-version-check --quiet
+
+# The rooms that must work with the oldest transformers we support.
+CORE_TESTS := tests/layout tests/families tests/attention tests/step
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format test-oldest constraints clean
+
+help: ## Show this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.demo ## Train on receipts, padded and packed in turn; a table and a picture (no GPU, no network)
+	$(VENV)/bin/vlmpack demo $(ARGS)
+
+test: $(VENV)/.test ## Run the test suite
+	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
+
+lint: $(VENV)/.dev ## Check style, types and who imports whom
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/lint-imports
+
+format: $(VENV)/.dev ## Rewrite the files in the house style
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+test-oldest: $(OLDEST)/.test ## Run the core rooms' tests with the oldest supported transformers
+	$(OLDEST)/bin/python -m pytest -n $(JOBS) $(CORE_TESTS) $(ARGS)
+
+constraints: $(VENV)/.dev ## Work out constraints.txt anew, for every supported Python (ARGS=--upgrade: newest versions)
+	$(VENV)/bin/python $(PIP) install uv
+	cp $(PINS) $(VENV)/pins.txt
+	printf '%s\n' $(firstword $(TORCH)) $(BUILD) | $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.10 \
+	  --no-header --no-annotate --all-extras $(ARGS) pyproject.toml - -o $(VENV)/pins.txt
+	{ sed '/^[^#]/,$$d' $(PINS); grep -v -E "^(nvidia|cuda|triton)[-=]|== 'pypy'|== 'emscripten'|== 'win32'" $(VENV)/pins.txt; } > $(VENV)/constraints.txt
+	mv $(VENV)/constraints.txt $(PINS)
+
+clean: ## Remove the environments, caches and whatever the demo wrote
+	rm -rf $(VENV) $(OLDEST) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist demo-output results
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---------------------------------------------------------------- environments
+# torch goes in first and by itself, so that the build named in TORCH is the one that stays.
+
+%/.torch:
+	@command -v "$(PYTHON)" >/dev/null || { \
+	  echo "vlmpack needs Python 3.10 or newer, and '$(PYTHON)' was not found: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "vlmpack needs Python 3.10 or newer, and '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1): make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "'$(PYTHON)' cannot make virtual environments: install its venv package (on Debian and Ubuntu: python3-venv)" >&2; exit 1; }
+	"$(PYTHON)" -m venv $*
+	$*/bin/python $(PIP) install $(TORCH)
+	$*/bin/python $(PIP) install -c $(PINS) $(BUILD)
+	@touch $@
+
+$(VENV)/.demo $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(VENV)/.torch pyproject.toml $(PINS)
+	$(VENV)/bin/python $(PIP) install -c $(PINS) --no-build-isolation -e '.[$*]'
+	@touch $@
+
+$(OLDEST)/.test: $(OLDEST)/.torch pyproject.toml $(PINS) constraints-oldest.txt
+	grep -v -E '^(transformers|huggingface-hub)==' $(PINS) | cat - constraints-oldest.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python $(PIP) install -c $(OLDEST)/constraints.txt --no-build-isolation -e '.[test]'
+	@touch $@
