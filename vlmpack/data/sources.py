@@ -1,0 +1,204 @@
+"""Where receipts are stored, and how their raw records are found.
+
+    folder of `save_to_disk`      dataset_dict.json, dataset_info.json            extra [data]
+    folder of parquet files       data/train-00000-of-00004-....parquet           extra [data]
+    folder of the CORD archive    train/image/receipt_00000.png, train/json/...   no extra
+    parquet files                 one path or a list                              extra [data]
+    hub id                        naver-clova-ix/cord-v2                          extra [data], network
+
+Nothing is decoded here, and the network is asked for a hub id alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from vlmpack.data.receipts import SPLITS, parse_lines
+from vlmpack.errors import ConfigError, SampleError
+
+COLUMNS = ("image", "ground_truth")
+Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_ALIASES = {"train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test"}
+
+
+class Rows(Protocol):
+    """What a source gives: raw records, `image` in any form that `images.to_rgb` reads."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+def find_rows(source: Source, split: str) -> tuple[Rows, str]:
+    """The rows of a real source and its name for messages."""
+    if not isinstance(source, str | os.PathLike):
+        return _parquet_rows([Path(path).expanduser() for path in source], split), f"{len(source)} parquet files"
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _folder_rows(path, split), str(source)
+    if path.is_file() or path.suffix == ".parquet":
+        return _parquet_rows([path], split), str(source)
+    if isinstance(source, str) and _HUB_ID.fullmatch(source):
+        return _hub_rows(source, split), source
+    raise ConfigError(
+        f"{str(source)!r} is no file or folder here and no hub id; give 'synthetic', a folder, parquet files, "
+        "or an id such as 'naver-clova-ix/cord-v2'"
+    )
+
+
+def _folder_rows(folder: Path, split: str) -> Rows:
+    if any((folder / name).is_file() for name in ("dataset_dict.json", "dataset_info.json", "state.json")):
+        return _saved_rows(folder, split)
+    parquet = sorted(folder.rglob("*.parquet"))
+    if parquet:
+        chosen = [path for path in parquet if _split_of(path, folder) == split]
+        if not chosen:
+            seen = ", ".join(str(path.relative_to(folder)) for path in parquet[:6])
+            raise ConfigError(
+                f"no parquet file of split {split!r} under {folder}; its files: {seen}; expected {split}-*.parquet"
+            )
+        return _parquet_rows(chosen, split)
+    for name in (split, SPLITS[split], "."):
+        if (folder / name / "image").is_dir() and (folder / name / "json").is_dir():
+            return _image_rows(folder / name, split)
+    seen = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+    raise ConfigError(
+        f"{folder} holds no CORD data for split {split!r} (it holds: {seen}); expected a dataset saved by datasets, "
+        f"{split}-*.parquet files, or {SPLITS[split]}/image with {SPLITS[split]}/json"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ImageFolder:
+    """The layout of the CORD archive: `image/receipt_00000.png` beside `json/receipt_00000.json`."""
+
+    images: tuple[Path, ...]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The archive of version 0 has no `gt_parse`; it is then computed from the annotated lines."""
+        image = self.images[index]
+        text = _json_beside(image).read_text(encoding="utf-8")
+        try:
+            truth = json.loads(text)
+            if "gt_parse" not in truth and "valid_line" in truth:
+                text = json.dumps({"gt_parse": parse_lines(truth["valid_line"]), **truth})
+        except (ValueError, KeyError, TypeError) as error:
+            message = (
+                f"{_json_beside(image)} is not a CORD annotation ({error!r}); download it again or remove the pair"
+            )
+            raise SampleError(message, index=index, reason="ground_truth_unreadable", sample_id=image.stem) from error
+        return {"image": image, "ground_truth": text}
+
+
+def _image_rows(folder: Path, split: str) -> Rows:
+    images = sorted(path for path in (folder / "image").iterdir() if path.suffix.lower() in (".png", ".jpg", ".jpeg"))
+    alone = [image.name for image in images if not _json_beside(image).is_file()]
+    if alone:
+        raise ConfigError(
+            f"{len(alone)} images in {folder / 'image'} have no annotation, first {alone[0]}; add it to json/"
+        )
+    if not images:
+        raise ConfigError(f"no .png or .jpg in {folder / 'image'}; unpack the CORD archive there")
+    rows = _ImageFolder(images=tuple(images))
+    written = _written_split(rows[0]["ground_truth"])
+    name = _ALIASES.get(written, split)
+    if name != split:
+        raise ConfigError(
+            f"{folder} holds split {name!r} (its files say {written!r}), not {split!r}; pass split={name!r}"
+        )
+    return rows
+
+
+def _written_split(ground_truth: str) -> str:
+    """What `meta.split` says; nothing where there is no such entry."""
+    truth = json.loads(ground_truth)
+    meta = truth.get("meta") if isinstance(truth, dict) else None
+    return str(meta.get("split", "")) if isinstance(meta, dict) else ""
+
+
+def _json_beside(image: Path) -> Path:
+    return image.parent.parent / "json" / f"{image.stem}.json"
+
+
+def _split_of(path: Path, folder: Path) -> str | None:
+    """The split that a parquet file's name (`train-00000-of-00004.parquet`) or its folders (`train/0.parquet`) tell."""
+    for part in reversed(path.relative_to(folder).with_suffix("").parts):
+        name = re.split(r"[-_.]", part.lower())[0]
+        if name in _ALIASES:
+            return _ALIASES[name]
+    return None
+
+
+def _parquet_rows(paths: list[Path], split: str) -> Rows:
+    absent = [str(path) for path in paths if not path.is_file()]
+    if absent or not paths:
+        raise ConfigError(f"no such parquet file: {', '.join(absent) or 'the list is empty'}; check the path")
+    others = {_split_of(Path(path.name), Path()) for path in paths} - {split, None}
+    if others:
+        other = sorted(filter(None, others))[0]
+        raise ConfigError(f"a file named after split {other!r} was given for split {split!r}; pass split={other!r}")
+    datasets = _datasets(f"parquet file {paths[0]}")
+    try:
+        table = datasets.Dataset.from_parquet([str(path) for path in paths])
+    except Exception as error:  # datasets and pyarrow raise many kinds for a broken file
+        raise ConfigError(f"{paths[0]} cannot be read as parquet: {error}; download it again") from error
+    return _undecoded(table, str(paths[0]))
+
+
+def _saved_rows(folder: Path, split: str) -> Rows:
+    datasets = _datasets(f"folder {folder}")
+    try:
+        saved = datasets.load_from_disk(str(folder))
+    except Exception as error:  # datasets and pyarrow raise many kinds for a broken folder
+        raise ConfigError(f"{folder} cannot be read as a saved dataset: {error}; save it again") from error
+    if isinstance(saved, datasets.DatasetDict):
+        if split not in saved:
+            raise ConfigError(f"no split {split!r} in {folder}; it holds {', '.join(saved)}")
+        saved = saved[split]
+    elif saved.split is not None and str(saved.split) != split:
+        raise ConfigError(f"{folder} holds split {str(saved.split)!r}, not {split!r}; pass split={str(saved.split)!r}")
+    return _undecoded(saved, str(folder))
+
+
+def _hub_rows(source: str, split: str) -> Rows:
+    datasets = _datasets(f"hub id {source!r}")
+    try:
+        table = datasets.load_dataset(source, split=split)
+    except Exception as error:  # no network, no such repository, no such split: each library layer has its own kind
+        raise ConfigError(
+            f"{source!r} is no local folder, and the hub did not give its split {split!r}: {error}; check the id, the "
+            "split and the network, or give a local copy"
+        ) from error
+    return _undecoded(table, source)
+
+
+def _undecoded(table: Any, name: str) -> Rows:
+    """Check the columns and take the decoding of images away from `datasets`."""
+    missing = [column for column in COLUMNS if column not in table.column_names]
+    if missing:
+        seen = ", ".join(table.column_names)
+        raise ConfigError(
+            f"{name} has no column {' and '.join(missing)} (it has {seen}); rename yours to {' and '.join(COLUMNS)}"
+        )
+    datasets = _datasets(name)
+    if isinstance(table.features["image"], datasets.Image):
+        table = table.cast_column("image", datasets.Image(decode=False))
+    return table.select_columns(list(COLUMNS))
+
+
+def _datasets(what: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(f"reading {what} needs the datasets library: pip install 'vlmpack[data]'") from error
+    return datasets
