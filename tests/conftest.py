@@ -1,8 +1,66 @@
-"""Shared helpers live beside this file as plain modules: `from samples import mixed_samples`."""
+"""What every test may count on: two threads at most, no hub, no network, the same random numbers in every run.
+
+Shared helpers live beside this file as plain modules: `from samples import mixed_samples`.
+"""
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 from pathlib import Path
+from typing import Any
+
+# Read once, when these libraries are first imported: so before anything imports them.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+hypothesis.settings.register_profile(
+    "vlmpack",
+    deadline=None,  # a shared machine is slow now and then, and that is no fault of the example
+    derandomize=True,  # the same examples in every run; HYPOTHESIS_PROFILE=search looks for new ones
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile("search", hypothesis.settings.get_profile("vlmpack"), derandomize=False)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "vlmpack"))
+
+torch.set_num_threads(1)  # pytest-xdist runs one worker a core
+
+THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that needs a GPU says so where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="waits for a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """A test that forgets to seed still sees the same numbers whatever ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that would quietly fetch something fails here, not on the first machine without a network."""
+    connect = socket.socket.connect
+
+    def connect_here(self: socket.socket, address: Any) -> None:
+        if self.family != socket.AF_UNIX and address[0] not in THIS_MACHINE:
+            raise AssertionError(f"a test tried to reach {address[0]}: the suite must run without a network")
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", connect_here)

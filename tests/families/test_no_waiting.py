@@ -1,0 +1,106 @@
+"""Positions never make the host wait for the device, and need no values to know their shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from samples import KINDS, mixed_samples, padded
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vlmpack.families import FAMILIES, Qwen25VL
+from vlmpack.families.tiny import tiny_config
+from vlmpack.layout import PackedRow, SlotRule, pack
+
+aten = torch.ops.aten
+WAITING = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.is_nonzero.default,
+    aten.equal.default,
+    aten._unique2.default,
+    aten.repeat_interleave.Tensor,
+}
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises at every operation whose result the host has to wait for on an accelerator."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        # a mask as an index is a hidden nonzero
+        masks = func is aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if func in WAITING or masks:
+            raise AssertionError(f"{func} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+def row_of(name: str) -> tuple[PackedRow, Any]:
+    config = tiny_config(name, patch_size=1)
+    return pack(padded(mixed_samples(config, kinds=KINDS)), rule=SlotRule(multiple=4)), config
+
+
+def positions(row: PackedRow, name: str, config: Any, types: torch.Tensor) -> torch.Tensor:
+    assert row.facts is not None
+    family = FAMILIES[name]()
+    return family.positions(
+        types,
+        row.segments,
+        config=config,
+        image_grids=row.facts.image_grids,
+        video_grids=row.facts.video_grids,
+        seconds_per_grid=row.facts.seconds_per_grid,
+    )
+
+
+@pytest.fixture(autouse=True)
+def asked_once() -> None:
+    """A family is made when packing is enabled, not in a step: asking transformers about its rule comes before."""
+    Qwen25VL()
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_no_operation_waits(name: str) -> None:
+    row, config = row_of(name)
+    assert row.mm_token_type_ids is not None
+    with NoWaiting() as mode:
+        found = positions(row, name, config, row.mm_token_type_ids)
+    assert mode.seen > 5
+    assert found.shape == (4, 1, row.segments.total)
+
+
+@pytest.mark.parametrize(
+    "wait", [lambda t: t.sum().item(), lambda t: t.nonzero(), lambda t: t[t > 0], lambda t: bool(t.any())]
+)
+def test_the_mode_sees_what_waits(wait: Any) -> None:
+    with pytest.raises(AssertionError, match="waits for the device"), NoWaiting():
+        wait(torch.arange(3))
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_fake_tensors_are_enough(name: str) -> None:
+    row, config = row_of(name)
+    # boundaries and grids are constants known on the host: they may be real
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        found = positions(row, name, config, torch.zeros(1, row.segments.total, dtype=torch.int64))
+    assert found.shape == (4, 1, row.segments.total)
+    assert found.dtype == torch.int64
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_a_gpu_is_not_waited_for_and_gives_the_same(name: str) -> None:
+    row, config = row_of(name)
+    assert row.mm_token_type_ids is not None
+    types = row.mm_token_type_ids.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = positions(row, name, config, types)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found.cpu(), positions(row, name, config, row.mm_token_type_ids))

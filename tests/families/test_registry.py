@@ -1,0 +1,122 @@
+"""A model's family, or the reason why it cannot be packed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vlmpack.errors import FamilyError
+from vlmpack.families import FAMILIES, Family, Qwen2VL, Qwen3VL, Qwen25VL, family_named, family_of
+from vlmpack.families.tiny import tiny_model
+
+EXPECTED: dict[str, type[Family]] = {"qwen2_vl": Qwen2VL, "qwen2_5_vl": Qwen25VL, "qwen3_vl": Qwen3VL}
+
+
+def refusal(model: Any) -> str:
+    with pytest.raises(FamilyError) as caught:
+        family_of(model)
+    return str(caught.value)
+
+
+def of_type(model_type: str) -> Any:
+    return SimpleNamespace(config=SimpleNamespace(model_type=model_type))
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_a_model_is_of_its_family(name: str) -> None:
+    model = tiny_model(name)
+    family = family_of(model)
+    assert type(family) is EXPECTED[name] is FAMILIES[name]
+    assert family.model_type == name
+    assert family == family_named(name) or type(family) is type(family_named(name))
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_the_parts_of_a_model_are_its_own(name: str) -> None:
+    model = tiny_model(name)
+    family = family_of(model)
+    assert family.backbone(model) is model.model
+    assert family.language_model(model) is model.model.language_model
+    assert family.vision_tower(model) is model.model.visual
+    assert family.head(model) is model.lm_head
+    assert family.text_config(model.config) is model.config.text_config
+    assert family.vision_config(model.config) is model.config.vision_config
+    assert family.merge(model.config) == 2
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_the_attention_of_both_parts_can_be_chosen(name: str) -> None:
+    model = tiny_model(name)
+    configs = family_of(model).attention_configs(model.config)
+    model.set_attn_implementation(dict.fromkeys(configs, "eager"))
+    assert [config._attn_implementation for config in configs.values()] == ["eager", "eager"]
+    assert model.model.visual.config is configs["vision_config"]
+    assert model.model.language_model.config is configs["text_config"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "leaks"),
+    [
+        ("qwen3_vl_moe", "router statistics count padding"),
+        ("qwen3_5", "gated delta layers carry convolution and recurrent state across segment boundaries"),
+        ("qwen3_5_moe", "router statistics count padding"),
+        ("qwen3_5_moe", "gated delta layers"),
+        ("qwen3_next", "gated delta layers"),
+        ("qwen4_exp", "n-gram embeddings"),
+        ("qwen2_5_omni", "interleave audio with video"),
+        ("qwen2_5_omni_thinker", "audio tower"),
+        ("qwen3_omni_moe", "audio tower"),
+        ("qwen3_omni_moe_thinker", "audio tower"),
+    ],
+)
+def test_a_family_that_would_leak_is_refused_with_what_leaks(model_type: str, leaks: str) -> None:
+    text = refusal(of_type(model_type))
+    assert text.startswith(model_type)
+    assert leaks in text
+    assert "supported: qwen2_vl, qwen2_5_vl, qwen3_vl" in text
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3_vl_text", ""])
+def test_an_unknown_family_is_refused_with_those_that_are_known(model_type: str) -> None:
+    text = refusal(of_type(model_type))
+    assert "unknown family" in text
+    assert "supported: qwen2_vl, qwen2_5_vl, qwen3_vl" in text
+
+
+@pytest.mark.parametrize("thing", [torch.nn.Linear(2, 3), None, SimpleNamespace(config={"model_type": "qwen3_vl"})])
+def test_what_is_no_hugging_face_model_is_refused(thing: Any) -> None:
+    text = refusal(thing)
+    assert type(thing).__name__ in text
+    assert "no config.model_type" in text
+    assert "unwrapped" in text
+
+
+def test_a_model_without_its_head_is_refused() -> None:
+    text = refusal(tiny_model("qwen3_vl").model)
+    assert "Qwen3VLModel" in text
+    assert "Qwen3VLForConditionalGeneration" in text
+    assert "load it with its head" in text
+
+
+def test_a_wrapper_is_refused_with_how_to_unwrap_it() -> None:
+    text = refusal(torch.compile(tiny_model("qwen2_vl"), backend="eager"))
+    assert "OptimizedModule" in text
+    assert "enable packing before compiling" in text
+
+
+def test_a_subclass_is_of_the_family() -> None:
+    model = tiny_model("qwen2_vl")
+    model.__class__ = type("Mine", (type(model),), {})
+    assert isinstance(family_of(model), Qwen2VL)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_sliding_windows_are_refused(name: str) -> None:
+    model = tiny_model(name)
+    model.config.text_config.layer_types = ["full_attention", "sliding_attention"]
+    text = refusal(model)
+    assert "use_sliding_window" in text
+    assert "set it to False" in text
