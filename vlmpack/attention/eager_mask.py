@@ -38,7 +38,8 @@ class EagerMask:
         group = q_NTH.shape[0] // k_KTH.shape[0]
         k_NTH, v_NTH = (x.repeat_interleave(group, dim=0) for x in (k_KTH, v_KTH))
         hidden_TT = ~_may_attend(segments, q_TNH.device, causal=causal)
-        scores_NTT = (q_NTH @ k_NTH.transpose(1, 2)).float() * scale
+        at_least_float32 = torch.promote_types(q_TNH.dtype, torch.float32)
+        scores_NTT = (q_NTH @ k_NTH.transpose(1, 2)).to(at_least_float32) * scale
         # Rows of padding attend to nothing: their softmax is NaN, and 0 takes its place.
         weights_NTT = scores_NTT.masked_fill(hidden_TT, float("-inf")).softmax(-1).masked_fill(hidden_TT, 0)
         weights_NTT = torch.dropout(weights_NTT, dropout, train=dropout > 0)

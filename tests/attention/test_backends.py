@@ -1,0 +1,194 @@
+"""Every back-end lets each segment attend to itself and to nothing else, writes every row, and reads no padding."""
+
+import sys
+import types
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention import varlen
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vlmpack.attention import BACKENDS
+from vlmpack.attention.eager_mask import EagerMask
+from vlmpack.attention.flash_attn import FlashAttn
+from vlmpack.attention.sdpa_segments import SdpaSegments
+from vlmpack.attention.torch_varlen import TorchVarlen
+from vlmpack.layout import Segments, SlotRule
+
+HEADS, KV_HEADS, DIM = 6, 3, 11
+lengths_lists = st.lists(st.integers(0, 13), min_size=1, max_size=5).filter(sum)
+rules = st.builds(SlotRule, multiple=st.integers(1, 5), row_multiple=st.sampled_from([1, 7]))
+exact = pytest.mark.parametrize("attend", [SdpaSegments(), EagerMask()], ids=lambda b: b.name)
+
+
+def random_qkv(tokens, *, seed=0, dtype=torch.float64):
+    rng = torch.Generator().manual_seed(seed)
+    heads = (HEADS, KV_HEADS, KV_HEADS)
+    return [torch.randn(tokens, n, DIM, generator=rng, dtype=dtype, requires_grad=True) for n in heads]
+
+
+def alone(q, k, v, *, causal, scale):
+    """One sample on its own, one head and one query at a time."""
+    out = torch.zeros_like(q)
+    for at in range(q.shape[0]):
+        seen = at + 1 if causal else q.shape[0]
+        for head in range(HEADS):
+            kv = head // (HEADS // KV_HEADS)
+            weights = (k[:seen, kv] @ q[at, head] * scale).softmax(0)
+            out[at, head] = weights @ v[:seen, kv]
+    return out
+
+
+@exact
+@given(lengths=lengths_lists, rule=rules, causal=st.booleans())
+def test_each_segment_is_what_it_is_alone(attend, lengths, rule, causal):
+    segments = Segments.from_lengths(lengths, rule)
+    q, k, v = random_qkv(segments.total)
+    out = attend(q, k, v, segments, causal=causal, scale=0.3)
+    assert out.shape == q.shape
+    for start, stop in segments.spans:
+        truth = alone(q[start:stop].detach(), k[start:stop], v[start:stop], causal=causal, scale=0.3)
+        torch.testing.assert_close(out[start:stop], truth, rtol=0, atol=1e-12)
+    assert (out[segments.padding_mask()] == 0).all()
+
+
+@given(lengths=lengths_lists, rule=rules, causal=st.booleans())
+def test_back_ends_agree_on_every_gradient(lengths, rule, causal):
+    segments = Segments.from_lengths(lengths, rule)
+    gradients = []
+    for attend in (SdpaSegments(), EagerMask()):
+        qkv = random_qkv(segments.total)
+        attend(*qkv, segments, causal=causal, scale=0.3).sin().sum().backward()
+        gradients.append([x.grad for x in qkv])
+    for ours, truth in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=0, atol=1e-12)
+        assert (ours[segments.padding_mask()] == 0).all()
+
+
+@exact
+@pytest.mark.parametrize("poison", [float("nan"), 1e4])
+def test_padding_is_not_read(attend, poison):
+    segments = Segments.from_lengths([3, 5, 0, 2], SlotRule(multiple=4, row_multiple=16))
+    assert segments.has_gaps
+    results = []
+    for fill in (0.0, poison):
+        qkv = random_qkv(segments.total)
+        with torch.no_grad():
+            for x in qkv:
+                x[segments.padding_mask()] = fill
+        out = attend(*qkv, segments, causal=True, scale=0.3)
+        out.sin().sum().backward()
+        results.append([out, *(x.grad for x in qkv)])
+    for clean, poisoned in zip(*results, strict=True):
+        assert torch.equal(clean, poisoned)
+
+
+@exact
+def test_the_isolation_test_can_fail(attend):
+    lie = Segments.from_lengths([8])
+    q, k, v = random_qkv(8)
+    out = attend(q, k, v, lie, causal=True, scale=0.3)
+    truth = alone(q[3:].detach(), k[3:], v[3:], causal=True, scale=0.3)
+    assert not torch.allclose(out[3:], truth, atol=1e-3)
+
+
+def test_sdpa_computes_the_pairs_of_the_segments_and_no_others():
+    segments = Segments.from_lengths([3, 5, 1], SlotRule(multiple=4, row_multiple=64))
+    with SdpaSizes() as seen:
+        SdpaSegments()(*random_qkv(segments.total), segments, causal=False, scale=1.0)
+    assert seen.sizes == [3, 5, 1]
+    assert sum(n * (n + 1) // 2 for n in seen.sizes) == segments.attended_pairs
+
+
+class SdpaSizes(TorchDispatchMode):
+    """The query length of every attention that reaches PyTorch."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "scaled_dot_product" in func._schema.name:
+            self.sizes.append(args[0].shape[2])
+        return func(*args, **(kwargs or {}))
+
+
+# ---------------------------------------------------------------------- kernels that only a GPU can run
+
+
+def by_boundaries(q, k, v, cu_seqlens, *, causal, scale):
+    """What a varlen kernel is documented to compute, from the boundaries it is given; the rest stays unwritten."""
+    out = torch.full_like(q, float("nan"))
+    for start, stop in zip(cu_seqlens.tolist()[:-1], cu_seqlens.tolist()[1:], strict=True):
+        piece = Segments.from_lengths([stop - start])
+        if stop > start:
+            out[start:stop] = EagerMask()(
+                q[start:stop], k[start:stop], v[start:stop], piece, causal=causal, scale=scale
+            )
+    return out
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Stand-ins with the documented signatures of both kernels, and a record of how they were called."""
+    calls = []
+
+    def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+        calls.append((cu_q, max_q, enable_gqa))
+        assert cu_q is cu_k
+        return by_boundaries(q, k, v, cu_q, causal=window_size == (-1, 0), scale=scale)
+
+    def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p=0.0, softmax_scale=None, causal=False):
+        calls.append((cu_q, max_q, True))
+        return by_boundaries(q, k, v, cu_q, causal=causal, scale=softmax_scale)
+
+    package = types.ModuleType("flash_attn")
+    package.flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    return calls
+
+
+@pytest.mark.parametrize("attend", [TorchVarlen(), FlashAttn()], ids=lambda b: b.name)
+@pytest.mark.parametrize("causal", [True, False])
+def test_kernels_are_given_boundaries_that_cover_every_row(kernels, attend, causal):
+    segments = Segments.from_lengths([3, 5, 0, 2], SlotRule(multiple=4, pad_to=200, max_segments=6))
+    qkv = random_qkv(segments.total)
+    out = attend(*qkv, segments, causal=causal, scale=0.3)
+    truth = EagerMask()(*qkv, segments, causal=causal, scale=0.3)
+    torch.testing.assert_close(out, truth, rtol=0, atol=1e-12)  # padding included: 0, not NaN
+    ((cu_seqlens, longest, grouped),) = kernels
+    assert cu_seqlens.dtype == torch.int32
+    assert cu_seqlens[-1] == segments.total
+    assert longest == segments.max_kernel_length == 128
+    assert grouped
+
+
+# ---------------------------------------------------------------------- on the GPU itself
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="waits for a CUDA device")
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "eager_mask"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 16, 64), (16, 16, 72), (16, 8, 128), (8, 2, 256)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_gpu_kernels_are_as_close_to_float32_as_low_precision_can_be(name, heads, kv_heads, dim, causal):
+    from vlmpack.attention import AttentionCall
+
+    segments = Segments.from_lengths([100, 0, 37, 513, 1], SlotRule(multiple=8, row_multiple=128))
+    rng = torch.Generator("cuda").manual_seed(0)
+    shapes = [(segments.total, n, dim) for n in (heads, kv_heads, kv_heads)]
+    low = [torch.randn(s, generator=rng, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
+    if reasons := BACKENDS[name].unsupported(AttentionCall.of(low[0], low[1])):
+        pytest.skip(f"waits for {name}: {'; '.join(reasons)}")
+    full = [x.detach().float().requires_grad_() for x in low]
+    plain = [x.detach().clone().requires_grad_() for x in low]
+    results = []
+    for attend, qkv in ((BACKENDS[name], low), (EagerMask(), plain), (EagerMask(), full)):
+        out = attend(*qkv, segments, causal=causal, scale=dim**-0.5)
+        out.float().sin().sum().backward()
+        results.append([out, *(x.grad for x in qkv)])
+    for ours, plain_low, truth in zip(*results, strict=True):
+        assert (ours.float() - truth).abs().max() <= 2 * (plain_low.float() - truth).abs().max() + 1e-5

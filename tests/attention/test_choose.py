@@ -1,0 +1,50 @@
+"""choose and explain: the first back-end that can, never another than the one named, and always a reason."""
+
+import pytest
+import torch
+
+from vlmpack.attention import BACKENDS, AttentionCall, choose, explain
+from vlmpack.errors import BackendError
+
+ON_CPU = AttentionCall(device="cpu", dtype=torch.float32, head_dim=64, num_heads=8, num_kv_heads=4)
+ON_GPU = AttentionCall(device="cuda", dtype=torch.bfloat16, head_dim=64, num_heads=8, num_kv_heads=4)
+
+
+def changed(call, **fields):
+    return AttentionCall(**{**vars(call), **fields})
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (ON_CPU, "sdpa_segments"),
+        (changed(ON_CPU, dtype=torch.bfloat16), "sdpa_segments"),
+        (ON_GPU, "torch_varlen"),
+        (changed(ON_GPU, dtype=torch.float32), "sdpa_segments"),
+        (changed(ON_GPU, head_dim=320), "sdpa_segments"),
+        (changed(ON_GPU, head_dim=65), "sdpa_segments"),
+    ],
+)
+def test_auto_takes_the_first_that_can(call, name):
+    assert choose(call).name == name
+
+
+def test_every_reason_is_told():
+    reasons = explain(changed(ON_CPU, head_dim=65, num_kv_heads=3, dropout=0.1))
+    assert list(reasons) == list(BACKENDS)
+    assert reasons["sdpa_segments"] == reasons["eager_mask"] == []
+    told = "; ".join(reasons["torch_varlen"])
+    assert "runs on CUDA only, the tensors are on cpu" in told
+    assert "float16 and bfloat16 only, the tensors are torch.float32" in told
+    assert "multiple of 8 up to 256, it is 65" in told
+    assert "8 query heads cannot share 3 key-value heads evenly" in told
+    assert "set attention_dropout=0" in told
+    assert any("flash-attn is not installed" in reason for reason in reasons["flash_attn"])
+
+
+def test_a_named_back_end_is_never_exchanged_for_another():
+    assert choose(ON_CPU, "eager_mask").name == "eager_mask"
+    with pytest.raises(BackendError, match="'torch_varlen' cannot serve this call: it runs on CUDA only"):
+        choose(ON_CPU, "torch_varlen")
+    with pytest.raises(BackendError, match=r"no attention back-end 'sdpa'; choose one of \['auto', 'torch_varlen'"):
+        choose(ON_CPU, "sdpa")
