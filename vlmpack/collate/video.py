@@ -1,0 +1,259 @@
+"""Frames of a video → the patches, grid and times that Qwen's video processors produce.
+
+transformers' video processors need torchvision, which not every torch goes with. This is their maths on torch alone,
+parametrised by the image processor (`VideoSettings.from_image_processor`). Frames are images in a list: a video file is
+refused, as decoding it and choosing frames is another trade (PyAV, torchcodec and decord do it well).
+
+```
+frames            0 1 2 3 4 4     the last one repeated until they divide by temporal_patch_size
+temporal patches  └0┘ └1┘ └2┘     grid (3, H/patch, W/patch)
+```
+
+Shape legend: F frames, C channels, T temporal patch size, H W pixels, P patches, D = C * T * patch_size ** 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.nn.functional import interpolate
+
+from vlmpack.collate.images import ImageError, ImageLimits, load_image
+from vlmpack.collate.vision_keys import (
+    Size,
+    first_frame_size,
+    has_video_keys,
+    number,
+    per_clip_size,
+    per_frame_size,
+    video_frame_size,
+)
+
+SAMPLE_FPS = 2.0
+"""Frames per second where the element has no `sample_fps` (qwen-vl-utils)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoSettings:
+    """How frames become patches; the numbers are those of the image processor beside it."""
+
+    patch_size: int
+    """Side of a patch in pixels."""
+    merge_size: int
+    """Patches along one side of a token."""
+    temporal_patch_size: int
+    """Frames in one patch."""
+    image_mean: tuple[float, float, float]
+    """Subtracted per channel after rescaling."""
+    image_std: tuple[float, float, float]
+    """Divided by per channel after that."""
+    rescale_factor: float
+    """Multiplies a pixel value of 0 to 255."""
+    size_rule: Literal["qwen_vl_utils", "per_frame", "per_clip"] = "qwen_vl_utils"
+    """Rule for elements without size keys: qwen-vl-utils', Qwen2-VL's and 2.5's processor, or Qwen3-VL's processor."""
+    min_pixels: int = 0
+    """Lower bound of `per_frame` (one frame) and `per_clip` (all frames); `size["shortest_edge"]` of the processor."""
+    max_pixels: int = 0
+    """Upper bound of the same; `size["longest_edge"]` of the video processor."""
+
+    @classmethod
+    def from_image_processor(cls, image_processor: Any) -> VideoSettings:
+        """The settings of a Qwen image processor, its `do_rescale` and `do_normalize` included."""
+        normalize = image_processor.do_normalize
+        return cls(
+            patch_size=image_processor.patch_size,
+            merge_size=image_processor.merge_size,
+            temporal_patch_size=image_processor.temporal_patch_size,
+            image_mean=tuple(image_processor.image_mean) if normalize else (0.0, 0.0, 0.0),
+            image_std=tuple(image_processor.image_std) if normalize else (1.0, 1.0, 1.0),
+            rescale_factor=image_processor.rescale_factor if image_processor.do_rescale else 1.0,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoPatches:
+    """One video as a Qwen model reads it."""
+
+    pixel_values: torch.Tensor
+    """[P, D] float32; patches in the order of the merged grid, as `pixel_values_videos` has them."""
+    grid: tuple[int, int, int]
+    """Temporal patches, patches down, patches across: a row of `video_grid_thw`."""
+    second_per_grid: float
+    """Seconds between temporal patches: an entry of Qwen2.5-VL's `second_per_grid_ts`."""
+    timestamps: tuple[float, ...]
+    """Seconds at which each temporal patch lies: what Qwen3-VL writes before it as `<0.5 seconds>`.
+
+    The repeated last frame counts as a frame of its own, as it does in qwen-vl-utils."""
+
+
+def load_video(
+    element: Mapping[str, Any], *, settings: VideoSettings, limits: ImageLimits = ImageLimits()
+) -> VideoPatches:
+    """A message element `{"video": [frame, ...], ...}` as patches.
+
+    Args:
+        element: `video` is a list of images as `load_image` takes them; `sample_fps` (default 2) tells how many frames
+            lie in a second, `raw_fps` (default `sample_fps`) by which rate Qwen3-VL's timestamps count, as in
+            qwen-vl-utils 0.0.14. For the size see `vision_keys`.
+        settings: from the image processor.
+        limits: caps for each frame.
+
+    Raises:
+        ImageError: a video file, no frames, a frame that cannot be used (named), frames of different sizes, a bad key.
+    """
+    frames = load_frames(element.get("video"), limits=limits)
+    frames_FCHW = resize_frames(frames, element, settings=settings)
+    sample_fps = _rate(element, "sample_fps", SAMPLE_FPS)
+    raw_fps = _rate(element, "raw_fps", sample_fps)
+    pixel_values, grid = patchify(frames_FCHW, settings=settings)
+    depth = settings.temporal_patch_size
+    return VideoPatches(
+        pixel_values=pixel_values,
+        grid=grid,
+        second_per_grid=second_per_grid(sample_fps, temporal_patch_size=depth),
+        timestamps=tuple(frame_timestamps(range(grid[0] * depth), fps=raw_fps, temporal_patch_size=depth)),
+    )
+
+
+def load_frames(video: Any, *, limits: ImageLimits = ImageLimits()) -> list[Image.Image]:
+    """The frames of a video as upright RGB images.
+
+    Raises:
+        ImageError: see `load_video`.
+    """
+    if isinstance(video, (str, Path, bytes, Mapping)) or not isinstance(video, Sequence):
+        raise ImageError(
+            f"a video of type {type(video).__name__} cannot be read, only a list of frames; decode it first (PyAV, "
+            "torchcodec and decord do) and give the frames as images, with 'sample_fps' beside them",
+            "video_source",
+        )
+    if not video:
+        raise ImageError("the video has no frames; give at least one or drop the sample", "video_frames")
+    return [_load_frame(frame, index, limits) for index, frame in enumerate(video)]
+
+
+def resize_frames(
+    frames: Sequence[Image.Image], element: Mapping[str, Any], *, settings: VideoSettings
+) -> torch.Tensor:
+    """All frames in their final size, `[F, C, H, W]` uint8.
+
+    By the rule of qwen-vl-utils: each frame by Pillow to a multiple of two tokens, then all together to the final size,
+    in float32 and rounded, which is what torchvision's `resize` does there. By the rules of the processors: in one go on
+    uint8, which is what torchvision's v2 `resize` does there.
+
+    Raises:
+        ImageError: frames of different sizes where one size is needed, or see `video_frame_size`.
+    """
+    if settings.size_rule != "qwen_vl_utils" and not has_video_keys(element):
+        frames_FCHW = _stack(frames)
+        size = _processor_size(len(frames), frames_FCHW.shape[-2:], settings)
+        return interpolate(frames_FCHW, size=size, mode="bicubic", antialias=True)
+    patch = {"patch_size": settings.patch_size, "merge_size": settings.merge_size}
+    first = [first_frame_size(element, height=frame.height, width=frame.width, **patch) for frame in frames]
+    height, width = frames[0].height, frames[0].width
+    size = video_frame_size(element, num_frames=len(frames), height=height, width=width, **patch)
+    frames_FCHW = _stack([f.resize((w, h), Image.Resampling.BICUBIC) for f, (h, w) in zip(frames, first, strict=True)])
+    if frames_FCHW.shape[-2:] == size:
+        return frames_FCHW
+    resized = interpolate(frames_FCHW.float(), size=size, mode="bicubic", antialias=True)
+    return resized.clamp(0, 255).round().to(torch.uint8)
+
+
+def patchify(frames_FCHW: torch.Tensor, *, settings: VideoSettings) -> tuple[torch.Tensor, tuple[int, int, int]]:
+    """Cut frames into the patches of Qwen's vision tower.
+
+    The same steps as `Qwen2VLVideoProcessor.patchify` (Qwen3-VL's is equal): the last frame is repeated until they divide
+    by the temporal patch size; patches run over t, then blocks of merge_size x merge_size patches row by row, then the
+    patches of a block; the values of a patch run over channel, frame, row, column. Values are `(v * rescale - mean) / std`
+    with the roundings of the image processor (PIL back-end), so that a still video equals the still image bit for bit.
+
+    Args:
+        frames_FCHW: uint8, sides multiples of patch_size * merge_size.
+        settings: see `VideoSettings`.
+
+    Returns:
+        Patches `[P, D]` float32 and the grid (t, h, w).
+    """
+    depth, side, merge = settings.temporal_patch_size, settings.patch_size, settings.merge_size
+    missing = -len(frames_FCHW) % depth
+    frames_FCHW = torch.cat([frames_FCHW, frames_FCHW[-1:].expand(missing, -1, -1, -1)])
+    frames, channels, height, width = frames_FCHW.shape
+    grid = frames // depth, height // side, width // side
+    blocks = frames_FCHW.reshape(
+        grid[0], depth, channels, grid[1] // merge, merge, side, grid[2] // merge, merge, side
+    ).permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    levels = blocks.reshape(grid[0] * grid[1] * grid[2], channels, depth * side * side).numpy()
+    table = _value_table(settings)
+    patches = np.stack([table[c][levels[:, c]] for c in range(channels)], axis=1)
+    return torch.from_numpy(patches.reshape(len(patches), -1)), grid
+
+
+def second_per_grid(sample_fps: float, *, temporal_patch_size: int = 2) -> float:
+    """Seconds between two temporal patches (`Qwen2_5_VLProcessor._process_videos`): temporal_patch_size / fps.
+
+    Args:
+        sample_fps: frames per second of the frames given, not of the film they come from.
+        temporal_patch_size: frames in one patch.
+    """
+    return temporal_patch_size / sample_fps
+
+
+def frame_timestamps(indices: Sequence[int], *, fps: float, temporal_patch_size: int = 2) -> list[float]:
+    """Seconds of each temporal patch (`Qwen3VLProcessor._calculate_timestamps`): mean of its first and last frame's.
+
+    Args:
+        indices: number of each frame, counted at `fps`; an incomplete last patch is filled with its last frame.
+        fps: frames per second by which `indices` count.
+        temporal_patch_size: frames in one patch.
+    """
+    filled = [*indices, *[indices[-1]] * (-len(indices) % temporal_patch_size)]
+    last = temporal_patch_size - 1
+    return [(filled[i] / fps + filled[i + last] / fps) / 2 for i in range(0, len(filled), temporal_patch_size)]
+
+
+def _load_frame(frame: Any, index: int, limits: ImageLimits) -> Image.Image:
+    try:
+        return load_image(frame, limits=limits)
+    except ImageError as error:
+        raise ImageError(f"frame {index}: {error.detail}", error.reason) from error
+
+
+def _stack(frames: Sequence[Image.Image]) -> torch.Tensor:
+    """`[F, C, H, W]` uint8."""
+    for index, frame in enumerate(frames):
+        if frame.size != frames[0].size:
+            raise ImageError(
+                f"frame {index} is {frame.width} x {frame.height} and frame 0 is {frames[0].width} x "
+                f"{frames[0].height} (after resizing); all frames of a video must have one size: crop or pad them",
+                "video_frames",
+            )
+    return torch.from_numpy(np.stack([np.asarray(frame) for frame in frames])).permute(0, 3, 1, 2).contiguous()
+
+
+def _processor_size(num_frames: int, shape: Sequence[int], settings: VideoSettings) -> Size:
+    bounds = {"min_pixels": settings.min_pixels, "max_pixels": settings.max_pixels}
+    factor = settings.patch_size * settings.merge_size
+    if settings.size_rule == "per_frame":
+        return per_frame_size(shape[0], shape[1], factor=factor, **bounds)
+    return per_clip_size(num_frames, shape[0], shape[1], factor=factor, **bounds)
+
+
+def _value_table(settings: VideoSettings) -> np.ndarray:
+    """`[C, 256]` float32: what each pixel value becomes in each channel."""
+    rescaled = (np.arange(256, dtype=np.float64) * settings.rescale_factor).astype(np.float32)
+    mean = np.array(settings.image_mean, dtype=np.float32)[:, None]
+    std = np.array(settings.image_std, dtype=np.float32)[:, None]
+    return (rescaled - mean) / std
+
+
+def _rate(element: Mapping[str, Any], key: str, default: float) -> float:
+    rate = number(element, key, default)
+    if rate == 0:
+        raise ImageError(f"{key}=0 frames per second has no meaning; give the rate of the frames", "vision_key")
+    return rate

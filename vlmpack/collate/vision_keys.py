@@ -1,0 +1,270 @@
+"""Sizes of images and frames: the message keys of qwen-vl-utils, and the rules of Qwen's own processors.
+
+A message element may say how large its picture is to be:
+
+```
+{"type": "image", "image": ..., "min_pixels": 50176, "max_pixels": 501760}
+{"type": "image", "image": ..., "resized_height": 280, "resized_width": 420}
+{"type": "video", "video": [frame, frame, ...], "total_pixels": 20480 * 28 * 28, "sample_fps": 2.0}
+```
+
+Which rule applies:
+
+* an image with one of the keys above: the rule of qwen-vl-utils (0.0.14, `vision_process.fetch_image`). The size is
+  final: the image processor is to be called with `do_resize=False`;
+* an image without any: the image processor's own rule and its own bounds;
+* a video given as frames: the rule of qwen-vl-utils with or without keys (`fetch_video`), because the processors' own
+  video classes need torchvision; their rules are here too (`per_frame_size`, `per_clip_size`), to be asked for by name.
+
+The two rules for images differ at very thin pictures: rounding a side to a multiple of `factor` may give 0, which
+qwen-vl-utils lifts to `factor` before it looks at the bounds; the processor sees an area of 0 and blows the picture up.
+1 x 199 pixels become 28 x 196 with keys (7 tokens) and 28 x 812 by the processor (29 tokens).
+
+Keys that are None are absent (columns of a table often are). A number may be written as text (`"sample_fps": "1"`, as
+Qwen's own README does). `fps`, `nframes`, `min_frames`, `max_frames`, `video_start` and `video_end` choose frames of a
+video *file*; for a list of frames they change nothing, here as there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from PIL import Image
+
+from vlmpack.collate.images import ImageError
+
+IMAGE_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""Keys of an image element that choose its size."""
+VIDEO_KEYS = (*IMAGE_KEYS, "total_pixels")
+"""The same for a video element."""
+
+MAX_ASPECT_RATIO = 200
+IMAGE_TOKENS = (4, 16384)
+"""Fewest and most tokens of an image where the element does not say (`IMAGE_MIN_TOKEN_NUM`, `IMAGE_MAX_TOKEN_NUM`)."""
+FRAME_TOKENS = (128, 768)
+"""The same for each frame of a video (`VIDEO_MIN_TOKEN_NUM`, `VIDEO_MAX_TOKEN_NUM`)."""
+MODEL_TOKENS = 128_000
+"""Nine tenths of it are a video's where it has no `total_pixels` (`MODEL_SEQ_LEN`; no environment variable is read)."""
+FRAME_FACTOR = 2
+"""Frames that share one temporal patch."""
+
+Size = tuple[int, int]
+"""Height and width, in that order."""
+
+
+def has_image_keys(element: Mapping[str, Any]) -> bool:
+    """Whether the element chooses its image's size, so that qwen-vl-utils' rule applies and not the processor's."""
+    return any(element.get(key) is not None for key in IMAGE_KEYS)
+
+
+def has_video_keys(element: Mapping[str, Any]) -> bool:
+    """Whether the element chooses the size of its video's frames."""
+    return any(element.get(key) is not None for key in VIDEO_KEYS)
+
+
+def number(element: Mapping[str, Any], key: str, default: float) -> float:
+    """The finite number of at least 0 under a key; `default` where the key is absent or None.
+
+    Raises:
+        ImageError: anything else (reason ``"vision_key"``).
+    """
+    value = element.get(key)
+    if value is None:
+        return default
+    try:
+        parsed = float(value) if isinstance(value, str) else value
+        if not isinstance(parsed, bool) and math.isfinite(parsed) and parsed >= 0:
+            return parsed
+    except (TypeError, ValueError):
+        pass
+    raise ImageError(f"{key}={value!r} must be a number, finite and not negative", "vision_key")
+
+
+def smart_resize(
+    height: float, width: float, *, factor: int, min_pixels: float | None = None, max_pixels: float | None = None
+) -> Size:
+    """The size of a picture by the rule of qwen-vl-utils (`vision_process.smart_resize`, 0.0.14).
+
+    Both sides are multiples of `factor`, their product lies between the bounds, the aspect ratio is kept as far as that
+    allows.
+
+    Args:
+        height, width: pixels.
+        factor: patch size times merge size: pixels along one side of a token.
+        min_pixels, max_pixels: bounds; 4 and 16384 tokens where None.
+
+    Returns:
+        Height and width in pixels.
+
+    Raises:
+        ImageError: aspect ratio above 200, bounds that exclude each other, or a side that would be 0.
+    """
+    low = IMAGE_TOKENS[0] * factor**2 if min_pixels is None else min_pixels
+    high = IMAGE_TOKENS[1] * factor**2 if max_pixels is None else max_pixels
+    _check(height, width, low, high)
+    size = max(factor, round(height / factor) * factor), max(factor, round(width / factor) * factor)
+    if size[0] * size[1] > high:
+        shrink = math.sqrt(height * width / high)
+        size = math.floor(height / shrink / factor) * factor, math.floor(width / shrink / factor) * factor
+    elif size[0] * size[1] < low:
+        grow = math.sqrt(low / (height * width))
+        size = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
+    if min(size) < 1:
+        raise ImageError(
+            f"{height:g} x {width:g} pixels (height x width) within max_pixels={high:g} would leave a side of 0; "
+            "raise max_pixels or make the picture less thin",
+            "vision_key",
+        )
+    return size
+
+
+def image_size(element: Mapping[str, Any], *, height: int, width: int, patch_size: int, merge_size: int = 2) -> Size:
+    """The size of an image by its element's keys (`vision_process.fetch_image`), in pixels.
+
+    `resized_height` and `resized_width` win over the image's own size and the bounds; `min_pixels` and `max_pixels`
+    bound the area.
+
+    Raises:
+        ImageError: see `smart_resize`; also one of `resized_height` and `resized_width` without the other, which
+            qwen-vl-utils ignores.
+    """
+    return _keyed_size(element, height, width, patch_size * merge_size)
+
+
+def resize_image(
+    image: Image.Image, element: Mapping[str, Any], *, patch_size: int, merge_size: int = 2
+) -> Image.Image:
+    """The image in the size that its element's keys ask for, bicubic, pixel for pixel as `fetch_image` does it.
+
+    Raises:
+        ImageError: see `image_size`.
+    """
+    size = image_size(element, height=image.height, width=image.width, patch_size=patch_size, merge_size=merge_size)
+    return image.resize((size[1], size[0]), Image.Resampling.BICUBIC)
+
+
+def first_frame_size(
+    element: Mapping[str, Any], *, height: int, width: int, patch_size: int, merge_size: int = 2
+) -> Size:
+    """The size to which `fetch_video` brings every single frame first.
+
+    It hands its frames to `fetch_image` with the *token* size where the patch size belongs, so this first size is a
+    multiple of two tokens, and the default bounds are four times an image's. Kept, as it decides the final size.
+    """
+    return _keyed_size(element, height, width, patch_size * merge_size * 2)
+
+
+def video_frame_size(
+    element: Mapping[str, Any], *, num_frames: int, height: int, width: int, patch_size: int, merge_size: int = 2
+) -> Size:
+    """The final size of the frames of a video given as a list of images (`vision_process.fetch_video`), in pixels.
+
+    Args:
+        element: keys as for images, and `total_pixels`, which the frames share.
+        num_frames: frames in the list; an odd number counts one more, as the last frame is repeated.
+        height, width: size of one frame as given.
+        patch_size, merge_size: of the image processor.
+
+    Raises:
+        ImageError: see `smart_resize`.
+    """
+    factor = patch_size * merge_size
+    height, width = first_frame_size(element, height=height, width=width, patch_size=patch_size, merge_size=merge_size)
+    low, high = _frame_bounds(element, num_frames + num_frames % FRAME_FACTOR, factor)
+    return _keyed_size({**element, "min_pixels": low, "max_pixels": high}, height, width, factor)
+
+
+def per_frame_size(height: int, width: int, *, factor: int, min_pixels: float, max_pixels: float) -> Size:
+    """The size of a frame by the rule of Qwen2-VL's and Qwen2.5-VL's video processor, which is its image processor's.
+
+    Source: `smart_resize` in `transformers.models.qwen2_vl.video_processing_qwen2_vl`.
+
+    Raises:
+        ImageError: aspect ratio above 200, or bounds that exclude each other.
+    """
+    _check(height, width, min_pixels, max_pixels)
+    return _fit(height, width, 1, 1, factor, min_pixels, max_pixels)
+
+
+def per_clip_size(
+    num_frames: int, height: int, width: int, *, factor: int, min_pixels: float, max_pixels: float
+) -> Size:
+    """The size of a frame by the rule of Qwen3-VL's video processor: the bounds hold for all frames together.
+
+    Source: `smart_resize` in `transformers.models.qwen3_vl.video_processing_qwen3_vl`.
+
+    Raises:
+        ImageError: fewer than 2 frames, aspect ratio above 200, or bounds that exclude each other.
+    """
+    if num_frames < FRAME_FACTOR:
+        raise ImageError(f"{num_frames} frame is no clip; give at least {FRAME_FACTOR}", "video_frames")
+    _check(height, width, min_pixels, max_pixels, max_ratio=math.inf)
+    if height < factor or width < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+    _check(height, width, min_pixels, max_pixels)
+    counted = round(num_frames / FRAME_FACTOR) * FRAME_FACTOR
+    return _fit(height, width, num_frames, counted, factor, min_pixels, max_pixels)
+
+
+def _frame_bounds(element: Mapping[str, Any], num_frames: int, factor: int) -> tuple[float, float]:
+    """`min_pixels` and `max_pixels` of each frame: its own bounds and its share of the whole video's."""
+    low = number(element, "min_pixels", FRAME_TOKENS[0] * factor**2)
+    total = number(element, "total_pixels", MODEL_TOKENS * factor * factor * 0.9)
+    share = max(min(FRAME_TOKENS[1] * factor**2, total / num_frames * FRAME_FACTOR), int(low * 1.05))
+    return low, min(number(element, "max_pixels", share), share)
+
+
+def _keyed_size(element: Mapping[str, Any], height: int, width: int, factor: int) -> Size:
+    if _is_forced(element):
+        return smart_resize(
+            number(element, "resized_height", 0.0), number(element, "resized_width", 0.0), factor=factor
+        )
+    low = number(element, "min_pixels", IMAGE_TOKENS[0] * factor**2)
+    high = number(element, "max_pixels", IMAGE_TOKENS[1] * factor**2)
+    return smart_resize(height, width, factor=factor, min_pixels=low, max_pixels=high)
+
+
+def _is_forced(element: Mapping[str, Any]) -> bool:
+    height, width = element.get("resized_height"), element.get("resized_width")
+    if (height is None) != (width is None):
+        raise ImageError(
+            f"resized_height={height} and resized_width={width}: one without the other changes nothing; give both",
+            "vision_key",
+        )
+    return height is not None
+
+
+def _fit(height: int, width: int, frames: int, counted: int, factor: int, low: float, high: float) -> Size:
+    """The processors' rule: `counted` frames decide whether the bounds are kept, `frames` by how much to scale."""
+    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    if counted * rows * columns > high:
+        shrink = math.sqrt(frames * height * width / high)
+        rows = max(factor, math.floor(height / shrink / factor) * factor)
+        columns = max(factor, math.floor(width / shrink / factor) * factor)
+    elif counted * rows * columns < low:
+        grow = math.sqrt(low / (frames * height * width))
+        rows, columns = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
+    return rows, columns
+
+
+def _check(
+    height: float, width: float, min_pixels: float, max_pixels: float, max_ratio: float = MAX_ASPECT_RATIO
+) -> None:
+    if min(height, width) <= 0:
+        raise ImageError(f"{height:g} x {width:g} pixels (height x width): there is nothing in it", "image_zero_size")
+    if max_pixels < min_pixels:
+        raise ImageError(
+            f"max_pixels={max_pixels:g} is below min_pixels={min_pixels:g} (which may be a default); "
+            "set both, max_pixels the larger",
+            "vision_key",
+        )
+    ratio = max(height, width) / min(height, width)
+    if ratio > max_ratio:
+        raise ImageError(
+            f"{height:g} x {width:g} pixels (height x width), an aspect ratio of {ratio:.1f}, more than "
+            f"{MAX_ASPECT_RATIO}, where Qwen's resize rule ends; cut or pad it",
+            "image_aspect_ratio",
+        )
