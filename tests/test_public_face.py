@@ -1,0 +1,94 @@
+"""The public face: which names there are, and what asking for them costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import vlmpack
+
+PUBLIC = [
+    "BackendError",
+    "BatchFacts",
+    "ConfigError",
+    "FamilyError",
+    "LayoutError",
+    "PackedRow",
+    "PackedStep",
+    "PaddedBatch",
+    "SampleError",
+    "Segments",
+    "SlotRule",
+    "StepResult",
+    "VLMCollator",
+    "VlmpackError",
+    "disable_packing",
+    "enable_packing",
+    "pack",
+    "unpack",
+]
+
+LIMIT_S = 0.2
+"""What `import vlmpack` may add to `import torch`, in seconds."""
+
+HEAVY = ("transformers", "datasets", "accelerate", "peft", "matplotlib", "torchvision", "qwen_vl_utils")
+
+MEASURE = """
+import sys, time
+import torch
+start = time.perf_counter()
+{imports}
+print(time.perf_counter() - start, *(name for name in {heavy} if name in sys.modules))
+"""
+
+
+def cost_of(imports: str) -> tuple[float, list[str]]:
+    """Seconds that `imports` takes in a new interpreter that has torch already, and the heavy packages it brought."""
+    code = MEASURE.format(imports=imports, heavy=HEAVY)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, *heavy = done.stdout.split()
+    return float(seconds), heavy
+
+
+def test_the_public_names_are_these_and_no_others() -> None:
+    assert vlmpack.__all__ == PUBLIC
+
+
+def test_dir_shows_the_public_names() -> None:
+    assert dir(vlmpack) == sorted([*PUBLIC, "__version__"])
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_loads_and_is_the_one_its_room_has(name: str) -> None:
+    public = vars(vlmpack).get(name) or vlmpack.__getattr__(name)
+    home = sys.modules[public.__module__]
+    assert public.__module__.startswith("vlmpack.")
+    assert vars(home)[name] is public
+
+
+def test_a_name_is_looked_up_once() -> None:
+    assert vlmpack.Segments is vars(vlmpack)["Segments"]
+
+
+def test_a_name_that_does_not_exist_lists_those_that_do() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'Packer'; it has BackendError, .*, unpack"):
+        vlmpack.__getattr__("Packer")
+
+
+def test_importing_vlmpack_costs_next_to_nothing_and_brings_nothing() -> None:
+    seconds, heavy = cost_of("import vlmpack")
+    assert heavy == []
+    assert seconds < LIMIT_S
+
+
+def test_the_layout_brings_torch_and_numpy_and_nothing_more() -> None:
+    _, heavy = cost_of("from vlmpack import LayoutError, PaddedBatch, PackedRow, Segments, SlotRule, pack, unpack")
+    assert heavy == []
+
+
+def test_the_light_import_test_can_fail() -> None:
+    seconds, heavy = cost_of("import vlmpack, transformers; time.sleep(0.2)")
+    assert heavy == ["transformers"]
+    assert seconds > LIMIT_S
