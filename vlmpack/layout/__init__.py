@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from vlmpack.layout.batch import FACTS_KEY, BatchFacts, Grid, MaskSpans, Media, PaddedBatch, lengths_from_mask
+from vlmpack.layout.device import on_host, outside_graph, require, to_device
 from vlmpack.layout.pack import pack, unpack
 from vlmpack.layout.roll import IGNORE, shift_labels, unshift_labels
 from vlmpack.layout.row import PackedRow
-from vlmpack.layout.segments import Segments, SlotRule, to_device
+from vlmpack.layout.segments import Segments, SlotRule
 
 __all__ = [
     "FACTS_KEY",
@@ -20,7 +21,10 @@ __all__ = [
     "Segments",
     "SlotRule",
     "lengths_from_mask",
+    "on_host",
+    "outside_graph",
     "pack",
+    "require",
     "shift_labels",
     "to_device",
     "unpack",

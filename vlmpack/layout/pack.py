@@ -10,9 +10,10 @@ import torch
 
 from vlmpack.errors import LayoutError
 from vlmpack.layout.batch import BatchFacts, MaskSpans, PaddedBatch, lengths_from_mask
+from vlmpack.layout.device import on_host, outside_graph, to_device
 from vlmpack.layout.roll import IGNORE, shift_labels
 from vlmpack.layout.row import PackedRow
-from vlmpack.layout.segments import Segments, SlotRule, to_device
+from vlmpack.layout.segments import Segments, SlotRule
 
 
 def pack(
@@ -122,7 +123,7 @@ def _check_facts(batch: PaddedBatch, spans: MaskSpans) -> None:
     """On the host the facts are compared with the mask; on a device only the shapes are, so as not to wait."""
     rows = batch.input_ids.shape[0]
     agree = len(spans.lengths) == rows
-    if agree and batch.attention_mask.device.type == "cpu":
+    if agree and on_host(batch.attention_mask):
         agree = lengths_from_mask(batch.attention_mask) == spans
     if not agree:
         raise LayoutError(
@@ -166,7 +167,7 @@ def _row_facts(facts: BatchFacts | None, spans: MaskSpans, segments: Segments) -
 # ---------------------------------------------------------------------- the index map
 
 
-@torch.compiler.disable
+@outside_graph
 def _row_index(segments: Segments, offsets: Sequence[int], *, width: int, device: torch.device) -> torch.Tensor:
     """int64 [T]: the position in the flat [B * S] batch that each row token comes from; 0 in gaps."""
     sample, within = _token_coordinates(segments)
@@ -175,7 +176,7 @@ def _row_index(segments: Segments, offsets: Sequence[int], *, width: int, device
     return to_device(index, device)
 
 
-@torch.compiler.disable
+@outside_graph
 def _batch_index(
     segments: Segments, offsets: tuple[int, ...], *, width: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
+from vlmpack.layout.device import outside_graph, to_device
 
 PAD_PIECE = 128
 """A pad run longer than this is cut, for attention kernels, into pieces of this many tokens: n tokens of
@@ -237,7 +238,7 @@ class Segments:
         """bool [T]: True where a token has no successor in its own segment: last tokens and padding."""
         return self._tensor("last", device)
 
-    @torch.compiler.disable
+    @outside_graph
     def _tensor(self, name: str, device: torch.device | str) -> torch.Tensor:
         key = (name, torch.device(device))
         if key not in self._tensors:
@@ -263,14 +264,6 @@ class Segments:
     def __getstate__(self) -> dict[str, Any]:
         """Tensors are made again on the other side: a DataLoader worker ships a few ints."""
         return {**self.__dict__, "_tensors": {}}
-
-
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A host array on `device`, without making the host wait: pinned and asynchronous on CUDA."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def _round_up(n: int, multiple: int) -> int:

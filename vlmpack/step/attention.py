@@ -21,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vlmpack.attention import AttentionCall, choose
-from vlmpack.layout import Segments
+from vlmpack.layout import Segments, outside_graph
 from vlmpack.step.context import CONTEXT, RowContext
 
 TEXT, VISION = "vlmpack|", "vlmpack_flash|"
@@ -96,7 +96,7 @@ def _settings(kwargs: dict[str, Any]) -> dict[str, float]:
     return {"scale": kwargs["scaling"], "dropout": kwargs.get("dropout", 0.0)}
 
 
-@torch.compiler.disable
+@outside_graph
 def _packed(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -116,8 +116,8 @@ def _packed(
 
 def _original(name: str, module: nn.Module) -> Callable[..., tuple[torch.Tensor, Any]]:
     """The function that transformers would have called; "eager" is one that each modelling file has of its own."""
-    files = (vars(sys.modules[klass.__module__]) for klass in type(module).__mro__ if klass.__module__ in sys.modules)
-    eager = next((file["eager_attention_forward"] for file in files if "eager_attention_forward" in file), None)
+    files = [vars(sys.modules[klass.__module__]) for klass in type(module).__mro__ if klass.__module__ in sys.modules]
+    eager = next(file["eager_attention_forward"] for file in files if "eager_attention_forward" in file)
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from vlmpack.attention import AUTO
 from vlmpack.errors import LayoutError
 from vlmpack.families import Family
-from vlmpack.layout import BatchFacts, Grid, PackedRow, Segments, SlotRule
+from vlmpack.layout import BatchFacts, Grid, PackedRow, Segments, SlotRule, require
 from vlmpack.step.context import CONTEXT, RowContext, VisionSegments
 from vlmpack.step.head import target_logprobs, target_positions
 from vlmpack.step.result import StepResult, Work, sums_by_sample
@@ -164,15 +164,14 @@ def _hidden_states(
 
 
 def _check_media_tokens(types: torch.Tensor, family: Family, facts: BatchFacts, hf_config: Any) -> None:
-    """As many placeholders in the row as its grids make tokens; an accelerator asserts it without being waited for."""
+    """As many placeholders in the row as its grids make tokens."""
     for kind, grids, name in ((IMAGE, facts.image_grids, "image"), (VIDEO, facts.video_grids, "video")):
         expected = family.media_tokens(grids, hf_config)
-        seen = (types == kind).sum()
-        message = f"the {name} grids make {expected} tokens but the row has another number of {name} placeholders"
-        if types.device.type != "cpu":
-            torch._assert_async(seen == expected, message)
-        elif int(seen) != expected:
-            raise LayoutError(f"{message}: {int(seen)}; every placeholder needs its pixels, and the other way round")
+        message = (
+            f"the {name} grids make {expected} tokens, but the row has another number of {name} placeholders; "
+            "every placeholder needs its pixels, and the other way round"
+        )
+        require((types == kind).sum() == expected, message, LayoutError)
 
 
 def _loss(

@@ -9,7 +9,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import Family
@@ -21,40 +21,19 @@ SINK = "vlmpack_sink"
 """The keyword under which `PackedStep` asks for the whole `StepResult`."""
 
 _BATCH_KEYS = frozenset(
-    [
-        "input_ids",
-        "attention_mask",
-        "position_ids",
-        "labels",
-        "shift_labels",
-        "mm_token_type_ids",
-        "pixel_values",
-        "image_grid_thw",
-        "pixel_values_videos",
-        "video_grid_thw",
-        "second_per_grid_ts",
-        "cu_seqlens_q",
-        "cu_seqlens_q_padded",
-        "rope_cu_seqlens",
-        "moe_padding_mask",
-        "num_items_in_batch",
-        "output_logits",
-    ]
-) | {FACTS_KEY, SINK}
+    (
+        *("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "mm_token_type_ids"),
+        *("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"),
+        *("cu_seqlens_q", "cu_seqlens_q_padded", "rope_cu_seqlens", "moe_padding_mask"),
+        *("num_items_in_batch", "output_logits", FACTS_KEY, SINK),
+    )
+)
 
 _SETTLED_KEYS = frozenset(
-    [
-        "past_key_values",
-        "inputs_embeds",
-        "use_cache",
-        "return_dict",
-        "logits_to_keep",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "mm_encoder_outputs",
-        "rope_deltas",
-    ]
+    (
+        *("past_key_values", "inputs_embeds", "use_cache", "return_dict", "logits_to_keep", "mm_encoder_outputs"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "rope_deltas"),
+    )
 )
 """Arguments of the model's own forward that a packed pass has settled: only their defaults go through it."""
 
@@ -91,7 +70,8 @@ def packed_forward(
     if not is_row and _is_foreign(inputs):
         return own_forward(**{name: value for name, value in inputs.items() if name not in (FACTS_KEY, SINK)})
     _check_keys(inputs, is_row=is_row)
-    row = _given_row(inputs) if is_row else _packed_batch(inputs, config, model)
+    pad_token_id = family.text_config(model.config).pad_token_id
+    row = _given_row(inputs) if is_row else _packed_batch(inputs, config, pad_token_id)
     want_logits = bool(inputs.get("output_logits")) or inputs["labels"] is inputs.get("shift_labels") is None
     result = run_row(
         model,
@@ -144,7 +124,7 @@ def _check_keys(inputs: dict[str, Any], *, is_row: bool) -> None:
             continue
         if name not in _SETTLED_KEYS:
             close = difflib.get_close_matches(name, _BATCH_KEYS, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = f"; did you mean {close[0]!r}?" if close else "."
             raise ConfigError(f"a packed step knows no input {name!r}{hint} It takes {', '.join(sorted(_BATCH_KEYS))}")
         if is_row and name != "return_dict" and value is not False and not (isinstance(value, int) and value == 0):
             raise ConfigError(f"{name} cannot be combined with a packed row; leave it out")
@@ -163,9 +143,9 @@ def _given_row(inputs: dict[str, Any]) -> PackedRow:
     return row
 
 
-def _packed_batch(inputs: dict[str, Any], config: StepConfig, model: nn.Module) -> PackedRow:
-    pad = model.config.get_text_config().pad_token_id
-    return pack(PaddedBatch.from_hf(inputs), rule=config.slots, keep_empty=config.keep_empty, pad_token_id=pad or 0)
+def _packed_batch(inputs: dict[str, Any], config: StepConfig, pad_token_id: int | None) -> PackedRow:
+    batch = PaddedBatch.from_hf(inputs)
+    return pack(batch, rule=config.slots, keep_empty=config.keep_empty, pad_token_id=pad_token_id or 0)
 
 
 def _rope_segments(boundaries: Any, segments: Segments) -> Segments | None:

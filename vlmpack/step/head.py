@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import IGNORE
+from vlmpack.layout import IGNORE, require
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 
@@ -26,21 +26,19 @@ def target_positions(shift_labels: torch.Tensor, num_targets: int | None) -> tor
         num_targets: L as counted on the host. Without it an accelerator has to be asked, and waited for.
 
     Raises:
-        LayoutError: on a CPU, when the count is wrong; an accelerator asserts the same without making the host wait.
+        LayoutError: the count is wrong (an accelerator asserts the same without making the host wait).
     """
     labelled = shift_labels[0] != IGNORE
     if num_targets is None:
         return labelled.nonzero()[:, 0]
-    if labelled.device.type == "cpu":
-        index = labelled.nonzero()[:, 0]
-        if index.numel() != num_targets:
-            raise LayoutError(
-                f"the host counted {num_targets} targets but the row has {index.numel()}; labels were changed after "
-                "collating: set num_targets=None in the batch's facts, or change labels before the collator"
-            )
-        return index
-    torch._assert_async(labelled.sum() == num_targets, "labels were changed after the host counted them")
+    require(labelled.sum() == num_targets, _MISCOUNTED.format(num_targets), LayoutError)
     return torch.nonzero_static(labelled, size=num_targets)[:, 0]
+
+
+_MISCOUNTED = (
+    "the host counted {} targets but the row has another number; labels were changed after collating: "
+    "set num_targets=None in the batch's facts, or change labels before the collator"
+)
 
 
 def target_logprobs(hidden_LD: torch.Tensor, targets_L: torch.Tensor, head: Head, *, chunk: int) -> torch.Tensor:

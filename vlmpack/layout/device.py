@@ -1,0 +1,42 @@
+"""The border between host and device: what crosses it, and what may be read without waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def outside_graph(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep a function of host facts out of compiled graphs, which would be compiled again for every new length."""
+    return torch.compiler.disable(function)  # pyright: ignore[reportCallIssue, reportReturnType]
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A host array on `device`, without making the host wait: pinned and asynchronous on CUDA."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def on_host(tensor: torch.Tensor) -> bool:
+    """Whether the values of `tensor` can be read without waiting for an accelerator."""
+    return tensor.device.type == "cpu"
+
+
+def require(condition: torch.Tensor, message: str, error: type[Exception]) -> None:
+    """Insist that a boolean scalar is true: an error at once on the host, an asynchronous assertion on a device.
+
+    Raises:
+        Exception: an `error` with this message, if the tensor is on the host and false.
+    """
+    if not on_host(condition):
+        torch._assert_async(condition, message)
+    elif not bool(condition):
+        raise error(message)
