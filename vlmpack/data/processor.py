@@ -106,7 +106,7 @@ def tiny_processor(
     )
 
 
-def without_video(processor_class: type, *, image_processor: Any, tokenizer: Any, chat_template: str) -> Any:
+def without_video(processor_class: Any, *, image_processor: Any, tokenizer: Any, chat_template: str) -> Any:
     """Make a processor of a shipped class that has no video processor.
 
     transformers checks the type of every part in the constructor, and that check cannot run without torchvision when
@@ -189,15 +189,20 @@ def _trained_vocabulary(vocab_size: int) -> str:
 
 # ---------------------------------------------------------------------- what the vocabulary is trained on
 
-_WORDS = (
+
+def _split(words: str) -> tuple[str, ...]:
+    return tuple(words.split())
+
+
+_WORDS = _split(
     "nasi goreng ayam bakar teh manis kopi susu roti coklat es jeruk mie rebus sate kambing air mineral "
     "rice chicken tea coffee milk bread sugar large small hot iced extra set special lunch dinner"
-).split()
-_KEYS = (
+)
+_KEYS = _split(
     "menu nm num unitprice cnt discountprice price itemsubtotal etc sub void_menu sub_total subtotal_price "
     "discount_price service_price othersvc_price tax_price total total_price total_etc cashprice changeprice "
     "creditcardprice emoneyprice menutype_cnt menuqty_cnt"
-).split()
+)
 _SENTENCES = (
     "Describe this image. ",
     "What is the total of this receipt? ",

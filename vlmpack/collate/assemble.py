@@ -1,0 +1,131 @@
+"""Encoded samples → the padded batch or the packed row; each tensor is written once, and pixels are copied once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from vlmpack.collate.encoded import IMAGE, Encoded, Visual
+from vlmpack.collate.processor import ProcessorFacts
+from vlmpack.layout import IGNORE, BatchFacts, Media, PackedRow, PaddedBatch, Segments, SlotRule, shift_labels
+
+UNTOLD_SECONDS = 1.0
+"""Seconds per video grid where a sample does not tell: what Qwen2.5-VL's model assumes."""
+
+
+def to_padded(samples: Sequence[Encoded], *, pad_token_id: int, pixel_dtype: torch.dtype | None = None) -> PaddedBatch:
+    """[B, S], padded on the right; S is the longest sample."""
+    width = max(sample.num_tokens for sample in samples)
+    starts = [row * width for row in range(len(samples))]
+
+    def batch(arrays: Sequence[np.ndarray], fill: int) -> torch.Tensor:
+        return _write(arrays, starts, len(samples) * width, fill).view(len(samples), width)
+
+    return PaddedBatch(
+        input_ids=batch([s.input_ids for s in samples], pad_token_id),
+        attention_mask=batch([np.ones_like(s.input_ids) for s in samples], 0),
+        labels=batch([s.labels for s in samples], IGNORE),
+        mm_token_type_ids=batch([s.types for s in samples], 0),
+        media=_media(samples, pixel_dtype),
+        facts=_facts(samples),
+    )
+
+
+def to_packed(
+    samples: Sequence[Encoded], *, rule: SlotRule, pad_token_id: int, pixel_dtype: torch.dtype | None = None
+) -> PackedRow:
+    """[1, T], straight from the samples: equal to `pack(to_padded(samples), rule=rule)`.
+
+    Raises:
+        LayoutError: the samples do not fit the rule's fixed row width or number of segments.
+    """
+    segments = Segments.from_lengths([sample.num_tokens for sample in samples], rule)
+    starts = segments.stride[: len(samples)]
+
+    def row(arrays: Sequence[np.ndarray], fill: int) -> torch.Tensor:
+        return _write(arrays, starts, segments.total, fill).view(1, -1)
+
+    return PackedRow(
+        input_ids=row([s.input_ids for s in samples], pad_token_id),
+        segments=segments,
+        shift_labels=shift_labels(row([s.labels for s in samples], IGNORE), segments),
+        mm_token_type_ids=row([s.types for s in samples], 0),
+        media=_media(samples, pixel_dtype),
+        facts=_facts(samples, segments=segments),
+    )
+
+
+def filler(facts: ProcessorFacts) -> Encoded:
+    """What stands in for a batch whose samples were all refused: one smallest black image, nothing to learn.
+
+    A rank with nothing to do would leave the others waiting in the next collective operation; this gives it a forward
+    and a backward pass through every part of the model, with a loss of 0.
+    """
+    ids = np.array([facts.vision_start_id, facts.image_token_id, facts.vision_end_id], np.int64)
+    merge = facts.merge_size
+    image = Visual(pixels=torch.zeros(merge * merge, facts.patch_dim), grid=(1, merge, merge))
+    types = np.array([0, IMAGE, 0], np.int64)
+    return Encoded(input_ids=ids, labels=np.full_like(ids, IGNORE), types=types, images=(image,))
+
+
+def _write(arrays: Sequence[np.ndarray], starts: Sequence[int], total: int, fill: int) -> torch.Tensor:
+    """int64 [total]: each array at its start, `fill` elsewhere."""
+    out = np.full(total, fill, np.int64)
+    for array, start in zip(arrays, starts, strict=True):
+        out[start : start + len(array)] = array
+    return torch.from_numpy(out)
+
+
+def _facts(samples: Sequence[Encoded], segments: Segments | None = None) -> BatchFacts:
+    images = tuple(len(sample.images) for sample in samples)
+    videos = tuple(len(sample.videos) for sample in samples)
+    return BatchFacts(
+        lengths=tuple(sample.num_tokens for sample in samples),
+        image_grids=tuple(image.grid for sample in samples for image in sample.images),
+        video_grids=tuple(video.grid for sample in samples for video in sample.videos),
+        images_per_sample=images if any(images) else (),
+        videos_per_sample=videos if any(videos) else (),
+        seconds_per_grid=_seconds(samples),
+        num_targets=sum(sample.num_targets for sample in samples),
+        sample_ids=tuple(sample.sample_id for sample in samples if sample.sample_id is not None),
+        segments=segments,
+    )
+
+
+def _media(samples: Sequence[Encoded], dtype: torch.dtype | None) -> Media:
+    images = [image for sample in samples for image in sample.images]
+    videos = [video for sample in samples for video in sample.videos]
+    seconds = _seconds(samples)
+    return Media(
+        pixel_values=_join(images, dtype),
+        image_grid_thw=_grids(images),
+        pixel_values_videos=_join(videos, dtype),
+        video_grid_thw=_grids(videos),
+        second_per_grid_ts=torch.tensor(seconds) if seconds else None,
+    )
+
+
+def _seconds(samples: Sequence[Encoded]) -> tuple[float, ...]:
+    """One entry a video if any video tells; () if none does."""
+    seconds = [video.seconds for sample in samples for video in sample.videos]
+    if all(second is None for second in seconds):
+        return ()
+    return tuple(UNTOLD_SECONDS if second is None else second for second in seconds)
+
+
+def _grids(visuals: Sequence[Visual]) -> torch.Tensor | None:
+    return torch.tensor([visual.grid for visual in visuals], dtype=torch.int64) if visuals else None
+
+
+def _join(visuals: Sequence[Visual], dtype: torch.dtype | None) -> torch.Tensor | None:
+    """[P, C]: one copy into memory of the right size and type; none for a single image of that type."""
+    if not visuals:
+        return None
+    parts = [visual.pixels.detach() for visual in visuals]
+    dtype = dtype or parts[0].dtype
+    if len(parts) == 1:
+        return parts[0].to(dtype)
+    joined = torch.empty(sum(map(len, parts)), parts[0].shape[1], dtype=dtype)
+    return torch.cat(parts, out=joined)

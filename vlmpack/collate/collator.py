@@ -1,0 +1,166 @@
+"""VLMCollator: a list of sample dicts → one batch, for a DataLoader, HF Trainer or TRL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, final, get_args
+
+import torch
+
+from vlmpack.collate.assemble import filler, to_packed, to_padded
+from vlmpack.collate.encode import Encoder
+from vlmpack.collate.encoded import Encoded
+from vlmpack.collate.images import ImageLimits
+from vlmpack.collate.labels import TrainOn
+from vlmpack.collate.ledger import Ceiling, Ledger
+from vlmpack.collate.length import OVERLENGTH, Overlength, fit
+from vlmpack.collate.processor import read_processor
+from vlmpack.collate.refusal import Refusal
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.layout import PackedRow, PaddedBatch, SlotRule
+
+Layout = Literal["padded", "packed"]
+OnBad = Literal["raise", "skip"]
+
+
+@final
+class VLMCollator:
+    """Turn samples into a padded batch or a packed row, each checked on its own first.
+
+    Args:
+        processor: a Qwen2VL, Qwen2.5VL or Qwen3VL processor, used as it is.
+        layout: "padded" gives [B, S] with the 2D mask, "packed" one row [1, T]; both carry lengths on the host.
+        slots: how samples lie in a packed row; None: without any gaps.
+        max_length: most tokens of a sample; None: no limit.
+        overlength: what happens to a longer one: "error" refuses it as a bad sample, "drop" leaves it out and counts
+            it, "truncate" cuts it between messages or beside an image, never inside one.
+        train_on: "assistant" learns what assistant turns say, their end included (of prompt and completion only the
+            completion); "all" learns everything but media tokens. Labels that tokenised samples bring are kept.
+        on_bad: "raise" stops at the first bad sample, "skip" leaves it out, counts it and writes it down.
+        ledger: path of a JSON-lines file for refused samples; None: they are only counted.
+        ceiling: how many skipped samples are too many.
+        max_bad_fraction: short for `Ceiling(max_bad_fraction=...)`.
+        limits: caps for images, read from their headers before decoding.
+        vocab_size: token ids are below this; None: the tokenizer's number of entries.
+        pixel_dtype: what pixels are stored as (bfloat16 halves their bytes); None: float32, as the processor gives.
+
+    Raises:
+        ConfigError: settings that contradict each other.
+        FamilyError: a processor of another family.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        *,
+        layout: Layout = "padded",
+        slots: SlotRule | None = None,
+        max_length: int | None = None,
+        overlength: Overlength = "error",
+        train_on: TrainOn = "assistant",
+        on_bad: OnBad = "raise",
+        ledger: str | Path | None = None,
+        ceiling: Ceiling | None = None,
+        max_bad_fraction: float | None = None,
+        limits: ImageLimits | None = None,
+        vocab_size: int | None = None,
+        pixel_dtype: torch.dtype | None = None,
+    ) -> None:
+        _check_choice("layout", layout, get_args(Layout))
+        _check_choice("overlength", overlength, get_args(Overlength))
+        _check_choice("train_on", train_on, get_args(TrainOn))
+        _check_choice("on_bad", on_bad, get_args(OnBad))
+        _check_lengths(layout, slots, max_length, overlength)
+        self.layout = layout
+        self.slots = slots or SlotRule()
+        self.max_length = max_length
+        self.overlength: Overlength = overlength
+        self.on_bad = on_bad
+        self.pixel_dtype = pixel_dtype
+        self.facts = read_processor(processor, vocab_size=vocab_size)
+        self.ledger = Ledger(ledger, ceiling=_ceiling(ceiling, max_bad_fraction))
+        """Counts of given, used and refused samples, by reason."""
+        self._encoder = Encoder(
+            processor=processor, facts=self.facts, limits=limits or ImageLimits(), train_on=train_on
+        )
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The batch as a dictionary for `model(**batch)`, host facts under the key "vlmpack"."""
+        return self.collate(features).to_hf()
+
+    def collate(self, features: Sequence[Mapping[str, Any]]) -> PaddedBatch | PackedRow:
+        """The batch as an object.
+
+        `facts.sample_ids` names the samples that are in it, by their own id (`id` or `sample_id`) or else by their
+        place in `features`. It is empty in one case only: every sample was refused, and the batch holds one smallest
+        image with nothing to learn (`num_targets` 0) so that this rank still makes its step.
+
+        Raises:
+            SampleError: a sample cannot be used and `on_bad` is "raise"; says which, what was seen and what to do.
+            ConfigError: no sample of this kind can be used, or more were refused than the ceiling allows.
+            LayoutError: the samples do not fit the fixed sizes of `slots`.
+        """
+        if not len(features):
+            raise ConfigError("a batch of no samples; does the sampler yield empty batches?")
+        taken = (self._take(feature, index) for index, feature in enumerate(features))
+        samples = [sample for sample in taken if sample is not None] or [filler(self.facts)]
+        settings: dict[str, Any] = {"pad_token_id": self.facts.pad_token_id, "pixel_dtype": self.pixel_dtype}
+        if self.layout == "packed":
+            return to_packed(samples, rule=self.slots, **settings)
+        return to_padded(samples, **settings)
+
+    def _take(self, feature: Mapping[str, Any], index: int) -> Encoded | None:
+        """One sample, or None if it is left out."""
+        sample_id = _sample_id(feature)
+        try:
+            sample = self._encoder.encode(feature)
+            sample = fit(sample, self.facts, max_length=self.max_length, overlength=self.overlength)
+        except Refusal as refusal:
+            error = SampleError(refusal.message, index=index, reason=refusal.reason, sample_id=sample_id)
+            self._refuse(error, refusal)
+            return None
+        self.ledger.use()
+        return replace(sample, sample_id=index if sample_id is None else sample_id)
+
+    def _refuse(self, error: SampleError, cause: Refusal) -> None:
+        if error.reason == OVERLENGTH and self.overlength == "drop":
+            self.ledger.note(error)
+        elif self.on_bad == "skip":
+            self.ledger.refuse(error)
+        else:
+            self.ledger.note(error)
+            raise error from cause
+
+
+def _sample_id(feature: Any) -> int | str | None:
+    if not isinstance(feature, Mapping):
+        return None
+    value = feature.get("id") if feature.get("id") is not None else feature.get("sample_id")
+    return value if value is None or isinstance(value, int | str) else str(value)
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r} is not known; choose one of {', '.join(map(repr, choices))}")
+
+
+def _check_lengths(layout: Layout, slots: SlotRule | None, max_length: int | None, overlength: Overlength) -> None:
+    if layout == "padded" and slots is not None:
+        raise ConfigError(
+            "slots say how samples lie in a packed row, but layout='padded'; choose layout='packed', or give the slots "
+            "to enable_packing(model, slots=...), which packs the padded batch"
+        )
+    if max_length is None and overlength != "error":
+        raise ConfigError(f"overlength={overlength!r} needs max_length=, the most tokens a sample may have")
+    if max_length is not None and max_length < 2:
+        raise ConfigError(f"max_length={max_length} leaves nothing to learn; it must be at least 2")
+
+
+def _ceiling(ceiling: Ceiling | None, max_bad_fraction: float | None) -> Ceiling:
+    if ceiling is not None and max_bad_fraction is not None:
+        raise ConfigError("max_bad_fraction is short for ceiling=Ceiling(max_bad_fraction=...); give one of them")
+    if max_bad_fraction is not None:
+        return Ceiling(max_bad_fraction=max_bad_fraction)
+    return ceiling or Ceiling()

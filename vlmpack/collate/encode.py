@@ -1,0 +1,211 @@
+"""One sample of any accepted shape → token ids, labels and patches, with the user's own processor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from vlmpack.collate.checks import check_sample, tokens_of
+from vlmpack.collate.encoded import Encoded, Visual
+from vlmpack.collate.holes import MediaRef
+from vlmpack.collate.images import ImageError, ImageLimits, load_image
+from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels
+from vlmpack.collate.processor import ProcessorFacts
+from vlmpack.collate.refusal import Refusal
+from vlmpack.collate.rows import Row, read_row
+from vlmpack.collate.tokenised import read_tokenised, token_types
+from vlmpack.collate.video import VideoPatches, VideoSettings, load_video
+from vlmpack.collate.vision_keys import has_image_keys, resize_image
+from vlmpack.errors import ConfigError
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """Samples → `Encoded`.
+
+    The text comes from the processor's chat template and tokenizer, the patches from its image processor, and the
+    placeholders are written as the processor writes them; the result equals `processor(text=..., images=...)`. The
+    processor is not called as a whole, because it resizes all images of a call or none, needs torchvision for videos,
+    and tokenises thousands of placeholders as text.
+    """
+
+    processor: Any
+    """The Qwen processor."""
+    facts: ProcessorFacts
+    """What was read from it."""
+    limits: ImageLimits
+    """Caps for images and frames."""
+    train_on: TrainOn
+    """Which tokens are learnt."""
+
+    def encode(self, feature: Any) -> Encoded:
+        """Encode and check one sample.
+
+        Raises:
+            Refusal, ImageError: the sample cannot be used.
+            ConfigError: no sample of this kind can be used.
+        """
+        if not isinstance(feature, Mapping):
+            raise Refusal("bad_row", f"a sample must be a mapping of columns, got a {type(feature).__name__}")
+        if feature.get("input_ids") is not None:
+            sample = read_tokenised(feature, self.facts, train_on=self.train_on)
+        else:
+            sample = self._encode_row(read_row(feature))
+        check_sample(sample, self.facts)
+        return sample
+
+    def _encode_row(self, row: Row) -> Encoded:
+        self._check_texts(row)
+        images = [self._image(ref, at) for at, ref in enumerate(row.images)]
+        videos = [self._video(ref, at) for at, ref in enumerate(row.videos)]
+        ids, spans = self._plain(row.plain, images, videos) if row.plain else self._chat(row, images, videos)
+        return Encoded(
+            input_ids=ids,
+            labels=make_labels(ids, self.facts, spans=None if self.train_on == "all" else spans),
+            types=token_types(ids, self.facts),
+            images=tuple(images),
+            videos=tuple(self._visual(video) for video in videos),
+        )
+
+    # ------------------------------------------------------------------ text
+
+    def _check_texts(self, row: Row) -> None:
+        """A person's text that holds the template's own tokens would make false images or false turns."""
+        typed = row.texts() if row.plain is None else row.plain[1:]
+        reserved = self.facts.reserved if row.plain is None else self.facts.reserved_media
+        for text in typed:
+            found = next((token for token in reserved if token in text), None)
+            if found is not None:
+                raise Refusal(
+                    "reserved_token_in_text",
+                    f"its text holds {found!r}, which only the processor and the chat template may write; remove it, "
+                    "and give images and videos as parts of the message",
+                )
+
+    def _chat(
+        self, row: Row, images: Sequence[Visual], videos: Sequence[VideoPatches]
+    ) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """(ids, learnt spans) of a conversation."""
+        ids = self._expand(self._render(row), images, videos)
+        if self.train_on == "all":
+            return ids, []
+        spans = assistant_spans(ids, self.facts)
+        self._check_turns(spans, sum(message["role"] == "assistant" for message in row.messages))
+        return ids, spans if row.trained_turns is None else spans[len(spans) - row.trained_turns :]
+
+    def _render(self, row: Row) -> str:
+        if self.processor.chat_template is None:
+            raise ConfigError(
+                "the processor has no chat template, so messages cannot become text; load the instruction-tuned "
+                "model's processor, set processor.chat_template, or give prompt and completion as strings"
+            )
+        messages = [dict(message) for message in row.messages]
+        try:
+            return self.processor.apply_chat_template(messages, tokenize=False, **row.template_options)
+        except Exception as error:  # a template is somebody's program, and can fail in any way on messages it rejects
+            raise Refusal(
+                "template_error",
+                f"the chat template cannot write its messages ({type(error).__name__}: {error}); "
+                "compare roles and content with what the template expects",
+            ) from error
+
+    def _check_turns(self, spans: Sequence[tuple[int, int]], count: int) -> None:
+        if not spans and count:
+            raise ConfigError(
+                f"the chat template wrote no '<|im_start|>assistant' turn for {count} assistant message(s), so it is "
+                "not known which tokens to learn; use a ChatML template (every Qwen-VL has one), train_on='all', "
+                "prompt and completion as strings, or tokenised samples with labels"
+            )
+        if len(spans) != count:
+            raise Refusal(
+                "turn_mismatch",
+                f"the chat template wrote {len(spans)} assistant turns for {count} assistant messages, so it is not "
+                "known which to learn; give labels with tokenised samples",
+            )
+
+    def _plain(
+        self, plain: tuple[str, str], images: Sequence[Visual], videos: Sequence[VideoPatches]
+    ) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """(ids, learnt span) of prompt and completion, tokenised apart as generation will do it; the end is learnt."""
+        prompt, completion = plain
+        if not completion.rstrip().endswith(self.facts.eos_token):
+            completion += self.facts.eos_token
+        before, after = self._expand(prompt, images, videos), self._ids(completion)
+        return np.concatenate((before, after)), [(len(before), len(before) + len(after))]
+
+    def _ids(self, text: str) -> np.ndarray:
+        return np.asarray(self.processor.tokenizer(text)["input_ids"], np.int64)
+
+    # ------------------------------------------------------------------ placeholders
+
+    def _expand(self, text: str, images: Sequence[Visual], videos: Sequence[VideoPatches]) -> np.ndarray:
+        """Tokenise text with one placeholder an image, then repeat each as often as its grid needs."""
+        if self.facts.frame_timestamps:
+            text = self._write_frames(text, videos)
+        ids = self._ids(text)
+        counts = np.ones(len(ids), np.int64)
+        stills = [n for image in images for n in tokens_of(image, self.facts, kind="image")]
+        frames = [n for video in videos for n in tokens_of(self._visual(video), self.facts, kind="video")]
+        for kind, token_id, needed in (
+            ("image", self.facts.image_token_id, stills),
+            ("video", self.facts.video_token_id, frames),
+        ):
+            at = np.flatnonzero(ids == token_id)
+            if len(at) != len(needed):
+                raise Refusal(
+                    "placeholder_mismatch",
+                    f"its text has {len(at)} {kind} placeholder(s) for {len(needed)} {kind} run(s); the chat template "
+                    f"(or the prompt) must write one for each {kind}",
+                )
+            counts[at] = needed
+        return np.repeat(ids, counts)
+
+    def _write_frames(self, text: str, videos: Sequence[VideoPatches]) -> str:
+        """As `Qwen3VLProcessor.replace_video_token`: each frame between vision tokens, its time before them."""
+        facts = self.facts
+        hole = f"{facts.vision_start}{facts.video_token}{facts.vision_end}"
+        written = iter(["".join(f"<{time:.1f} seconds>{hole}" for time in video.timestamps) for video in videos])
+        if text.count(facts.video_token) != len(videos):
+            raise Refusal(
+                "placeholder_mismatch",
+                f"its text has {text.count(facts.video_token)} video placeholder(s) for {len(videos)} video(s)",
+            )
+        return re.sub(re.escape(facts.video_token), lambda _: next(written), text)
+
+    # ------------------------------------------------------------------ media
+
+    def _image(self, ref: MediaRef, at: int) -> Visual:
+        """Load one image and cut it into patches: resized by its own keys, or else as the processor does it."""
+        options: dict[str, Any] = {}
+        try:
+            image = load_image(ref.source, limits=self.limits)
+            if has_image_keys(ref.options):
+                sizes = {"patch_size": self.facts.patch_size, "merge_size": self.facts.merge_size}
+                image, options = resize_image(image, ref.options, **sizes), {"do_resize": False}
+            out = self.processor.image_processor(images=[image], return_tensors="pt", **options)
+        except ImageError as error:
+            raise Refusal(error.reason, f"image {at}: {error.detail}") from error
+        except (ValueError, TypeError, ArithmeticError, OSError) as error:
+            raise Refusal("image_processing", f"image {at}: the image processor refused it: {error}") from error
+        return Visual(pixels=out["pixel_values"], grid=_grid(out["image_grid_thw"][0].tolist()))
+
+    def _video(self, ref: MediaRef, at: int) -> VideoPatches:
+        settings = VideoSettings.from_image_processor(self.processor.image_processor)
+        try:
+            return load_video({**ref.options, "video": ref.source}, settings=settings, limits=self.limits)
+        except ImageError as error:
+            raise Refusal(error.reason, f"video {at}: {error.detail}") from error
+
+    def _visual(self, video: VideoPatches) -> Visual:
+        seconds = video.second_per_grid if self.facts.seconds_per_grid else None
+        return Visual(pixels=video.pixel_values, grid=video.grid, seconds=seconds)
+
+
+def _grid(values: Iterable[int]) -> tuple[int, int, int]:
+    frames, rows, columns = values
+    return frames, rows, columns

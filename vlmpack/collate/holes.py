@@ -1,0 +1,121 @@
+"""Which image or video goes into which hole of a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, final
+
+from vlmpack.collate.refusal import Refusal
+
+Kind = Literal["image", "video"]
+
+_SOURCE_KEYS: dict[Kind, tuple[str, ...]] = {
+    "image": ("image", "image_url", "url", "path", "bytes"),
+    "video": ("video", "video_url", "url", "path"),
+}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MediaRef:
+    """One image or video: where it comes from, and how it wants to be resized."""
+
+    source: Any
+    """PIL image, path, bytes, or {"bytes", "path"}; for a video a path or a list of frames."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The keys of qwen-vl-utils that stood beside it: min_pixels, resized_height, fps, ..."""
+
+
+def fill_holes(messages: list[dict[str, Any]], present: Mapping[str, Any], kind: Kind) -> tuple[MediaRef, ...]:
+    """The media of one kind in the order of their holes, from the parts themselves and from the columns.
+
+    Without any hole the column's media are put in front of the first user message, which is changed in place.
+
+    Raises:
+        Refusal: holes and media differ in number, or it is not clear where the media go.
+    """
+    column = column_media(present, kind)
+    holes = [part for message in messages for part in _parts(message) if part["type"] == kind]
+    if column and not holes:
+        _insert_holes(messages, kind, len(column))
+        return column
+    return _fill(holes, column, kind)
+
+
+def column_media(present: Mapping[str, Any], kind: Kind) -> tuple[MediaRef, ...]:
+    """The media of the `images` / `image` (or `videos` / `video`) column."""
+    one, many = present.get(kind), present.get(f"{kind}s")
+    if one is not None and many is not None:
+        raise Refusal("ambiguous_media", f"the sample has both a column {kind} and a column {kind}s; keep one of them")
+    value = one if many is None else many
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple) or (kind == "video" and many is None and _is_one_video(value)):
+        value = [value]
+    return tuple(_reference(item, kind) or MediaRef(source=item) for item in value)
+
+
+def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _insert_holes(messages: list[dict[str, Any]], kind: Kind, count: int) -> None:
+    """As TRL does it: without any placeholder, all media go in front of the first user message's text."""
+    for message in messages:
+        if any(f"<{kind}>" in part.get("text", "") for part in _parts(message)):
+            raise Refusal(
+                "ambiguous_media",
+                f"the messages hold the text '<{kind}>' and no {kind} part, so it is not clear where the column's "
+                f"{count} go; write {{'type': '{kind}'}} parts, or use a `conversations` column, where markers count",
+            )
+    for message in messages:
+        if message["role"] == "user":
+            message["content"] = [{"type": kind} for _ in range(count)] + _parts(message)
+            return
+    raise Refusal("media_count_mismatch", f"{count} {kind}(s), but no user message to put them in")
+
+
+def _fill(holes: list[dict[str, Any]], column: tuple[MediaRef, ...], kind: Kind) -> tuple[MediaRef, ...]:
+    own = [_reference(part, kind) for part in holes]
+    missing = own.count(None)
+    if missing != len(column):
+        raise Refusal(
+            "media_count_mismatch",
+            f"the messages have {missing} {kind} placeholder(s) without a source of their own, but the columns hold "
+            f"{len(column)} {kind}(s); give each placeholder its {kind}",
+        )
+    rest = iter(column)
+    return tuple(_merge(next(rest), part) if ref is None else ref for part, ref in zip(holes, own, strict=True))
+
+
+def _merge(medium: MediaRef, hole: Mapping[str, Any]) -> MediaRef:
+    """A medium of the column, resized by the keys of the hole that it goes into."""
+    return MediaRef(source=medium.source, options={**medium.options, **_options(hole)})
+
+
+def _is_one_video(value: Sequence[Any]) -> bool:
+    """A `video` column that holds pictures is one video by its frames; one that holds paths is several videos."""
+    first = value[0] if value else ""
+    is_element = isinstance(first, Mapping) and first.get("video") is not None
+    return not isinstance(first, str | list | tuple) and not is_element
+
+
+def _reference(item: Any, kind: Kind) -> MediaRef | None:
+    """The source inside a part, and the keys beside it; None if there is no source in it."""
+    if not isinstance(item, Mapping):
+        return None
+    key = next((key for key in _SOURCE_KEYS[kind] if item.get(key) is not None), None)
+    if key is None:
+        return None
+    source = {"bytes": item["bytes"], "path": item.get("path")} if item.get("bytes") is not None else item[key]
+    if isinstance(source, Mapping) and "url" in source:
+        source = source["url"]
+    return MediaRef(source=source, options=_options(item))
+
+
+def _options(item: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that say how the medium wants to be resized or sampled."""
+    taken = {"type", "text", "bytes", *_SOURCE_KEYS["image"], *_SOURCE_KEYS["video"]}
+    return {name: value for name, value in item.items() if name not in taken and value is not None}

@@ -1,0 +1,149 @@
+"""What a processor knows about its model family, read once: token ids, patch sizes, how a video is written down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+from vlmpack.errors import ConfigError, FamilyError
+
+CHANNELS = 3
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ProcessorFacts:
+    """Plain values; the processor object itself is only needed to render text and to cut images into patches."""
+
+    image_token: str
+    """The placeholder that stands for one image in rendered text, and is repeated once a merged patch in ids."""
+    video_token: str
+    """The same for videos."""
+    image_token_id: int
+    """Its id."""
+    video_token_id: int
+    """Its id."""
+    vision_start: str
+    """The token before each run of placeholders."""
+    vision_end: str
+    """The token after each run of placeholders."""
+    vision_start_id: int
+    """Its id."""
+    vision_end_id: int
+    """Its id."""
+    turn_start_id: int | None
+    """Id of ChatML's `<|im_start|>`; None: the tokenizer has no such token."""
+    turn_end_id: int | None
+    """Id of ChatML's `<|im_end|>`; None: the tokenizer has no such token."""
+    assistant_ids: tuple[int, ...]
+    """The ids of the word "assistant", which stand between `<|im_start|>` and the newline."""
+    newline_ids: frozenset[int]
+    """Ids of all tokens that begin with a newline: BPE may merge the header's newline with the text after it."""
+    eos_token: str
+    """What ends an answer that has no chat template around it."""
+    pad_token_id: int
+    """Written on padding."""
+    vocab_size: int
+    """Ids are below this."""
+    patch_size: int
+    """Pixels along the side of a patch."""
+    merge_size: int
+    """Patches along the side of what becomes one token."""
+    temporal_patch_size: int
+    """Frames in a patch."""
+    min_pixels: int
+    """Smallest area that the image processor resizes to, in pixels."""
+    max_pixels: int
+    """Largest area that the image processor resizes to, in pixels."""
+    frame_timestamps: bool
+    """Whether a video is written frame by frame with timestamps (Qwen3-VL), or as one run of placeholders."""
+    seconds_per_grid: bool
+    """Whether the model is told the seconds from one video grid to the next (Qwen2.5-VL)."""
+
+    @property
+    def patch_dim(self) -> int:
+        """Values C of one patch."""
+        return CHANNELS * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def media_ids(self) -> tuple[int, int, int, int]:
+        """The ids that are never learnt."""
+        return self.image_token_id, self.video_token_id, self.vision_start_id, self.vision_end_id
+
+    @property
+    def reserved(self) -> tuple[str, ...]:
+        """Tokens that the processor and the chat template write; in a person's text they would be taken for theirs."""
+        return *self.reserved_media, "<|im_start|>", "<|im_end|>"
+
+    @property
+    def reserved_media(self) -> tuple[str, ...]:
+        """Those of them that stand for images and videos."""
+        return self.image_token, self.video_token, self.vision_start, self.vision_end
+
+
+def read_processor(processor: Any, *, vocab_size: int | None = None) -> ProcessorFacts:
+    """Read the facts of a `Qwen2VLProcessor`, `Qwen2_5_VLProcessor` or `Qwen3VLProcessor`.
+
+    Args:
+        processor: the processor, as `AutoProcessor` or `vlmpack.data.tiny_processor` make it.
+        vocab_size: ids are below this; None: the tokenizer's number of entries.
+
+    Raises:
+        FamilyError: a processor of another class.
+        ConfigError: the tokenizer lacks a token that every Qwen-VL has.
+    """
+    timestamps, seconds = _family(processor)
+    tokenizer, image_processor = processor.tokenizer, processor.image_processor
+    vocab = tokenizer.get_vocab()
+    ids = {token: _id(vocab, token) for token in (processor.image_token, processor.video_token, _START, _END)}
+    return ProcessorFacts(
+        image_token=processor.image_token,
+        video_token=processor.video_token,
+        image_token_id=ids[processor.image_token],
+        video_token_id=ids[processor.video_token],
+        vision_start=_START,
+        vision_end=_END,
+        vision_start_id=ids[_START],
+        vision_end_id=ids[_END],
+        turn_start_id=vocab.get("<|im_start|>"),
+        turn_end_id=vocab.get("<|im_end|>"),
+        assistant_ids=tuple(tokenizer("assistant", add_special_tokens=False)["input_ids"]),
+        newline_ids=frozenset(i for token, i in vocab.items() if token.startswith(("Ċ", "\n"))),
+        eos_token=tokenizer.eos_token,
+        pad_token_id=tokenizer.pad_token_id or 0,
+        vocab_size=len(tokenizer) if vocab_size is None else vocab_size,
+        patch_size=image_processor.patch_size,
+        merge_size=image_processor.merge_size,
+        temporal_patch_size=image_processor.temporal_patch_size,
+        min_pixels=image_processor.size["shortest_edge"],
+        max_pixels=image_processor.size["longest_edge"],
+        frame_timestamps=timestamps,
+        seconds_per_grid=seconds,
+    )
+
+
+_START, _END = "<|vision_start|>", "<|vision_end|>"
+
+
+def _family(processor: Any) -> tuple[bool, bool]:
+    """(frame_timestamps, seconds_per_grid) of the processor's class."""
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
+
+    if isinstance(processor, Qwen3VLProcessor):
+        return True, False
+    if isinstance(processor, Qwen2_5_VLProcessor):
+        return False, True
+    if isinstance(processor, Qwen2VLProcessor):
+        return False, False
+    raise FamilyError(
+        f"VLMCollator knows how Qwen2VLProcessor, Qwen2_5_VLProcessor and Qwen3VLProcessor write images and videos "
+        f"into text, and got a {type(processor).__name__}; pass the model's own processor (AutoProcessor), not its "
+        "tokenizer or image processor"
+    )
+
+
+def _id(vocab: dict[str, int], token: str) -> int:
+    """Not `convert_tokens_to_ids`, which answers with the unknown token's id."""
+    if token not in vocab:
+        raise ConfigError(f"the processor's tokenizer has no token {token!r}; use the tokenizer of a Qwen-VL model")
+    return vocab[token]

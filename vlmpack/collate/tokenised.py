@@ -1,0 +1,151 @@
+"""Samples that were tokenised before: the processor's own output, one sample at a time, as lists, arrays or tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from vlmpack.collate.checks import check_ids
+from vlmpack.collate.encoded import IMAGE, TEXT, VIDEO, Encoded, Visual
+from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels, mask_media
+from vlmpack.collate.processor import ProcessorFacts
+from vlmpack.collate.refusal import Refusal
+from vlmpack.errors import LayoutError
+from vlmpack.layout import lengths_from_mask
+
+
+def read_tokenised(feature: Mapping[str, Any], facts: ProcessorFacts, *, train_on: TrainOn) -> Encoded:
+    """Take over `input_ids` [n] or [1, n] and what came with it.
+
+    Padding is removed by `attention_mask`; `labels` are kept except on media and on the first token; without labels
+    they are made as for any other sample. `mm_token_type_ids` are checked, not needed.
+
+    Raises:
+        Refusal: fields that contradict each other.
+    """
+    ids = _tokens(feature, "input_ids")
+    keep = _kept(feature, len(ids))
+    ids = ids[keep]
+    if feature.get("position_ids") is not None:
+        raise Refusal(
+            "unexpected_positions",
+            "it brings position_ids, but positions are computed from the grids when the sample's place in the row is "
+            "known; remove the column",
+        )
+    check_ids(ids, facts)
+    types = token_types(ids, facts)
+    _check_types(feature, types, keep)
+    return Encoded(
+        input_ids=ids,
+        labels=_labels(feature, ids, keep, facts, train_on),
+        types=types,
+        images=_visuals(feature, "pixel_values", "image_grid_thw"),
+        videos=_visuals(feature, "pixel_values_videos", "video_grid_thw"),
+    )
+
+
+def token_types(input_ids: np.ndarray, facts: ProcessorFacts) -> np.ndarray:
+    """int64 [n]: 1 on image placeholders, 2 on video placeholders, 0 elsewhere."""
+    types = np.full_like(input_ids, TEXT)
+    types[input_ids == facts.image_token_id] = IMAGE
+    types[input_ids == facts.video_token_id] = VIDEO
+    return types
+
+
+def _tokens(feature: Mapping[str, Any], name: str) -> np.ndarray:
+    """int64 [n] from a list, array or tensor of shape [n] or [1, n]."""
+    values = _array(feature[name], name)
+    if values.ndim == 2 and values.shape[0] == 1:
+        values = values[0]
+    if values.ndim != 1:
+        raise Refusal("bad_shape", f"{name} has shape {list(values.shape)}; one sample's are [n] (or [1, n])")
+    if values.size and not np.issubdtype(values.dtype, np.integer) and values.dtype != bool:
+        raise Refusal("bad_dtype", f"{name} holds {values.dtype}; it must hold whole numbers")
+    return values.astype(np.int64)
+
+
+def _array(value: Any, name: str) -> np.ndarray:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().numpy()
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise Refusal("bad_shape", f"{name} is not an array: {error}") from error
+
+
+def _kept(feature: Mapping[str, Any], count: int) -> slice:
+    """The one unbroken run of real tokens: padding on either side is cut off."""
+    if feature.get("attention_mask") is None:
+        return slice(0, count)
+    mask = _tokens(feature, "attention_mask")
+    if len(mask) != count:
+        raise Refusal("bad_shape", f"attention_mask covers {len(mask)} tokens but input_ids has {count}")
+    if count == 0:
+        return slice(0, 0)
+    try:
+        spans = lengths_from_mask(torch.from_numpy(mask)[None])
+    except LayoutError as error:
+        raise Refusal("bad_mask", str(error).removeprefix("row 0: ")) from error
+    return slice(spans.offsets[0], spans.offsets[0] + spans.lengths[0])
+
+
+def _check_types(feature: Mapping[str, Any], types: np.ndarray, keep: slice) -> None:
+    if feature.get("mm_token_type_ids") is None:
+        return
+    given = _tokens(feature, "mm_token_type_ids")[keep]
+    if len(given) != len(types) or (given != types).any():
+        raise Refusal(
+            "token_type_mismatch",
+            "mm_token_type_ids does not say 1 exactly on image placeholders, 2 on video placeholders and 0 elsewhere; "
+            "leave the column out, it is made from input_ids",
+        )
+
+
+def _labels(
+    feature: Mapping[str, Any], ids: np.ndarray, keep: slice, facts: ProcessorFacts, train_on: TrainOn
+) -> np.ndarray:
+    if feature.get("labels") is None:
+        return make_labels(ids, facts, spans=None if train_on == "all" else assistant_spans(ids, facts))
+    labels = _tokens(feature, "labels")[keep]
+    if len(labels) != len(ids):
+        raise Refusal("bad_shape", f"labels cover {len(labels)} tokens but input_ids has {len(ids)}; they go unshifted")
+    return mask_media(labels, ids, facts)
+
+
+def _visuals(feature: Mapping[str, Any], pixel_name: str, grid_name: str) -> tuple[Visual, ...]:
+    """One entry an image or video: views into the given pixels, cut by the grids."""
+    pixels, grids = feature.get(pixel_name), feature.get(grid_name)
+    if pixels is None and grids is None:
+        return ()
+    if pixels is None or grids is None:
+        there, missing = (grid_name, pixel_name) if pixels is None else (pixel_name, grid_name)
+        raise Refusal("pixel_shape", f"it has {there} but no {missing}; both come from one call of the processor")
+    pixels = pixels if isinstance(pixels, torch.Tensor) else torch.from_numpy(np.asarray(pixels))
+    grids = _array(grids, grid_name).reshape(-1, 3).tolist()
+    rows = [frames * height * width for frames, height, width in grids]
+    if min(rows, default=0) < 0 or pixels.ndim != 2 or sum(rows) != pixels.shape[0]:
+        raise Refusal(
+            "pixel_shape",
+            f"{pixel_name} has shape {list(pixels.shape)} but {grid_name} {grids} needs {sum(rows)} rows of patches; "
+            "both come from one call of the processor",
+        )
+    seconds = _seconds(feature, len(grids)) if pixel_name == "pixel_values_videos" else [None] * len(grids)
+    return tuple(
+        Visual(pixels=part, grid=tuple(grid), seconds=second)
+        for part, grid, second in zip(pixels.split(rows), grids, seconds, strict=True)
+    )
+
+
+def _seconds(feature: Mapping[str, Any], count: int) -> list[float | None]:
+    given = feature.get("second_per_grid_ts")
+    if given is None:
+        return [None] * count
+    seconds = _array(given, "second_per_grid_ts").reshape(-1).tolist()
+    if len(seconds) != count:
+        raise Refusal("bad_shape", f"second_per_grid_ts has {len(seconds)} entries for {count} videos")
+    return seconds
+
+
