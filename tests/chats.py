@@ -1,0 +1,44 @@
+"""Small conversations about small pictures, and one processor a family, for the tests of the collator."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from vlmpack.data.processor import tiny_processor
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+@lru_cache
+def processor_of(family: str = "qwen3_vl") -> Any:
+    """Shared by all tests: whoever changes one makes it anew."""
+    return tiny_processor(family)
+
+
+def picture(width: int = 61, height: int = 43, *, seed: int = 0) -> Image.Image:
+    """Noise: no two pictures have a patch in common."""
+    values = np.random.default_rng((seed, width, height)).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(values)
+
+
+def chat(question: str = "What is the total?", answer: str = "The total is 75,000", *images: Any, **more: Any) -> dict:
+    """A TRL row: images, one question, one answer."""
+    parts = [{"type": "image"} for _ in images] + [{"type": "text", "text": question}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
+    return {"messages": messages, **({"images": list(images)} if images else {}), **more}
+
+
+def tokenised(family: str, text: str, *images: Any, **more: Any) -> dict:
+    """The processor's own output for one sample, as tensors without the batch dimension."""
+    out = processor_of(family)(text=text, images=list(images) or None, return_tensors="pt")
+    ids = ("input_ids", "attention_mask", "mm_token_type_ids")
+    return {**{name: value[0] if name in ids else value for name, value in out.items()}, **more}
+
+
+def learnt(processor: Any, labels: Any) -> str:
+    """What the labels say, as text."""
+    return processor.tokenizer.decode([i for i in np.asarray(labels).reshape(-1).tolist() if i != -100])
