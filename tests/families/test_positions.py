@@ -216,9 +216,16 @@ def test_positions_handed_out_are_not_the_cached_tensor_of_the_segments() -> Non
 def test_more_media_tokens_than_the_grids_stand_for_count_as_text() -> None:
     """Their number is on the device and is not waited for; the row stays in range and the next segment is right."""
     family, config = family_of(model_of("qwen2_vl")), model_of("qwen2_vl").config
-    types = torch.tensor([[0, 1, 1, 1, 0, 0]])
-    found = family.positions(types, Segments.from_lengths([4, 2]), config=config, image_grids=[(1, 2, 4)])
-    assert found[:, 0].tolist() == [[0, 1, 2, 3, 0, 1], [0, 1, 1, 3, 0, 1], [0, 1, 1, 3, 0, 1], [0, 1, 2, 3, 0, 1]]
+    types = torch.tensor([[0, 1, 1, 1, 1, 1, 0, 2, 2]])
+    found = family.positions(
+        types, Segments.from_lengths([7, 2]), config=config, image_grids=[(1, 2, 4)], video_grids=[(1, 2, 2)]
+    )
+    assert found[:, 0].tolist() == [
+        [0, 1, 2, 3, 4, 5, 6, 0, 1],
+        [0, 1, 1, 3, 4, 5, 6, 0, 1],
+        [0, 1, 1, 3, 4, 5, 6, 0, 1],
+        [0, 1, 2, 3, 4, 5, 6, 0, 1],
+    ]
 
 
 def test_facts_without_media_are_enough_for_a_text_batch() -> None:

@@ -59,14 +59,14 @@ class Qwen25VL(Family):
     model_type: ClassVar[str] = "qwen2_5_vl"
     model_class: ClassVar[str] = "Qwen2_5_VLForConditionalGeneration"
 
+    whole_seconds: bool = field(default_factory=truncates_seconds)
+    """Round the seconds between frames down before use, as older transformers do. Found out by asking it."""
+
     def vision_segments(self, grids: Sequence[Grid], config: Any) -> tuple[Segments, ...]:
         """Whole frames for the blocks in `fullatt_block_indexes`, windows for all others."""
         vision = self.vision_config(config)
         rule = WindowRule(window=vision.window_size // vision.patch_size, merge=vision.spatial_merge_size)
         return frame_segments(grids), window_segments(grids, rule)
-
-    whole_seconds: bool = field(default_factory=truncates_seconds)
-    """Round the seconds between frames down before use, as older transformers do. Found out by asking it."""
 
     def _videos(self, grids: Sequence[Grid], seconds: Sequence[float], config: Any) -> MediaItems:
         videos = media_items(grids, self.merge(config), "video")

@@ -1,0 +1,58 @@
+"""Boundaries inside the vision tower, from host grids alone, are those that transformers computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from samples import KINDS, mixed_samples, padded
+from transformers.vision_utils import get_vision_cu_seqlens, get_vision_window_index
+
+from vlmpack.families import FAMILIES
+from vlmpack.families.tiny import tiny_config
+from vlmpack.families.vision_segments import WindowRule, frame_segments, window_segments
+from vlmpack.layout import Grid
+
+
+@st.composite
+def merge_and_grids(draw: st.DrawFn) -> tuple[int, list[Grid]]:
+    merge = draw(st.integers(1, 3))
+    side = st.integers(1, 9).map(lambda n: n * merge)
+    return merge, draw(st.lists(st.tuples(st.integers(1, 3), side, side), min_size=1, max_size=4))
+
+
+@settings(deadline=None)
+@given(drawn=merge_and_grids(), patch_size=st.sampled_from([4, 14]), side=st.integers(1, 5), more=st.integers(0, 3))
+def test_any_grids_give_the_boundaries_of_transformers(
+    drawn: tuple[int, list[Grid]], patch_size: int, side: int, more: int
+) -> None:
+    merge, grids = drawn
+    frames = frame_segments(grids)
+    assert frames.total == sum(t * h * w for t, h, w in grids)
+    assert list(frames.real) == get_vision_cu_seqlens(torch.tensor(grids)).tolist()
+    window_size = side * merge * patch_size + more  # need not be a multiple of a token's side
+    windows = window_segments(grids, WindowRule(window=window_size // patch_size, merge=merge))
+    _, expected = get_vision_window_index(torch.tensor(grids), merge, window_size, patch_size)
+    assert list(windows.real) == expected.tolist()
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_a_family_names_every_set_of_boundaries_its_blocks_use(name: str) -> None:
+    config = tiny_config(name)
+    found = FAMILIES[name]().vision_segments([(1, 12, 10), (2, 4, 4)], config)
+    assert found[0].lengths == (120, 16, 16)
+    windows = [segments.lengths for segments in found[1:]]
+    assert windows == ([(64, 16, 32, 8, 16, 16)] if name == "qwen2_5_vl" else [])
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_types_and_counts_of_media_tokens_are_the_processors(name: str) -> None:
+    config, family = tiny_config(name, patch_size=4), FAMILIES[name]()
+    batch = padded(mixed_samples(config, kinds=KINDS))
+    assert batch.mm_token_type_ids is not None
+    assert batch.facts is not None
+    types = family.media_types(batch.input_ids, config)
+    assert torch.equal(types, batch.mm_token_type_ids)
+    for code, grids in ((1, batch.facts.image_grids), (2, batch.facts.video_grids)):
+        assert family.media_tokens(grids, config) == int((types == code).sum()) > 0
