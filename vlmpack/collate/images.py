@@ -36,12 +36,13 @@ from urllib.parse import unquote
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
-from vlmpack.errors import VlmpackError
+from vlmpack.errors import ConfigError, VlmpackError
 
 ImageSource = Image.Image | bytes | bytearray | memoryview | str | Path | Mapping
 """What `load_image` accepts."""
 
-_INT16_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I")
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+_DEEP_GREY = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 _UPRIGHT = 1
 
 
@@ -73,11 +74,22 @@ class ImageLimits:
     """Longer side over shorter side at most; the resize rule of Qwen's processors fails above 200."""
     max_bytes: int = 256 * 2**20
     """Size of the encoded image at most."""
-    formats: tuple[str, ...] = ("BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+    formats: tuple[str, ...] = _FORMATS
     """Pillow's names of the file formats that are tried; the content decides, not the file's name."""
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a format that Pillow cannot open."""
+        if self.formats != _FORMATS:
+            Image.init()
+            unknown = sorted(set(self.formats) - set(Image.OPEN))
+            if unknown:
+                raise ConfigError(f"Pillow opens no format named {unknown}; it knows {sorted(Image.OPEN)}")
 
-def load_image(source: ImageSource, *, limits: ImageLimits = ImageLimits()) -> Image.Image:
+
+DEFAULT_LIMITS = ImageLimits()
+
+
+def load_image(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> Image.Image:
     """The image as upright 8-bit RGB.
 
     Args:
@@ -257,14 +269,12 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "RGB" and not image.has_transparency_data:
-        return image
-    if image.has_transparency_data:
-        return _over_white(image)
-    if image.mode in _INT16_MODES or image.mode == "F":
+    if image.mode in _DEEP_GREY:
         return _from_deep_grey(image)
     try:
-        return image.convert("RGB")
+        if image.has_transparency_data:
+            return _over_white(image)
+        return image if image.mode == "RGB" else image.convert("RGB")
     except ValueError as error:
         raise ImageError(f"mode {image.mode} has no way to RGB ({error}); convert it first", "image_mode") from None
 

@@ -24,7 +24,7 @@ import torch
 from PIL import Image
 from torch.nn.functional import interpolate
 
-from vlmpack.collate.images import ImageError, ImageLimits, load_image
+from vlmpack.collate.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_image
 from vlmpack.collate.vision_keys import (
     Size,
     first_frame_size,
@@ -93,7 +93,7 @@ class VideoPatches:
 
 
 def load_video(
-    element: Mapping[str, Any], *, settings: VideoSettings, limits: ImageLimits = ImageLimits()
+    element: Mapping[str, Any], *, settings: VideoSettings, limits: ImageLimits = DEFAULT_LIMITS
 ) -> VideoPatches:
     """A message element `{"video": [frame, ...], ...}` as patches.
 
@@ -121,7 +121,7 @@ def load_video(
     )
 
 
-def load_frames(video: Any, *, limits: ImageLimits = ImageLimits()) -> list[Image.Image]:
+def load_frames(video: Any, *, limits: ImageLimits = DEFAULT_LIMITS) -> list[Image.Image]:
     """The frames of a video as upright RGB images.
 
     Raises:
@@ -143,9 +143,9 @@ def resize_frames(
 ) -> torch.Tensor:
     """All frames in their final size, `[F, C, H, W]` uint8.
 
-    By the rule of qwen-vl-utils: each frame by Pillow to a multiple of two tokens, then all together to the final size,
-    in float32 and rounded, which is what torchvision's `resize` does there. By the rules of the processors: in one go on
-    uint8, which is what torchvision's v2 `resize` does there.
+    By the rule of qwen-vl-utils: each frame by Pillow to a multiple of two tokens, then all together to the final
+    size, in float32 and rounded, which is what torchvision's `resize` does there. By the rules of the processors: in
+    one go on uint8, which is what torchvision's v2 `resize` does there.
 
     Raises:
         ImageError: frames of different sizes where one size is needed, or see `video_frame_size`.
@@ -168,10 +168,11 @@ def resize_frames(
 def patchify(frames_FCHW: torch.Tensor, *, settings: VideoSettings) -> tuple[torch.Tensor, tuple[int, int, int]]:
     """Cut frames into the patches of Qwen's vision tower.
 
-    The same steps as `Qwen2VLVideoProcessor.patchify` (Qwen3-VL's is equal): the last frame is repeated until they divide
-    by the temporal patch size; patches run over t, then blocks of merge_size x merge_size patches row by row, then the
-    patches of a block; the values of a patch run over channel, frame, row, column. Values are `(v * rescale - mean) / std`
-    with the roundings of the image processor (PIL back-end), so that a still video equals the still image bit for bit.
+    The same steps as `Qwen2VLVideoProcessor.patchify` (Qwen3-VL's is equal): the last frame is repeated until they
+    divide by the temporal patch size; patches run over t, then blocks of merge_size x merge_size patches row by row,
+    then the patches of a block; the values of a patch run over channel, frame, row, column. They are
+    `(v * rescale - mean) / std` with the roundings of the image processor (PIL back-end), so that a still video equals
+    the still image bit for bit.
 
     Args:
         frames_FCHW: uint8, sides multiples of patch_size * merge_size.

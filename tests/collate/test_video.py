@@ -1,0 +1,288 @@
+"""Frames to patches: equal to the still image, to a plain loop, to qwen-vl-utils and to transformers' times."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.video_utils import VideoMetadata
+
+from vlmpack.collate.images import ImageError, ImageLimits
+from vlmpack.collate.video import (
+    VideoSettings,
+    frame_timestamps,
+    load_frames,
+    load_video,
+    patchify,
+    resize_frames,
+    second_per_grid,
+)
+from vlmpack.collate.vision_keys import per_clip_size, per_frame_size, video_frame_size
+
+needs_qwen = pytest.mark.skipif(
+    importlib.util.find_spec("qwen_vl_utils") is None,
+    reason="waits for qwen-vl-utils (pip install vlmpack[qwen]); torchvision is not needed",
+)
+REFERENCE = Path(__file__).with_name("qwen_reference.py")
+BOUNDS = {"min_pixels": 4 * 32 * 32, "max_pixels": 16384 * 32 * 32}
+
+
+def image_processor(**options):
+    return transformers.Qwen2VLImageProcessorPil(**{"patch_size": 14, "max_pixels": 16384 * 784, **options})
+
+
+def noise_frames(count: int, height: int = 112, width: int = 168, seed: int = 0) -> list[Image.Image]:
+    pixels = np.random.default_rng(seed).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
+    return [Image.fromarray(frame) for frame in pixels]
+
+
+def small_settings(**changes) -> VideoSettings:
+    """Co-prime sizes, and a mean and std of their own in every channel: no two axes can be swapped unnoticed."""
+    plain = VideoSettings(
+        patch_size=5,
+        merge_size=3,
+        temporal_patch_size=2,
+        image_mean=(0.5, 0.25, 0.125),
+        image_std=(0.3, 0.7, 0.9),
+        rescale_factor=1 / 255,
+    )
+    return dataclasses.replace(plain, **changes)
+
+
+def naive_patches(frames: np.ndarray, s: VideoSettings) -> np.ndarray:
+    """The same as `patchify` in plain loops: one value after the other, in the order in which they must lie."""
+    frames = list(frames)  # each [C, H, W]
+    while len(frames) % s.temporal_patch_size:
+        frames.append(frames[-1])
+    _, height, width = frames[0].shape
+    side = s.patch_size * s.merge_size
+    patches = []
+    for t in range(0, len(frames), s.temporal_patch_size):
+        for top in range(0, height, side):
+            for left in range(0, width, side):
+                for y in range(top, top + side, s.patch_size):
+                    for x in range(left, left + side, s.patch_size):
+                        patch = []
+                        for c in range(3):
+                            for frame in frames[t : t + s.temporal_patch_size]:
+                                values = frame[c, y : y + s.patch_size, x : x + s.patch_size].astype(np.float64)
+                                values = (values * s.rescale_factor - s.image_mean[c]) / s.image_std[c]
+                                patch.extend(values.ravel())
+                        patches.append(patch)
+    return np.array(patches)
+
+
+# ---------------------------------------------------------------- patches
+
+
+@pytest.mark.parametrize("patch_size", [14, 16])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_still_video_equals_the_still_image_bit_for_bit(patch_size, count):
+    processor = image_processor(patch_size=patch_size)
+    frame = noise_frames(1, 4 * 2 * patch_size, 6 * 2 * patch_size)[0]
+    still = processor([frame], return_tensors="pt")
+    video = load_video({"video": [frame] * count, "min_pixels": 4 * 32 * 32 * 4}, settings=_settings_of(processor))
+    assert video.grid == tuple(still["image_grid_thw"][0].tolist())
+    assert video.pixel_values.dtype == torch.float32
+    assert torch.equal(video.pixel_values, still["pixel_values"])
+
+
+def _settings_of(processor) -> VideoSettings:
+    return VideoSettings.from_image_processor(processor)
+
+
+@pytest.mark.parametrize("flags", [{"do_rescale": False}, {"do_normalize": False}])
+def test_a_processor_that_leaves_out_a_step_is_followed(flags):
+    processor = image_processor(**flags)
+    frame = noise_frames(1)[0]
+    patches, _ = patchify(_uint8([frame]), settings=_settings_of(processor))
+    assert torch.equal(patches, processor([frame], return_tensors="pt")["pixel_values"].float())
+
+
+def _uint8(frames: list[Image.Image]) -> torch.Tensor:
+    return torch.from_numpy(np.stack([np.asarray(frame) for frame in frames])).permute(0, 3, 1, 2)
+
+
+@settings(deadline=None, max_examples=25)
+@given(frames=st.integers(1, 7), down=st.integers(1, 3), across=st.integers(1, 3), depth=st.integers(1, 3))
+def test_patches_equal_the_plain_loop(frames, down, across, depth):
+    s = small_settings(temporal_patch_size=depth)
+    video = _uint8(noise_frames(frames, 15 * down, 15 * across, seed=frames))
+    patches, grid = patchify(video, settings=s)
+    assert grid == (-(-frames // depth), 3 * down, 3 * across)
+    assert patches.shape == (grid[0] * grid[1] * grid[2], 3 * depth * 5 * 5)
+    np.testing.assert_allclose(patches.numpy(), naive_patches(video.numpy(), s), rtol=0, atol=1e-6)
+
+
+def test_the_patches_of_one_token_lie_together():
+    """Merge order: 3 x 3 neighbouring patches first, and only then the next block."""
+    s = small_settings(image_mean=(0.0,) * 3, image_std=(1.0,) * 3, rescale_factor=1.0)
+    rows, columns = np.divmod(np.arange(6 * 9), 9)  # the number of each patch, row by row
+    picture = np.arange(54, dtype=np.uint8).reshape(6, 9).repeat(5, axis=0).repeat(5, axis=1)
+    patches, grid = patchify(torch.from_numpy(picture).expand(2, 3, -1, -1), settings=s)
+    assert grid == (1, 6, 9)
+    order = patches[:, 0].long().numpy()
+    blocks = (rows // 3 * 3 + columns // 3)[order]
+    np.testing.assert_array_equal(blocks, np.repeat(np.arange(6), 9))
+
+
+def test_an_odd_number_of_frames_repeats_the_last():
+    frames = noise_frames(3)
+    odd, even = (
+        load_video({"video": video}, settings=_settings_of(image_processor()))
+        for video in (frames, [*frames, frames[-1]])
+    )
+    assert odd.grid == even.grid
+    assert odd.grid[0] == 2
+    assert torch.equal(odd.pixel_values, even.pixel_values)
+    assert odd.timestamps == even.timestamps
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def test_the_grid_is_the_size_of_the_message_keys():
+    s = _settings_of(image_processor(patch_size=16))
+    element = {"video": noise_frames(5, 100, 300), "max_pixels": 200 * 1024, "total_pixels": 300 * 1024}
+    height, width = video_frame_size(element, num_frames=5, height=100, width=300, patch_size=16)
+    video = load_video(element, settings=s)
+    assert video.grid == (3, height // 16, width // 16)
+    assert video.pixel_values.shape == (3 * height * width // 256, 3 * 2 * 256)
+
+
+def test_without_keys_the_rule_of_a_processor_can_be_asked_for():
+    frames = noise_frames(3, 90, 130)
+    for rule in ("per_frame", "per_clip"):
+        s = dataclasses.replace(_settings_of(image_processor(patch_size=16)), size_rule=rule, **BOUNDS)
+        if rule == "per_frame":
+            expected = per_frame_size(90, 130, factor=32, **BOUNDS)
+        else:
+            expected = per_clip_size(3, 90, 130, factor=32, **BOUNDS)
+        assert tuple(resize_frames(frames, {}, settings=s).shape) == (3, 3, *expected)
+        keyed = {"resized_height": 64, "resized_width": 96}
+        assert tuple(resize_frames(frames, keyed, settings=s).shape) == (3, 3, 64, 96)
+
+
+@needs_qwen
+def test_pixels_rates_and_times_are_those_of_qwen_vl_utils(tmp_path):
+    cases = [
+        {"patch_size": 14, "element": {"video": noise_frames(4, 90, 130)}},
+        {"patch_size": 14, "element": {"video": noise_frames(3, 61, 200), "max_pixels": 64 * 784 * 4, "sample_fps": 1}},
+        {"patch_size": 16, "element": {"video": noise_frames(2, 64, 64), "resized_height": 90, "resized_width": 70}},
+        {"patch_size": 16, "element": {"video": noise_frames(5), "total_pixels": 64 * 1024, "raw_fps": 30, "fps": 9}},
+    ]
+    for case, answer in zip(cases, qwen_videos(cases, tmp_path), strict=True):
+        s = _settings_of(image_processor(patch_size=case["patch_size"]))
+        frames = case["element"]["video"]
+        resized = resize_frames(frames, case["element"], settings=s)
+        np.testing.assert_array_equal(resized.numpy(), answer["video"][: len(frames)])
+        video = load_video(case["element"], settings=s)
+        metadata = VideoMetadata(**answer["metadata"])
+        assert video.grid[0] * 2 == len(answer["video"])
+        assert video.second_per_grid == 2 / answer["sample_fps"]
+        assert video.second_per_grid == pytest.approx(2 / metadata.sampled_fps)
+        assert list(video.timestamps) == qwen3_timestamps(metadata.frames_indices, metadata.fps)
+
+
+def qwen_videos(cases: list[dict], folder: Path) -> list[dict]:
+    """What the real `fetch_video` returns for each case."""
+    (folder / "cases").write_bytes(pickle.dumps(cases))
+    command = [sys.executable, str(REFERENCE), "pixels", str(folder / "cases"), str(folder / "answers")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return pickle.loads((folder / "answers").read_bytes())
+
+
+# ---------------------------------------------------------------- times
+
+
+def qwen3_timestamps(indices, fps: float, depth: int = 2) -> list[float]:
+    """transformers' own; it reads nothing of the processor, and it appends to the list it is given."""
+    return Qwen3VLProcessor._calculate_timestamps(None, list(indices), fps, depth)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+@pytest.mark.parametrize("depth", [2, 3])
+def test_timestamps_are_those_of_qwen3s_processor(count, depth):
+    indices = [7 * i + i % 2 for i in range(count)]
+    assert frame_timestamps(indices, fps=29.97, temporal_patch_size=depth) == qwen3_timestamps(indices, 29.97, depth)
+
+
+def test_timestamps_by_hand():
+    assert frame_timestamps([0, 1, 2], fps=2.0) == [0.25, 1.0]
+
+
+def test_timestamps_leave_the_indices_alone():
+    indices = [0, 1, 2]
+    frame_timestamps(indices, fps=2.0)
+    assert indices == [0, 1, 2]
+
+
+def test_seconds_per_grid():
+    assert second_per_grid(2.0) == 1.0
+    assert second_per_grid(1.0, temporal_patch_size=3) == 3.0
+
+
+def test_rates_default_to_two_frames_a_second_and_may_be_text():
+    s = _settings_of(image_processor())
+    plain, slow = (load_video({"video": noise_frames(2), **rate}, settings=s) for rate in ({}, {"sample_fps": "1"}))
+    assert (plain.second_per_grid, plain.timestamps) == (1.0, (0.25,))
+    assert (slow.second_per_grid, slow.timestamps) == (2.0, (0.5,))
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    "video", ["film.mp4", Path("film.mp4"), b"mp4", None, 3, torch.zeros(2, 3, 4, 4), {"bytes": b""}]
+)
+def test_only_a_list_of_frames_is_a_video(video):
+    with pytest.raises(
+        ImageError, match=r"only a list of frames; decode it first .* with 'sample_fps' beside"
+    ) as caught:
+        load_frames(video)
+    assert caught.value.reason == "video_source"
+
+
+def test_a_video_needs_a_frame():
+    with pytest.raises(ImageError, match="the video has no frames; give at least one"):
+        load_frames([])
+
+
+def test_a_frame_that_cannot_be_used_is_named():
+    with pytest.raises(ImageError, match=r"^frame 1: 7 bytes starting with b'no gif!' are not an image") as caught:
+        load_frames([noise_frames(1)[0], b"no gif!"])
+    assert caught.value.reason == "image_undecodable"
+    with pytest.raises(ImageError, match=r"^frame 0: the image is 168 x 112"):
+        load_frames(noise_frames(1), limits=ImageLimits(max_pixels=100))
+
+
+def test_frames_must_have_one_size():
+    frames = [*noise_frames(2), *noise_frames(1, 112, 280)]
+    with pytest.raises(ImageError, match=r"frame 2 is 280 x 112 and frame 0 is 168 x 112 \(after resizing\)") as caught:
+        load_video({"video": frames}, settings=_settings_of(image_processor()))
+    assert caught.value.reason == "video_frames"
+
+
+def test_frames_of_different_sizes_pass_where_the_keys_make_them_one():
+    frames = [*noise_frames(1), *noise_frames(1, 112, 280)]
+    element = {"video": frames, "resized_height": 112, "resized_width": 112}
+    assert load_video(element, settings=_settings_of(image_processor())).grid == (1, 8, 8)
+
+
+@pytest.mark.parametrize("key", ["sample_fps", "raw_fps"])
+def test_a_rate_of_zero_is_refused(key):
+    with pytest.raises(ImageError, match=f"{key}=0 frames per second has no meaning"):
+        load_video({"video": noise_frames(2), key: 0}, settings=_settings_of(image_processor()))

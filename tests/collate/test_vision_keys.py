@@ -1,0 +1,283 @@
+"""The message keys of qwen-vl-utils: the same sizes as the real package gives, key by key, and clear errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers
+from PIL import Image
+
+from vlmpack.collate.images import ImageError
+from vlmpack.collate.vision_keys import (
+    first_frame_size,
+    has_image_keys,
+    has_video_keys,
+    image_size,
+    number,
+    per_clip_size,
+    per_frame_size,
+    resize_image,
+    smart_resize,
+    video_frame_size,
+)
+
+needs_qwen = pytest.mark.skipif(
+    importlib.util.find_spec("qwen_vl_utils") is None,
+    reason="waits for qwen-vl-utils (pip install vlmpack[qwen]); torchvision is not needed",
+)
+REFERENCE = Path(__file__).with_name("qwen_reference.py")
+processor_smart_resize = sys.modules[transformers.Qwen2VLImageProcessorPil.__module__].smart_resize
+
+
+def qwen_sizes(cases: list[dict]) -> list:
+    """[height, width] of each case by the real package, or the name of its error."""
+    run = subprocess.run(
+        [sys.executable, str(REFERENCE), "sizes"], input=json.dumps(cases), capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def our_size(case: dict) -> list:
+    options = {key: case[key] for key in case if key != "element"}
+    try:
+        return list((video_frame_size if "num_frames" in case else image_size)(case["element"], **options))
+    except ImageError as error:
+        return [error.reason]
+
+
+def random_shape(rng: random.Random, largest: int) -> dict:
+    """Ordinary shapes, tiny ones, and ones on both sides of the aspect ratio of 200."""
+    kind = rng.random()
+    if kind < 0.4:
+        height, width = rng.randint(1, largest), rng.randint(1, largest)
+    elif kind < 0.6:
+        height, width = rng.randint(1, 60), rng.randint(1, 60)
+    else:
+        height = rng.randint(1, max(1, largest // 200))
+        width = max(1, round(height * rng.uniform(20, 210)))
+    return dict(zip(("height", "width"), rng.sample([height, width], 2), strict=True))
+
+
+def random_keys(rng: random.Random, token: int) -> dict:
+    keys = {}
+    if rng.random() < 0.5:
+        keys["min_pixels"] = rng.choice([1, 4, 5.5, 16, 256]) * token
+    if rng.random() < 0.5:
+        keys["max_pixels"] = rng.choice([1, 7, 64, 400.3, 2000]) * token
+    if rng.random() < 0.2:
+        keys["resized_height"], keys["resized_width"] = rng.randint(1, 900), rng.randint(1, 900)
+    return keys
+
+
+def image_cases(count: int) -> list[dict]:
+    rng = random.Random(11)
+    cases = []
+    for _ in range(count):
+        patch = rng.choice([14, 16])
+        keys = random_keys(rng, (2 * patch) ** 2) if rng.random() < 0.8 else {}
+        cases.append({"element": keys, "patch_size": patch, **random_shape(rng, 4000)})
+    return cases
+
+
+def video_cases(count: int) -> list[dict]:
+    rng = random.Random(13)
+    cases = []
+    for _ in range(count):
+        patch = rng.choice([14, 16])
+        keys = random_keys(rng, (2 * patch) ** 2 * rng.choice([1, 4])) if rng.random() < 0.8 else {}
+        if rng.random() < 0.5:
+            keys["total_pixels"] = rng.choice([1, 100, 3000.5, 20480]) * (2 * patch) ** 2
+        for key in ("fps", "nframes", "sample_fps", "raw_fps", "min_frames", "max_frames"):
+            if rng.random() < 0.1:
+                keys[key] = rng.randint(1, 30)
+        cases.append(
+            {"element": keys, "patch_size": patch, "num_frames": rng.randint(1, 40), **random_shape(rng, 1500)}
+        )
+    return cases
+
+
+# ---------------------------------------------------------------- against the real package
+
+
+@needs_qwen
+@pytest.mark.parametrize("make_cases", [image_cases, video_cases])
+def test_2000_random_shapes_get_the_sizes_of_qwen_vl_utils(make_cases):
+    cases = make_cases(2000)
+    answers = qwen_sizes(cases)
+    sizes, errors = 0, 0
+    for case, answer in zip(cases, answers, strict=True):
+        ours = our_size(case)
+        if isinstance(answer, str):
+            assert len(ours) == 1, f"{case}: qwen_vl_utils raises {answer}, ours gives {ours}"
+            errors += 1
+        else:
+            assert ours == answer, case
+            sizes += 1
+    assert sizes > 1000
+    assert errors > 100
+
+
+@needs_qwen
+def test_each_key_alone_has_its_effect():
+    elements = [
+        {},
+        {"min_pixels": 600 * 784},
+        {"max_pixels": 150 * 784},
+        {"resized_height": 123, "resized_width": 456},
+        {"total_pixels": 400 * 784},
+    ]
+    cases = [{"patch_size": 14, "height": 333, "width": 517, "num_frames": 5, "element": e} for e in elements]
+    sizes = [our_size(case) for case in cases]
+    assert sizes == qwen_sizes(cases)
+    assert len({tuple(size) for size in sizes}) == len(elements)
+
+
+def test_keys_that_choose_frames_of_a_file_change_nothing_for_a_list():
+    options = {"num_frames": 4, "height": 300, "width": 400, "patch_size": 16}
+    plain = video_frame_size({}, **options)
+    for key in ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end", "sample_fps", "raw_fps"):
+        assert video_frame_size({key: 3}, **options) == plain
+
+
+# ---------------------------------------------------------------- by hand
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "size"),
+    [
+        (100, 200, (112, 196)),  # nearest multiples of 28
+        (14, 14, (56, 56)),  # too few pixels: grown to 4 tokens
+        (1, 199, (28, 196)),  # a side of 0 is lifted to one token before the bounds are looked at
+    ],
+)
+def test_smart_resize(height, width, size):
+    assert smart_resize(height, width, factor=28) == size
+
+
+def test_the_two_rules_part_at_very_thin_pictures():
+    bounds = {"factor": 28, "min_pixels": 4 * 784, "max_pixels": 16384 * 784}
+    assert smart_resize(1, 199, **bounds) == (28, 196)
+    assert per_frame_size(1, 199, **bounds) == processor_smart_resize(1, 199, **bounds) == (28, 812)
+
+
+def test_the_processors_rule_is_ours_where_no_side_rounds_to_zero():
+    rng = random.Random(5)
+    compared = 0
+    for _ in range(2000):
+        shape, factor = random_shape(rng, 4000), rng.choice([28, 32])
+        bounds = {"min_pixels": rng.choice([4, 64]) * factor**2, "max_pixels": rng.choice([300, 16384]) * factor**2}
+        try:
+            theirs = processor_smart_resize(**shape, factor=factor, **bounds)
+        except ValueError:
+            with pytest.raises(ImageError, match="more than 200"):
+                per_frame_size(**shape, factor=factor, **bounds)
+            continue
+        assert per_frame_size(**shape, factor=factor, **bounds) == theirs
+        if min(shape.values()) > factor / 2 and min(theirs) > factor:
+            assert smart_resize(**shape, factor=factor, **bounds) == theirs
+            compared += 1
+    assert compared > 700
+
+
+def test_the_rule_of_qwen3s_video_processor():
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as theirs
+
+    rng = random.Random(6)
+    sizes = 0
+    for _ in range(2000):
+        shape, frames = random_shape(rng, 2000), rng.randint(2, 50)
+        bounds = {"min_pixels": rng.choice([128, 4]) * 1024, "max_pixels": rng.choice([768, 24000]) * 1024}
+        try:
+            expected = theirs(frames, **shape, factor=32, **bounds)
+        except ValueError:
+            with pytest.raises(ImageError, match="more than 200"):
+                per_clip_size(frames, **shape, factor=32, **bounds)
+            continue
+        assert per_clip_size(frames, **shape, factor=32, **bounds) == expected
+        sizes += 1
+    assert sizes > 1000
+    with pytest.raises(ImageError, match="1 frame is no clip; give at least 2"):
+        per_clip_size(1, 100, 100, factor=32, min_pixels=1, max_pixels=10**6)
+
+
+def test_frames_pass_through_a_size_of_two_tokens_first():
+    assert first_frame_size({}, height=100, width=100, patch_size=14) == (112, 112)
+    assert image_size({}, height=100, width=100, patch_size=14) == (112, 112)
+    assert first_frame_size({}, height=90, width=90, patch_size=14) == (112, 112)
+    assert image_size({}, height=90, width=90, patch_size=14) == (84, 84)
+
+
+def test_total_pixels_are_shared_by_the_frames():
+    options = {"height": 1000, "width": 1000, "patch_size": 14}
+    few, many = (video_frame_size({"total_pixels": 8192 * 784}, num_frames=n, **options) for n in (32, 96))
+    assert few[0] * few[1] <= 8192 * 784 / 32 * 2
+    assert many[0] * many[1] <= 8192 * 784 / 96 * 2 < few[0] * few[1]
+
+
+def test_an_odd_number_of_frames_counts_one_more():
+    options = {"height": 1000, "width": 1000, "patch_size": 14}
+    three, four = (video_frame_size({"total_pixels": 900 * 784}, num_frames=n, **options) for n in (3, 4))
+    assert three == four
+
+
+def test_resize_image_is_pillows_bicubic():
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8))
+    resized = resize_image(picture, {"resized_height": 60, "resized_width": 90}, patch_size=14)
+    assert resized.size == (84, 56)
+    np.testing.assert_array_equal(np.asarray(resized), np.asarray(picture.resize((84, 56))))
+
+
+def test_none_is_absent_and_text_is_a_number():
+    absent = {"min_pixels": None, "max_pixels": None, "resized_height": None, "resized_width": None}
+    options = {"height": 100, "width": 200, "patch_size": 14}
+    assert image_size(absent, **options) == image_size({}, **options)
+    assert not has_image_keys(absent)
+    assert has_image_keys({"max_pixels": 1})
+    assert not has_video_keys({**absent, "fps": 2})
+    assert has_video_keys({"total_pixels": 1})
+    assert number({"sample_fps": "1.5"}, "sample_fps", 2.0) == 1.5
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("value", ["many", -1, float("nan"), float("inf"), True, [3], "nan"])
+def test_a_key_must_be_a_number(value):
+    with pytest.raises(ImageError, match=r"max_pixels=.* must be a number, finite and not negative") as caught:
+        image_size({"max_pixels": value}, height=9, width=9, patch_size=14)
+    assert caught.value.reason == "vision_key"
+
+
+@pytest.mark.parametrize("key", ["resized_height", "resized_width"])
+def test_half_a_size_is_refused(key):
+    with pytest.raises(ImageError, match="one without the other changes nothing; give both"):
+        image_size({key: 280}, height=100, width=100, patch_size=14)
+
+
+def test_bounds_that_exclude_each_other_are_refused():
+    with pytest.raises(ImageError, match=r"max_pixels=100 is below min_pixels=3136 .*set both, max_pixels the larger"):
+        image_size({"max_pixels": 100}, height=100, width=100, patch_size=14)
+
+
+def test_a_size_with_a_side_of_zero_is_refused():
+    with pytest.raises(ImageError, match=r"1 x 199 pixels .* would leave a side of 0; raise max_pixels"):
+        image_size({"max_pixels": 5000}, height=1, width=199, patch_size=14)
+
+
+def test_a_picture_too_thin_is_refused_with_both_sides_named():
+    with pytest.raises(ImageError, match=r"3 x 700 pixels \(height x width\), an aspect ratio of 233.3, more than 200"):
+        smart_resize(3, 700, factor=28)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
+def test_an_empty_picture_is_refused(shape):
+    with pytest.raises(ImageError, match="there is nothing in it"):
+        smart_resize(*shape, factor=28)
