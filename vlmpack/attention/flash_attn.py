@@ -37,7 +37,7 @@ class FlashAttn:
         dropout: float = 0.0,
     ) -> torch.Tensor:
         """See `Backend`."""
-        from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+        from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportAttributeAccessIssue, reportMissingImports]
 
         cu_seqlens, longest = segments.kernel_seqlens(q_TNH.device), segments.max_kernel_length
         out_TNH = flash_attn_varlen_func(

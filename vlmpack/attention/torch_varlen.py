@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -40,7 +40,8 @@ class TorchVarlen:
 
         cu_seqlens, longest = segments.kernel_seqlens(q_TNH.device), segments.max_kernel_length
         # torch 2.11 groups heads without being asked and knows no such argument; later ones want to be asked.
-        grouped = {"enable_gqa": True} if q_TNH.shape[1] != k_TKH.shape[1] and _WANTS_TO_BE_ASKED else {}
+        is_grouped = q_TNH.shape[1] != k_TKH.shape[1]
+        grouped: dict[str, Any] = {"enable_gqa": True} if is_grouped and _WANTS_TO_BE_ASKED else {}
         out_TNH = varlen_attn(
             q_TNH.contiguous(),
             k_TKH.contiguous(),
@@ -53,6 +54,7 @@ class TorchVarlen:
             window_size=(-1, 0) if causal else (-1, -1),
             **grouped,
         )
+        assert isinstance(out_TNH, torch.Tensor)  # a pair only when auxiliary outputs are asked for
         return zero_padding(out_TNH, segments)
 
 

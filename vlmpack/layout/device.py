@@ -37,6 +37,6 @@ def require(condition: torch.Tensor, message: str, error: type[Exception]) -> No
         Exception: an `error` with this message, if the tensor is on the host and false.
     """
     if not on_host(condition):
-        torch._assert_async(condition, message)
+        torch._assert_async(condition, message)  # pyright: ignore[reportPrivateImportUsage]
     elif not bool(condition):
         raise error(message)

@@ -10,7 +10,8 @@ import torch
 
 from vlmpack.errors import LayoutError
 from vlmpack.layout.batch import FACTS_KEY, BatchFacts, Media
-from vlmpack.layout.roll import shift_labels, unshift_labels
+from vlmpack.layout.device import require
+from vlmpack.layout.roll import IGNORE, shift_labels, unshift_labels
 from vlmpack.layout.segments import Segments
 
 
@@ -54,18 +55,29 @@ class PackedRow:
 
         Labels are given back unshifted, with each segment's first one masked, so that a trainer which counts
         `labels[..., 1:]` counts every target once.
+
+        Raises:
+            LayoutError: the last token of a segment has a target, which unshifted labels cannot express.
         """
-        batch: dict[str, Any] = {"input_ids": self.input_ids}
-        if self.shift_labels is not None:
-            batch["labels"] = unshift_labels(self.shift_labels, self.segments)
-        for name in ("mm_token_type_ids", "position_ids"):
-            if self.__dict__[name] is not None:
-                batch[name] = self.__dict__[name]
-        batch["moe_padding_mask"] = self.moe_padding_mask
-        batch["cu_seqlens_q"] = self.segments.cu_seqlens()
-        batch["cu_seqlens_q_padded"] = self.segments.cu_seqlens_padded()
-        facts = replace(self.facts or BatchFacts(lengths=self._sample_lengths), segments=self.segments)
-        return {**batch, **self.extras, **self.media.to_hf(), FACTS_KEY: facts}
+        batch = self.step_inputs()
+        shifted = batch.pop("shift_labels")
+        if shifted is not None:
+            batch["labels"] = self._unshifted(shifted)
+        return batch
+
+    def step_inputs(self) -> dict[str, Any]:
+        """The same dictionary with the row's own `shift_labels` instead of labels; `input_ids` comes first."""
+        given = ("input_ids", "mm_token_type_ids", "position_ids")
+        return {
+            **{name: self.__dict__[name] for name in given if self.__dict__[name] is not None},
+            "shift_labels": self.shift_labels,
+            "moe_padding_mask": self.moe_padding_mask,
+            "cu_seqlens_q": self.segments.cu_seqlens(),
+            "cu_seqlens_q_padded": self.segments.cu_seqlens_padded(),
+            **self.extras,
+            **self.media.to_hf(),
+            FACTS_KEY: replace(self.facts or BatchFacts(lengths=self._sample_lengths), segments=self.segments),
+        }
 
     @classmethod
     def from_hf(cls, batch: Mapping[str, Any], *, extras: tuple[str, ...] = ()) -> PackedRow:
@@ -89,6 +101,12 @@ class PackedRow:
             media=Media.from_hf(batch),
             facts=facts,
         )
+
+    def _unshifted(self, shift_labels: torch.Tensor) -> torch.Tensor:
+        lost = (shift_labels[0] != IGNORE) & self.segments.last_mask(shift_labels.device)
+        message = "the last token of a segment has a target; pass shift_labels to the model instead of labels"
+        require(~lost.any(), message, LayoutError)
+        return unshift_labels(shift_labels, self.segments)
 
     @property
     def _sample_lengths(self) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ class PackedStep:
             LayoutError: the batch contradicts itself.
             ConfigError: the batch is neither a padded batch with its 2D mask nor a packed row.
         """
-        given = batch.to_hf() if isinstance(batch, (PaddedBatch, PackedRow)) else dict(batch)
+        given = _inputs_of(batch)
         device = next(self.model.parameters()).device
         given = {
             name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) and _travels(name) else value
@@ -73,6 +73,12 @@ class PackedStep:
             )
         # The loss as the wrappers handed it back: their hooks for the backward pass hang on it.
         return sink.result if output.loss is None else replace(sink.result, loss=output.loss)
+
+
+def _inputs_of(batch: PaddedBatch | PackedRow | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(batch, PackedRow):
+        return batch.step_inputs()
+    return batch.to_hf() if isinstance(batch, PaddedBatch) else dict(batch)
 
 
 def _travels(name: str) -> bool:

@@ -1,0 +1,126 @@
+"""enable_packing keeps the model the object it was; disable_packing gives back what was there before."""
+
+import copy
+
+import pytest
+import torch
+from samples import mixed_samples, padded
+from torch import nn
+
+from vlmpack.errors import ConfigError, FamilyError
+from vlmpack.families.tiny import tiny_model
+from vlmpack.layout import SlotRule
+from vlmpack.step import PackedStep, StepConfig, disable_packing, enable_packing, is_packing
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+def snapshot(model):
+    """Everything that could have been changed: class, attributes, weights, configuration, attention choices."""
+    attributes = {name: dict(vars(module)) for name, module in model.named_modules()}
+    choices = {name: m.config._attn_implementation for name, m in model.named_modules() if "config" in vars(m)}
+    return type(model), attributes, model.config.to_dict(), choices
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_after_disable_the_model_is_what_it_was(family, attention):
+    model = tiny_model(family, attn_implementation=attention).eval()
+    batch = {k: v for k, v in padded(mixed_samples(model.config)).to_hf().items() if k != "vlmpack"}
+    logits = model(**batch).logits
+    before = snapshot(model)
+    assert enable_packing(model) is model
+    model(**batch)
+    assert snapshot(model) != before  # the guard: the snapshot sees what enabling does
+    assert disable_packing(model) is model
+    assert snapshot(model) == before
+    assert torch.equal(model(**batch).logits, logits)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_model_of_any_attention_implementation_packs(attention):
+    reference = tiny_model("qwen3_vl", attn_implementation="sdpa")
+    samples = mixed_samples(reference.config)
+    expected = PackedStep(reference)(padded(samples)).loss
+    model = tiny_model("qwen3_vl", attn_implementation=attention)
+    assert torch.isclose(PackedStep(model)(padded(samples)).loss, expected, rtol=1e-6)
+
+
+def test_the_class_keeps_its_name_and_signature():
+    model = tiny_model("qwen3_vl")
+    own = type(model)
+    enable_packing(model)
+    assert isinstance(model, own)
+    assert (type(model).__name__, type(model).__module__) == (own.__name__, own.__module__)
+    assert model.accepts_loss_kwargs is True
+    assert own.accepts_loss_kwargs is False
+
+
+def test_enabling_again_replaces_the_settings_and_nests_nothing():
+    model = enable_packing(enable_packing(tiny_model("qwen3_vl")), StepConfig(slots=SlotRule(multiple=8)))
+    batch = padded(mixed_samples(model.config))
+    assert PackedStep(model)(batch).work.physical_tokens % 8 == 0
+    disable_packing(model)
+    assert not is_packing(model)
+    assert disable_packing(model) is model
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+def test_two_models_live_side_by_side_whatever_the_order_of_their_backward_passes():
+    models = [tiny_model("qwen3_vl", seed=1), tiny_model("qwen2_5_vl", seed=2)]
+    for model in models:
+        model.gradient_checkpointing_enable()
+        enable_packing(model)
+    batches = [
+        [padded(mixed_samples(m.config, seed=s, kinds=k)) for s, k in ((1, ("image", "text")), (2, ("text",) * 3))]
+        for m in models
+    ]
+
+    def gradients(model):
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        return grads
+
+    expected = []
+    for model, (first, second) in zip(models, batches, strict=True):
+        for batch in (first, second):
+            model(**batch.to_hf()).loss.backward()
+        expected.append(gradients(model))
+    losses = [model(**batch.to_hf()).loss for model, pair in zip(models, batches, strict=True) for batch in pair]
+    for loss in losses:  # every layer is recomputed now, after other rows have gone through it
+        loss.backward()
+    for model, truth in zip(models, expected, strict=True):
+        for ours, theirs in zip(gradients(model), truth, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 * float(theirs.abs().max() + 1e-6))
+
+
+def test_a_copy_is_a_model_of_its_own():
+    model = enable_packing(tiny_model("qwen3_vl"))
+    batch = padded(mixed_samples(model.config)).to_hf()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(2)
+    assert not torch.allclose(model(**batch).loss, twin(**batch).loss)
+    disable_packing(model)
+    assert is_packing(twin)
+    assert torch.isfinite(twin(**batch).loss)
+
+
+def test_a_wrapped_model_is_found():
+    wrapped = nn.Sequential(tiny_model("qwen3_vl"))
+    enable_packing(wrapped)
+    assert is_packing(wrapped[0])
+    with pytest.raises(FamilyError, match=r"no ...ForConditionalGeneration found in a Linear; give the model that"):
+        enable_packing(nn.Linear(2, 2))
+
+
+def test_an_exchanged_attention_implementation_is_noticed():
+    model = enable_packing(tiny_model("qwen3_vl"))
+    batch = padded(mixed_samples(model.config)).to_hf()
+    model.set_attn_implementation("eager")
+    with pytest.raises(ConfigError, match=r"changed after enable_packing.* call enable_packing\(model\) again"):
+        model(**batch)
+    enable_packing(model)
+    assert torch.isfinite(model(**batch).loss)
+    disable_packing(model)
+    assert model.model.language_model.config._attn_implementation == "eager"

@@ -1,0 +1,198 @@
+"""The three inputs of an enabled model, and what it refuses instead of ignoring."""
+
+import pytest
+import torch
+from samples import mixed_samples, padded
+
+from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.families.tiny import tiny_model
+from vlmpack.layout import IGNORE, Media, PackedRow, PaddedBatch, Segments, SlotRule, pack
+from vlmpack.step import PackedStep, StepConfig, enable_packing
+
+
+@pytest.fixture(scope="module")
+def untouched():
+    return tiny_model("qwen3_vl", seed=1).eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return enable_packing(tiny_model("qwen3_vl", seed=1).eval())
+
+
+@pytest.fixture(scope="module")
+def samples(model):
+    return mixed_samples(model.config, seed=2)
+
+
+@pytest.fixture
+def row(samples):
+    return pack(padded(samples)).to_hf()
+
+
+def test_a_batch_without_labels_gives_logits_as_hugging_face_does(model, untouched, samples):
+    batch = padded(samples).to_hf()
+    del batch["labels"]
+    ours = model(**batch)
+    assert ours.loss is None
+    del batch["vlmpack"]
+    real = batch["attention_mask"].bool()
+    assert (ours.logits[real] - untouched(**batch).logits[real]).abs().max() <= 2e-5
+
+
+def test_generation_caches_and_unmasked_input_go_to_the_models_own_forward(model, untouched, samples):
+    batch = {"input_ids": samples[1]["input_ids"][None]}
+    for extra in (
+        {},
+        {"use_cache": True, "attention_mask": torch.ones_like(batch["input_ids"])},
+        {"logits_to_keep": 1, "attention_mask": torch.ones_like(batch["input_ids"])},
+        {"output_hidden_states": True, "attention_mask": torch.ones_like(batch["input_ids"])},
+    ):
+        ours, theirs = model(**batch, **extra), untouched(**batch, **extra)
+        assert torch.equal(ours.logits, theirs.logits)
+        assert type(ours) is type(theirs)
+
+
+def test_generation_is_untouched(model, untouched, samples):
+    prompt = {
+        k: v[None] if k in ("input_ids", "mm_token_type_ids") else v for k, v in samples[0].items() if k != "labels"
+    }
+    prompt["attention_mask"] = torch.ones_like(prompt["input_ids"])
+    ours, theirs = (m.generate(**prompt, max_new_tokens=5, do_sample=False) for m in (model, untouched))
+    assert torch.equal(ours, theirs)
+
+
+def test_a_tuple_on_request(model, row):
+    loss, losses, targets = model(**row, return_dict=False)
+    assert loss.ndim == 0
+    assert losses.shape == targets.shape == (4,)
+
+
+def test_boundaries_may_come_as_lists_tensors_or_host_facts(model, row):
+    facts = row.pop("vlmpack")
+    by_tensor = model(**row).loss
+    by_list = model(**{**row, "cu_seqlens_q": row["cu_seqlens_q"].tolist(), "cu_seqlens_q_padded": None}).loss
+    by_facts = model(**{**row, "cu_seqlens_q": None, "cu_seqlens_q_padded": None}, vlmpack=facts).loss
+    assert torch.equal(by_tensor, by_list)
+    assert torch.equal(by_tensor, by_facts)
+
+
+def test_shifted_labels_are_taken_as_they_are(model, samples, row):
+    shifted = pack(padded(samples)).shift_labels
+    labels = row.pop("labels")
+    assert torch.equal(model(**row, labels=labels).loss, model(**row, shift_labels=shifted).loss)
+
+
+def test_token_types_are_not_needed(model, row):
+    """Without them Qwen2.5-VL would silently fall back to one-dimensional positions."""
+    expected = model(**row).loss
+    row.pop("mm_token_type_ids")
+    assert torch.equal(model(**row).loss, expected)
+
+
+def test_positions_given_by_the_caller_are_used(model, samples, row):
+    positions = pack(padded(samples)).input_ids.new_zeros(4, 1, row["input_ids"].shape[1])
+    assert not torch.allclose(model(**row).loss, model(**row, position_ids=positions).loss)
+
+
+def test_rope_restarts_where_rope_cu_seqlens_says(model, row):
+    boundaries = row["cu_seqlens_q_padded"]
+    assert torch.equal(model(**row, rope_cu_seqlens=boundaries).loss, model(**row).loss)
+    one_run = [0, row["input_ids"].shape[1]]  # positions run on; relative ones, and so the loss, stay what they were
+    assert torch.allclose(model(**row, rope_cu_seqlens=one_run).loss, model(**row).loss, rtol=1e-5)
+    halved = sorted({*boundaries.tolist(), boundaries[1].item() + 3})  # a restart within a sample does change it
+    assert not torch.allclose(model(**row, rope_cu_seqlens=halved).loss, model(**row).loss, rtol=1e-4)
+
+
+def test_a_row_without_any_label_gives_zero_with_a_gradient_for_every_parameter():
+    model = enable_packing(tiny_model("qwen3_vl", layers=3))
+    batch = padded(mixed_samples(model.config, seed=2))
+    silent = PaddedBatch(**{**vars(batch), "labels": torch.full_like(batch.input_ids, IGNORE), "facts": None})
+    result = PackedStep(model)(silent)
+    result.loss.backward()
+    assert result.loss == 0
+    assert result.num_targets == 0
+    assert (result.sample_losses == 0).all()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_the_loss_is_divided_by_what_the_trainer_counted(model, row):
+    whole, divided = model(**row), model(**row, num_items_in_batch=torch.tensor(1000))
+    assert torch.isclose(divided.loss * 1000, whole.loss * whole.sample_targets.sum())
+
+
+def test_slots_and_fixed_widths_change_nothing(model, samples):
+    plain = PackedStep(model)(padded(samples))
+    fixed = StepConfig(slots=SlotRule(multiple=4, pad_to=512, max_segments=9))
+    result = PackedStep(enable_packing(model, fixed))(padded(samples))
+    enable_packing(model)
+    assert torch.isclose(result.loss, plain.loss, rtol=1e-6)
+    assert result.work.physical_tokens == 512
+    assert result.work.attended_pairs == plain.work.attended_pairs
+    assert result.sample_losses.shape == (4,)
+
+
+def test_empty_rows_are_refused_or_kept_as_configured(model, samples):
+    batch = padded(samples, facts=False)
+    mask = torch.cat([batch.attention_mask, torch.zeros_like(batch.attention_mask[:1])])
+    grown = {k: torch.cat([x, x[1:2]]) for k, x in batch.to_hf().items() if k in ("input_ids", "labels")}
+    grown = {**grown, "attention_mask": mask, **batch.media.to_hf()}
+    with pytest.raises(LayoutError, match="row 4: attention_mask is all zeros"):
+        model(**grown)
+    kept = PackedStep(enable_packing(model, StepConfig(keep_empty=True)))(grown)
+    enable_packing(model)
+    assert torch.equal(kept.loss, PackedStep(model)(batch).loss)
+    assert kept.sample_targets[-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"cu_seqlens": [0, 3]}, ConfigError, "no input 'cu_seqlens'; did you mean 'cu_seqlens_q'"),
+        ({"rope_cu_seqlen": [0, 3]}, ConfigError, "no input 'rope_cu_seqlen'; did you mean 'rope_cu_seqlens'"),
+        ({"max_seqlen": 5}, ConfigError, "no input 'max_seqlen'"),
+        ({"attention_mask": torch.ones(1, 4)}, LayoutError, r"comes without attention_mask, got one of shape \[1, 4\]"),
+        ({"moe_padding_mask": torch.ones(1, 2)}, LayoutError, r"moe_padding_mask is \[1, 2\] but the row is"),
+        ({"use_cache": True}, ConfigError, "use_cache cannot be combined with a packed row"),
+        ({"output_hidden_states": True}, ConfigError, "output_hidden_states cannot be combined"),
+        ({"rope_cu_seqlens": [0, 9999]}, LayoutError, "boundaries end at 9999 but the row is only"),
+        ({"pixel_values": None, "image_grid_thw": None}, LayoutError, "the image grids make 0 tokens, but the row has"),
+        ({"pixel_values": torch.ones(4, 8)}, LayoutError, r"the grids describe \d+ patches, pixel_values has 4"),
+        ({"image_grid_thw": torch.tensor([[1, 2, 2]])}, LayoutError, r"knows 5 grids but image_grid_thw is \[1, 3\]"),
+        ({"input_ids": torch.ones(1, 7).long()}, LayoutError, "by its boundaries but input_ids is"),
+    ],
+)
+def test_what_a_row_cannot_be_is_refused(model, row, change, error, message):
+    with pytest.raises(error, match=message):
+        model(**{**row, **change})
+
+
+def test_grids_that_are_not_of_this_row_are_refused_without_host_facts(model, row):
+    row.pop("vlmpack")
+    row["image_grid_thw"] = row["image_grid_thw"].flip(0)[1:]
+    row["pixel_values"] = row["pixel_values"][: int(row["image_grid_thw"].prod(-1).sum())]
+    with pytest.raises(LayoutError, match=r"the image grids make \d+ tokens, but the row has another number"):
+        model(**row)
+
+
+def test_labels_changed_behind_the_hosts_back_are_noticed(model, row):
+    row["labels"][0, 1] = IGNORE
+    with pytest.raises(LayoutError, match=r"counted \d+ targets but the row has another number.*num_targets=None"):
+        model(**row)
+
+
+def test_packed_step_refuses_what_it_cannot_pack(model, samples):
+    with pytest.raises(ConfigError, match=r"cannot be packed: give a 2D attention_mask .* it has \['input_ids'"):
+        PackedStep(model)({"input_ids": samples[1]["input_ids"][None]})
+
+
+def test_packed_step_takes_a_hand_made_row(model):
+    """Its targets are its own: a last token may have one too, where labels could not say so."""
+    segments = Segments.from_lengths([3, 2])
+    ids = torch.tensor([[11, 12, 13, 14, 15]])
+    row = PackedRow(input_ids=ids, segments=segments, shift_labels=ids, media=Media())
+    result = PackedStep(model)(row)
+    assert result.num_targets == 5
+    assert result.work.attended_pairs == 6 + 3
+    with pytest.raises(LayoutError, match=r"last token of a segment has a target.*shift_labels"):
+        row.to_hf()
