@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import subprocess
 import sys
@@ -219,9 +220,8 @@ class TestDeterminism:
             "    r = draw_receipt(at, scale=0.25)\n"
             "    print(hashlib.sha256(r['image'].tobytes() + r['ground_truth'].encode()).hexdigest())"
         )
-        run = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "12345"}
-        )
+        environment = {**os.environ, "PYTHONHASHSEED": "12345"}
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
         assert run.stdout.split() == [_digest(draw_receipt(at, scale=0.25)) for at in range(3)]
 
     def test_the_global_random_state_is_left_alone(self) -> None:
