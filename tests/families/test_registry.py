@@ -31,7 +31,7 @@ def test_a_model_is_of_its_family(name: str) -> None:
     family = family_of(model)
     assert type(family) is EXPECTED[name] is FAMILIES[name]
     assert family.model_type == name
-    assert family == family_named(name) or type(family) is type(family_named(name))
+    assert family == family_named(name)
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))

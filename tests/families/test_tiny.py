@@ -137,7 +137,7 @@ def test_only_qwen3_vl_has_a_free_head_width() -> None:
 
 def test_an_unknown_family() -> None:
     with pytest.raises(FamilyError, match="'llava'; there are qwen2_vl, qwen2_5_vl, qwen3_vl"):
-        tiny_config("llava")  # pyright: ignore[reportArgumentType]
+        tiny_config("llava")
 
 
 def stand_in_processor(ids: dict[str, int]) -> Any:

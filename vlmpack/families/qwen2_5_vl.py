@@ -22,8 +22,8 @@ from vlmpack.layout import Grid, Segments
 def truncates_seconds() -> bool:
     """Whether the installed transformers rounds `second_per_grid_ts` down to whole seconds.
 
-    It did up to 5.17 and no longer does in 5.23. The function itself is asked, not the version: a video of three
-    frames 0.7 s apart, at 4 positions a second, lies at 0, 2, 5 or, with whole seconds, at 0, 0, 0.
+    5.17 does, 5.23 does not. The function itself is asked, not the version: a video of three frames 0.7 s apart, at
+    4 positions a second, lies at 0, 2, 5 or, with whole seconds, at 0, 0, 0.
 
     Raises:
         FamilyError: it does neither.

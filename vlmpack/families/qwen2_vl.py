@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 from vlmpack.families.base import Family
@@ -11,6 +12,7 @@ from vlmpack.layout import Grid
 
 
 @final
+@dataclass(frozen=True, kw_only=True)
 class Qwen2VL(Family):
     """Qwen2-VL: a video is one run of tokens, its frames one position apart."""
 

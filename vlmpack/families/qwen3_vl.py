@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -13,6 +14,7 @@ from vlmpack.layout import Grid
 
 
 @final
+@dataclass(frozen=True, kw_only=True)
 class Qwen3VL(Family):
     """Qwen3-VL: every frame of a video is a run of its own, as if it were an image; time stamps are text between."""
 

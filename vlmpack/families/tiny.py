@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 from torch import nn
 
 from vlmpack.errors import ConfigError, FamilyError
-
-FamilyName = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 
 
 @final
@@ -66,7 +64,7 @@ class TinySizes:
 
 
 def tiny_model(
-    family: FamilyName = "qwen3_vl",
+    family: str = "qwen3_vl",
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
@@ -104,7 +102,7 @@ def tiny_model(
     return model.train()
 
 
-def tiny_config(family: FamilyName = "qwen3_vl", *, processor: Any = None, **sizes: Any) -> Any:
+def tiny_config(family: str = "qwen3_vl", *, processor: Any = None, **sizes: Any) -> Any:
     """The configuration of `tiny_model`: a real `Qwen2VLConfig`, `Qwen2_5_VLConfig` or `Qwen3VLConfig`.
 
     Raises:
