@@ -1,0 +1,90 @@
+"""The README's examples, run in the order in which a reader meets them, and what it says about the house."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+FENCE = re.compile(r"^```python(?P<mark>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Example(NamedTuple):
+    """One ```python block of the README."""
+
+    line: int
+    mark: str
+    code: str
+
+
+def examples(path: Path = README) -> list[Example]:
+    """All python blocks, in order; those in HTML comments prepare what the example after them takes as given."""
+    text = path.read_text(encoding="utf-8")
+    return [
+        Example(text.count("\n", 0, match.start("code")), match["mark"].strip(), match["code"])
+        for match in FENCE.finditer(text)
+    ]
+
+
+def run(path: Path) -> int:
+    """Run the examples of a file in one namespace; how many there were."""
+    runnable = [example for example in examples(path) if not example.mark]
+    names: dict[str, object] = {"__name__": "readme"}
+    for example in runnable:
+        exec(compile("\n" * example.line + example.code, path, "exec"), names)
+    return len(runnable)
+
+
+def test_the_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(README) >= 5
+
+
+def test_a_wrong_example_would_be_noticed(tmp_path: Path) -> None:
+    wrong = tmp_path / "README.md"
+    wrong.write_text("Text\n\n```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
+    with pytest.raises(AssertionError) as caught:
+        run(wrong)
+    assert caught.traceback[-1].lineno == 7  # counted from 0: the traceback points into the README
+
+
+def test_an_example_that_is_not_run_says_why_and_is_valid_python() -> None:
+    marked = [example for example in examples() if example.mark]
+    assert marked
+    for example in marked:
+        assert re.fullmatch(r"no-run: \w.{10,}", example.mark), f"README line {example.line}: {example.mark!r}"
+        ast.parse(example.code)
+
+
+def test_the_drawn_tree_shows_every_room() -> None:
+    drawn = set(re.findall(r"^[├└]── (\w+)/", README.read_text(encoding="utf-8"), re.MULTILINE))
+    rooms = {path.parent.name for path in (ROOT / "vlmpack").glob("*/__init__.py")}
+    assert drawn == rooms
+
+
+def test_every_make_command_in_the_readme_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = set(re.findall(r"\bmake ([a-z-]+)", README.read_text(encoding="utf-8")))
+    assert {"demo", "test"} <= named
+    assert named <= targets
+
+
+def test_every_reason_in_the_table_of_bad_input_is_one_that_the_collator_gives() -> None:
+    table = re.search(r"^\| What is wrong .*?\n\n", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert table is not None
+    reasons = set(re.findall(r"`(\w+)`", "".join(row.rsplit("|", 2)[1] for row in table[0].splitlines() if row)))
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "vlmpack" / "collate").glob("*.py"))
+    given = set(re.findall(r'"([a-z_]+)"', source.replace("{kind}", "image").replace('f"', '"')))
+    assert len(reasons) > 10
+    assert reasons <= given
+
+
+def test_every_link_into_the_project_leads_somewhere() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README.read_text(encoding="utf-8"))
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
