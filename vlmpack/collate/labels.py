@@ -25,7 +25,7 @@ def assistant_spans(input_ids: np.ndarray, facts: ProcessorFacts) -> list[tuple[
         return []
     starts = np.flatnonzero(input_ids == facts.turn_start_id).tolist()
     spans = []
-    for turn, limit in zip(starts, [*starts[1:], len(input_ids)], strict=True):
+    for turn, limit in zip(starts, [*starts, len(input_ids)][1:], strict=True):
         start = _after_header(input_ids, turn, facts)
         if start is not None:
             ends = np.flatnonzero(input_ids[start:limit] == facts.turn_end_id)

@@ -1,0 +1,298 @@
+"""Encoding: the same ids and patches as the processor gives, one sample at a time."""
+
+import numpy as np
+import pytest
+import torch
+from chats import FAMILIES, chat, learnt, picture, processor_of, tokenised
+from transformers.video_utils import VideoMetadata
+
+from vlmpack.collate.encode import Encoder
+from vlmpack.collate.images import ImageLimits
+from vlmpack.collate.processor import read_processor
+from vlmpack.collate.refusal import Refusal
+from vlmpack.collate.video import VideoSettings, load_video
+from vlmpack.data.processor import tiny_processor
+from vlmpack.errors import ConfigError, FamilyError
+
+
+def encoder(processor, train_on="assistant"):
+    return Encoder(processor=processor, facts=read_processor(processor), limits=ImageLimits(), train_on=train_on)
+
+
+def encode(feature, family="qwen3_vl", train_on="assistant"):
+    return encoder(processor_of(family), train_on).encode(feature)
+
+
+def pixels_of(visuals):
+    return torch.cat([visual.pixels for visual in visuals])
+
+
+def refusal(feature, **settings):
+    with pytest.raises(Refusal) as caught:
+        encode(feature, **settings)
+    return caught.value
+
+
+# ---------------------------------------------------------------------- equal to the processor
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ids_and_patches_equal_the_processor_s_own(family, count):
+    images = [picture(61 + 40 * i, 143, seed=i) for i in range(count)]
+    feature = chat("Total?", "5", *images)
+    sample = encode(feature, family)
+    processor = processor_of(family)
+    text = processor.apply_chat_template(feature["messages"], tokenize=False)
+    truth = processor(text=text, images=images or None, return_tensors="pt")
+    assert sample.input_ids.tolist() == truth["input_ids"][0].tolist()
+    assert sample.types.tolist() == truth["mm_token_type_ids"][0].tolist()
+    assert len(sample.images) == count
+    if count:
+        assert torch.equal(pixels_of(sample.images), truth["pixel_values"])
+        assert [list(image.grid) for image in sample.images] == truth["image_grid_thw"].tolist()
+
+
+class StubVideoProcessor:
+    """Hands back prepared patches, as the real one (which needs torchvision) would; all else is the processor's."""
+
+    merge_size = 2
+    temporal_patch_size = 2
+    valid_kwargs = None
+
+    def __init__(self, element, settings):
+        self.patches = load_video(element, settings=settings)
+        count = len(element["video"])
+        fps = element.get("sample_fps", 2.0)
+        self.metadata = VideoMetadata(
+            total_num_frames=count, fps=fps, duration=count / fps, frames_indices=list(range(count))
+        )
+
+    def __call__(self, videos, **kwargs):
+        grid = torch.tensor([self.patches.grid])
+        return {
+            "pixel_values_videos": self.patches.pixel_values,
+            "video_grid_thw": grid,
+            "video_metadata": [self.metadata],
+        }
+
+
+@pytest.mark.parametrize("sample_fps", [2.0, 3.0])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_video_is_written_as_the_processor_writes_it(family, sample_fps):
+    frames = [picture(64, 64, seed=i) for i in range(4)]
+    element = {"type": "video", "video": frames, "sample_fps": sample_fps}
+    messages = [{"role": "user", "content": [element, {"type": "text", "text": "What?"}]}]
+    answer = {"role": "assistant", "content": "A cat"}
+    sample = encode({"messages": [*messages, answer]}, family)
+
+    processor = tiny_processor(family)
+    settings = VideoSettings.from_image_processor(processor.image_processor)
+    processor.video_processor = StubVideoProcessor(element, settings)
+    holes = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What?"}]}, answer]
+    text = processor.apply_chat_template(holes, tokenize=False)
+    processed, replacements = processor._process_videos([np.stack([np.asarray(f) for f in frames])])
+    (expanded,), _ = processor.get_text_with_replacements([text], videos_replacements=replacements)
+
+    assert sample.input_ids.tolist() == processor.tokenizer(expanded)["input_ids"]
+    (video,) = sample.videos
+    assert torch.equal(video.pixels, processed["pixel_values_videos"])
+    assert [list(video.grid)] == processed["video_grid_thw"].tolist()
+    assert [video.seconds] == processed.get("second_per_grid_ts", [None])
+    assert (video.seconds is not None) == (family == "qwen2_5_vl")
+    assert (sample.types == 2).sum() == np.prod(video.grid) // 4
+
+
+def test_a_still_video_and_an_image_keep_their_order():
+    frames = [picture(64, 64)] * 2
+    content = [
+        {"type": "video", "video": frames},
+        {"type": "image", "image": picture(64, 64, seed=1)},
+        {"type": "video", "video": frames * 2},
+    ]
+    sample = encode({"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "x"}]})
+    assert [video.grid[0] for video in sample.videos] == [1, 2]
+    assert len(sample.images) == 1
+    kinds = [kind for at, kind in enumerate(sample.types) if kind and (at == 0 or sample.types[at - 1] != kind)]
+    assert kinds == [2, 1, 2, 2]
+
+
+# ---------------------------------------------------------------------- sizes
+
+
+def test_keys_beside_an_image_size_it_and_it_alone():
+    image = picture(640, 480)
+    content = [
+        {"type": "image", "image": image, "resized_height": 64, "resized_width": 96},
+        {"type": "image", "image": image},
+    ]
+    sample = encode({"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "x"}]})
+    free = encode(chat("?", "x", image))
+    assert sample.images[0].grid == (1, 4, 6)
+    assert sample.images[1].grid == free.images[0].grid
+    assert torch.equal(sample.images[1].pixels, free.images[0].pixels)
+
+
+def test_an_image_sized_by_its_keys_is_not_sized_again_by_the_processor():
+    # The processor's own bounds would make it 256 tokens at most.
+    content = [{"type": "image", "image": picture(64, 64), "min_pixels": 400 * 32 * 32}]
+    sample = encode({"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "x"}]})
+    assert (sample.types == 1).sum() == 400
+
+
+# ---------------------------------------------------------------------- what is learnt
+
+
+def test_answers_are_learnt_their_end_included():
+    sample = encode(chat("Total?", "75,000", picture()))
+    assert learnt(processor_of(), sample.labels) == "75,000<|im_end|>"
+
+
+def test_training_on_everything_learns_all_but_media():
+    sample = encode(chat("Total?", "5", picture()), train_on="all")
+    assert learnt(processor_of(), sample.labels) == "user\nTotal?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n"
+
+
+def test_of_prompt_and_completion_only_the_completion_is_learnt():
+    prompt = [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "3"},
+    ]
+    feature = {"prompt": prompt, "completion": [{"role": "assistant", "content": "four"}]}
+    assert learnt(processor_of(), encode(feature).labels) == "four<|im_end|>"
+
+
+def test_plain_strings_are_tokenised_apart_and_the_end_is_learnt():
+    sample = encode({"prompt": "75,", "completion": "000"})
+    tokenizer = processor_of().tokenizer
+    assert sample.input_ids.tolist() == [*tokenizer("75,")["input_ids"], *tokenizer("000<|im_end|>")["input_ids"]]
+    assert learnt(processor_of(), sample.labels) == "000<|im_end|>"
+
+
+def test_an_end_that_is_there_already_is_not_doubled():
+    assert (
+        encode({"prompt": "a", "completion": "b<|im_end|>"})
+        .input_ids.tolist()
+        .count(processor_of().tokenizer.eos_token_id)
+        == 1
+    )
+
+
+def test_plain_prompts_hold_their_placeholders_themselves():
+    image = picture(64, 64)
+    sample = encode(
+        {"prompt": "<|vision_start|><|image_pad|><|vision_end|>Total: ", "completion": "5", "images": [image]}
+    )
+    truth = tokenised("qwen3_vl", "<|vision_start|><|image_pad|><|vision_end|>Total: ", image)
+    assert sample.input_ids.tolist()[: len(truth["input_ids"])] == truth["input_ids"].tolist()
+    assert torch.equal(pixels_of(sample.images), truth["pixel_values"])
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    "token", ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>"]
+)
+@pytest.mark.parametrize("place", ["question", "answer"])
+def test_tokens_of_the_template_typed_by_a_person_are_refused(token, place):
+    feature = chat(**{place: f"look: {token}"})
+    error = refusal(feature)
+    assert error.reason == "reserved_token_in_text"
+    assert f"its text holds '{token}', which only the processor and the chat template may write; remove it" in str(
+        error
+    )
+
+
+def test_a_placeholder_in_a_plain_completion_is_refused():
+    assert refusal({"prompt": "a", "completion": "<|image_pad|>"}).reason == "reserved_token_in_text"
+
+
+@pytest.mark.parametrize(("prompt", "images", "seen"), [("a", 1, "0 image"), ("<|image_pad|>", 0, "1 image")])
+def test_plain_prompts_whose_placeholders_do_not_match_are_refused(prompt, images, seen):
+    error = refusal({"prompt": prompt, "completion": "b", "images": [picture()] * images or None})
+    assert error.reason == "placeholder_mismatch"
+    assert f"its text has {seen} placeholder(s) for {images} image run(s); the chat template (or the prompt)" in str(
+        error
+    )
+
+
+def test_a_template_that_forgets_the_images_is_noticed():
+    template = "{% for m in messages %}<|im_start|>{{ m['role'] }}\nx<|im_end|>\n{% endfor %}"
+    with pytest.raises(Refusal, match=r"its text has 0 image placeholder\(s\) for 1 image run") as caught:
+        encoder(tiny_processor(chat_template=template)).encode(chat("?", "x", picture()))
+    assert caught.value.reason == "placeholder_mismatch"
+
+
+def test_a_template_that_fails_is_one_sample_s_fault():
+    template = "{{ raise_exception('Only user and assistant roles are supported!') }}"
+    with pytest.raises(
+        Refusal, match=r"cannot write its messages .*Only user and assistant roles are supported!"
+    ) as caught:
+        encoder(tiny_processor(chat_template=template)).encode(chat())
+    assert caught.value.reason == "template_error"
+
+
+def test_a_template_without_chatml_is_a_mistake_of_the_setup_with_a_remedy():
+    template = "{% for m in messages %}{{ m['role'] }}: x\n{% endfor %}"
+    with pytest.raises(ConfigError, match=r"no '<.im_start.>assistant' turn for 1 assistant message.*train_on='all'"):
+        encoder(tiny_processor(chat_template=template)).encode(chat())
+    assert encoder(tiny_processor(chat_template=template), "all").encode(chat()).num_targets > 0
+
+
+def test_a_template_that_swallows_a_turn_is_noticed():
+    template = "{% for m in messages[:2] %}<|im_start|>{{ m['role'] }}\nx<|im_end|>\n{% endfor %}"
+    messages = chat()["messages"] * 2
+    with pytest.raises(Refusal, match="wrote 1 assistant turns for 2 assistant messages") as caught:
+        encoder(tiny_processor(chat_template=template)).encode({"messages": messages})
+    assert caught.value.reason == "turn_mismatch"
+
+
+def test_a_processor_without_a_template_is_a_mistake_of_the_setup():
+    processor = tiny_processor()
+    processor.chat_template = None
+    with pytest.raises(ConfigError, match=r"the processor has no chat template.*give prompt and completion as strings"):
+        encoder(processor).encode(chat())
+    assert encoder(processor).encode({"prompt": "a", "completion": "b"}).num_targets == 2
+
+
+def test_a_bad_image_says_which_of_the_sample_s_images_it_is():
+    error = refusal(chat("?", "x", picture(), b"<html>not an image</html>"))
+    assert error.reason == "image_undecodable"
+    assert str(error).startswith("image 1: ")
+
+
+def test_an_image_processor_s_own_refusal_is_passed_on():
+    processor = tiny_processor()
+    processor.image_processor.size["longest_edge"] = 0
+    with pytest.raises(Refusal, match="image 0: the image processor refused it: `size` dict must contain") as caught:
+        encoder(processor).encode(chat("?", "x", picture()))
+    assert caught.value.reason == "image_processing"
+
+
+def test_a_video_file_is_refused_and_not_guessed_at():
+    content = [{"type": "video", "video": "a.mp4"}]
+    error = refusal({"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "x"}]})
+    assert error.reason == "video_source"
+    assert str(error).startswith("video 0: ")
+
+
+def test_a_sample_that_is_no_mapping_is_refused():
+    assert "must be a mapping of columns, got a list" in str(refusal([1, 2]))
+
+
+def test_a_processor_of_another_kind_is_refused():
+    with pytest.raises(
+        FamilyError, match=r"Qwen2VLProcessor, Qwen2_5_VLProcessor and Qwen3VLProcessor.*got a Qwen2Tok"
+    ):
+        read_processor(processor_of().tokenizer)
+
+
+def test_a_tokenizer_without_vision_tokens_is_refused():
+    processor = tiny_processor()
+    processor.image_token = "<|no_such_token|>"
+    with pytest.raises(
+        ConfigError, match=r"tokenizer has no token '<.no_such_token.>'; use the tokenizer of a Qwen-VL"
+    ):
+        read_processor(processor)

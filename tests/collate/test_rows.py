@@ -1,0 +1,332 @@
+"""Row shapes: whatever a dataset calls its columns, the same conversation comes out."""
+
+import pytest
+from chats import picture
+from PIL import Image
+
+from vlmpack.collate.refusal import Refusal
+from vlmpack.collate.rows import read_row
+from vlmpack.errors import ConfigError
+
+A, B, C = (picture(20 + i, 30, seed=i) for i in range(3))
+HOLE = {"type": "image"}
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+def sources(refs):
+    return [ref.source for ref in refs]
+
+
+# ---------------------------------------------------------------------- the shapes
+
+ONE_IMAGE_ROWS = {
+    "TRL, placeholder": {
+        "images": [A],
+        "messages": [
+            {"role": "user", "content": [HOLE, text("Total?")]},
+            {"role": "assistant", "content": [text("5")]},
+        ],
+    },
+    "TRL, no placeholder": {
+        "images": [A],
+        "messages": [{"role": "user", "content": "Total?"}, {"role": "assistant", "content": [text("5")]}],
+    },
+    "one image in an image column": {
+        "image": A,
+        "messages": [{"role": "user", "content": "Total?"}, {"role": "assistant", "content": [text("5")]}],
+    },
+    "prompt and completion": {
+        "images": [A],
+        "prompt": [{"role": "user", "content": "Total?"}],
+        "completion": [{"role": "assistant", "content": [text("5")]}],
+    },
+    "inline": {
+        "messages": [
+            {"role": "user", "content": [{"type": "image", "image": A}, text("Total?")]},
+            {"role": "assistant", "content": [text("5")]},
+        ],
+    },
+    "NeMo": {
+        "conversation": [
+            {"role": "user", "content": [{"type": "image", "image": A}, text("Total?")]},
+            {"role": "assistant", "content": [text("5")]},
+        ],
+    },
+    "Arrow writes None where a key is missing": {
+        "images": None,
+        "videos": None,
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image", "image": A, "text": None},
+                    {"type": "text", "text": "Total?", "image": None},
+                ],
+            },
+            {"role": "assistant", "content": [{"type": "text", "text": "5", "image": None}]},
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("feature", ONE_IMAGE_ROWS.values(), ids=ONE_IMAGE_ROWS)
+def test_every_shape_gives_the_same_conversation(feature):
+    row = read_row(feature)
+    assert row.messages == (
+        {"role": "user", "content": [HOLE, text("Total?")]},
+        {"role": "assistant", "content": [text("5")]},
+    )
+    assert sources(row.images) == [A]
+    assert row.videos == ()
+
+
+def test_qwen_rows_put_images_where_their_markers_stand_and_strip_the_text_between():
+    row = read_row(
+        {
+            "image": [A, B],
+            "conversations": [
+                {"from": "system", "value": "Be short."},
+                {"from": "human", "value": "<image>\nand <image> Same?\n"},
+                {"from": "gpt", "value": " No.\n"},
+            ],
+        }
+    )
+    assert row.messages == (
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": [HOLE, text("and"), HOLE, text("Same?")]},
+        {"role": "assistant", "content": " No.\n"},
+    )
+    assert sources(row.images) == [A, B]
+
+
+def test_qwen_rows_name_one_image_by_its_path():
+    row = read_row({"image": "a.jpg", "conversations": [{"from": "human", "value": "<image>"}]})
+    assert sources(row.images) == ["a.jpg"]
+
+
+def test_qwen_rows_hold_videos_too():
+    row = read_row(
+        {
+            "video": [["1.png", "2.png"]],
+            "image": A,
+            "conversations": [{"from": "human", "value": "<video> or <image>?"}],
+        }
+    )
+    assert row.messages[0]["content"] == [{"type": "video"}, text("or"), HOLE, text("?")]
+    assert sources(row.videos) == [["1.png", "2.png"]]
+    assert sources(row.images) == [A]
+
+
+def test_conversations_with_roles_are_read_as_messages():
+    assert read_row({"conversations": [{"role": "user", "content": "hi"}]}).messages == (
+        {"role": "user", "content": "hi"},
+    )
+
+
+def test_images_of_several_turns_come_in_the_order_of_their_holes():
+    row = read_row(
+        {
+            "images": [B],
+            "messages": [
+                {"role": "user", "content": [{"type": "image", "image": A}, text("this")]},
+                {"role": "assistant", "content": "ok"},
+                {"role": "user", "content": [HOLE, text("that"), {"type": "image", "image": C}]},
+            ],
+        }
+    )
+    assert sources(row.images) == [A, B, C]
+
+
+@pytest.mark.parametrize(
+    ("part", "source"),
+    [
+        ({"type": "image", "image": A}, A),
+        ({"image": "a.png"}, "a.png"),
+        ({"type": "image", "path": "a.png"}, "a.png"),
+        ({"type": "image", "url": "a.png"}, "a.png"),
+        ({"type": "image", "bytes": b"x"}, {"bytes": b"x", "path": None}),
+        ({"type": "image", "image": b"x"}, b"x"),
+        ({"type": "image", "image": {"bytes": b"x", "path": None}}, {"bytes": b"x", "path": None}),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}, "data:image/png;base64,AA"),
+    ],
+)
+def test_an_inline_image_may_be_written_in_many_ways(part, source):
+    row = read_row({"messages": [{"role": "user", "content": [part]}]})
+    assert sources(row.images) == [source]
+    assert row.messages[0]["content"] == [HOLE]
+
+
+def test_a_datasets_image_column_of_bytes_and_path():
+    row = read_row({"images": [{"bytes": b"x", "path": None}], "messages": [{"role": "user", "content": "?"}]})
+    assert sources(row.images) == [{"bytes": b"x", "path": None}]
+
+
+def test_resizing_keys_stay_with_their_image_whether_in_the_part_or_in_the_column():
+    row = read_row(
+        {
+            "images": [{"image": B, "min_pixels": 5}],
+            "messages": [
+                {"role": "user", "content": [{"type": "image", "image": A, "max_pixels": 9, "min_pixels": None}]},
+                {"role": "user", "content": [{"type": "image", "resized_height": 7}]},
+            ],
+        }
+    )
+    assert [dict(ref.options) for ref in row.images] == [{"max_pixels": 9}, {"min_pixels": 5, "resized_height": 7}]
+
+
+def test_the_frames_of_one_video_or_the_paths_of_several():
+    def videos(value):
+        return sources(read_row({"video": value, "messages": [{"role": "user", "content": "?"}]}).videos)
+
+    assert videos([A, B]) == [[A, B]]
+    assert videos(["a.mp4", "b.mp4"]) == ["a.mp4", "b.mp4"]
+    assert videos([[A, B], [C]]) == [[A, B], [C]]
+    assert videos("a.mp4") == ["a.mp4"]
+    assert videos([{"video": [A, B], "sample_fps": 4}]) == [[A, B]]
+
+
+def test_only_the_turns_of_the_completion_are_learnt():
+    row = read_row(
+        {
+            "prompt": [
+                {"role": "user", "content": "1"},
+                {"role": "assistant", "content": "2"},
+                {"role": "user", "content": "3"},
+            ],
+            "completion": [{"role": "assistant", "content": "4"}],
+        }
+    )
+    assert row.trained_turns == 1
+    assert [message["content"] for message in row.messages] == ["1", "2", "3", "4"]
+
+
+def test_plain_prompt_and_completion_need_no_template():
+    row = read_row({"prompt": "2 + 2 = ", "completion": "4"})
+    assert row.plain == ("2 + 2 = ", "4")
+    assert row.messages == ()
+
+
+def test_tools_and_template_arguments_reach_the_template():
+    row = read_row(
+        {
+            "messages": [{"role": "user", "content": "hi"}],
+            "tools": [{"name": "t"}],
+            "chat_template_kwargs": {"enable_thinking": False},
+        }
+    )
+    assert row.template_options == {"tools": [{"name": "t"}], "enable_thinking": False}
+
+
+def test_a_message_keeps_its_other_keys():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "t"}]}
+    assert read_row({"messages": [call]}).messages == (
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "t"}]},
+    )
+
+
+def test_the_dataset_s_own_dictionaries_are_not_changed():
+    feature = {"images": [A], "messages": [{"role": "user", "content": "Total?"}]}
+    read_row(feature)
+    assert feature == {"images": [A], "messages": [{"role": "user", "content": "Total?"}]}
+
+
+def test_pixels_do_not_travel_through_the_template():
+    row = read_row(ONE_IMAGE_ROWS["inline"])
+    parts = [part for message in row.messages for part in message["content"]]
+    assert len(parts) == 3
+    assert not any(isinstance(value, Image.Image) for part in parts for value in part.values())
+
+
+# ---------------------------------------------------------------------- refusals
+
+USER = [{"role": "user", "content": "hi"}]
+BAD_ROWS = {
+    "fewer holes than images": (
+        {"images": [A, B], "messages": [{"role": "user", "content": [HOLE]}]},
+        "media_count_mismatch",
+        "the messages have 1 image placeholder(s) without a source of their own, but the columns hold 2 image(s)",
+    ),
+    "a hole without an image": (
+        {"messages": [{"role": "user", "content": [HOLE]}]},
+        "media_count_mismatch",
+        "have 1 image placeholder(s) without a source of their own, but the columns hold 0 image(s); give each",
+    ),
+    "a Qwen row with a marker too many": (
+        {"image": A, "conversations": [{"from": "human", "value": "<image><image>"}]},
+        "media_count_mismatch",
+        "have 2 image placeholder(s) without a source of their own, but the columns hold 1 image(s)",
+    ),
+    "images without a user": (
+        {"images": [A], "messages": [{"role": "assistant", "content": "5"}]},
+        "media_count_mismatch",
+        "1 image(s), but no user message to put them in",
+    ),
+    "a marker where markers do not count": (
+        {"images": [A], "messages": [{"role": "user", "content": "<image> Total?"}]},
+        "ambiguous_media",
+        "the messages hold the text '<image>' and no image part, so it is not clear where the column's 1 go; write "
+        "{'type': 'image'} parts, or use a `conversations` column, where markers count",
+    ),
+    "two image columns": (
+        {"images": [A], "image": A, "messages": USER},
+        "ambiguous_media",
+        "both a column image and a column images; keep one of them",
+    ),
+    "no messages": ({"messages": []}, "bad_row", "messages must be a non-empty list of messages, got list"),
+    "messages as text": ({"messages": "hi"}, "bad_row", "must be a non-empty list of messages, got str 'hi'"),
+    "a message without a role": (
+        {"messages": [{"content": "hi"}]},
+        "bad_row",
+        "messages[0] must be a mapping with a role and a content, got dict",
+    ),
+    "a message that is text": ({"messages": [USER[0], "hi"]}, "bad_row", "messages[1] must be a mapping with a role"),
+    "sound": (
+        {"messages": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]},
+        "bad_row",
+        "messages[0].content[0] is of type 'audio'; only text, image and video parts can be used",
+    ),
+    "a text part without text": (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "bad_row",
+        "messages[0].content[0] is a text part without a text",
+    ),
+    "a number among the parts": (
+        {"messages": [{"role": "user", "content": [5]}]},
+        "bad_row",
+        "messages[0].content[0] must be a mapping with a type, got int",
+    ),
+    "a Qwen turn without a value": (
+        {"conversations": [{"from": "human", "text": "hi"}]},
+        "bad_row",
+        "conversations[0] must have a from and a value, got dict",
+    ),
+    "a prompt of text and a completion of messages": (
+        {"prompt": "hi", "completion": USER},
+        "bad_row",
+        "prompt and completion must both be strings or both be lists of messages",
+    ),
+}
+
+
+@pytest.mark.parametrize(("feature", "reason", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_a_row_that_contradicts_itself_is_refused_with_the_remedy(feature, reason, message):
+    with pytest.raises(Refusal) as caught:
+        read_row(feature)
+    assert caught.value.reason == reason
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("feature", [{}, {"image": A, "ground_truth": "{}"}, {"prompt": "a"}, {"messages": None}])
+def test_a_feature_without_a_conversation_is_a_mistake_of_the_setup(feature):
+    with pytest.raises(ConfigError) as caught:
+        read_row(feature)
+    message = str(caught.value)
+    assert (
+        "has none of the columns input_ids, messages, conversations, conversation, prompt (with completion)" in message
+    )
+    assert "set TrainingArguments(remove_unused_columns=False)" in message
+    assert "TRL's trainers keep only messages, prompt, completion, image and images" in message
+    assert all(column in message for column in feature)
