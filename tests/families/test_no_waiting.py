@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlmpack.families import FAMILIES, Qwen25VL
 from vlmpack.families.tiny import tiny_config
-from vlmpack.layout import PackedRow, SlotRule, pack
+from vlmpack.layout import Grid, PackedRow, Segments, SlotRule, pack
 
 aten = torch.ops.aten
 WAITING = {
@@ -90,6 +90,26 @@ def test_fake_tensors_are_enough(name: str) -> None:
         found = positions(row, name, config, torch.zeros(1, row.segments.total, dtype=torch.int64))
     assert found.shape == (4, 1, row.segments.total)
     assert found.dtype == torch.int64
+
+
+def test_a_compiled_step_is_not_compiled_again_for_other_lengths() -> None:
+    family, config = FAMILIES["qwen3_vl"](), tiny_config("qwen3_vl")
+    graphs = 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    def step(types: torch.Tensor, segments: Segments, grids: list[Grid]) -> torch.Tensor:
+        return family.positions(types, segments, config=config, image_grids=grids) * 2
+
+    compiled = torch.compile(step, backend=backend, dynamic=True)
+    for rows in (2, 3, 4, 5):
+        types = torch.tensor([[0, *[1] * rows, 0, 0]])
+        segments, grids = Segments.from_lengths([rows + 2, 1]), [(1, 2, 2 * rows)]
+        assert torch.equal(compiled(types, segments, grids), step(types, segments, grids))
+    assert graphs == 1
 
 
 @pytest.mark.gpu

@@ -124,7 +124,7 @@ def test_a_processor_without_the_special_tokens_is_refused() -> None:
         ({"hiden": 5}, "hiden: not a size of a tiny model"),
     ],
 )
-def test_sizes_that_do_not_fit_together(sizes: dict[str, int], text: str) -> None:
+def test_sizes_that_do_not_fit_together(sizes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         tiny_config(**sizes)
 

@@ -12,7 +12,7 @@ from torch import nn
 from vlmpack.families.mrope import MediaItems, media_items, row_positions
 from vlmpack.families.resize import grid_from_size
 from vlmpack.families.vision_segments import frame_segments
-from vlmpack.layout import Grid, Segments
+from vlmpack.layout import Grid, Segments, outside_graph
 
 
 class Family(ABC):
@@ -28,6 +28,7 @@ class Family(ABC):
 
     # ------------------------------------------------------------------ positions
 
+    @outside_graph
     def positions(
         self,
         mm_token_type_ids: torch.Tensor | None,
