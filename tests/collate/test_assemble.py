@@ -1,0 +1,172 @@
+"""Assembling: the packed row is exactly the packed padded batch, pixels included."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from chats import FAMILIES, processor_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlmpack.collate.assemble import filler, to_packed, to_padded
+from vlmpack.collate.checks import check_ids, check_runs
+from vlmpack.collate.encoded import Encoded, Visual
+from vlmpack.collate.processor import read_processor
+from vlmpack.errors import LayoutError
+from vlmpack.layout import PackedRow, SlotRule, pack
+
+FACTS = read_processor(processor_of())
+IMAGE, VIDEO, START, END = FACTS.image_token_id, FACTS.video_token_id, FACTS.vision_start_id, FACTS.vision_end_id
+WIDTH = 7
+"""Values a patch, in these tests only."""
+
+
+def sample(seed, words, images=(), videos=(), sample_id=None):
+    """Words, then one run of placeholders an image and a video; `images` and `videos` are (rows, columns) in tokens."""
+    rng = np.random.default_rng(seed)
+    ids, types = rng.integers(5, 300, words).tolist(), [0] * words
+    visuals = {1: [], 2: []}
+    for kind, token, sizes in ((1, IMAGE, images), (2, VIDEO, videos)):
+        for rows, columns in sizes:
+            count = rows * columns
+            ids += [START, *[token] * count, END]
+            types += [0, *[kind] * count, 0]
+            pixels = torch.from_numpy(rng.standard_normal((4 * count, WIDTH), np.float32))
+            visuals[kind].append(
+                Visual(pixels=pixels, grid=(1, 2 * rows, 2 * columns), seconds=0.5 if kind == 2 else None)
+            )
+    labels = np.where((np.array(types) == 0) & (rng.random(len(ids)) < 0.6), ids, -100)
+    return Encoded(
+        input_ids=np.array(ids, np.int64),
+        labels=labels,
+        types=np.array(types, np.int64),
+        images=tuple(visuals[1]),
+        videos=tuple(visuals[2]),
+        sample_id=seed if sample_id is None else sample_id,
+    )
+
+
+SIZES = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), max_size=3)
+SAMPLES = st.lists(st.builds(sample, st.integers(0, 99), st.integers(1, 11), SIZES, SIZES), min_size=1, max_size=6)
+RULES = st.builds(SlotRule, multiple=st.integers(1, 9), row_multiple=st.sampled_from([1, 16]))
+
+
+def assert_rows_equal(row: PackedRow, truth: PackedRow):
+    compared = 0
+    for holder, other in ((row, truth), (row.media, truth.media)):
+        for field in fields(holder):
+            value, expected = getattr(holder, field.name), getattr(other, field.name)
+            if isinstance(expected, torch.Tensor):
+                assert value.dtype == expected.dtype, field.name
+                assert torch.equal(value, expected), field.name
+                compared += 1
+            elif field.name != "media":
+                assert value == expected, field.name
+    assert compared >= 3
+
+
+@given(samples=SAMPLES, rule=RULES)
+def test_packed_is_pack_of_padded(samples, rule):
+    row = to_packed(samples, rule=rule, pad_token_id=3)
+    assert_rows_equal(row, pack(to_padded(samples, pad_token_id=3), rule=rule, pad_token_id=3))
+
+
+@pytest.mark.parametrize("rule", [SlotRule(pad_to=64), SlotRule(max_segments=5), SlotRule(multiple=8, pad_to=96)])
+def test_packed_is_pack_of_padded_in_fixed_sizes(rule):
+    samples = [sample(1, 5, [(1, 2)]), sample(2, 9), sample(3, 1, [(2, 2)], [(1, 3)])]
+    row = to_packed(samples, rule=rule, pad_token_id=3)
+    assert_rows_equal(row, pack(to_padded(samples, pad_token_id=3), rule=rule, pad_token_id=3))
+
+
+def test_the_comparison_can_fail():
+    samples = [sample(1, 5, [(1, 2)]), sample(2, 9, [(1, 1)])]
+    swapped = to_packed(samples[::-1], rule=SlotRule(), pad_token_id=3)
+    with pytest.raises(AssertionError):
+        assert_rows_equal(swapped, to_packed(samples, rule=SlotRule(), pad_token_id=3))
+
+
+@given(samples=SAMPLES)
+def test_the_padded_batch_is_what_a_plain_loop_gives(samples):
+    batch = to_padded(samples, pad_token_id=3)
+    width = max(len(s.input_ids) for s in samples)
+    for row, s in enumerate(samples):
+        missing = width - len(s.input_ids)
+        assert batch.input_ids[row].tolist() == s.input_ids.tolist() + [3] * missing
+        assert batch.attention_mask[row].tolist() == [1] * len(s.input_ids) + [0] * missing
+        assert batch.labels is not None
+        assert batch.labels[row].tolist() == s.labels.tolist() + [-100] * missing
+        assert batch.mm_token_type_ids is not None
+        assert batch.mm_token_type_ids[row].tolist() == s.types.tolist() + [0] * missing
+
+
+@given(samples=SAMPLES)
+def test_the_facts_are_counted_from_the_samples(samples):
+    facts = to_padded(samples, pad_token_id=0).facts
+    assert facts is not None
+    assert facts.lengths == tuple(len(s.input_ids) for s in samples)
+    assert facts.num_targets == sum(label != -100 for s in samples for label in s.labels.tolist()[1:])
+    assert facts.sample_ids == tuple(s.sample_id for s in samples)
+    assert facts.image_grids == tuple(v.grid for s in samples for v in s.images)
+    assert facts.images_per_sample in ((), tuple(len(s.images) for s in samples))
+    assert sum(facts.images_per_sample) == len(facts.image_grids)
+    assert sum(facts.videos_per_sample) == len(facts.video_grids) == len(facts.seconds_per_grid)
+
+
+def test_media_lie_in_sample_order():
+    samples = [sample(1, 2, [(1, 1), (2, 1)]), sample(2, 3), sample(3, 2, [(1, 2)], [(1, 1)])]
+    media = to_packed(samples, rule=SlotRule(), pad_token_id=0).media
+    assert media.pixel_values is not None and media.image_grid_thw is not None
+    assert media.image_grid_thw.tolist() == [[1, 2, 2], [1, 4, 2], [1, 2, 4]]
+    assert torch.equal(media.pixel_values[4:12], samples[0].images[1].pixels)
+    assert torch.equal(media.pixel_values[12:], samples[2].images[0].pixels)
+    assert media.second_per_grid_ts is not None
+    assert media.second_per_grid_ts.tolist() == [0.5]
+
+
+def test_without_media_there_are_no_media_tensors():
+    batch = to_padded([sample(1, 4), sample(2, 3)], pad_token_id=0)
+    assert batch.media.to_hf() == {}
+    assert batch.facts is not None
+    assert batch.facts.images_per_sample == ()
+
+
+def test_a_video_that_does_not_tell_its_pace_gets_the_model_s_own_default():
+    told, untold = sample(1, 2, [], [(1, 1)]), sample(2, 2, [], [(1, 1)])
+    (video,) = untold.videos
+    untold = Encoded(
+        input_ids=untold.input_ids,
+        labels=untold.labels,
+        types=untold.types,
+        videos=(Visual(pixels=video.pixels, grid=video.grid),),
+    )
+    media = to_padded([told, untold], pad_token_id=0).media
+    assert media.second_per_grid_ts is not None
+    assert media.second_per_grid_ts.tolist() == [0.5, 1.0]
+    assert to_padded([untold], pad_token_id=0).media.second_per_grid_ts is None
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_pixels_can_be_stored_in_half_the_bytes(count):
+    samples = [sample(i, 3, [(1, 2)]) for i in range(count)]
+    pixels = to_padded(samples, pad_token_id=0, pixel_dtype=torch.bfloat16).media.pixel_values
+    truth = torch.cat([s.images[0].pixels for s in samples]).to(torch.bfloat16)
+    assert pixels is not None
+    assert torch.equal(pixels, truth)
+
+
+def test_samples_that_do_not_fit_a_fixed_row_are_an_error():
+    with pytest.raises(LayoutError, match="take 12 tokens of row but pad_to=8"):
+        to_packed([sample(1, 7), sample(2, 5)], rule=SlotRule(pad_to=8), pad_token_id=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_filler_is_a_sound_sample_with_nothing_to_learn(family):
+    facts = read_processor(processor_of(family))
+    fill = filler(facts)
+    check_ids(fill.input_ids, facts)
+    check_runs(fill.input_ids, fill.images, facts, kind="image")
+    assert fill.num_targets == 0
+    (image,) = fill.images
+    assert tuple(image.pixels.shape) == (4, facts.patch_dim)
+    assert not image.pixels.any()

@@ -1,0 +1,332 @@
+"""VLMCollator: from sample dicts to a batch, with nothing lost on the way."""
+
+import pickle
+
+import pytest
+import torch
+from chats import FAMILIES, chat, learnt, picture, processor_of, tokenised
+from torch.utils.data import DataLoader
+from transformers import AutoModelForImageTextToText, Qwen3VLConfig
+
+from vlmpack.collate import Ceiling, VLMCollator, read_ledger
+from vlmpack.errors import ConfigError, LayoutError, SampleError
+from vlmpack.layout import FACTS_KEY, PackedRow, PaddedBatch, SlotRule, pack
+
+BROKEN = {"messages": [{"role": "user", "content": "?"}]}
+"""Nothing to learn."""
+
+
+def mixed(family="qwen3_vl"):
+    """One sample of every kind."""
+    text = (
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n"
+    )
+    return [
+        chat("Total?", "75,000", picture(90, 61, seed=1), id="receipt"),
+        chat("Which is larger?", "The second", picture(40, 99, seed=2), picture(120, 70, seed=3), sample_id=77),
+        chat("2 + 2?", "4"),
+        {"prompt": "2 + 3 = ", "completion": "5"},
+        {
+            "image": picture(64, 33, seed=4),
+            "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "a"}],
+        },
+        tokenised(family, text, picture(50, 50, seed=5)),
+    ]
+
+
+def targets(batch):
+    labels = batch["labels"]
+    return int((labels[..., 1:] != -100).sum())
+
+
+# ---------------------------------------------------------------------- both layouts
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_row_is_the_padded_batch_packed(family, multiple):
+    processor, features, rule = processor_of(family), mixed(family), SlotRule(multiple=multiple)
+    padded = VLMCollator(processor).collate(features)
+    row = VLMCollator(processor, layout="packed", slots=rule).collate(features)
+    assert isinstance(padded, PaddedBatch) and isinstance(row, PackedRow)
+    truth = pack(padded, rule=rule, pad_token_id=processor.tokenizer.pad_token_id)
+    packed, expected = row.to_hf(), truth.to_hf()
+    assert packed.keys() == expected.keys()
+    assert len(packed) >= 8
+    for name, value in expected.items():
+        same = torch.equal(packed[name], value) if isinstance(value, torch.Tensor) else packed[name] == value
+        assert same, name
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_what_is_learnt_is_the_same_text_in_both_layouts(layout):
+    batch = VLMCollator(processor_of(), layout=layout)(mixed())
+    end = "<|im_end|>"
+    assert learnt(processor_of(), batch["labels"]) == f"75,000{end}The second{end}4{end}5{end}a{end}5{end}"
+    assert batch[FACTS_KEY].num_targets == targets(batch)
+
+
+def test_the_dictionary_is_what_a_model_and_a_trainer_take():
+    padded = VLMCollator(processor_of())(mixed())
+    assert list(padded) == [
+        "input_ids",
+        "attention_mask",
+        "labels",
+        "mm_token_type_ids",
+        "pixel_values",
+        "image_grid_thw",
+        FACTS_KEY,
+    ]
+    packed = VLMCollator(processor_of(), layout="packed")(mixed())
+    assert next(iter(packed)) == "input_ids"
+    assert "attention_mask" not in packed
+    assert packed["cu_seqlens_q"].dtype == torch.int32
+
+
+def test_samples_are_named_by_their_id_or_else_by_their_place():
+    facts = VLMCollator(processor_of())(mixed())[FACTS_KEY]
+    assert facts.sample_ids == ("receipt", 77, 2, 3, 4, 5)
+    assert facts.images_per_sample == (1, 2, 0, 0, 1, 1)
+
+
+def test_a_sample_is_the_same_alone_and_in_company():
+    collator = VLMCollator(processor_of(), layout="packed")
+    row = collator.collate(mixed())
+    assert isinstance(row, PackedRow)
+    pixels = 0
+    for feature, (start, stop) in zip(mixed(), row.segments.spans, strict=True):
+        alone = collator.collate([feature])
+        assert isinstance(alone, PackedRow) and alone.shift_labels is not None and row.shift_labels is not None
+        assert torch.equal(alone.input_ids, row.input_ids[:, start:stop])
+        assert torch.equal(alone.shift_labels, row.shift_labels[:, start:stop])
+        pixels += 0 if alone.media.pixel_values is None else len(alone.media.pixel_values)
+    assert row.media.pixel_values is not None
+    assert pixels == len(row.media.pixel_values) > 0
+
+
+def test_given_labels_are_kept_except_on_media():
+    feature = tokenised("qwen3_vl", "a<|vision_start|><|image_pad|><|vision_end|>b", picture())
+    batch = VLMCollator(processor_of())([{**feature, "labels": feature["input_ids"].clone()}])
+    assert learnt(processor_of(), batch["labels"]) == "b"
+
+
+def test_a_real_model_takes_the_padded_batch():
+    config = Qwen3VLConfig(
+        text_config={
+            "vocab_size": 1024,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 10000.0},
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "deepstack_visual_indexes": [0],
+        },
+        image_token_id=processor_of().image_token_id,
+        video_token_id=processor_of().video_token_id,
+        vision_start_token_id=processor_of().vision_start_token_id,
+        vision_end_token_id=processor_of().vision_end_token_id,
+    )
+    model = AutoModelForImageTextToText.from_config(config)
+    batch = VLMCollator(processor_of())(mixed())
+    batch.pop(FACTS_KEY)
+    assert torch.isfinite(model(**batch).loss)
+
+
+# ---------------------------------------------------------------------- bad samples
+
+
+def test_a_bad_sample_is_named_with_its_place_its_id_and_the_remedy():
+    collator = VLMCollator(processor_of())
+    with pytest.raises(SampleError) as caught:
+        collator([chat(), {**BROKEN, "id": "r7"}])
+    error = caught.value
+    assert (error.index, error.sample_id, error.reason) == (1, "r7", "no_targets")
+    assert str(error).startswith("sample 1 (id 'r7'): none of its ")
+    assert "it needs an assistant turn" in str(error)
+    assert (collator.ledger.given, collator.ledger.used, collator.ledger.refused) == (2, 1, 1)
+
+
+def test_skipped_samples_are_counted_written_down_and_never_replaced(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    collator = VLMCollator(processor_of(), on_bad="skip", ledger=path)
+    features = [BROKEN, chat(answer="one", id="a"), {"input_ids": []}, chat(answer="two", id="b"), {"messages": 5}]
+    batch = collator(features)
+    assert batch[FACTS_KEY].sample_ids == ("a", "b")
+    assert learnt(processor_of(), batch["labels"]) == "one<|im_end|>two<|im_end|>"
+    assert (collator.ledger.given, collator.ledger.used, collator.ledger.refused) == (5, 2, 3)
+    assert collator.ledger.reasons == {"no_targets": 1, "empty": 1, "bad_row": 1}
+    assert [(line["index"], line["reason"]) for line in read_ledger(path)] == [
+        (0, "no_targets"),
+        (2, "empty"),
+        (4, "bad_row"),
+    ]
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_the_others_are_what_they_would_be_without_the_skipped_one(layout):
+    collator = VLMCollator(processor_of(), layout=layout, on_bad="skip")
+    good = [chat("1", "2", picture()), chat("3", "4")]
+    with_bad, without = collator([good[0], BROKEN, good[1]]), collator(good)
+    for name, value in without.items():
+        if name != FACTS_KEY:
+            assert torch.equal(with_bad[name], value), name
+    assert with_bad[FACTS_KEY].sample_ids == (0, 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_batch_of_refused_samples_is_one_smallest_image_with_nothing_to_learn(layout, family):
+    processor = processor_of(family)
+    batch = VLMCollator(processor, layout=layout, on_bad="skip")([BROKEN, BROKEN])
+    facts = batch[FACTS_KEY]
+    assert facts.sample_ids == ()
+    assert facts.num_targets == 0
+    assert facts.lengths == (3,)
+    assert (batch["labels"] == -100).all()
+    assert processor.tokenizer.decode(batch["input_ids"][0]) == "<|vision_start|><|image_pad|><|vision_end|>"
+    assert batch["image_grid_thw"].tolist() == [[1, 2, 2]]
+    assert not batch["pixel_values"].any()
+
+
+def test_too_many_bad_samples_stop_the_run():
+    collator = VLMCollator(processor_of(), on_bad="skip", ceiling=Ceiling(max_consecutive_bad=3))
+    with pytest.raises(
+        ConfigError, match=r"3 samples in a row \(max_consecutive_bad=3\) had to be refused: no_targets 3"
+    ):
+        collator([BROKEN] * 5)
+    fraction = VLMCollator(processor_of(), on_bad="skip", max_bad_fraction=0.5)
+    assert fraction.ledger.ceiling == Ceiling(max_bad_fraction=0.5)
+
+
+def test_columns_that_a_trainer_dropped_stop_the_run_even_if_bad_samples_are_skipped():
+    collator = VLMCollator(processor_of(), on_bad="skip")
+    with pytest.raises(ConfigError, match=r"set TrainingArguments\(remove_unused_columns=False\)"):
+        collator([{"image_id": 5}])
+
+
+def test_what_is_skipped_does_not_depend_on_the_run():
+    def run():
+        collator = VLMCollator(processor_of(), on_bad="skip")
+        return collator([*mixed(), BROKEN, {"input_ids": [10**6], "labels": [1]}]), collator.ledger.reasons
+
+    (first, reasons), (second, again) = run(), run()
+    assert reasons == again == {"no_targets": 1, "id_out_of_range": 1}
+    assert torch.equal(first["input_ids"], second["input_ids"])
+    assert torch.equal(first["pixel_values"], second["pixel_values"])
+
+
+# ---------------------------------------------------------------------- length
+
+
+def test_a_long_sample_is_an_error_by_default():
+    with pytest.raises(SampleError, match=r"sample 1: it has \d+ tokens .*max_length=20; raise max_length") as caught:
+        VLMCollator(processor_of(), max_length=20)([chat("1", "2"), chat("word " * 50, "x")])
+    assert caught.value.reason == "overlength"
+
+
+def test_long_samples_can_be_dropped_and_are_counted():
+    collator = VLMCollator(processor_of(), max_length=20, overlength="drop")
+    batch = collator([chat("word " * 50, "x", id="long"), chat("1", "2", id="short")])
+    assert batch[FACTS_KEY].sample_ids == ("short",)
+    assert collator.ledger.reasons == {"overlength": 1}
+    assert collator.ledger.given == 2
+
+
+def test_dropping_long_samples_does_not_hide_bad_ones():
+    with pytest.raises(SampleError, match="none of its"):
+        VLMCollator(processor_of(), max_length=20, overlength="drop")([BROKEN])
+
+
+def test_long_samples_can_be_cut():
+    messages = [*chat("1", "2")["messages"], *chat("word " * 50, "x")["messages"]]
+    batch = VLMCollator(processor_of(), max_length=20, overlength="truncate")([{"messages": messages}])
+    assert learnt(processor_of(), batch["labels"]) == "2<|im_end|>"
+    assert batch["input_ids"].shape[1] <= 20
+
+
+# ---------------------------------------------------------------------- workers
+
+
+def reprs(batches):
+    return [
+        (b["input_ids"].tolist(), b[FACTS_KEY].sample_ids, float(b["pixel_values"].double().sum())) for b in batches
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_give_the_same_batches_and_share_the_ledger(start, tmp_path):
+    dataset = [
+        chat(f"{i}?", f"{i}", picture(40 + i, 50, seed=i), id=i) if i % 3 else {**BROKEN, "id": i} for i in range(12)
+    ]
+    settings = {"layout": "packed", "on_bad": "skip"}
+    alone = VLMCollator(processor_of(), **settings)
+    expected = [alone(dataset[i : i + 4]) for i in range(0, 12, 4)]
+    path = tmp_path / "ledger.jsonl"
+    collator = VLMCollator(processor_of(), ledger=path, **settings)
+    loader = DataLoader(dataset, batch_size=4, collate_fn=collator, num_workers=2, multiprocessing_context=start)
+    assert reprs(loader) == reprs(expected)
+    lines = read_ledger(path)
+    assert sorted(line["id"] for line in lines) == [0, 3, 6, 9]
+    used = sum(len(batch[FACTS_KEY].sample_ids) for batch in expected)
+    assert used + len(lines) == len(dataset)
+
+
+def test_it_can_be_pickled():
+    collator = pickle.loads(pickle.dumps(VLMCollator(processor_of(), layout="packed", slots=SlotRule(multiple=8))))
+    assert collator.slots == SlotRule(multiple=8)
+    assert torch.equal(
+        collator(mixed())["input_ids"],
+        VLMCollator(processor_of(), layout="packed", slots=SlotRule(multiple=8))(mixed())["input_ids"],
+    )
+
+
+# ---------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"layout": "flat"}, "layout='flat' is not known; choose one of 'padded', 'packed'"),
+        ({"overlength": "cut"}, "overlength='cut' is not known; choose one of 'error', 'drop', 'truncate'"),
+        ({"train_on": "user"}, "train_on='user' is not known; choose one of 'assistant', 'all'"),
+        ({"on_bad": "ignore"}, "on_bad='ignore' is not known; choose one of 'raise', 'skip'"),
+        (
+            {"slots": SlotRule()},
+            "slots say how samples lie in a packed row, but layout='padded'; choose layout='packed'",
+        ),
+        ({"overlength": "drop"}, "overlength='drop' needs max_length="),
+        ({"max_length": 1}, "max_length=1 leaves nothing to learn; it must be at least 2"),
+        ({"ceiling": Ceiling(), "max_bad_fraction": 0.1}, "max_bad_fraction is short for ceiling="),
+    ],
+)
+def test_settings_without_meaning_are_refused(settings, message):
+    with pytest.raises(ConfigError) as caught:
+        VLMCollator(processor_of(), **settings)
+    assert message in str(caught.value)
+
+
+def test_a_batch_of_nothing_is_refused():
+    with pytest.raises(ConfigError, match="a batch of no samples"):
+        VLMCollator(processor_of())([])
+
+
+def test_a_row_of_fixed_size_that_is_too_small_is_an_error_of_the_batch():
+    with pytest.raises(LayoutError, match="raise pad_to, or put fewer or shorter samples into the batch"):
+        VLMCollator(processor_of(), layout="packed", slots=SlotRule(pad_to=16))(mixed())
+
+
+def test_the_vocabulary_s_size_can_be_told():
+    feature = {"input_ids": [1, 5000], "labels": [-100, 7]}
+    with pytest.raises(SampleError, match="holds the token id 5000, but ids run from 0 to 813"):
+        VLMCollator(processor_of())([feature])
+    assert VLMCollator(processor_of(), vocab_size=5001)([feature])["input_ids"].tolist() == [[1, 5000]]

@@ -1,0 +1,142 @@
+"""The ledger: nothing is lost, everything is written down, and too much is too much."""
+
+import json
+import multiprocessing
+import pickle
+
+import pytest
+
+from vlmpack.collate.ledger import Ceiling, Ledger, read_ledger
+from vlmpack.errors import ConfigError, SampleError
+
+
+def bad(reason="no_targets", index=0, sample_id=None):
+    return SampleError("nothing to learn", index=index, reason=reason, sample_id=sample_id)
+
+
+def test_counts_add_up_by_reason():
+    ledger = Ledger(ceiling=Ceiling(max_consecutive_bad=9))
+    for reason in (None, "a", "b", None, "a"):
+        ledger.use() if reason is None else ledger.refuse(bad(reason))
+    ledger.note(bad("overlength"))
+    assert (ledger.given, ledger.used, ledger.refused) == (6, 2, 4)
+    assert ledger.reasons == {"a": 2, "b": 1, "overlength": 1}
+
+
+def test_each_refusal_is_one_line_of_json(tmp_path):
+    path = tmp_path / "new" / "ledger.jsonl"
+    ledger = Ledger(path)
+    ledger.use()
+    ledger.refuse(bad("bad_grid", index=3, sample_id="receipt 7\n"))
+    ledger.note(bad("overlength", index=4))
+    assert len(path.read_text().splitlines()) == 2
+    first, second = read_ledger(path)
+    assert first.pop("process") == second.pop("process")
+    assert first == {
+        "index": 3,
+        "id": "receipt 7\n",
+        "reason": "bad_grid",
+        "detail": "nothing to learn",
+        "seen": 2,
+    }
+    assert (second["id"], second["reason"], second["seen"]) == (None, "overlength", 3)
+
+
+def test_an_existing_file_is_added_to(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    for _ in range(2):
+        Ledger(path).refuse(bad())
+    assert len(read_ledger(path)) == 2
+
+
+def _write_many(path, worker):
+    ledger = Ledger(path, ceiling=Ceiling(max_consecutive_bad=10**6, max_bad_fraction=1))
+    for index in range(200):
+        ledger.refuse(SampleError("x" * 300, index=index, reason="r", sample_id=f"worker {worker}"))
+
+
+def test_lines_of_several_processes_do_not_mix(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    context = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
+    workers = [context.Process(target=_write_many, args=(path, worker)) for worker in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    records = read_ledger(path)
+    assert len(records) == 600
+    for worker in range(3):
+        assert [r["index"] for r in records if r["id"] == f"worker {worker}"] == list(range(200))
+
+
+def test_a_row_of_bad_samples_reaches_the_ceiling():
+    ledger = Ledger(ceiling=Ceiling(max_consecutive_bad=3))
+    ledger.refuse(bad())
+    ledger.refuse(bad())
+    ledger.use()
+    ledger.refuse(bad())
+    ledger.refuse(bad("bad_grid"))
+    with pytest.raises(ConfigError) as caught:
+        ledger.refuse(bad("bad_grid", index=5, sample_id="r9"))
+    message = str(caught.value)
+    assert message.startswith("3 samples in a row (max_consecutive_bad=3) had to be refused: no_targets 3, bad_grid 2.")
+    assert "The last was sample 5 (id 'r9'): nothing to learn. Repair the data, or raise the ceiling" in message
+    assert ledger.given == 6
+
+
+def test_a_fraction_of_bad_samples_reaches_the_ceiling_once_enough_were_seen(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path, ceiling=Ceiling(max_bad_fraction=0.25, min_seen=8))
+    for _ in range(3):
+        ledger.refuse(bad())
+        ledger.use()
+    ledger.use()
+    with pytest.raises(ConfigError) as caught:
+        ledger.refuse(bad())
+    assert str(caught.value).startswith(
+        f"4 of 8 samples (50.0%, max_bad_fraction=0.25) had to be refused: no_targets 4; each is written down in {path}"
+    )
+
+
+def test_the_fraction_itself_is_still_allowed():
+    ledger = Ledger(ceiling=Ceiling(max_bad_fraction=0.5, min_seen=2))
+    for _ in range(5):
+        ledger.use()
+        ledger.refuse(bad())
+    assert ledger.given == 10
+
+
+def test_what_is_left_out_by_choice_does_not_count_towards_the_ceiling():
+    ledger = Ledger(ceiling=Ceiling(max_bad_fraction=0, min_seen=1, max_consecutive_bad=2))
+    for _ in range(5):
+        ledger.note(bad("overlength"))
+    with pytest.raises(ConfigError, match="1 of 6 samples"):
+        ledger.refuse(bad())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_bad_fraction": 1.5}, "max_bad_fraction must lie between 0 and 1, got 1.5"),
+        ({"min_seen": 0}, "min_seen=0 and max_consecutive_bad=20 must be at least 1"),
+        ({"max_consecutive_bad": 0}, "min_seen=200 and max_consecutive_bad=0 must be at least 1"),
+    ],
+)
+def test_a_ceiling_without_meaning_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Ceiling(**settings)
+
+
+def test_it_travels_to_a_worker(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.refuse(bad())
+    again = pickle.loads(pickle.dumps(ledger))
+    again.refuse(bad())
+    assert (ledger.given, again.given) == (1, 2)
+    assert len(read_ledger(tmp_path / "ledger.jsonl")) == 2
+
+
+def test_text_of_any_kind_stays_on_its_line(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    Ledger(path).refuse(SampleError("Zeile\u2028 \x85 日本", index=0, reason="r"))
+    assert json.loads(path.read_text().splitlines()[0])["detail"] == "Zeile\u2028 \x85 日本"
