@@ -13,16 +13,17 @@ from typing import Any, TypeVar, final
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families import Family, family_of
 from vlmpack.step import attention
-from vlmpack.step.engine import StepConfig
+from vlmpack.step.engine import StepConfig, around_graph
 from vlmpack.step.forward import packed_forward
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_STATE = "_vlmpack_state"
+_STATE, _BASE = "_vlmpack_state", "_vlmpack_base"
 
 
 @final
@@ -55,11 +56,13 @@ def enable_packing(model: Model, config: StepConfig | None = None) -> Model:
 
     Raises:
         FamilyError: the model's family cannot be packed exactly, and which part of it leaks.
+        ConfigError: the model's forward was replaced on this object, so that ours would never be called.
     """
     core = find_model(model)
     family = family_of(core)
     config = config or StepConfig()
     if not is_packing(core):
+        _check_own_forward(core)
         core.__class__ = _packed_class(type(core))
     vars(core)[_STATE] = PackingState(family=family, config=config)
     attention.install(family.language_model(core), family.vision_tower(core))
@@ -67,12 +70,17 @@ def enable_packing(model: Model, config: StepConfig | None = None) -> Model:
 
 
 def disable_packing(model: Model) -> Model:
-    """Undo `enable_packing`: the model is what it was before. A model without packing is left as it is."""
+    """Undo `enable_packing`: the model is what it was before. A model without packing is left as it is.
+
+    Raises:
+        ConfigError: something else changed the model's class since (FSDP2's `fully_shard`).
+    """
     core = find_model(model)
     if is_packing(core):
+        base = _base_of(type(core))
         family = vars(core).pop(_STATE).family
         attention.uninstall(family.language_model(core), family.vision_tower(core))
-        core.__class__ = type(core).__mro__[1]
+        core.__class__ = base
     return model
 
 
@@ -105,12 +113,34 @@ def find_model(model: nn.Module) -> nn.Module:
         FamilyError: there is none, with what was given.
     """
     for module in model.modules():
+        if not isinstance(module, PreTrainedModel):  # PeftModelForCausalLM is only a wrapper, whatever its name says
+            continue
         if type(module).__name__.removeprefix("FSDP").endswith(("ForConditionalGeneration", "ForCausalLM")):
             return module
     raise FamilyError(
         f"no ...ForConditionalGeneration found in a {type(model).__name__}; give the model that "
         "AutoModelForImageTextToText.from_pretrained returns, or a wrapper around it"
     )
+
+
+def _check_own_forward(core: nn.Module) -> None:
+    if "forward" in vars(core):
+        raise ConfigError(
+            f"the forward of this {type(core).__name__} was replaced on the object itself, so packing would never be "
+            "asked: enable packing first, before Liger or TRL patch the model or accelerate prepares it (afterwards: "
+            "accelerator.unwrap_model(model, keep_fp32_wrapper=False)), and load it without a device_map that spreads "
+            "it over several devices"
+        )
+
+
+def _base_of(packed: type[nn.Module]) -> type[nn.Module]:
+    base = vars(packed).get(_BASE)
+    if base is None:
+        raise ConfigError(
+            f"the class of this model became {packed.__name__} after enable_packing (FSDP2's fully_shard does that); "
+            "call disable_packing before sharding"
+        )
+    return base
 
 
 @functools.cache
@@ -128,7 +158,6 @@ def _packed_class(base: type[nn.Module]) -> type[nn.Module]:
         labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        state = packing_state(self)
         inputs = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
@@ -138,14 +167,35 @@ def _packed_class(base: type[nn.Module]) -> type[nn.Module]:
             "labels": labels,
             **kwargs,
         }
+        if not is_packing(self):  # accelerate's autocast wrapper keeps this function, beyond disable_packing
+            return base.forward(self, **inputs)
+        state = packing_state(self)
         return packed_forward(self, functools.partial(base.forward, self), inputs, state.family, state.config)
+
+    def reduce(self: nn.Module, protocol: Any) -> tuple:
+        _, _, *state = base.__reduce_ex__(self, protocol)
+        return (_new_packed, (base,), *state)
+
+    def setstate(self: nn.Module, state: dict[str, Any]) -> None:
+        base.__setstate__(self, state)
+        family = vars(self)[_STATE].family
+        attention.install(family.language_model(self), family.vision_tower(self))
 
     body = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
-        "forward": torch.compiler.disable(forward, recursive=False),
+        "__reduce_ex__": reduce,
+        "__setstate__": setstate,
+        "forward": around_graph(forward),
         # A trainer counts targets over the whole accumulated batch only for models that say they divide by it.
         "accepts_loss_kwargs": True,
+        _BASE: base,
     }
     return type(base.__name__, (base,), body)
+
+
+def _new_packed(base: type[nn.Module]) -> nn.Module:
+    """What pickle and copy start from: a class made at run time has no name that they could look up."""
+    packed = _packed_class(base)
+    return packed.__new__(packed)

@@ -21,7 +21,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vlmpack.attention import AttentionCall, choose
-from vlmpack.layout import Segments, outside_graph
+from vlmpack.errors import ConfigError
+from vlmpack.layout import FACTS_KEY, outside_graph
 from vlmpack.step.context import CONTEXT, RowContext
 
 TEXT, VISION = "vlmpack|", "vlmpack_flash|"
@@ -73,8 +74,9 @@ def _text_attention(original: str) -> Callable[..., tuple[torch.Tensor, Any]]:
     def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs):
         row: RowContext | None = kwargs.pop(CONTEXT, None)
         if row is None:
+            _check_not_bypassed(kwargs)
             return _original(original, module)(module, query, key, value, *args, **kwargs)
-        return _packed(query, key, value, row.segments, row.backend, causal=True, **_settings(kwargs)), None
+        return _packed(query, key, value, row, **_settings(kwargs)), None
 
     return attention
 
@@ -83,8 +85,7 @@ def _vision_attention(original: str) -> Callable[..., tuple[torch.Tensor, Any]]:
     def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs):
         row: RowContext | None = kwargs.pop(CONTEXT, None)
         if row is not None:
-            segments = row.vision.find(kwargs["cu_seq_lens_q"], query.shape[2])
-            return _packed(query, key, value, segments, row.backend, causal=False, **_settings(kwargs)), None
+            return _packed(query, key, value, row, vision=kwargs["cu_seq_lens_q"], **_settings(kwargs)), None
         if "flash" in original:
             return _original(original, module)(module, query, key, value, *args, **kwargs)
         return _image_by_image(_original(original, module), module, query, key, value, *args, **kwargs), None
@@ -92,7 +93,17 @@ def _vision_attention(original: str) -> Callable[..., tuple[torch.Tensor, Any]]:
     return attention
 
 
-def _settings(kwargs: dict[str, Any]) -> dict[str, float]:
+def _check_not_bypassed(kwargs: dict[str, Any]) -> None:
+    """transformers hands keywords that nobody took down to every layer: boundaries that arrive here were ignored."""
+    if kwargs.get(FACTS_KEY) is not None or kwargs.get("cu_seqlens_q") is not None:
+        raise ConfigError(
+            "the batch reached the attention layers without passing through the packed forward, which would mix its "
+            "samples: the model's forward was replaced, or its backbone called directly, after enable_packing (Liger's "
+            "fused cross-entropy, TRL's fused head). Switch that off: vlmpack's own head is chunked already"
+        )
+
+
+def _settings(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {"scale": kwargs["scaling"], "dropout": kwargs.get("dropout", 0.0)}
 
 
@@ -101,17 +112,17 @@ def _packed(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    segments: Segments,
-    backend: str,
+    row: RowContext,
     *,
-    causal: bool,
     scale: float,
     dropout: float,
+    vision: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """transformers' [1, N, T, H] in, its [1, T, N, H] out."""
+    """transformers' [1, N, T, H] in, its [1, T, N, H] out. `vision`: boundaries of a vision block; None: text."""
+    segments = row.segments if vision is None else row.vision.find(vision, query.shape[2])
     q_TNH, k_TKH, v_TKH = (x[0].transpose(0, 1) for x in (query, key, value))
-    attend = choose(AttentionCall.of(q_TNH, k_TKH, dropout=dropout), backend)
-    return attend(q_TNH, k_TKH, v_TKH, segments, causal=causal, scale=scale, dropout=dropout)[None]
+    attend = choose(AttentionCall.of(q_TNH, k_TKH, dropout=dropout), row.backend)
+    return attend(q_TNH, k_TKH, v_TKH, segments, causal=vision is None, scale=scale, dropout=dropout)[None]
 
 
 def _original(name: str, module: nn.Module) -> Callable[..., tuple[torch.Tensor, Any]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, final
+from typing import Any, ParamSpec, TypeVar, final
 
 import torch
 from torch import nn
@@ -13,12 +13,20 @@ from torch import nn
 from vlmpack.attention import AUTO
 from vlmpack.errors import LayoutError
 from vlmpack.families import Family
-from vlmpack.layout import BatchFacts, Grid, PackedRow, Segments, SlotRule, require
+from vlmpack.layout import BatchFacts, Grid, PackedRow, Segments, SlotRule, outside_graph, require
 from vlmpack.step.context import CONTEXT, RowContext, VisionSegments
 from vlmpack.step.head import target_logprobs, target_positions
 from vlmpack.step.result import StepResult, Work, sums_by_sample
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def around_graph(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep a function itself out of compiled graphs, but not what it calls: the model's own layers."""
+    return torch.compiler.disable(function, recursive=False)  # pyright: ignore[reportReturnType]
 
 
 @final
@@ -26,7 +34,7 @@ TEXT, IMAGE, VIDEO = 0, 1, 2
 class StepConfig:
     """How an enabled model packs and computes."""
 
-    slots: SlotRule = SlotRule()  # noqa: RUF009 - frozen, so one instance can serve all
+    slots: SlotRule = SlotRule()
     """Room that each segment and the row take up when a padded batch is packed inside the forward pass."""
     keep_empty: bool = False
     """Keep all-zero rows of a padded batch as segments of length 0 instead of refusing them."""
@@ -36,6 +44,7 @@ class StepConfig:
     """Rows of logits alive at a time; logits take `4 * head_chunk * vocabulary` bytes and more."""
 
 
+@around_graph
 def run_row(
     model: nn.Module,
     family: Family,
@@ -58,14 +67,29 @@ def run_row(
         logits: also compute logits at every position of the row, [1, T, V].
     """
     facts = known_facts(row)
-    hidden = _hidden_states(model, family, row, facts, config, rope_segments)
-    head = family.head(model)
+    inputs = _backbone_inputs(family, row, facts, config, rope_segments, model.config)
+    hidden = family.backbone(model)(**inputs).last_hidden_state
+    return _result(hidden, row, facts, family.head(model), config.head_chunk, num_items_in_batch, logits=logits)
+
+
+@outside_graph
+def _result(
+    hidden: torch.Tensor,
+    row: PackedRow,
+    facts: BatchFacts,
+    head: nn.Module,
+    chunk: int,
+    num_items_in_batch: torch.Tensor | int | None,
+    *,
+    logits: bool,
+) -> StepResult:
+    """What hidden states [1, T, D] come to: the head on labelled positions, sums and counts."""
     labels = row.shift_labels
     if labels is None:
         labels = torch.full_like(row.input_ids, -100)
         facts = replace(facts, num_targets=0)
     index = target_positions(labels, facts.num_targets)
-    logprobs, loss_sum = _loss(hidden, labels, index, head, config.head_chunk)
+    logprobs, loss_sum = _loss(hidden, labels, index, head, chunk)
     sums, counts = sums_by_sample(logprobs, index, row.segments)
     return StepResult(
         loss=loss_sum / (max(index.numel(), 1) if num_items_in_batch is None else num_items_in_batch),
@@ -81,6 +105,7 @@ def run_row(
     )
 
 
+@outside_graph
 def known_facts(row: PackedRow) -> BatchFacts:
     """The row's host facts; grids that only a tensor knows are read from it, which waits for the device once."""
     facts = row.facts or BatchFacts(lengths=row.segments.lengths[: row.segments.num_samples])
@@ -119,20 +144,22 @@ def _check_patches(pixels: torch.Tensor | None, grids: Sequence[Grid], name: str
         raise LayoutError(f"the grids describe {expected} patches, {name} has {seen}; pass the media of every sample")
 
 
-def _hidden_states(
-    model: nn.Module,
+@outside_graph
+def _backbone_inputs(
     family: Family,
     row: PackedRow,
     facts: BatchFacts,
     config: StepConfig,
     rope_segments: Segments | None,
-) -> torch.Tensor:
-    """[1, T, D]."""
-    hf_config: Any = model.config
+    hf_config: Any,
+) -> dict[str, Any]:
+    """Keyword arguments of the model without its head."""
     types = family.media_types(row.input_ids, hf_config)
     _check_media_tokens(types, family, facts, hf_config)
     positions = row.position_ids
-    if positions is None:
+    if positions is not None:
+        _check_positions(positions)
+    else:
         positions = family.positions(
             types,
             rope_segments or row.segments,
@@ -148,19 +175,27 @@ def _hidden_states(
         for segments in family.vision_segments(grids, hf_config)
     ]
     context = RowContext(segments=row.segments, vision=VisionSegments(vision), backend=config.attention)
-    outputs = family.backbone(model)(
-        input_ids=row.input_ids,
+    return {
+        "input_ids": row.input_ids,
         # A 4D mask is taken as it is, so no T x T mask is ever built; the attention function does not read it.
-        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.input_ids.device),
+        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.input_ids.device),
         # Three rows: with a fourth, transformers would look for packed samples by itself, and wait for the device.
-        position_ids=positions[-3:],
-        mm_token_type_ids=types,
+        "position_ids": positions[-3:],
+        "mm_token_type_ids": types,
         # Whatever the configuration says: a cache would be filled and thrown away.
-        use_cache=False,
+        "use_cache": False,
         **row.media.to_hf(),
-        **{CONTEXT: context},
-    )
-    return outputs.last_hidden_state
+        CONTEXT: context,
+    }
+
+
+def _check_positions(positions: torch.Tensor) -> None:
+    if positions.ndim != 3 or positions.shape[0] not in (3, 4):
+        raise LayoutError(
+            f"position_ids is {list(positions.shape)}; a model with MRoPE needs [3, ...] (time, height, width) or "
+            "[4, ...] (the text row first), with fewer rows images lose their places: leave position_ids out, they are "
+            "computed from the grids"
+        )
 
 
 def _check_media_tokens(types: torch.Tensor, family: Family, facts: BatchFacts, hf_config: Any) -> None:

@@ -13,8 +13,8 @@ from transformers.utils.generic import ModelOutput
 
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import Family
-from vlmpack.layout import FACTS_KEY, BatchFacts, PackedRow, PaddedBatch, Segments, pack
-from vlmpack.step.engine import StepConfig, run_row
+from vlmpack.layout import FACTS_KEY, BatchFacts, PackedRow, PaddedBatch, Segments, outside_graph, pack
+from vlmpack.step.engine import StepConfig, around_graph, run_row
 from vlmpack.step.result import StepResult
 
 SINK = "vlmpack_sink"
@@ -36,6 +36,21 @@ _SETTLED_KEYS = frozenset(
     )
 )
 """Arguments of the model's own forward that a packed pass has settled: only their defaults go through it."""
+
+
+_LOST_BOUNDARIES = (
+    "cu_seqlens_q_padded",
+    "rope_cu_seqlens",
+    "moe_padding_mask",
+    "cu_seqlens",
+    "max_seqlen",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+)
+"""Names under which boundaries are given elsewhere, or to us with `cu_seqlens_q` forgotten."""
 
 
 @dataclass
@@ -62,17 +77,19 @@ class Sink:
     result: StepResult | None = None
 
 
+@around_graph
 def packed_forward(
     model: nn.Module, own_forward: Callable[..., Any], inputs: dict[str, Any], family: Family, config: StepConfig
 ) -> Any:
     """Pack, use or pass on; see `enable_packing`."""
     is_row = _is_row(inputs)
     if not is_row and _is_foreign(inputs):
+        _check_boundaries_kept(inputs)
         return own_forward(**{name: value for name, value in inputs.items() if name not in (FACTS_KEY, SINK)})
     _check_keys(inputs, is_row=is_row)
     pad_token_id = family.text_config(model.config).pad_token_id
     row = _given_row(inputs) if is_row else _packed_batch(inputs, config, pad_token_id)
-    want_logits = bool(inputs.get("output_logits")) or inputs["labels"] is inputs.get("shift_labels") is None
+    want_logits = _wants_logits(inputs)
     result = run_row(
         model,
         family,
@@ -91,6 +108,20 @@ def packed_forward(
     return output if inputs.get("return_dict") is not False else output.to_tuple()
 
 
+def _wants_logits(inputs: dict[str, Any]) -> bool:
+    if inputs.get("output_logits"):
+        return True
+    has_labels = inputs["labels"] is not None or inputs.get("shift_labels") is not None
+    if not has_labels and inputs.get("num_items_in_batch") is not None:
+        raise ConfigError(
+            "the targets were counted (num_items_in_batch) but the labels were kept back: Trainer does that for "
+            "label_smoothing_factor, whose smoother does not shift the labels of Qwen-VL models: set it to 0; and for "
+            "compute_loss_func: let the collator put output_logits=True into the batch if you need it"
+        )
+    return not has_labels
+
+
+@outside_graph
 def _output(result: StepResult, *, has_labels: bool, is_row: bool) -> PackedOutput:
     logits = result.row_logits if is_row else result.logits
     if not has_labels:
@@ -117,6 +148,21 @@ def _is_foreign(inputs: dict[str, Any]) -> bool:
     )
 
 
+def _check_boundaries_kept(inputs: dict[str, Any]) -> None:
+    """transformers' own attention ignores boundaries under most of their names, and says nothing."""
+    lost = [name for name in _LOST_BOUNDARIES if inputs.get(name) is not None]
+    if lost:
+        raise ConfigError(
+            f"{', '.join(lost)} would be ignored and the samples of the row mixed; give a packed row its boundaries as "
+            "cu_seqlens_q (and cu_seqlens_q_padded if it has gaps)"
+        )
+    if inputs.get(FACTS_KEY) is not None and inputs["attention_mask"] is None:
+        raise LayoutError(
+            "a padded batch came without its attention_mask, so its padding would be attended to; keep the 2D mask "
+            "that the collator made"
+        )
+
+
 def _check_keys(inputs: dict[str, Any], *, is_row: bool) -> None:
     """transformers accepts any keyword and ignores it, or hands it to the vision tower; a packed pass does not."""
     for name, value in inputs.items():
@@ -130,6 +176,7 @@ def _check_keys(inputs: dict[str, Any], *, is_row: bool) -> None:
             raise ConfigError(f"{name} cannot be combined with a packed row; leave it out")
 
 
+@outside_graph
 def _given_row(inputs: dict[str, Any]) -> PackedRow:
     row = PackedRow.from_hf(inputs)
     if (mask := inputs["attention_mask"]) is not None:
@@ -143,11 +190,13 @@ def _given_row(inputs: dict[str, Any]) -> PackedRow:
     return row
 
 
+@outside_graph
 def _packed_batch(inputs: dict[str, Any], config: StepConfig, pad_token_id: int | None) -> PackedRow:
     batch = PaddedBatch.from_hf(inputs)
     return pack(batch, rule=config.slots, keep_empty=config.keep_empty, pad_token_id=pad_token_id or 0)
 
 
+@outside_graph
 def _rope_segments(boundaries: Any, segments: Segments) -> Segments | None:
     if boundaries is None or isinstance(boundaries, Segments):
         return boundaries
