@@ -189,7 +189,8 @@ def test_alpha_is_laid_over_white():
 
 
 def test_grey_with_alpha_is_laid_over_white():
-    la = Image.fromarray(np.array([[[10, 0], [10, 255]]], dtype=np.uint8), "LA")
+    grey, alpha = (Image.fromarray(np.array([row], dtype=np.uint8)) for row in ([10, 10], [0, 255]))
+    la = Image.merge("LA", (grey, alpha))
     assert_pixels(load_image(la), np.array([[[255] * 3, [10] * 3]], dtype=np.uint8))
 
 

@@ -98,9 +98,8 @@ def video_cases(count: int) -> list[dict]:
         for key in ("fps", "nframes", "sample_fps", "raw_fps", "min_frames", "max_frames"):
             if rng.random() < 0.1:
                 keys[key] = rng.randint(1, 30)
-        cases.append(
-            {"element": keys, "patch_size": patch, "num_frames": rng.randint(1, 40), **random_shape(rng, 1500)}
-        )
+        frames = rng.randint(250, 900) if rng.random() < 0.05 else rng.randint(1, 40)
+        cases.append({"element": keys, "patch_size": patch, "num_frames": frames, **random_shape(rng, 1500)})
     return cases
 
 
@@ -233,6 +232,14 @@ def test_resize_image_is_pillows_bicubic():
     resized = resize_image(picture, {"resized_height": 60, "resized_width": 90}, patch_size=14)
     assert resized.size == (84, 56)
     np.testing.assert_array_equal(np.asarray(resized), np.asarray(picture.resize((84, 56))))
+
+
+@pytest.mark.parametrize("patch_size", [14, 16])
+def test_a_resized_image_passes_the_processor_with_do_resize_off(patch_size):
+    picture = resize_image(Image.new("RGB", (70, 50)), {"max_pixels": 5 * 1024, "min_pixels": 1}, patch_size=patch_size)
+    processor = transformers.Qwen2VLImageProcessorPil(patch_size=patch_size)
+    encoded = processor([picture], do_resize=False, return_tensors="pt")
+    assert encoded["image_grid_thw"].tolist() == [[1, picture.height // patch_size, picture.width // patch_size]]
 
 
 def test_none_is_absent_and_text_is_a_number():

@@ -117,7 +117,7 @@ def _encoded(source: ImageSource, limits: ImageLimits) -> bytes:
     if isinstance(source, str):
         return _from_text(source, limits)
     if isinstance(source, (bytes, bytearray, memoryview)):
-        return _checked_size(bytes(source), limits)
+        return bytes(source)
     raise ImageError(
         f"an image of type {type(source).__name__} cannot be read; give a PIL image, a path, bytes, "
         "a {'bytes', 'path'} dict or a data: URI (Image.fromarray makes a PIL image of an array)",
@@ -159,7 +159,7 @@ def _from_data_uri(text: str, limits: ImageLimits) -> bytes:
         )
     _check_bytes(len(payload) * 3 // 4, limits)
     try:
-        return _checked_size(base64.b64decode("".join(payload.split()), validate=True), limits)
+        return base64.b64decode("".join(payload.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise ImageError(f"the data URI {_short(text)} is not valid base64: {error}", "image_source") from None
 
@@ -167,10 +167,8 @@ def _from_data_uri(text: str, limits: ImageLimits) -> bytes:
 def _file_uri_path(uri: str) -> Path:
     """The path behind `file://`: literal, as qwen-vl-utils reads it, or percent-decoded (RFC 8089) if there is none."""
     rest = uri[len("file://") :]
-    if rest.startswith("localhost/"):
-        rest = rest[len("localhost") :]
-    literal = Path(rest)
-    return literal if "%" not in rest or _is_file(literal) else Path(unquote(rest))
+    rest = rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
+    return Path(rest) if _is_file(Path(rest)) else Path(unquote(rest))
 
 
 def _read_file(path: Path, limits: ImageLimits) -> bytes:
@@ -200,13 +198,9 @@ def _check_bytes(size: int, limits: ImageLimits) -> None:
         )
 
 
-def _checked_size(data: bytes, limits: ImageLimits) -> bytes:
-    _check_bytes(len(data), limits)
-    return data
-
-
 def _open(data: bytes, limits: ImageLimits) -> Image.Image:
     """Read the header of an encoded image."""
+    _check_bytes(len(data), limits)
     if not data:
         raise ImageError("the image is empty (0 bytes); write the file again or drop the sample", "image_undecodable")
     try:
