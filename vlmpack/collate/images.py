@@ -43,7 +43,6 @@ ImageSource = Image.Image | bytes | bytearray | memoryview | str | Path | Mappin
 
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _DEEP_GREY = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
-_UPRIGHT = 1
 
 
 class ImageError(VlmpackError):
@@ -126,11 +125,9 @@ def _encoded(source: ImageSource, limits: ImageLimits) -> bytes:
 
 
 def _from_mapping(source: Mapping, limits: ImageLimits) -> bytes:
-    data, path = source.get("bytes"), source.get("path")
-    if data is not None:
-        return _encoded(data, limits)
-    if path is not None:
-        return _encoded(path, limits)
+    for key in ("bytes", "path"):
+        if source.get(key) is not None:
+            return _encoded(source[key], limits)
     raise ImageError(
         f"an image dict must hold 'bytes' or 'path'; this one has the keys {sorted(map(str, source))}", "image_source"
     )
@@ -166,8 +163,7 @@ def _from_data_uri(text: str, limits: ImageLimits) -> bytes:
 
 def _file_uri_path(uri: str) -> Path:
     """The path behind `file://`: literal, as qwen-vl-utils reads it, or percent-decoded (RFC 8089) if there is none."""
-    rest = uri[len("file://") :]
-    rest = rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
+    rest = uri[len("file://localhost" if uri[7:17] == "localhost/" else "file://") :]
     return Path(rest) if _is_file(Path(rest)) else Path(unquote(rest))
 
 
@@ -251,7 +247,7 @@ def _decode(image: Image.Image) -> None:
 def _upright(image: Image.Image) -> Image.Image:
     """Apply the EXIF orientation and drop the tag; the image itself where there is nothing to do."""
     try:
-        if image.getexif().get(ExifTags.Base.Orientation, _UPRIGHT) == _UPRIGHT:
+        if image.getexif().get(ExifTags.Base.Orientation, 1) == 1:
             return image
         return ImageOps.exif_transpose(image)
     except Exception as error:  # EXIF is a nest of offsets; damaged ones raise errors of every kind
