@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vlmpack.collate import VLMCollator
     from vlmpack.errors import BackendError, ConfigError, FamilyError, LayoutError, SampleError, VlmpackError
-    from vlmpack.layout import BatchFacts, PackedRow, PaddedBatch, Segments, SlotRule, pack, unpack
-    from vlmpack.step import PackedStep, StepResult, disable_packing, enable_packing
+    from vlmpack.layout import BatchFacts, Media, PackedRow, PaddedBatch, Segments, SlotRule, pack, unpack
+    from vlmpack.step import PackedStep, StepConfig, StepResult, disable_packing, enable_packing
 
 __version__ = "0.1.0"
 
@@ -27,12 +27,14 @@ __all__ = [
     "ConfigError",
     "FamilyError",
     "LayoutError",
+    "Media",
     "PackedRow",
     "PackedStep",
     "PaddedBatch",
     "SampleError",
     "Segments",
     "SlotRule",
+    "StepConfig",
     "StepResult",
     "VLMCollator",
     "VlmpackError",
@@ -45,8 +47,8 @@ __all__ = [
 _ROOM = {
     "collate": ("VLMCollator",),
     "errors": ("BackendError", "ConfigError", "FamilyError", "LayoutError", "SampleError", "VlmpackError"),
-    "layout": ("BatchFacts", "PackedRow", "PaddedBatch", "Segments", "SlotRule", "pack", "unpack"),
-    "step": ("PackedStep", "StepResult", "disable_packing", "enable_packing"),
+    "layout": ("BatchFacts", "Media", "PackedRow", "PaddedBatch", "Segments", "SlotRule", "pack", "unpack"),
+    "step": ("PackedStep", "StepConfig", "StepResult", "disable_packing", "enable_packing"),
 }
 _HOME = {name: f"vlmpack.{room}" for room, names in _ROOM.items() for name in names}
 

@@ -7,7 +7,8 @@ from vlmpack.layout.device import on_host, outside_graph, require, to_device
 from vlmpack.layout.pack import pack, unpack
 from vlmpack.layout.roll import IGNORE, shift_labels, unshift_labels
 from vlmpack.layout.row import PackedRow
-from vlmpack.layout.segments import Segments, SlotRule
+from vlmpack.layout.segments import Segments
+from vlmpack.layout.slots import SlotRule
 
 __all__ = [
     "FACTS_KEY",

@@ -13,7 +13,8 @@ from vlmpack.layout.batch import BatchFacts, MaskSpans, PaddedBatch, lengths_fro
 from vlmpack.layout.device import on_host, outside_graph, to_device
 from vlmpack.layout.roll import IGNORE, shift_labels
 from vlmpack.layout.row import PackedRow
-from vlmpack.layout.segments import Segments, SlotRule
+from vlmpack.layout.segments import Segments
+from vlmpack.layout.slots import SlotRule
 
 
 def pack(
