@@ -1,6 +1,6 @@
 """Assembling: the packed row is exactly the packed padded batch, pixels included."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -153,6 +153,16 @@ def test_pixels_can_be_stored_in_half_the_bytes(count):
     truth = torch.cat([s.images[0].pixels for s in samples]).to(torch.bfloat16)
     assert pixels is not None
     assert torch.equal(pixels, truth)
+
+
+def test_pixels_of_two_precisions_keep_the_finer_one():
+    fine, coarse = sample(1, 3, [(1, 2)]), sample(2, 3, [(1, 1)])
+    half = replace(coarse, images=(replace(coarse.images[0], pixels=coarse.images[0].pixels.half()),))
+    for order in ([fine, half], [half, fine]):
+        pixels = to_padded(order, pad_token_id=0).media.pixel_values
+        assert pixels is not None
+        assert pixels.dtype == torch.float32
+        assert torch.equal(pixels, torch.cat([s.images[0].pixels.float() for s in order]))
 
 
 def test_samples_that_do_not_fit_a_fixed_row_are_an_error():

@@ -2,9 +2,12 @@
 
 import pickle
 
+import hypothesis
 import pytest
 import torch
 from chats import FAMILIES, chat, learnt, picture, processor_of, tokenised
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from transformers import AutoModelForImageTextToText, Qwen3VLConfig
 
@@ -330,3 +333,59 @@ def test_the_vocabulary_s_size_can_be_told():
     with pytest.raises(SampleError, match="holds the token id 5000, but ids run from 0 to 813"):
         VLMCollator(processor_of())([feature])
     assert VLMCollator(processor_of(), vocab_size=5001)([feature])["input_ids"].tolist() == [[1, 5000]]
+
+
+# ---------------------------------------------------------------------- whatever a dataset may hold
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 900) | st.floats(-2, 2) | st.text(max_size=4) | st.binary(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "type"]), inner),
+    max_leaves=6,
+)
+COLUMNS = st.sampled_from(
+    [
+        "messages",
+        "conversations",
+        "prompt",
+        "completion",
+        "images",
+        "image",
+        "videos",
+        "video",
+        "input_ids",
+        "labels",
+        "attention_mask",
+        "mm_token_type_ids",
+        "pixel_values",
+        "image_grid_thw",
+        "second_per_grid_ts",
+        "video_grid_thw",
+        "pixel_values_videos",
+        "tools",
+        "chat_template_kwargs",
+        "id",
+    ]
+)
+GOOD = st.sampled_from(
+    [
+        chat("1", "2", picture()),
+        chat("1", "2"),
+        {"prompt": "1", "completion": "2"},
+        {"conversations": [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "2"}], "image": picture()},
+        tokenised("qwen3_vl", "<|image_pad|><|im_start|>assistant\n2<|im_end|>", picture()),
+    ]
+)
+
+
+@hypothesis.settings(max_examples=400)
+@given(good=GOOD, spoiled=st.dictionaries(COLUMNS, ANYTHING, min_size=1, max_size=3))
+def test_nonsense_in_a_column_is_used_or_refused_but_never_a_crash(good, spoiled):
+    collator = VLMCollator(processor_of(), layout="packed", on_bad="skip")
+    try:
+        batch = collator([{**good, **spoiled}])
+    except ConfigError as error:
+        assert "none of the columns" in str(error)
+        return
+    assert collator.ledger.given == 1
+    assert (batch[FACTS_KEY].sample_ids == ()) == (collator.ledger.refused == 1)
+    assert torch.isfinite(batch.get("pixel_values", torch.zeros(1))).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 import torch
@@ -124,7 +125,7 @@ def _join(visuals: Sequence[Visual], dtype: torch.dtype | None) -> torch.Tensor 
     if not visuals:
         return None
     parts = [visual.pixels.detach() for visual in visuals]
-    dtype = dtype or parts[0].dtype
+    dtype = dtype or reduce(torch.promote_types, (part.dtype for part in parts))
     if len(parts) == 1:
         return parts[0].to(dtype)
     joined = torch.empty(sum(map(len, parts)), parts[0].shape[1], dtype=dtype)

@@ -83,10 +83,12 @@ def _no_columns(feature: Mapping[str, Any]) -> str:
 
 
 def _template_options(present: Mapping[str, Any]) -> dict[str, Any]:
-    options = dict(present.get("chat_template_kwargs", {}))
-    if present.get("tools"):
-        options["tools"] = present["tools"]
-    return options
+    options, tools = present.get("chat_template_kwargs", {}), present.get("tools", [])
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise Refusal("bad_row", f"chat_template_kwargs must be a mapping of names, got {_short(options)}")
+    if not isinstance(tools, list | tuple):
+        raise Refusal("bad_row", f"tools must be a list of tools, got {_short(tools)}")
+    return {**options, **({"tools": list(tools)} if tools else {})}
 
 
 # ---------------------------------------------------------------------- messages
@@ -96,7 +98,7 @@ def _messages(value: Any, column: str) -> list[dict[str, Any]]:
     """A list of {"role", "content": str or list of parts}, media parts still with their payload."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
         raise Refusal("bad_row", f"{column} must be a non-empty list of messages, got {_short(value)}")
-    if "from" in value[0]:
+    if isinstance(value[0], Mapping) and "from" in value[0]:
         return _qwen_messages(value)
     return [_message(message, f"{column}[{i}]") for i, message in enumerate(value)]
 
@@ -110,6 +112,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         content = [content]
     if content is None:
         content = ""
+    if not isinstance(content, str | list | tuple):
+        raise Refusal("bad_row", f"{where}.content must be a string or a list of parts, got {_short(content)}")
     if not isinstance(content, str):
         content = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
     return {**rest, "content": content}

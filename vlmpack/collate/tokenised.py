@@ -68,12 +68,14 @@ def _tokens(feature: Mapping[str, Any], name: str) -> np.ndarray:
 
 
 def _array(value: Any, name: str) -> np.ndarray:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().numpy()
+    """Numbers of one shape, or a refusal."""
     try:
-        return np.asarray(value)
-    except ValueError as error:
+        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    except (ValueError, TypeError, OverflowError) as error:
         raise Refusal("bad_shape", f"{name} is not an array: {error}") from error
+    if array.dtype.kind not in "biuf":
+        raise Refusal("bad_dtype", f"{name} holds {array.dtype}; it must hold numbers")
+    return array
 
 
 def _kept(feature: Mapping[str, Any], count: int) -> slice:
@@ -123,8 +125,15 @@ def _visuals(feature: Mapping[str, Any], pixel_name: str, grid_name: str) -> tup
     if pixels is None or grids is None:
         there, missing = (grid_name, pixel_name) if pixels is None else (pixel_name, grid_name)
         raise Refusal("pixel_shape", f"it has {there} but no {missing}; both come from one call of the processor")
-    pixels = pixels if isinstance(pixels, torch.Tensor) else torch.from_numpy(np.asarray(pixels))
-    grids = _array(grids, grid_name).reshape(-1, 3).tolist()
+    if not isinstance(pixels, torch.Tensor):
+        pixels = torch.from_numpy(_array(pixels, pixel_name))
+        pixels = pixels.float() if pixels.dtype == torch.float64 else pixels
+    table = _array(grids, grid_name)
+    if table.dtype.kind not in "iu" or table.ndim not in (1, 2) or table.shape[-1] != 3:
+        raise Refusal(
+            "bad_grid", f"{grid_name} must be whole numbers [N, 3] (frames, rows, columns), got {grids!r:.80}"
+        )
+    grids = table.reshape(-1, 3).tolist()
     rows = [frames * height * width for frames, height, width in grids]
     if min(rows, default=0) < 0 or pixels.ndim != 2 or sum(rows) != pixels.shape[0]:
         raise Refusal(
@@ -147,5 +156,3 @@ def _seconds(feature: Mapping[str, Any], count: int) -> list[float | None]:
     if len(seconds) != count:
         raise Refusal("bad_shape", f"second_per_grid_ts has {len(seconds)} entries for {count} videos")
     return seconds
-
-
