@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForImageTextToText, Qwen3VLConfig
 
 from vlmpack.collate import Ceiling, VLMCollator, read_ledger
+from vlmpack.data import load_cord, to_conversation
 from vlmpack.errors import ConfigError, LayoutError, SampleError
 from vlmpack.layout import FACTS_KEY, PackedRow, PaddedBatch, SlotRule, pack
 
@@ -284,6 +285,15 @@ def test_workers_give_the_same_batches_and_share_the_ledger(start, tmp_path):
     assert used + len(lines) == len(dataset)
 
 
+@pytest.mark.slow
+def test_an_error_in_a_worker_still_says_which_sample_and_what_to_do():
+    collator = VLMCollator(processor_of())
+    loader = DataLoader([chat(), {**BROKEN, "id": "r7"}], batch_size=2, collate_fn=collator, num_workers=1)
+    # torch rebuilds an error from its text, and a SampleError needs more than that.
+    with pytest.raises(RuntimeError, match=r"SampleError: sample 1 \(id 'r7'\): none of its \d+ tokens is learnt"):
+        next(iter(loader))
+
+
 def test_it_can_be_pickled():
     collator = pickle.loads(pickle.dumps(VLMCollator(processor_of(), layout="packed", slots=SlotRule(multiple=8))))
     assert collator.slots == SlotRule(multiple=8)
@@ -332,6 +342,8 @@ def test_the_vocabulary_s_size_can_be_told():
     feature = {"input_ids": [1, 5000], "labels": [-100, 7]}
     with pytest.raises(SampleError, match="holds the token id 5000, but ids run from 0 to 813"):
         VLMCollator(processor_of())([feature])
+    with pytest.raises(SampleError, match="but ids run from 0 to 299"):
+        VLMCollator(processor_of(), vocab_size=300)([chat()])
     assert VLMCollator(processor_of(), vocab_size=5001)([feature])["input_ids"].tolist() == [[1, 5000]]
 
 
@@ -389,3 +401,15 @@ def test_nonsense_in_a_column_is_used_or_refused_but_never_a_crash(good, spoiled
     assert collator.ledger.given == 1
     assert (batch[FACTS_KEY].sample_ids == ()) == (collator.ledger.refused == 1)
     assert torch.isfinite(batch.get("pixel_values", torch.zeros(1))).all()
+
+
+# ---------------------------------------------------------------------- receipts
+
+
+def test_receipts_go_straight_from_the_data_set_into_a_row():
+    records = load_cord("synthetic", num=4)
+    features = [to_conversation(records[i]) for i in range(4)]
+    batch = VLMCollator(processor_of(), layout="packed")(features)
+    answers = [feature["conversation"][-1]["content"][0]["text"] for feature in features]
+    assert learnt(processor_of(), batch["labels"]) == "".join(f"{answer}<|im_end|>" for answer in answers)
+    assert batch[FACTS_KEY].images_per_sample == (1, 1, 1, 1)

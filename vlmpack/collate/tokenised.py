@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlmpack.collate.checks import check_ids
 from vlmpack.collate.encoded import IMAGE, TEXT, VIDEO, Encoded, Visual
 from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels, mask_media
 from vlmpack.collate.processor import ProcessorFacts
@@ -35,7 +34,6 @@ def read_tokenised(feature: Mapping[str, Any], facts: ProcessorFacts, *, train_o
             "it brings position_ids, but positions are computed from the grids when the sample's place in the row is "
             "known; remove the column",
         )
-    check_ids(ids, facts)
     types = token_types(ids, facts)
     _check_types(feature, types, keep)
     return Encoded(
