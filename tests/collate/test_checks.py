@@ -9,7 +9,7 @@ from chats import FAMILIES, picture, processor_of, tokenised
 
 from vlmpack.collate.checks import run_lengths
 from vlmpack.collate.encode import Encoder
-from vlmpack.collate.images import ImageLimits
+from vlmpack.data.images import ImageLimits
 from vlmpack.collate.processor import read_processor
 from vlmpack.collate.refusal import Refusal
 

@@ -19,7 +19,7 @@ from PIL import Image
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.video_utils import VideoMetadata
 
-from vlmpack.collate.images import ImageError, ImageLimits
+from vlmpack.data.images import ImageError, ImageLimits
 from vlmpack.collate.video import (
     VideoSettings,
     frame_timestamps,

@@ -14,7 +14,7 @@ import pytest
 import transformers
 from PIL import Image
 
-from vlmpack.collate.images import ImageError
+from vlmpack.data.images import ImageError
 from vlmpack.collate.vision_keys import (
     first_frame_size,
     has_image_keys,

@@ -1,118 +1,368 @@
-"""Whatever holds an image becomes one upright RGB image, or a refusal that names the sample."""
+"""load_image: every way a dataset holds an image, and every way it can be unusable."""
 
 from __future__ import annotations
 
+import base64
 import io
+import pickle
 import random
+import socket
+import struct
+import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import ExifTags, Image, ImageFile
 
-from vlmpack.data.images import to_rgb
-from vlmpack.errors import SampleError
+from vlmpack.data.images import ImageError, ImageLimits, load_image
+from vlmpack.errors import ConfigError
 
-ORIENTATION = 0x0112
-
-
-def gradient(width: int = 23, height: int = 11) -> Image.Image:
-    levels = np.linspace(0, 255, width * height * 3).astype(np.uint8).reshape(height, width, 3)
-    return Image.fromarray(levels)
-
-
-def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
+UPRIGHT = {  # EXIF orientation -> what brings the stored array upright (EXIF 2.32, table "Orientation")
+    1: lambda a: a,
+    2: np.fliplr,
+    3: lambda a: np.rot90(a, 2),
+    4: np.flipud,
+    5: lambda a: a.transpose(1, 0, 2),
+    6: lambda a: np.rot90(a, -1),
+    7: lambda a: np.rot90(a, 2).transpose(1, 0, 2),
+    8: lambda a: np.rot90(a, 1),
+}
 
 
-def sideways() -> bytes:
-    """A camera held upright: 23 x 11 pixels stored, to be turned to 11 x 23."""
+def noise(height: int = 7, width: int = 11, channels: int = 3, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
+
+
+def encoded(image: Image.Image, fmt: str = "PNG", **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, fmt, **options)
+    return file.getvalue()
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that claims a size and holds no pixels."""
+    ihdr = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = b"IDAT"
+    chunks = (struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in (ihdr, data))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def reason_of(source, **options) -> str:
+    with pytest.raises(ImageError) as caught:
+        load_image(source, **options)
+    return caught.value.reason
+
+
+def assert_pixels(image: Image.Image, expected: np.ndarray) -> None:
+    assert image.mode == "RGB"
+    np.testing.assert_array_equal(np.asarray(image), expected)
+
+
+# ---------------------------------------------------------------- sources
+
+
+def test_every_kind_of_source_gives_the_same_pixels(tmp_path):
+    pixels = noise()
+    picture = Image.fromarray(pixels)
+    data = encoded(picture)
+    path = tmp_path / "a picture 100%.png"
+    path.write_bytes(data)
+    uri = "data:image/png;base64," + base64.b64encode(data).decode()
+    sources = [
+        picture,
+        path,
+        str(path),
+        f"file://{path}",
+        path.as_uri(),  # percent-encoded
+        "file://localhost" + path.as_uri()[len("file://") :],
+        data,
+        bytearray(data),
+        memoryview(data),
+        {"bytes": data, "path": None},
+        {"bytes": None, "path": str(path)},
+        {"bytes": data, "path": "somewhere/else.png"},
+        uri,
+        uri[:60] + "\n" + uri[60:],
+    ]
+    for source in sources:
+        assert_pixels(load_image(source), pixels)
+
+
+@pytest.mark.parametrize(
+    "address", ["http://host/a.png", "HTTPS://host/a.png", "ftp://host/a.png", "s3://bucket/a.png", "hf://d/a.png"]
+)
+def test_remote_addresses_are_refused_without_opening_a_connection(address, monkeypatch):
+    monkeypatch.setattr(socket, "socket", lambda *_: pytest.fail("a connection was opened"))
+    with pytest.raises(ImageError, match=r"is remote; nothing is fetched.*download the image first") as caught:
+        load_image(address)
+    assert caught.value.reason == "image_remote"
+    assert reason_of({"bytes": None, "path": address}) == "image_remote"
+
+
+def test_a_file_uri_of_another_host_is_no_local_file():
+    assert reason_of("file://fileserver/share/a.png") == "image_missing"
+
+
+def test_only_regular_files_are_read(tmp_path):
+    with pytest.raises(ImageError, match=r"no image file at '.*missing\.png'; check the path"):
+        load_image(tmp_path / "missing.png")
+    assert reason_of(tmp_path) == "image_missing"
+    assert reason_of("/dev/zero") == "image_missing"
+    assert reason_of("nul\0l.png") == "image_missing"
+    assert reason_of("x" * 5000) == "image_missing"
+
+
+@pytest.mark.parametrize(
+    "source", [None, 3, noise(), {"url": "a.png"}, {"bytes": None, "path": None}, "data:image/png,x", [b""]]
+)
+def test_other_sources_are_refused_with_what_would_do(source):
+    with pytest.raises(ImageError, match=r"give a PIL image, a path|must hold 'bytes' or 'path'|;base64,") as caught:
+        load_image(source)
+    assert caught.value.reason == "image_source"
+
+
+def test_a_data_uri_must_be_valid_base64():
+    with pytest.raises(ImageError, match="is not valid base64"):
+        load_image("data:image/png;base64,@@@@")
+    assert reason_of("data:image/png;base64,") == "image_undecodable"
+
+
+# ---------------------------------------------------------------- orientation
+
+
+@pytest.mark.parametrize("orientation", UPRIGHT)
+@pytest.mark.parametrize("fmt", ["PNG", "TIFF"])  # Pillow turns TIFF by itself while it decodes: once must stay once
+def test_exif_orientation_is_applied_once(fmt, orientation):
+    stored = noise()
     exif = Image.Exif()
-    exif[ORIENTATION] = 6
-    return encoded(gradient(), exif=exif)
+    exif[ExifTags.Base.Orientation] = orientation
+    data = encoded(Image.fromarray(stored), fmt, exif=exif)
+    expected = UPRIGHT[orientation](stored)
+    once = load_image(data)
+    assert_pixels(once, expected)
+    assert_pixels(load_image(once), expected)
+    assert_pixels(load_image(Image.open(io.BytesIO(data))), expected)
 
 
-class TestForms:
-    def test_every_form_gives_the_same_pixels(self, tmp_path: Path) -> None:
-        path = tmp_path / "a.png"
-        path.write_bytes(encoded(gradient()))
-        forms = [
-            gradient(),
-            path.read_bytes(),
-            path,
-            str(path),
-            {"bytes": path.read_bytes(), "path": None},
-            {"bytes": None, "path": str(path)},
-        ]
-        assert {to_rgb(form).tobytes() for form in forms} == {gradient().tobytes()}
-
-    @pytest.mark.parametrize("mode", ["L", "P", "1", "CMYK", "RGBA", "LA", "YCbCr"])
-    def test_every_mode_becomes_rgb(self, mode: str) -> None:
-        assert to_rgb(gradient().convert(mode)).mode == "RGB"
-
-    def test_transparency_is_put_on_white(self) -> None:
-        clear = Image.new("RGBA", (3, 5), (255, 0, 0, 0))
-        half = Image.new("LA", (3, 5), (0, 128))
-        palette = Image.new("P", (3, 5))
-        palette.info["transparency"] = 0
-        assert to_rgb(clear).getpixel((0, 0)) == (255, 255, 255)
-        assert to_rgb(half).getpixel((0, 0)) == (127, 127, 127)
-        assert to_rgb(palette).getpixel((0, 0)) == (255, 255, 255)
+@pytest.mark.parametrize("fmt", ["JPEG", "WEBP"])
+def test_exif_orientation_of_lossy_formats(fmt):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    assert load_image(encoded(Image.new("RGB", (40, 20)), fmt, exif=exif)).size == (20, 40)
 
 
-class TestOrientation:
-    def test_it_is_applied(self) -> None:
-        turned = to_rgb(sideways())
-        assert turned.size == (11, 23)
-        assert turned.tobytes() == gradient().transpose(Image.Transpose.ROTATE_270).tobytes()
-
-    def test_it_is_applied_once(self) -> None:
-        once = to_rgb(sideways())
-        assert to_rgb(once).tobytes() == once.tobytes()
-        assert ORIENTATION not in once.getexif()
-
-    def test_it_is_applied_to_opened_images_too(self) -> None:
-        assert to_rgb(Image.open(io.BytesIO(sideways()))).size == (11, 23)
+def test_a_pil_image_is_left_as_it_was():
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    given = Image.open(io.BytesIO(encoded(Image.fromarray(noise()), exif=exif)))
+    load_image(given)
+    assert given.size == (11, 7)
+    assert given.getexif()[ExifTags.Base.Orientation] == 6
 
 
-class TestRefusals:
-    @pytest.mark.parametrize(
-        ("value", "seen"),
-        [
-            (None, "image is empty; give a PIL image"),
-            ({"bytes": None, "path": None}, "image is empty"),
-            (7, "image is a int; give a PIL image, encoded bytes, a path"),
-            (b"<html>not found</html>", r"the image \(bytes\) cannot be read: cannot identify"),
-            ("/nowhere/a.png", r"the image \(/nowhere/a.png\) cannot be read: .*No such file.*replace the file"),
-            (encoded(gradient())[:60], r"the image \(bytes\) cannot be read"),
-        ],
-    )
-    def test_what_is_no_image_is_refused(self, value: Any, seen: str) -> None:
-        with pytest.raises(SampleError, match=f"sample 5: {seen}") as caught:
-            to_rgb(value, index=5)
-        assert caught.value.reason == "image_unreadable"
+def test_an_upright_rgb_image_is_not_copied():
+    picture = Image.fromarray(noise())
+    assert load_image(picture) is picture
 
-    def test_a_bomb_is_refused_before_it_is_decoded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-        with pytest.raises(SampleError, match=r"sample 2: the image is too large .*253 pixels.*shrink it") as caught:
-            to_rgb(encoded(gradient()), index=2)
-        assert caught.value.reason == "image_too_large"
 
-    @pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow warns of a damaged TIFF that it can still read
-    @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "TIFF", "WEBP", "BMP"])
-    def test_damaged_files_give_an_image_or_a_refusal_and_nothing_else(self, kind: str) -> None:
-        rng, whole = random.Random(0), encoded(gradient(40, 30), kind)
-        outcomes = []
+# ---------------------------------------------------------------- colour
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "YCbCr", "HSV"])
+def test_plain_modes_are_converted_as_pillow_does(mode):
+    picture = Image.fromarray(noise()).convert(mode)
+    assert_pixels(load_image(picture), np.asarray(picture.convert("RGB")))
+
+
+def test_cmyk_jpeg():
+    data = encoded(Image.fromarray(noise(16, 16)).convert("CMYK"), "JPEG")
+    assert_pixels(load_image(data), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+def test_alpha_is_laid_over_white():
+    rgba = np.array([[[10, 20, 30, 0], [10, 20, 30, 255], [10, 20, 30, 51]]], dtype=np.uint8)
+    expected = [[[255, 255, 255], [10, 20, 30], [206, 208, 210]]]  # 51/255 = 0.2: 0.2 * 10 + 0.8 * 255 = 206
+    assert_pixels(load_image(encoded(Image.fromarray(rgba))), np.array(expected, dtype=np.uint8))
+
+
+def test_grey_with_alpha_is_laid_over_white():
+    grey, alpha = (Image.fromarray(np.array([row], dtype=np.uint8)) for row in ([10, 10], [0, 255]))
+    la = Image.merge("LA", (grey, alpha))
+    assert_pixels(load_image(la), np.array([[[255] * 3, [10] * 3]], dtype=np.uint8))
+
+
+def test_a_transparent_palette_entry_becomes_white():
+    picture = Image.new("P", (2, 1))
+    picture.putpalette([1, 2, 3, 4, 5, 6])
+    picture.putpixel((1, 0), 1)
+    data = encoded(picture, transparency=0)
+    assert_pixels(load_image(data), np.array([[[255] * 3, [4, 5, 6]]], dtype=np.uint8))
+
+
+def test_a_transparent_colour_becomes_white():
+    pixels = np.array([[[9, 9, 9], [4, 5, 6]]], dtype=np.uint8)
+    data = encoded(Image.fromarray(pixels), transparency=(9, 9, 9))
+    assert_pixels(load_image(data), np.array([[[255] * 3, [4, 5, 6]]], dtype=np.uint8))
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32"])  # modes I;16 and I
+def test_deep_grey_integers_are_scaled_from_16_bits(dtype):
+    grey = np.array([[0, 128, 129, 257, 32768, 65535]]).astype(dtype)
+    expected = [0, 0, 1, 1, 128, 255]
+    assert_pixels(load_image(Image.fromarray(grey)), np.repeat(np.uint8(expected)[None, :, None], 3, axis=2))
+
+
+def test_a_16_bit_png_keeps_all_its_grey_levels():
+    grey = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)
+    image = load_image(encoded(Image.fromarray(grey)))
+    assert np.unique(np.asarray(image)).size == 256
+
+
+def test_float_grey_is_read_as_0_to_255():
+    grey = np.array([[0.0, 0.4, 0.6, 254.7]], dtype=np.float32)
+    assert_pixels(load_image(Image.fromarray(grey)), np.repeat(np.uint8([0, 0, 1, 255])[None, :, None], 3, axis=2))
+
+
+@pytest.mark.parametrize(
+    ("grey", "seen"),
+    [
+        (np.array([[-1, 5]], dtype=np.int32), "from -1 to 5"),
+        (np.array([[0, 70000]], dtype=np.int32), "from 0 to 70000"),
+        (np.array([[0.0, 300.0]], dtype=np.float32), "from 0 to 300"),
+        (np.array([[0.0, np.nan]], dtype=np.float32), "nan"),
+        (np.array([[0.0, 1.0]], dtype=np.float32), "multiply it by 255 first"),
+    ],
+)
+def test_deep_grey_of_unknown_range_is_refused(grey, seen):
+    with pytest.raises(ImageError, match=seen) as caught:
+        load_image(Image.fromarray(grey))
+    assert caught.value.reason == "image_mode"
+
+
+def test_a_mode_without_a_way_to_rgb_is_refused():
+    with pytest.raises(ImageError, match="mode La has no way to RGB"):
+        load_image(Image.new("La", (4, 4)))
+
+
+@pytest.mark.parametrize("fmt", ["GIF", "WEBP", "TIFF", "PNG"])
+def test_the_first_frame_of_an_animation_is_taken(fmt):
+    first, second = (Image.new("RGB", (8, 8), colour) for colour in ("white", "black"))
+    data = encoded(first, fmt, save_all=True, append_images=[second])
+    assert np.asarray(load_image(data)).min() >= 254
+
+
+# ---------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize("side", [10_000, 50_000])  # Pillow warns at the first and fails at the second
+def test_a_decompression_bomb_is_refused_by_its_header(side, monkeypatch):
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("pixels were decoded"))
+    with pytest.raises(ImageError, match=r"10000 x 10000 = 100000000 pixels.*max_pixels=64000000|bomb") as caught:
+        load_image(png_header(side, side))
+    assert caught.value.reason == "image_too_large"
+
+
+def test_the_pixel_limit_holds_for_pil_images_too():
+    picture = Image.new("RGB", (10, 10))
+    assert load_image(picture, limits=ImageLimits(max_pixels=100)) is picture
+    assert reason_of(picture, limits=ImageLimits(max_pixels=99)) == "image_too_large"
+
+
+def test_the_byte_limit_holds_before_a_file_is_read(tmp_path, monkeypatch):
+    path = tmp_path / "a.png"
+    path.write_bytes(encoded(Image.fromarray(noise())))
+    monkeypatch.setattr(Path, "read_bytes", lambda _: pytest.fail("the file was read"))
+    limits = ImageLimits(max_bytes=10)
+    with pytest.raises(ImageError, match=r"bytes, more than ImageLimits.max_bytes=10; re-encode it or raise"):
+        load_image(path, limits=limits)
+    assert reason_of(b"12345678901", limits=limits) == "image_too_large"
+    assert reason_of("data:image/png;base64," + "A" * 40, limits=limits) == "image_too_large"
+
+
+@pytest.mark.parametrize("size", [(200, 1), (1, 200), (1, 1), (3000, 15)])
+def test_thin_images_up_to_the_limit_pass(size):
+    assert load_image(Image.new("RGB", size)).size == size
+
+
+@pytest.mark.parametrize("size", [(201, 1), (1, 201), (3000, 10)])
+def test_thinner_ones_are_refused_with_both_sides_named(size):
+    with pytest.raises(
+        ImageError, match=rf"{size[0]} x {size[1]} pixels, an aspect ratio of .*, more than 200"
+    ) as caught:
+        load_image(encoded(Image.new("RGB", size)))
+    assert caught.value.reason == "image_aspect_ratio"
+
+
+@pytest.mark.parametrize("size", [(0, 0), (0, 5), (5, 0)])
+def test_an_image_without_pixels_is_refused(size):
+    with pytest.raises(ImageError, match="there is nothing in it"):
+        load_image(Image.new("RGB", size))
+
+
+def test_only_the_allowed_formats_are_tried():
+    jpeg = encoded(Image.new("RGB", (8, 8)), "JPEG")
+    with pytest.raises(ImageError, match="are not an image of the formats PNG"):
+        load_image(jpeg, limits=ImageLimits(formats=("PNG",)))
+    assert reason_of(encoded(Image.new("RGB", (8, 8)), "PDF")) == "image_undecodable"
+    assert reason_of(encoded(Image.new("RGB", (8, 8)), "EPS")) == "image_undecodable"
+
+
+def test_a_format_that_pillow_does_not_know_is_refused_at_once():
+    with pytest.raises(ConfigError, match=r"no format named \['JPG'\]; it knows .*'JPEG'"):
+        ImageLimits(formats=("JPG", "PNG"))
+
+
+# ---------------------------------------------------------------- damage
+
+
+@pytest.mark.parametrize("data", [b"", b"<!DOCTYPE html><html></html>", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"\0" * 64])
+def test_what_is_no_image_is_refused(data):
+    assert reason_of(data) == "image_undecodable"
+
+
+@pytest.mark.parametrize("fmt", ["PNG", "JPEG", "BMP", "TIFF", "WEBP", "PPM", "GIF"])
+def test_a_truncated_image_is_refused(fmt):
+    data = encoded(Image.fromarray(noise(64, 64)), fmt)
+    cuts = range(0, len(data) // 2, max(1, len(data) // 40))
+    assert {reason_of(data[:cut]) for cut in cuts} == {"image_undecodable"}
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is False
+
+
+def test_a_lazily_opened_pil_image_that_is_damaged_is_refused():
+    data = encoded(Image.fromarray(noise(64, 64)))
+    with pytest.raises(ImageError, match=r"the PNG data of 64 x 64 pixels are damaged or cut short"):
+        load_image(Image.open(io.BytesIO(data[: len(data) // 2])))
+
+
+@pytest.mark.filterwarnings("ignore")  # Pillow warns about some of the damage before it fails or gets over it
+def test_mutated_files_are_read_or_refused_and_nothing_else():
+    rng = random.Random(7)
+    outcomes = []
+    for fmt in ("PNG", "JPEG", "GIF", "TIFF", "WEBP", "BMP", "PPM"):
+        seed = encoded(Image.fromarray(noise(40, 33)), fmt)
         for _ in range(80):
-            damaged = bytearray(whole[: rng.randrange(1, len(whole) + 1)])
-            for _ in range(rng.randrange(0, 6)):
-                damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+            data = bytearray(seed)
+            for _ in range(rng.randint(1, 6)):
+                data[rng.randrange(min(len(data), rng.choice([64, 10**6])))] = rng.randrange(256)
             try:
-                outcomes.append(to_rgb(bytes(damaged)).mode)
-            except SampleError as error:
+                outcomes.append(load_image(bytes(data), limits=ImageLimits(max_pixels=10**6)).mode)
+            except ImageError as error:
                 outcomes.append(error.reason)
-        assert set(outcomes) <= {"RGB", "image_unreadable", "image_too_large"}
-        assert "image_unreadable" in outcomes
+    assert len(outcomes) == 560
+    assert set(outcomes) > {"RGB", "image_undecodable"}
+
+
+def test_the_error_survives_the_trip_from_a_worker():
+    error = pickle.loads(pickle.dumps(ImageError("seen; remedy", "image_mode")))
+    assert (str(error), error.reason) == ("seen; remedy", "image_mode")
+
+
+@settings(deadline=None, max_examples=50)
+@given(height=st.integers(1, 40), width=st.integers(1, 40), mode=st.sampled_from(["1", "L", "LA", "P", "RGB", "RGBA"]))
+def test_every_small_image_becomes_rgb_of_its_own_size(height, width, mode):
+    picture = Image.fromarray(noise(height, width)).convert(mode)
+    image = load_image(encoded(picture))
+    assert (image.mode, image.size) == ("RGB", (width, height))

@@ -12,12 +12,12 @@ import torch
 from vlmpack.collate.assemble import filler, to_packed, to_padded
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import Encoded
-from vlmpack.collate.images import ImageLimits
 from vlmpack.collate.labels import TrainOn
 from vlmpack.collate.ledger import Ceiling, Ledger
 from vlmpack.collate.length import OVERLENGTH, Overlength, fit
 from vlmpack.collate.processor import read_processor
 from vlmpack.collate.refusal import Refusal
+from vlmpack.data.images import ImageLimits
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import PackedRow, PaddedBatch, SlotRule
 

@@ -12,7 +12,6 @@ import numpy as np
 from vlmpack.collate.checks import check_sample, tokens_of
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.holes import MediaRef
-from vlmpack.collate.images import ImageError, ImageLimits, load_image
 from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels
 from vlmpack.collate.processor import ProcessorFacts
 from vlmpack.collate.refusal import Refusal
@@ -20,6 +19,7 @@ from vlmpack.collate.rows import Row, read_row
 from vlmpack.collate.tokenised import read_tokenised, token_types
 from vlmpack.collate.video import VideoPatches, VideoSettings, load_video
 from vlmpack.collate.vision_keys import has_image_keys, resize_image
+from vlmpack.data.images import ImageError, ImageLimits, load_image
 from vlmpack.errors import ConfigError
 
 

@@ -24,7 +24,6 @@ import torch
 from PIL import Image
 from torch.nn.functional import interpolate
 
-from vlmpack.collate.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_image
 from vlmpack.collate.vision_keys import (
     Size,
     first_frame_size,
@@ -34,6 +33,7 @@ from vlmpack.collate.vision_keys import (
     per_frame_size,
     video_frame_size,
 )
+from vlmpack.data.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_image
 
 SAMPLE_FPS = 2.0
 """Frames per second where the element has no `sample_fps` (qwen-vl-utils)."""

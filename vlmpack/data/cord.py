@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlmpack.data.conversation import parse_of
-from vlmpack.data.images import to_rgb
+from vlmpack.data.images import ImageError, load_image
 from vlmpack.data.receipts import SPLITS, SyntheticReceipts
 from vlmpack.data.sources import COLUMNS, Rows, Source, find_rows
 from vlmpack.errors import ConfigError, SampleError
@@ -75,7 +75,11 @@ class CordDataset:
                 f"{message}; CORD records have an image and a ground_truth", index=at, reason="missing_column"
             )
         parse_of(row["ground_truth"], index=at)
-        return {"image": to_rgb(row["image"], index=at), "ground_truth": row["ground_truth"]}
+        try:
+            image = load_image(row["image"])
+        except ImageError as error:
+            raise SampleError(error.detail, index=at, reason=error.reason) from error
+        return {"image": image, "ground_truth": row["ground_truth"]}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[index] for index in range(len(self)))

@@ -1,65 +1,230 @@
-"""Any form in which a dataset may hold an image, to one upright RGB image."""
+"""One image from whatever a dataset holds: read, checked before it is decoded, upright, RGB.
+
+What `load_image` accepts and what it does with it:
+
+| source                                   | rule                                                                     |
+|------------------------------------------|--------------------------------------------------------------------------|
+| PIL image                                | used as it stands (its current frame), never changed in place            |
+| path, `file://` path                     | a regular local file, at most `ImageLimits.max_bytes`                    |
+| bytes                                    | an encoded image                                                         |
+| `{"bytes": ..., "path": ...}`            | as `datasets` stores an image: the bytes, or the path where they are None |
+| `data:image/...;base64,...`              | the payload, strictly base64                                             |
+| `http(s)://` and every other address     | refused: reading a sample never opens a connection                       |
+
+| picture                                  | rule                                                                     |
+|------------------------------------------|--------------------------------------------------------------------------|
+| EXIF orientation                         | applied once; the tag goes, so applying it again does nothing            |
+| alpha, transparent palette or colour     | laid over white                                                          |
+| 1, L, P, CMYK, YCbCr, HSV                | Pillow's own conversion to RGB                                           |
+| grey deeper than 8 bits (I;16, I, F)     | full scale goes to 255: 65535 for integers, 255 for floats               |
+| several frames (GIF, APNG, TIFF, WebP)   | the first one                                                            |
+
+The header is checked against `ImageLimits` before a pixel is decoded. Pillow's `LOAD_TRUNCATED_IMAGES` is never set.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import io
-import os
-import struct
 import warnings
-import zlib
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote
 
-from PIL import Image, ImageOps
+from PIL import Image
 
-from vlmpack.errors import SampleError
+from vlmpack.data.pixels import ImageError, to_rgb, upright
+from vlmpack.errors import ConfigError
 
-_BROKEN = (OSError, EOFError, ValueError, SyntaxError, TypeError, KeyError, IndexError, struct.error, zlib.error)
-"""What Pillow raises for bytes that are not, or not wholly, an image."""
+ImageSource = Image.Image | bytes | bytearray | memoryview | str | Path | Mapping
+"""What `load_image` accepts."""
+
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 
-def to_rgb(value: Any, *, index: int = 0) -> Image.Image:
-    """An RGB image, upright, from a PIL image, encoded bytes, a path, or `{"bytes": ..., "path": ...}`.
+@dataclass(frozen=True, kw_only=True)
+class ImageLimits:
+    """What an image may be, read from its header before decoding."""
 
-    The EXIF orientation is applied and removed, so applying it again changes nothing. Transparency is put on white.
+    max_pixels: int = 64_000_000
+    """Width times height at most; above it a small file can fill the memory (a decompression bomb)."""
+    max_aspect_ratio: float = 200.0
+    """Longer side over shorter side at most; the resize rule of Qwen's processors fails above 200."""
+    max_bytes: int = 256 * 2**20
+    """Size of the encoded image at most."""
+    formats: tuple[str, ...] = _FORMATS
+    """Pillow's names of the file formats that are tried; the content decides, not the file's name."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a format that Pillow cannot open."""
+        if self.formats != _FORMATS:
+            Image.init()
+            unknown = sorted(set(self.formats) - set(Image.OPEN))
+            if unknown:
+                raise ConfigError(f"Pillow opens no format named {unknown}; it knows {sorted(Image.OPEN)}")
+
+
+DEFAULT_LIMITS = ImageLimits()
+
+
+def load_image(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> Image.Image:
+    """The image as upright 8-bit RGB.
+
+    Args:
+        source: see the table at the top of the file.
+        limits: caps that are read from the header before decoding.
+
+    Returns:
+        A PIL image of mode RGB. A PIL image that is RGB and upright already is returned itself, not copied.
 
     Raises:
-        SampleError: nothing there, not an image, cut off, or so many pixels that Pillow calls it a decompression bomb.
+        ImageError: the image cannot be used; the message says what was seen and the remedy, `.reason` is a slug.
     """
-    encoded = value
-    if isinstance(value, Mapping):
-        encoded = value.get("bytes") or value.get("path")
+    image = _open(_encoded(source, limits), limits) if not isinstance(source, Image.Image) else source
+    _check_header(image.size, limits)
+    _decode(image)
+    return to_rgb(upright(image))
+
+
+def _encoded(source: ImageSource, limits: ImageLimits) -> bytes:
+    """The encoded bytes behind a source that is not a PIL image."""
+    if isinstance(source, Mapping):
+        return _from_mapping(source, limits)
+    if isinstance(source, Path):
+        return _read_file(source, limits)
+    if isinstance(source, str):
+        return _from_text(source, limits)
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return bytes(source)
+    raise ImageError(
+        f"an image of type {type(source).__name__} cannot be read; give a PIL image, a path, bytes, "
+        "a {'bytes', 'path'} dict or a data: URI (Image.fromarray makes a PIL image of an array)",
+        "image_source",
+    )
+
+
+def _from_mapping(source: Mapping, limits: ImageLimits) -> bytes:
+    for key in ("bytes", "path"):
+        if source.get(key) is not None:
+            return _encoded(source[key], limits)
+    raise ImageError(
+        f"an image dict must hold 'bytes' or 'path'; this one has the keys {sorted(map(str, source))}", "image_source"
+    )
+
+
+def _from_text(text: str, limits: ImageLimits) -> bytes:
+    scheme = text.split(":", 1)[0].lower()
+    if scheme == "data":
+        return _from_data_uri(text, limits)
+    if scheme == "file" and text[4:7] == "://":
+        return _read_file(_file_uri_path(text), limits)
+    if "://" in text[:32]:
+        raise ImageError(
+            f"the image address {_short(text)} is remote; nothing is fetched while samples are read: "
+            "download the image first and give its path or bytes",
+            "image_remote",
+        )
+    return _read_file(Path(text), limits)
+
+
+def _from_data_uri(text: str, limits: ImageLimits) -> bytes:
+    header, _, payload = text.partition(",")
+    if not header.lower().endswith(";base64"):
+        raise ImageError(
+            f"the data URI {_short(text)} is not base64; write data:image/png;base64,<payload>", "image_source"
+        )
+    _check_bytes(len(payload) * 3 // 4, limits)
+    try:
+        return base64.b64decode("".join(payload.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageError(f"the data URI {_short(text)} is not valid base64: {error}", "image_source") from None
+
+
+def _file_uri_path(uri: str) -> Path:
+    """The path behind `file://`: literal, as qwen-vl-utils reads it, or percent-decoded (RFC 8089) if there is none."""
+    rest = uri[len("file://localhost" if uri[7:17] == "localhost/" else "file://") :]
+    return Path(rest) if _is_file(Path(rest)) else Path(unquote(rest))
+
+
+def _read_file(path: Path, limits: ImageLimits) -> bytes:
+    """The bytes of a regular file; a device or a pipe, which may never end, is not one."""
+    if not _is_file(path):
+        raise ImageError(f"there is no image file at {_short(str(path))}; check the path", "image_missing")
+    try:
+        _check_bytes(path.stat().st_size, limits)
+        return path.read_bytes()
+    except OSError as error:
+        raise ImageError(f"the image file {_short(str(path))} cannot be read: {error}", "image_missing") from error
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name too long, a null byte
+        return False
+
+
+def _check_bytes(size: int, limits: ImageLimits) -> None:
+    if size > limits.max_bytes:
+        raise ImageError(
+            f"the encoded image has {size} bytes, more than ImageLimits.max_bytes={limits.max_bytes}; "
+            "re-encode it or raise the limit",
+            "image_too_large",
+        )
+
+
+def _open(data: bytes, limits: ImageLimits) -> Image.Image:
+    """Read the header of an encoded image."""
+    _check_bytes(len(data), limits)
+    if not data:
+        raise ImageError("the image is empty (0 bytes); write the file again or drop the sample", "image_undecodable")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            return _upright(_open(encoded, index))
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        message = f"the image is too large ({error}); shrink it before training"
-        raise SampleError(message, index=index, reason="image_too_large") from error
-    except _BROKEN as error:
-        where = encoded if isinstance(encoded, str | os.PathLike) else type(encoded).__name__
-        message = f"the image ({where}) cannot be read: {error}; replace the file or leave the sample out"
-        raise SampleError(message, index=index, reason="image_unreadable") from error
+            # Pillow warns above 89 million pixels; our own cap answers with an error instead.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            return Image.open(io.BytesIO(data), formats=limits.formats)
+    except Image.DecompressionBombError as error:
+        raise ImageError(f"the image is a decompression bomb: {error}", "image_too_large") from None
+    except Exception as error:  # on damaged bytes Pillow's plug-ins raise errors of every kind
+        raise ImageError(
+            f"{len(data)} bytes starting with {data[:16]!r} are not an image of the formats "
+            f"{', '.join(limits.formats)} ({type(error).__name__}); write the file again or drop the sample",
+            "image_undecodable",
+        ) from error
 
 
-def _open(encoded: Any, index: int) -> Image.Image:
-    if isinstance(encoded, Image.Image):
-        return encoded
-    if isinstance(encoded, bytes | bytearray):
-        return Image.open(io.BytesIO(encoded))
-    if isinstance(encoded, str | os.PathLike):
-        return Image.open(encoded)
-    message = f"image is {'empty' if encoded is None else 'a ' + type(encoded).__name__}"
-    remedy = "give a PIL image, encoded bytes, a path, or a dict of 'bytes' and 'path'"
-    raise SampleError(f"{message}; {remedy}", index=index, reason="image_unreadable")
+def _check_header(size: tuple[int, int], limits: ImageLimits) -> None:
+    width, height = size
+    if width < 1 or height < 1:
+        raise ImageError(f"the image is {width} x {height} pixels: there is nothing in it; drop it", "image_zero_size")
+    if width * height > limits.max_pixels:
+        raise ImageError(
+            f"the image is {width} x {height} = {width * height} pixels, more than "
+            f"ImageLimits.max_pixels={limits.max_pixels}; scale it down or raise the limit",
+            "image_too_large",
+        )
+    if max(width, height) > limits.max_aspect_ratio * min(width, height):
+        raise ImageError(
+            f"the image is {width} x {height} pixels, an aspect ratio of {max(size) / min(size):.1f}, more than "
+            f"{limits.max_aspect_ratio:g}, where Qwen's resize rule ends; cut or pad it",
+            "image_aspect_ratio",
+        )
 
 
-def _upright(image: Image.Image) -> Image.Image:
-    image.load()
-    image = ImageOps.exif_transpose(image)
-    if image.mode == "RGB":
-        return image
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    image = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+def _decode(image: Image.Image) -> None:
+    """Decode the pixels now, so that a damaged image fails here and not in a later step."""
+    try:
+        image.load()
+    except Exception as error:  # on damaged bytes Pillow's decoders raise errors of every kind
+        raise ImageError(
+            f"the {image.format or 'image'} data of {image.width} x {image.height} pixels are damaged or cut short "
+            f"({type(error).__name__}: {error}); write the file again or drop the sample",
+            "image_undecodable",
+        ) from error
+
+
+def _short(text: str) -> str:
+    """Both ends of a long path or address: one says where it points, the other what it is called."""
+    return repr(text if len(text) <= 80 else f"{text[:37]}...{text[-40:]}")

@@ -30,7 +30,7 @@ _ALIASES = {"train": "train", "validation": "validation", "valid": "validation",
 
 
 class Rows(Protocol):
-    """What a source gives: raw records, `image` in any form that `images.to_rgb` reads."""
+    """What a source gives: raw records, `image` in any form that `images.load_image` reads."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
