@@ -1,1 +1,11 @@
+"""Measured cases: figures with their spread, their ideal and their target, as a table and as JSON."""
 
+from __future__ import annotations
+
+from vlmpack.bench.cases import CASES, Case
+from vlmpack.bench.command import main
+from vlmpack.bench.figure import Figure, Report, Target
+from vlmpack.bench.run import run_cases
+from vlmpack.bench.settings import BenchSettings
+
+__all__ = ["CASES", "BenchSettings", "Case", "Figure", "Report", "Target", "main", "run_cases"]

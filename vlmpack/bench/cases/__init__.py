@@ -1,0 +1,47 @@
+"""The cases, one file each: a function from settings and shapes to figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from vlmpack.bench.cases.collate import CollateShapes, measure_collate
+from vlmpack.bench.cases.head import measure_head
+from vlmpack.bench.cases.memory import measure_memory
+from vlmpack.bench.cases.pack import PackShapes, measure_pack
+from vlmpack.bench.cases.step import measure_step
+from vlmpack.bench.figure import Figure
+from vlmpack.bench.settings import BenchSettings
+from vlmpack.bench.workload import ReceiptShapes
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One thing to measure."""
+
+    about: str
+    """One line for people."""
+    run: Callable[[BenchSettings, Any], list[Figure]]
+    """Measures it."""
+    shapes: Any
+    """The sizes that `run` gets unless told otherwise: a frozen dataclass."""
+
+
+CASES: Mapping[str, Case] = {
+    "pack": Case(about="pack a padded batch, against copying its bytes", run=measure_pack, shapes=PackShapes()),
+    "collate": Case(
+        about="collate receipts into a row, against a padded batch", run=measure_collate, shapes=CollateShapes()
+    ),
+    "step": Case(
+        about="a training step on a row, against Hugging Face's own on the padded batch",
+        run=measure_step,
+        shapes=ReceiptShapes(),
+    ),
+    "memory": Case(about="peak memory of those two steps, and of the head", run=measure_memory, shapes=ReceiptShapes()),
+    "head": Case(about="the head on labelled rows, against all rows", run=measure_head, shapes=ReceiptShapes()),
+}
+"""In the order in which they are run."""
+
+__all__ = ["CASES", "Case", "CollateShapes", "PackShapes", "ReceiptShapes"]

@@ -1,0 +1,95 @@
+"""head: logits and cross-entropy of labelled rows only, against those of all rows, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vlmpack.bench.figure import Figure
+from vlmpack.bench.settings import BenchSettings
+from vlmpack.bench.timing import alternate
+from vlmpack.bench.workload import ReceiptShapes
+from vlmpack.layout import IGNORE
+from vlmpack.step import StepConfig
+from vlmpack.step.head import target_logprobs
+
+CASE = "head"
+SHARES = (0.1, 0.5)
+"""Labelled tokens of all tokens."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class HeadInputs:
+    """What the head of one row gets. T row tokens, D channels, V ids."""
+
+    hidden: torch.Tensor
+    """[T, D], with a gradient."""
+    targets: torch.Tensor
+    """int64 [T]: a target for every token, of which a case labels as many as it wants."""
+    head: nn.Linear
+    """D to V."""
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        self.hidden.grad = None
+        self.head.zero_grad()
+
+
+def measure_head(settings: BenchSettings, shapes: ReceiptShapes) -> list[Figure]:
+    """Time both heads at several shares of labelled tokens; in proportion, the ratio is the share."""
+    inputs = head_inputs(shapes, settings)
+    figures = []
+    for share in SHARES:
+        count = round(share * len(inputs.targets))
+        timings = alternate(
+            {
+                "labelled": lambda count=count: labelled_rows(inputs, count, chunk=StepConfig().head_chunk),
+                "all": lambda count=count: all_rows(inputs, count),
+            },
+            seconds=settings.seconds / len(SHARES),
+            device=settings.device,
+        )
+        name = f"{share:.0%} labelled"
+        figures += [
+            Figure.timed(CASE, f"all rows, {name}", timings, "all", settings),
+            Figure.compared(CASE, f"labelled / all rows, {name}", timings, ("labelled", "all"), settings),
+        ]
+    return figures
+
+
+def head_inputs(shapes: ReceiptShapes, settings: BenchSettings) -> HeadInputs:
+    """Random hidden states of a whole row."""
+    rng, tokens = torch.Generator().manual_seed(settings.seed), sum(shapes.lengths)
+    head = nn.Linear(shapes.hidden, shapes.vocab_size, bias=False)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(head.weight.shape, generator=rng) * shapes.hidden**-0.5)
+    return HeadInputs(
+        hidden=torch.randn(tokens, shapes.hidden, generator=rng).to(settings.device).requires_grad_(),
+        targets=torch.randint(shapes.vocab_size, (tokens,), generator=rng).to(settings.device),
+        head=head.to(settings.device),
+    )
+
+
+def labelled_rows(inputs: HeadInputs, count: int, *, chunk: int) -> torch.Tensor:
+    """The packed step's way: the last `count` rows go through the head, `chunk` of them at a time."""
+    inputs.clear()
+    index = torch.arange(len(inputs.targets) - count, len(inputs.targets), device=inputs.targets.device)
+    hidden, targets = inputs.hidden.index_select(0, index), inputs.targets.index_select(0, index)
+    loss = -target_logprobs(hidden, targets, inputs.head, chunk=chunk).sum() / count
+    loss.backward()
+    return loss.detach()
+
+
+def all_rows(inputs: HeadInputs, count: int) -> torch.Tensor:
+    """The usual way: logits of every row in float32, of which the loss then leaves most out."""
+    inputs.clear()
+    targets = inputs.targets.clone()
+    targets[: len(targets) - count] = IGNORE
+    loss = F.cross_entropy(inputs.head(inputs.hidden).float(), targets, ignore_index=IGNORE)
+    loss.backward()
+    return loss.detach()

@@ -1,0 +1,70 @@
+"""pack: ids, labels, positions and mask of a padded batch, against copying the same bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from vlmpack.bench.figure import Figure, Target
+from vlmpack.bench.settings import BenchSettings
+from vlmpack.bench.timing import alternate
+from vlmpack.bench.workload import on_device
+from vlmpack.layout import PaddedBatch, pack
+
+CASE = "pack"
+TARGET = Target(limit=3.0, better="lower")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PackShapes:
+    """Batches to pack."""
+
+    batches: tuple[tuple[int, int], ...] = ((8, 4096), (16, 4096), (64, 2048))
+    """(samples B, width S in tokens) of each batch."""
+    ratio: float = 5.0
+    """Longest over shortest sample; the lengths between are evenly spread."""
+
+
+def measure_pack(settings: BenchSettings, shapes: PackShapes) -> list[Figure]:
+    """Time `pack` without host facts, which reads and checks the mask, against `copy_` into warm memory.
+
+    What is copied: `input_ids`, `labels` and `attention_mask` [B, S] and `position_ids` [4, B, S], all int64.
+    """
+    figures = []
+    for samples, width in shapes.batches:
+        batch = long_batch(samples, width, ratio=shapes.ratio, seed=settings.seed)
+        batch = on_device(batch, settings.device)
+        sources = list(batch.to_hf().values())
+        targets = [torch.empty_like(source) for source in sources]
+
+        def copy(sources: list[torch.Tensor] = sources, targets: list[torch.Tensor] = targets) -> None:
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source)
+
+        timings = alternate(
+            {"pack": lambda batch=batch: pack(batch), "copy": copy},
+            seconds=settings.seconds / len(shapes.batches),
+            device=settings.device,
+        )
+        name = f"{samples} x {width}"
+        figures += [
+            Figure.timed(CASE, f"pack {name}", timings, "pack", settings),
+            Figure.compared(CASE, f"pack / copy {name}", timings, ("pack", "copy"), settings, target=TARGET),
+        ]
+    return figures
+
+
+def long_batch(samples: int, width: int, *, ratio: float = 5.0, seed: int = 0) -> PaddedBatch:
+    """A right-padded batch of text whose lengths reach from `width / ratio` to `width`, in random order."""
+    rng = torch.Generator().manual_seed(seed)
+    lengths = torch.linspace(width / ratio, width, samples).long()[torch.randperm(samples, generator=rng)]
+    ids = torch.randint(1, 1000, (samples, width), generator=rng)
+    return PaddedBatch(
+        input_ids=ids,
+        attention_mask=(torch.arange(width) < lengths[:, None]).long(),
+        labels=ids.clone(),
+        position_ids=torch.arange(width).expand(4, samples, width).contiguous(),
+    )

@@ -1,0 +1,82 @@
+"""The command: `python -m vlmpack.bench [CASE ...]`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+
+from vlmpack.bench.cases import CASES
+from vlmpack.bench.run import run_cases
+from vlmpack.bench.settings import CLOCKS, BenchSettings
+from vlmpack.bench.table import table, title
+from vlmpack.errors import VlmpackError
+
+WIDTH = 110
+
+
+def main(arguments: Sequence[str] | None = None, *, console: Console | None = None) -> int:
+    """Measure, print a table, and say by the exit status how it went.
+
+    Args:
+        arguments: of the command line; None: those of the process.
+        console: where to print; None: the terminal.
+
+    Returns:
+        0: measured; 1: `--check` was given and a target was missed; 2: could not be run as asked.
+    """
+    chosen = _parser().parse_args(arguments)
+    console = console or _console()
+    if chosen.threads:
+        torch.set_num_threads(chosen.threads)
+    names = chosen.cases or list(CASES)
+    settings = BenchSettings(
+        device=chosen.device, seconds=chosen.budget / len(names), clock=chosen.clock, seed=chosen.seed
+    )
+    try:
+        with console.status("") as status:
+            report = run_cases(
+                names, settings, before=lambda name: status.update(f"[bold]{name}[/]: {CASES[name].about}")
+            )
+    except VlmpackError as error:
+        console.print(f"[red]{error}[/]")
+        return 2
+    console.print(title(report), table(report), sep="\n")
+    if chosen.json:
+        report.save(chosen.json)
+    return 1 if chosen.check and report.missed else 0
+
+
+def _console() -> Console:
+    """The terminal; a file or a pipe gets lines wide enough for the table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="vlmpack bench", description=_ABOUT, epilog=_cases_in_words())
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"what to measure: {', '.join(CASES)} (default: all)")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument(
+        "--budget", type=float, default=300.0, metavar="SECONDS", help="time for all rounds together (default: 300)"
+    )
+    parser.add_argument(
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="which clock decides; cpu on a machine that others use too (default: wall)",
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="threads of PyTorch (default: its own choice)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, ids and pixels (default: 0)")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 if a target is missed")
+    return parser
+
+
+_ABOUT = "Measure vlmpack against what it replaces, alternating in one process."
+
+
+def _cases_in_words() -> str:
+    return "; ".join(f"{name}: {case.about}" for name, case in CASES.items())

@@ -1,0 +1,134 @@
+"""What a benchmark finds: figures with a spread and, where there is one, the target that they are held to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, final
+
+from vlmpack.bench.settings import CLOCKS, BenchSettings
+from vlmpack.bench.timing import Spread, Timings
+from vlmpack.errors import ConfigError
+
+SCHEMA = 1
+"""Version of the JSON form."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a figure must reach."""
+
+    limit: float
+    """In the figure's unit."""
+    better: Literal["lower", "higher"]
+    """On which side of the limit it is reached."""
+
+    def met_by(self, value: float) -> bool:
+        """Whether `value` reaches it."""
+        return value <= self.limit if self.better == "lower" else value >= self.limit
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One number that a case found."""
+
+    case: str
+    """The case that found it."""
+    name: str
+    """What it is, in words."""
+    value: float
+    """The number; a median where it was measured over rounds."""
+    unit: str
+    """"x" for a ratio, "s", "bytes", "FLOP", ..."""
+    low: float | None = None
+    """Lower quartile over the rounds; None: an exact number."""
+    high: float | None = None
+    """Upper quartile over the rounds."""
+    rounds: int = 0
+    """Rounds measured; 0: an exact number."""
+    clocks: Mapping[str, float] = field(default_factory=dict)
+    """The same median by each clock ("wall", "cpu"), whichever of them counts."""
+    target: Target | None = None
+    """What it must reach; None: for information."""
+
+    @classmethod
+    def measured(cls, case: str, name: str, spread: Spread, unit: str, **more: Any) -> Figure:
+        """A figure with a spread."""
+        numbers = {"value": spread.median, "low": spread.low, "high": spread.high, "rounds": spread.rounds}
+        return cls(case=case, name=name, unit=unit, **numbers, **more)
+
+    @classmethod
+    def timed(cls, case: str, name: str, timings: Timings, callable_name: str, settings: BenchSettings) -> Figure:
+        """Seconds of one call."""
+        clocks = {clock: timings.of(callable_name, clock).median for clock in CLOCKS}
+        return cls.measured(case, name, timings.of(callable_name, settings.clock), "s", clocks=clocks)
+
+    @classmethod
+    def compared(
+        cls,
+        case: str,
+        name: str,
+        timings: Timings,
+        of: tuple[str, str],
+        settings: BenchSettings,
+        *,
+        scale: float = 1.0,
+        target: Target | None = None,
+    ) -> Figure:
+        """The time of the first callable over that of the second, times `scale`."""
+        spreads = {clock: timings.ratio(*of, clock).scaled(scale) for clock in CLOCKS}
+        clocks = {clock: spread.median for clock, spread in spreads.items()}
+        return cls.measured(case, name, spreads[settings.clock], "x", clocks=clocks, target=target)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is reached; None: there is none."""
+        return None if self.target is None else self.target.met_by(self.value)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All figures of one run, and what is needed to repeat it."""
+
+    figures: tuple[Figure, ...]
+    """In the order of the cases."""
+    environment: Mapping[str, Any]
+    """Versions, device, threads, commit."""
+    settings: Mapping[str, Any]
+    """The run's settings."""
+    shapes: Mapping[str, Mapping[str, Any]]
+    """Each case's sizes."""
+
+    @property
+    def missed(self) -> tuple[Figure, ...]:
+        """Figures that do not reach their target."""
+        return tuple(figure for figure in self.figures if figure.met is False)
+
+    def save(self, path: str | Path) -> None:
+        """Write the report as JSON."""
+        text = json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Report:
+        """Read back what `save` wrote.
+
+        Raises:
+            ConfigError: the file is not a report, or of another schema.
+        """
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+            seen = found.get("schema") if isinstance(found, dict) else type(found).__name__
+            raise ConfigError(f"{path} is no benchmark report of schema {SCHEMA} (it has {seen!r}); measure again")
+        figures = tuple(
+            Figure(**{**figure, "target": None if figure["target"] is None else Target(**figure["target"])})
+            for figure in found["figures"]
+        )
+        return cls(
+            figures=figures, environment=found["environment"], settings=found["settings"], shapes=found["shapes"]
+        )

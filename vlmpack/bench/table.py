@@ -1,0 +1,71 @@
+"""Figures as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from vlmpack.bench.figure import Figure, Report
+
+_UNITS = {
+    "s": ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")),
+    "bytes": ((2**10, 1.0, "bytes"), (2**20, 2**-10, "KiB"), (2**60, 2**-20, "MiB")),
+}
+"""unit -> (numbers below this, are multiplied by this, and get this unit)"""
+
+
+def table(report: Report) -> Table:
+    """One line a figure: the value, how it spread over the rounds, and its target."""
+    found = Table()
+    for name in ("case", "figure"):
+        found.add_column(name, no_wrap=True)
+    for name in ("median", "quartiles", "rounds", "target"):
+        found.add_column(name, justify="right")
+    last = ""
+    for figure in report.figures:
+        if last and figure.case != last:
+            found.add_section()
+        found.add_row(figure.case if figure.case != last else "", figure.name, *_cells(figure))
+        last = figure.case
+    return found
+
+
+def readable(values: Sequence[float], unit: str) -> str:
+    """Numbers with one unit, three digits or so: `[0.00152, 0.00161]` of "s" are "1.52 to 1.61 ms"."""
+    factor, name = _scale(max(map(abs, values)), unit)
+    scaled = [value * factor for value in values]
+    return " to ".join(f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" for value in scaled) + f" {name}"
+
+
+def _scale(largest: float, unit: str) -> tuple[float, str]:
+    """(factor, name) of the unit in which a number is easy to read."""
+    for below, factor, name in _UNITS.get(unit, ()):
+        if largest < below:
+            return factor, name
+    return 1.0, unit
+
+
+def _cells(figure: Figure) -> tuple[str | Text, ...]:
+    spread = ""
+    if figure.low is not None and figure.high is not None:
+        spread = readable([figure.low, figure.high], figure.unit)
+    return readable([figure.value], figure.unit), spread, str(figure.rounds or "exact"), _target(figure)
+
+
+def _target(figure: Figure) -> Text:
+    if figure.target is None:
+        return Text("")
+    sign = "≤" if figure.target.better == "lower" else "≥"
+    words = f"{sign} {figure.target.limit:g} {'reached' if figure.met else 'missed'}"
+    return Text(words, style="green" if figure.met else "bold red")
+
+
+def title(report: Report) -> str:
+    """One line: with what, and where."""
+    where = report.environment
+    return (
+        f"vlmpack {where['vlmpack']}, torch {where['torch']}, transformers {where['transformers']}, "
+        f"{where['device_name']}, {where['threads']} threads, {report.settings['clock']} clock"
+    )
