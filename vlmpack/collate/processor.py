@@ -51,10 +51,6 @@ class ProcessorFacts:
     """Patches along the side of what becomes one token."""
     temporal_patch_size: int
     """Frames in a patch."""
-    min_pixels: int
-    """Smallest area that the image processor resizes to, in pixels."""
-    max_pixels: int
-    """Largest area that the image processor resizes to, in pixels."""
     frame_timestamps: bool
     """Whether a video is written frame by frame with timestamps (Qwen3-VL), or as one run of placeholders."""
     seconds_per_grid: bool
@@ -115,8 +111,6 @@ def read_processor(processor: Any, *, vocab_size: int | None = None) -> Processo
         patch_size=image_processor.patch_size,
         merge_size=image_processor.merge_size,
         temporal_patch_size=image_processor.temporal_patch_size,
-        min_pixels=image_processor.size["shortest_edge"],
-        max_pixels=image_processor.size["longest_edge"],
         frame_timestamps=timestamps,
         seconds_per_grid=seconds,
     )

@@ -76,7 +76,7 @@ def tiny_processor(
 
     It works with and without torchvision, and is the same in both cases: images go through PIL, and there is no
     video processor (`vlmpack.collate` prepares videos itself). Because of that, `save_pretrained` of the whole
-    object is not available; save `processor.tokenizer` and `processor.image_processor` each on its own.
+    object is not available; `vlmpack.data.pretrained.save_processor` writes its parts.
 
     Args:
         family: "qwen2_vl", "qwen2_5_vl" or "qwen3_vl".
