@@ -1,0 +1,51 @@
+"""The command itself: its verbs, and what a user sees when one of them refuses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from vlmpack import __version__
+from vlmpack.cli import bench, demo, doctor
+from vlmpack.errors import VlmpackError
+
+
+class ClearErrors(TyperGroup):
+    """A refusal of vlmpack is one clear line and exit status 1; anything else is a bug and keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb."""
+        try:
+            return super().invoke(ctx)
+        except VlmpackError as error:
+            typer.secho(f"vlmpack: {error}", err=True, fg=typer.colors.RED)
+            raise typer.Exit(1) from error
+
+
+app = typer.Typer(
+    cls=ClearErrors,
+    help="Train unmodified Hugging Face Qwen-VL models on packed rows: packed == alone, proved on your machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
+app.command("bench", context_settings=bench.PASS_ON, add_help_option=False)(bench.bench)
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version and exit.")] = False,
+) -> None:
+    """Train unmodified Hugging Face Qwen-VL models on packed rows: packed == alone, proved on your machine."""
+    if version:
+        typer.echo(f"vlmpack {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """What the `vlmpack` script runs."""
+    app(prog_name="vlmpack")

@@ -1,0 +1,132 @@
+"""The demo from end to end: two trainings, the proof on one batch, a table, a picture, the numbers as JSON."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from vlmpack.cli.contest import Layout, Run, Schedule, run
+from vlmpack.cli.contestants import Contestants, contestants
+from vlmpack.cli.demo_table import comparison, notes
+from vlmpack.cli.device import checked_device, quiet_transformers
+from vlmpack.cli.gradients import Agreement, packed_against_alone
+from vlmpack.collate import VLMCollator
+
+LAYOUTS: tuple[Layout, ...] = ("padded", "packed")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DemoSettings:
+    """What was asked for on the command line."""
+
+    model: str | None
+    """Hub id or folder; None: a small random Qwen3-VL."""
+    data: str
+    """"synthetic", or where CORD is."""
+    device: str
+    """"cpu" or "cuda"."""
+    dtype: str
+    """"float32" or "bfloat16"."""
+    steps: int
+    """Optimiser steps of each training."""
+    batch_size: int
+    """Samples in a step."""
+    seed: int
+    """Of weights, receipts and their order."""
+    out: Path
+    """Folder for the picture and the numbers."""
+
+
+def run_demo(settings: DemoSettings) -> None:
+    """Run it and print what comes out."""
+    console = Console()
+    device = checked_device(settings.device)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    with quiet_transformers():
+        with console.status("making model and receipts"):
+            given = contestants(
+                settings.model,
+                settings.data,
+                num=settings.steps * settings.batch_size,
+                seed=settings.seed,
+                device=device,
+                dtype=vars(torch)[settings.dtype],
+            )
+        console.print(f"[bold]{given.title}[/], on {settings.data} receipts, {settings.device}", highlight=False)
+        padded, packed, agreement = _compete(settings, given, device, console)
+    console.print()
+    console.print(comparison(padded, packed, agreement, device=settings.device))
+    console.print(notes(padded, packed, agreement, device=settings.device), highlight=False)
+    _save(settings, given, padded, packed, agreement)
+    console.print(f"All numbers: {settings.out / 'demo.json'}", highlight=False)
+
+
+def _compete(
+    settings: DemoSettings, given: Contestants, device: torch.device, console: Console
+) -> tuple[Run, Run, Agreement]:
+    """(padded, packed, gradients of a packed batch against its samples alone)."""
+    runs: dict[Layout, Run] = {}
+    with tempfile.TemporaryDirectory() as scratch, _progress(console) as progress:
+        schedule = Schedule(
+            steps=settings.steps,
+            batch_size=settings.batch_size,
+            learning_rate=given.learning_rate,
+            seed=settings.seed,
+            device=device,
+            scratch=Path(scratch),
+        )
+        bars = {layout: progress.add_task(layout, total=settings.steps, loss="", start=False) for layout in LAYOUTS}
+        proof = progress.add_task("gradients", total=1, loss="packed against each sample alone", start=False)
+        model: Any = None
+        for layout in LAYOUTS:
+            model = None  # before the next one is made: two may not fit
+            model = given.make_model()
+            bar = bars[layout]
+            progress.start_task(bar)
+
+            def tick(loss: float, bar: Any = bar) -> None:
+                progress.update(bar, advance=1, loss=f"loss {loss:.4f}")
+
+            collator = VLMCollator(given.processor, layout=layout)
+            runs[layout] = run(layout, model, given.records, collator, schedule, tick)
+            progress.stop_task(bar)
+        progress.start_task(proof)
+        samples = [given.records[i] for i in range(settings.batch_size)]
+        agreement = packed_against_alone(model, given.processor, samples)
+        progress.update(proof, advance=1)
+    return runs["padded"], runs["packed"], agreement
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Progress]:
+    columns = (
+        TextColumn("{task.description:<9}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[loss]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        yield progress
+
+
+def _save(settings: DemoSettings, given: Contestants, padded: Run, packed: Run, agreement: Agreement) -> None:
+    numbers = {
+        "settings": {
+            name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()
+        },
+        "padded": asdict(padded),
+        "packed": asdict(packed),
+        "gradients": asdict(agreement),
+    }
+    (settings.out / "demo.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
