@@ -1,0 +1,94 @@
+"""check_trainer names every setting under which a packed row is not its samples alone, with the remedy."""
+
+from __future__ import annotations
+
+import pytest
+from training import Stream, arguments, collator, receipts, trainer
+from transformers import Trainer
+
+from vlmpack.errors import ConfigError
+from vlmpack.families.tiny import tiny_model
+from vlmpack.step import enable_packing
+from vlmpack.trainer import check_trainer
+
+
+def refusal(run) -> str:
+    with pytest.raises(ConfigError) as error:
+        check_trainer(run)
+    return str(error.value)
+
+
+def enabled():
+    return enable_packing(tiny_model(hidden=16, heads=2, layers=1, vision_depth=1))
+
+
+def test_defaults_are_fine(tmp_path):
+    model = enabled()
+    check_trainer(trainer(model, receipts(model), tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "seen", "remedy"),
+    [
+        ({"label_smoothing_factor": 0.1}, "does not shift the labels", "set it to 0"),
+        ({"neftune_noise_alpha": 5.0}, "by the width of the row", "leave it out"),
+        (
+            {"accelerator_config": {"dispatch_batches": True}},
+            "concatenate collated batches and cut them again",
+            "accelerator_config={'dispatch_batches': False}",
+        ),
+        (
+            {"train_sampling_strategy": "group_by_length", "remove_unused_columns": True},
+            "drops the 'length' column before group_by_length",
+            "remove_unused_columns=False",
+        ),
+    ],
+)
+def test_a_setting_that_changes_results(settings, seen, remedy, tmp_path):
+    model = enabled()
+    message = refusal(trainer(model, receipts(model), tmp_path, **settings))
+    assert seen in message
+    assert remedy in message
+
+
+def test_liger_without_its_fused_loss_is_fine(tmp_path):
+    model = enabled()
+    run = trainer(model, receipts(model), tmp_path)
+    run.args.use_liger_kernel = True  # the package itself is not needed to look at the settings
+    assert "liger_kernel_config={'fused_linear_cross_entropy': False}" in refusal(run)
+    run.args.liger_kernel_config = {"fused_linear_cross_entropy": False}
+    check_trainer(run)
+
+
+def test_a_stream_with_accelerates_defaults(tmp_path):
+    model = enabled()
+    stream = Stream(receipts(model))
+    for dispatch, is_refused in ((None, True), (False, False)):
+        config = {"accelerator_config": {"dispatch_batches": dispatch}}
+        run = Trainer(model, arguments(tmp_path, **config), collator("packed"), stream)
+        if is_refused:
+            assert "its default for an IterableDataset" in refusal(run)
+        else:
+            check_trainer(run)
+
+
+def test_several_devices(tmp_path):
+    model = enabled()
+    run = trainer(model, receipts(model), tmp_path, average_tokens_across_devices=False)
+    run.args._n_gpu = 2
+    assert "nn.DataParallel would cut each batch into 2 pieces" in refusal(run)
+    assert "torchrun" in refusal(run)
+
+
+def test_a_model_that_was_enabled_too_late_or_never(tmp_path):
+    model = tiny_model(hidden=16, heads=2, layers=1, vision_depth=1)
+    run = trainer(model, receipts(model), tmp_path)
+    assert "packing is not enabled" in refusal(run)
+    enable_packing(model)
+    assert "enable packing before the Trainer is made" in refusal(run)
+
+
+def test_all_problems_are_told_at_once(tmp_path):
+    model = enabled()
+    settings = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0}
+    assert refusal(trainer(model, receipts(model), tmp_path, **settings)).count("\n- ") == 2

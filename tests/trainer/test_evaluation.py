@@ -1,0 +1,85 @@
+"""Evaluation with HF Trainer: per-sample losses equal to the samples alone, and a loss that no batch size changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from training import LAYOUTS, Samples, loss_sums, receipts, trainer
+
+from vlmpack.families.tiny import tiny_model
+from vlmpack.step import enable_packing
+from vlmpack.trainer import loss_metrics
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_predictions_are_the_losses_of_the_samples_alone(family, layout, tmp_path):
+    model = tiny_model(family)
+    samples = receipts(model)
+    with torch.no_grad():
+        sums, counts = loss_sums(model, samples)
+
+    run = trainer(enable_packing(model), samples, tmp_path, layout, per_device_eval_batch_size=3)
+    losses, targets = run.predict(Samples(samples)).predictions
+
+    assert targets.tolist() == counts.tolist()
+    torch.testing.assert_close(torch.from_numpy(losses), sums / counts, rtol=1e-6, atol=1e-6)
+
+
+def test_a_cache_that_the_text_model_is_configured_with_does_not_leak(tmp_path):
+    """Gradient checkpointing would hide such a leak while training, never in evaluation."""
+    model = tiny_model()
+    model.config.text_config.use_cache = True
+    samples = receipts(model)
+    with torch.no_grad():
+        sums, counts = loss_sums(model, samples)
+    run = trainer(enable_packing(model), samples, tmp_path, per_device_eval_batch_size=7)
+    losses, _ = run.predict(Samples(samples)).predictions
+    torch.testing.assert_close(torch.from_numpy(losses), sums / counts, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("batch", [1, 3, 7])
+@pytest.mark.parametrize("concat", [True, False])
+def test_metrics_are_exact_whatever_the_batches(layout, batch, concat, tmp_path):
+    model = tiny_model()
+    samples = receipts(model)
+    with torch.no_grad():
+        sums, counts = loss_sums(model, samples)
+
+    settings = {"per_device_eval_batch_size": batch, "eval_do_concat_batches": concat}
+    run = trainer(enable_packing(model), samples, tmp_path, layout, **settings)
+    run.compute_metrics = loss_metrics
+    metrics = run.evaluate()
+
+    assert metrics["eval_token_loss"] == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
+    assert metrics["eval_sample_loss"] == pytest.approx(float((sums / counts).mean()), rel=1e-6)
+    assert metrics["eval_num_targets"] == int(counts.sum())
+    assert metrics["eval_num_samples"] == len(samples)
+
+
+@pytest.mark.parametrize("batch", [2, 7])
+def test_plain_eval_loss_gives_each_sample_the_mean_of_its_batch(batch, tmp_path):
+    """Only with one batch is it the loss of the set."""
+    model = tiny_model()
+    samples = receipts(model)
+    with torch.no_grad():
+        sums, counts = loss_sums(model, samples)
+    batches = list(zip(sums.split(batch), counts.split(batch), strict=True))
+    means = [float(s.sum() / n.sum()) for s, n in batches for _ in s]
+
+    run = trainer(enable_packing(model), samples, tmp_path, per_device_eval_batch_size=batch)
+    eval_loss = run.evaluate()["eval_loss"]
+
+    assert eval_loss == pytest.approx(sum(means) / len(means), rel=1e-6)
+    is_exact = eval_loss == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
+    assert is_exact == (len(batches) == 1)
+
+
+def test_logits_are_not_kept_unless_asked_for(tmp_path):
+    model = tiny_model()
+    run = trainer(enable_packing(model), receipts(model), tmp_path)
+    predictions = run.predict(Samples(receipts(model))).predictions
+    assert [part.shape for part in predictions] == [(7,), (7,)]

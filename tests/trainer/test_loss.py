@@ -1,0 +1,69 @@
+"""The loss that HF Trainer optimises: every target weighs the same, however the samples fall into batches."""
+
+from __future__ import annotations
+
+import pytest
+from training import KINDS, LAYOUTS, descend, distance, receipts, train
+
+from vlmpack.families.tiny import tiny_model
+from vlmpack.step import enable_packing
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+TWELVE = (*KINDS, *KINDS[:5])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_accumulated_batches_equal_one_big_batch_of_samples_alone(family, layout, tmp_path):
+    reference, model = tiny_model(family), enable_packing(tiny_model(family))
+    samples = receipts(model, kinds=TWELVE)
+
+    expected = descend(reference, samples, size=6, steps=2)
+    run = train(model, samples, tmp_path, layout, gradient_accumulation_steps=3)
+
+    assert run.losses == pytest.approx(expected.losses, rel=1e-6)
+    for ours, theirs in zip(run.gradients, expected.gradients, strict=True):
+        assert distance(theirs, ours) < 1e-5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_how_the_batch_is_cut_does_not_matter(layout, tmp_path):
+    runs = []
+    for batch, accumulate in ((6, 1), (3, 2), (2, 3), (1, 6)):
+        model = enable_packing(tiny_model())
+        sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulate}
+        runs.append(train(model, receipts(model, kinds=TWELVE), tmp_path, layout, **sizes).losses)
+    assert len(runs) == 4
+    for losses in runs[1:]:
+        assert losses == pytest.approx(runs[0], rel=1e-6)
+
+
+def test_a_last_accumulation_of_fewer_batches(tmp_path):
+    """Seven samples in twos, three batches to a step: the second step has one batch of one sample."""
+    reference, model = tiny_model(), enable_packing(tiny_model())
+    samples = receipts(model)
+    expected = descend(reference, samples, size=6, steps=2)
+    run = train(model, samples, tmp_path, gradient_accumulation_steps=3)
+    assert run.losses == pytest.approx(expected.losses, rel=1e-6)
+
+
+def test_it_does_not_depend_on_the_number_of_devices_averaged_over(tmp_path):
+    """On one device both settings are the same; on two, see test_two_ranks.py."""
+    runs = []
+    for average in (True, False):
+        model = enable_packing(tiny_model())
+        settings = {"average_tokens_across_devices": average, "gradient_accumulation_steps": 2}
+        runs.append(train(model, receipts(model), tmp_path, **settings).losses)
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_cache_that_the_text_model_is_configured_with_changes_nothing(layout, tmp_path):
+    """Trainer switches the cache off on the outer configuration only; the text model reads its own."""
+    losses = []
+    for use_cache in (True, False):
+        model = enable_packing(tiny_model())
+        model.config.text_config.use_cache = use_cache
+        losses.append(train(model, receipts(model), tmp_path, layout).losses)
+        assert model.config.text_config.use_cache is use_cache
+    assert losses[0] == losses[1]

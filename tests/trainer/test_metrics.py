@@ -1,0 +1,68 @@
+"""loss_metrics on predictions written by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from transformers import EvalPrediction
+
+from vlmpack.errors import ConfigError
+from vlmpack.trainer import loss_metrics
+
+LABELS = np.zeros((3, 5), np.int64)
+
+
+def metrics(predictions):
+    return loss_metrics(EvalPrediction(predictions=predictions, label_ids=LABELS))
+
+
+def test_tokens_and_samples_are_weighted_as_named():
+    losses, targets = np.float32([1.0, 3.0, 5.0]), np.int64([1, 2, 7])
+    assert metrics((losses, targets)) == {
+        "token_loss": pytest.approx((1 * 1 + 3 * 2 + 5 * 7) / 10),
+        "sample_loss": pytest.approx(3.0),
+        "num_targets": 10.0,
+        "num_samples": 3.0,
+    }
+
+
+def test_samples_without_targets_are_left_out():
+    found = metrics((np.float32([2.0, 0.0]), np.int64([3, 0])))
+    assert (found["token_loss"], found["sample_loss"], found["num_samples"]) == (2.0, 2.0, 1.0)
+
+
+def test_nothing_to_learn_at_all():
+    found = metrics((np.float32([0.0]), np.int64([0])))
+    assert (found["token_loss"], found["sample_loss"], found["num_targets"]) == (0.0, 0.0, 0.0)
+
+
+def test_batches_that_were_kept_apart():
+    pair = np.float32([1.0, 3.0]), np.int64([1, 1])
+    single = np.float32([5.0]), np.int64([2])
+    assert metrics([pair, single])["token_loss"] == pytest.approx((1 + 3 + 2 * 5) / 4)
+
+
+def test_logits_in_front_are_passed_over():
+    logits = np.zeros((2, 5, 13), np.float32)
+    assert metrics((logits, np.float32([1.0, 3.0]), np.int64([1, 1])))["token_loss"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("predictions", "shapes"),
+    [
+        (np.zeros((2, 5, 13)), "[2, 5, 13]"),
+        ((np.zeros((2, 5, 13)), np.zeros((2, 5))), "[[2, 5, 13], [2, 5]]"),
+        ((np.zeros(3), np.zeros(3)), "[[3], [3]]"),
+    ],
+)
+def test_predictions_of_another_model_are_refused(predictions, shapes):
+    with pytest.raises(ConfigError) as error:
+        metrics(predictions)
+    assert shapes in str(error.value)
+    assert "Trainer(model=enable_packing(model)" in str(error.value)
+
+
+def test_one_batch_at_a_time_is_refused():
+    whole = EvalPrediction(predictions=(np.float32([1.0]), np.int64([1])), label_ids=LABELS)
+    with pytest.raises(ConfigError, match="batch_eval_metrics=True hands over one batch at a time"):
+        loss_metrics(whole, compute_result=False)

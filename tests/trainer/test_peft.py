@@ -1,0 +1,102 @@
+"""LoRA through PEFT: packing enabled before or after, adapters on language and vision layers, a frozen tower."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from training import checkpointing, collator, descend, distance, receipts, train, weights
+
+from vlmpack.families.tiny import tiny_model
+from vlmpack.step import disable_packing, enable_packing, is_packing
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+LANGUAGE = r".*language_model.*\.(q_proj|v_proj|down_proj)"
+VISION = r".*visual.*\.(qkv|proj)"
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Unsupported layer type.*Conv3d:UserWarning"),
+]
+
+
+def lora(model, targets=f"({LANGUAGE})|({VISION})", **settings):
+    """Adapters that change the output from the start: untrained ones are zero, and would hide being left out."""
+    config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **settings)
+    # PEFT draws weights from the global generator; the seed of tiny_model leaves it alone.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return get_peft_model(model, config)
+
+
+def has_gradient(run, part):
+    return any(part in name for name in run.gradients[0])
+
+
+@pytest.mark.parametrize("order", ["enable, then adapt", "adapt, then enable"])
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_equals_samples_alone(family, task, order, tmp_path):
+    reference = lora(tiny_model(family), task_type=task)
+    if order == "enable, then adapt":
+        model = lora(enable_packing(tiny_model(family)), task_type=task)
+    else:
+        model = enable_packing(lora(tiny_model(family), task_type=task))
+    samples = receipts(model.get_base_model())
+
+    expected = descend(reference, samples, size=4, steps=2)
+    run = train(model, samples, tmp_path, gradient_accumulation_steps=2)
+
+    assert run.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert has_gradient(run, "visual")
+    assert has_gradient(run, "language_model")
+    assert all("lora_" in name for name in run.gradients[0])
+    for ours, theirs in zip(run.gradients, expected.gradients, strict=True):
+        assert distance(theirs, ours) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")  # the frozen tower's
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_frozen_tower_under_checkpointing(reentrant, tmp_path):
+    reference, model = lora(tiny_model(), LANGUAGE), enable_packing(lora(tiny_model(), LANGUAGE))
+    samples = receipts(model.get_base_model())
+    expected = descend(reference, samples, size=2, steps=2)
+    run = train(model, samples, tmp_path, **checkpointing(use_reentrant=reentrant))
+    assert run.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert not has_gradient(run, "visual")
+    for ours, theirs in zip(run.gradients, expected.gradients, strict=True):
+        assert distance(theirs, ours) < 1e-5
+
+
+def test_a_whole_model_with_its_tower_frozen(tmp_path):
+    """Without adapters: parameters of the tower ask for no gradient, the rest is trained."""
+    reference, model = tiny_model(), enable_packing(tiny_model())
+    for m in (reference, model):
+        m.model.visual.requires_grad_(False)
+    samples = receipts(model)
+    expected = descend(reference, samples, size=2, steps=2)
+    run = train(model, samples, tmp_path)
+    assert not has_gradient(run, "visual")
+    assert run.losses == pytest.approx(expected.losses, rel=1e-6)
+
+
+def test_a_saved_adapter_fits_the_untouched_model(tmp_path):
+    model = enable_packing(lora(tiny_model()))
+    samples = receipts(model.get_base_model())
+    train(model, samples, tmp_path / "run")
+    model.save_pretrained(tmp_path / "adapter")
+    row = collator("packed")(samples)
+
+    assert "vlmpack" not in (tmp_path / "adapter" / "adapter_config.json").read_text()
+    reloaded = PeftModel.from_pretrained(tiny_model(), tmp_path / "adapter")
+    assert not is_packing(reloaded)
+    assert enable_packing(reloaded)(**row).loss.item() == model(**row).loss.item()
+
+
+def test_merging_and_disabling_leave_a_plain_model():
+    model = enable_packing(lora(tiny_model()))
+    row = collator("packed")(receipts(model.get_base_model()))
+    loss = model(**row).loss.item()
+    merged = model.merge_and_unload()
+    assert merged(**row).loss.item() == pytest.approx(loss, rel=1e-5)
+    assert not is_packing(disable_packing(merged))
+    assert weights(merged).keys() == weights(tiny_model()).keys()
