@@ -218,6 +218,14 @@ def test_plain_prompts_whose_placeholders_do_not_match_are_refused(prompt, image
     )
 
 
+@pytest.mark.parametrize(("prompt", "videos"), [("a", 1), ("<|video_pad|>", 0), ("<|video_pad|><|video_pad|>", 1)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_prompts_whose_video_placeholders_do_not_match_are_refused(family, prompt, videos):
+    error = refusal({"prompt": prompt, "completion": "b", "videos": [[picture(64, 64)] * 2] * videos}, family=family)
+    assert error.reason == "placeholder_mismatch"
+    assert f"its text has {prompt.count('pad')} video placeholder(s) for {videos} video" in str(error)
+
+
 def test_a_template_that_forgets_the_images_is_noticed():
     template = "{% for m in messages %}<|im_start|>{{ m['role'] }}\nx<|im_end|>\n{% endfor %}"
     with pytest.raises(Refusal, match=r"its text has 0 image placeholder\(s\) for 1 image run") as caught:
