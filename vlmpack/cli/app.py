@@ -26,7 +26,6 @@ class ClearErrors(TyperGroup):
 
 app = typer.Typer(
     cls=ClearErrors,
-    help="Train unmodified Hugging Face Qwen-VL models on packed rows: packed == alone, proved on your machine.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
@@ -36,14 +35,19 @@ app.command("doctor")(doctor.doctor)
 app.command("bench", context_settings=bench.PASS_ON, add_help_option=False)(bench.bench)
 
 
-@app.callback()
-def options(
-    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version and exit.")] = False,
-) -> None:
-    """Train unmodified Hugging Face Qwen-VL models on packed rows: packed == alone, proved on your machine."""
-    if version:
+def _show_version(asked: bool) -> None:
+    if asked:
         typer.echo(f"vlmpack {__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Train unmodified Hugging Face Qwen-VL models on packed rows: packed == alone, proved on your machine."""
 
 
 def main() -> None:

@@ -1,0 +1,162 @@
+"""`vlmpack demo`: two trainings that agree, with the numbers to show it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from vlmpack.cli import app
+from vlmpack.cli.contest import Recorder, Run
+from vlmpack.cli.demo_table import comparison, loss_differences, notes
+from vlmpack.cli.gradients import Agreement, agreement, packed_against_alone
+from vlmpack.collate import VLMCollator
+from vlmpack.data import load_cord, tiny_processor, to_conversation
+from vlmpack.data.pretrained import save_processor
+from vlmpack.families.tiny import tiny_model
+from vlmpack.layout import Segments
+from vlmpack.step import engine, is_packing
+from vlmpack.step.context import RowContext
+
+STEPS, BATCH = 3, 2
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model that trains in no time."""
+    folder = tmp_path_factory.mktemp("model")
+    processor = tiny_processor("qwen2_5_vl", max_pixels=64 * 28 * 28)
+    tiny_model("qwen2_5_vl", processor=processor, hidden=32, layers=2, lively=False).save_pretrained(folder)
+    save_processor(processor, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def receipts() -> list[dict[str, Any]]:
+    return [to_conversation(record) for record in load_cord("synthetic", num=3, scale=0.35)]
+
+
+def run_demo(out: Path, *args: str) -> tuple[str, dict[str, Any]]:
+    sizes = ("--steps", str(STEPS), "--batch-size", str(BATCH), "--out", str(out))
+    result = CliRunner().invoke(app, ["demo", *sizes, *args])
+    assert result.exit_code == 0, result.output
+    return result.stdout, json.loads((out / "demo.json").read_text())
+
+
+@pytest.mark.parametrize("given", ["tiny", "folder"])
+def test_packed_trains_as_padded_does_on_fewer_tokens(given: str, small: Path, tmp_path: Path) -> None:
+    said, numbers = run_demo(tmp_path, *(["--model", str(small)] if given == "folder" else []))
+    padded, packed = numbers["padded"], numbers["packed"]
+    assert padded["lengths"] == packed["lengths"]
+    assert len(packed["lengths"]) == STEPS
+    assert all(len(step) == BATCH for step in packed["lengths"])
+    assert sum(packed["physical"]) == sum(map(sum, packed["lengths"])) < sum(padded["physical"])
+    assert padded["losses"] == pytest.approx(packed["losses"], abs=2e-5)
+    assert len(set(packed["losses"])) == STEPS
+    assert numbers["gradients"]["cosine"] > 1 - 1e-6
+    assert packed["peak_bytes"] < padded["peak_bytes"]
+    for text in ("physical tokens", "fill", "100.0%", "step time", "peak memory", "largest loss difference", "cosine"):
+        assert text in said
+
+
+def test_the_same_seed_gives_the_same_losses(small: Path, tmp_path: Path) -> None:
+    once, again, other = (
+        run_demo(tmp_path / name, "--model", str(small), "--seed", seed)[1]["packed"]["losses"]
+        for name, seed in (("a", "1"), ("b", "1"), ("c", "2"))
+    )
+    assert once == again != other
+
+
+def test_bfloat16_runs(small: Path, tmp_path: Path) -> None:
+    _, numbers = run_demo(tmp_path, "--model", str(small), "--dtype", "bfloat16")
+    assert numbers["gradients"]["cosine"] > 1 - 1e-6  # measured in float32 whatever the training's type
+    assert numbers["padded"]["losses"] == pytest.approx(numbers["packed"]["losses"], rel=0.02)
+
+
+def test_too_few_records_are_refused_in_one_line(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["demo", "--data", str(tmp_path / "nothing"), "--out", str(tmp_path)])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("vlmpack: ")
+    assert "nothing" in result.stderr
+
+
+# ---------------------------------------------------------------------- the proof can fail
+
+
+def test_the_cosine_of_a_leaking_row_is_not_1(receipts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = tiny_processor()
+    model = tiny_model(processor=processor, hidden=32)
+    assert packed_against_alone(model, processor, receipts).cosine > 1 - 1e-9
+    assert is_packing(model)
+
+    def one_segment(**facts: Any) -> RowContext:
+        return RowContext(**{**facts, "segments": Segments.from_lengths([facts["segments"].total])})
+
+    monkeypatch.setattr(engine, "RowContext", one_segment)
+    assert packed_against_alone(model, processor, receipts).cosine < 0.999
+
+
+def test_a_gradient_on_one_side_only_counts_as_0_and_none_at_all_as_1() -> None:
+    one, none = torch.ones(3), torch.zeros(3)
+    assert agreement({"a": one, "b": none}, {"a": 2 * one, "b": none}).cosine == pytest.approx(1)
+    assert agreement({"a": one}, {"a": one, "b": one}) == Agreement(cosine=0.0, parameter="b", parameters=2)
+    assert agreement({"a": one, "b": one}, {"a": one}).parameter == "b"
+    assert agreement({"a": one}, {"a": none}).cosine == 0
+    assert agreement({"a": one}, {"a": -one}).cosine == pytest.approx(-1)
+
+
+# ---------------------------------------------------------------------- what is measured
+
+
+def a_run(layout: Any = "packed", **changes: Any) -> Run:
+    given: dict[str, Any] = {
+        "layout": layout,
+        "lengths": ((3, 5), (2, 4), (7, 7)),
+        "physical": (10, 8, 14),
+        "seconds": (9.0, 1.0, 2.0),
+        "losses": (3.0, 2.0, 1.0),
+        "peak_bytes": 2**21,
+    }
+    return Run(**{**given, **changes})
+
+
+def test_speed_leaves_out_the_first_step_and_fill_does_not() -> None:
+    run = a_run()
+    assert run.fill == 28 / 32
+    assert run.step_seconds == 1.5
+    assert run.tokens_per_second == (6 + 14) / 3.0
+    assert a_run(lengths=((3, 5),), physical=(10,), seconds=(4.0,), losses=(3.0,)).tokens_per_second == 2
+
+
+def test_the_table_shows_ratios_and_differences() -> None:
+    padded = a_run("padded", peak_bytes=2**22, seconds=(9.0, 3.0, 3.0), losses=(3.0, 2.5, 1.25))
+    assert loss_differences(padded, a_run()) == (0.25, 0.5)
+    proof = Agreement(cosine=0.5, parameter="head", parameters=7)
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(comparison(padded, a_run(), proof, device="cpu"), notes(padded, a_run(), proof, device="cpu"))
+    said = console.export_text()
+    for text in (
+        "2 to 7 tokens",
+        "87.5%",
+        "off by 2.5e-01",
+        "5.0e-01",
+        "0.5000000000000",
+        "worst of 7 parameters, vision tower included (head)",
+    ):
+        assert text in " ".join(said.split())
+    assert "2.0 times as fast with 50% of the memory" in said
+
+
+def test_an_unmodified_model_is_not_shown_what_only_the_host_knows(receipts: Any) -> None:
+    recorder = Recorder(collator=VLMCollator(tiny_processor()), keep_facts=False)
+    small_batch, large_batch = recorder(receipts[:1]), recorder(receipts)
+    assert "vlmpack" not in small_batch
+    assert [len(facts.lengths) for facts in recorder.facts] == [1, 3]
+    assert recorder.physical == [small_batch["input_ids"].numel(), large_batch["input_ids"].numel()]
+    assert recorder.largest is large_batch
