@@ -7,10 +7,10 @@ from chats import FAMILIES, chat, learnt, picture, processor_of, tokenised
 from transformers.video_utils import VideoMetadata
 
 from vlmpack.collate.encode import Encoder
-from vlmpack.data.images import ImageLimits
 from vlmpack.collate.processor import read_processor
 from vlmpack.collate.refusal import Refusal
 from vlmpack.collate.video import VideoSettings, load_video
+from vlmpack.data.images import ImageLimits
 from vlmpack.data.processor import tiny_processor
 from vlmpack.errors import ConfigError, FamilyError
 

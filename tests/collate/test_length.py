@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from vlmpack.collate.checks import check_sample, run_lengths
 from vlmpack.collate.encode import Encoder
-from vlmpack.data.images import ImageLimits
 from vlmpack.collate.length import boundaries, fit, truncate
 from vlmpack.collate.processor import read_processor
 from vlmpack.collate.refusal import Refusal
+from vlmpack.data.images import ImageLimits
 
 HOLE = {"type": "image"}
 
