@@ -19,7 +19,6 @@ from PIL import Image
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.video_utils import VideoMetadata
 
-from vlmpack.data.images import ImageError, ImageLimits
 from vlmpack.collate.video import (
     VideoSettings,
     frame_timestamps,
@@ -30,6 +29,7 @@ from vlmpack.collate.video import (
     second_per_grid,
 )
 from vlmpack.collate.vision_keys import per_clip_size, per_frame_size, video_frame_size
+from vlmpack.data.images import ImageError, ImageLimits
 
 needs_qwen = pytest.mark.skipif(
     importlib.util.find_spec("qwen_vl_utils") is None,

@@ -14,7 +14,6 @@ import pytest
 import transformers
 from PIL import Image
 
-from vlmpack.data.images import ImageError
 from vlmpack.collate.vision_keys import (
     first_frame_size,
     has_image_keys,
@@ -27,6 +26,7 @@ from vlmpack.collate.vision_keys import (
     smart_resize,
     video_frame_size,
 )
+from vlmpack.data.images import ImageError
 
 needs_qwen = pytest.mark.skipif(
     importlib.util.find_spec("qwen_vl_utils") is None,
