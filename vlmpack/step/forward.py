@@ -178,6 +178,11 @@ def _check_keys(inputs: dict[str, Any], *, is_row: bool) -> None:
 
 @outside_graph
 def _given_row(inputs: dict[str, Any]) -> PackedRow:
+    if (shape := list(inputs["input_ids"].shape))[:-1] != [1]:
+        raise LayoutError(
+            f"a packed row is [1, T] but input_ids is {shape}; was the batch concatenated on its way (accelerate: set "
+            "dispatch_batches=False)?"
+        )
     row = PackedRow.from_hf(inputs)
     if (mask := inputs["attention_mask"]) is not None:
         raise LayoutError(

@@ -1,0 +1,68 @@
+"""bf16=True: a packed row is no further from float32 than twice what plain bfloat16 makes of the samples alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from training import LAYOUTS, Samples, gradients, loss_sums, receipts, train, trainer
+
+from vlmpack.families.tiny import tiny_model
+from vlmpack.step import disable_packing, enable_packing
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+def alone(model, samples, *, bf16):
+    """(per-sample losses [B], gradients) of the samples alone through an untouched model."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        sums, counts = loss_sums(model, samples)
+    model.zero_grad()
+    (sums.sum() / counts.sum()).backward()
+    return (sums / counts).detach(), gradients(model)
+
+
+def error(a, b):
+    """Root mean square of all differences between two sets of gradients."""
+    return torch.cat([(a[name] - b[name]).flatten() for name in a]).square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_error_is_that_of_plain_low_precision(family, layout, tmp_path):
+    samples = receipts(tiny_model(family))
+    exact, exact_gradients = alone(tiny_model(family), samples, bf16=False)
+    plain, plain_gradients = alone(tiny_model(family), samples, bf16=True)
+
+    model = enable_packing(tiny_model(family))
+    settings = {"bf16": True, "max_steps": 1, "per_device_train_batch_size": 7, "per_device_eval_batch_size": 3}
+    losses, _ = trainer(model, samples, tmp_path, layout, **settings).predict(Samples(samples)).predictions
+    ours = train(enable_packing(tiny_model(family)), samples, tmp_path, layout, **settings)
+
+    assert (plain - exact).abs().max() > 1e-4, "autocast did nothing"
+    assert (torch.from_numpy(losses) - exact).abs().max() <= 2 * (plain - exact).abs().max()
+    assert error(ours.gradients[0], exact_gradients) <= 2 * error(plain_gradients, exact_gradients)
+
+
+def test_weights_stay_float32_and_sample_losses_are(tmp_path):
+    model = enable_packing(tiny_model())
+    run = trainer(model, receipts(model), tmp_path, bf16=True)
+    run.train()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    losses, targets = run.predict(run.eval_dataset).predictions
+    assert (losses.dtype, targets.dtype) == ("float32", "int64")
+
+
+def test_the_autocast_wrapper_outlives_packing_without_harm(tmp_path):
+    """accelerate leaves its wrapper around forward on the model; what it wraps must still work afterwards."""
+    model = enable_packing(tiny_model())
+    samples = receipts(model)
+    train(model, samples, tmp_path, bf16=True)
+    assert "forward" in vars(model)
+
+    disable_packing(model)
+    untouched = tiny_model()
+    untouched.load_state_dict(model.state_dict())
+    sums, counts = loss_sums(model.float(), samples)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, _ = loss_sums(untouched, samples)
+    torch.testing.assert_close(sums / counts, expected / counts, rtol=1e-3, atol=1e-3)
