@@ -40,7 +40,7 @@ class ReceiptShapes:
     """Token ids."""
     samples: int = 8
     """B."""
-    longest: int = 1024
+    longest: int = 768
     """Tokens of the longest sample."""
     ratio: float = 5.0
     """Longest over shortest; the lengths between are spread evenly on a logarithmic scale."""
@@ -53,8 +53,8 @@ class ReceiptShapes:
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each sample, long and short ones mixed."""
         steps = max(self.samples - 1, 1)
-        rising = [round(self.longest * self.ratio ** (i / steps - 1)) for i in range(self.samples)]
-        return tuple(rising[1::2] + rising[::2])
+        falling = [round(self.longest * self.ratio ** (-i / steps)) for i in range(self.samples)]
+        return tuple(falling[1::2] + falling[::2])
 
 
 def receipt_model(shapes: ReceiptShapes, *, seed: int = 0, device: str = "cpu") -> Any:

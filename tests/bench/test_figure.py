@@ -1,0 +1,73 @@
+"""Figures and reports: what reaches its target, and the trip through JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from vlmpack.bench.figure import SCHEMA, Figure, Report, Target
+from vlmpack.bench.settings import BenchSettings
+from vlmpack.bench.timing import Timings
+from vlmpack.errors import ConfigError
+
+TIMES = {"a": (1.0, 2.0, 3.0), "b": (2.0, 4.0, 6.0)}
+
+
+@pytest.fixture
+def report() -> Report:
+    timings = Timings(seconds={"wall": TIMES, "cpu": TIMES})
+    settings = BenchSettings()
+    figures = (
+        Figure.timed("step", "packed", timings, "a", settings),
+        Figure.compared("step", "speed-up", timings, ("b", "a"), settings, target=Target(limit=3, better="higher")),
+        Figure(case="memory", name="peak", value=7, unit="bytes", target=Target(limit=8, better="lower")),
+    )
+    return Report(figures=figures, environment={"torch": "2"}, settings={"seed": 0}, shapes={"step": {"layers": 4}})
+
+
+def test_a_report_survives_the_trip_through_json(report, tmp_path):
+    report.save(tmp_path / "bench.json")
+    assert Report.load(tmp_path / "bench.json") == report
+
+
+def test_the_json_says_where_and_how(report, tmp_path):
+    report.save(tmp_path / "bench.json")
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert found.keys() == {"schema", "figures", "environment", "settings", "shapes"}
+    assert found["schema"] == SCHEMA
+    assert found["figures"][1] == {
+        "case": "step",
+        "name": "speed-up",
+        "value": 2.0,
+        "unit": "x",
+        "low": 2.0,
+        "high": 2.0,
+        "rounds": 3,
+        "clocks": {"wall": 2.0, "cpu": 2.0},
+        "target": {"limit": 3, "better": "higher"},
+    }
+
+
+@pytest.mark.parametrize("content", ['{"schema": 0, "figures": []}', "[]", "{}"])
+def test_another_file_is_refused(content, tmp_path):
+    (tmp_path / "other.json").write_text(content)
+    with pytest.raises(ConfigError, match=rf"other.json is no benchmark report of schema {SCHEMA} .*; measure again"):
+        Report.load(tmp_path / "other.json")
+
+
+def test_missed_targets_are_listed_and_figures_without_one_never_are(report):
+    assert [figure.met for figure in report.figures] == [None, False, True]
+    assert [figure.name for figure in report.missed] == ["speed-up"]
+
+
+@pytest.mark.parametrize(("better", "met"), [("lower", [True, True, False]), ("higher", [False, True, True])])
+def test_a_limit_itself_reaches_the_target(better, met):
+    assert [Target(limit=2.0, better=better).met_by(value) for value in (1.0, 2.0, 3.0)] == met
+
+
+def test_a_figure_is_of_the_clock_that_counts_and_keeps_the_other():
+    timings = Timings(seconds={"wall": {"a": (5.0,)}, "cpu": {"a": (3.0,)}})
+    figure = Figure.timed("step", "packed", timings, "a", BenchSettings(clock="cpu"))
+    assert figure.value == 3.0
+    assert figure.clocks == {"wall": 5.0, "cpu": 3.0}
