@@ -20,21 +20,25 @@ class SampleError(VlmpackError):
 
     Args:
         message: what was seen and what to do about it, without the sample's name.
-        index: position of the sample in the list given to the collator.
+        index: position of the sample in the list given to the collator. None: `message` names the sample already,
+            as when torch builds the error of a DataLoader worker again from its text.
         sample_id: the sample's own id where it has one.
         reason: a short slug such as ``"image_token_mismatch"``: the key under which the ledger counts it.
     """
 
-    def __init__(self, message: str, *, index: int, reason: str, sample_id: str | int | None = None) -> None:
+    def __init__(
+        self, message: str, *, index: int | None = None, reason: str = "unknown", sample_id: str | int | None = None
+    ) -> None:
         self.index = index
         self.reason = reason
         self.sample_id = sample_id
         self.detail = message
-        name = f"sample {index}" if sample_id is None else f"sample {index} (id {sample_id!r})"
-        super().__init__(f"{name}: {message}")
+        if index is not None:
+            message = f"sample {index}{'' if sample_id is None else f' (id {sample_id!r})'}: {message}"
+        super().__init__(message)
 
     def __reduce__(self) -> tuple:
-        """Survive the trip from a DataLoader worker, which rebuilds errors from their arguments."""
+        """Pickle by parts: the text alone would be taken for the whole message."""
         return _rebuild_sample_error, (self.detail, self.index, self.reason, self.sample_id)
 
 
@@ -54,5 +58,5 @@ class ConfigError(VlmpackError):
     """Settings that contradict each other, or a trainer set up in a way that would corrupt packed rows."""
 
 
-def _rebuild_sample_error(message: str, index: int, reason: str, sample_id: str | int | None) -> SampleError:
+def _rebuild_sample_error(message: str, index: int | None, reason: str, sample_id: str | int | None) -> SampleError:
     return SampleError(message, index=index, reason=reason, sample_id=sample_id)
