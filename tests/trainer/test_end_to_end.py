@@ -1,0 +1,129 @@
+"""Receipts in, a trained model out: a real processor, VLMCollator and HF Trainer, with nothing else to know."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+
+import pytest
+import torch
+from chats import chat, picture, processor_of
+from training import LAYOUTS, arguments, logged
+from transformers import Trainer
+
+from vlmpack.collate import VLMCollator
+from vlmpack.data import load_cord, to_conversation
+from vlmpack.families.tiny import tiny_model
+from vlmpack.step import enable_packing
+from vlmpack.trainer import check_trainer, loss_metrics
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+SETTINGS = {"remove_unused_columns": False, "train_sampling_strategy": "sequential"}
+
+
+class Rows(torch.utils.data.Dataset):
+    """A map-style dataset of rows."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+@lru_cache
+def small_receipts():
+    """Six receipts as conversations, their pictures made small so that a tiny model has little to look at."""
+    rows = []
+    for record in load_cord("synthetic", num=6, seed=1):
+        record = {**record, "image": record["image"].resize((96, 128))}
+        rows.append(to_conversation(record))
+    return rows
+
+
+def alone(model, collate, rows):
+    """(loss sums, target counts), both [B]: each row collated and computed on its own by the untouched model."""
+    sums, counts = [], []
+    for row in rows:
+        batch = {name: value for name, value in collate([row]).items() if name != "vlmpack"}
+        count = int((batch["labels"][:, 1:] != -100).sum())
+        sums.append(model(**batch).loss * count)
+        counts.append(count)
+    return torch.stack(sums).detach(), torch.tensor(counts)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_on_receipts(family, layout, tmp_path):
+    processor, rows = processor_of(family), small_receipts()
+    model = tiny_model(family, processor=processor)
+    sums, counts = alone(model, VLMCollator(processor), rows)
+
+    run = Trainer(
+        model=enable_packing(model),
+        args=arguments(tmp_path, gradient_accumulation_steps=3, max_steps=3, **SETTINGS),
+        data_collator=VLMCollator(processor, layout=layout),
+        train_dataset=Rows(rows),
+        eval_dataset=Rows(rows),
+        compute_metrics=loss_metrics,
+    )
+    check_trainer(run)
+    before = run.evaluate()
+    run.train()
+
+    exact = float(sums.sum() / counts.sum())
+    assert before["eval_token_loss"] == pytest.approx(exact, rel=1e-6)
+    assert before["eval_sample_loss"] == pytest.approx(float((sums / counts).mean()), rel=1e-6)
+    assert logged(run)[0] == pytest.approx(exact, rel=1e-6)  # one step sees all six
+    assert run.evaluate()["eval_token_loss"] < before["eval_token_loss"] - 0.1
+
+
+def test_worker_processes_bring_the_same_batches(tmp_path):
+    losses = []
+    for workers in (0, 2):
+        model = enable_packing(tiny_model(processor=processor_of()))
+        args = arguments(tmp_path, dataloader_num_workers=workers, **SETTINGS)
+        run = Trainer(model, args, VLMCollator(processor_of(), layout="packed"), Rows(small_receipts()))
+        run.train()
+        losses.append(logged(run))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_trainer_counts_the_targets_that_the_collator_counted(layout, side, tmp_path):
+    """Also when everything is learnt and padding is on the left, where the first token of a sample is labelled."""
+    processor = processor_of()
+    collate = VLMCollator(processor, layout=layout, train_on="all")
+    rows = [chat("short", "yes"), chat("a longer question", "a longer answer", picture())]
+    before = processor.tokenizer.padding_side
+    processor.tokenizer.padding_side = side
+    try:
+        batch = collate(rows)
+        run = Trainer(enable_packing(tiny_model(processor=processor)), arguments(tmp_path), collate)
+        counted = run._get_num_items_in_batch([batch, batch], torch.device("cpu"))
+    finally:
+        processor.tokenizer.padding_side = before
+    assert int(counted) == 2 * batch["vlmpack"].num_targets
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_batch_whose_samples_were_all_refused_costs_a_step_of_nothing(layout, tmp_path):
+    """The good batch beside it in the same step counts as if it were alone."""
+    processor = processor_of()
+    good = [chat("What?", "This.", picture()), chat("And?", "That.")]
+    bad = [{"messages": [{"role": "user", "content": "no answer"}]}] * 2
+    ledger = tmp_path / "refused.jsonl"
+    losses = []
+    for rows, accumulate in ((good, 1), (good + bad, 2)):
+        collate = VLMCollator(processor, layout=layout, on_bad="skip", ledger=ledger, max_bad_fraction=1.0)
+        model = enable_packing(tiny_model(processor=processor))
+        args = arguments(tmp_path, gradient_accumulation_steps=accumulate, max_steps=1, **SETTINGS)
+        run = Trainer(model, args, collate, Rows(rows))
+        run.train()
+        losses += logged(run)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert len([json.loads(line) for line in ledger.read_text().splitlines()]) == 2
