@@ -217,20 +217,19 @@ class Segments:
         return self._tensors[key]
 
     def _array(self, name: str) -> np.ndarray:
-        """The numpy form of one fact, O(T) without a python loop over tokens."""
+        """The numpy form of one fact: no python loop over tokens."""
         if name in ("real", "stride", "kernel"):
             return np.asarray({"real": self.real, "stride": self.stride, "kernel": self.kernel}[name], np.int32)
-        slots = np.asarray((*self.slots, self.total - sum(self.slots)), np.int64)
-        seq_idx = np.repeat(np.arange(len(slots), dtype=np.int32), slots)
+        if name in ("padding", "last"):
+            mask = np.ones(self.total, bool)
+            for start, stop in self.spans:
+                mask[start : max(start, stop - (name == "last"))] = False
+            return mask
+        slots = (*self.slots, self.total - sum(self.slots))
         if name == "seq_idx":
-            return seq_idx
-        lengths = np.asarray((*self.lengths, 0), np.int64)[seq_idx]
-        position = np.arange(self.total, dtype=np.int64) - np.asarray(self.stride, np.int64)[seq_idx]
-        return {
-            "padding": position >= lengths,
-            "position": np.where(position < lengths, position, 0),
-            "last": position >= lengths - 1,
-        }[name]
+            return np.repeat(np.arange(len(slots), dtype=np.int32), slots)
+        position = np.arange(self.total) - np.repeat(self.stride, slots)
+        return np.where(self._array("padding"), 0, position) if self.has_gaps else position
 
     def __getstate__(self) -> dict[str, Any]:
         """Tensors are made again on the other side: a DataLoader worker ships a few ints."""
