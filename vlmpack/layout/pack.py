@@ -1,4 +1,4 @@
-"""pack and unpack: one index map between the [B, S] batch and the [1, T] row, used in both directions."""
+"""pack and unpack: between the [B, S] batch and the [1, T] row, one copy or one gather a tensor in each direction."""
 
 from __future__ import annotations
 

@@ -17,8 +17,9 @@ def shift_labels(labels: torch.Tensor, segments: Segments) -> torch.Tensor:
         labels: [1, T] int64, not shifted.
         segments: the row's boundaries.
     """
-    without_successor = segments.last_mask(labels.device)
-    return torch.roll(labels, -1, dims=-1).masked_fill_(without_successor, IGNORE)
+    shifted = torch.roll(labels, -1, dims=-1)
+    shifted[..., segments.last_tokens(labels.device)] = IGNORE
+    return shifted.masked_fill_(segments.padding_mask(labels.device), IGNORE) if segments.has_gaps else shifted
 
 
 def unshift_labels(shifted: torch.Tensor, segments: Segments) -> torch.Tensor:

@@ -205,6 +205,10 @@ class Segments:
         """int64 [T]: 0, 1, 2, ... from each slot's start; 0 on padding."""
         return self._tensor("position", device)
 
+    def last_tokens(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """int64 [at most G]: where in the row each segment has its last real token; empty segments have none."""
+        return self._tensor("last_tokens", device)
+
     def last_mask(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """bool [T]: True where a token has no successor in its own segment: last tokens and padding."""
         return self._tensor("last", device)
@@ -220,6 +224,8 @@ class Segments:
         """The numpy form of one fact: no python loop over tokens."""
         if name in ("real", "stride", "kernel"):
             return np.asarray({"real": self.real, "stride": self.stride, "kernel": self.kernel}[name], np.int32)
+        if name == "last_tokens":
+            return np.asarray([stop - 1 for start, stop in self.spans if stop > start], np.int64)
         if name in ("padding", "last"):
             mask = np.ones(self.total, bool)
             for start, stop in self.spans:
