@@ -61,3 +61,22 @@ def test_the_module_can_be_run() -> None:
     )
     assert done.returncode == 1
     assert done.stderr.strip() == "vlmpack: --dtype int8: choose float32 or bfloat16"
+
+
+def test_bench_is_handed_everything_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[str]] = []
+
+    def main(arguments: list[str]) -> int:
+        given.append(arguments)
+        return 7
+
+    monkeypatch.setattr("vlmpack.bench.main", main)
+    result = CliRunner().invoke(app, ["bench", "pack", "--json", "x.json", "--help"])
+    assert result.exit_code == 7
+    assert given == [["pack", "--json", "x.json", "--help"]]
+
+
+def test_bench_shows_its_own_help() -> None:
+    result = CliRunner().invoke(app, ["bench", "--help"])
+    assert result.exit_code == 0
+    assert "usage: vlmpack bench" in result.stdout

@@ -130,7 +130,7 @@ def test_speed_leaves_out_the_first_step_and_fill_does_not() -> None:
     run = a_run()
     assert run.fill == 28 / 32
     assert run.step_seconds == 1.5
-    assert run.tokens_per_second == (6 + 14) / 3.0
+    assert run.tokens_per_second == (6 / 1.0 + 14 / 2.0) / 2
     assert a_run(lengths=((3, 5),), physical=(10,), seconds=(4.0,), losses=(3.0,)).tokens_per_second == 2
 
 

@@ -85,12 +85,9 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """Real tokens a second, the first step left out."""
-        return sum(map(sum, self.lengths[-self._timed :])) / sum(self.seconds[-self._timed :])
-
-    @property
-    def _timed(self) -> int:
-        return max(len(self.seconds) - 1, 1)
+        """Real tokens a second in the median step, the first one left out."""
+        speeds = [sum(lengths) / seconds for lengths, seconds in zip(self.lengths, self.seconds, strict=True)]
+        return median(speeds[1:] or speeds)
 
 
 @final
