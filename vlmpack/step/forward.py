@@ -13,7 +13,7 @@ from transformers.utils.generic import ModelOutput
 
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import Family
-from vlmpack.layout import FACTS_KEY, BatchFacts, PackedRow, PaddedBatch, Segments, outside_graph, pack
+from vlmpack.layout import FACTS_KEY, BatchFacts, PackedRow, PaddedBatch, Segments, outside_graph, pack, require
 from vlmpack.step.engine import StepConfig, around_graph, run_row
 from vlmpack.step.result import StepResult
 
@@ -189,10 +189,22 @@ def _given_row(inputs: dict[str, Any]) -> PackedRow:
             f"a packed row comes without attention_mask, got one of shape {list(mask.shape)}; its boundaries say "
             "what is real"
         )
-    mask = inputs.get("moe_padding_mask")
-    if mask is not None and mask.shape != row.input_ids.shape:
-        raise LayoutError(f"moe_padding_mask is {list(mask.shape)} but the row is {list(row.input_ids.shape)}")
+    if (mask := inputs.get("moe_padding_mask")) is not None:
+        _check_padding_mask(mask, row)
     return row
+
+
+def _check_padding_mask(mask: torch.Tensor, row: PackedRow) -> None:
+    """Boundaries and mask say the same thing twice, which shows when `cu_seqlens_q_padded` was left out."""
+    if mask.shape != row.input_ids.shape:
+        raise LayoutError(f"moe_padding_mask is {list(mask.shape)} but the row is {list(row.input_ids.shape)}")
+    if row.facts is None:
+        agree = (mask.bool() == row.segments.padding_mask(mask.device)).all()
+        message = (
+            "moe_padding_mask (True on padding) does not fit the boundaries of the row; give a row with gaps both "
+            "cu_seqlens_q and cu_seqlens_q_padded"
+        )
+        require(agree, message, LayoutError)
 
 
 @outside_graph

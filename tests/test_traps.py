@@ -1,0 +1,456 @@
+"""The silent traps of packed Qwen-VL rows in transformers, one test a trap.
+
+Each shows that our way around the trap is right, and that the same claim fails when the way around is taken out: by
+patching it away, or by going the stock way with the untouched model. Numbers are those of the list that they came
+from; 9, 10 and 11 belong to families that are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from samples import alone, padded
+from training import KINDS, arguments, collator, descend, loss_sums, receipts, train, trainer
+from transformers import Trainer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from vlmpack.errors import ConfigError, FamilyError, LayoutError
+from vlmpack.families import Qwen25VL, registry
+from vlmpack.families.qwen3_vl import Qwen3VL
+from vlmpack.families.tiny import tiny_model
+from vlmpack.layout import Segments, SlotRule, pack
+from vlmpack.step import attention, enable_packing, engine, forward
+from vlmpack.trainer import check_trainer, loss_metrics
+
+EXACT, LEAK = 2e-5, 0.05
+"""Logits: the largest difference that float32 makes, and the smallest that a leak makes."""
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+class Case:
+    """Four samples as one packed row, and what each comes to alone."""
+
+    def __init__(
+        self, family: str = "qwen3_vl", *, rule: SlotRule | None = None, kinds: Any = KINDS[:4], **settings: Any
+    ) -> None:
+        self.model = tiny_model(family, **settings).eval()
+        self.samples = receipts(self.model, kinds=kinds)
+        self.packed = pack(padded(self.samples), rule=rule)
+        with torch.no_grad():
+            self.expected = [self.model(**alone(sample)).logits[0] for sample in self.samples]
+            sums, counts = loss_sums(self.model, self.samples)
+        self.loss = float(sums.sum() / counts.sum())
+
+    @property
+    def row(self) -> dict[str, Any]:
+        return self.packed.to_hf()
+
+    @property
+    def bare_row(self) -> dict[str, Any]:
+        """The row without host facts: boundaries as tensors only."""
+        return {name: value for name, value in self.row.items() if name != "vlmpack"}
+
+    @property
+    def stock_row(self) -> dict[str, torch.Tensor]:
+        """The row as transformers itself takes it: [4, 1, T] positions, the text row first, and no boundaries."""
+        row, model = self.row, self.model
+        facts = self.packed.facts
+        assert facts is not None
+        positions = registry.family_named(model.config.model_type).positions(
+            row["mm_token_type_ids"], self.packed.segments, config=model.config, image_grids=facts.image_grids
+        )
+        names = ("input_ids", "mm_token_type_ids", "pixel_values", "image_grid_thw")
+        return {**{name: row[name] for name in names if name in row}, "position_ids": positions}
+
+    def enable(self) -> Any:
+        return enable_packing(self.model)
+
+    @torch.no_grad()
+    def error(self, **inputs: Any) -> float:
+        """Largest difference of any sample's logits from its logits alone."""
+        logits = self.model(**inputs).logits[0]
+        spans = self.packed.segments.spans
+        assert len(spans) == len(self.expected) == 4
+        return max(
+            float((logits[start:stop] - own).abs().max())
+            for (start, stop), own in zip(spans, self.expected, strict=True)
+        )
+
+    @torch.no_grad()
+    def loss_error(self, **inputs: Any) -> float:
+        return abs(float(self.model(**inputs).loss) - self.loss)
+
+
+@pytest.fixture
+def no_boundaries(monkeypatch):
+    """Take out the side channel: attention layers of the text model see the row as one long sample."""
+
+    def take_out():
+        packed = attention._packed
+
+        def one_sample(query, key, value, row, **settings):
+            if settings.get("vision") is None:
+                row = replace(row, segments=Segments.from_lengths([query.shape[2]]))
+            return packed(query, key, value, row, **settings)
+
+        monkeypatch.setattr(attention, "_packed", one_sample)
+
+    return take_out
+
+
+# ---------------------------------------------------------------------- how transformers finds the samples of a row
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trap_01_a_cache_switches_packed_detection_off(family, no_boundaries):
+    """transformers looks for samples in the positions only if there is no cache; the text model makes one by default.
+
+    Ours come by a side channel, and `use_cache=False` goes with them.
+    """
+    case = Case(family)
+    case.model.config.text_config.use_cache = True
+    assert case.error(**case.stock_row) > LEAK
+    assert case.error(**case.stock_row, use_cache=False) < EXACT
+
+    case.enable()
+    assert case.error(**case.row, output_logits=True) < EXACT
+    no_boundaries()
+    assert case.error(**case.row, output_logits=True) > LEAK
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trap_02_three_rows_of_positions_are_never_looked_at(family, no_boundaries):
+    """Three rows are what `get_rope_index` returns. We hand over three rows and boundaries beside them."""
+    case = Case(family)
+    stock = {**case.stock_row, "use_cache": False}
+    assert case.error(**{**stock, "position_ids": stock["position_ids"][1:]}) > LEAK
+
+    case.enable()
+    for rows in (stock["position_ids"], stock["position_ids"][1:]):
+        assert case.error(**case.row, position_ids=rows, output_logits=True) < EXACT
+    no_boundaries()
+    assert case.error(**case.row, position_ids=stock["position_ids"], output_logits=True) > LEAK
+
+
+def test_trap_03_a_mask_of_ones_switches_packed_detection_off(monkeypatch):
+    """A row with an attention_mask is refused; and by construction the mask would not reach the layers."""
+    case = Case()
+    ones = torch.ones_like(case.row["input_ids"])
+    assert case.error(**case.stock_row, use_cache=False, attention_mask=ones) > LEAK
+
+    case.enable()
+    with pytest.raises(LayoutError, match="a packed row comes without attention_mask"):
+        case.model(**case.row, attention_mask=ones)
+    given_row = forward._given_row
+    monkeypatch.setattr(forward, "_given_row", lambda inputs: given_row({**inputs, "attention_mask": None}))
+    assert case.error(**case.row, attention_mask=ones, output_logits=True) < EXACT
+
+
+def test_trap_04_a_boolean_4d_mask_is_added_by_eager_attention(no_boundaries):
+    """Ours is a dummy of one entry that no layer reads; the samples are kept apart by other means."""
+    case = Case(attn_implementation="eager")
+    sample = case.packed.segments.seq_idx("cpu")
+    block_diagonal = (sample[:, None] == sample[None, :]).tril()[None, None]
+    assert case.error(**case.stock_row, use_cache=False, attention_mask=block_diagonal) > LEAK
+    additive = torch.zeros(block_diagonal.shape).masked_fill(~block_diagonal, torch.finfo(torch.float32).min)
+    assert case.error(**case.stock_row, use_cache=False, attention_mask=additive) < EXACT
+
+    case.enable()
+    assert case.error(**case.row, output_logits=True) < EXACT
+    no_boundaries()
+    assert case.error(**case.row, output_logits=True) > LEAK
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trap_05_2d_positions_lose_the_places_of_images(family, monkeypatch):
+    case = Case(family)
+    flat = case.packed.segments.position_in_segment("cpu")
+    flat = flat.reshape(1, -1)
+    assert case.error(**{**case.stock_row, "position_ids": flat}, use_cache=False) > LEAK
+
+    case.enable()
+    with pytest.raises(LayoutError, match="images lose their places"):
+        case.model(**case.row, position_ids=flat)
+    monkeypatch.setattr(engine, "_check_positions", lambda positions: None)
+    assert case.error(**case.row, position_ids=flat, output_logits=True) > LEAK
+
+
+def test_trap_06_flash_attention_boundaries_are_ignored_by_other_implementations(monkeypatch):
+    case = Case(kinds=("text",) * 4)  # with images, older versions hand these to the vision tower as well, and stop
+    boundaries = case.row["cu_seqlens_q"]
+    longest = case.packed.segments.max_length
+    names = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": longest, "max_length_k": longest}
+    stock = {name: value for name, value in case.stock_row.items() if name != "position_ids"}
+    assert case.error(**stock, **names) > LEAK
+
+    case.enable()
+    with pytest.raises(ConfigError, match="cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k would be ignored"):
+        case.model(**stock, **names)
+    monkeypatch.setattr(forward, "_check_boundaries_kept", lambda inputs: None)
+    assert case.error(**stock, **names) > LEAK
+
+
+def test_trap_07_real_boundaries_on_a_row_with_gaps():
+    """Both boundaries travel, and never the one for the other; leaving one out contradicts the padding mask."""
+    case = Case(rule=SlotRule(multiple=8))
+    assert case.packed.segments.has_gaps
+    case.enable()
+    assert case.error(**case.row, output_logits=True) < EXACT
+    assert case.error(**case.bare_row, output_logits=True) < EXACT
+
+    real_only = {name: value for name, value in case.bare_row.items() if name != "cu_seqlens_q_padded"}
+    with pytest.raises(LayoutError, match=r"does not fit the boundaries.*both cu_seqlens_q and cu_seqlens_q_padded"):
+        case.model(**real_only)
+    real_only.pop("moe_padding_mask")
+    assert case.error(**real_only, output_logits=True) > LEAK
+
+
+def test_trap_08_flash_attention_looks_for_samples_in_batches_of_one_only():
+    """By construction: a packed row is [1, T]. Two of them in one batch are refused."""
+    case = Case()
+    case.enable()
+    assert case.row["input_ids"].shape[0] == 1
+    two = {name: torch.cat([value, value]) for name, value in case.bare_row.items()}
+    with pytest.raises(LayoutError, match=r"a packed row is \[1, T\] but input_ids is \[2, "):
+        case.model(**two)
+
+
+# ---------------------------------------------------------------------- families that are refused
+
+
+def small(family: str) -> dict[str, Any]:
+    """Settings of the configurations of families that have no tiny model of their own."""
+    tiny = tiny_model("qwen3_vl").config.to_dict()
+    return {name: tiny[name] for name in ("image_token_id", "video_token_id")} | {
+        "vision_start_token_id": 2,
+        "vision_end_token_id": 3,
+        "vision_config": {
+            **{key: tiny["vision_config"][key] for key in ("depth", "hidden_size", "intermediate_size", "num_heads")},
+            **{key: tiny["vision_config"][key] for key in ("out_hidden_size", "patch_size", "num_position_embeddings")},
+        },
+        "text_config": {
+            "vocab_size": 131,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "pad_token_id": 0,
+            "num_hidden_layers": 2,
+            "rope_parameters": {**tiny["text_config"]["rope_parameters"], "partial_rotary_factor": 1.0},
+            **FAMILY_SETTINGS[family],
+        },
+    }
+
+
+FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "qwen3_vl_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "output_router_logits": True,
+    },
+}
+
+
+def refused_model(family: str) -> Any:
+    config = {"qwen3_5": "Qwen3_5Config", "qwen3_vl_moe": "Qwen3VLMoeConfig"}[family]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        built = vars(transformers).get(config) or transformers.__getattr__(config)
+        return transformers.AutoModelForImageTextToText.from_config(built(**small(family))).eval()
+
+
+def admit(monkeypatch, family: str, model: Any) -> None:
+    """Take the refusal out: treat the family as a Qwen3-VL."""
+    posing = type("Posing", (Qwen3VL,), {"model_class": type(model).__name__})
+    monkeypatch.setattr(registry, "_REFUSED", {})
+    monkeypatch.setitem(registry.FAMILIES, family, posing)
+
+
+def text_rows(model: Any) -> Any:
+    return receipts(tiny_model("qwen3_vl"), kinds=("text", "text", "text"))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+def test_trap_09_gated_delta_layers_run_on_from_sample_to_sample(monkeypatch):
+    model = refused_model("qwen3_5")
+    with pytest.raises(FamilyError, match="qwen3_5 cannot be packed exactly yet: its gated delta layers carry"):
+        enable_packing(model)
+
+    samples = text_rows(model)
+    with torch.no_grad():
+        sums, counts = loss_sums(model, samples)
+        admit(monkeypatch, "qwen3_5", model)
+        enable_packing(model)
+        losses = model(**collator("packed")(samples)).sample_losses
+    difference = (losses - sums / counts).abs()
+    assert difference[0] < 1e-5, "the first sample has none before it"
+    assert difference[1:].max() > 1e-4
+
+
+@pytest.mark.parametrize("family", ["qwen4_exp", "qwen3_5_moe", "qwen3_next"])
+def test_trap_10_families_with_more_that_leaks(family):
+    with pytest.raises(FamilyError, match=f"{family} cannot be packed exactly yet.*gated delta layers"):
+        registry.family_named(family)
+
+
+def test_trap_11_a_router_loss_would_count_padding_or_be_left_out(monkeypatch):
+    model = refused_model("qwen3_vl_moe")
+    with pytest.raises(FamilyError, match="qwen3_vl_moe cannot be packed exactly yet: its MoE router statistics"):
+        enable_packing(model)
+
+    samples = text_rows(model)[:1]
+    with torch.no_grad():
+        stock = model(**alone(samples[0]), output_router_logits=True)
+        admit(monkeypatch, "qwen3_vl_moe", model)
+        enable_packing(model)
+        packed = model(**collator("packed")(samples))
+    assert float(stock.aux_loss) > 0
+    assert float(stock.loss - packed.loss) > 1e-4
+
+
+# ---------------------------------------------------------------------- names, order, labels
+
+
+def test_trap_12_unknown_names_are_swallowed(monkeypatch):
+    case = Case()
+    boundaries = case.row["cu_seqlens_q"]
+    with torch.no_grad():
+        stock = case.model(**case.stock_row, use_cache=False).logits
+        assert torch.equal(case.model(**case.stock_row, use_cache=False, rope_cu_seqlen=boundaries).logits, stock)
+
+    case.enable()
+    for name, hint in (("rope_cu_seqlen", "did you mean 'rope_cu_seqlens'"), ("cu_seqlens", "did you mean")):
+        with pytest.raises(ConfigError, match=f"knows no input '{name}'.*{hint}"):
+            case.model(**case.row, **{name: boundaries})
+    halves = torch.tensor([0, 7, int(boundaries[-1])])
+    meant = float(case.model(**case.row, rope_cu_seqlens=halves).loss.detach())
+    monkeypatch.setattr(forward, "_check_keys", lambda inputs, is_row: None)
+    misspelt = float(case.model(**case.row, rope_cu_seqlen=halves).loss.detach())
+    assert abs(meant - misspelt) > 1e-4
+
+
+def test_trap_13_samples_in_another_order_than_their_media():
+    """By construction: one function gathers ids, pixels and grids from the same list, and packing keeps its order."""
+    model = enable_packing(tiny_model()).eval()
+    one, other = receipts(model, kinds=("image", "image", "image"))[1:]
+    other = {**one, "pixel_values": -one["pixel_values"], "input_ids": one["input_ids"].clone()}
+    batches = [padded(pair) for pair in ((one, other), (other, one))]
+    with torch.no_grad():
+        losses = [model(**pack(batch).to_hf()).sample_losses for batch in batches]
+        assert torch.equal(losses[0], losses[1].flip(0))
+        swapped = replace(batches[0], media=batches[1].media)
+        assert not torch.allclose(model(**pack(swapped).to_hf()).sample_losses, losses[0], atol=1e-3)
+
+
+def test_trap_14_the_first_label_of_a_sample_is_learnt_from_the_sample_before(monkeypatch):
+    """Labels are shifted inside each segment; and `logits_to_keep`, whose integer mask is read as positions, is not
+    used: labelled positions are gathered."""
+    case = Case()
+    case.enable()
+    assert case.loss_error(**case.row) < 1e-6 * case.loss
+    with pytest.raises(ConfigError, match="logits_to_keep cannot be combined with a packed row"):
+        case.model(**case.row, logits_to_keep=(case.row["labels"] != -100).long())
+
+    def across(labels, segments):
+        return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)
+
+    labels = torch.cat([sample["labels"] for sample in case.samples])[None]
+    bare = {**case.bare_row, "labels": labels}
+    assert case.loss_error(**bare) < 1e-6 * case.loss
+    monkeypatch.setattr("vlmpack.layout.row.shift_labels", across)
+    assert case.loss_error(**bare) > 1e-3
+    with pytest.raises(LayoutError, match="the host counted"):  # with host facts it cannot happen unseen
+        case.model(**{**case.row, "labels": labels})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trap_15_accumulation_and_evaluation_average_averages(family, tmp_path, monkeypatch):
+    reference, model = tiny_model(family), enable_packing(tiny_model(family))
+    samples = receipts(model)[:6]
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = descend(reference, samples, size=6, steps=1).losses[0]
+    settings = {"gradient_accumulation_steps": 3, "max_steps": 1}
+
+    run = trainer(model, samples, tmp_path)
+    run.compute_metrics = loss_metrics
+    metrics = run.evaluate()
+    assert metrics["eval_token_loss"] == pytest.approx(expected, rel=1e-6)
+    assert metrics["eval_loss"] != pytest.approx(expected, rel=1e-4)
+
+    assert train(model, samples, tmp_path, **settings).losses[0] == pytest.approx(expected, rel=1e-6)
+    model.load_state_dict(start)
+    monkeypatch.setattr(type(model), "accepts_loss_kwargs", False)
+    assert train(model, samples, tmp_path, **settings).losses[0] != pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trap_16_an_attention_without_a_mask_function_drops_the_2d_mask(family, monkeypatch):
+    """Only left padding shows it. Our names bring the mask function of the implementation that they stand for."""
+    untouched, model = tiny_model(family).eval(), enable_packing(tiny_model(family)).eval()
+    batch = padded(receipts(model)[:4], "left", facts=False).to_hf()
+    batch |= {"use_cache": True, "labels": None}  # with a cache it goes through the model's own forward
+    real = batch["attention_mask"].bool()
+    with torch.no_grad():
+        expected = untouched(**batch).logits
+        assert torch.equal(model(**batch).logits[real], expected[real])
+        monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "vlmpack|sdpa", lambda **kwargs: None)
+        assert (model(**batch).logits - expected)[real].abs().max() > LEAK
+
+
+def test_trap_17_qwen2_5_vl_without_token_types_forgets_where_images_are(monkeypatch):
+    """We read the types from the ids, whether or not the batch brings them."""
+    case = Case("qwen2_5_vl")
+    sample = next(sample for sample in case.samples if "pixel_values" in sample)
+    untyped = {name: value for name, value in alone(sample).items() if name != "mm_token_type_ids"}
+    with torch.no_grad():
+        lost = case.model(**untyped).logits - case.model(**alone(sample)).logits
+    assert lost.abs().max() > LEAK
+
+    case.enable()
+    row = {name: value for name, value in case.row.items() if name != "mm_token_type_ids"}
+    assert case.error(**row, output_logits=True) < EXACT
+    positions = Qwen25VL.positions
+    monkeypatch.setattr(
+        Qwen25VL,
+        "positions",
+        lambda self, types, segments, *, config, **media: positions(self, types * 0, segments, config=config),
+    )
+    assert case.error(**row, output_logits=True) > LEAK
+
+
+def test_trap_18_removed_columns_take_the_lengths_along(tmp_path):
+    """Trainer drops the `length` column before its sampler groups by it, and goes by other lengths without a word."""
+    model = enable_packing(tiny_model())
+    table = Dataset.from_dict({"input_ids": [[7] * 5] * 4, "length": [40, 30, 20, 10]})
+    grouped_by = {}
+    for remove in (True, False):
+        settings = {"train_sampling_strategy": "group_by_length", "remove_unused_columns": remove}
+        run = Trainer(model, arguments(tmp_path, **settings), collator("packed"), table)
+        grouped_by[remove] = list(run._get_train_sampler(run._remove_unused_columns(table)).lengths)
+        if remove:
+            with pytest.raises(ConfigError, match="drops the 'length' column before group_by_length reads it"):
+                check_trainer(run)
+        else:
+            check_trainer(run)
+    assert grouped_by == {True: [5, 5, 5, 5], False: [40, 30, 20, 10]}
+
+
+def test_every_trap_has_a_test():
+    numbers = {int(name.split("_")[2]) for name in globals() if name.startswith("test_trap_")}
+    assert numbers == set(range(1, 19))
