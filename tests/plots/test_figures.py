@@ -1,0 +1,84 @@
+"""The figures themselves: what they say, and that they can be written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from PIL import Image
+
+from vlmpack.layout import PaddedBatch, SlotRule, pack
+from vlmpack.plots import plot_losses, plot_rows, save
+from vlmpack.plots.readme_picture import readme_picture
+
+
+@pytest.fixture
+def batch() -> PaddedBatch:
+    mask = torch.tensor([[1] * 10, [1] * 4 + [0] * 6])
+    types = torch.tensor([[0, 1, 1, 1, 0, 0, 0, 0, 0, 0], [0] * 10])
+    return PaddedBatch(input_ids=mask.clone(), attention_mask=mask, mm_token_type_ids=types)
+
+
+def titles(figure: Figure) -> list[tuple[str, str]]:
+    return [(axes.get_title(loc="left"), axes.get_title(loc="right")) for axes in figure.axes]
+
+
+def test_the_titles_say_how_full_and_how_many_tokens(batch):
+    assert titles(plot_rows(batch)) == [
+        ("Padded batch: 70% full", "2 rows of 10  =  20 tokens computed"),
+        ("Packed row: 100% full", "1 row, drawn in lines of 10  =  14 tokens computed"),
+    ]
+
+
+def test_a_row_with_gaps_is_drawn_as_it_is(batch):
+    figure = plot_rows(batch, pack(batch, rule=SlotRule(multiple=8)), title="Slots of 8")
+    assert titles(figure)[1] == ("Packed row: 58% full", "1 row, drawn in lines of 10  =  24 tokens computed")
+    assert figure.get_suptitle() == "Slots of 8"
+
+
+def test_image_tokens_are_hatched_and_nothing_else_is(batch):
+    padded, packed = plot_rows(batch).axes
+    for axes in (padded, packed):
+        bars = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+        hatched = [(bar.get_x(), bar.get_width()) for bar in bars if bar.get_hatch()]
+        assert hatched == [(1, 3)]
+        assert len(bars) > 1
+
+
+def test_each_sample_is_named_once_in_each_panel(batch):
+    for axes in plot_rows(batch).axes:
+        assert sorted(text.get_text() for text in axes.texts) == ["0", "1"]
+
+
+def test_curves_that_agree_both_stay_visible():
+    (axes,) = plot_losses({"padded": [3.0, 2.0, 1.0], "packed": [3.0, 2.0, 1.0]}).axes
+    broad, thin = axes.lines
+    assert broad.get_linewidth() > 2 * thin.get_linewidth()
+    assert thin.get_zorder() >= broad.get_zorder()
+    assert list(thin.get_xdata()) == [1, 2, 3]
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["padded", "packed"]
+
+
+def test_saving_makes_the_folder_and_a_png(batch, tmp_path):
+    path = save(plot_rows(batch), tmp_path / "new" / "rows.png", dpi=50)
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        assert image.width == 475
+
+
+def test_the_picture_of_the_readme_is_drawn_from_receipts(tmp_path):
+    with Image.open(readme_picture(tmp_path / "rows.png", samples=2)) as image:
+        assert image.width > 1000
+
+
+def test_drawing_needs_no_display_and_leaves_pyplot_alone():
+    code = (
+        "import sys, vlmpack.plots; assert 'matplotlib' in sys.modules; assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

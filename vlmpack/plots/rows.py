@@ -1,0 +1,125 @@
+"""A picture of where every token is: the padded batch, and the row that it is packed into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+from vlmpack.layout import PackedRow, PaddedBatch
+from vlmpack.layout import pack as pack_batch
+from vlmpack.plots.pieces import Piece, packed_pieces, padded_pieces
+from vlmpack.plots.style import INK, PADDING, SAMPLES, bare, heading
+
+LINE_INCHES = 0.27
+BAR = 0.8
+"""Height of a bar, of the line's height."""
+
+
+def plot_rows(batch: PaddedBatch, row: PackedRow | None = None, *, title: str | None = None) -> Figure:
+    """Draw a padded batch above the packed row of the same samples, both to the same scale.
+
+    Each sample has a colour and a number; its image tokens are darker and hatched, padding is grey. The row is as long
+    as all samples together, so it goes on from line to line: the area of a panel is what a step computes.
+
+    Args:
+        batch: the padded batch, [B, S].
+        row: the row; None: the batch, packed without gaps.
+        title: a heading for the whole figure.
+    """
+    row = pack_batch(batch) if row is None else row
+    width = batch.input_ids.shape[1]
+    padded, packed = padded_pieces(batch), packed_pieces(row, width=width)
+    lines = [1 + max(piece.line for piece in pieces) for pieces in (padded, packed)]
+    heights = [n * LINE_INCHES for n in lines]
+    size = (9.5, sum(heights) + 1.7 + (0.4 if title else 0))
+    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(h_pad=0.08, hspace=0.06))
+    top, bottom = figure.subplots(2, 1, height_ratios=heights, sharex=True)
+    _draw(top, padded, lines[0], width)
+    _draw(bottom, packed, lines[1], width)
+    _head(top, "Padded batch", f"{lines[0]} rows of {width:,}", padded)
+    _head(bottom, "Packed row", "1 row" + (f", drawn in lines of {width:,}" if lines[1] > 1 else ""), packed)
+    top.tick_params(labelbottom=False)
+    _legend(figure)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+    return figure
+
+
+def fill(pieces: Sequence[Piece]) -> float:
+    """Tokens of samples per token of the picture, 0 to 1."""
+    return 1 - _tokens(pieces, "padding") / _tokens(pieces)
+
+
+def _tokens(pieces: Sequence[Piece], kind: str | None = None) -> int:
+    return sum(piece.stop - piece.start for piece in pieces if kind in (None, piece.kind))
+
+
+def _head(axes: Axes, name: str, shape: str, pieces: Sequence[Piece]) -> None:
+    heading(axes, f"{name}: {fill(pieces):.0%} full", f"{shape}  =  {_tokens(pieces):,} tokens computed")
+
+
+def _draw(axes: Axes, pieces: Sequence[Piece], lines: int, width: int) -> None:
+    for piece in pieces:
+        axes.add_patch(_bar(piece))
+    for piece in _first(pieces):
+        if piece.start:  # a seam between neighbours
+            axes.vlines(piece.start, piece.line - BAR / 2, piece.line + BAR / 2, color="white", linewidth=1.5)
+    for piece in _widest(pieces):
+        middle, number = (piece.start + piece.stop) / 2, str(piece.sample)
+        axes.text(middle, piece.line, number, ha="center", va="center", fontsize=8, fontweight="bold", color="white")
+    axes.set_xlim(-0.002 * width, 1.002 * width)
+    axes.set_ylim(lines - 0.5, -0.5)
+    axes.set_yticks([])
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    bare(axes)
+
+
+def _first(pieces: Sequence[Piece]) -> list[Piece]:
+    """The piece that each sample begins with."""
+    found: dict[int, Piece] = {}
+    for piece in pieces:
+        if piece.sample is not None:
+            found.setdefault(piece.sample, piece)
+    return list(found.values())
+
+
+def _widest(pieces: Sequence[Piece]) -> list[Piece]:
+    """The longest text piece of each sample: where its number is written."""
+    found: dict[int | None, Piece] = {}
+    for piece in pieces:
+        best = found.get(piece.sample)
+        if piece.kind == "text" and (best is None or piece.stop - piece.start > best.stop - best.start):
+            found[piece.sample] = piece
+    return list(found.values())
+
+
+def _bar(piece: Piece) -> Rectangle:
+    corner, length = (piece.start, piece.line - BAR / 2), piece.stop - piece.start
+    if piece.sample is None:
+        return Rectangle(corner, length, BAR, facecolor=PADDING, linewidth=0)
+    colour = to_rgb(SAMPLES[piece.sample % len(SAMPLES)])
+    if piece.kind == "text":
+        return Rectangle(corner, length, BAR, facecolor=colour, linewidth=0)
+    return Rectangle(corner, length, BAR, facecolor=_darker(colour), edgecolor=colour, hatch="////", linewidth=0)
+
+
+def _darker(colour: tuple[float, float, float], keep: float = 0.62) -> tuple[float, float, float]:
+    red, green, blue = colour
+    return keep * red, keep * green, keep * blue
+
+
+def _legend(figure: Figure) -> None:
+    colour = to_rgb(SAMPLES[0])
+    entries = [
+        Patch(facecolor=colour, label="text of a sample"),
+        Patch(facecolor=_darker(colour), edgecolor=colour, hatch="////", linewidth=0, label="its image"),
+        Patch(facecolor=PADDING, label="padding"),
+    ]
+    figure.legend(handles=entries, loc="outside lower left", ncols=3, frameon=False, fontsize=8.5, labelcolor=INK)
