@@ -43,6 +43,20 @@ def test_the_error_is_that_of_plain_low_precision(family, layout, tmp_path):
     assert error(ours.gradients[0], exact_gradients) <= 2 * error(plain_gradients, exact_gradients)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_weights(family, tmp_path):
+    """What `from_pretrained(dtype="bfloat16")` gives, with and without autocast on top."""
+    samples = receipts(tiny_model(family))
+    exact, _ = alone(tiny_model(family), samples, bf16=False)
+    plain, _ = alone(tiny_model(family, dtype=torch.bfloat16), samples, bf16=False)
+    for autocast in (True, False):
+        model = enable_packing(tiny_model(family, dtype=torch.bfloat16))
+        run = trainer(model, samples, tmp_path, bf16=autocast, per_device_eval_batch_size=7)
+        losses, _ = run.predict(Samples(samples)).predictions
+        run.train()
+        assert (torch.from_numpy(losses) - exact).abs().max() <= 2 * (plain - exact).abs().max()
+
+
 def test_weights_stay_float32_and_sample_losses_are(tmp_path):
     model = enable_packing(tiny_model())
     run = trainer(model, receipts(model), tmp_path, bf16=True)
