@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 
 import pytest
+import torch
 
-from vlmpack.bench.timing import Spread, Timings, alternate
+from vlmpack.bench.timing import Spread, Timings, alternate, one_thread
 
 
 def test_each_round_calls_all_in_turn_and_starts_one_further_along(monkeypatch):
@@ -38,6 +39,13 @@ def test_garbage_is_not_collected_while_a_clock_runs_and_is_afterwards():
     assert not any(running)
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
+
+
+def test_what_a_worker_does_is_measured_with_its_one_thread():
+    before = torch.get_num_threads()
+    with one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
 
 
 def test_a_ratio_compares_each_round_within_itself():

@@ -96,6 +96,17 @@ def alternate(
     return Timings(seconds={clock: {name: tuple(values) for name, values in by.items()} for clock, by in found.items()})
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """What runs in a DataLoader's worker is measured as it runs there: with one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _calls_for(function: Callable[[], object], device: str) -> int:
     """Warm up, and say how many calls make one measurement."""
     first = _measure(function, 1, device)["wall"]

@@ -10,7 +10,7 @@ import torch
 
 from vlmpack.bench.figure import Figure, Target
 from vlmpack.bench.settings import BenchSettings
-from vlmpack.bench.timing import alternate
+from vlmpack.bench.timing import alternate, one_thread
 from vlmpack.collate import VLMCollator
 from vlmpack.data import load_cord, tiny_processor, to_conversation
 
@@ -42,10 +42,11 @@ def measure_collate(settings: BenchSettings, shapes: CollateShapes) -> list[Figu
     padded, packed = VLMCollator(processor, layout="padded"), VLMCollator(processor, layout="packed")
     figures = []
     for name, features in (("receipts", receipts), ("tokenised receipts", tokenised(packed, receipts))):
-        timings = alternate(
-            {"packed": lambda f=features: packed(f), "padded": lambda f=features: padded(f)},
-            seconds=settings.seconds / 2,
-        )
+        with one_thread():
+            timings = alternate(
+                {"packed": lambda f=features: packed(f), "padded": lambda f=features: padded(f)},
+                seconds=settings.seconds / 2,
+            )
         figures += [
             Figure.timed(CASE, f"packed, {shapes.samples} {name}", timings, "packed", settings),
             Figure.compared(CASE, f"packed / padded, {name}", timings, ("packed", "padded"), settings, target=TARGET),

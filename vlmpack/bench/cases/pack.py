@@ -9,7 +9,7 @@ import torch
 
 from vlmpack.bench.figure import Figure, Target
 from vlmpack.bench.settings import BenchSettings
-from vlmpack.bench.timing import alternate
+from vlmpack.bench.timing import alternate, one_thread
 from vlmpack.bench.workload import on_device
 from vlmpack.layout import PaddedBatch, pack
 
@@ -44,11 +44,12 @@ def measure_pack(settings: BenchSettings, shapes: PackShapes) -> list[Figure]:
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source)
 
-        timings = alternate(
-            {"pack": lambda batch=batch: pack(batch), "copy": copy},
-            seconds=settings.seconds / len(shapes.batches),
-            device=settings.device,
-        )
+        with one_thread():
+            timings = alternate(
+                {"pack": lambda batch=batch: pack(batch), "copy": copy},
+                seconds=settings.seconds / len(shapes.batches),
+                device=settings.device,
+            )
         name = f"{samples} x {width}"
         figures += [
             Figure.timed(CASE, f"pack {name}", timings, "pack", settings),
