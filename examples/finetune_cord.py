@@ -21,7 +21,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--model", help="hub id or folder; without it, a tiny random Qwen3-VL")
 parser.add_argument("--data", default="synthetic", help='hub id, folder or parquet file of CORD, or "synthetic"')
 parser.add_argument("--steps", type=int, default=20)
-parser.add_argument("--output", default="finetuned", help="folder for the trained model")
+parser.add_argument("--output", default="results/finetuned", help="folder for the trained model")
 args = parser.parse_args()
 
 

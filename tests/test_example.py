@@ -21,7 +21,7 @@ def run_example(*args: str) -> float:
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"},
     )
     assert done.returncode == 0, done.stderr
     last = done.stdout.strip().splitlines()[-1]

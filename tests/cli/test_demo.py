@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -61,6 +62,9 @@ def test_packed_trains_as_padded_does_on_fewer_tokens(given: str, small: Path, t
     assert len(set(packed["losses"])) == STEPS
     assert numbers["gradients"]["cosine"] > 1 - 1e-6
     assert packed["peak_bytes"] < padded["peak_bytes"]
+    for picture in ("rows.png", "losses.png"):
+        with Image.open(tmp_path / picture) as image:
+            assert min(image.size) > 200
     for text in ("physical tokens", "fill", "100.0%", "step time", "peak memory", "largest loss difference", "cosine"):
         assert text in said
 

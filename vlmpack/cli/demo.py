@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -32,13 +33,16 @@ def demo(
     steps: Steps = 20,
     batch_size: BatchSize = 8,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, receipts and their order.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for the picture and the numbers.")] = Path("demo-output"),
+    out: Annotated[Path, typer.Option(help="Folder for pictures and numbers.")] = Path("demo-output"),
 ) -> None:
     """Train on receipts with Hugging Face Trainer, padded and packed in turn, and compare the two.
 
     By default: a small Qwen3-VL, drawn receipts, no GPU, no network, about a minute on two cores.
     """
     need("demo", "accelerate", "matplotlib", extra="demo")
+    # Read when torch is first imported. On a machine that others use too, threads that spin while they wait for each
+    # other make every step several times slower; where nobody else is, this costs little.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     dtype = dtype or ("bfloat16" if model is not None and device == "cuda" else "float32")
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: choose {' or '.join(DTYPES)}")

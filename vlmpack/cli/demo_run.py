@@ -1,4 +1,4 @@
-"""The demo from end to end: two trainings, the proof on one batch, a table, a picture, the numbers as JSON."""
+"""The demo from end to end: two trainings, the proof on one batch, a table, pictures, the numbers as JSON."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from vlmpack.cli.demo_table import comparison, notes
 from vlmpack.cli.device import checked_device, quiet_transformers
 from vlmpack.cli.gradients import Agreement, packed_against_alone
 from vlmpack.collate import VLMCollator
+from vlmpack.layout import PackedRow, PaddedBatch
+from vlmpack.plots import plot_losses, plot_rows, save
 
 LAYOUTS: tuple[Layout, ...] = ("padded", "packed")
 
@@ -44,7 +46,7 @@ class DemoSettings:
     seed: int
     """Of weights, receipts and their order."""
     out: Path
-    """Folder for the picture and the numbers."""
+    """Folder for pictures and numbers."""
 
 
 def run_demo(settings: DemoSettings) -> None:
@@ -68,7 +70,10 @@ def run_demo(settings: DemoSettings) -> None:
     console.print(comparison(padded, packed, agreement, device=settings.device))
     console.print(notes(padded, packed, agreement, device=settings.device), highlight=False)
     _save(settings, given, padded, packed, agreement)
-    console.print(f"All numbers: {settings.out / 'demo.json'}", highlight=False)
+    files = {name: settings.out / name for name in ("rows.png", "losses.png", "demo.json")}
+    console.print(
+        f"Pictures: {files['rows.png']}, {files['losses.png']}\nNumbers:  {files['demo.json']}", highlight=False
+    )
 
 
 def _compete(
@@ -121,6 +126,9 @@ def _progress(console: Console) -> Iterator[Progress]:
 
 
 def _save(settings: DemoSettings, given: Contestants, padded: Run, packed: Run, agreement: Agreement) -> None:
+    save(plot_rows(*_first_batch(given, settings.batch_size)), settings.out / "rows.png")
+    losses = {"padded, unmodified model": padded.losses, "packed": packed.losses}
+    save(plot_losses(losses), settings.out / "losses.png")
     numbers = {
         "settings": {
             name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()
@@ -130,3 +138,11 @@ def _save(settings: DemoSettings, given: Contestants, padded: Run, packed: Run, 
         "gradients": asdict(agreement),
     }
     (settings.out / "demo.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+
+
+def _first_batch(given: Contestants, size: int) -> tuple[PaddedBatch, PackedRow]:
+    samples = [given.records[i] for i in range(size)]
+    padded, packed = (VLMCollator(given.processor, layout=layout).collate(samples) for layout in LAYOUTS)
+    assert isinstance(padded, PaddedBatch)
+    assert isinstance(packed, PackedRow)
+    return padded, packed

@@ -1,0 +1,76 @@
+"""The notebook runs from top to bottom, and shows what its text says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+RUNNER = Path(__file__).with_name("notebook_runner.py")
+LARGEST_FILE = 300_000
+NO_WIDGETS = "ignore::Warning:tqdm.auto"
+"""tqdm asks for ipywidgets whenever it finds itself in a notebook."""
+
+
+def executed(notebook: Path, where: Path) -> Any:
+    """The notebook after a run that knows nothing of the machine's Jupyter and reaches no hub."""
+    target = where / notebook.name
+    own = {f"JUPYTER_{name}_DIR": str(where) for name in ("CONFIG", "DATA", "RUNTIME")}
+    settings = {
+        "IPYTHONDIR": str(where),
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",  # pictures into the notebook, as its users get them
+        "HF_HUB_OFFLINE": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONWARNINGS": NO_WIDGETS,
+    }
+    done = subprocess.run(
+        [sys.executable, str(RUNNER), str(notebook), str(target)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, **own, **settings},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return nbformat.read(target, as_version=4)
+
+
+def outputs(notebook: Any) -> list[Any]:
+    return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+
+
+def printed(notebook: Any) -> str:
+    return "".join(output.text for output in outputs(notebook) if output.output_type == "stream")
+
+
+def test_there_is_a_notebook() -> None:
+    assert [path.name for path in NOTEBOOKS] == ["01_pack_receipts.ipynb"]
+
+
+@pytest.mark.slow
+def test_it_runs_and_shows_receipts_rows_training_and_a_prediction(tmp_path: Path) -> None:
+    notebook = executed(NOTEBOOKS[0], tmp_path)
+    pictures = [output for output in outputs(notebook) if "image/png" in output.get("data", {})]
+    assert len(pictures) >= 3
+    said = printed(notebook)
+    losses = [float(line.split()[-1]) for line in said.splitlines() if line.startswith("step")]
+    assert len(losses) >= 2
+    assert losses[-1] < losses[0] / 2
+    for text in ("padded", "packed", "prediction", "truth", "field F1"):
+        assert text in said
+    stderr = [output.text for output in outputs(notebook) if output.get("name") == "stderr"]
+    assert stderr == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_what_is_committed_is_small_and_names_no_machine(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text) <= LARGEST_FILE
+    for private in (str(ROOT), str(Path.home()), sys.prefix):
+        assert private not in text
