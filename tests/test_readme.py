@@ -78,7 +78,8 @@ def test_every_reason_in_the_table_of_bad_input_is_one_that_the_collator_gives()
     table = re.search(r"^\| What is wrong .*?\n\n", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert table is not None
     reasons = set(re.findall(r"`(\w+)`", "".join(row.rsplit("|", 2)[1] for row in table[0].splitlines() if row)))
-    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "vlmpack" / "collate").glob("*.py"))
+    files = [path for room in ("collate", "data") for path in (ROOT / "vlmpack" / room).glob("*.py")]
+    source = "\n".join(path.read_text(encoding="utf-8") for path in files)
     given = set(re.findall(r'"([a-z_]+)"', source.replace("{kind}", "image").replace('f"', '"')))
     assert len(reasons) > 10
     assert reasons <= given
