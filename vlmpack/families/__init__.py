@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from vlmpack.families.base import Family
+from vlmpack.families.experts import Experts
 from vlmpack.families.qwen2_5_vl import Qwen25VL
 from vlmpack.families.qwen2_vl import Qwen2VL
-from vlmpack.families.qwen3_vl import Qwen3VL
+from vlmpack.families.qwen3_vl import Qwen3VL, Qwen3VLMoe
 from vlmpack.families.registry import FAMILIES, family_named, family_of
 from vlmpack.families.resize import grid_from_size
 
 __all__ = [
     "FAMILIES",
+    "Experts",
     "Family",
     "Qwen2VL",
     "Qwen3VL",
+    "Qwen3VLMoe",
     "Qwen25VL",
     "family_named",
     "family_of",

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from vlmpack.families.experts import Experts
 from vlmpack.families.mrope import MediaItems, media_items, row_positions
 from vlmpack.families.resize import grid_from_size
 from vlmpack.families.vision_segments import frame_segments
@@ -25,6 +26,8 @@ class Family(ABC):
     """`config.model_type` of the family."""
     model_class: ClassVar[str]
     """Name of the transformers class that is trained."""
+    experts: ClassVar[Experts | None] = None
+    """Its mixture-of-experts layers; None: a dense family."""
 
     # ------------------------------------------------------------------ positions
 

@@ -1,4 +1,4 @@
-"""Qwen3-VL."""
+"""Qwen3-VL, dense and as a mixture of experts."""
 
 from __future__ import annotations
 
@@ -9,19 +9,34 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from vlmpack.families.base import Family
+from vlmpack.families.experts import Experts
 from vlmpack.families.mrope import MediaItems, media_items
 from vlmpack.layout import Grid
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Qwen3VL(Family):
-    """Qwen3-VL: every frame of a video is a run of its own, as if it were an image; time stamps are text between."""
-
-    model_type: ClassVar[str] = "qwen3_vl"
-    model_class: ClassVar[str] = "Qwen3VLForConditionalGeneration"
+class _FramesApart(Family):
+    """Every frame of a video is a run of its own, as if it were an image; time stamps are text between."""
 
     def _videos(self, grids: Sequence[Grid], seconds: Sequence[float], config: Any) -> MediaItems:
         videos = media_items(grids, self.merge(config), "video")
         frames = np.repeat(videos.grids * (0, 1, 1) + (1, 0, 0), videos.grids[:, 0], axis=0)
         return MediaItems(grids=frames, interval=np.ones(len(frames), np.float32))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Qwen3VL(_FramesApart):
+    """Qwen3-VL: every frame of a video is a run of its own, as if it were an image; time stamps are text between."""
+
+    model_type: ClassVar[str] = "qwen3_vl"
+    model_class: ClassVar[str] = "Qwen3VLForConditionalGeneration"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Qwen3VLMoe(_FramesApart):
+    """Qwen3-VL-MoE: Qwen3-VL with experts in the layers of its text model."""
+
+    model_type: ClassVar[str] = "qwen3_vl_moe"
+    model_class: ClassVar[str] = "Qwen3VLMoeForConditionalGeneration"
+    experts: ClassVar[Experts | None] = Experts(modelling="transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe")

@@ -8,9 +8,9 @@ from vlmpack.errors import FamilyError
 from vlmpack.families.base import Family
 from vlmpack.families.qwen2_5_vl import Qwen25VL
 from vlmpack.families.qwen2_vl import Qwen2VL
-from vlmpack.families.qwen3_vl import Qwen3VL
+from vlmpack.families.qwen3_vl import Qwen3VL, Qwen3VLMoe
 
-FAMILIES: dict[str, type[Family]] = {family.model_type: family for family in (Qwen2VL, Qwen25VL, Qwen3VL)}
+FAMILIES: dict[str, type[Family]] = {family.model_type: family for family in (Qwen2VL, Qwen25VL, Qwen3VL, Qwen3VLMoe)}
 """The supported families by `config.model_type`."""
 
 _ROUTER = "its MoE router statistics count padding as tokens, so the load-balancing loss of a packed row is wrong"
@@ -21,7 +21,6 @@ _DELTA = (
 _OMNI = "its positions interleave audio with video, and its audio tower has boundaries of its own; neither is computed"
 
 _REFUSED = {
-    "qwen3_vl_moe": f"{_ROUTER}; dense Qwen3-VL works",
     "qwen3_5": _DELTA,
     "qwen3_5_moe": f"{_DELTA}; and {_ROUTER}",
     "qwen3_next": _DELTA,

@@ -33,6 +33,10 @@ class TinySizes:
     """Width of one head of the text model; None: `hidden // heads`. Qwen2-VL and Qwen2.5-VL know no other value."""
     intermediate: int | None = None
     """Width of the text model's MLP; None: twice `hidden`."""
+    experts: int = 8
+    """Experts of each layer (Qwen3-VL-MoE only)."""
+    experts_per_token: int = 2
+    """Experts that each token is sent to (Qwen3-VL-MoE only)."""
     vision_hidden: int = 32
     """Width of the vision tower."""
     vision_depth: int = 2
@@ -40,7 +44,7 @@ class TinySizes:
     vision_heads: int = 2
     """Heads of the vision tower."""
     patch_size: int | None = None
-    """Side of a patch in pixels; None: the family's own, 14 (16 for Qwen3-VL)."""
+    """Side of a patch in pixels; None: the family's own, 14 (16 for Qwen3-VL and its MoE)."""
     merge: int = 2
     """Patches merged into one token along each side."""
     temporal_patch_size: int = 2
@@ -78,7 +82,7 @@ def tiny_model(
     The same arguments give the same weights; the global random state is left as it was.
 
     Args:
-        family: `"qwen2_vl"`, `"qwen2_5_vl"` or `"qwen3_vl"`.
+        family: `"qwen2_vl"`, `"qwen2_5_vl"`, `"qwen3_vl"` or `"qwen3_vl_moe"`.
         seed: of the weights.
         dtype: of the weights (rotary frequencies stay float32, as in `from_pretrained`).
         lively: draw weights from N(0, 1 / fan_in) and embeddings from N(0, 1), so that logits are of order 1 and a
@@ -103,7 +107,8 @@ def tiny_model(
 
 
 def tiny_config(family: str = "qwen3_vl", *, processor: Any = None, **sizes: Any) -> Any:
-    """The configuration of `tiny_model`: a real `Qwen2VLConfig`, `Qwen2_5_VLConfig` or `Qwen3VLConfig`.
+    """The configuration of `tiny_model`: a real `Qwen2VLConfig`, `Qwen2_5_VLConfig`, `Qwen3VLConfig` or
+    `Qwen3VLMoeConfig`.
 
     Raises:
         ConfigError: sizes that do not fit together, or one that is not a field of `TinySizes`.
@@ -116,7 +121,7 @@ def tiny_config(family: str = "qwen3_vl", *, processor: Any = None, **sizes: Any
     settings = {**_sizes_of(processor), **sizes} if processor is not None else sizes
     chosen = TinySizes(**settings)
     if chosen.patch_size is None:
-        chosen = replace(chosen, patch_size=16 if family == "qwen3_vl" else 14)
+        chosen = replace(chosen, patch_size=16 if family.startswith("qwen3") else 14)
     _check(chosen, family)
     return _CONFIGS[family](chosen)
 
@@ -191,7 +196,23 @@ def _qwen2_5_vl(sizes: TinySizes) -> Any:
 def _qwen3_vl(sizes: TinySizes) -> Any:
     from transformers import Qwen3VLConfig
 
-    vision = {
+    return Qwen3VLConfig(text_config=_qwen3_text(sizes), vision_config=_qwen3_vision(sizes), **_tokens(sizes))
+
+
+def _qwen3_vl_moe(sizes: TinySizes) -> Any:
+    from transformers import Qwen3VLMoeConfig
+
+    experts = {"num_experts": sizes.experts, "num_experts_per_tok": sizes.experts_per_token}
+    text = {**_qwen3_text(sizes), **experts, "moe_intermediate_size": 32}
+    return Qwen3VLMoeConfig(text_config=text, vision_config=_qwen3_vision(sizes), **_tokens(sizes))
+
+
+def _qwen3_text(sizes: TinySizes) -> dict[str, Any]:
+    return {**_text(sizes, mrope_interleaved=True), "head_dim": _head_dim(sizes)}
+
+
+def _qwen3_vision(sizes: TinySizes) -> dict[str, Any]:
+    return {
         **_vision(sizes),
         "hidden_size": sizes.vision_hidden,
         "intermediate_size": 2 * sizes.vision_hidden,
@@ -200,14 +221,13 @@ def _qwen3_vl(sizes: TinySizes) -> Any:
         # one text layer for each: deepstack features are added to the first layers' outputs
         "deepstack_visual_indexes": list(range(min(sizes.vision_depth, sizes.layers)))[:3],
     }
-    text = {**_text(sizes, mrope_interleaved=True), "head_dim": _head_dim(sizes)}
-    return Qwen3VLConfig(text_config=text, vision_config=vision, **_tokens(sizes))
 
 
 _CONFIGS: dict[str, Callable[[TinySizes], Any]] = {
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
+    "qwen3_vl_moe": _qwen3_vl_moe,
 }
 
 
@@ -242,8 +262,10 @@ def _check(sizes: TinySizes, family: str) -> None:
     width = _head_dim(sizes)
     if sizes.heads % sizes.kv_heads:
         raise ConfigError(f"heads={sizes.heads} is not a multiple of kv_heads={sizes.kv_heads}")
-    if family != "qwen3_vl" and width * sizes.heads != sizes.hidden:
+    if not family.startswith("qwen3") and width * sizes.heads != sizes.hidden:
         raise ConfigError(f"{family} needs head_dim * heads == hidden, got {width} * {sizes.heads} != {sizes.hidden}")
+    if family == "qwen3_vl_moe" and sizes.hidden % 8:
+        raise ConfigError(f"hidden={sizes.hidden} must be a multiple of 8: experts multiply rows of whole 16 bytes")
     if width % 2 or width < 6:
         raise ConfigError(f"head_dim={width} must be even and at least 6: time, height and width share it")
     if sizes.vision_hidden % (4 * sizes.vision_heads):
@@ -266,6 +288,10 @@ def _enliven(model: nn.Module, generator: torch.Generator) -> None:
             _draw(module.weight, fan_in**-0.5, generator)
         elif isinstance(module, nn.Embedding):
             _draw(module.weight, 1.0, generator)
+        else:  # routers and experts hold their matrices [..., out, in] themselves
+            for weight in module.parameters(recurse=False):
+                if weight.ndim > 1:
+                    _draw(weight, weight.shape[-1] ** -0.5, generator)
 
 
 @torch.no_grad()

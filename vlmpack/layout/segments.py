@@ -201,6 +201,10 @@ class Segments:
         """bool [T]: True where the row holds padding."""
         return self._tensor("padding", device)
 
+    def real_index(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """int64 [R]: where in the row its real tokens are, in order."""
+        return self._tensor("real_index", device)
+
     def position_in_segment(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """int64 [T]: 0, 1, 2, ... from each slot's start; 0 on padding."""
         return self._tensor("position", device)
@@ -224,6 +228,8 @@ class Segments:
         """The numpy form of one fact: no python loop over tokens."""
         if name in ("real", "stride", "kernel"):
             return np.asarray({"real": self.real, "stride": self.stride, "kernel": self.kernel}[name], np.int32)
+        if name == "real_index":
+            return np.flatnonzero(~self._array("padding"))
         if name == "last_tokens":
             return np.asarray([stop - 1 for start, stop in self.spans if stop > start], np.int64)
         if name in ("padding", "last"):

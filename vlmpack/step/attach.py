@@ -13,11 +13,12 @@ from typing import Any, TypeVar, final
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families import Family, family_of
-from vlmpack.step import attention
+from vlmpack.step import attention, experts
 from vlmpack.step.engine import StepConfig, around_graph
 from vlmpack.step.forward import packed_forward
 
@@ -35,6 +36,8 @@ class PackingState:
     """Its family."""
     config: StepConfig
     """Its settings."""
+    hooks: tuple[RemovableHandle, ...]
+    """What keeps padding out of its experts."""
 
 
 def enable_packing(model: Model, config: StepConfig | None = None) -> Model:
@@ -61,10 +64,12 @@ def enable_packing(model: Model, config: StepConfig | None = None) -> Model:
     core = find_model(model)
     family = family_of(core)
     config = config or StepConfig()
-    if not is_packing(core):
+    if is_packing(core):
+        _unhook(core)
+    else:
         _check_own_forward(core)
         core.__class__ = _packed_class(type(core))
-    vars(core)[_STATE] = PackingState(family=family, config=config)
+    vars(core)[_STATE] = PackingState(family=family, config=config, hooks=experts.install(family, core))
     attention.install(family.language_model(core), family.vision_tower(core))
     return model
 
@@ -78,6 +83,7 @@ def disable_packing(model: Model) -> Model:
     core = find_model(model)
     if is_packing(core):
         base = _base_of(type(core))
+        _unhook(core)
         family = vars(core).pop(_STATE).family
         attention.uninstall(family.language_model(core), family.vision_tower(core))
         core.__class__ = base
@@ -121,6 +127,11 @@ def find_model(model: nn.Module) -> nn.Module:
         f"no ...ForConditionalGeneration found in a {type(model).__name__}; give the model that "
         "AutoModelForImageTextToText.from_pretrained returns, or a wrapper around it"
     )
+
+
+def _unhook(core: nn.Module) -> None:
+    for handle in vars(core)[_STATE].hooks:
+        handle.remove()
 
 
 def _check_own_forward(core: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What attention layers must know of the row they are computing: handed down to them with every call.
+"""What layers must know of the row they are computing: handed down to them with every call.
 
 It travels as one keyword argument through the model's own `**kwargs`, so gradient checkpointing, which calls a layer
 again during the backward pass, hands each layer the row it saw before, and any number of models and rows can be
@@ -44,8 +44,19 @@ class VisionSegments:
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class RealTokens:
+    """Which tokens of a row with gaps are real."""
+
+    index: torch.Tensor
+    """int64 [R]: their positions in the row."""
+    total: int
+    """Width T of the row."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class RowContext:
-    """One row, as its attention layers see it."""
+    """One row, as its layers see it."""
 
     segments: Segments
     """The text row's boundaries."""
@@ -53,6 +64,8 @@ class RowContext:
     """The vision tower's boundaries."""
     backend: str
     """Name of the attention back-end, or "auto"."""
+    experts: RealTokens | None = None
+    """The tokens that go to experts; None: all of them, or there are no experts."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowContext:
         """Immutable: a copy is itself."""

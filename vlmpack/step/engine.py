@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from vlmpack.attention import AUTO
-from vlmpack.errors import LayoutError
+from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import Family
 from vlmpack.layout import BatchFacts, Grid, PackedRow, Segments, SlotRule, outside_graph, require
-from vlmpack.step.context import CONTEXT, RowContext, VisionSegments
+from vlmpack.step.balance import Balance, RouterStatistics, router_statistics
+from vlmpack.step.context import CONTEXT, RealTokens, RowContext, VisionSegments
 from vlmpack.step.head import target_logprobs, target_positions
 from vlmpack.step.result import StepResult, Work, sums_by_sample
 
@@ -42,6 +43,13 @@ class StepConfig:
     """Name of the attention back-end, or "auto": the first that can serve the call."""
     head_chunk: int = 2048
     """Rows of logits alive at a time; logits take `4 * head_chunk * vocabulary` bytes and more."""
+    aux_loss: Balance = "row"
+    """The routers' load-balancing loss, where one is asked for: "row", of all real tokens together, as transformers
+    does for a batch; "sample", the mean over the samples of each one's own."""
+
+    def __post_init__(self) -> None:
+        if self.aux_loss not in ("row", "sample"):
+            raise ConfigError(f'aux_loss is {self.aux_loss!r}; it is "row" or "sample"')
 
 
 @around_graph
@@ -54,6 +62,7 @@ def run_row(
     num_items_in_batch: torch.Tensor | int | None = None,
     rope_segments: Segments | None = None,
     logits: bool = False,
+    balance: bool = False,
 ) -> StepResult:
     """Compute one row.
 
@@ -65,11 +74,37 @@ def run_row(
         num_items_in_batch: what the loss sum is divided by; None: this row's targets.
         rope_segments: boundaries at which MRoPE restarts; None: the row's own.
         logits: also compute logits at every position of the row, [1, T, V].
+        balance: also compute the routers' load-balancing loss; it becomes part of the loss if the row has labels.
     """
     facts = known_facts(row)
     inputs = _backbone_inputs(family, row, facts, config, rope_segments, model.config)
-    hidden = family.backbone(model)(**inputs).last_hidden_state
-    return _result(hidden, row, facts, family.head(model), config.head_chunk, num_items_in_batch, logits=logits)
+    if family.experts is not None:
+        inputs["output_router_logits"] = balance  # whatever the configuration says
+    output = family.backbone(model)(**inputs)
+    hidden = output.last_hidden_state
+    routers = _routers(family, model, hidden, output.router_logits, row.segments, config.aux_loss) if balance else None
+    return _result(hidden, row, facts, family.head(model), config, num_items_in_batch, routers=routers, logits=logits)
+
+
+@outside_graph
+def _routers(
+    family: Family,
+    model: nn.Module,
+    hidden: torch.Tensor,
+    logits: tuple[torch.Tensor, ...],
+    segments: Segments,
+    per: Balance,
+) -> RouterStatistics:
+    assert family.experts is not None
+    return router_statistics(
+        hidden,
+        logits,
+        segments,
+        experts=family.experts,
+        text_config=family.text_config(model.config),
+        per=per,
+        language_model=family.language_model(model),
+    )
 
 
 @outside_graph
@@ -78,9 +113,10 @@ def _result(
     row: PackedRow,
     facts: BatchFacts,
     head: nn.Module,
-    chunk: int,
+    config: StepConfig,
     num_items_in_batch: torch.Tensor | int | None,
     *,
+    routers: RouterStatistics | None,
     logits: bool,
 ) -> StepResult:
     """What hidden states [1, T, D] come to: the head on labelled positions, sums and counts."""
@@ -89,10 +125,13 @@ def _result(
         labels = torch.full_like(row.input_ids, -100)
         facts = replace(facts, num_targets=0)
     index = target_positions(labels, facts.num_targets)
-    logprobs, loss_sum = _loss(hidden, labels, index, head, chunk)
+    logprobs, loss_sum = _loss(hidden, labels, index, head, config.head_chunk)
     sums, counts = sums_by_sample(logprobs, index, row.segments)
+    loss = loss_sum / (max(index.numel(), 1) if num_items_in_batch is None else num_items_in_batch)
+    if routers is not None and row.shift_labels is not None:
+        loss = loss + routers.coefficient * routers.loss.to(loss.device)
     return StepResult(
-        loss=loss_sum / (max(index.numel(), 1) if num_items_in_batch is None else num_items_in_batch),
+        loss=loss,
         loss_sum=loss_sum,
         num_targets=index.numel(),
         sample_loss_sums=sums,
@@ -102,6 +141,8 @@ def _result(
         segments=row.segments,
         work=_work(row.segments, facts),
         row_logits=head(hidden) if logits else None,
+        aux_loss=None if routers is None else routers.loss,
+        router_logits=None if routers is None else routers.logits,
     )
 
 
@@ -174,7 +215,12 @@ def _backbone_inputs(
         if grids
         for segments in family.vision_segments(grids, hf_config)
     ]
-    context = RowContext(segments=row.segments, vision=VisionSegments(vision), backend=config.attention)
+    context = RowContext(
+        segments=row.segments,
+        vision=VisionSegments(vision),
+        backend=config.attention,
+        experts=None if family.experts is None else _real_tokens(row),
+    )
     return {
         "input_ids": row.input_ids,
         # A 4D mask is taken as it is, so no T x T mask is ever built; the attention function does not read it.
@@ -187,6 +233,13 @@ def _backbone_inputs(
         **row.media.to_hf(),
         CONTEXT: context,
     }
+
+
+def _real_tokens(row: PackedRow) -> RealTokens | None:
+    segments = row.segments
+    if not segments.has_gaps:
+        return None
+    return RealTokens(index=segments.real_index(row.input_ids.device), total=segments.total)
 
 
 def _check_positions(positions: torch.Tensor) -> None:

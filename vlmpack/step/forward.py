@@ -64,6 +64,10 @@ class PackedOutput(ModelOutput):
     """Scalar; None without labels."""
     logits: torch.Tensor | None = None
     """[B, S, V] for a padded batch, [1, T, V] for a row; on request (`output_logits=True`) or without labels."""
+    aux_loss: torch.Tensor | None = None
+    """Scalar: the routers' load-balancing loss, where the model computes one."""
+    router_logits: tuple[torch.Tensor, ...] | None = None
+    """[R, E] of each layer that has experts, real tokens in row order; with `output_router_logits=True`."""
     sample_losses: torch.Tensor | None = None
     """float32 [B]: mean cross-entropy (nats) of each sample's targets."""
     sample_targets: torch.Tensor | None = None
@@ -86,6 +90,7 @@ def packed_forward(
     if not is_row and _is_foreign(inputs):
         _check_boundaries_kept(inputs)
         return own_forward(**{name: value for name, value in inputs.items() if name not in (FACTS_KEY, SINK)})
+    routers = inputs.pop("output_router_logits", None) if family.experts is not None else None
     _check_keys(inputs, is_row=is_row)
     pad_token_id = family.text_config(model.config).pad_token_id
     row = _given_row(inputs) if is_row else _packed_batch(inputs, config, pad_token_id)
@@ -98,12 +103,15 @@ def packed_forward(
         num_items_in_batch=inputs.get("num_items_in_batch"),
         rope_segments=_rope_segments(inputs.get("rope_cu_seqlens"), row.segments),
         logits=want_logits,
+        balance=_wants_balance(family, model, routers),
     )
     if not is_row:
         assert row.facts is not None
         result = replace(result, width=inputs["input_ids"].shape[1], offsets=row.facts.offsets)
     if inputs.get(SINK) is not None:
         inputs[SINK].result = result
+    if not routers:  # asked for by the configuration alone: what is kept for a loss need not come back
+        result = replace(result, router_logits=None)
     output = _output(result, has_labels=row.shift_labels is not None, is_row=is_row)
     return output if inputs.get("return_dict") is not False else output.to_tuple()
 
@@ -121,13 +129,22 @@ def _wants_logits(inputs: dict[str, Any]) -> bool:
     return not has_labels
 
 
+def _wants_balance(family: Family, model: nn.Module, asked: bool | None) -> bool:
+    return family.experts is not None and family.experts.wants_balance(family.text_config(model.config), asked)
+
+
 @outside_graph
 def _output(result: StepResult, *, has_labels: bool, is_row: bool) -> PackedOutput:
     logits = result.row_logits if is_row else result.logits
     if not has_labels:
-        return PackedOutput(logits=logits)
+        return PackedOutput(logits=logits, aux_loss=result.aux_loss, router_logits=result.router_logits)
     return PackedOutput(
-        loss=result.loss, logits=logits, sample_losses=result.sample_losses, sample_targets=result.sample_targets
+        loss=result.loss,
+        logits=logits,
+        aux_loss=result.aux_loss,
+        router_logits=result.router_logits,
+        sample_losses=result.sample_losses,
+        sample_targets=result.sample_targets,
     )
 
 

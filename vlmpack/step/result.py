@@ -31,7 +31,8 @@ class StepResult:
     """Loss and per-sample results of one row. B samples, T row tokens, L targets."""
 
     loss: torch.Tensor
-    """Scalar: `loss_sum` over `num_items_in_batch`, or over this row's targets when that was not given."""
+    """Scalar: `loss_sum` over `num_items_in_batch`, or over this row's targets when that was not given; plus
+    `router_aux_loss_coef * aux_loss` where there is one, which nothing divides."""
     loss_sum: torch.Tensor
     """Scalar: cross-entropy (nats) summed over the targets."""
     num_targets: int
@@ -50,6 +51,10 @@ class StepResult:
     """What was computed."""
     row_logits: torch.Tensor | None = None
     """[1, T, V] on request."""
+    aux_loss: torch.Tensor | None = None
+    """Scalar: load-balancing loss of the routers over the real tokens; None: not asked for, or no experts."""
+    router_logits: tuple[torch.Tensor, ...] | None = None
+    """[R, E] of each layer that has experts, R real tokens in row order; together with `aux_loss`."""
     width: int | None = None
     """S of the padded batch that was packed; None: it was a row already."""
     offsets: tuple[int, ...] = ()

@@ -1,0 +1,69 @@
+"""Padding is kept out of a model's experts: their block is given the real tokens of a row, and nothing else.
+
+    row       a a a .  b b . .          what the layer has
+    block     a a a b b                 what the router sees and the experts compute
+    row       A A A 0  B B 0 0          what goes back to the layer
+
+So pads cost nothing, have no router statistics and no gradient, whatever computes the experts: a list of tokens is all
+that it sees. A row without gaps is handed over as it is.
+
+The block is called with hidden states alone. The layer's attention runs before it, is given the row with its keywords,
+and tells the block. Both happen in one call of the layer's `forward`, so when gradient checkpointing computes the layer
+again, they happen again. (Hooks on the layer itself would not: transformers 5.23 leaves them out of that.)
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from vlmpack.families import Family
+from vlmpack.families.experts import ExpertLayer
+from vlmpack.step.context import CONTEXT, RealTokens, RowContext
+
+
+def install(family: Family, core: nn.Module) -> tuple[RemovableHandle, ...]:
+    """Hook every layer that has experts; the handles undo it. They may be copied and pickled with the model."""
+    if family.experts is None:
+        return ()
+    layers = family.experts.layers(family.language_model(core))
+    return tuple(handle for layer in layers for handle in _hook(layer))
+
+
+def _hook(layer: ExpertLayer) -> tuple[RemovableHandle, ...]:
+    gate = _Gate()
+    return (
+        layer.attention.register_forward_pre_hook(gate.tell, with_kwargs=True),
+        layer.block.register_forward_pre_hook(gate.take),
+        # also when checkpointing has seen enough and leaves the block half-way by an exception
+        layer.block.register_forward_hook(gate.put_back, always_call=True),
+    )
+
+
+@final
+class _Gate:
+    """What one layer remembers from its attention to its experts."""
+
+    def __init__(self) -> None:
+        self._real: RealTokens | None = None
+
+    def tell(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        row: RowContext | None = kwargs.get(CONTEXT)
+        self._real = None if row is None else row.experts
+
+    def take(self, block: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
+        """[1, T, D] to [1, R, D]."""
+        if self._real is None:
+            return None
+        (hidden,) = args
+        return (hidden.index_select(1, self._real.index),)
+
+    def put_back(self, block: nn.Module, args: Any, output: torch.Tensor | None) -> torch.Tensor | None:
+        """[1, R, D] to [1, T, D], zeros on padding."""
+        real, self._real = self._real, None
+        if real is None or output is None:
+            return None
+        return output.new_zeros(1, real.total, output.shape[-1]).index_copy(1, real.index, output)
