@@ -9,14 +9,14 @@ import torch
 from vlmpack.families import family_named
 from vlmpack.families.tiny import TinySizes
 
-LAYERS, HEADS = 2, 2
+LAYERS, HEADS, EXPERTS = 2, 2, 8
 
 
 def small_copy(model_id: str, *, seed: int = 0) -> Any:
     """A random model of the class that `model_id` names, in float32 on the CPU.
 
-    Head widths, rotary settings, patches, windows, biases and activations are the model's own; layers, heads and
-    vocabulary are few, and the weights random: only the configuration is read from the hub or the disk.
+    Head widths, rotary settings, patches, windows, biases and activations are the model's own; layers, heads,
+    experts and vocabulary are few, and the weights random: only the configuration is read from the hub or the disk.
 
     Raises:
         FamilyError: the family cannot be packed exactly, and what would leak.
@@ -61,7 +61,19 @@ def _shrink_text(text: dict[str, Any], sizes: TinySizes) -> dict[str, Any]:
     }
     if text.get("layer_types"):
         small["layer_types"] = text["layer_types"][:LAYERS]
+    if "moe_intermediate_size" in text:
+        small.update(_shrink_experts(text))
     return small
+
+
+def _shrink_experts(text: dict[str, Any]) -> dict[str, Any]:
+    """transformers writes the number of experts as `num_local_experts`."""
+    counts = {name: min(text[name], EXPERTS) for name in ("num_experts", "num_local_experts") if name in text}
+    return {
+        **counts,
+        "num_experts_per_tok": min(text["num_experts_per_tok"], EXPERTS // 2),
+        "moe_intermediate_size": HEADS * 16,
+    }
 
 
 def _shrink_vision(vision: dict[str, Any], text_width: int) -> dict[str, Any]:

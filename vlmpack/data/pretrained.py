@@ -29,6 +29,7 @@ def load_processor(source: str) -> Any:
         "qwen2_vl": transformers.Qwen2VLProcessor,
         "qwen2_5_vl": transformers.Qwen2_5_VLProcessor,
         "qwen3_vl": transformers.Qwen3VLProcessor,
+        "qwen3_vl_moe": transformers.Qwen3VLProcessor,
     }
     model_type = transformers.AutoConfig.from_pretrained(source).model_type
     if model_type not in classes:

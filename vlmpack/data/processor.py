@@ -57,11 +57,11 @@ SPECIAL_TOKENS = (
 
 MERGE_SIZE = 2
 TEMPORAL_PATCH_SIZE = 2
-PATCH_SIZES = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16}
+PATCH_SIZES = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16}
 
 _OPENAI_CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 _HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
-_NORMALISATION = {"qwen2_vl": _OPENAI_CLIP, "qwen2_5_vl": _OPENAI_CLIP, "qwen3_vl": _HALF}
+_NORMALISATION = {"qwen2_vl": _OPENAI_CLIP, "qwen2_5_vl": _OPENAI_CLIP, "qwen3_vl": _HALF, "qwen3_vl_moe": _HALF}
 
 
 def tiny_processor(
@@ -79,7 +79,7 @@ def tiny_processor(
     object is not available; `vlmpack.data.pretrained.save_processor` writes its parts.
 
     Args:
-        family: "qwen2_vl", "qwen2_5_vl" or "qwen3_vl".
+        family: "qwen2_vl", "qwen2_5_vl", "qwen3_vl" or "qwen3_vl_moe".
         min_pixels: smallest area an image is resized to, in pixels; None: 4 image tokens.
         max_pixels: largest area an image is resized to, in pixels; None: 256 image tokens.
         vocab_size: entries of the trained vocabulary, before the special tokens; at least 256, one for each byte.
@@ -133,7 +133,8 @@ def _accept(argument_name: str, argument: Any) -> None:
 def _processor_class(family: str) -> type:
     from transformers import Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
 
-    return {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}[family]
+    classes = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}
+    return classes.get(family, Qwen3VLProcessor)
 
 
 def _image_processor(family: str, *, min_pixels: int, max_pixels: int) -> Any:
