@@ -15,7 +15,7 @@ from vlmpack.errors import FamilyError
 from vlmpack.families.tiny import tiny_config
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_what_is_saved_is_what_is_loaded(family: str, tmp_path: Path) -> None:
     before = tiny_processor(family)
     tiny_config(family, processor=before).save_pretrained(tmp_path)

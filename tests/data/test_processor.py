@@ -16,6 +16,7 @@ CLASSES = {
     "qwen2_vl": transformers.Qwen2VLProcessor,
     "qwen2_5_vl": transformers.Qwen2_5_VLProcessor,
     "qwen3_vl": transformers.Qwen3VLProcessor,
+    "qwen3_vl_moe": transformers.Qwen3VLProcessor,
 }
 MESSAGES = [
     {"role": "system", "content": "You read receipts."},
@@ -30,7 +31,9 @@ def test_it_is_an_object_of_the_shipped_class(family):
     assert isinstance(processor.tokenizer, transformers.Qwen2Tokenizer)
 
 
-@pytest.mark.parametrize(("family", "patch"), [("qwen2_vl", 14), ("qwen2_5_vl", 14), ("qwen3_vl", 16)])
+@pytest.mark.parametrize(
+    ("family", "patch"), [("qwen2_vl", 14), ("qwen2_5_vl", 14), ("qwen3_vl", 16), ("qwen3_vl_moe", 16)]
+)
 def test_images_are_cut_into_the_family_s_patches(family, patch):
     out = processor_of(family)(text="<|image_pad|>", images=[picture(8 * patch, 6 * patch)], return_tensors="pt")
     assert out["image_grid_thw"].tolist() == [[1, 6, 8]]
@@ -51,7 +54,7 @@ def test_images_stay_within_the_bounds_given_and_default_to_4_to_256_tokens():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_normalisation_is_the_family_s(family):
     mean = processor_of(family).image_processor.image_mean
-    assert list(mean) == ([0.5] * 3 if family == "qwen3_vl" else list(transformers.image_utils.OPENAI_CLIP_MEAN))
+    assert list(mean) == ([0.5] * 3 if family.startswith("qwen3") else list(transformers.image_utils.OPENAI_CLIP_MEAN))
 
 
 def test_every_special_token_of_qwen_is_one_token():

@@ -60,7 +60,7 @@ def by_loops(config: Any, sample: Sample, family: Family) -> torch.Tensor:
         image_grids=facts.image_grids,
         video_grids=facts.video_grids,
         frame_intervals=intervals,
-        frames_apart=family.model_type == "qwen3_vl",
+        frames_apart=family.model_type.startswith("qwen3"),
     )
     return torch.tensor(found).T
 

@@ -12,7 +12,7 @@ from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule
 from vlmpack.step import PackedStep, StepConfig, disable_packing, enable_packing, is_packing
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
 def snapshot(model):

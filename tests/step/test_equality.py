@@ -15,7 +15,7 @@ from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule, pack
 from vlmpack.step import PackedStep, StepConfig, disable_packing, enable_packing
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 BATCHES = {
     "pair": ("image", "text"),
     "mixed": ("image", "text", "images", "image", "text"),

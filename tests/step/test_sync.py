@@ -52,12 +52,14 @@ def as_on_a_device(monkeypatch):
         monkeypatch.setattr(module, "on_host", lambda tensor: False)
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 @pytest.mark.parametrize("given", ["padded", "row"])
 def test_no_wait_in_a_whole_step(family, given, as_on_a_device):
     model = enable_packing(tiny_model(family, layers=3), StepConfig(slots=SlotRule(multiple=4)))
     batch = padded(mixed_samples(model.config, kinds=("image", "text", "images", "video")))
     inputs = batch.to_hf() if given == "padded" else pack(batch, rule=SlotRule(multiple=4)).to_hf()
+    if model.config.model_type == "qwen3_vl_moe":
+        inputs["output_router_logits"] = True
     with Waits() as seen:
         model(**inputs, num_items_in_batch=7).loss.backward()
     assert seen.ours == []

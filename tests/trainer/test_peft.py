@@ -10,7 +10,7 @@ from training import checkpointing, collator, descend, distance, receipts, train
 from vlmpack.families.tiny import tiny_model
 from vlmpack.step import disable_packing, enable_packing, is_packing
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 LANGUAGE = r".*language_model.*\.(q_proj|v_proj|down_proj)"
 VISION = r".*visual.*\.(qkv|proj)"
 pytestmark = [
