@@ -8,7 +8,6 @@ alive at a time.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -43,16 +42,19 @@ class VisionSegments:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
 class RowContext:
-    """One row, as its attention layers see it."""
+    """One row, as its attention layers see it.
 
-    segments: Segments
-    """The text row's boundaries."""
-    vision: VisionSegments
-    """The vision tower's boundaries."""
-    backend: str
-    """Name of the attention back-end, or "auto"."""
+    No dataclass: FSDP's mixed precision rebuilds those, for every layer, and the tensors of the boundaries with them.
+    """
+
+    def __init__(self, *, segments: Segments, vision: VisionSegments, backend: str) -> None:
+        self.segments = segments
+        """The text row's boundaries."""
+        self.vision = vision
+        """The vision tower's boundaries."""
+        self.backend = backend
+        """Name of the attention back-end, or "auto"."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowContext:
         """Immutable: a copy is itself."""
