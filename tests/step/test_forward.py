@@ -104,6 +104,27 @@ def test_rope_restarts_where_rope_cu_seqlens_says(model, row):
     assert not torch.allclose(model(**row, rope_cu_seqlens=halved).loss, model(**row).loss, rtol=1e-4)
 
 
+def test_rope_boundaries_may_count_real_tokens_as_megatron_does(model, samples):
+    row = pack(padded(samples), rule=SlotRule(multiple=8))
+    step = PackedStep(model)
+    expected = step(row).loss
+    for boundaries in (row.segments.real, row.segments.stride, row.segments.cu_seqlens()):
+        assert torch.equal(step(row, rope_cu_seqlens=boundaries).loss, expected)
+    end = row.segments.spans[-1][1]
+    with pytest.raises(LayoutError, match=rf"rope_cu_seqlens ends at {end - 1} but the row's last sample at {end}; gi"):
+        step(row, rope_cu_seqlens=[0, end - 1])
+
+
+def test_targets_on_padding_are_refused(model):
+    segments = Segments.from_boundaries([0, 3, 5], [0, 4, 7], total=8)
+    ids = torch.arange(11, 19)[None]
+    for place in (3, 6, 7):  # in a slot's tail, and in the row's
+        labels = torch.full_like(ids, IGNORE)
+        labels[0, place] = 11
+        with pytest.raises(LayoutError, match="has targets on padding, which belongs to no sample; set them to -100"):
+            PackedStep(model)(PackedRow(input_ids=ids, segments=segments, shift_labels=labels))
+
+
 def test_a_row_without_any_label_gives_zero_with_a_gradient_for_every_parameter():
     model = enable_packing(tiny_model("qwen3_vl", layers=3))
     batch = padded(mixed_samples(model.config, seed=2))

@@ -13,7 +13,7 @@ from torch import nn
 from vlmpack.attention import AUTO
 from vlmpack.errors import LayoutError
 from vlmpack.families import Family
-from vlmpack.layout import BatchFacts, Grid, PackedRow, Segments, SlotRule, outside_graph, require
+from vlmpack.layout import IGNORE, BatchFacts, Grid, PackedRow, Segments, SlotRule, outside_graph, require
 from vlmpack.step.context import CONTEXT, RowContext, VisionSegments
 from vlmpack.step.head import target_logprobs, target_positions
 from vlmpack.step.result import StepResult, Work, sums_by_sample
@@ -86,8 +86,9 @@ def _result(
     """What hidden states [1, T, D] come to: the head on labelled positions, sums and counts."""
     labels = row.shift_labels
     if labels is None:
-        labels = torch.full_like(row.input_ids, -100)
+        labels = torch.full_like(row.input_ids, IGNORE)
         facts = replace(facts, num_targets=0)
+    _check_targets(labels, row.segments)
     index = target_positions(labels, facts.num_targets)
     logprobs, loss_sum = _loss(hidden, labels, index, head, chunk)
     sums, counts = sums_by_sample(logprobs, index, row.segments)
@@ -207,6 +208,14 @@ def _check_media_tokens(types: torch.Tensor, family: Family, facts: BatchFacts, 
             "every placeholder needs its pixels, and the other way round"
         )
         require((types == kind).sum() == expected, message, LayoutError)
+
+
+def _check_targets(labels: torch.Tensor, segments: Segments) -> None:
+    """A row that was made by hand may have targets where there is no token."""
+    if segments.has_gaps:
+        stray = (labels[0] != IGNORE) & segments.padding_mask(labels.device)
+        message = "shift_labels has targets on padding, which belongs to no sample; set them to -100 there"
+        require(~stray.any(), message, LayoutError)
 
 
 def _loss(
