@@ -47,10 +47,21 @@ class Row:
     """Further arguments for the chat template: tools, and what `chat_template_kwargs` holds."""
 
     def texts(self) -> Iterator[str]:
-        """Every string that a person wrote, message by message."""
+        """Every string that a template writes: contents (parts joined, as it joins them), roles, tool calls, tools."""
         for message in self.messages:
             content = message["content"]
-            yield from [content] if isinstance(content, str) else (p["text"] for p in content if p["type"] == "text")
+            yield content if isinstance(content, str) else "".join(p["text"] for p in content if p["type"] == "text")
+            yield from _strings([value for key, value in message.items() if key != "content"])
+        yield from _strings(self.template_options.get("tools"))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """The strings inside nested lists and mappings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _strings(inner)
 
 
 def read_row(feature: Mapping[str, Any]) -> Row:
