@@ -68,6 +68,13 @@ def test_a_tuple_on_request(model, row):
     assert losses.shape == targets.shape == (4,)
 
 
+def test_a_configuration_that_asks_for_tuples_does_not_stop_a_step(row):
+    model = enable_packing(tiny_model("qwen3_vl", seed=1).eval())
+    expected = model(**row).loss
+    model.config.return_dict = False
+    assert torch.equal(model(**row)[0], expected)
+
+
 def test_boundaries_may_come_as_lists_tensors_or_host_facts(model, row):
     facts = row.pop("vlmpack")
     by_tensor = model(**row).loss

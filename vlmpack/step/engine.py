@@ -68,7 +68,7 @@ def run_row(
     """
     facts = known_facts(row)
     inputs = _backbone_inputs(family, row, facts, config, rope_segments, model.config)
-    hidden = family.backbone(model)(**inputs).last_hidden_state
+    hidden = family.backbone(model)(**inputs)[0]  # a tuple where the configuration says return_dict=False
     return _result(hidden, row, facts, family.head(model), config.head_chunk, num_items_in_batch, logits=logits)
 
 
