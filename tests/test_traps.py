@@ -25,6 +25,7 @@ from vlmpack.families.qwen3_vl import Qwen3VL
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.step import attach, attention, disable_packing, enable_packing, engine, forward
+from vlmpack.step.context import RowContext
 from vlmpack.trainer import check_trainer, loss_metrics
 
 EXACT, LEAK = 2e-5, 0.05
@@ -95,7 +96,8 @@ def no_boundaries(monkeypatch):
 
         def one_sample(query, key, value, row, **settings):
             if settings.get("vision") is None:
-                row = replace(row, segments=Segments.from_lengths([query.shape[2]]))
+                one = Segments.from_lengths([query.shape[2]])
+                row = RowContext(segments=one, vision=row.vision, backend=row.backend)
             return packed(query, key, value, row, **settings)
 
         monkeypatch.setattr(attention, "_packed", one_sample)

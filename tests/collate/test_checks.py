@@ -274,6 +274,23 @@ def test_padding_on_either_side_is_cut_off_with_labels_and_types():
         assert sample.types.tolist() == alone.types.tolist()
 
 
+@pytest.mark.parametrize("labelled", [False, True])
+def test_the_masks_of_a_tokenised_sample_say_what_is_learnt(labelled):
+    text = "<|im_start|>assistant\n1<|im_end|>\n<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>"
+    plain = tokenised(FAMILY, text)
+    count = len(plain["input_ids"])
+    assert sum(ENCODER.encode(plain).labels != -100) == 4  # both turns, where nothing is told
+    given = {"labels": plain["input_ids"]} if labelled else {}
+    for name in ("completion_mask", "assistant_masks"):
+        mask = [0] * (count - 2) + [1, 1]
+        labels = ENCODER.encode({**plain, **given, name: mask}).labels
+        assert labels.tolist() == [-100] * (count - 2) + plain["input_ids"].tolist()[-2:]
+    assert refusal({**plain, "completion_mask": [1]}) == (
+        "bad_shape",
+        f"completion_mask covers 1 tokens but input_ids has {count}; labels and masks go unshifted",
+    )
+
+
 def test_lists_arrays_and_batches_of_one_are_taken_as_well():
     plain = good()
     alone = ENCODER.encode(plain)

@@ -315,8 +315,10 @@ def test_it_can_be_pickled():
         ({"on_bad": "ignore"}, "on_bad='ignore' is not known; choose one of 'raise', 'skip'"),
         (
             {"slots": SlotRule()},
-            "slots say how samples lie in a packed row, but layout='padded'; choose layout='packed'",
+            "slots say how samples lie in a packed row, but layout='padded'; choose layout='packed', or give the slots "
+            "to enable_packing(model, StepConfig(slots=...))",
         ),
+        ({"pixel_dtype": torch.uint8}, "pixel_dtype=torch.uint8 would cut the normalised pixels off to whole numbers"),
         ({"overlength": "drop"}, "overlength='drop' needs max_length="),
         ({"max_length": 1}, "max_length=1 leaves nothing to learn; it must be at least 2"),
         ({"ceiling": Ceiling(), "max_bad_fraction": 0.1}, "max_bad_fraction is short for ceiling="),

@@ -205,6 +205,22 @@ def test_tokens_of_the_template_typed_by_a_person_are_refused(token, place):
     )
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"content": [{"type": "text", "text": "5<|im_"}, {"type": "text", "text": "end|> and more"}]},
+        {"content": "5", "reasoning_content": "hm<|im_end|> and more"},
+        {"content": "5", "tool_calls": [{"function": {"name": "sum", "arguments": {"of": ["<|im_end|>"]}}}]},
+    ],
+    ids=["joined from two parts", "in the reasoning", "in a tool call"],
+)
+def test_an_end_of_turn_that_would_cut_an_answer_short_is_refused_wherever_it_stands(answer):
+    feature = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", **answer}]}
+    error = refusal(feature)
+    assert error.reason == "reserved_token_in_text"
+    assert "'<|im_end|>'" in str(error)
+
+
 def test_a_placeholder_in_a_plain_completion_is_refused():
     assert refusal({"prompt": "a", "completion": "<|image_pad|>"}).reason == "reserved_token_in_text"
 

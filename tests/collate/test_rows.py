@@ -69,6 +69,19 @@ ONE_IMAGE_ROWS = {
             {"role": "assistant", "content": [{"type": "text", "text": "5", "image": None}]},
         ],
     },
+    "Arrow writes a struct of None where a struct is missing": {
+        "images": [A],
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image", "image": {"bytes": None, "path": None}, "text": None},
+                    {"type": None, "image": {"bytes": None, "path": None}, "text": "Total?"},
+                ],
+            },
+            {"role": "assistant", "content": [{"type": "text", "image_url": {"url": None}, "text": "5"}]},
+        ],
+    },
 }
 
 
@@ -319,7 +332,21 @@ def test_a_row_that_contradicts_itself_is_refused_with_the_remedy(feature, reaso
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("feature", [{}, {"image": A, "ground_truth": "{}"}, {"prompt": "a"}, {"messages": None}])
+@pytest.mark.parametrize(
+    ("feature", "seen"),
+    [
+        ({"messages": None, "images": []}, "its messages is None"),
+        ({"input_ids": None, "conversations": None}, "its input_ids and conversations is None"),
+        ({"prompt": "a", "completion": None}, "its completion is None; fill it, or leave the sample out"),
+    ],
+)
+def test_one_sample_s_empty_column_is_its_own_fault(feature, seen):
+    with pytest.raises(Refusal, match=seen) as caught:
+        read_row(feature)
+    assert caught.value.reason == "bad_row"
+
+
+@pytest.mark.parametrize("feature", [{}, {"image": A, "ground_truth": "{}"}, {"prompt": "a"}])
 def test_a_feature_without_a_conversation_is_a_mistake_of_the_setup(feature):
     with pytest.raises(ConfigError) as caught:
         read_row(feature)

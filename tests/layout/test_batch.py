@@ -30,7 +30,12 @@ def test_zeros_and_ones_of_any_dtype_are_read(dtype):
         (torch.tensor([[1.0, float("nan")]]), "row 0: attention_mask holds nan at column 1"),
         (torch.tensor([[1, 1], [1, -1]]), "row 1: attention_mask holds -1 at column 1"),
         (torch.ones(1, 2, dtype=torch.complex64), "complex64"),
-        (torch.ones(2, 0, dtype=torch.long), r"\[2, 0\] holds no readable"),
+        (torch.ones(2, 0, dtype=torch.long), r"\[2, 0\] .* holds no readable"),
+        (torch.ones(1, 2).to_sparse(), r"sparse_coo\) holds no readable .* keep the tokenizer's own mask"),
+        (torch.tensor([[1.0, 0.5]]).to(torch.float8_e4m3fn), "row 0: attention_mask holds 0.5 at column 1"),
+        ([[1, 1, 0]], "must be a tensor .* got list; keep what the tokenizer gives with return_tensors='pt'"),
+        (torch.ones(1, 2).numpy(), "got ndarray"),
+        (None, "attention_mask must be a tensor .* got NoneType"),
     ],
 )
 def test_masks_that_say_nothing_are_refused_by_row_and_remedy(mask, message):

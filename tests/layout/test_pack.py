@@ -183,6 +183,15 @@ def test_an_all_zero_row_is_refused_or_kept_as_an_empty_segment():
     assert unpack(row.input_ids, row.segments).tolist() == [[1, 2], [0, 0], [3, 0]]
 
 
+def test_a_batch_of_empty_rows_alone_needs_a_fixed_width():
+    nothing = PaddedBatch(input_ids=torch.zeros(2, 3).long(), attention_mask=torch.zeros(2, 3).long())
+    with pytest.raises(LayoutError, match=r"all zeros in all 2 rows.* SlotRule\(pad_to=\.\.\.\)"):
+        pack(nothing, keep_empty=True)
+    row = pack(nothing, keep_empty=True, rule=SlotRule(pad_to=4))
+    assert row.segments.padding_mask().all()
+    assert unpack(row.input_ids, row.segments, width=3).tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
 def test_media_of_an_empty_row_are_an_error():
     batch = PaddedBatch(input_ids=torch.zeros(2, 2).long(), attention_mask=torch.tensor([[1, 1], [0, 0]]))
     facts = BatchFacts(lengths=(2, 0), images_per_sample=(0, 1))
@@ -198,6 +207,9 @@ def test_media_of_an_empty_row_are_an_error():
     [
         ({"attention_mask": torch.ones(2, 4)}, r"attention_mask is \[2, 4\] but input_ids is \[2, 3\]"),
         ({"attention_mask": torch.ones(2, 1, 3, 3)}, "got 4D"),
+        ({"attention_mask": None}, "attention_mask must be a tensor .*, got NoneType"),
+        ({"attention_mask": None, "facts": BatchFacts(lengths=(3, 2))}, "attention_mask must be a tensor"),
+        ({"input_ids": [[1, 2, 3], [4, 5, 0]]}, "input_ids must be a tensor .*, got list"),
         ({"labels": torch.ones(2, 2)}, r"labels is \[2, 2\] but input_ids is \[2, 3\]"),
         ({"input_ids": torch.ones(6)}, r"input_ids must be \[batch, width\], got \[6\]"),
         ({"extras": {"advantages": torch.ones(3, 3)}}, r"advantages is \[3, 3\]"),

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -126,6 +127,14 @@ def test_segments_travel_between_processes_without_their_tensors():
     assert arrived == segments
     assert not arrived._tensors
     assert arrived.padding_mask().tolist() == segments.padding_mask().tolist()
+
+
+def test_segments_rebuilt_field_by_field_are_the_same_and_those_with_other_values_keep_no_old_tensor():
+    segments = Segments.from_lengths([3, 5])
+    segments.cu_seqlens()
+    assert replace(segments, **{f.name: getattr(segments, f.name) for f in fields(segments)}) == segments
+    other = replace(segments, lengths=(2, 5))
+    assert other.cu_seqlens().tolist() == [0, 2, 7]
 
 
 @given(lengths=lengths_lists, multiple=st.integers(1, 9))

@@ -203,3 +203,11 @@ def test_metrics_of_an_evaluation_are_found(tmp_path):
         found.append({name: x for name, x in run.evaluate().items() if name.endswith(("_loss", "_targets"))})
     assert found[1]["eval_loss"] > found[0].pop("eval_loss") + 0.1
     assert {name: found[1][name] for name in found[0]} == found[0]
+
+
+def test_a_configuration_that_wants_tuples_changes_nothing():
+    model = enable_packing(fresh())
+    batch = padded(samples_of(model)).to_hf()
+    expected = model(**batch, output_router_logits=True)
+    model.config.return_dict = False
+    assert torch.equal(model(**batch, output_router_logits=True)["aux_loss"], expected.aux_loss)

@@ -68,6 +68,13 @@ def test_a_tuple_on_request(model, row):
     assert losses.shape == targets.shape == (4,)
 
 
+def test_a_configuration_that_asks_for_tuples_does_not_stop_a_step(row):
+    model = enable_packing(tiny_model("qwen3_vl", seed=1).eval())
+    expected = model(**row).loss
+    model.config.return_dict = False
+    assert torch.equal(model(**row)[0], expected)
+
+
 def test_boundaries_may_come_as_lists_tensors_or_host_facts(model, row):
     facts = row.pop("vlmpack")
     by_tensor = model(**row).loss
@@ -102,6 +109,27 @@ def test_rope_restarts_where_rope_cu_seqlens_says(model, row):
     assert torch.allclose(model(**row, rope_cu_seqlens=one_run).loss, model(**row).loss, rtol=1e-5)
     halved = sorted({*boundaries.tolist(), boundaries[1].item() + 3})  # a restart within a sample does change it
     assert not torch.allclose(model(**row, rope_cu_seqlens=halved).loss, model(**row).loss, rtol=1e-4)
+
+
+def test_rope_boundaries_may_count_real_tokens_as_megatron_does(model, samples):
+    row = pack(padded(samples), rule=SlotRule(multiple=8))
+    step = PackedStep(model)
+    expected = step(row).loss
+    for boundaries in (row.segments.real, row.segments.stride, row.segments.cu_seqlens()):
+        assert torch.equal(step(row, rope_cu_seqlens=boundaries).loss, expected)
+    end = row.segments.spans[-1][1]
+    with pytest.raises(LayoutError, match=rf"rope_cu_seqlens ends at {end - 1} but the row's last sample at {end}; gi"):
+        step(row, rope_cu_seqlens=[0, end - 1])
+
+
+def test_targets_on_padding_are_refused(model):
+    segments = Segments.from_boundaries([0, 3, 5], [0, 4, 7], total=8)
+    ids = torch.arange(11, 19)[None]
+    for place in (3, 6, 7):  # in a slot's tail, and in the row's
+        labels = torch.full_like(ids, IGNORE)
+        labels[0, place] = 11
+        with pytest.raises(LayoutError, match="has targets on padding, which belongs to no sample; set them to -100"):
+            PackedStep(model)(PackedRow(input_ids=ids, segments=segments, shift_labels=labels))
 
 
 def test_a_row_without_any_label_gives_zero_with_a_gradient_for_every_parameter():

@@ -41,6 +41,18 @@ def test_never_more_than_a_chunk_of_logits():
     assert unchunked.rows == 23
 
 
+def test_dropout_on_the_head_is_the_same_when_a_chunk_is_computed_again():
+    head = nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, VOCAB, bias=False)).double()
+    hidden = torch.randn(23, WIDTH, dtype=torch.float64, requires_grad=True)
+    seen = []
+    head[0].register_forward_hook(lambda module, inputs, out: seen.append(out.detach() != 0))
+    torch.manual_seed(0)
+    target_logprobs(hidden, torch.zeros(23).long(), head, chunk=5).sum().backward()
+    kept, again = torch.cat(seen[:5]), torch.cat(seen[5:][::-1])
+    assert torch.equal(kept, again)
+    assert torch.equal(hidden.grad != 0, kept)
+
+
 class LargestLogits(TorchDispatchMode):
     """The most rows of any tensor that is as wide as the vocabulary."""
 

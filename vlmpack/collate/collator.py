@@ -73,6 +73,7 @@ class VLMCollator:
         _check_choice("train_on", train_on, get_args(TrainOn))
         _check_choice("on_bad", on_bad, get_args(OnBad))
         _check_lengths(layout, slots, max_length, overlength)
+        _check_pixel_dtype(pixel_dtype)
         self.layout = layout
         self.slots = slots or SlotRule()
         self.max_length = max_length
@@ -150,12 +151,17 @@ def _check_lengths(layout: Layout, slots: SlotRule | None, max_length: int | Non
     if layout == "padded" and slots is not None:
         raise ConfigError(
             "slots say how samples lie in a packed row, but layout='padded'; choose layout='packed', or give the slots "
-            "to enable_packing(model, slots=...), which packs the padded batch"
+            "to enable_packing(model, StepConfig(slots=...)), which packs the padded batch"
         )
     if max_length is None and overlength != "error":
         raise ConfigError(f"overlength={overlength!r} needs max_length=, the most tokens a sample may have")
     if max_length is not None and max_length < 2:
         raise ConfigError(f"max_length={max_length} leaves nothing to learn; it must be at least 2")
+
+
+def _check_pixel_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(f"pixel_dtype={dtype} would cut the normalised pixels off to whole numbers; use a float type")
 
 
 def _ceiling(ceiling: Ceiling | None, max_bad_fraction: float | None) -> Ceiling:

@@ -47,7 +47,7 @@ class Encoder:
         """Encode and check one sample.
 
         Raises:
-            Refusal, ImageError: the sample cannot be used.
+            Refusal: the sample cannot be used.
             ConfigError: no sample of this kind can be used.
         """
         if not isinstance(feature, Mapping):

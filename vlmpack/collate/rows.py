@@ -6,7 +6,8 @@
 
 A message's content is a string or a list of parts; a part is a text, or an image or video with its source inside
 (`{"type": "image", "image": PIL | path | bytes | {"bytes", "path"}}`) or without one, which then comes from the
-`images` / `image` / `videos` / `video` column, in order. Keys that are None count as absent: Arrow writes them.
+`images` / `image` / `videos` / `video` column, in order. Keys that are None, or structs of None, count as absent:
+Arrow writes them.
 """
 
 from __future__ import annotations
@@ -46,10 +47,21 @@ class Row:
     """Further arguments for the chat template: tools, and what `chat_template_kwargs` holds."""
 
     def texts(self) -> Iterator[str]:
-        """Every string that a person wrote, message by message."""
+        """Every string that a template writes: contents (parts joined, as it joins them), roles, tool calls, tools."""
         for message in self.messages:
             content = message["content"]
-            yield from [content] if isinstance(content, str) else (p["text"] for p in content if p["type"] == "text")
+            yield content if isinstance(content, str) else "".join(p["text"] for p in content if p["type"] == "text")
+            yield from _strings([value for key, value in message.items() if key != "content"])
+        yield from _strings(self.template_options.get("tools"))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """The strings inside nested lists and mappings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _strings(inner)
 
 
 def read_row(feature: Mapping[str, Any]) -> Row:
@@ -57,7 +69,8 @@ def read_row(feature: Mapping[str, Any]) -> Row:
 
     Raises:
         ConfigError: none of the known columns is there, which is a mistake in the setup and not in one sample.
-        Refusal: the sample contradicts itself (`bad_row`, `media_count_mismatch`, `ambiguous_media`).
+        Refusal: its conversation is None, or it contradicts itself (`bad_row`, `media_count_mismatch`,
+            `ambiguous_media`).
     """
     present = {name: value for name, value in feature.items() if value is not None}
     options = _template_options(present)
@@ -68,7 +81,15 @@ def read_row(feature: Mapping[str, Any]) -> Row:
         return _with_media(_qwen_messages(present["conversations"]), present, template_options=options)
     if "prompt" in present and "completion" in present:
         return _prompt_and_completion(present, options)
+    _check_columns_filled(feature)
     raise ConfigError(_no_columns(feature))
+
+
+def _check_columns_filled(feature: Mapping[str, Any]) -> None:
+    """A column that is there but None is this sample's fault; one that is not there at all is the setup's."""
+    empty = [name for name in ("input_ids", *CONVERSATION_COLUMNS, "completion") if feature.get(name, "") is None]
+    if empty:
+        raise Refusal("bad_row", f"its {' and '.join(empty)} is None; fill it, or leave the sample out of the data set")
 
 
 def _no_columns(feature: Mapping[str, Any]) -> str:
@@ -124,7 +145,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
         raise Refusal("bad_row", f"{where} must be a mapping with a type, got {_short(part)}")
-    part = {key: value for key, value in part.items() if value is not None}
+    part = {key: value for key, value in part.items() if not _is_absent(value)}
     kind = part.get("type") or next((k for k in ("image", "image_url", "video", "text") if k in part), "")
     kind = {"image_url": "image", "video_url": "video", "input_image": "image", "input_text": "text"}.get(kind, kind)
     if kind not in ("text", "image", "video"):
@@ -132,6 +153,11 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     if kind == "text" and not isinstance(part.get("text"), str):
         raise Refusal("bad_row", f"{where} is a text part without a text, got {_short(part)}")
     return {**part, "type": kind}
+
+
+def _is_absent(value: Any) -> bool:
+    """None, or a struct with nothing in it: Arrow gives every part of a column the keys of all of them."""
+    return value is None or (isinstance(value, Mapping) and all(inner is None for inner in value.values()))
 
 
 def _qwen_messages(value: Any) -> list[dict[str, Any]]:

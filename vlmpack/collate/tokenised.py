@@ -13,14 +13,18 @@ from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels, mask_m
 from vlmpack.collate.processor import ProcessorFacts
 from vlmpack.collate.refusal import Refusal
 from vlmpack.errors import LayoutError
-from vlmpack.layout import lengths_from_mask
+from vlmpack.layout import IGNORE, lengths_from_mask
+
+LABEL_COLUMNS = ("labels", "completion_mask", "assistant_masks")
+"""What a tokenised sample may say about its labels; the masks are TRL's, 0 where nothing is learnt."""
 
 
 def read_tokenised(feature: Mapping[str, Any], facts: ProcessorFacts, *, train_on: TrainOn) -> Encoded:
     """Take over `input_ids` [n] or [1, n] and what came with it.
 
     Padding is removed by `attention_mask`; `labels` are kept except on media and on the first token; without labels
-    they are made as for any other sample. `mm_token_type_ids` are checked, not needed.
+    they are made as for any other sample, or are the ids where TRL's `completion_mask` or `assistant_masks` allow it.
+    `mm_token_type_ids` are checked, not needed.
 
     Raises:
         Refusal: fields that contradict each other.
@@ -107,11 +111,18 @@ def _check_types(feature: Mapping[str, Any], types: np.ndarray, keep: slice) -> 
 def _labels(
     feature: Mapping[str, Any], ids: np.ndarray, keep: slice, facts: ProcessorFacts, train_on: TrainOn
 ) -> np.ndarray:
-    if feature.get("labels") is None:
+    given = {name: _tokens(feature, name)[keep] for name in LABEL_COLUMNS if feature.get(name) is not None}
+    if not given:
         return make_labels(ids, facts, spans=None if train_on == "all" else assistant_spans(ids, facts))
-    labels = _tokens(feature, "labels")[keep]
-    if len(labels) != len(ids):
-        raise Refusal("bad_shape", f"labels cover {len(labels)} tokens but input_ids has {len(ids)}; they go unshifted")
+    for name, column in given.items():
+        if len(column) != len(ids):
+            raise Refusal(
+                "bad_shape",
+                f"{name} covers {len(column)} tokens but input_ids has {len(ids)}; labels and masks go unshifted",
+            )
+    labels = given.pop("labels", ids)
+    for mask in given.values():
+        labels = np.where(mask == 0, IGNORE, labels)
     return mask_media(labels, ids, facts)
 
 

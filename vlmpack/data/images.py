@@ -186,7 +186,11 @@ def _open(data: bytes, limits: ImageLimits) -> Image.Image:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             return Image.open(io.BytesIO(data), formats=limits.formats)
     except Image.DecompressionBombError as error:
-        raise ImageError(f"the image is a decompression bomb: {error}", "image_too_large") from None
+        raise ImageError(
+            f"the image is too large for Pillow ({error}); scale it down, or raise PIL.Image.MAX_IMAGE_PIXELS as well "
+            "as ImageLimits.max_pixels",
+            "image_too_large",
+        ) from None
     except Exception as error:  # on damaged bytes Pillow's plug-ins raise errors of every kind
         raise ImageError(
             f"{len(data)} bytes starting with {data[:16]!r} are not an image of the formats "

@@ -134,21 +134,40 @@ def lengths_from_mask(mask: torch.Tensor) -> MaskSpans:
     On an accelerator this is the one place that waits for the device; `BatchFacts` make it needless.
 
     Raises:
-        LayoutError: a mask that is not 2D, holds anything but 0 and 1, or has a hole. Names the row.
+        LayoutError: a mask that is no tensor, not 2D, holds anything but 0 and 1, or has a hole. Names the row.
     """
+    check_is_tensor(mask, "attention_mask")
     if mask.ndim != 2:
         raise LayoutError(
             f"attention_mask must be the 2D mask [batch, width] of the tokenizer, got {mask.ndim}D "
             f"{list(mask.shape)}; lengths cannot be read from a 4D attention bias: keep the 2D mask in your collator"
         )
-    if mask.is_complex() or mask.shape[1] == 0:
-        raise LayoutError(f"attention_mask of {mask.dtype} {list(mask.shape)} holds no readable 0/1 values")
-    values = mask.detach().cpu().numpy() if mask.dtype != torch.bfloat16 else mask.detach().cpu().float().numpy()
+    values = _mask_values(mask)
     _check_zero_one(values)
     real = values.astype(bool)
     lengths, offsets = values.sum(1, dtype=np.int64), real.argmax(1)
     _check_unbroken(real, lengths)
     return MaskSpans(lengths=tuple(lengths.tolist()), offsets=tuple(offsets.tolist()))
+
+
+def check_is_tensor(value: Any, name: str) -> None:
+    """Raise a `LayoutError` for a column that is missing, or was left as a list or an array."""
+    if not isinstance(value, torch.Tensor):
+        raise LayoutError(
+            f"{name} must be a tensor [batch, width], got {type(value).__name__}; keep what the tokenizer gives with "
+            "return_tensors='pt' (lengths come from its 2D mask alone)"
+        )
+
+
+def _mask_values(mask: torch.Tensor) -> np.ndarray:
+    """The mask on the host, in a type that numpy has."""
+    if mask.is_complex() or mask.layout != torch.strided or mask.shape[1] == 0:
+        raise LayoutError(
+            f"attention_mask of {mask.dtype} {list(mask.shape)} ({mask.layout}) holds no readable 0/1 values; keep the "
+            "tokenizer's own mask, int64 or bool"
+        )
+    host = mask.detach().cpu()
+    return (host.double() if host.is_floating_point() else host).numpy()
 
 
 def _check_zero_one(values: np.ndarray) -> None:

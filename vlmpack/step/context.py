@@ -54,18 +54,23 @@ class RealTokens:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
 class RowContext:
-    """One row, as its layers see it."""
+    """One row, as its layers see it.
 
-    segments: Segments
-    """The text row's boundaries."""
-    vision: VisionSegments
-    """The vision tower's boundaries."""
-    backend: str
-    """Name of the attention back-end, or "auto"."""
-    experts: RealTokens | None = None
-    """The tokens that go to experts; None: all of them, or there are no experts."""
+    No dataclass: FSDP's mixed precision rebuilds those, for every layer, and the tensors of the boundaries with them.
+    """
+
+    def __init__(
+        self, *, segments: Segments, vision: VisionSegments, backend: str, experts: RealTokens | None = None
+    ) -> None:
+        self.segments = segments
+        """The text row's boundaries."""
+        self.vision = vision
+        """The vision tower's boundaries."""
+        self.backend = backend
+        """Name of the attention back-end, or "auto"."""
+        self.experts = experts
+        """The tokens that go to experts; None: all of them, or there are no experts."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowContext:
         """Immutable: a copy is itself."""

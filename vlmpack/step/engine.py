@@ -13,7 +13,7 @@ from torch import nn
 from vlmpack.attention import AUTO
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import Family
-from vlmpack.layout import BatchFacts, Grid, PackedRow, Segments, SlotRule, outside_graph, require
+from vlmpack.layout import IGNORE, BatchFacts, Grid, PackedRow, Segments, SlotRule, outside_graph, require
 from vlmpack.step.balance import Balance, RouterStatistics, router_statistics
 from vlmpack.step.context import CONTEXT, RealTokens, RowContext, VisionSegments
 from vlmpack.step.head import target_logprobs, target_positions
@@ -79,9 +79,9 @@ def run_row(
     facts = known_facts(row)
     inputs = _backbone_inputs(family, row, facts, config, rope_segments, model.config)
     if family.experts is not None:
-        inputs["output_router_logits"] = balance  # whatever the configuration says
+        inputs.update(output_router_logits=balance, return_dict=True)  # whatever the configuration says
     output = family.backbone(model)(**inputs)
-    hidden = output.last_hidden_state
+    hidden = output[0]  # of a tuple where the configuration says return_dict=False
     routers = _routers(family, model, hidden, output.router_logits, row.segments, config.aux_loss) if balance else None
     return _result(hidden, row, facts, family.head(model), config, num_items_in_batch, routers=routers, logits=logits)
 
@@ -122,8 +122,9 @@ def _result(
     """What hidden states [1, T, D] come to: the head on labelled positions, sums and counts."""
     labels = row.shift_labels
     if labels is None:
-        labels = torch.full_like(row.input_ids, -100)
+        labels = torch.full_like(row.input_ids, IGNORE)
         facts = replace(facts, num_targets=0)
+    _check_targets(labels, row.segments)
     index = target_positions(labels, facts.num_targets)
     logprobs, loss_sum = _loss(hidden, labels, index, head, config.head_chunk)
     sums, counts = sums_by_sample(logprobs, index, row.segments)
@@ -260,6 +261,14 @@ def _check_media_tokens(types: torch.Tensor, family: Family, facts: BatchFacts, 
             "every placeholder needs its pixels, and the other way round"
         )
         require((types == kind).sum() == expected, message, LayoutError)
+
+
+def _check_targets(labels: torch.Tensor, segments: Segments) -> None:
+    """A row that was made by hand may have targets where there is no token."""
+    if segments.has_gaps:
+        stray = (labels[0] != IGNORE) & segments.padding_mask(labels.device)
+        message = "shift_labels has targets on padding, which belongs to no sample; set them to -100 there"
+        require(~stray.any(), message, LayoutError)
 
 
 def _loss(

@@ -234,5 +234,13 @@ def _packed_batch(inputs: dict[str, Any], config: StepConfig, pad_token_id: int 
 def _rope_segments(boundaries: Any, segments: Segments) -> Segments | None:
     if boundaries is None or isinstance(boundaries, Segments):
         return boundaries
-    values = boundaries.tolist() if isinstance(boundaries, torch.Tensor) else boundaries
-    return Segments.from_boundaries(values, total=segments.total)
+    values = tuple(boundaries.tolist() if isinstance(boundaries, torch.Tensor) else boundaries)
+    if values == segments.real:  # counted in real tokens, as Megatron-Bridge does: the row's own samples
+        return None
+    rope = Segments.from_boundaries(values, total=segments.total)
+    if rope.stride[-1] < (end := max(stop for _, stop in segments.spans)):
+        raise LayoutError(
+            f"rope_cu_seqlens ends at {rope.stride[-1]} but the row's last sample at {end}; give places in the row "
+            "(as cu_seqlens_q_padded has them) up to its end, or leave rope_cu_seqlens out"
+        )
+    return rope

@@ -55,7 +55,8 @@ def target_logprobs(hidden_LD: torch.Tensor, targets_L: torch.Tensor, head: Head
         return _logprobs(*pieces[0], head)
     return torch.cat(
         [
-            checkpoint(_logprobs, hidden, targets, head, use_reentrant=False, preserve_rng_state=False)
+            # Random states are kept: an adapter on the head may have dropout.
+            checkpoint(_logprobs, hidden, targets, head, use_reentrant=False)
             for hidden, targets in pieces
         ]
     )
