@@ -91,9 +91,7 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
     """Pillow's built-in font. The basic layout engine gives the same picture with and without libraqm."""
     font = ImageFont.load_default(size)
     if not isinstance(font, ImageFont.FreeTypeFont):
-        raise RuntimeError(
-            "this Pillow has no FreeType, whose fonts receipts are drawn with; reinstall pillow from its wheel"
-        )
+        raise RuntimeError("this Pillow has no FreeType to draw receipts with; reinstall pillow from its wheel")
     return font.font_variant(layout_engine=ImageFont.Layout.BASIC)
 
 
