@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 import torch
 
+from vlmpack.families import family_named
+from vlmpack.families.tiny_configs import MEDIA_TOKENS
 from vlmpack.layout import BatchFacts, Grid, Media, PaddedBatch
 
 Sample = dict[str, torch.Tensor]
@@ -40,7 +42,7 @@ def random_sample(
     """One sample. `text`, `side` and `frames` are inclusive ranges of: tokens of each stretch of text, image sides in
     merged tokens, and video frames."""
     rng = torch.Generator().manual_seed(seed)
-    merge = config.vision_config.spatial_merge_size
+    merge = _merge(config)
 
     def pick(bounds: tuple[int, int]) -> int:
         return int(torch.randint(bounds[0], bounds[1] + 1, (), generator=rng))
@@ -76,7 +78,7 @@ def build_sample(
     padding, so that loss is not a reference).
     """
     assert len(stretches) == len(image_grids) + len(video_grids) + 1
-    merge = config.vision_config.spatial_merge_size
+    merge = _merge(config)
     rng = torch.Generator().manual_seed(seed + 1)
     images = [_image(config, grid, merge) for grid in image_grids]
     videos = [_video(config, grid, merge) for grid in video_grids]
@@ -84,7 +86,7 @@ def build_sample(
     ids: list[int] = []
     labelled: list[bool] = []
     for i, length in enumerate(stretches):
-        words = torch.randint(FIRST_TEXT_ID, config.text_config.vocab_size, (length,), generator=rng)
+        words = torch.randint(FIRST_TEXT_ID, _text(config).vocab_size, (length,), generator=rng)
         words = torch.where(_is_special(config, words), FIRST_TEXT_ID, words)
         ids += words.tolist()
         labelled += [i in (0, len(stretches) - 1)] * length
@@ -92,10 +94,9 @@ def build_sample(
             ids += media[i]
             labelled += [False] * len(media[i])
     input_ids = torch.tensor(ids)
-    is_image, is_video = input_ids == config.image_token_id, input_ids == config.video_token_id
     sample = {
         "input_ids": input_ids,
-        "mm_token_type_ids": is_image.long() + 2 * is_video.long(),
+        "mm_token_type_ids": family_named(config.model_type).media_types(input_ids, config),
         "labels": torch.where(torch.tensor(labelled), input_ids, -100),
     }
     for name, pixels, grids in (
@@ -177,6 +178,14 @@ def patch_channels(config: Any) -> int:
     return vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
 
 
+def _text(config: Any) -> Any:
+    return family_named(config.model_type).text_config(config)
+
+
+def _merge(config: Any) -> int:
+    return family_named(config.model_type).merge(config)
+
+
 def _image(config: Any, grid: Grid, merge: int) -> list[int]:
     t, h, w = grid
     tokens = [config.image_token_id] * (t * h * w // merge**2)
@@ -195,7 +204,7 @@ def _video(config: Any, grid: Grid, merge: int) -> list[int]:
 
 
 def _is_special(config: Any, ids: torch.Tensor) -> torch.Tensor:
-    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    names = [name for name in MEDIA_TOKENS if name in config.to_dict()]
     return torch.isin(ids, torch.tensor([config.to_dict()[name] for name in names]))
 
 

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from vlmpack.families.base import Family
+from vlmpack.families.delta import Delta
 from vlmpack.families.experts import Experts
 from vlmpack.families.qwen2_5_vl import Qwen25VL
 from vlmpack.families.qwen2_vl import Qwen2VL
-from vlmpack.families.qwen3_vl import Qwen3VL, Qwen3VLMoe
+from vlmpack.families.qwen3_vl import Qwen3VL, Qwen3VLMoe, Qwen35, Qwen35Moe
 from vlmpack.families.registry import FAMILIES, family_named, family_of
 from vlmpack.families.resize import grid_from_size
+from vlmpack.families.text import Qwen3, Qwen3Next
 
 __all__ = [
     "FAMILIES",
+    "Delta",
     "Experts",
     "Family",
     "Qwen2VL",
+    "Qwen3",
+    "Qwen3Next",
     "Qwen3VL",
     "Qwen3VLMoe",
     "Qwen25VL",
+    "Qwen35",
+    "Qwen35Moe",
     "family_named",
     "family_of",
     "grid_from_size",

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from vlmpack.families.delta import Delta
 from vlmpack.families.experts import Experts
 from vlmpack.families.mrope import MediaItems, media_items, row_positions
 from vlmpack.families.resize import grid_from_size
@@ -19,7 +20,7 @@ from vlmpack.layout import Grid, Segments, outside_graph
 class Family(ABC):
     """One model family. The final classes say only what is different from one to the next.
 
-    `config` is always the whole model's configuration, the one with a text and a vision part.
+    `config` is always the whole model's configuration, the one with a text and a vision part if it has vision.
     """
 
     model_type: ClassVar[str]
@@ -28,6 +29,10 @@ class Family(ABC):
     """Name of the transformers class that is trained."""
     experts: ClassVar[Experts | None] = None
     """Its mixture-of-experts layers; None: a dense family."""
+    delta: ClassVar[Delta | None] = None
+    """Its gated delta layers; None: every layer has attention."""
+    has_vision: ClassVar[bool] = True
+    """Whether it takes images and videos."""
 
     # ------------------------------------------------------------------ positions
 
@@ -64,6 +69,13 @@ class Family(ABC):
         images = media_items(image_grids, self.merge(config), "image")
         videos = self._videos(video_grids, seconds_per_grid, config)
         return row_positions(mm_token_type_ids, segments, images=images, videos=videos, device=device)
+
+    def rotary_ids(self, positions: torch.Tensor) -> torch.Tensor:
+        """What the model is handed as `position_ids` of [4, 1, T]: the last three rows, time, height, width.
+
+        With the text row, transformers would look for packed samples by itself, and wait for the device.
+        """
+        return positions[-3:]
 
     @abstractmethod
     def _videos(self, grids: Sequence[Grid], seconds: Sequence[float], config: Any) -> MediaItems:
@@ -118,8 +130,8 @@ class Family(ABC):
         """The text part: embeddings and positions in, hidden states out."""
         return model.get_submodule("model.language_model")
 
-    def vision_tower(self, model: nn.Module) -> nn.Module:
-        """The vision part: patches in, image features out."""
+    def vision_tower(self, model: nn.Module) -> nn.Module | None:
+        """The vision part: patches in, image features out; None: there is none."""
         return model.get_submodule("model.visual")
 
     def head(self, model: nn.Module) -> nn.Module:
@@ -139,8 +151,3 @@ class Family(ABC):
     def merge(self, config: Any) -> int:
         """Patches merged into one token along each side."""
         return self.vision_config(config).spatial_merge_size
-
-    def attention_configs(self, config: Any) -> dict[str, Any]:
-        """The configurations that choose an attention implementation, under the names that
-        `set_attn_implementation` takes."""
-        return {"text_config": self.text_config(config), "vision_config": self.vision_config(config)}

@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense and as a mixture of experts."""
+"""Qwen3-VL and Qwen3.5, dense and as mixtures of experts: one way to place videos."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from vlmpack.families.base import Family
+from vlmpack.families.delta import Delta
 from vlmpack.families.experts import Experts
 from vlmpack.families.mrope import MediaItems, media_items
 from vlmpack.layout import Grid
@@ -40,3 +41,24 @@ class Qwen3VLMoe(_FramesApart):
     model_type: ClassVar[str] = "qwen3_vl_moe"
     model_class: ClassVar[str] = "Qwen3VLMoeForConditionalGeneration"
     experts: ClassVar[Experts | None] = Experts(modelling="transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Qwen35(_FramesApart):
+    """Qwen3.5: three of four layers of its text model are gated delta layers."""
+
+    model_type: ClassVar[str] = "qwen3_5"
+    model_class: ClassVar[str] = "Qwen3_5ForConditionalGeneration"
+    delta: ClassVar[Delta | None] = Delta(modelling="transformers.models.qwen3_5.modeling_qwen3_5")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Qwen35Moe(_FramesApart):
+    """Qwen3.5-MoE: Qwen3.5 with experts, one of them shared by all tokens, in every layer."""
+
+    model_type: ClassVar[str] = "qwen3_5_moe"
+    model_class: ClassVar[str] = "Qwen3_5MoeForConditionalGeneration"
+    delta: ClassVar[Delta | None] = Delta(modelling="transformers.models.qwen3_5_moe.modeling_qwen3_5_moe")
+    experts: ClassVar[Experts | None] = Experts(modelling="transformers.models.qwen3_5_moe.modeling_qwen3_5_moe")

@@ -8,9 +8,13 @@ from vlmpack.errors import FamilyError
 from vlmpack.families.base import Family
 from vlmpack.families.qwen2_5_vl import Qwen25VL
 from vlmpack.families.qwen2_vl import Qwen2VL
-from vlmpack.families.qwen3_vl import Qwen3VL, Qwen3VLMoe
+from vlmpack.families.qwen3_vl import Qwen3VL, Qwen3VLMoe, Qwen35, Qwen35Moe
+from vlmpack.families.text import Qwen3, Qwen3Next
 
-FAMILIES: dict[str, type[Family]] = {family.model_type: family for family in (Qwen2VL, Qwen25VL, Qwen3VL, Qwen3VLMoe)}
+FAMILIES: dict[str, type[Family]] = {
+    family.model_type: family
+    for family in (Qwen2VL, Qwen25VL, Qwen3VL, Qwen3VLMoe, Qwen35, Qwen35Moe, Qwen3, Qwen3Next)
+}
 """The supported families by `config.model_type`."""
 
 _ROUTER = "its MoE router statistics count padding as tokens, so the load-balancing loss of a packed row is wrong"
@@ -21,9 +25,6 @@ _DELTA = (
 _OMNI = "its positions interleave audio with video, and its audio tower has boundaries of its own; neither is computed"
 
 _REFUSED = {
-    "qwen3_5": _DELTA,
-    "qwen3_5_moe": f"{_DELTA}; and {_ROUTER}",
-    "qwen3_next": _DELTA,
     "qwen4_exp": f"{_DELTA}; its n-gram embeddings and its attention indexer reach across boundaries too",
     "qwen2_5_omni": _OMNI,
     "qwen2_5_omni_thinker": _OMNI,

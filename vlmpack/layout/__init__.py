@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from vlmpack.layout.batch import FACTS_KEY, BatchFacts, Grid, MaskSpans, Media, PaddedBatch, lengths_from_mask
-from vlmpack.layout.device import on_host, outside_graph, require, to_device
+from vlmpack.layout.buckets import Bucket, Buckets
+from vlmpack.layout.device import around_graph, on_host, outside_graph, require, to_device
 from vlmpack.layout.pack import pack, unpack
 from vlmpack.layout.roll import IGNORE, shift_labels, unshift_labels
 from vlmpack.layout.row import PackedRow
@@ -14,6 +15,8 @@ __all__ = [
     "FACTS_KEY",
     "IGNORE",
     "BatchFacts",
+    "Bucket",
+    "Buckets",
     "Grid",
     "MaskSpans",
     "Media",
@@ -21,6 +24,7 @@ __all__ = [
     "PaddedBatch",
     "Segments",
     "SlotRule",
+    "around_graph",
     "lengths_from_mask",
     "on_host",
     "outside_graph",

@@ -17,6 +17,11 @@ def outside_graph(function: Callable[P, R]) -> Callable[P, R]:
     return torch.compiler.disable(function)  # pyright: ignore[reportCallIssue, reportReturnType]
 
 
+def around_graph(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep a function itself out of compiled graphs, but not what it calls: the model's own layers."""
+    return torch.compiler.disable(function, recursive=False)  # pyright: ignore[reportReturnType]
+
+
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A host array on `device`, without making the host wait: pinned and asynchronous on CUDA."""
     tensor = torch.from_numpy(array)

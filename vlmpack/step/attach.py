@@ -1,8 +1,8 @@
 """enable_packing and disable_packing: one model object learns to take packed rows, and forgets it again.
 
-The object's class becomes a subclass of its own class, of the same name, with another `forward`. So it stays the same
-object with the same parameters, hooks and configuration: saving, PEFT, gradient checkpointing, DDP, FSDP2, copying and
-`torch.compile` go on working, and taking the class back leaves nothing behind.
+The object's class becomes a subclass of its own class (`subclass`), with another `forward`; so do the classes of its
+gated delta layers (`delta`). Saving, PEFT, gradient checkpointing, DDP, FSDP2, copying and `torch.compile` go on
+working, and taking the classes back leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from transformers import PreTrainedModel
 
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families import Family, family_of
-from vlmpack.step import attention, experts
-from vlmpack.step.engine import StepConfig, around_graph
+from vlmpack.layout import around_graph
+from vlmpack.step import attention, delta, experts
+from vlmpack.step.engine import StepConfig
 from vlmpack.step.forward import packed_forward
+from vlmpack.step.subclass import base_of, subclass
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_STATE, _BASE = "_vlmpack_state", "_vlmpack_base"
+_STATE = "_vlmpack_state"
 
 
 @final
@@ -68,6 +70,7 @@ def enable_packing(model: Model, config: StepConfig | None = None) -> Model:
         _unhook(core)
     else:
         _check_own_forward(core)
+        delta.install(family, core)
         core.__class__ = _packed_class(type(core))
     vars(core)[_STATE] = PackingState(family=family, config=config, hooks=experts.install(family, core))
     attention.install(family.language_model(core), family.vision_tower(core))
@@ -82,9 +85,10 @@ def disable_packing(model: Model) -> Model:
     """
     core = find_model(model)
     if is_packing(core):
-        base = _base_of(type(core))
+        base = base_of(core)
         _unhook(core)
         family = vars(core).pop(_STATE).family
+        delta.uninstall(family, core)
         attention.uninstall(family.language_model(core), family.vision_tower(core))
         core.__class__ = base
     return model
@@ -108,6 +112,11 @@ def packing_state(core: nn.Module) -> PackingState:
         raise ConfigError(
             "the model's attention implementation was changed after enable_packing, so its layers no longer know the "
             "boundaries of a row; call enable_packing(model) again after set_attn_implementation"
+        )
+    if not delta.is_installed(state.family, core):
+        raise ConfigError(
+            "the gated delta layers no longer know the boundaries of a row: their class or their forward was changed "
+            "after enable_packing (use_kernels, an offloading hook); undo that"
         )
     return state
 
@@ -144,16 +153,6 @@ def _check_own_forward(core: nn.Module) -> None:
         )
 
 
-def _base_of(packed: type[nn.Module]) -> type[nn.Module]:
-    base = vars(packed).get(_BASE)
-    if base is None:
-        raise ConfigError(
-            f"the class of this model became {packed.__name__} after enable_packing (FSDP2's fully_shard does that); "
-            "call disable_packing before sharding"
-        )
-    return base
-
-
 @functools.cache
 def _packed_class(base: type[nn.Module]) -> type[nn.Module]:
     """A subclass of `base`, of the same name, whose forward understands rows; one a base class."""
@@ -183,30 +182,15 @@ def _packed_class(base: type[nn.Module]) -> type[nn.Module]:
         state = packing_state(self)
         return packed_forward(self, functools.partial(base.forward, self), inputs, state.family, state.config)
 
-    def reduce(self: nn.Module, protocol: Any) -> tuple:
-        _, _, *state = base.__reduce_ex__(self, protocol)
-        return (_new_packed, (base,), *state)
-
     def setstate(self: nn.Module, state: dict[str, Any]) -> None:
         base.__setstate__(self, state)
         family = vars(self)[_STATE].family
         attention.install(family.language_model(self), family.vision_tower(self))
 
     body = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        "__reduce_ex__": reduce,
         "__setstate__": setstate,
         "forward": around_graph(forward),
         # A trainer counts targets over the whole accumulated batch only for models that say they divide by it.
         "accepts_loss_kwargs": True,
-        _BASE: base,
     }
-    return type(base.__name__, (base,), body)
-
-
-def _new_packed(base: type[nn.Module]) -> nn.Module:
-    """What pickle and copy start from: a class made at run time has no name that they could look up."""
-    packed = _packed_class(base)
-    return packed.__new__(packed)
+    return subclass(base, body, _packed_class)

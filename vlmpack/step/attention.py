@@ -28,7 +28,7 @@ from vlmpack.step.context import CONTEXT, RowContext
 TEXT, VISION = "vlmpack|", "vlmpack_flash|"
 
 
-def install(text: nn.Module, vision: nn.Module) -> None:
+def install(text: nn.Module, vision: nn.Module | None) -> None:
     """Let every attention layer of the two towers ask vlmpack first; nothing outside these modules changes."""
     for prefix, tower, make in ((TEXT, text, _text_attention), (VISION, vision, _vision_attention)):
         for config in _configs(tower):
@@ -40,14 +40,14 @@ def install(text: nn.Module, vision: nn.Module) -> None:
             config._attn_implementation_internal = prefix + original
 
 
-def uninstall(text: nn.Module, vision: nn.Module) -> None:
+def uninstall(text: nn.Module, vision: nn.Module | None) -> None:
     """Give every attention layer its own implementation back."""
     for tower in (text, vision):
         for config in _configs(tower):
             config._attn_implementation_internal = original_name(config)
 
 
-def is_installed(text: nn.Module, vision: nn.Module) -> bool:
+def is_installed(text: nn.Module, vision: nn.Module | None) -> bool:
     """Whether the attention layers still ask vlmpack: `set_attn_implementation` would have made them stop."""
     return all(
         str(config._attn_implementation_internal).startswith(prefix)
@@ -61,8 +61,10 @@ def original_name(config: PreTrainedConfig) -> str:
     return str(config._attn_implementation).removeprefix(TEXT).removeprefix(VISION)
 
 
-def _configs(tower: nn.Module) -> Iterator[PreTrainedConfig]:
+def _configs(tower: nn.Module | None) -> Iterator[PreTrainedConfig]:
     """Every configuration object that a module of the tower reads its attention implementation from, once."""
+    if tower is None:
+        return iter(())
     found = {
         id(config): config
         for module in tower.modules()
@@ -75,7 +77,7 @@ def _text_attention(original: str) -> Callable[..., tuple[torch.Tensor, Any]]:
     def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs):
         row: RowContext | None = kwargs.pop(CONTEXT, None)
         if row is None:
-            _check_not_bypassed(kwargs)
+            check_not_bypassed(kwargs)
             return _original(original, module)(module, query, key, value, *args, **kwargs)
         return _packed(query, key, value, row, **_settings(kwargs)), None
 
@@ -94,7 +96,7 @@ def _vision_attention(original: str) -> Callable[..., tuple[torch.Tensor, Any]]:
     return attention
 
 
-def _check_not_bypassed(kwargs: dict[str, Any]) -> None:
+def check_not_bypassed(kwargs: dict[str, Any]) -> None:
     """transformers hands keywords that nobody took down to every layer: boundaries that arrive here were ignored."""
     if kwargs.get(FACTS_KEY) is not None or kwargs.get("cu_seqlens_q") is not None:
         raise ConfigError(

@@ -13,7 +13,7 @@ from typing import Any, final
 
 import torch
 
-from vlmpack.layout import Segments
+from vlmpack.layout import Buckets, Segments
 
 CONTEXT = "vlmpack_row"
 """The keyword under which a `RowContext` reaches attention layers."""
@@ -61,7 +61,13 @@ class RowContext:
     """
 
     def __init__(
-        self, *, segments: Segments, vision: VisionSegments, backend: str, experts: RealTokens | None = None
+        self,
+        *,
+        segments: Segments,
+        vision: VisionSegments,
+        backend: str,
+        experts: RealTokens | None = None,
+        delta: Buckets | None = None,
     ) -> None:
         self.segments = segments
         """The text row's boundaries."""
@@ -71,6 +77,8 @@ class RowContext:
         """Name of the attention back-end, or "auto"."""
         self.experts = experts
         """The tokens that go to experts; None: all of them, or there are no experts."""
+        self.delta = delta
+        """How gated delta layers are to compute the row; None: there are none."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowContext:
         """Immutable: a copy is itself."""

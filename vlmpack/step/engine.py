@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, ParamSpec, TypeVar, final
+from typing import final
 
 import torch
 from torch import nn
@@ -13,21 +12,22 @@ from torch import nn
 from vlmpack.attention import AUTO
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import Family
-from vlmpack.layout import IGNORE, BatchFacts, Grid, PackedRow, Segments, SlotRule, outside_graph, require
+from vlmpack.layout import (
+    IGNORE,
+    BatchFacts,
+    Buckets,
+    PackedRow,
+    Segments,
+    SlotRule,
+    around_graph,
+    outside_graph,
+    require,
+)
 from vlmpack.step.balance import Balance, RouterStatistics, router_statistics
-from vlmpack.step.context import CONTEXT, RealTokens, RowContext, VisionSegments
+from vlmpack.step.context import CONTEXT
 from vlmpack.step.head import target_logprobs, target_positions
+from vlmpack.step.inputs import backbone_inputs, known_facts
 from vlmpack.step.result import StepResult, Work, sums_by_sample
-
-TEXT, IMAGE, VIDEO = 0, 1, 2
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def around_graph(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep a function itself out of compiled graphs, but not what it calls: the model's own layers."""
-    return torch.compiler.disable(function, recursive=False)  # pyright: ignore[reportReturnType]
 
 
 @final
@@ -77,13 +77,16 @@ def run_row(
         balance: also compute the routers' load-balancing loss; it becomes part of the loss if the row has labels.
     """
     facts = known_facts(row)
-    inputs = _backbone_inputs(family, row, facts, config, rope_segments, model.config)
+    inputs = backbone_inputs(family, row, facts, model.config, backend=config.attention, rope_segments=rope_segments)
     if family.experts is not None:
         inputs.update(output_router_logits=balance, return_dict=True)  # whatever the configuration says
     output = family.backbone(model)(**inputs)
     hidden = output[0]  # of a tuple where the configuration says return_dict=False
     routers = _routers(family, model, hidden, output.router_logits, row.segments, config.aux_loss) if balance else None
-    return _result(hidden, row, facts, family.head(model), config, num_items_in_batch, routers=routers, logits=logits)
+    work = _work(row.segments, facts, inputs[CONTEXT].delta)
+    return _result(
+        hidden, row, facts, family.head(model), config, num_items_in_batch, routers=routers, logits=logits, work=work
+    )
 
 
 @outside_graph
@@ -118,6 +121,7 @@ def _result(
     *,
     routers: RouterStatistics | None,
     logits: bool,
+    work: Work,
 ) -> StepResult:
     """What hidden states [1, T, D] come to: the head on labelled positions, sums and counts."""
     labels = row.shift_labels
@@ -140,127 +144,11 @@ def _result(
         target_logprobs=logprobs,
         target_index=index,
         segments=row.segments,
-        work=_work(row.segments, facts),
+        work=work,
         row_logits=head(hidden) if logits else None,
         aux_loss=None if routers is None else routers.loss,
         router_logits=None if routers is None else routers.logits,
     )
-
-
-@outside_graph
-def known_facts(row: PackedRow) -> BatchFacts:
-    """The row's host facts; grids that only a tensor knows are read from it, which waits for the device once."""
-    facts = row.facts or BatchFacts(lengths=row.segments.lengths[: row.segments.num_samples])
-    media = row.media
-    facts = replace(
-        facts,
-        image_grids=_host_grids(facts.image_grids, media.image_grid_thw, "image_grid_thw"),
-        video_grids=_host_grids(facts.video_grids, media.video_grid_thw, "video_grid_thw"),
-    )
-    if media.second_per_grid_ts is not None and not facts.seconds_per_grid:
-        facts = replace(facts, seconds_per_grid=tuple(torch.as_tensor(media.second_per_grid_ts).tolist()))
-    for pixels, grids, name in (
-        (media.pixel_values, facts.image_grids, "pixel_values"),
-        (media.pixel_values_videos, facts.video_grids, "pixel_values_videos"),
-    ):
-        _check_patches(pixels, grids, name)
-    return facts
-
-
-def _host_grids(known: tuple[Grid, ...], tensor: torch.Tensor | None, name: str) -> tuple[Grid, ...]:
-    if tensor is None:
-        return ()
-    if not known:
-        return tuple((int(t), int(h), int(w)) for t, h, w in tensor.tolist())
-    if len(known) != tensor.shape[0]:
-        raise LayoutError(
-            f"the host knows {len(known)} grids but {name} is {list(tensor.shape)}; was the batch split or "
-            "concatenated on its way (accelerate: set dispatch_batches=False)?"
-        )
-    return known
-
-
-def _check_patches(pixels: torch.Tensor | None, grids: Sequence[Grid], name: str) -> None:
-    expected, seen = sum(map(prod, grids)), 0 if pixels is None else pixels.shape[0]
-    if expected != seen:
-        raise LayoutError(f"the grids describe {expected} patches, {name} has {seen}; pass the media of every sample")
-
-
-@outside_graph
-def _backbone_inputs(
-    family: Family,
-    row: PackedRow,
-    facts: BatchFacts,
-    config: StepConfig,
-    rope_segments: Segments | None,
-    hf_config: Any,
-) -> dict[str, Any]:
-    """Keyword arguments of the model without its head."""
-    types = family.media_types(row.input_ids, hf_config)
-    _check_media_tokens(types, family, facts, hf_config)
-    positions = row.position_ids
-    if positions is not None:
-        _check_positions(positions)
-    else:
-        positions = family.positions(
-            types,
-            rope_segments or row.segments,
-            image_grids=facts.image_grids,
-            video_grids=facts.video_grids,
-            seconds_per_grid=facts.seconds_per_grid,
-            config=hf_config,
-        )
-    vision = [
-        segments
-        for grids in (facts.image_grids, facts.video_grids)
-        if grids
-        for segments in family.vision_segments(grids, hf_config)
-    ]
-    context = RowContext(
-        segments=row.segments,
-        vision=VisionSegments(vision),
-        backend=config.attention,
-        experts=None if family.experts is None else _real_tokens(row),
-    )
-    return {
-        "input_ids": row.input_ids,
-        # A 4D mask is taken as it is, so no T x T mask is ever built; the attention function does not read it.
-        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.input_ids.device),
-        # Three rows: with a fourth, transformers would look for packed samples by itself, and wait for the device.
-        "position_ids": positions[-3:],
-        "mm_token_type_ids": types,
-        # Whatever the configuration says: a cache would be filled and thrown away.
-        "use_cache": False,
-        **row.media.to_hf(),
-        CONTEXT: context,
-    }
-
-
-def _real_tokens(row: PackedRow) -> RealTokens | None:
-    segments = row.segments
-    if not segments.has_gaps:
-        return None
-    return RealTokens(index=segments.real_index(row.input_ids.device), total=segments.total)
-
-
-def _check_positions(positions: torch.Tensor) -> None:
-    if positions.ndim != 3 or positions.shape[0] not in (3, 4):
-        raise LayoutError(
-            f"position_ids is {list(positions.shape)}; a model with MRoPE needs [3, ...] (time, height, width) or "
-            "[4, ...] (the text row first), with fewer rows images lose their places: leave position_ids out, they are "
-            "computed from the grids"
-        )
-
-
-def _check_media_tokens(types: torch.Tensor, family: Family, facts: BatchFacts, hf_config: Any) -> None:
-    """As many placeholders in the row as its grids make tokens."""
-    for kind, grids, name in ((IMAGE, facts.image_grids, "image"), (VIDEO, facts.video_grids, "video")):
-        expected = family.media_tokens(grids, hf_config)
-        message = (
-            f"the {name} grids make {expected} tokens, but the row has another number of {name} placeholders; "
-            "every placeholder needs its pixels, and the other way round"
-        )
-        require((types == kind).sum() == expected, message, LayoutError)
 
 
 def _check_targets(labels: torch.Tensor, segments: Segments) -> None:
@@ -283,10 +171,11 @@ def _loss(
     return logprobs, -logprobs.sum()
 
 
-def _work(segments: Segments, facts: BatchFacts) -> Work:
+def _work(segments: Segments, facts: BatchFacts, buckets: Buckets | None) -> Work:
     return Work(
         real_tokens=segments.num_tokens,
         physical_tokens=segments.total,
         attended_pairs=segments.attended_pairs,
         vision_patches=sum(map(prod, (*facts.image_grids, *facts.video_grids))),
+        delta_tokens=0 if buckets is None else buckets.tokens,
     )

@@ -13,8 +13,18 @@ from transformers.utils.generic import ModelOutput
 
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import Family
-from vlmpack.layout import FACTS_KEY, BatchFacts, PackedRow, PaddedBatch, Segments, outside_graph, pack, require
-from vlmpack.step.engine import StepConfig, around_graph, run_row
+from vlmpack.layout import (
+    FACTS_KEY,
+    BatchFacts,
+    PackedRow,
+    PaddedBatch,
+    Segments,
+    around_graph,
+    outside_graph,
+    pack,
+    require,
+)
+from vlmpack.step.engine import StepConfig, run_row
 from vlmpack.step.result import StepResult
 
 SINK = "vlmpack_sink"

@@ -23,6 +23,8 @@ class Work:
     """Query-key pairs of causal attention: the sum of n (n + 1) / 2 over the segments."""
     vision_patches: int
     """Patches that went through the vision tower."""
+    delta_tokens: int = 0
+    """Tokens that each gated delta layer computed, the padding of its buckets included; 0: there are no such layers."""
 
 
 @final

@@ -1,0 +1,157 @@
+"""A row cut into right-padded batches of segments of like length, for layers that carry state along a sequence.
+
+Lengths [3, 5, 2, 5] in a row, cut into two buckets:
+
+    row       a a a .  b b b b b . . .  c c . .  d d d d d . . .
+    buckets   a a a        b b b b b
+              c c ~        d d d d d            ~ a copy of the sample's last token: finite, and never read again
+
+`split` and `join` are inverses of each other on real tokens; `join` puts zeros on padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import final
+
+import numpy as np
+import torch
+
+from vlmpack.layout.device import to_device
+from vlmpack.layout.segments import Segments
+
+MAX_STRETCH = 1.25
+"""Most tokens that a bucket may compute for each real token that it holds."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Segments that are computed together, n of them."""
+
+    members: tuple[int, ...]
+    """Their numbers in the row, shortest first."""
+    width: int
+    """Tokens of the longest, W."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it computes, n * W."""
+        return len(self.members) * self.width
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """Every segment of a row that has tokens, in one bucket each."""
+
+    segments: Segments
+    """The row."""
+    buckets: tuple[Bucket, ...]
+    """How it is cut."""
+
+    @classmethod
+    def cheapest(cls, segments: Segments, *, call_cost: float) -> Buckets:
+        """The cut that costs least, if a batch costs its tokens, padding included, plus `call_cost` for the call.
+
+        Lengths are put in order and cut into runs. best[j] is the least cost of the j shortest segments:
+
+            best[j] = min over i < j of  best[i] + call_cost + (j - i) * length[j]
+
+        where runs that would pad by more than `MAX_STRETCH` are left out. One segment a bucket is always allowed, and
+        is what comes out when calls are cheap.
+
+        Args:
+            segments: the row.
+            call_cost: what one more call costs, in tokens.
+        """
+        order = sorted((i for i, n in enumerate(segments.lengths) if n), key=segments.lengths.__getitem__)
+        lengths = np.asarray([segments.lengths[i] for i in order], np.int64)
+        cuts = _cheapest_cuts(lengths, call_cost)
+        runs = [order[start:stop] for start, stop in pairwise(cuts)]
+        buckets = [Bucket(members=tuple(run), width=segments.lengths[run[-1]]) for run in runs]
+        if len(buckets) == len(order):  # one by one: in the order of the row, nothing has to be put back in its place
+            buckets.sort(key=lambda bucket: bucket.members)
+        return cls(segments=segments, buckets=tuple(buckets))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that all buckets compute."""
+        return sum(bucket.tokens for bucket in self.buckets)
+
+    def split(self, row_1TD: torch.Tensor) -> list[torch.Tensor]:
+        """[1, T, D] to [n, W, D] of each bucket."""
+        index = self._tensors(row_1TD.device)
+        return [self._take(row_1TD, bucket, at) for bucket, at in zip(self.buckets, index.sources, strict=True)]
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[n, W, D] of each bucket to [1, T, D], zeros on padding. At least one bucket."""
+        real_RD = torch.cat([part.flatten(0, 1) for part in parts])
+        index = self._tensors(real_RD.device)
+        if index.order is not None:
+            real_RD = real_RD.index_select(0, index.order)
+        if not self.segments.has_gaps:
+            return real_RD[None]
+        row_TD = real_RD.new_zeros(self.segments.total, real_RD.shape[-1])
+        return row_TD.index_copy(0, self.segments.real_index(real_RD.device), real_RD)[None]
+
+    def _take(self, row_1TD: torch.Tensor, bucket: Bucket, index: torch.Tensor | None) -> torch.Tensor:
+        if index is None:
+            start, stop = self.segments.spans[bucket.members[0]]
+            return row_1TD[:, start:stop]
+        return row_1TD[0].index_select(0, index).unflatten(0, (len(bucket.members), bucket.width))
+
+    @cached_property
+    def _on_device(self) -> dict[torch.device, _Index]:
+        return {}
+
+    def _tensors(self, device: torch.device) -> _Index:
+        if device not in self._on_device:
+            sources = [None if len(b.members) == 1 else to_device(self._source(b), device) for b in self.buckets]
+            order = self._order()
+            in_order = np.array_equal(order, np.arange(self.tokens))
+            self._on_device[device] = _Index(sources=sources, order=None if in_order else to_device(order, device))
+        return self._on_device[device]
+
+    def _source(self, bucket: Bucket) -> np.ndarray:
+        """int64 [n * W]: the row's token at each place of the bucket."""
+        starts = np.asarray(self.segments.stride)[list(bucket.members), None]
+        lengths = np.asarray(self.segments.lengths)[list(bucket.members), None]
+        return (starts + np.minimum(np.arange(bucket.width), lengths - 1)).ravel()
+
+    def _order(self) -> np.ndarray:
+        """int64 [R]: where each real token of the row lies in the buckets laid one after the other."""
+        firsts = np.zeros(len(self.segments.lengths), np.int64)
+        for bucket, start in zip(self.buckets, accumulate((b.tokens for b in self.buckets), initial=0), strict=False):
+            firsts[list(bucket.members)] = start + bucket.width * np.arange(len(bucket.members))
+        places = np.arange(self.segments.num_tokens) - np.repeat(self.segments.real[:-1], self.segments.lengths)
+        return places + np.repeat(firsts, self.segments.lengths)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Index:
+    sources: list[torch.Tensor | None]
+    """int64 [n * W] of each bucket; None: one segment, which is a slice of the row."""
+    order: torch.Tensor | None
+    """int64 [R]: from the buckets laid one after the other back to the row; None: they are in its order already."""
+
+
+def _cheapest_cuts(lengths: np.ndarray, call_cost: float) -> list[int]:
+    """Where to cut `lengths`, int64 [n] in rising order: 0, ..., n."""
+    total = len(lengths)
+    tokens = np.concatenate([[0], np.cumsum(lengths)])
+    best, before = np.zeros(total + 1), np.zeros(total + 1, np.int64)
+    for stop in range(1, total + 1):
+        computed = (stop - np.arange(stop)) * lengths[stop - 1]
+        allowed = computed <= MAX_STRETCH * (tokens[stop] - tokens[:stop])
+        cost = np.where(allowed, best[:stop] + call_cost + computed, np.inf)
+        before[stop] = np.argmin(cost)
+        best[stop] = cost[before[stop]]
+    cuts = [total]
+    while cuts[-1]:
+        cuts.append(int(before[cuts[-1]]))
+    return cuts[::-1]

@@ -1,0 +1,101 @@
+"""Gated delta layers see one sample at a time: convolution and recurrence start anew in every segment of a row.
+
+A row is cut into right-padded batches of samples of like length, or into single samples, whichever costs less
+(`layout.buckets`), and the layer is run on each: nothing of the layer is computed otherwise than for a sample alone.
+
+    row       a a a .  b b b b b . . .  c c . .
+    buckets   a a a     b b b b b
+              c c ~
+    row       A A A 0  B B B B B 0 0 0  C C 0 0
+
+The layer's class becomes a subclass of its own class that does so when it is told a row, by keyword, as all layers are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from vlmpack.errors import ConfigError
+from vlmpack.families import Family
+from vlmpack.layout import Buckets, Segments, around_graph
+from vlmpack.step.attention import check_not_bypassed
+from vlmpack.step.context import CONTEXT, RowContext
+from vlmpack.step.subclass import base_of, is_subclassed, subclass
+
+CALL_COST = {"cpu": 16.0, "cuda": 65536.0}
+"""What one more call of a layer costs, in tokens, by type of device. A GPU scans a batch in the time of its longest
+sample, so there as few calls as `layout.buckets.MAX_STRETCH` allows are best."""
+
+
+def install(family: Family, core: nn.Module) -> None:
+    """Let every gated delta layer ask for the boundaries of a row.
+
+    Raises:
+        ConfigError: the forward of such a layer was replaced on the object, so that ours would never be called.
+    """
+    layers = _layers(family, core)
+    for layer in layers:
+        _check_own_forward(layer)
+    for layer in layers:
+        if not is_subclassed(layer):
+            layer.__class__ = cut_class(type(layer))
+
+
+def uninstall(family: Family, core: nn.Module) -> None:
+    """Give every gated delta layer its class back."""
+    for layer in _layers(family, core):
+        layer.__class__ = base_of(layer)
+
+
+def is_installed(family: Family, core: nn.Module) -> bool:
+    """Whether every gated delta layer still asks."""
+    return all(is_subclassed(layer) and "forward" not in vars(layer) for layer in _layers(family, core))
+
+
+def cut(family: Family, segments: Segments, device: torch.device) -> Buckets | None:
+    """How gated delta layers compute a row; None: the family has none."""
+    if family.delta is None:
+        return None
+    return Buckets.cheapest(segments, call_cost=CALL_COST.get(device.type, CALL_COST["cuda"]))
+
+
+@functools.cache
+def cut_class(base: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of a gated delta layer's class that runs it on each bucket of a row; one a base class."""
+
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        row: RowContext | None = kwargs.pop(CONTEXT, None)
+        own_forward = functools.partial(base.forward, self)
+        if row is None:
+            check_not_bypassed(kwargs)
+            return own_forward(hidden_states, *args, **kwargs)
+        assert row.delta is not None
+        return _in_buckets(functools.partial(own_forward, **kwargs), hidden_states, row.delta)
+
+    return subclass(base, {"forward": around_graph(forward)}, cut_class)
+
+
+def _in_buckets(
+    layer: Callable[[torch.Tensor], torch.Tensor], hidden_1TD: torch.Tensor, buckets: Buckets
+) -> torch.Tensor:
+    if not buckets.buckets:  # nothing but padding; the layer's parameters keep their place in the graph
+        return layer(torch.zeros_like(hidden_1TD))
+    return buckets.join([layer(part) for part in buckets.split(hidden_1TD)])
+
+
+def _layers(family: Family, core: nn.Module) -> list[nn.Module]:
+    return [] if family.delta is None else family.delta.layers(family.language_model(core))
+
+
+def _check_own_forward(layer: nn.Module) -> None:
+    if "forward" in vars(layer):
+        raise ConfigError(
+            f"the forward of a {type(layer).__name__} was replaced on the object itself, so samples would leak through "
+            "it: enable packing before accelerate spreads or offloads the model, and load it without use_kernels"
+        )

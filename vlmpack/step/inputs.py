@@ -1,0 +1,156 @@
+"""What the model without its head is given for a row, and what is checked first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+
+from vlmpack.errors import LayoutError
+from vlmpack.families import Family
+from vlmpack.layout import BatchFacts, Grid, PackedRow, Segments, outside_graph, require
+from vlmpack.step import delta
+from vlmpack.step.context import CONTEXT, RealTokens, RowContext, VisionSegments
+
+TEXT, IMAGE, VIDEO = 0, 1, 2
+
+
+@outside_graph
+def known_facts(row: PackedRow) -> BatchFacts:
+    """The row's host facts; grids that only a tensor knows are read from it, which waits for the device once."""
+    facts = row.facts or BatchFacts(lengths=row.segments.lengths[: row.segments.num_samples])
+    media = row.media
+    facts = replace(
+        facts,
+        image_grids=_host_grids(facts.image_grids, media.image_grid_thw, "image_grid_thw"),
+        video_grids=_host_grids(facts.video_grids, media.video_grid_thw, "video_grid_thw"),
+    )
+    if media.second_per_grid_ts is not None and not facts.seconds_per_grid:
+        facts = replace(facts, seconds_per_grid=tuple(torch.as_tensor(media.second_per_grid_ts).tolist()))
+    for pixels, grids, name in (
+        (media.pixel_values, facts.image_grids, "pixel_values"),
+        (media.pixel_values_videos, facts.video_grids, "pixel_values_videos"),
+    ):
+        _check_patches(pixels, grids, name)
+    return facts
+
+
+def _host_grids(known: tuple[Grid, ...], tensor: torch.Tensor | None, name: str) -> tuple[Grid, ...]:
+    if tensor is None:
+        return ()
+    if not known:
+        return tuple((int(t), int(h), int(w)) for t, h, w in tensor.tolist())
+    if len(known) != tensor.shape[0]:
+        raise LayoutError(
+            f"the host knows {len(known)} grids but {name} is {list(tensor.shape)}; was the batch split or "
+            "concatenated on its way (accelerate: set dispatch_batches=False)?"
+        )
+    return known
+
+
+def _check_patches(pixels: torch.Tensor | None, grids: Sequence[Grid], name: str) -> None:
+    expected, seen = sum(map(prod, grids)), 0 if pixels is None else pixels.shape[0]
+    if expected != seen:
+        raise LayoutError(f"the grids describe {expected} patches, {name} has {seen}; pass the media of every sample")
+
+
+@outside_graph
+def backbone_inputs(
+    family: Family,
+    row: PackedRow,
+    facts: BatchFacts,
+    hf_config: Any,
+    *,
+    backend: str,
+    rope_segments: Segments | None,
+) -> dict[str, Any]:
+    """Keyword arguments of the model without its head.
+
+    Args:
+        family: the model's family.
+        row: the row, on the model's device.
+        facts: what `known_facts` found.
+        hf_config: the model's configuration.
+        backend: name of the attention back-end, or "auto".
+        rope_segments: boundaries at which MRoPE restarts; None: the row's own.
+
+    Raises:
+        LayoutError: media, placeholders or positions that do not fit the row.
+    """
+    types = family.media_types(row.input_ids, hf_config)
+    _check_media_tokens(types, family, facts, hf_config)
+    positions = family.positions(
+        types,
+        rope_segments or row.segments,
+        image_grids=facts.image_grids,
+        video_grids=facts.video_grids,
+        seconds_per_grid=facts.seconds_per_grid,
+        config=hf_config,
+    )
+    rotary_ids = family.rotary_ids(positions)
+    if row.position_ids is not None:
+        _check_positions(row.position_ids, rotary_ids, family, row.segments)
+    return {
+        "input_ids": row.input_ids,
+        # A 4D mask is taken as it is, so no T x T mask is ever built; the attention function does not read it.
+        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.input_ids.device),
+        "position_ids": rotary_ids,
+        # Whatever the configuration says: a cache would be filled and thrown away.
+        "use_cache": False,
+        **({"mm_token_type_ids": types} if family.has_vision else {}),
+        **row.media.to_hf(),
+        CONTEXT: RowContext(
+            segments=row.segments,
+            vision=_vision_segments(family, facts, hf_config),
+            backend=backend,
+            experts=None if family.experts is None else _real_tokens(row),
+            delta=delta.cut(family, row.segments, row.input_ids.device),
+        ),
+    }
+
+
+def _vision_segments(family: Family, facts: BatchFacts, hf_config: Any) -> VisionSegments:
+    calls = [grids for grids in (facts.image_grids, facts.video_grids) if grids]
+    return VisionSegments(segments for grids in calls for segments in family.vision_segments(grids, hf_config))
+
+
+def _real_tokens(row: PackedRow) -> RealTokens | None:
+    segments = row.segments
+    if not segments.has_gaps:
+        return None
+    return RealTokens(index=segments.real_index(row.input_ids.device), total=segments.total)
+
+
+def _check_positions(given: torch.Tensor, rotary_ids: torch.Tensor, family: Family, segments: Segments) -> None:
+    """A caller's own positions must be what the model would have computed for each sample alone."""
+    rows = (3, 4) if family.has_vision else (1,)
+    if given.ndim != 3 or given.shape[0] not in rows or given.shape[-1] != segments.total:
+        raise LayoutError(
+            f"position_ids is {list(given.shape)}, but {family.model_type} needs [{' or '.join(map(str, rows))}, 1, "
+            f"{segments.total}]{_ROTARY_ROWS if family.has_vision else ''}: leave position_ids out, they are computed "
+            "from the boundaries and the grids"
+        )
+    real = segments.real_index(given.device)
+    agree = (family.rotary_ids(given).index_select(-1, real) == rotary_ids.index_select(-1, real)).all()
+    message = (
+        "position_ids are not what each sample has alone: they must restart at every boundary (rope_cu_seqlens, if "
+        "given) and place image tokens by their grids; leave position_ids out, they are computed"
+    )
+    require(agree, message, LayoutError)
+
+
+_ROTARY_ROWS = " (time, height, width; or the text row first: with fewer rows images lose their places)"
+
+
+def _check_media_tokens(types: torch.Tensor, family: Family, facts: BatchFacts, hf_config: Any) -> None:
+    """As many placeholders in the row as its grids make tokens."""
+    for kind, grids, name in ((IMAGE, facts.image_grids, "image"), (VIDEO, facts.video_grids, "video")):
+        expected = family.media_tokens(grids, hf_config)
+        message = (
+            f"the {name} grids make {expected} tokens, but the row has another number of {name} placeholders; "
+            "every placeholder needs its pixels, and the other way round"
+        )
+        require((types == kind).sum() == expected, message, LayoutError)
