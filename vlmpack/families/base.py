@@ -109,6 +109,10 @@ class Family(ABC):
         """Placeholder tokens of all these images or videos."""
         return sum(self.tokens_per_image(grid, self.merge(config)) for grid in grids)
 
+    def video_runs(self, grids: Sequence[Grid], config: Any) -> list[int]:
+        """Tokens of each run of placeholders that these videos stand for: whole videos, or single frames."""
+        return self._videos(grids, (), config).grids.prod(1).tolist()
+
     def media_types(self, input_ids: torch.Tensor, config: Any) -> torch.Tensor:
         """0 text, 1 image, 2 video for each token, int64 in the shape of `input_ids`: what processors give as
         `mm_token_type_ids`."""

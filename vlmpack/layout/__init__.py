@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vlmpack.layout.batch import FACTS_KEY, BatchFacts, Grid, MaskSpans, Media, PaddedBatch, lengths_from_mask
 from vlmpack.layout.buckets import Bucket, Buckets
-from vlmpack.layout.device import around_graph, on_host, outside_graph, require, to_device
+from vlmpack.layout.device import around_graph, nothing_on_host, on_host, outside_graph, require, to_device
 from vlmpack.layout.pack import pack, unpack
 from vlmpack.layout.roll import IGNORE, shift_labels, unshift_labels
 from vlmpack.layout.row import PackedRow
@@ -26,6 +26,7 @@ __all__ = [
     "SlotRule",
     "around_graph",
     "lengths_from_mask",
+    "nothing_on_host",
     "on_host",
     "outside_graph",
     "pack",

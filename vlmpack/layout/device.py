@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -10,6 +11,9 @@ import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_nothing_on_host = False
+"""Whether the CPU is treated as a device."""
 
 
 def outside_graph(function: Callable[P, R]) -> Callable[P, R]:
@@ -32,7 +36,18 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 def on_host(tensor: torch.Tensor) -> bool:
     """Whether the values of `tensor` can be read without waiting for an accelerator."""
-    return tensor.device.type == "cpu"
+    return tensor.device.type == "cpu" and not _nothing_on_host
+
+
+@contextmanager
+def nothing_on_host() -> Iterator[None]:
+    """Take the paths of an accelerator on a CPU too, so that what would make its host wait can be counted there."""
+    global _nothing_on_host
+    before, _nothing_on_host = _nothing_on_host, True
+    try:
+        yield
+    finally:
+        _nothing_on_host = before
 
 
 def require(condition: torch.Tensor, message: str, error: type[Exception]) -> None:
