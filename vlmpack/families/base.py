@@ -66,7 +66,7 @@ class Family(ABC):
         Raises:
             LayoutError: grids that cannot be, or that the row has no room for; token types of another width.
         """
-        images = media_items(image_grids, self.merge(config), "image")
+        images = self._images(image_grids, config)
         videos = self._videos(video_grids, seconds_per_grid, config)
         return row_positions(mm_token_type_ids, segments, images=images, videos=videos, device=device)
 
@@ -76,6 +76,10 @@ class Family(ABC):
         With the text row, transformers would look for packed samples by itself, and wait for the device.
         """
         return positions[-3:]
+
+    def _images(self, grids: Sequence[Grid], config: Any) -> MediaItems:
+        """The runs of image tokens that these images stand for."""
+        return media_items(grids, self.merge(config), "image")
 
     @abstractmethod
     def _videos(self, grids: Sequence[Grid], seconds: Sequence[float], config: Any) -> MediaItems:

@@ -22,8 +22,13 @@ class _TextOnly(Family):
 
     has_vision: ClassVar[bool] = False
 
+    def _images(self, grids: Sequence[Grid], config: Any) -> MediaItems:
+        self.media_tokens(grids, config)
+        return media_items((), 1, "image")
+
     def _videos(self, grids: Sequence[Grid], seconds: Sequence[float], config: Any) -> MediaItems:
-        return media_items(grids, self.merge(config), "video")
+        self.media_tokens(grids, config)
+        return media_items((), 1, "video")
 
     def merge(self, config: Any) -> int:
         """There are no patches: 1."""
