@@ -1,7 +1,9 @@
-"""What a family with mixture-of-experts layers adds: where they are, and the loss that keeps their load balanced."""
+"""What a family with mixture-of-experts layers adds: where they are, and what their routers are trained by."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -10,16 +12,21 @@ from typing import Any, final
 import torch
 from torch import nn
 
+_MIXERS = ("self_attn", "linear_attn")
+"""Names of what runs before the experts in a decoder layer: attention, or a gated delta layer."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayer:
     """The two parts of one decoder layer that matter to its experts."""
 
-    attention: nn.Module
-    """Runs before the block, in the same call of the layer, and is given the keywords of that call."""
+    mixer: nn.Module
+    """Attention or gated delta layer: runs before the block, in the same call of the layer, and is given the keywords
+    of that call."""
     block: nn.Module
-    """Router and experts: hidden states [1, T, D] in and out, every token by itself."""
+    """Router and experts, those that all tokens share included: hidden states [1, T, D] in and out, every token by
+    itself."""
 
 
 @final
@@ -33,24 +40,32 @@ class Experts:
     def layers(self, language_model: nn.Module) -> list[ExpertLayer]:
         """Every decoder layer that has experts; the others (`mlp_only_layers`) are dense."""
         layers = language_model.get_submodule("layers").children()
-        parts = [(layer.get_submodule("self_attn"), layer.get_submodule("mlp")) for layer in layers]
-        return [ExpertLayer(attention=first, block=second) for first, second in parts if hasattr(second, "experts")]
+        return [_parts(layer) for layer in layers if hasattr(layer.get_submodule("mlp"), "experts")]
 
     def are_recomputed(self, language_model: nn.Module) -> bool:
         """Whether gradient checkpointing computes the layers again in the backward pass."""
         layers = language_model.get_submodule("layers").children()
         return any(layer.training and getattr(layer, "gradient_checkpointing", False) for layer in layers)
 
-    def wants_balance(self, text_config: Any, asked: bool | None) -> bool:
+    # ------------------------------------------------------------------ the load-balancing loss
+
+    def wants_balance(self, model: nn.Module, text_config: Any, asked: bool | None) -> bool:
         """Whether the unmodified model would compute its load-balancing loss.
 
         Args:
-            text_config: its `output_router_logits` counts if nothing is asked for, and if its class declares it:
-                transformers 5.17 does not, and ignores it.
+            model: the `...ForConditionalGeneration` or `...ForCausalLM`.
+            text_config: its `output_router_logits` counts if nothing is asked for, and if the model's forward has an
+                argument of that name: others (several in transformers 5.17) ignore the configuration.
             asked: the `output_router_logits` argument of the call.
         """
-        declared = hasattr(type(text_config), "output_router_logits")
-        return bool(asked) if asked is not None else declared and bool(text_config.output_router_logits)
+        if asked is not None:
+            return bool(asked)
+        return _reads_configuration(type(model)) and bool(text_config.output_router_logits)
+
+    def coefficient(self, model: nn.Module, text_config: Any) -> float:
+        """What the load-balancing loss is multiplied by before it is added to the loss: the model's own number (a
+        `...ForCausalLM` takes one down when it is made), or else that of its configuration."""
+        return getattr(model, "router_aux_loss_coef", text_config.router_aux_loss_coef)
 
     def balance(self, router_logits: Sequence[torch.Tensor], text_config: Any) -> torch.Tensor:
         """The family's own load-balancing loss (scalar) of these tokens: `router_logits` [R, E] of each layer."""
@@ -63,6 +78,36 @@ class Experts:
             torch.ones(first.shape[0], device=first.device),
         )
 
-    def coefficient(self, text_config: Any) -> float:
-        """What the load-balancing loss is multiplied by before it is added to the loss."""
-        return text_config.router_aux_loss_coef
+    def balance_by_sample(
+        self, router_logits: Sequence[torch.Tensor], text_config: Any, *, sample_R: torch.Tensor, tokens_B: torch.Tensor
+    ) -> torch.Tensor:
+        """The same loss of each of B samples, float32 [B]; 0 for a sample without tokens.
+
+        All samples at once: `balance` sample by sample would launch B times as many kernels.
+
+        Args:
+            router_logits: [R, E] of each layer, the tokens of all samples.
+            text_config: the text part's configuration.
+            sample_R: int [R], the sample of each token.
+            tokens_B: int [B], the tokens of each sample.
+        """
+        E = router_logits[0].shape[-1]
+        chosen_BE = probs_BE = torch.zeros(len(tokens_B), E, device=sample_R.device)
+        for logits_RE in router_logits:
+            probs_RE = logits_RE.softmax(dim=-1)
+            top_RK = probs_RE.topk(text_config.num_experts_per_tok, dim=-1).indices
+            ones_RE = torch.zeros_like(probs_RE, dtype=torch.float32).scatter(1, top_RK, 1.0)
+            chosen_BE = chosen_BE.index_add(0, sample_R, ones_RE)
+            probs_BE = probs_BE.index_add(0, sample_R, probs_RE.float())
+        rows_B1 = (len(router_logits) * tokens_B.clamp(min=1))[:, None]
+        return E * (chosen_BE / rows_B1 * probs_BE / rows_B1).sum(dim=-1)
+
+
+def _parts(layer: nn.Module) -> ExpertLayer:
+    mixer = next(getattr(layer, name) for name in _MIXERS if hasattr(layer, name))
+    return ExpertLayer(mixer=mixer, block=layer.get_submodule("mlp"))
+
+
+@functools.cache
+def _reads_configuration(model_class: type[nn.Module]) -> bool:
+    return "output_router_logits" in inspect.signature(model_class.forward).parameters

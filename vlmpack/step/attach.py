@@ -61,11 +61,13 @@ def enable_packing(model: Model, config: StepConfig | None = None) -> Model:
 
     Raises:
         FamilyError: the model's family cannot be packed exactly, and which part of it leaks.
-        ConfigError: the model's forward was replaced on this object, so that ours would never be called.
+        ConfigError: the model's forward was replaced on this object, so that ours would never be called; or a
+            router loss for a model without experts.
     """
     core = find_model(model)
     family = family_of(core)
     config = config or StepConfig()
+    experts.check_has_routers(family, config.z_loss_coef)
     if is_packing(core):
         _unhook(core)
     else:

@@ -1,67 +1,145 @@
-"""The load-balancing loss of a row's routers: real tokens only, over the row or sample by sample."""
+"""What a row's routers did, real tokens only: their losses over the row or sample by sample, and experts' loads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal, final
 
+import numpy as np
 import torch
 from torch import nn
 
 from vlmpack.errors import ConfigError
-from vlmpack.families import Experts
-from vlmpack.layout import Segments
+from vlmpack.families import Experts, Family
+from vlmpack.layout import Segments, outside_graph, to_device
 
 Balance = Literal["row", "sample"]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class RouterSettings:
+    """What is wanted of a row's routers."""
+
+    per: Balance
+    """"row" or "sample"; see `StepConfig.aux_loss`."""
+    balance: bool
+    """Whether to compute the load-balancing loss."""
+    z_loss_coef: float
+    """What the z-loss is multiplied by before it is added to the row's loss."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class RouterStatistics:
-    """What the routers did with one row."""
+    """What the routers did with the R real tokens of one row. E experts."""
 
     logits: tuple[torch.Tensor, ...]
-    """[R, E] of each layer that has experts: real tokens only, in row order."""
-    loss: torch.Tensor
-    """Scalar: the load-balancing loss, not yet multiplied by its coefficient."""
-    coefficient: float
-    """What it is multiplied by before it is added to the row's loss."""
+    """[R, E] of each layer that has experts, in row order."""
+    top_k: int
+    """Experts that each token is sent to."""
+    aux_loss: torch.Tensor | None
+    """Scalar: the load-balancing loss, not yet multiplied by its coefficient; None: the model computes none."""
+    z_loss: torch.Tensor
+    """Scalar: the mean over tokens and layers of logsumexp(router logits)², not yet multiplied by its coefficient."""
+    added: torch.Tensor
+    """Scalar: what the two, with their coefficients, add to the row's loss."""
+
+    @property
+    def expert_counts(self) -> torch.Tensor:
+        """int64 [layers, E]: how many tokens each expert was sent. Counted whenever it is asked for."""
+        return torch.stack([_counts(logits_RE.detach(), self.top_k) for logits_RE in self.logits])
 
 
+@outside_graph
 def router_statistics(
-    hidden: torch.Tensor,
     logits: tuple[torch.Tensor, ...],
+    hidden: torch.Tensor,
     segments: Segments,
+    settings: RouterSettings,
     *,
-    experts: Experts,
-    text_config: Any,
-    per: Balance,
-    language_model: nn.Module,
+    family: Family,
+    model: nn.Module,
 ) -> RouterStatistics:
     """The statistics of one row.
 
     Args:
-        hidden: what the text model gave back, [1, T, D].
         logits: [R, E] of each layer that has experts, as transformers recorded them.
+        hidden: what the text model gave back, [1, T, D].
         segments: the row's boundaries.
-        experts: of the model's family.
-        text_config: the text part's configuration.
-        per: "row" or "sample"; see `StepConfig.aux_loss`.
-        language_model: the text part of the model.
+        settings: what is wanted.
+        family: the model's family, one with experts.
+        model: the model with its head.
 
     Raises:
-        ConfigError: the recorded logits have lost their gradient.
+        ConfigError: the recorded logits have lost their gradient, or are not those of the real tokens.
     """
-    if hidden.requires_grad and not any(x.requires_grad for x in logits):
-        _check_not_cut_off(experts, language_model)
+    experts, text_config = family.experts, family.text_config(model.config)
+    assert experts is not None
+    _check_real(logits, segments)
+    if hidden.requires_grad and not any(logits_RE.requires_grad for logits_RE in logits):
+        _check_not_cut_off(experts, family.language_model(model))
+    aux_loss = _aux_loss(logits, segments, experts, text_config, settings.per) if settings.balance else None
+    z_loss = _z_loss(logits, segments, settings.per)
+    parts = [settings.z_loss_coef * z_loss] if settings.z_loss_coef else []
+    if aux_loss is not None:
+        parts.append(experts.coefficient(model, text_config) * aux_loss)
+    return RouterStatistics(
+        logits=logits,
+        top_k=text_config.num_experts_per_tok,
+        aux_loss=aux_loss,
+        z_loss=z_loss,
+        added=torch.stack(parts).sum(),
+    )
+
+
+def _aux_loss(
+    logits: tuple[torch.Tensor, ...], segments: Segments, experts: Experts, text_config: Any, per: Balance
+) -> torch.Tensor:
     if per == "row":
-        loss = experts.balance(logits, text_config)
-    else:
-        spans = [(start, stop) for start, stop in pairwise(segments.real) if stop > start]
-        losses = [experts.balance([x[start:stop] for x in logits], text_config) for start, stop in spans]
-        loss = torch.stack(losses).mean()
-    return RouterStatistics(logits=logits, loss=loss, coefficient=experts.coefficient(text_config))
+        return experts.balance(logits, text_config)
+    sample_R, tokens_G = _samples(segments, logits[0].device)
+    losses_G = experts.balance_by_sample(logits, text_config, sample_R=sample_R, tokens_B=tokens_G)
+    return losses_G.sum() / _num_with_tokens(segments)
+
+
+def _z_loss(logits: tuple[torch.Tensor, ...], segments: Segments, per: Balance) -> torch.Tensor:
+    """Zoph et al., 2022, ST-MoE, equation 5: the mean over tokens; and over layers."""
+    z_R = torch.stack([logits_RE.float().logsumexp(dim=-1).square() for logits_RE in logits]).mean(dim=0)
+    if per == "row":
+        return z_R.mean()
+    sample_R, tokens_G = _samples(segments, z_R.device)
+    sums_G = z_R.new_zeros(len(tokens_G)).index_add(0, sample_R, z_R)
+    return (sums_G / tokens_G.clamp(min=1)).sum() / _num_with_tokens(segments)
+
+
+def _samples(segments: Segments, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(segment of each real token int64 [R], real tokens of each segment int64 [G])."""
+    lengths_G = np.asarray(segments.lengths)
+    sample_R = np.repeat(np.arange(len(lengths_G)), lengths_G)
+    return to_device(sample_R, device), to_device(lengths_G, device)
+
+
+def _num_with_tokens(segments: Segments) -> int:
+    return sum(n > 0 for n in segments.lengths)
+
+
+def _counts(logits_RE: torch.Tensor, top_k: int) -> torch.Tensor:
+    """As routers choose: by probabilities in float32 whatever their logits are; rounded ones have other ties."""
+    chosen = logits_RE.softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1).indices.flatten()
+    counts_E = torch.zeros(logits_RE.shape[-1], dtype=torch.int64, device=chosen.device)
+    return counts_E.index_add(0, chosen, torch.ones_like(chosen))
+
+
+def _check_real(logits: tuple[torch.Tensor, ...], segments: Segments) -> None:
+    """A block that was exchanged (PEFT's modules_to_save copies it) is not told which tokens are real."""
+    seen = {len(logits_RE) for logits_RE in logits}
+    if seen != {segments.num_tokens}:
+        raise ConfigError(
+            f"routers saw {sorted(seen)} tokens of a row with {segments.num_tokens} real ones: blocks of experts were "
+            "exchanged after enable_packing (PEFT's modules_to_save does that), so padding would be counted; call "
+            "enable_packing(model) again"
+        )
 
 
 def _check_not_cut_off(experts: Experts, language_model: nn.Module) -> None:

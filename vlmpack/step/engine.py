@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 from typing import final
 
 import torch
@@ -23,7 +23,7 @@ from vlmpack.layout import (
     outside_graph,
     require,
 )
-from vlmpack.step.balance import Balance, RouterStatistics, router_statistics
+from vlmpack.step.balance import Balance, RouterSettings, RouterStatistics, router_statistics
 from vlmpack.step.context import CONTEXT
 from vlmpack.step.head import target_logprobs, target_positions
 from vlmpack.step.inputs import backbone_inputs, known_facts
@@ -44,12 +44,16 @@ class StepConfig:
     head_chunk: int = 2048
     """Rows of logits alive at a time; logits take `4 * head_chunk * vocabulary` bytes and more."""
     aux_loss: Balance = "row"
-    """The routers' load-balancing loss, where one is asked for: "row", of all real tokens together, as transformers
-    does for a batch; "sample", the mean over the samples of each one's own."""
+    """The routers' losses, where there are any: "row", of all real tokens together, as transformers does for a batch;
+    "sample", the mean over the samples of each one's own."""
+    z_loss_coef: float = 0.0
+    """What the routers' z-loss is multiplied by before it is added to the loss; transformers has none, so 0."""
 
     def __post_init__(self) -> None:
         if self.aux_loss not in ("row", "sample"):
             raise ConfigError(f'aux_loss is {self.aux_loss!r}; it is "row" or "sample"')
+        if not 0 <= self.z_loss_coef < inf:
+            raise ConfigError(f"z_loss_coef is {self.z_loss_coef!r}; it is 0 or a positive number")
 
 
 @around_graph
@@ -78,35 +82,18 @@ def run_row(
     """
     facts = known_facts(row)
     inputs = backbone_inputs(family, row, facts, model.config, backend=config.attention, rope_segments=rope_segments)
+    recorded = balance or config.z_loss_coef > 0
     if family.experts is not None:
-        inputs.update(output_router_logits=balance, return_dict=True)  # whatever the configuration says
+        inputs.update(output_router_logits=recorded, return_dict=True)  # whatever the configuration says
     output = family.backbone(model)(**inputs)
     hidden = output[0]  # of a tuple where the configuration says return_dict=False
-    routers = _routers(family, model, hidden, output.router_logits, row.segments, config.aux_loss) if balance else None
+    routers = None
+    if recorded:
+        settings = RouterSettings(per=config.aux_loss, balance=balance, z_loss_coef=config.z_loss_coef)
+        routers = router_statistics(output.router_logits, hidden, row.segments, settings, family=family, model=model)
     work = _work(row.segments, facts, inputs[CONTEXT].delta)
     return _result(
         hidden, row, facts, family.head(model), config, num_items_in_batch, routers=routers, logits=logits, work=work
-    )
-
-
-@outside_graph
-def _routers(
-    family: Family,
-    model: nn.Module,
-    hidden: torch.Tensor,
-    logits: tuple[torch.Tensor, ...],
-    segments: Segments,
-    per: Balance,
-) -> RouterStatistics:
-    assert family.experts is not None
-    return router_statistics(
-        hidden,
-        logits,
-        segments,
-        experts=family.experts,
-        text_config=family.text_config(model.config),
-        per=per,
-        language_model=family.language_model(model),
     )
 
 
@@ -134,7 +121,7 @@ def _result(
     sums, counts = sums_by_sample(logprobs, index, row.segments)
     loss = loss_sum / (max(index.numel(), 1) if num_items_in_batch is None else num_items_in_batch)
     if routers is not None and row.shift_labels is not None:
-        loss = loss + routers.coefficient * routers.loss.to(loss.device)
+        loss = loss + routers.added.to(loss.device)
     return StepResult(
         loss=loss,
         loss_sum=loss_sum,
@@ -146,8 +133,7 @@ def _result(
         segments=row.segments,
         work=work,
         row_logits=head(hidden) if logits else None,
-        aux_loss=None if routers is None else routers.loss,
-        router_logits=None if routers is None else routers.logits,
+        routers=routers,
     )
 
 

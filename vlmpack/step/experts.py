@@ -7,9 +7,10 @@
 So pads cost nothing, have no router statistics and no gradient, whatever computes the experts: a list of tokens is all
 that it sees. A row without gaps is handed over as it is.
 
-The block is called with hidden states alone. The layer's attention runs before it, is given the row with its keywords,
-and tells the block. Both happen in one call of the layer's `forward`, so when gradient checkpointing computes the layer
-again, they happen again. (Hooks on the layer itself would not: transformers 5.23 leaves them out of that.)
+The block is called with hidden states alone. The layer's mixer (attention, or a gated delta layer) runs before it, is
+given the row with its keywords, and tells the block. Both happen in one call of the layer's `forward`, so when gradient
+checkpointing computes the layer again, they happen again. (Hooks on the layer itself would not: transformers 5.23
+leaves them out of that.)
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from vlmpack.errors import ConfigError
 from vlmpack.families import Family
 from vlmpack.families.experts import ExpertLayer
 from vlmpack.step.context import CONTEXT, RealTokens, RowContext
@@ -33,10 +35,20 @@ def install(family: Family, core: nn.Module) -> tuple[RemovableHandle, ...]:
     return tuple(handle for layer in layers for handle in _hook(layer))
 
 
+def check_has_routers(family: Family, z_loss_coef: float) -> None:
+    """A loss of routers needs routers.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if z_loss_coef and family.experts is None:
+        raise ConfigError(f"z_loss_coef is {z_loss_coef}, but {family.model_type} has no experts; leave it out")
+
+
 def _hook(layer: ExpertLayer) -> tuple[RemovableHandle, ...]:
     gate = _Gate()
     return (
-        layer.attention.register_forward_pre_hook(gate.tell, with_kwargs=True),
+        layer.mixer.register_forward_pre_hook(gate.tell, with_kwargs=True),
         layer.block.register_forward_pre_hook(gate.take),
         # also when checkpointing has seen enough and leaves the block half-way by an exception
         layer.block.register_forward_hook(gate.put_back, always_call=True),
@@ -45,12 +57,12 @@ def _hook(layer: ExpertLayer) -> tuple[RemovableHandle, ...]:
 
 @final
 class _Gate:
-    """What one layer remembers from its attention to its experts."""
+    """What one layer remembers from its mixer to its experts."""
 
     def __init__(self) -> None:
         self._real: RealTokens | None = None
 
-    def tell(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def tell(self, mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         row: RowContext | None = kwargs.get(CONTEXT)
         self._real = None if row is None else row.experts
 

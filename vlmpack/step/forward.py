@@ -76,6 +76,10 @@ class PackedOutput(ModelOutput):
     """[B, S, V] for a padded batch, [1, T, V] for a row; on request (`output_logits=True`) or without labels."""
     aux_loss: torch.Tensor | None = None
     """Scalar: the routers' load-balancing loss, where the model computes one."""
+    z_loss: torch.Tensor | None = None
+    """Scalar: the routers' z-loss, with `aux_loss` or if it is part of the loss (`StepConfig.z_loss_coef`)."""
+    expert_counts: torch.Tensor | None = None
+    """int64 [layers, E]: real tokens that each expert was sent; with `output_router_logits=True`."""
     router_logits: tuple[torch.Tensor, ...] | None = None
     """[R, E] of each layer that has experts, real tokens in row order; with `output_router_logits=True`."""
     sample_losses: torch.Tensor | None = None
@@ -120,9 +124,7 @@ def packed_forward(
         result = replace(result, width=inputs["input_ids"].shape[1], offsets=row.facts.offsets)
     if inputs.get(SINK) is not None:
         inputs[SINK].result = result
-    if not routers:  # asked for by the configuration alone: what is kept for a loss need not come back
-        result = replace(result, router_logits=None)
-    output = _output(result, has_labels=row.shift_labels is not None, is_row=is_row)
+    output = _output(result, has_labels=row.shift_labels is not None, is_row=is_row, routers=bool(routers))
     return output if inputs.get("return_dict") is not False else output.to_tuple()
 
 
@@ -140,22 +142,22 @@ def _wants_logits(inputs: dict[str, Any]) -> bool:
 
 
 def _wants_balance(family: Family, model: nn.Module, asked: bool | None) -> bool:
-    return family.experts is not None and family.experts.wants_balance(family.text_config(model.config), asked)
+    return family.experts is not None and family.experts.wants_balance(model, family.text_config(model.config), asked)
 
 
 @outside_graph
-def _output(result: StepResult, *, has_labels: bool, is_row: bool) -> PackedOutput:
-    logits = result.row_logits if is_row else result.logits
-    if not has_labels:
-        return PackedOutput(logits=logits, aux_loss=result.aux_loss, router_logits=result.router_logits)
-    return PackedOutput(
-        loss=result.loss,
-        logits=logits,
-        aux_loss=result.aux_loss,
-        router_logits=result.router_logits,
-        sample_losses=result.sample_losses,
-        sample_targets=result.sample_targets,
-    )
+def _output(result: StepResult, *, has_labels: bool, is_row: bool, routers: bool) -> PackedOutput:
+    """`routers`: whether router statistics were asked for by name; what is kept for a loss need not come back."""
+    found: dict[str, Any] = {
+        "logits": result.row_logits if is_row else result.logits,
+        "aux_loss": result.aux_loss,
+        "z_loss": result.z_loss,
+    }
+    if routers:
+        found |= {"expert_counts": result.expert_counts, "router_logits": result.router_logits}
+    if has_labels:
+        found |= {"loss": result.loss, "sample_losses": result.sample_losses, "sample_targets": result.sample_targets}
+    return PackedOutput(**found)
 
 
 def _is_row(inputs: dict[str, Any]) -> bool:

@@ -8,6 +8,7 @@ from typing import final
 import torch
 
 from vlmpack.layout import Segments, unpack
+from vlmpack.step.balance import RouterStatistics
 
 
 @final
@@ -34,7 +35,7 @@ class StepResult:
 
     loss: torch.Tensor
     """Scalar: `loss_sum` over `num_items_in_batch`, or over this row's targets when that was not given; plus
-    `router_aux_loss_coef * aux_loss` where there is one, which nothing divides."""
+    `router_aux_loss_coef * aux_loss` where there is one and `z_loss_coef * z_loss`, which nothing divides."""
     loss_sum: torch.Tensor
     """Scalar: cross-entropy (nats) summed over the targets."""
     num_targets: int
@@ -53,14 +54,32 @@ class StepResult:
     """What was computed."""
     row_logits: torch.Tensor | None = None
     """[1, T, V] on request."""
-    aux_loss: torch.Tensor | None = None
-    """Scalar: load-balancing loss of the routers over the real tokens; None: not asked for, or no experts."""
-    router_logits: tuple[torch.Tensor, ...] | None = None
-    """[R, E] of each layer that has experts, R real tokens in row order; together with `aux_loss`."""
+    routers: RouterStatistics | None = None
+    """What the routers did with the real tokens; None: not asked for, or no experts."""
     width: int | None = None
     """S of the padded batch that was packed; None: it was a row already."""
     offsets: tuple[int, ...] = ()
     """First column of each sample in that batch."""
+
+    @property
+    def aux_loss(self) -> torch.Tensor | None:
+        """Scalar: the routers' load-balancing loss; None: not asked for, or no experts."""
+        return None if self.routers is None else self.routers.aux_loss
+
+    @property
+    def z_loss(self) -> torch.Tensor | None:
+        """Scalar: the routers' z-loss; None: no router statistics."""
+        return None if self.routers is None else self.routers.z_loss
+
+    @property
+    def expert_counts(self) -> torch.Tensor | None:
+        """int64 [layers, E]: real tokens that each expert was sent; None: no router statistics."""
+        return None if self.routers is None else self.routers.expert_counts
+
+    @property
+    def router_logits(self) -> tuple[torch.Tensor, ...] | None:
+        """[R, E] of each layer that has experts, R real tokens in row order; None: no router statistics."""
+        return None if self.routers is None else self.routers.logits
 
     @property
     def sample_losses(self) -> torch.Tensor:
