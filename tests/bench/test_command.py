@@ -69,6 +69,11 @@ def test_the_budget_is_shared_by_the_cases_that_were_named(cases):
     assert cases == {"good": [5.0, 10.0], "bad": [5.0]}
 
 
+def test_without_a_budget_every_case_and_family_gets_a_minute(cases):
+    printed([])
+    assert cases == {"good": [60.0], "bad": [60.0]}
+
+
 def test_a_missed_target_fails_only_when_asked_to(cases):
     assert printed(["bad"])[0] == 0
     assert printed(["bad", "--check"])[0] == 1
@@ -82,6 +87,12 @@ def test_the_json_file_holds_the_report(cases, tmp_path):
     assert report.settings["seed"] == 7
     assert report.environment["torch"]
     assert report.shapes["good"]["ratio"] == 5.0
+
+
+def test_an_unknown_family_is_refused_with_those_that_there_are(cases):
+    status, text = printed(["good", "--family", "bert"])
+    assert status == 2
+    assert "there is no family 'bert'; choose from qwen2_vl, " in text
 
 
 def test_an_unknown_case_is_refused_with_those_that_there_are(cases):

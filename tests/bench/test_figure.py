@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from vlmpack.bench.figure import SCHEMA, Figure, Report, Target
+from vlmpack.bench.figure import SCHEMA, Figure, Report, Skipped, Target
 from vlmpack.bench.settings import BenchSettings
 from vlmpack.bench.timing import Timings
 from vlmpack.errors import ConfigError
@@ -18,12 +19,21 @@ TIMES = {"a": (1.0, 2.0, 3.0), "b": (2.0, 4.0, 6.0)}
 def report() -> Report:
     timings = Timings(seconds={"wall": TIMES, "cpu": TIMES})
     settings = BenchSettings()
+    speedup = Figure.compared(
+        "step", "speed-up", timings, ("b", "a"), settings, target=Target(limit=3, better="higher")
+    )
     figures = (
         Figure.timed("step", "packed", timings, "a", settings),
-        Figure.compared("step", "speed-up", timings, ("b", "a"), settings, target=Target(limit=3, better="higher")),
+        replace(speedup, family="qwen3_vl"),
         Figure(case="memory", name="peak", value=7, unit="bytes", target=Target(limit=8, better="lower")),
     )
-    return Report(figures=figures, environment={"torch": "2"}, settings={"seed": 0}, shapes={"step": {"layers": 4}})
+    return Report(
+        figures=figures,
+        environment={"torch": "2"},
+        settings={"seed": 0},
+        shapes={"step": {"layers": 4}},
+        skipped=(Skipped(case="step", name="qwen3", why="no time", owed=True),),
+    )
 
 
 def test_a_report_survives_the_trip_through_json(report, tmp_path):
@@ -34,13 +44,14 @@ def test_a_report_survives_the_trip_through_json(report, tmp_path):
 def test_the_json_says_where_and_how(report, tmp_path):
     report.save(tmp_path / "bench.json")
     found = json.loads((tmp_path / "bench.json").read_text())
-    assert found.keys() == {"schema", "figures", "environment", "settings", "shapes"}
+    assert found.keys() == {"schema", "figures", "environment", "settings", "shapes", "skipped"}
     assert found["schema"] == SCHEMA
     assert found["figures"][1] == {
         "case": "step",
         "name": "speed-up",
         "value": 2.0,
         "unit": "x",
+        "family": "qwen3_vl",
         "low": 2.0,
         "high": 2.0,
         "rounds": 3,
@@ -59,6 +70,14 @@ def test_another_file_is_refused(content, tmp_path):
 def test_missed_targets_are_listed_and_figures_without_one_never_are(report):
     assert [figure.met for figure in report.figures] == [None, False, True]
     assert [figure.name for figure in report.missed] == ["speed-up"]
+
+
+def test_a_report_is_complete_if_no_target_is_missed_and_nothing_that_could_be_measured_was_skipped(report):
+    reached = replace(report, figures=report.figures[::2], skipped=())
+    assert reached.complete
+    assert replace(reached, skipped=(Skipped(case="plan", name="another library", why="not installed"),)).complete
+    assert not replace(reached, skipped=report.skipped).complete
+    assert not replace(reached, figures=report.figures).complete
 
 
 @pytest.mark.parametrize(("better", "met"), [("lower", [True, True, False]), ("higher", [False, True, True])])

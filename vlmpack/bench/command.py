@@ -9,12 +9,17 @@ import torch
 from rich.console import Console
 
 from vlmpack.bench.cases import CASES
-from vlmpack.bench.run import run_cases
+from vlmpack.bench.run import run_cases, units_of
 from vlmpack.bench.settings import CLOCKS, BenchSettings
-from vlmpack.bench.table import table, title
+from vlmpack.bench.table import skipped, table, tables_of_families, title
 from vlmpack.errors import VlmpackError
+from vlmpack.families import FAMILIES
 
 WIDTH = 110
+ALL = "all"
+"""In place of a family: every one."""
+SECONDS = 60.0
+"""Time for one case, or for one family of it, unless told otherwise."""
 
 
 def main(arguments: Sequence[str] | None = None, *, console: Console | None = None) -> int:
@@ -25,28 +30,33 @@ def main(arguments: Sequence[str] | None = None, *, console: Console | None = No
         console: where to print; None: the terminal.
 
     Returns:
-        0: measured; 1: `--check` was given and a target was missed; 2: could not be run as asked.
+        0: measured; 1: `--check` was given and a target was missed, or there was no time to measure it; 2: could not
+        be run as asked.
     """
     chosen = _parser().parse_args(arguments)
     console = console or _console()
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
     names = chosen.cases or list(CASES)
-    settings = BenchSettings(
-        device=chosen.device, seconds=chosen.budget / len(names), clock=chosen.clock, seed=chosen.seed
-    )
+    families = list(FAMILIES) if ALL in chosen.family else chosen.family or [BenchSettings.family]
     try:
+        units = len(units_of(names, families))
+        budget = SECONDS * units if chosen.budget is None else chosen.budget
+        settings = BenchSettings(device=chosen.device, seconds=budget / units, clock=chosen.clock, seed=chosen.seed)
         with console.status("") as status:
             report = run_cases(
-                names, settings, before=lambda name: status.update(f"[bold]{name}[/]: {CASES[name].about}")
+                names,
+                settings,
+                families=families,
+                before=lambda unit: status.update(f"[bold]{unit}[/]: {CASES[unit.case].about}"),
             )
     except VlmpackError as error:
         console.print(f"[red]{error}[/]")
         return 2
-    console.print(title(report), table(report), sep="\n")
+    console.print(title(report), table(report), *tables_of_families(report), *skipped(report), sep="\n")
     if chosen.json:
         report.save(chosen.json)
-    return 1 if chosen.check and report.missed else 0
+    return 1 if chosen.check and not report.complete else 0
 
 
 def _console() -> Console:
@@ -61,7 +71,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument(
-        "--budget", type=float, default=300.0, metavar="SECONDS", help="time for all rounds together (default: 300)"
+        "--family",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"whose step to measure, may be repeated: {', '.join(FAMILIES)}, or all (default: {BenchSettings.family})",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help=f"time for everything together (default: {SECONDS:.0f} for each case, or for each family of it)",
     )
     parser.add_argument(
         "--clock",
@@ -71,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--threads", type=int, metavar="N", help="threads of PyTorch (default: its own choice)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, ids and pixels (default: 0)")
-    parser.add_argument("--check", action="store_true", help="exit with status 1 if a target is missed")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 if a target is missed or skipped")
     return parser
 
 

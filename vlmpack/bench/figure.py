@@ -12,7 +12,7 @@ from vlmpack.bench.settings import CLOCKS, BenchSettings
 from vlmpack.bench.timing import Spread, Timings
 from vlmpack.errors import ConfigError
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the JSON form."""
 
 
@@ -44,6 +44,8 @@ class Figure:
     """The number; a median where it was measured over rounds."""
     unit: str
     """"x" for a ratio, "s", "bytes", "FLOP", ..."""
+    family: str | None = None
+    """`config.model_type` of the model it was measured on; None: no family's in particular."""
     low: float | None = None
     """Lower quartile over the rounds; None: an exact number."""
     high: float | None = None
@@ -92,6 +94,21 @@ class Figure:
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class Skipped:
+    """Something that was not measured."""
+
+    case: str
+    """The case that it belongs to."""
+    name: str
+    """What it is, in words, or the family."""
+    why: str
+    """Why not, and what to do about it."""
+    owed: bool = False
+    """Whether it could have been measured here, so that a check of all targets is not complete without it."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """All figures of one run, and what is needed to repeat it."""
 
@@ -103,11 +120,18 @@ class Report:
     """The run's settings."""
     shapes: Mapping[str, Mapping[str, Any]]
     """Each case's sizes."""
+    skipped: tuple[Skipped, ...] = ()
+    """What was not measured."""
 
     @property
     def missed(self) -> tuple[Figure, ...]:
         """Figures that do not reach their target."""
         return tuple(figure for figure in self.figures if figure.met is False)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every target is reached, and nothing was left out that could have been measured."""
+        return not self.missed and not any(skipped.owed for skipped in self.skipped)
 
     def save(self, path: str | Path) -> None:
         """Write the report as JSON."""
@@ -130,5 +154,9 @@ class Report:
             for figure in found["figures"]
         )
         return cls(
-            figures=figures, environment=found["environment"], settings=found["settings"], shapes=found["shapes"]
+            figures=figures,
+            environment=found["environment"],
+            settings=found["settings"],
+            shapes=found["shapes"],
+            skipped=tuple(Skipped(**skipped) for skipped in found["skipped"]),
         )

@@ -16,8 +16,10 @@ class BenchSettings:
 
     device: str = "cpu"
     """Where models and batches live: "cpu" or "cuda"."""
+    family: str = "qwen3_vl"
+    """`config.model_type` of the model, for cases that measure one family at a time."""
     seconds: float = 60.0
-    """Time that one comparison may take, in seconds; it always gets its least number of rounds."""
+    """Time that one case may take (for one family), in seconds; it always gets its least number of rounds."""
     clock: Clock = "wall"
     """Which clock decides: "wall", or "cpu" (time of all threads of this process) on a machine that others use too."""
     seed: int = 0

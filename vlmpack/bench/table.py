@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
@@ -23,13 +23,53 @@ def table(report: Report) -> Table:
         found.add_column(name, no_wrap=True)
     for name in ("median", "quartiles", "rounds", "target"):
         found.add_column(name, justify="right")
-    last = ""
+    last = None
     for figure in report.figures:
-        if last and figure.case != last:
+        group = _group(figure)
+        if last and group != last:
             found.add_section()
-        found.add_row(figure.case if figure.case != last else "", figure.name, *_cells(figure))
-        last = figure.case
+        found.add_row("" if group == last else group, figure.name, *_cells(figure))
+        last = group
     return found
+
+
+def tables_of_families(report: Report) -> list[Table]:
+    """One table for each case that measured several families: a line a family, its ratios side by side."""
+    return [_side_by_side(case, figures) for case, figures in _ratios(report).items() if len(figures) > 1]
+
+
+def skipped(report: Report) -> list[Text]:
+    """A line for each thing that was left out."""
+    return [Text(f"skipped: {one.case}, {one.name}: {one.why}", style="yellow") for one in report.skipped]
+
+
+def _ratios(report: Report) -> dict[str, dict[str, list[Figure]]]:
+    """case -> family -> its ratios."""
+    found: dict[str, dict[str, list[Figure]]] = {}
+    for figure in report.figures:
+        if figure.family is not None and figure.unit == "x":
+            found.setdefault(figure.case, {}).setdefault(figure.family, []).append(figure)
+    return found
+
+
+def _side_by_side(case: str, figures: Mapping[str, Sequence[Figure]]) -> Table:
+    found = Table()
+    found.add_column(case, no_wrap=True)
+    for figure in next(iter(figures.values())):
+        found.add_column(figure.name, justify="right")
+    for family, ratios in figures.items():
+        found.add_row(family, *(_short(ratio) for ratio in ratios))
+    return found
+
+
+def _short(figure: Figure) -> Text:
+    """The value, and by its colour whether a target was missed."""
+    style = {None: "", True: "green", False: "bold red"}[figure.met]
+    return Text(f"{figure.value:.3g}" + " missed" * (figure.met is False), style=style)
+
+
+def _group(figure: Figure) -> str:
+    return figure.case if figure.family is None else f"{figure.case} {figure.family}"
 
 
 def readable(values: Sequence[float], unit: str) -> str:

@@ -8,30 +8,42 @@ costs, so ids and pixels are random, and the same for the same seed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt, prod
 from typing import Any, final
 
 import torch
 
-from vlmpack.families.tiny import tiny_model
+from vlmpack.families import Family
+from vlmpack.families.tiny import tiny_config
 from vlmpack.layout import IGNORE, BatchFacts, Grid, Media, PaddedBatch
 
 FIRST_WORD = 6
 """Ids below this are special tokens of tiny models."""
+HEAD = 64
+"""Channels of an attention head."""
+DELTA_HEAD = 128
+"""Channels of a head of a gated delta layer."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ReceiptShapes:
-    """Sizes of the model and of the batch. The defaults are the yardstick of the project's targets."""
+    """Sizes of the model and of the batch. The defaults are the yardstick of the project's targets.
+
+    What a family adds is derived from `hidden` in the proportions of released models, see `receipt_config`.
+    """
 
     hidden: int = 512
     """Width of the text model, in heads of 64."""
     layers: int = 4
-    """Layers of the text model."""
+    """Layers of the text model; in hybrid families every fourth has attention, the others are gated delta layers."""
     kv_heads: int = 4
     """Key and value heads of the text model."""
+    experts: int = 32
+    """Experts of each layer, where there are any."""
+    experts_per_token: int = 8
+    """Experts that each token is sent to; together they are as wide as the MLP of a dense family."""
     vision_hidden: int = 256
     """Width of the vision tower, in heads of 64."""
     vision_depth: int = 4
@@ -57,69 +69,110 @@ class ReceiptShapes:
         return tuple(falling[1::2] + falling[::2])
 
 
-def receipt_model(shapes: ReceiptShapes, *, seed: int = 0, device: str = "cpu") -> Any:
-    """A random Qwen3-VL of these sizes, unmodified, on sdpa attention, in train mode."""
-    model = tiny_model(
-        "qwen3_vl",
-        seed=seed,
+def receipt_config(family: Family, shapes: ReceiptShapes) -> Any:
+    """The configuration of `receipt_model`.
+
+    Every MLP is three times as wide as the text model. Experts share that width: those that a token is sent to have it
+    together, and an expert that all tokens share is one more of them. Gated delta layers have keys of that width and
+    values of twice as much, in heads of 128, as in Qwen3.5 and Qwen3-Next.
+    """
+    config = tiny_config(
+        family.model_type,
         hidden=shapes.hidden,
         layers=shapes.layers,
-        heads=max(shapes.hidden // 64, shapes.kv_heads),
+        heads=max(shapes.hidden // HEAD, shapes.kv_heads),
         kv_heads=shapes.kv_heads,
         intermediate=3 * shapes.hidden,
+        experts=shapes.experts,
+        experts_per_token=shapes.experts_per_token,
         vision_hidden=shapes.vision_hidden,
         vision_depth=shapes.vision_depth,
-        vision_heads=max(shapes.vision_hidden // 64, 1),
+        vision_heads=max(shapes.vision_hidden // HEAD, 1),
         vocab_size=shapes.vocab_size,
     )
-    return model.to(device)
+    text = family.text_config(config)
+    if family.experts is not None:
+        text.moe_intermediate_size = 3 * shapes.hidden // shapes.experts_per_token
+        if family.delta is not None:
+            text.shared_expert_intermediate_size = text.moe_intermediate_size
+    if family.delta is not None:
+        text.linear_key_head_dim = text.linear_value_head_dim = min(DELTA_HEAD, shapes.hidden)
+        text.linear_num_key_heads = shapes.hidden // text.linear_key_head_dim
+        text.linear_num_value_heads = 2 * text.linear_num_key_heads
+    return config
 
 
-def receipt_batch(config: Any, shapes: ReceiptShapes, *, seed: int = 0) -> PaddedBatch:
-    """The samples of `shapes` as one right-padded batch, with what a collator would know of it."""
+def receipt_model(family: Family, shapes: ReceiptShapes, *, seed: int = 0, device: str = "cpu") -> Any:
+    """A random model of the family and of these sizes, unmodified, on sdpa attention, in train mode.
+
+    The same arguments give the same weights.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    auto = AutoModelForImageTextToText if family.has_vision else AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        config = receipt_config(family, shapes)
+        model = auto.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    return model.train().to(device)
+
+
+def receipt_batch(family: Family, config: Any, shapes: ReceiptShapes, *, seed: int = 0) -> PaddedBatch:
+    """The samples of `shapes` as one right-padded batch, with what a collator would know of it.
+
+    To a family without vision they are text of the same lengths.
+    """
     rng = torch.Generator().manual_seed(seed)
-    merge = config.vision_config.spatial_merge_size
-    grids = [_grid(round(n * shapes.image_share), merge) for n in shapes.lengths]
     width = max(shapes.lengths)
-    ids = torch.full((shapes.samples, width), config.text_config.pad_token_id or 0)
-    types, labels = torch.zeros_like(ids), torch.full_like(ids, IGNORE)
-    for row, (length, grid) in enumerate(zip(shapes.lengths, grids, strict=True)):
-        image = prod(grid) // merge**2
-        ids[row, :length] = torch.randint(FIRST_WORD, shapes.vocab_size, (length,), generator=rng)
-        ids[row, 0], ids[row, image + 1] = config.vision_start_token_id, config.vision_end_token_id
-        ids[row, 1 : image + 1] = config.image_token_id
-        types[row, 1 : image + 1] = 1
+    ids = torch.randint(FIRST_WORD, shapes.vocab_size, (shapes.samples, width), generator=rng)
+    labels = torch.full_like(ids, IGNORE)
+    for row, length in enumerate(shapes.lengths):
         answer = slice(length - max(1, round(length * shapes.labelled_share)), length)
         labels[row, answer] = ids[row, answer]
-    return PaddedBatch(
+        ids[row, length:] = family.text_config(config).pad_token_id or 0
+    batch = PaddedBatch(
         input_ids=ids,
         attention_mask=(torch.arange(width) < torch.tensor(shapes.lengths)[:, None]).long(),
         labels=labels,
-        mm_token_type_ids=types,
-        media=_media(config, grids, rng),
-        facts=BatchFacts(
-            lengths=shapes.lengths,
-            image_grids=tuple(grids),
-            images_per_sample=(1,) * shapes.samples,
-            num_targets=int((labels[:, 1:] != IGNORE).sum()),
-        ),
+        facts=BatchFacts(lengths=shapes.lengths, num_targets=int((labels[:, 1:] != IGNORE).sum())),
     )
+    return _with_images(batch, family, config, shapes, rng) if family.has_vision else batch
+
+
+def _with_images(
+    batch: PaddedBatch, family: Family, config: Any, shapes: ReceiptShapes, rng: torch.Generator
+) -> PaddedBatch:
+    """An image at the start of every sample."""
+    assert batch.facts is not None
+    merge = family.merge(config)
+    grids = [_grid(round(n * shapes.image_share), merge) for n in shapes.lengths]
+    ids, types = batch.input_ids.clone(), torch.zeros_like(batch.input_ids)
+    for row, grid in enumerate(grids):
+        image = family.tokens_per_image(grid, merge)
+        ids[row, 0], ids[row, image + 1] = config.vision_start_token_id, config.vision_end_token_id
+        ids[row, 1 : image + 1] = config.image_token_id
+        types[row, 1 : image + 1] = 1
+    facts = replace(batch.facts, image_grids=tuple(grids), images_per_sample=(1,) * shapes.samples)
+    media = _media(family.vision_config(config), grids, rng)
+    return replace(batch, input_ids=ids, mm_token_type_ids=types, media=media, facts=facts)
 
 
 def alone(batch: PaddedBatch) -> list[dict[str, torch.Tensor]]:
     """Each sample of a batch of `receipt_batch` on its own, without padding, as a Hugging Face model takes it."""
     assert batch.facts is not None
-    assert batch.media.pixel_values is not None
-    assert batch.media.image_grid_thw is not None
-    pixels = batch.media.pixel_values.split([prod(grid) for grid in batch.facts.image_grids])
     tokens = {name: tensor for name, tensor in hf_inputs(batch).items() if name in _TOKENS}
-    return [
-        {
-            **{name: tensor[row : row + 1, :length] for name, tensor in tokens.items()},
-            "pixel_values": pixels[row],
-            "image_grid_thw": batch.media.image_grid_thw[row : row + 1],
-        }
+    samples = [
+        {name: tensor[row : row + 1, :length] for name, tensor in tokens.items()}
         for row, length in enumerate(batch.facts.lengths)
+    ]
+    media = batch.media
+    if media.pixel_values is None or media.image_grid_thw is None:
+        return samples
+    pixels = media.pixel_values.split([prod(grid) for grid in batch.facts.image_grids])
+    grids = media.image_grid_thw.split(1)
+    return [
+        {**sample, "pixel_values": patches, "image_grid_thw": grid}
+        for sample, patches, grid in zip(samples, pixels, grids, strict=True)
     ]
 
 
@@ -145,8 +198,7 @@ def _grid(tokens: int, merge: int) -> Grid:
     return 1, merge * max(1, round(tokens / columns)), merge * columns
 
 
-def _media(config: Any, grids: Sequence[Grid], rng: torch.Generator) -> Media:
-    vision = config.vision_config
+def _media(vision: Any, grids: Sequence[Grid], rng: torch.Generator) -> Media:
     channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     pixels = torch.randn(sum(map(prod, grids)), channels, generator=rng)
     return Media(pixel_values=pixels, image_grid_thw=torch.tensor(grids))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,7 +11,7 @@ from vlmpack.bench.cases.head import measure_head
 from vlmpack.bench.cases.memory import measure_memory
 from vlmpack.bench.cases.pack import PackShapes, measure_pack
 from vlmpack.bench.cases.step import measure_step
-from vlmpack.bench.figure import Figure
+from vlmpack.bench.figure import Figure, Skipped
 from vlmpack.bench.settings import BenchSettings
 from vlmpack.bench.workload import ReceiptShapes
 
@@ -23,10 +23,12 @@ class Case:
 
     about: str
     """One line for people."""
-    run: Callable[[BenchSettings, Any], list[Figure]]
-    """Measures it."""
+    run: Callable[[BenchSettings, Any], Sequence[Figure | Skipped]]
+    """Measures it, and says what it had to leave out."""
     shapes: Any
     """The sizes that `run` gets unless told otherwise: a frozen dataclass."""
+    by_family: bool = False
+    """Whether it measures one family of models at a time, that of the settings."""
 
 
 CASES: Mapping[str, Case] = {
@@ -38,8 +40,9 @@ CASES: Mapping[str, Case] = {
         about="a training step on a row, against Hugging Face's own on the padded batch",
         run=measure_step,
         shapes=ReceiptShapes(),
+        by_family=True,
     ),
-    "memory": Case(about="peak memory of those two steps, and of the head", run=measure_memory, shapes=ReceiptShapes()),
+    "memory": Case(about="peak memory of those two steps", run=measure_memory, shapes=ReceiptShapes(), by_family=True),
     "head": Case(about="the head on labelled rows, against all rows", run=measure_head, shapes=ReceiptShapes()),
 }
 """In the order in which they are run."""

@@ -1,15 +1,17 @@
-"""head: logits and cross-entropy of labelled rows only, against those of all rows, forward and backward."""
+"""head: logits and cross-entropy of labelled rows only, against those of all rows, in time and in memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import final
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vlmpack.bench.figure import Figure
+from vlmpack.bench.figure import Figure, Target
+from vlmpack.bench.memory import peak_bytes
 from vlmpack.bench.settings import BenchSettings
 from vlmpack.bench.timing import alternate
 from vlmpack.bench.workload import ReceiptShapes
@@ -20,6 +22,9 @@ from vlmpack.step.head import target_logprobs
 CASE = "head"
 SHARES = (0.1, 0.5)
 """Labelled tokens of all tokens."""
+PROPORTIONAL = Target(limit=1.1, better="lower")
+MEMORY_SHARES = (0.25, 0.5, 0.75, 1.0)
+"""The same for memory. With very few of them the weight's gradient outweighs all logits."""
 
 
 @final
@@ -41,8 +46,13 @@ class HeadInputs:
 
 
 def measure_head(settings: BenchSettings, shapes: ReceiptShapes) -> list[Figure]:
-    """Time both heads at several shares of labelled tokens; in proportion, the ratio is the share."""
+    """Time both heads at several shares of labelled tokens, and weigh what a labelled token costs."""
     inputs = head_inputs(shapes, settings)
+    return [*_times(inputs, settings), *_memory(inputs, settings)]
+
+
+def _times(inputs: HeadInputs, settings: BenchSettings) -> list[Figure]:
+    """In proportion, the ratio is the share."""
     figures = []
     for share in SHARES:
         count = round(share * len(inputs.targets))
@@ -60,6 +70,24 @@ def measure_head(settings: BenchSettings, shapes: ReceiptShapes) -> list[Figure]
             Figure.compared(CASE, f"labelled / all rows, {name}", timings, ("labelled", "all"), settings),
         ]
     return figures
+
+
+def _memory(inputs: HeadInputs, settings: BenchSettings) -> list[Figure]:
+    """What each further labelled token costs, between one number of them and the next."""
+    counts = [round(share * len(inputs.targets)) for share in MEMORY_SHARES]
+    peaks = [_peak(inputs, count, settings) for count in counts]
+    slopes = [(b - a) / (n - m) for (a, b), (m, n) in zip(pairwise(peaks), pairwise(counts), strict=True)]
+    ratio = max(slopes) / min(slopes)
+    return [
+        Figure(case=CASE, name="memory, a labelled token", value=sum(slopes) / len(slopes), unit="bytes"),
+        Figure(case=CASE, name="memory, dearest / cheapest token", value=ratio, unit="x", target=PROPORTIONAL),
+    ]
+
+
+def _peak(inputs: HeadInputs, count: int, settings: BenchSettings) -> int:
+    """Peak of the head with this many labelled rows, all of them in one chunk."""
+    inputs.clear()
+    return peak_bytes(lambda: labelled_rows(inputs, count, chunk=count), device=settings.device)
 
 
 def head_inputs(shapes: ReceiptShapes, settings: BenchSettings) -> HeadInputs:
