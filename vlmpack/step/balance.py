@@ -76,6 +76,8 @@ def router_statistics(
     """
     experts, text_config = family.experts, family.text_config(model.config)
     assert experts is not None
+    if not segments.num_tokens:  # the experts got padding, see `RowContext.experts`
+        logits = tuple(logits_RE[:0] for logits_RE in logits)
     _check_real(logits, segments)
     if hidden.requires_grad and not any(logits_RE.requires_grad for logits_RE in logits):
         _check_not_cut_off(experts, family.language_model(model))
@@ -96,7 +98,7 @@ def router_statistics(
 def _aux_loss(
     logits: tuple[torch.Tensor, ...], segments: Segments, experts: Experts, text_config: Any, per: Balance
 ) -> torch.Tensor:
-    if per == "row":
+    if per == "row" and segments.num_tokens:
         return experts.balance(logits, text_config)
     sample_R, tokens_G = _samples(segments, logits[0].device)
     losses_G = experts.balance_by_sample(logits, text_config, sample_R=sample_R, tokens_B=tokens_G)
@@ -107,7 +109,7 @@ def _z_loss(logits: tuple[torch.Tensor, ...], segments: Segments, per: Balance) 
     """Zoph et al., 2022, ST-MoE, equation 5: the mean over tokens; and over layers."""
     z_R = torch.stack([logits_RE.float().logsumexp(dim=-1).square() for logits_RE in logits]).mean(dim=0)
     if per == "row":
-        return z_R.mean()
+        return z_R.sum() / max(segments.num_tokens, 1)
     sample_R, tokens_G = _samples(segments, z_R.device)
     sums_G = z_R.new_zeros(len(tokens_G)).index_add(0, sample_R, z_R)
     return (sums_G / tokens_G.clamp(min=1)).sum() / _num_with_tokens(segments)
@@ -121,7 +123,7 @@ def _samples(segments: Segments, device: torch.device) -> tuple[torch.Tensor, to
 
 
 def _num_with_tokens(segments: Segments) -> int:
-    return sum(n > 0 for n in segments.lengths)
+    return max(sum(n > 0 for n in segments.lengths), 1)
 
 
 def _counts(logits_RE: torch.Tensor, top_k: int) -> torch.Tensor:

@@ -118,8 +118,9 @@ def _vision_segments(family: Family, facts: BatchFacts, hf_config: Any) -> Visio
 
 
 def _real_tokens(row: PackedRow) -> RealTokens | None:
+    """None: every token is real; or none is, and experts get padding so that they keep their place in the graph."""
     segments = row.segments
-    if not segments.has_gaps:
+    if not segments.has_gaps or not segments.num_tokens:
         return None
     return RealTokens(index=segments.real_index(row.input_ids.device), total=segments.total)
 
