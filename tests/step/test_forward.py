@@ -97,31 +97,6 @@ def test_token_types_are_not_needed(model, row):
     assert torch.equal(model(**row).loss, expected)
 
 
-def test_positions_given_by_the_caller_are_used(model, samples, row):
-    positions = pack(padded(samples)).input_ids.new_zeros(4, 1, row["input_ids"].shape[1])
-    assert not torch.allclose(model(**row).loss, model(**row, position_ids=positions).loss)
-
-
-def test_rope_restarts_where_rope_cu_seqlens_says(model, row):
-    boundaries = row["cu_seqlens_q_padded"]
-    assert torch.equal(model(**row, rope_cu_seqlens=boundaries).loss, model(**row).loss)
-    one_run = [0, row["input_ids"].shape[1]]  # positions run on; relative ones, and so the loss, stay what they were
-    assert torch.allclose(model(**row, rope_cu_seqlens=one_run).loss, model(**row).loss, rtol=1e-5)
-    halved = sorted({*boundaries.tolist(), boundaries[1].item() + 3})  # a restart within a sample does change it
-    assert not torch.allclose(model(**row, rope_cu_seqlens=halved).loss, model(**row).loss, rtol=1e-4)
-
-
-def test_rope_boundaries_may_count_real_tokens_as_megatron_does(model, samples):
-    row = pack(padded(samples), rule=SlotRule(multiple=8))
-    step = PackedStep(model)
-    expected = step(row).loss
-    for boundaries in (row.segments.real, row.segments.stride, row.segments.cu_seqlens()):
-        assert torch.equal(step(row, rope_cu_seqlens=boundaries).loss, expected)
-    end = row.segments.spans[-1][1]
-    with pytest.raises(LayoutError, match=rf"rope_cu_seqlens ends at {end - 1} but the row's last sample at {end}; gi"):
-        step(row, rope_cu_seqlens=[0, end - 1])
-
-
 def test_targets_on_padding_are_refused(model):
     segments = Segments.from_boundaries([0, 3, 5], [0, 4, 7], total=8)
     ids = torch.arange(11, 19)[None]
@@ -180,10 +155,13 @@ def test_empty_rows_are_refused_or_kept_as_configured(model, samples):
         ({"rope_cu_seqlen": [0, 3]}, ConfigError, "no input 'rope_cu_seqlen'; did you mean 'rope_cu_seqlens'"),
         ({"max_seqlen": 5}, ConfigError, "no input 'max_seqlen'"),
         ({"attention_mask": torch.ones(1, 4)}, LayoutError, r"comes without attention_mask, got one of shape \[1, 4\]"),
-        ({"moe_padding_mask": torch.ones(1, 2)}, LayoutError, r"moe_padding_mask is \[1, 2\] but the row is"),
+        ({"moe_padding_mask": torch.ones(1, 2)}, LayoutError, r"moe_padding_mask is \[1, 2\] but input_ids is \[1, "),
         ({"use_cache": True}, ConfigError, "use_cache cannot be combined with a packed row"),
         ({"output_hidden_states": True}, ConfigError, "output_hidden_states cannot be combined"),
-        ({"rope_cu_seqlens": [0, 9999]}, LayoutError, "boundaries end at 9999 but the row is only"),
+        ({"rope_cu_seqlens": [0, 9999]}, LayoutError, r"rope_cu_seqlens ends at 9999, but the row has \d+ real tokens"),
+        ({"cu_seqlens_q": [0, 3]}, LayoutError, r"cu_seqlens_q differs from the boundaries \[0, .*that the host facts"),
+        ({"cu_seqlens_q_padded": torch.arange(5)}, LayoutError, "cu_seqlens_q_padded differs from the boundaries"),
+        ({"cu_seqlens_q": "0, 3"}, LayoutError, "cu_seqlens_q must be whole numbers in a tensor .* got str '0, 3'"),
         ({"pixel_values": None, "image_grid_thw": None}, LayoutError, "the image grids make 0 tokens, but the row has"),
         ({"pixel_values": torch.ones(4, 8)}, LayoutError, r"the grids describe \d+ patches, pixel_values has 4"),
         ({"image_grid_thw": torch.tensor([[1, 2, 2]])}, LayoutError, r"knows 5 grids but image_grid_thw is \[1, 3\]"),
@@ -193,6 +171,43 @@ def test_empty_rows_are_refused_or_kept_as_configured(model, samples):
 def test_what_a_row_cannot_be_is_refused(model, row, change, error, message):
     with pytest.raises(error, match=message):
         model(**{**row, **change})
+
+
+@pytest.mark.parametrize("given", [[0.0, 3.5], torch.tensor([[0, 3]]), torch.tensor([0.0, 3.0]), 3, [[0], [3]]])
+def test_boundaries_are_whole_numbers_in_one_dimension(model, row, given):
+    row.pop("vlmpack")
+    with pytest.raises(
+        LayoutError, match=r"cu_seqlens_q must be whole numbers in a tensor \[segments \+ 1\], a list or"
+    ):
+        model(**{**row, "cu_seqlens_q": given})
+
+
+def test_boundaries_of_a_row_beside_the_mask_of_a_padded_batch_are_refused(model, samples):
+    batch = padded(samples).to_hf()
+    with pytest.raises(ConfigError, match="cu_seqlens_q_padded belongs to a packed row.*packed by its mask"):
+        model(**batch, cu_seqlens_q_padded=[0, 3])
+
+
+def test_a_padding_mask_beside_the_mask_of_a_padded_batch_has_to_say_the_same(model, samples):
+    batch = padded(samples).to_hf()
+    padding = batch["attention_mask"] == 0
+    assert torch.equal(model(**batch, moe_padding_mask=padding).loss, model(**batch).loss)
+    with pytest.raises(LayoutError, match=r"moe_padding_mask \(True on padding\) does not fit the attention_mask"):
+        model(**batch, moe_padding_mask=~padding)
+    with pytest.raises(LayoutError, match=r"moe_padding_mask is \[1, \d+\] but input_ids is \[4, \d+\]"):
+        model(**batch, moe_padding_mask=padding[:1])
+
+
+@pytest.mark.parametrize("rows", [None, 3, 4], ids=["2D", "three rows", "four rows"])
+def test_samples_that_only_restarting_positions_mark_are_refused(model, samples, rows):
+    """How a flattening collator marks them: transformers would look for them in some of its own attentions only."""
+    text = [samples[1]["input_ids"], samples[1]["input_ids"][:5]]
+    ids, positions = torch.cat(text)[None], torch.cat([torch.arange(len(x)) for x in text])[None]
+    shaped = positions if rows is None else positions.expand(rows, 1, -1)
+    with pytest.raises(ConfigError, match="position_ids that restart are how others mark.*give a packed row its bound"):
+        model(input_ids=ids, position_ids=shaped)
+    running_on = torch.arange(ids.shape[1])[None].expand_as(shaped)
+    assert model(input_ids=ids, position_ids=running_on).logits.shape[1] == ids.shape[1]
 
 
 def test_grids_that_are_not_of_this_row_are_refused_without_host_facts(model, row):

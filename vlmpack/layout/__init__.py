@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlmpack.layout.batch import FACTS_KEY, BatchFacts, Grid, MaskSpans, Media, PaddedBatch, lengths_from_mask
+from vlmpack.layout.boundaries import checked_boundaries
 from vlmpack.layout.buckets import Bucket, Buckets
 from vlmpack.layout.device import around_graph, nothing_on_host, on_host, outside_graph, require, to_device
 from vlmpack.layout.pack import pack, unpack
@@ -25,6 +26,7 @@ __all__ = [
     "Segments",
     "SlotRule",
     "around_graph",
+    "checked_boundaries",
     "lengths_from_mask",
     "nothing_on_host",
     "on_host",

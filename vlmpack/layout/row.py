@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -10,6 +10,7 @@ import torch
 
 from vlmpack.errors import LayoutError
 from vlmpack.layout.batch import FACTS_KEY, BatchFacts, Media
+from vlmpack.layout.boundaries import checked_boundaries
 from vlmpack.layout.device import require
 from vlmpack.layout.roll import IGNORE, shift_labels, unshift_labels
 from vlmpack.layout.segments import Segments
@@ -91,6 +92,8 @@ class PackedRow:
         segments = facts.segments if facts is not None else None
         if segments is None:
             segments = _segments_from(batch, total=input_ids.shape[-1])
+        else:
+            _check_boundaries(batch, segments)
         return cls(
             input_ids=input_ids,
             segments=segments,
@@ -117,12 +120,28 @@ def _segments_from(batch: Mapping[str, Any], *, total: int) -> Segments:
     real = batch.get("cu_seqlens_q")
     if real is None:
         raise LayoutError("a packed row needs its boundaries: cu_seqlens_q (and cu_seqlens_q_padded if it has gaps)")
-    padded = batch.get("cu_seqlens_q_padded")
-    return Segments.from_boundaries(_ints(real), None if padded is None else _ints(padded), total=total)
+    return Segments.from_boundaries(real, batch.get("cu_seqlens_q_padded"), total=total)
 
 
-def _ints(boundaries: torch.Tensor | Sequence[int]) -> Sequence[int]:
-    return boundaries.tolist() if isinstance(boundaries, torch.Tensor) else boundaries
+def _check_boundaries(batch: Mapping[str, Any], segments: Segments) -> None:
+    """Boundaries that came beside the host facts say the same; those on a device are compared there."""
+    known = {
+        "cu_seqlens_q": (segments.real, segments.cu_seqlens),
+        "cu_seqlens_q_padded": (segments.stride, segments.cu_seqlens_padded),
+    }
+    for name, (on_host, on_device) in known.items():
+        given = batch.get(name)
+        if given is None:
+            continue
+        message = (
+            f"{name} differs from the boundaries {list(on_host)[:9]} that the host facts ({FACTS_KEY!r}) say of the "
+            "row; was the batch split or concatenated on its way (accelerate: set dispatch_batches=False)? If you "
+            "changed the row, leave its facts out"
+        )
+        if isinstance(given, torch.Tensor) and given.shape == (len(on_host),):
+            require((given == on_device(given.device)).all(), message, LayoutError)
+        elif isinstance(given, torch.Tensor) or checked_boundaries(given, name) != on_host:
+            raise LayoutError(message)
 
 
 def _shifted(batch: Mapping[str, Any], segments: Segments) -> torch.Tensor | None:

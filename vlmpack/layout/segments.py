@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
+from vlmpack.layout.boundaries import checked_boundaries
 from vlmpack.layout.device import outside_graph, to_device
 from vlmpack.layout.slots import PAD_PIECE, SlotRule, kernel_bound, missing_segments, round_up, row_width
 
@@ -31,7 +32,7 @@ from vlmpack.layout.slots import PAD_PIECE, SlotRule, kernel_bound, missing_segm
 class Segments:
     """The boundaries of one packed row: python ints on the host, and int32 tensors made from them once a device.
 
-    No property or method reads a device tensor, so none can make the host wait for the device.
+    No property reads a device tensor, so none can make the host wait for the device.
     """
 
     lengths: tuple[int, ...]
@@ -75,13 +76,15 @@ class Segments:
     @classmethod
     def from_boundaries(
         cls,
-        real: Sequence[int],
-        stride: Sequence[int] | None = None,
+        real: Sequence[int] | torch.Tensor,
+        stride: Sequence[int] | torch.Tensor | None = None,
         *,
         total: int | None = None,
         num_samples: int | None = None,
     ) -> Segments:
-        """Read segments back from cumulative boundaries (`cu_seqlens_q`, `cu_seqlens_q_padded`), python ints.
+        """Read segments back from cumulative boundaries (`cu_seqlens_q`, `cu_seqlens_q_padded`).
+
+        Waits for tensors that lie on a device, as nothing else here does.
 
         Args:
             real: cumulative real tokens, G + 1 values from 0.
@@ -90,10 +93,11 @@ class Segments:
             num_samples: how many leading segments are samples; None: all but trailing repeated boundaries.
 
         Raises:
-            LayoutError: boundaries that do not start at 0, decrease, disagree in number, overflow a slot or the row.
+            LayoutError: boundaries that are not whole numbers, do not start at 0, decrease, disagree in number,
+                overflow a slot or the row.
         """
-        real = _checked_boundaries(real, "cu_seqlens_q")
-        stride = real if stride is None else _checked_boundaries(stride, "cu_seqlens_q_padded")
+        real = checked_boundaries(real, "cu_seqlens_q")
+        stride = real if stride is None else checked_boundaries(stride, "cu_seqlens_q_padded")
         if len(real) != len(stride):
             raise LayoutError(
                 f"cu_seqlens_q has {len(real)} boundaries but cu_seqlens_q_padded has {len(stride)}; "
@@ -254,13 +258,3 @@ class Segments:
 def _pad_edges(start: int, stop: int) -> list[int]:
     """Boundaries after `start` that cut the pad run [start, stop) into pieces of at most PAD_PIECE."""
     return [*range(start + PAD_PIECE, stop, PAD_PIECE), stop] if stop > start else []
-
-
-def _checked_boundaries(values: Sequence[int], name: str) -> tuple[int, ...]:
-    boundaries = tuple(int(v) for v in values)
-    if len(boundaries) < 2 or boundaries[0] != 0:
-        raise LayoutError(f"{name} must start at 0 and hold at least two boundaries, got {list(boundaries)[:6]}")
-    for i, (a, b) in enumerate(pairwise(boundaries)):
-        if b < a:
-            raise LayoutError(f"{name} must never decrease, but segment {i} runs from {a} to {b}")
-    return boundaries

@@ -18,7 +18,6 @@ from vlmpack.layout import (
     BatchFacts,
     PackedRow,
     PaddedBatch,
-    Segments,
     around_graph,
     outside_graph,
     pack,
@@ -26,6 +25,7 @@ from vlmpack.layout import (
 )
 from vlmpack.step.engine import StepConfig, run_row
 from vlmpack.step.result import StepResult
+from vlmpack.step.rotary import rope_segments
 
 SINK = "vlmpack_sink"
 """The keyword under which `PackedStep` asks for the whole `StepResult`."""
@@ -115,7 +115,7 @@ def packed_forward(
         row,
         config,
         num_items_in_batch=inputs.get("num_items_in_batch"),
-        rope_segments=_rope_segments(inputs.get("rope_cu_seqlens"), row.segments),
+        rope_segments=rope_segments(inputs.get("rope_cu_seqlens"), row.segments),
         logits=want_logits,
         balance=_wants_balance(family, model, routers),
     )
@@ -181,15 +181,30 @@ def _check_boundaries_kept(inputs: dict[str, Any]) -> None:
     """transformers' own attention ignores boundaries under most of their names, and says nothing."""
     lost = [name for name in _LOST_BOUNDARIES if inputs.get(name) is not None]
     if lost:
-        raise ConfigError(
-            f"{', '.join(lost)} would be ignored and the samples of the row mixed; give a packed row its boundaries as "
-            "cu_seqlens_q (and cu_seqlens_q_padded if it has gaps)"
-        )
-    if inputs.get(FACTS_KEY) is not None and inputs["attention_mask"] is None:
+        raise ConfigError(f"{', '.join(lost)} {_MIXED}")
+    if inputs["attention_mask"] is not None:
+        return
+    if inputs.get(FACTS_KEY) is not None:
         raise LayoutError(
             "a padded batch came without its attention_mask, so its padding would be attended to; keep the 2D mask "
             "that the collator made"
         )
+    if (positions := inputs["position_ids"]) is not None and inputs.get("past_key_values") is None:
+        first = (
+            positions[0] if positions.ndim == 3 else positions
+        )  # the place in the sample, or time: neither goes back
+        goes_back = (first[..., 1:] < first[..., :-1]).any()
+        require(
+            ~goes_back,
+            f"position_ids that restart are how others mark the samples of a row: they {_MIXED}",
+            ConfigError,
+        )
+
+
+_MIXED = (
+    "would be ignored and the samples of the row mixed; give a packed row its boundaries as cu_seqlens_q (and "
+    "cu_seqlens_q_padded if it has gaps)"
+)
 
 
 def _check_keys(inputs: dict[str, Any], *, is_row: bool) -> None:
@@ -219,40 +234,33 @@ def _given_row(inputs: dict[str, Any]) -> PackedRow:
             "what is real"
         )
     if (mask := inputs.get("moe_padding_mask")) is not None:
-        _check_padding_mask(mask, row)
-    return row
-
-
-def _check_padding_mask(mask: torch.Tensor, row: PackedRow) -> None:
-    """Boundaries and mask say the same thing twice, which shows when `cu_seqlens_q_padded` was left out."""
-    if mask.shape != row.input_ids.shape:
-        raise LayoutError(f"moe_padding_mask is {list(mask.shape)} but the row is {list(row.input_ids.shape)}")
-    if row.facts is None:
-        agree = (mask.bool() == row.segments.padding_mask(mask.device)).all()
-        message = (
-            "moe_padding_mask (True on padding) does not fit the boundaries of the row; give a row with gaps both "
-            "cu_seqlens_q and cu_seqlens_q_padded"
+        _check_padding_mask(
+            mask,
+            row.moe_padding_mask,
+            "boundaries of the row; give a row with gaps both cu_seqlens_q and cu_seqlens_q_padded",
         )
-        require(agree, message, LayoutError)
+    return row
 
 
 @outside_graph
 def _packed_batch(inputs: dict[str, Any], config: StepConfig, pad_token_id: int | None) -> PackedRow:
-    batch = PaddedBatch.from_hf(inputs)
-    return pack(batch, rule=config.slots, keep_empty=config.keep_empty, pad_token_id=pad_token_id or 0)
-
-
-@outside_graph
-def _rope_segments(boundaries: Any, segments: Segments) -> Segments | None:
-    if boundaries is None or isinstance(boundaries, Segments):
-        return boundaries
-    values = tuple(boundaries.tolist() if isinstance(boundaries, torch.Tensor) else boundaries)
-    if values == segments.real:  # counted in real tokens, as Megatron-Bridge does: the row's own samples
-        return None
-    rope = Segments.from_boundaries(values, total=segments.total)
-    if rope.stride[-1] < (end := max(stop for _, stop in segments.spans)):
-        raise LayoutError(
-            f"rope_cu_seqlens ends at {rope.stride[-1]} but the row's last sample at {end}; give places in the row "
-            "(as cu_seqlens_q_padded has them) up to its end, or leave rope_cu_seqlens out"
+    if inputs.get("cu_seqlens_q_padded") is not None:
+        raise ConfigError(
+            "cu_seqlens_q_padded belongs to a packed row, which has cu_seqlens_q too and no attention_mask; a padded "
+            "batch is packed by its mask: leave cu_seqlens_q_padded out, and set StepConfig(slots=...) for gaps"
         )
-    return rope
+    batch = PaddedBatch.from_hf(inputs)
+    row = pack(batch, rule=config.slots, keep_empty=config.keep_empty, pad_token_id=pad_token_id or 0)
+    if (mask := inputs.get("moe_padding_mask")) is not None:
+        _check_padding_mask(
+            mask, batch.attention_mask == 0, "attention_mask; leave moe_padding_mask out, it is derived"
+        )
+    return row
+
+
+def _check_padding_mask(given: torch.Tensor, padding: torch.Tensor, remedy: str) -> None:
+    """Boundaries and mask say the same thing twice, which shows when `cu_seqlens_q_padded` was left out."""
+    if given.shape != padding.shape:
+        raise LayoutError(f"moe_padding_mask is {list(given.shape)} but input_ids is {list(padding.shape)}")
+    message = f"moe_padding_mask (True on padding) does not fit the {remedy}"
+    require((given.bool() == padding).all(), message, LayoutError)

@@ -14,6 +14,7 @@ from vlmpack.families import Family
 from vlmpack.layout import BatchFacts, Grid, PackedRow, Segments, outside_graph, require
 from vlmpack.step import delta
 from vlmpack.step.context import CONTEXT, RealTokens, RowContext, VisionSegments
+from vlmpack.step.rotary import check_positions, check_restarts
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 
@@ -75,13 +76,15 @@ def backbone_inputs(
         facts: what `known_facts` found.
         hf_config: the model's configuration.
         backend: name of the attention back-end, or "auto".
-        rope_segments: boundaries at which MRoPE restarts; None: the row's own.
+        rope_segments: the row cut where rotary positions restart; None: at its samples.
 
     Raises:
         LayoutError: media, placeholders or positions that do not fit the row.
     """
     types = family.media_types(row.input_ids, hf_config)
     _check_media_tokens(types, family, facts, hf_config)
+    if rope_segments is not None:
+        check_restarts(rope_segments, row.segments, types)
     positions = family.positions(
         types,
         rope_segments or row.segments,
@@ -90,14 +93,13 @@ def backbone_inputs(
         seconds_per_grid=facts.seconds_per_grid,
         config=hf_config,
     )
-    rotary_ids = family.rotary_ids(positions)
     if row.position_ids is not None:
-        _check_positions(row.position_ids, rotary_ids, family, row.segments)
+        check_positions(row.position_ids, positions, family, row.segments, restarts=rope_segments)
     return {
         "input_ids": row.input_ids,
         # A 4D mask is taken as it is, so no T x T mask is ever built; the attention function does not read it.
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.input_ids.device),
-        "position_ids": rotary_ids,
+        "position_ids": family.rotary_ids(positions),
         # Whatever the configuration says: a cache would be filled and thrown away.
         "use_cache": False,
         **({"mm_token_type_ids": types} if family.has_vision else {}),
@@ -123,27 +125,6 @@ def _real_tokens(row: PackedRow) -> RealTokens | None:
     if not segments.has_gaps or not segments.num_tokens:
         return None
     return RealTokens(index=segments.real_index(row.input_ids.device), total=segments.total)
-
-
-def _check_positions(given: torch.Tensor, rotary_ids: torch.Tensor, family: Family, segments: Segments) -> None:
-    """A caller's own positions must be what the model would have computed for each sample alone."""
-    rows = (3, 4) if family.has_vision else (1,)
-    if given.ndim != 3 or given.shape[0] not in rows or given.shape[-1] != segments.total:
-        raise LayoutError(
-            f"position_ids is {list(given.shape)}, but {family.model_type} needs [{' or '.join(map(str, rows))}, 1, "
-            f"{segments.total}]{_ROTARY_ROWS if family.has_vision else ''}: leave position_ids out, they are computed "
-            "from the boundaries and the grids"
-        )
-    real = segments.real_index(given.device)
-    agree = (family.rotary_ids(given).index_select(-1, real) == rotary_ids.index_select(-1, real)).all()
-    message = (
-        "position_ids are not what each sample has alone: they must restart at every boundary (rope_cu_seqlens, if "
-        "given) and place image tokens by their grids; leave position_ids out, they are computed"
-    )
-    require(agree, message, LayoutError)
-
-
-_ROTARY_ROWS = " (time, height, width; or the text row first: with fewer rows images lose their places)"
 
 
 def _check_media_tokens(types: torch.Tensor, family: Family, facts: BatchFacts, hf_config: Any) -> None:
