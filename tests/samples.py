@@ -2,9 +2,9 @@
 
 A sample is a dictionary of what one call of a Qwen processor gives for one conversation, without the batch axis:
 
-    input_ids [L], mm_token_type_ids [L] (0 text, 1 image, 2 video), labels [L] (not shifted, -100 on media and prompt),
-    and where there are any: pixel_values [P, C], image_grid_thw [N, 3], pixel_values_videos, video_grid_thw,
-    second_per_grid_ts [N] (Qwen2.5-VL)
+    input_ids [L], labels [L] (not shifted, -100 on media and prompt), and but for text models
+    mm_token_type_ids [L] (0 text, 1 image, 2 video); where there are any: pixel_values [P, C],
+    image_grid_thw [N, 3], pixel_values_videos, video_grid_thw, second_per_grid_ts [N] (Qwen2.5-VL)
 
     samples = mixed_samples(config, seed=0)          # text only, one image, several images, ...
     batch = padded(samples, side="left")             # PaddedBatch
@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from vlmpack.families import family_named
+from vlmpack.families import FAMILIES, family_named
 from vlmpack.families.tiny_configs import MEDIA_TOKENS
 from vlmpack.layout import BatchFacts, Grid, Media, PaddedBatch
 
@@ -26,7 +26,10 @@ Sample = dict[str, torch.Tensor]
 Kind = Literal["text", "image", "images", "video", "images_and_video"]
 
 KINDS: tuple[Kind, ...] = ("text", "image", "images", "video", "images_and_video")
+VISION = tuple(name for name, family in FAMILIES.items() if family.has_vision)
+TEXT_ONLY = tuple(name for name, family in FAMILIES.items() if not family.has_vision)
 FIRST_TEXT_ID = 6
+TOKEN_KEYS = ("input_ids", "mm_token_type_ids", "labels")
 MEDIA_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
 
@@ -94,11 +97,9 @@ def build_sample(
             ids += media[i]
             labelled += [False] * len(media[i])
     input_ids = torch.tensor(ids)
-    sample = {
-        "input_ids": input_ids,
-        "mm_token_type_ids": family_named(config.model_type).media_types(input_ids, config),
-        "labels": torch.where(torch.tensor(labelled), input_ids, -100),
-    }
+    sample = {"input_ids": input_ids, "labels": torch.where(torch.tensor(labelled), input_ids, -100)}
+    if config.model_type in VISION:
+        sample["mm_token_type_ids"] = family_named(config.model_type).media_types(input_ids, config)
     for name, pixels, grids in (
         ("image_grid_thw", "pixel_values", image_grids),
         ("video_grid_thw", "pixel_values_videos", video_grids),
@@ -112,10 +113,15 @@ def build_sample(
     return sample
 
 
-def mixed_samples(
-    config: Any, *, seed: int = 0, kinds: Sequence[Kind] = ("image", "text", "images", "image"), **ranges: Any
-) -> list[Sample]:
-    """One sample of each kind given."""
+def kinds_of(config: Any) -> tuple[Kind, ...]:
+    """The kinds of samples that a model of this configuration takes."""
+    return KINDS if config.model_type in VISION else ("text",)
+
+
+def mixed_samples(config: Any, *, seed: int = 0, kinds: Sequence[Kind] | None = None, **ranges: Any) -> list[Sample]:
+    """One sample of each kind given; None: four samples, with images if the model takes any."""
+    if kinds is None:
+        kinds = ("image", "text", "images", "image") if config.model_type in VISION else ("text",) * 4
     return [random_sample(config, kind, seed=1000 * seed + i, **ranges) for i, kind in enumerate(kinds)]
 
 
@@ -138,7 +144,7 @@ def padded(samples: Sequence[Sample], side: Literal["right", "left"] = "right", 
         input_ids=stacked("input_ids", 0),
         attention_mask=mask,
         labels=stacked("labels", -100),
-        mm_token_type_ids=stacked("mm_token_type_ids", 0),
+        mm_token_type_ids=stacked("mm_token_type_ids", 0) if "mm_token_type_ids" in samples[0] else None,
         media=_media(samples),
         facts=facts_of(samples, offsets=tuple(offsets)) if facts else None,
     )
@@ -146,7 +152,7 @@ def padded(samples: Sequence[Sample], side: Literal["right", "left"] = "right", 
 
 def alone(sample: Sample) -> dict[str, torch.Tensor]:
     """Keyword arguments of a Hugging Face model's forward for this sample on its own."""
-    tokens = {name: sample[name][None] for name in ("input_ids", "mm_token_type_ids", "labels")}
+    tokens = {name: sample[name][None] for name in TOKEN_KEYS if name in sample}
     return {**tokens, **{name: sample[name] for name in MEDIA_KEYS if name in sample}}
 
 

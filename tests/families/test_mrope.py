@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import TEXT_ONLY, VISION
 
 from vlmpack.errors import LayoutError
 from vlmpack.families import FAMILIES, Qwen25VL
@@ -31,12 +32,18 @@ def test_the_table_lists_offsets_and_one_advance_for_each_item() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", VISION)
 def test_more_media_than_the_row_has_room_for(name: str) -> None:
     text = refused(name, width=8, image_grids=[(1, 4, 4), (1, 4, 6)])
     assert "2 images and 0 videos" in text
     assert "10 tokens, but the row has only 8" in text
     assert "truncated" in text
+
+
+@pytest.mark.parametrize("name", TEXT_ONLY)
+@pytest.mark.parametrize("media", ["image_grids", "video_grids"])
+def test_a_text_model_takes_no_media(name: str, media: str) -> None:
+    assert f"{name} is a text model, but the batch has 2 images or videos" in refused(name, **{media: [(1, 2, 2)] * 2})
 
 
 def test_video_frames_count_too() -> None:

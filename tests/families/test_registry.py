@@ -7,9 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from samples import TEXT_ONLY, VISION
 
 from vlmpack.errors import FamilyError
-from vlmpack.families import FAMILIES, Family, Qwen2VL, Qwen3VL, Qwen3VLMoe, Qwen25VL, family_named, family_of
+from vlmpack.families import (
+    FAMILIES,
+    Family,
+    Qwen2VL,
+    Qwen3,
+    Qwen3Next,
+    Qwen3VL,
+    Qwen3VLMoe,
+    Qwen25VL,
+    Qwen35,
+    Qwen35Moe,
+    family_named,
+    family_of,
+)
 from vlmpack.families.tiny import tiny_model
 
 EXPECTED: dict[str, type[Family]] = {
@@ -17,6 +31,10 @@ EXPECTED: dict[str, type[Family]] = {
     "qwen2_5_vl": Qwen25VL,
     "qwen3_vl": Qwen3VL,
     "qwen3_vl_moe": Qwen3VLMoe,
+    "qwen3_5": Qwen35,
+    "qwen3_5_moe": Qwen35Moe,
+    "qwen3": Qwen3,
+    "qwen3_next": Qwen3Next,
 }
 
 
@@ -39,10 +57,11 @@ def test_a_model_is_of_its_family(name: str) -> None:
     assert family == family_named(name)
 
 
-@pytest.mark.parametrize("name", sorted(EXPECTED))
+@pytest.mark.parametrize("name", VISION)
 def test_the_parts_of_a_model_are_its_own(name: str) -> None:
     model = tiny_model(name)
     family = family_of(model)
+    assert family.has_vision
     assert family.backbone(model) is model.model
     assert family.language_model(model) is model.model.language_model
     assert family.vision_tower(model) is model.model.visual
@@ -52,23 +71,33 @@ def test_the_parts_of_a_model_are_its_own(name: str) -> None:
     assert family.merge(model.config) == 2
 
 
-@pytest.mark.parametrize("name", sorted(EXPECTED))
-def test_the_attention_of_both_parts_can_be_chosen(name: str) -> None:
+@pytest.mark.parametrize("name", TEXT_ONLY)
+def test_a_text_model_is_its_own_language_model(name: str) -> None:
     model = tiny_model(name)
-    configs = family_of(model).attention_configs(model.config)
-    model.set_attn_implementation(dict.fromkeys(configs, "eager"))
-    assert [config._attn_implementation for config in configs.values()] == ["eager", "eager"]
-    assert model.model.visual.config is configs["vision_config"]
-    assert model.model.language_model.config is configs["text_config"]
+    family = family_of(model)
+    assert not family.has_vision
+    assert family.backbone(model) is family.language_model(model) is model.model
+    assert family.vision_tower(model) is None
+    assert family.head(model) is model.lm_head
+    assert family.text_config(model.config) is model.config
+
+
+DELTA_LAYERS = {"qwen3_5": [0, 1, 2, 4], "qwen3_5_moe": [0, 1, 2, 4], "qwen3_next": [0, 1, 2, 4]}
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_gated_delta_layers_are_found_where_there_are_any(name: str) -> None:
+    model = tiny_model(name, layers=6)
+    family = family_of(model)
+    layers = family.language_model(model).layers
+    found = [] if family.delta is None else family.delta.layers(family.language_model(model))
+    assert [id(layer) for layer in found] == [id(layers[i].linear_attn) for i in DELTA_LAYERS.get(name, [])]
 
 
 @pytest.mark.parametrize(
     ("model_type", "leaks"),
     [
-        ("qwen3_5", "gated delta layers carry convolution and recurrent state across segment boundaries"),
-        ("qwen3_5_moe", "router statistics count padding"),
-        ("qwen3_5_moe", "gated delta layers"),
-        ("qwen3_next", "gated delta layers"),
+        ("qwen4_exp", "gated delta layers carry convolution and recurrent state across segment boundaries"),
         ("qwen4_exp", "n-gram embeddings"),
         ("qwen2_5_omni", "interleave audio with video"),
         ("qwen2_5_omni_thinker", "audio tower"),
@@ -83,7 +112,7 @@ def test_a_family_that_would_leak_is_refused_with_what_leaks(model_type: str, le
     assert "supported: qwen2_vl, qwen2_5_vl, qwen3_vl" in text
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3_vl_text", ""])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3_vl_text", "qwen3_5_text", "qwen3_moe", ""])
 def test_an_unknown_family_is_refused_with_those_that_are_known(model_type: str) -> None:
     text = refusal(of_type(model_type))
     assert "unknown family" in text
@@ -117,10 +146,10 @@ def test_a_subclass_is_of_the_family() -> None:
     assert isinstance(family_of(model), Qwen2VL)
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3"])
 def test_sliding_windows_are_refused(name: str) -> None:
     model = tiny_model(name)
-    model.config.text_config.layer_types = ["full_attention", "sliding_attention"]
+    family_of(model).text_config(model.config).layer_types = ["full_attention", "sliding_attention"]
     text = refusal(model)
     assert "use_sliding_window" in text
     assert "set it to False" in text

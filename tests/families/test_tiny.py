@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from samples import KINDS, alone, mixed_samples
+from samples import TEXT_ONLY, VISION, alone, kinds_of, mixed_samples
 
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families import FAMILIES
@@ -22,7 +22,7 @@ def test_a_tiny_model_is_of_the_real_class(name: str) -> None:
     model = tiny_model(name)
     assert type(model) is getattr(transformers, FAMILIES[name].model_class)
     assert model.training
-    assert model.config.text_config.use_cache, "left as transformers has it"
+    assert FAMILIES[name]().text_config(model.config).use_cache, "left as transformers has it"
 
 
 @every_family
@@ -39,8 +39,7 @@ def test_the_seed_decides_the_weights_and_nothing_else_does(name: str) -> None:
     assert not torch.equal(weights[0]["lm_head.weight"], weights[2]["lm_head.weight"])
 
 
-@every_family
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in FAMILIES for kind in kinds_of(tiny_config(name))])
 def test_every_kind_of_sample_runs_with_a_gradient_for_every_weight_it_uses(name: str, kind: Any) -> None:
     model = tiny_model(name, patch_size=4)
     (sample,) = mixed_samples(model.config, kinds=[kind])
@@ -57,16 +56,17 @@ def test_every_kind_of_sample_runs_with_a_gradient_for_every_weight_it_uses(name
 @torch.no_grad()
 def test_logits_are_of_order_one(name: str) -> None:
     model = tiny_model(name, patch_size=4)
-    (sample,) = mixed_samples(model.config, kinds=["image"])
+    sample = mixed_samples(model.config)[0]
     assert 0.3 < float(model(**alone(sample)).logits.std()) < 3.0
     dull = tiny_model(name, patch_size=4, lively=False)
     assert float(dull(**alone(sample)).logits.std()) < 0.3
 
 
-@every_family
+@pytest.mark.parametrize("name", VISION)
 def test_time_height_and_width_all_turn_the_heads(name: str) -> None:
-    hidden = 48 if name == "qwen3_vl_moe" else 42  # experts multiply rows of whole 16 bytes
-    model = tiny_model(name, hidden=hidden, heads=7, kv_heads=1, head_dim=6, patch_size=4).eval()
+    hidden = 48 if FAMILIES[name].experts else 42  # experts multiply rows of whole 16 bytes
+    head_dim = 12 if FAMILIES[name].delta else 6  # of which half rotates
+    model = tiny_model(name, hidden=hidden, heads=7, kv_heads=1, head_dim=head_dim, patch_size=4).eval()
     (sample,) = mixed_samples(model.config, kinds=["text"])
     ids = sample["input_ids"][None]
     positions = torch.arange(ids.shape[1]).repeat(3, 1, 1)
@@ -74,7 +74,7 @@ def test_time_height_and_width_all_turn_the_heads(name: str) -> None:
         base = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         for axis in range(3):
             moved = positions.clone()
-            moved[axis, 0, -1] += 3
+            moved[axis, 0, -1] += 9
             changed = model(input_ids=ids, position_ids=moved, use_cache=False).logits
             assert (changed - base).abs().max() > 1e-3, axis
 
@@ -83,7 +83,8 @@ def test_time_height_and_width_all_turn_the_heads(name: str) -> None:
 def test_a_tiny_bfloat16_model_keeps_its_rotary_frequencies(name: str) -> None:
     model = tiny_model(name, dtype=torch.bfloat16)
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
-    assert model.model.language_model.rotary_emb.inv_freq.dtype == torch.float32
+    language_model = FAMILIES[name]().language_model(model)
+    assert language_model.rotary_emb.inv_freq.dtype == torch.float32
     full = tiny_model(name)
     assert torch.equal(model.lm_head.weight, full.lm_head.weight.bfloat16())
 
@@ -97,16 +98,43 @@ def test_the_vision_towers_are_what_makes_each_family_special() -> None:
     assert tiny_config("qwen3_vl").vision_config.patch_size == 16
 
 
+HYBRID = tuple(name for name, family in FAMILIES.items() if family.delta)
+
+
+@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize(("layers", "with_attention"), [(1, [0]), (2, [1]), (4, [3]), (6, [3, 5])])
+def test_every_fourth_layer_of_a_hybrid_model_has_attention_and_the_last(name, layers, with_attention) -> None:
+    model = tiny_model(name, layers=layers)
+    decoder: Any = FAMILIES[name]().language_model(model).layers
+    assert [i for i, layer in enumerate(decoder) if hasattr(layer, "self_attn")] == with_attention
+    assert [i for i, layer in enumerate(decoder) if not hasattr(layer, "linear_attn")] == with_attention
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_lively_gated_delta_layers_share_key_heads_and_forget_slowly(name: str) -> None:
+    """A leak of the state would hide behind a decay that leaves nothing of it, and one of the taps behind taps of 0."""
+    decoder: Any = FAMILIES[name]().language_model(tiny_model(name)).layers
+    layer = decoder[0].linear_attn
+    assert layer.num_v_heads == 2 * layer.num_k_heads
+    assert layer.A_log.exp().max() < 0.33
+    assert 0.3 < layer.conv1d.weight[..., :-1].std() < 0.7
+    assert layer.conv1d.weight.shape[-1] == 4
+
+
 @every_family
 def test_a_processor_gives_ids_vocabulary_and_patches(name: str) -> None:
     ids = {"<|vision_start|>": 11, "<|vision_end|>": 12, "<|image_pad|>": 13, "<|video_pad|>": 14}
-    config = tiny_config(name, processor=stand_in_processor(ids))
+    config: Any = tiny_config(name, processor=stand_in_processor(ids))
+    text = FAMILIES[name]().text_config(config)
+    assert text.vocab_size == 77
+    assert (text.pad_token_id, text.eos_token_id) == (8, 9)
+    more = tiny_config(name, processor=stand_in_processor(ids), vocab_size=80)
+    assert FAMILIES[name]().text_config(more).vocab_size == 80
+    if name in TEXT_ONLY:
+        return
     assert (config.vision_start_token_id, config.vision_end_token_id) == (11, 12)
     assert (config.image_token_id, config.video_token_id) == (13, 14)
-    assert config.text_config.vocab_size == 77
-    assert (config.text_config.pad_token_id, config.text_config.eos_token_id) == (8, 9)
     assert (config.vision_config.patch_size, config.vision_config.spatial_merge_size) == (6, 3)
-    assert tiny_config(name, processor=stand_in_processor(ids), vocab_size=80).text_config.vocab_size == 80
 
 
 def test_a_processor_without_the_special_tokens_is_refused() -> None:
@@ -130,10 +158,24 @@ def test_sizes_that_do_not_fit_together(sizes: dict[str, Any], text: str) -> Non
         tiny_config(**sizes)
 
 
-def test_only_qwen3_vl_has_a_free_head_width() -> None:
-    assert tiny_config("qwen3_vl", head_dim=6).text_config.head_dim == 6
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith("qwen3")])
+def test_from_qwen3_on_the_head_width_is_free(name: str) -> None:
+    text = FAMILIES[name]().text_config(tiny_config(name, head_dim=12))
+    assert (text.head_dim, text.hidden_size // text.num_attention_heads) == (12, 16)
     with pytest.raises(ConfigError, match="qwen2_vl needs head_dim"):
-        tiny_config("qwen2_vl", head_dim=6)
+        tiny_config("qwen2_vl", head_dim=12)
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_half_of_a_hybrid_models_head_must_hold_three_axes(name: str) -> None:
+    with pytest.raises(ConfigError, match="head_dim=6 must be even and at least 12"):
+        tiny_config(name, head_dim=6)
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.experts])
+def test_experts_need_rows_of_16_bytes(name: str) -> None:
+    with pytest.raises(ConfigError, match="hidden=60 must be a multiple of 8"):
+        tiny_config(name, hidden=60, heads=4, head_dim=16)
 
 
 def test_an_unknown_family() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import KINDS, mixed_samples, padded
+from samples import KINDS, VISION, mixed_samples, padded
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_window_index
 
 from vlmpack.families import FAMILIES
@@ -37,7 +37,7 @@ def test_any_grids_give_the_boundaries_of_transformers(
     assert list(windows.real) == expected.tolist()
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", VISION)
 def test_a_family_names_every_set_of_boundaries_its_blocks_use(name: str) -> None:
     config = tiny_config(name)
     found = FAMILIES[name]().vision_segments([(1, 12, 10), (2, 4, 4)], config)
@@ -46,7 +46,7 @@ def test_a_family_names_every_set_of_boundaries_its_blocks_use(name: str) -> Non
     assert windows == ([(64, 16, 32, 8, 16, 16)] if name == "qwen2_5_vl" else [])
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", VISION)
 def test_types_and_counts_of_media_tokens_are_the_processors(name: str) -> None:
     config, family = tiny_config(name, patch_size=4), FAMILIES[name]()
     batch = padded(mixed_samples(config, kinds=KINDS))

@@ -58,8 +58,8 @@ def family_of(model: Any) -> Family:
         )
     if "sliding_attention" in (getattr(family.text_config(config), "layer_types", None) or ()):
         raise FamilyError(
-            f"{model_type}: text_config.use_sliding_window is on, but packed attention reaches over whole segments; "
-            "a sample longer than the window would get other logits: set it to False"
+            f"{model_type}: use_sliding_window is on in its text configuration, but packed attention reaches over "
+            "whole segments; a sample longer than the window would get other logits: set it to False"
         )
     return family
 

@@ -141,8 +141,8 @@ def _enliven(model: nn.Module, generator: torch.Generator) -> None:
             for weight in module.parameters(recurse=False):
                 if weight.ndim > 1:
                     _draw(weight, weight.shape[-1] ** -0.5, generator)
-        if hasattr(module, "A_log"):
-            _forget_slowly(module.A_log, generator)
+        if isinstance(log_rate := getattr(module, "A_log", None), torch.Tensor):
+            _forget_slowly(log_rate, generator)
 
 
 @torch.no_grad()
