@@ -1,0 +1,91 @@
+"""Tiny models with experts, and rows with a chosen share of padding: what the tests of mixture of experts share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from samples import Sample, mixed_samples, padded
+
+from vlmpack.families import FAMILIES, family_named
+from vlmpack.families.tiny import tiny_model
+from vlmpack.layout import PaddedBatch, SlotRule
+
+MOE = tuple(name for name, family in FAMILIES.items() if family.experts is not None)
+LAYERS, EXPERTS, TOP_K = 3, 5, 3
+KINDS = ("image", "text", "images", "text")
+SHARES = (0, 20, 68)
+"""Percent of a row that is padding."""
+COEFFICIENT = 0.5
+"""Hugging Face's default of 0.001 would hide a wrong load-balancing loss in the rounding of the cross-entropy."""
+
+
+def fresh(family: str, *, seed: int = 3, coefficient: float = COEFFICIENT, experts: str | None = None, **sizes: Any):
+    """A model with experts, computed by the implementation `experts`; hybrid ones have one layer with attention."""
+    settings = {"layers": LAYERS, "experts": EXPERTS, "experts_per_token": TOP_K, **sizes}
+    model = tiny_model(family, seed=seed, **settings)
+    text_config(model).router_aux_loss_coef = coefficient
+    if "router_aux_loss_coef" in vars(model):  # text models take it down when they are made
+        model.router_aux_loss_coef = coefficient
+    if experts is not None:
+        model.set_experts_implementation(experts)
+    return model
+
+
+def text_config(model: Any) -> Any:
+    """Its text part's configuration."""
+    return family_named(model.config.model_type).text_config(model.config)
+
+
+def decoder_layers(model: Any) -> list[Any]:
+    """Its decoder layers."""
+    return list(family_named(model.config.model_type).language_model(model).layers)
+
+
+def samples_of(model: Any, *, seed: int = 3, kinds: Sequence[Any] = KINDS) -> list[Sample]:
+    """Samples of unlike length; text only for a text model."""
+    has_vision = family_named(model.config.model_type).has_vision
+    return mixed_samples(model.config, seed=seed, kinds=kinds if has_vision else ("text",) * len(kinds))
+
+
+def stock(batch: PaddedBatch) -> dict[str, Any]:
+    """The batch as unmodified transformers takes it."""
+    return {name: value for name, value in batch.to_hf().items() if name != "vlmpack"}
+
+
+def rule_for(samples: Sequence[Sample], share: int) -> SlotRule:
+    """Slots of a row that is `share` percent padding, between the samples and on its tail."""
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    if not share:
+        return SlotRule()
+    multiple = 4 if share < 50 else 16
+    width = round(sum(lengths) / (1 - share / 100))
+    assert sum(-(-n // multiple) * multiple for n in lengths) <= width
+    return SlotRule(multiple=multiple, pad_to=width)
+
+
+def real_rows(logits: Sequence[torch.Tensor], batch: PaddedBatch) -> list[torch.Tensor]:
+    """Router logits [B * S, E] of a padded batch, real tokens only: [R, E] of each layer."""
+    return [x[batch.attention_mask.bool().flatten()] for x in logits]
+
+
+def naive_z_loss(logits: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Token by token: the mean of log(sum of exp)², of [R, E] of each layer."""
+    tokens = [token for layer in logits for token in layer]
+    return sum((token.exp().sum().log() ** 2 for token in tokens), start=torch.zeros(())) / len(tokens)
+
+
+def naive_counts(logits: Sequence[torch.Tensor], top_k: int = TOP_K) -> list[list[int]]:
+    """Token by token: how many tokens have each expert among their `top_k` best, of [R, E] of each layer."""
+    counts = [[0] * layer.shape[1] for layer in logits]
+    for layer, found in zip(logits, counts, strict=True):
+        for token in layer.tolist():
+            for expert in sorted(range(len(token)), key=token.__getitem__)[-top_k:]:
+                found[expert] += 1
+    return counts
+
+
+def batch_of(model: Any, side: Any = "right", **more: Any) -> PaddedBatch:
+    """`samples_of` as one padded batch."""
+    return padded(samples_of(model, **more), side)
