@@ -29,6 +29,7 @@ PUBLIC = [
     "disable_packing",
     "enable_packing",
     "pack",
+    "probe",
     "unpack",
 ]
 

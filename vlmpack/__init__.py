@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vlmpack.collate import VLMCollator
     from vlmpack.errors import BackendError, ConfigError, FamilyError, LayoutError, SampleError, VlmpackError
     from vlmpack.layout import BatchFacts, Media, PackedRow, PaddedBatch, Segments, SlotRule, pack, unpack
+    from vlmpack.proof import probe
     from vlmpack.step import PackedStep, StepConfig, StepResult, disable_packing, enable_packing
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "disable_packing",
     "enable_packing",
     "pack",
+    "probe",
     "unpack",
 ]
 
@@ -48,6 +50,7 @@ _ROOM = {
     "collate": ("VLMCollator",),
     "errors": ("BackendError", "ConfigError", "FamilyError", "LayoutError", "SampleError", "VlmpackError"),
     "layout": ("BatchFacts", "Media", "PackedRow", "PaddedBatch", "Segments", "SlotRule", "pack", "unpack"),
+    "proof": ("probe",),
     "step": ("PackedStep", "StepConfig", "StepResult", "disable_packing", "enable_packing"),
 }
 _HOME = {name: f"vlmpack.{room}" for room, names in _ROOM.items() for name in names}

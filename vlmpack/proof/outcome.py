@@ -1,0 +1,169 @@
+"""What a way of computing several samples comes to, and how far two of them are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vlmpack.families import Family
+from vlmpack.layout import IGNORE
+from vlmpack.proof.samples import ProbeSample
+
+FLOOR = {"logits": 2e-5, "loss": 1e-5, "gradients": 1e-4}
+"""What float32 alone accounts for, as a part of the largest entry; a leak is a thousand times as much."""
+SMALLEST_GRADIENT = 1e-6
+"""A parameter whose gradient is below this part of the model's largest entry is compared with that instead."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Logits, loss and gradients. The gradients are the model's own tensors, taken from it and not copied."""
+
+    logits: list[torch.Tensor]
+    """float32 [L, V] of each sample."""
+    loss: float
+    """Mean over the targets of all samples."""
+    gradients: Mapping[str, torch.Tensor]
+    """Of that mean, by name of the parameter; frozen parameters have none."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class GradientError:
+    """The worst parameter of a group."""
+
+    error: float
+    """Largest difference, as a part of the parameter's largest entry."""
+    parameter: str
+    """Its name."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """How far one outcome is from another, as parts of the largest entry."""
+
+    logits: float
+    """At every position of every sample."""
+    loss: float
+    """Relative."""
+    gradients: Mapping[str, GradientError]
+    """The worst parameter of every group: modules of one name in all layers."""
+
+    @property
+    def worst_gradient(self) -> float:
+        """Over all groups; 0 if nothing is trained."""
+        return max((group.error for group in self.gradients.values()), default=0.0)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What errors may be: what float32 accounts for, and twice the error that is not packing's."""
+
+    logits: float
+    """At every position."""
+    loss: float
+    """Relative."""
+    gradients: Mapping[str, float]
+    """By group."""
+
+    @classmethod
+    def beyond(cls, own: Errors, *, capped: bool) -> Limits:
+        """Limits beyond errors that the model makes without packing.
+
+        Args:
+            own: those errors: in low precision against float32, or of the padded batch against the samples alone.
+            capped: count no more than ten times the floor of them, so that a mistake of the padded path does not
+                widen the limits.
+        """
+
+        def limit(floor: float, error: float) -> float:
+            return floor + 2 * (min(error, 10 * floor) if capped else error)
+
+        return cls(
+            logits=limit(FLOOR["logits"], own.logits),
+            loss=limit(FLOOR["loss"], own.loss),
+            gradients={name: limit(FLOOR["gradients"], group.error) for name, group in own.gradients.items()},
+        )
+
+    def broken_by(self, errors: Errors) -> bool:
+        """Whether any error is beyond its limit; NaN is."""
+        gradients = all(group.error <= self.gradients[name] for name, group in errors.gradients.items())
+        return not (errors.logits <= self.logits and errors.loss <= self.loss and gradients)
+
+
+def compare(seen: Outcome, truth: Outcome) -> Errors:
+    """How far `seen` is from `truth`. A parameter that has a gradient in one of them only counts as 0 in the other."""
+    largest = max((float(g.abs().max()) for g in truth.gradients.values()), default=0.0)
+    groups: dict[str, GradientError] = {}
+    for name, like in {**seen.gradients, **truth.gradients}.items():
+        found, expected = (of.gradients.get(name, torch.zeros_like(like)) for of in (seen, truth))
+        error = distance(found, expected, least=SMALLEST_GRADIENT * largest)
+        group = group_of(name)
+        if group not in groups or not error <= groups[group].error:
+            groups[group] = GradientError(error=error, parameter=name)
+    return Errors(
+        logits=max(distance(*pair) for pair in zip(seen.logits, truth.logits, strict=True)),
+        loss=relative(seen.loss, truth.loss),
+        gradients=groups,
+    )
+
+
+def distance(seen: torch.Tensor, expected: torch.Tensor, *, least: float = 0.0) -> float:
+    """Largest difference as a part of the largest entry (at least `least`); NaN counts as infinitely far."""
+    expected = expected.detach().float()
+    difference = (seen.detach().to(expected.device).float() - expected).abs().nan_to_num(nan=float("inf"))
+    return float(difference.max()) / max(float(expected.abs().max()), least, 1e-30)
+
+
+def relative(seen: float, expected: float) -> float:
+    """Relative difference of two numbers; NaN counts as infinitely far."""
+    difference = abs(seen - expected) / max(abs(expected), 1e-30)
+    return difference if difference == difference else float("inf")
+
+
+def group_of(parameter: str) -> str:
+    """`model.language_model.layers.3.self_attn.q_proj.weight` is one of `language_model.layers.self_attn`."""
+    modules = parameter.split(".")[:-1]
+    named = [part for part in modules if not part.isdigit() and part not in ("model", "base_model", "module")]
+    return ".".join(named[:3]) or parameter
+
+
+# ---------------------------------------------------------------------- its parts
+
+
+def loss_sum(logits_LV: torch.Tensor, sample: ProbeSample) -> torch.Tensor:
+    """Cross-entropy (nats) summed over a sample's own targets, from its own logits."""
+    targets = sample.targets.to(logits_LV.device)
+    return F.cross_entropy(logits_LV[:-1].float(), targets, ignore_index=IGNORE, reduction="sum")
+
+
+def without_routers(family: Family) -> dict[str, bool]:
+    """Whatever the configuration asks for, the load-balancing loss is looked at apart from the rest."""
+    return {} if family.experts is None else {"output_router_logits": False}
+
+
+def backward(loss: torch.Tensor) -> None:
+    """Gradients, if anything is trained."""
+    if loss.requires_grad:
+        loss.backward()
+
+
+def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients themselves: the model lets go of them."""
+    taken = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for p in model.parameters():
+        p.grad = None
+    return taken
+
+
+def host(x: torch.Tensor) -> torch.Tensor:
+    """float32, on the CPU, without a graph."""
+    return x.detach().float().cpu()

@@ -1,0 +1,131 @@
+"""What a probe answers: checks with their limits, the cause of each leak, and plain transformers for contrast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, final
+
+Cause = Literal[
+    "positions", "mask", "cache", "conv taps", "recurrent state", "router", "vision", "loss count", "unknown"
+]
+"""The mechanisms that keep samples apart, by the name of the one that does not; "unknown": none of them shows it."""
+
+Part = Literal["isolation", "equality", "mechanism", "work"]
+Finding = Literal["ok", "leaks", "differs", "fails", "waits", "absent", "not counted"]
+Verdict = Literal["exact", "leaks", "differs", "fails"]
+
+BAD: tuple[Finding, ...] = ("fails", "leaks", "differs")
+"""Findings that a packed row must not have, the worst first."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One line of the answer."""
+
+    part: Part
+    """isolation: change one sample, watch the others; equality: packed against alone; a mechanism by itself; work."""
+    name: str
+    """What was looked at."""
+    finding: Finding
+    """ok; leaks; differs; fails (raised an error); waits (exact, but slow); absent (no such part); not counted."""
+    seen: float | None = None
+    """What was measured: a part of the largest entry, or a count."""
+    allowed: float | None = None
+    """What it may be."""
+    cause: Cause | None = None
+    """The mechanism at fault."""
+    detail: str = ""
+    """One sentence."""
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether a packed row must not have this."""
+        return self.finding in BAD
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Contrast:
+    """What plain transformers makes of the same samples."""
+
+    name: str
+    """How they were given."""
+    verdict: Verdict
+    """exact, or what goes wrong."""
+    leak: float | None = None
+    """Most that a sample's logits move when only another one changes, as a part of the largest logit."""
+    logits: float | None = None
+    """Largest error of the logits against the samples alone, as a part of the largest logit."""
+    loss: float | None = None
+    """Relative error of its loss against the samples alone."""
+    pairs: int | None = None
+    """Pairs of query and key that a layer of the text model computes; None: not counted."""
+    causes: tuple[Cause, ...] = ()
+    """The mechanisms at fault."""
+    detail: str = ""
+    """What it raised."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The answer of `vlmpack.probe`."""
+
+    model: str
+    """Class of the model."""
+    family: str
+    """`config.model_type`."""
+    weights: str
+    """Which weights were probed: "as given", or a tiny copy and why."""
+    device: str
+    """"cpu" or "cuda"."""
+    dtype: str
+    """Element type of the weights."""
+    attention: str
+    """Name of the attention back-end that served."""
+    samples: tuple[str, ...]
+    """Kind and length of each sample in the row."""
+    row_tokens: int
+    """Width of the row, gaps included."""
+    checks: tuple[Check, ...]
+    """Everything that was looked at."""
+    plain: tuple[Contrast, ...]
+    """Plain transformers, for contrast; nothing that it does wrong counts against the verdict."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """exact; leaks: a sample sees another; differs: isolated, but not what a sample alone gives; fails."""
+        return verdict_of(self.checks)
+
+    @property
+    def causes(self) -> tuple[Cause, ...]:
+        """The mechanisms at fault, each once; "unknown" only where no mechanism by itself shows what the row shows."""
+        return causes_of(self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"verdict": self.verdict, "causes": list(self.causes), **asdict(self)}
+
+    def __str__(self) -> str:
+        head = f"{self.model} ({self.weights}), {self.device}, {self.dtype}, {self.attention}: {self.verdict}"
+        lines = [f"  {check.part:<10} {check.name:<40} {check.finding:<12} {check.detail}" for check in self.checks]
+        causes = [f"cause: {', '.join(self.causes)}"] if self.causes else []
+        return "\n".join(line.rstrip() for line in (head, *causes, *lines))
+
+
+def verdict_of(checks: Iterable[Check]) -> Verdict:
+    """The worst of the findings."""
+    findings = {check.finding for check in checks}
+    for finding in BAD:
+        if finding in findings:
+            return finding  # pyright: ignore[reportReturnType]
+    return "exact"
+
+
+def causes_of(checks: Iterable[Check]) -> tuple[Cause, ...]:
+    """Each mechanism at fault once, in the order in which they were looked at."""
+    bad = [check for check in checks if check.is_bad]
+    causes: tuple[Cause, ...] = tuple(dict.fromkeys(check.cause for check in bad if check.cause is not None))
+    return causes or (("unknown",) if bad else ())

@@ -1,0 +1,124 @@
+"""What is probed, and the truth about it: each sample by itself through the unmodified model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from vlmpack.families import Family
+from vlmpack.proof.mechanisms import Rotary, rotary_of
+from vlmpack.proof.outcome import Errors, Limits, Outcome, backward, compare, host, take_gradients
+from vlmpack.proof.samples import ProbeSample, Words
+from vlmpack.proof.scene import watch
+from vlmpack.proof.vision import Features, features_of
+from vlmpack.proof.ways import Alone, PlainPadded, device_of
+from vlmpack.step import StepConfig
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model, samples for it, and how they are to be packed."""
+
+    model: nn.Module
+    """As it was given: perhaps a wrapper (PEFT) around the model itself."""
+    core: Any
+    """The model itself, with its head and its configuration."""
+    family: Family
+    """Its family."""
+    samples: Sequence[ProbeSample]
+    """In row order."""
+    settings: StepConfig
+    """Back-end, and slots that leave gaps."""
+
+    @property
+    def config(self) -> Any:
+        """The Hugging Face configuration."""
+        return self.core.config
+
+    @property
+    def words(self) -> Words:
+        """Token ids without a special meaning."""
+        return Words.of(self.family, self.config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the weights."""
+        return next(self.core.parameters()).dtype
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """What plain ways of computing the samples are made of."""
+        return {"model": self.model, "family": self.family, "config": self.config}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Truth:
+    """What each sample comes to alone."""
+
+    outcome: Outcome
+    """In float32."""
+    limits: Limits
+    """How far the row may be from it."""
+    rotary: Sequence[Rotary]
+    """cos and sin that reached attention, of each sample."""
+    features: Sequence[Features]
+    """What the vision tower gave, of each sample."""
+
+
+def find_truth(subject: Subject) -> Truth:
+    """Compute it. In low precision a float32 copy of the model is made for as long as that takes."""
+    own = _alone(subject.model, subject)
+    if subject.dtype == torch.float32:
+        outcome, limits = own, Limits.beyond(_padding_errors(subject, own), capped=True)
+    else:
+        outcome = _alone(copy.deepcopy(subject.model).float(), subject)
+        limits = Limits.beyond(compare(own, outcome), capped=False)
+    alone = Alone(**subject.plain)
+    scenes = [watch(subject.core, subject.family, alone, [sample]) for sample in subject.samples]
+    return Truth(
+        outcome=outcome,
+        limits=limits,
+        rotary=[rotary_of(next(iter(scene.attention.values()))) for scene in scenes],
+        features=[features_of(scene.vision) for scene in scenes],
+    )
+
+
+def _alone(model: nn.Module, subject: Subject) -> Outcome:
+    alone = Alone(model=model, family=subject.family, config=subject.config)
+    count = sum(sample.num_targets for sample in subject.samples)
+    logits, loss = [], 0.0
+    for sample in subject.samples:
+        found = alone([sample])
+        backward(found.loss / count)
+        logits += [host(x) for x in found.logits]
+        loss += float(found.loss.detach()) / count
+    return Outcome(logits=logits, loss=loss, gradients=take_gradients(model))
+
+
+def _padding_errors(subject: Subject, own: Outcome) -> Errors:
+    """How far plain transformers is from itself: the padded batch and its 2D mask, against each sample alone."""
+    try:
+        padded = PlainPadded(**subject.plain)(subject.samples).outcome(subject.model)
+    except Exception:  # it cannot compute one: that shows in the contrast, and widens no limit
+        take_gradients(subject.model)
+        padded = own
+    return compare(padded, own)
+
+
+def row_length(subject: Subject) -> int:
+    """Tokens of the row, gaps included."""
+    lengths = [len(sample.input_ids) for sample in subject.samples]
+    multiple, row = subject.settings.slots.multiple, subject.settings.slots.row_multiple
+    return -(-sum(-(-n // multiple) * multiple for n in lengths) // row) * row
+
+
+def where(subject: Subject) -> str:
+    """ "cpu" or "cuda"."""
+    return device_of(subject.core).type

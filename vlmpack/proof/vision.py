@@ -1,0 +1,98 @@
+"""The vision tower by itself: change one sample's pixels, watch the features of the others' images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import prod
+
+import torch
+
+from vlmpack.proof.report import Check
+from vlmpack.proof.samples import ProbeSample
+from vlmpack.proof.scene import LEAK, Call, Scene, Span, changed, moved
+
+SAME = {torch.float32: 1e-4}
+"""How far features may be from those of the sample alone, as a part of the largest entry."""
+SAME_IN_LOW_PRECISION = 5e-2
+
+Features = list[list[torch.Tensor]]
+"""Of one sample: every tensor that the tower gave, for its images and for its videos."""
+
+
+def features_of(calls: Sequence[Call]) -> Features:
+    """What a tower gave, call by call."""
+    return [[x.detach() for x in call.output] for call in calls]
+
+
+@torch.no_grad()
+def check_vision(scene: Scene, alone: Sequence[Features]) -> Check:
+    """`alone`: features of each sample by itself."""
+    if not scene.family.has_vision:
+        return Check(part="mechanism", name="vision", finding="absent")
+    leak = max(_leak(call, patches) for call, patches in zip(scene.vision, _patches(scene.samples), strict=True))
+    if not leak <= LEAK:
+        return Check(
+            part="mechanism",
+            name="vision",
+            finding="leaks",
+            seen=leak,
+            allowed=LEAK,
+            cause="vision",
+            detail=f"a sample's image features move by {leak:.1e} when only another sample's pixels change",
+        )
+    error = _error(scene, alone)
+    allowed = SAME.get(scene.vision[0].hidden.dtype, SAME_IN_LOW_PRECISION)
+    if not error <= allowed:
+        return Check(
+            part="mechanism",
+            name="vision",
+            finding="differs",
+            seen=error,
+            allowed=allowed,
+            cause="vision",
+            detail=f"a sample's image features are off by {error:.1e} from those of the sample alone",
+        )
+    return Check(part="mechanism", name="vision", finding="ok", seen=leak, allowed=LEAK)
+
+
+def _patches(samples: Sequence[ProbeSample]) -> list[list[int]]:
+    """Patches of each sample, for every call of the tower: its images, its videos."""
+    grids = [[sample.image_grids for sample in samples], [sample.video_grids for sample in samples]]
+    return [[sum(map(prod, own)) for own in modality] for modality in grids if any(modality)]
+
+
+def _leak(call: Call, patches: list[int]) -> float:
+    pixels, spans = call.hidden, _spans(patches)
+    before, worst = call.again(pixels), 0.0
+    for i, span in enumerate(spans):
+        if span[0] == span[1]:
+            continue
+        after = call.again(changed(pixels, [span], dim=0))
+        others = [other for j, other in enumerate(spans) if j != i]
+        for x, y in zip(after, before, strict=True):
+            worst = max(worst, moved(x, y, _scaled(others, len(y), pixels.shape[0]), dim=0))
+    return worst
+
+
+def _error(scene: Scene, alone: Sequence[Features]) -> float:
+    worst = 0.0
+    own = [iter(features) for features in alone]
+    for call, patches in zip(scene.vision, _patches(scene.samples), strict=True):
+        for i, span in enumerate(_spans(patches)):
+            if span[0] == span[1]:
+                continue
+            for x, y in zip(call.output, next(own[i]), strict=True):
+                ((start, stop),) = _scaled([span], len(x), call.hidden.shape[0])
+                worst = max(worst, moved(x[start:stop], y, [(0, len(y))], dim=0))
+    return worst
+
+
+def _spans(patches: Sequence[int]) -> list[Span]:
+    return list(pairwise((0, *accumulate(patches))))
+
+
+def _scaled(spans: Sequence[Span], rows: int, patches: int) -> list[Span]:
+    """The same spans in a tensor that has merged patches into `rows`."""
+    merged = patches // rows
+    return [(start // merged, stop // merged) for start, stop in spans]
