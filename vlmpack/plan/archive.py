@@ -1,0 +1,72 @@
+"""A plan on disk: a zip of `manifest.json` and one `.npy` an array."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vlmpack.errors import ConfigError, LayoutError
+
+FORMAT = "vlmpack.plan"
+VERSION = 1
+MANIFEST = "manifest.json"
+FIRST_DATE = (1980, 1, 1, 0, 0, 0)
+"""What a zip file says when nothing is said: the same bytes every time."""
+
+
+def write(path: str | Path, manifest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    """Write the file under another name beside it and rename it, so that it is there whole or not at all."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"format": FORMAT, "version": VERSION, **manifest}, indent=2) + "\n"
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w") as members:
+            members.writestr(zipfile.ZipInfo(MANIFEST, FIRST_DATE), text)
+            for name, array in arrays.items():
+                with members.open(zipfile.ZipInfo(f"{name}.npy", FIRST_DATE), "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, array.astype("<i8"), version=(1, 0), allow_pickle=False)
+        os.replace(temporary, path)  # noqa: PTH105
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """(manifest, arrays) of a file that `write` made.
+
+    Raises:
+        ConfigError: the file is not a plan, or of another version.
+        LayoutError: it is damaged.
+    """
+    if not zipfile.is_zipfile(path):
+        raise ConfigError(f"{path} is no plan: `Plan.save` writes zip files. Plan again, or name another file")
+    try:
+        with zipfile.ZipFile(path) as members:
+            manifest = _manifest(members, path)
+            arrays = {
+                name.removesuffix(".npy"): _array(members, name) for name in members.namelist() if name != MANIFEST
+            }
+    except zipfile.BadZipFile as error:
+        raise LayoutError(f"{path} is damaged ({error}); plan again") from error
+    return manifest, arrays
+
+
+def _manifest(members: zipfile.ZipFile, path: str | Path) -> dict[str, Any]:
+    manifest = json.loads(members.read(MANIFEST)) if MANIFEST in members.namelist() else {}
+    seen = manifest.get("format"), manifest.get("version")
+    if seen != (FORMAT, VERSION):
+        raise ConfigError(f"{path} is no plan of version {VERSION}: it says {seen}. Plan again with this vlmpack")
+    return manifest
+
+
+def _array(members: zipfile.ZipFile, name: str) -> np.ndarray:
+    with members.open(name) as member:
+        return np.lib.format.read_array(member, allow_pickle=False).astype(np.int64)

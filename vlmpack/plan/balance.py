@@ -1,0 +1,176 @@
+"""Hand rows out to ranks so that none waits long for another.
+
+steps S = 2, ranks R = 2, accumulation A = 2:      rows[step, rank] are added up before ranks wait for each other
+
+     step 0                    step 1
+     rank 0: rows 4, 1         rank 0: rows 7, 3
+     rank 1: rows 0, 5         rank 1: rows 2, 6
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
+from typing import Literal, final
+
+import numpy as np
+
+from vlmpack.errors import ConfigError
+
+EMPTY = -1
+"""A place in a schedule without a row: its rank computes a row without loss there, or nothing."""
+
+ROWS_EXCHANGED = 32
+"""Rows a rank among which steps of similar rows are found, unless told otherwise."""
+
+Method = Literal["karmarkar_karp", "longest_first", "as_given"]
+Remainder = Literal["empty", "drop"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Schedule:
+    """Which rank computes which row when; every rank has the same number of steps."""
+
+    rows: np.ndarray
+    """int64 [S, R, A]: rows, or `EMPTY`; those of one rank and step from dear to cheap."""
+    costs: np.ndarray
+    """float [G]: the cost of each row."""
+
+    @property
+    def load(self) -> np.ndarray:
+        """float [S, R]: what each rank computes in each step."""
+        return np.append(self.costs, 0.0)[self.rows].sum(2)
+
+    @property
+    def imbalance(self) -> float:
+        """Time of all steps over the time that a perfect balance needs: worst rank / mean, 1 or more."""
+        load = self.load
+        return float(load.max(1).sum() / load.mean(1).sum()) if load.sum() else 1.0
+
+
+def balance_rows(
+    costs: np.ndarray,
+    *,
+    ranks: int,
+    accumulation: int = 1,
+    window: int | None = None,
+    method: Method = "karmarkar_karp",
+    remainder: Remainder = "empty",
+    seed: int | None = None,
+) -> Schedule:
+    """Hand G rows out, `ranks` times `accumulation` a step.
+
+    Args:
+        costs: [G] cost of each row, in any unit, not negative: `plan.sums(model.of_samples(...))`.
+        ranks: R.
+        accumulation: A, rows that a rank computes in one step.
+        window: steps that may exchange rows: the rows of so many steps are sorted by cost and cut into steps of similar
+            ones. 1: a step keeps its rows; None: steps with `ROWS_EXCHANGED` rows a rank. With A = 1 it is the only way
+            to balance.
+        method: how the rows of one step are shared out: by Karmarkar-Karp differencing, longest first to the least
+            loaded, or as given.
+        remainder: rows that do not fill a last step share it with empty places, or are dropped.
+        seed: shuffles rows before, and the steps of a window after; None: both in the order of the rows given.
+
+    Raises:
+        ConfigError: a number below 1, a method that does not exist, or costs that are negative or not finite.
+    """
+    costs = np.asarray(costs, np.float64)
+    _check(
+        costs,
+        {"ranks": ranks, "accumulation": accumulation, "window": 1 if window is None else window},
+        method,
+        remainder,
+    )
+    window = max(1, ROWS_EXCHANGED // accumulation) if window is None else window
+    random = None if seed is None else np.random.default_rng(seed)
+    rows = np.arange(len(costs)) if random is None else random.permutation(len(costs))
+    steps = _steps(rows, ranks * accumulation, remainder)
+    priced = np.append(costs, 0.0)
+    if window > 1:
+        steps = _similar_steps(steps, priced, window, random)
+    if method != "as_given":
+        share_out = METHODS[method]
+        steps = np.asarray([share_out(step.tolist(), priced, ranks) for step in steps], np.int64)
+    steps = steps.reshape(-1, ranks, accumulation)
+    dear_first = np.argsort(-priced[steps], axis=2, kind="stable")
+    return Schedule(rows=np.take_along_axis(steps, dear_first, 2), costs=costs)
+
+
+def longest_first(rows: list[int], costs: np.ndarray, ranks: int) -> list[int]:
+    """Give the dearest row left to the least loaded rank that has room; the rows of rank 0, then of rank 1, ..."""
+    each = len(rows) // ranks
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0.0, rank) for rank in range(ranks)]
+    for row in sorted(rows, key=lambda row: (-costs[row], row)):
+        load, rank = loads[0]
+        shares[rank].append(row)
+        if len(shares[rank]) < each:
+            heapreplace(loads, (load + costs[row], rank))
+        else:
+            heappop(loads)
+    return [row for share in shares for row in share]
+
+
+def karmarkar_karp(rows: list[int], costs: np.ndarray, ranks: int) -> list[int]:
+    """Join groups of one row a rank until one group is left; the rows of rank 0, then of rank 1, ...
+
+    A group counts by the difference between its dearest and its cheapest share. The two groups with the largest
+    differences are joined, dear shares of one with cheap shares of the other. All shares keep the same number of rows.
+    """
+    dear_first = sorted(rows, key=lambda row: (-costs[row], row))
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    for at in range(0, len(dear_first), ranks):
+        group = [(float(costs[row]), [row]) for row in dear_first[at : at + ranks]]
+        heappush(heap, (group[-1][0] - group[0][0], at, group))
+    for at in range(len(rows), len(rows) + len(heap) - 1):
+        (_, _, one), (_, _, other) = heappop(heap), heappop(heap)
+        joined = [(a + b, [*mine, *theirs]) for (a, mine), (b, theirs) in zip(one, reversed(other), strict=True)]
+        joined.sort(key=lambda share: -share[0])
+        heappush(heap, (joined[-1][0] - joined[0][0], at, joined))
+    return [row for _, share in heap[0][2] for row in share]
+
+
+METHODS: Mapping[str, Callable[[list[int], np.ndarray, int], list[int]]] = {
+    "karmarkar_karp": karmarkar_karp,
+    "longest_first": longest_first,
+}
+
+
+def _steps(rows: np.ndarray, per_step: int, remainder: Remainder) -> np.ndarray:
+    """int64 [S, per_step]."""
+    over = len(rows) % per_step
+    if over and remainder == "drop":
+        rows = rows[: len(rows) - over]
+    elif over:
+        rows = np.append(rows, np.full(per_step - over, EMPTY))
+    return rows.reshape(-1, per_step)
+
+
+def _similar_steps(steps: np.ndarray, costs: np.ndarray, window: int, random: np.random.Generator | None) -> np.ndarray:
+    """Exchange rows between the steps of each window, so that a step has rows of similar cost.
+
+    The last step keeps its rows where some of its places are empty.
+    """
+    whole = steps if not (steps == EMPTY).any() else steps[:-1]
+    out = [steps[:0]]
+    for start in range(0, len(whole), window):
+        rows = whole[start : start + window].reshape(-1)
+        sorted_steps = rows[np.argsort(-costs[rows], kind="stable")].reshape(-1, steps.shape[1])
+        sequence = np.argsort(sorted_steps.min(1)) if random is None else random.permutation(len(sorted_steps))
+        out.append(sorted_steps[sequence])
+    return np.concatenate([*out, steps[len(whole) :]])
+
+
+def _check(costs: np.ndarray, numbers: Mapping[str, int], method: str, remainder: str) -> None:
+    if costs.ndim != 1 or not np.isfinite(costs).all() or (costs < 0).any():
+        raise ConfigError("costs must be one finite number of at least 0 a row")
+    for name, number in numbers.items():
+        if number < 1:
+            raise ConfigError(f"{name} must be at least 1, got {number}")
+    if method not in (*METHODS, "as_given"):
+        raise ConfigError(f"there is no method {method!r}; choose from {', '.join([*METHODS, 'as_given'])}")
+    if remainder not in ("empty", "drop"):
+        raise ConfigError(f"remainder must be 'empty' or 'drop', got {remainder!r}")

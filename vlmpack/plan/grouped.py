@@ -1,0 +1,134 @@
+"""Placing samples from the longest to the shortest, equal lengths together.
+
+A *run* is a stretch of neighbouring bins with the same room left. Samples of one length go to a whole run at once, so
+that the work depends on how many lengths and runs there are, hardly on how many samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+from typing import final
+
+import numpy as np
+
+Preference = Callable[[int, int], int]
+"""(room in tokens, number of the first bin) -> rank of a run; the lowest is used first, then the first bin."""
+
+
+@final
+class Runs:
+    """Open bins as runs: those with room for the length at hand, by preference, and those ."""
+
+    def __init__(self, preference: Preference) -> None:
+        self._preference = preference
+        self._fitting: list[tuple[int, int, int, int]] = []
+        """Heap of (rank, first bin, room, bins)."""
+        self._waiting: list[tuple[int, int, int]] = []
+        """Heap of (-room, first bin, bins)."""
+        self._length = 0
+
+    def turn_to(self, length: int) -> None:
+        """From now on samples of this length are placed; it is smaller than any before."""
+        self._length = length
+        while self._waiting and -self._waiting[0][0] >= length:
+            minus_room, first, bins = heappop(self._waiting)
+            self.put(first, -minus_room, bins)
+
+    def take(self) -> tuple[int, int, int] | None:
+        """(first bin, room, bins) of the preferred run that has room, and take it out; None: no bin has room."""
+        return heappop(self._fitting)[1:] if self._fitting else None
+
+    def put(self, first: int, room: int, bins: int) -> None:
+        """Put a run back."""
+        if not bins:
+            return
+        if room >= self._length:
+            heappush(self._fitting, (self._preference(room, first), first, room, bins))
+        else:
+            heappush(self._waiting, (-room, first, bins))
+
+
+def place_falling(
+    lengths: np.ndarray, capacity: int, preference: Preference, *, one_a_visit: bool = False
+) -> np.ndarray:
+    """Place every sample in the preferred open bin that has room, the longest first; open a bin where none has.
+
+    Args:
+        lengths: int64 [N], each from 1 to `capacity` tokens.
+        capacity: of a bin, in tokens.
+        preference: which run of bins comes first.
+        one_a_visit: after each sample look for the preferred bin anew. Best fit and first fit need not: a bin that was
+            preferred and has room for one more of the same length is preferred still.
+
+    Returns:
+        int64 [N]: the bin of each sample; bins are numbered in the order in which they were opened.
+    """
+    order = falling(lengths)
+    return place_sorted(lengths[order], capacity, preference, one_a_visit=one_a_visit).assign(order)
+
+
+def place_sorted(
+    sorted_lengths: np.ndarray, capacity: int, preference: Preference, *, one_a_visit: bool = False
+) -> Placements:
+    """The same for lengths that fall already; where each goes is written down and not yet spelt out."""
+    runs, placements, at = Runs(preference), Placements(), 0
+    for length, count in _groups(sorted_lengths):
+        runs.turn_to(length)
+        end = at + count
+        while at < end:
+            found = runs.take()
+            first, room, bins = found or (placements.bins, capacity, -(-(end - at) // (capacity // length)))
+            each = 1 if found and one_a_visit else room // length
+            full = min(bins, (end - at) // each)
+            over = end - at - full * each if full < bins else 0  # too few to fill a bin: they all go to the next one
+            for start, number, samples in ((first, full, each), (first + full, min(over, 1), over)):
+                if number:
+                    placements.add(at, first_bin=start, per_bin=samples, bins=number)
+                    runs.put(start, room - samples * length, number)
+                    at += number * samples
+            used = full + (over > 0)
+            runs.put(first + used, room, bins - used)
+    return placements
+
+
+@final
+class Placements:
+    """Which stretches of sorted samples went to which bins."""
+
+    def __init__(self) -> None:
+        self.bins = 0
+        """Bins that hold something."""
+        self._rows: list[tuple[int, int, int, int]] = []
+
+    def add(self, at: int, *, first_bin: int, per_bin: int, bins: int) -> None:
+        """The sorted samples from `at` on go to `bins` neighbouring bins, `per_bin` to each."""
+        self._rows.append((at, first_bin, per_bin, per_bin * bins))
+        self.bins = max(self.bins, first_bin + bins)
+
+    def assign(self, order: np.ndarray) -> np.ndarray:
+        """int64 [N]: the bin of each sample where `order` holds the sorted samples; -1 for one that was not placed."""
+        bin_of = np.full(len(order), -1)
+        if self._rows:
+            at, first_bin, per_bin, count = np.asarray(self._rows).T
+            within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+            samples = order[np.repeat(at, count) + within]
+            bin_of[samples] = np.repeat(first_bin, count) + within // np.repeat(per_bin, count)
+        return bin_of
+
+
+def falling(lengths: np.ndarray) -> np.ndarray:
+    """int64 [N]: indices that sort `lengths` from long to short, equal ones in the order given.
+
+    Length and index share one int64, which numpy sorts several times as fast as it sorts indices.
+    """
+    bits = len(lengths).bit_length()
+    keys = (lengths.max() - lengths << bits) | np.arange(len(lengths))
+    keys.sort()
+    return keys & ((1 << bits) - 1)
+
+
+def _groups(sorted_lengths: np.ndarray) -> Iterator[tuple[int, int]]:
+    """(length, how many samples have it), in the order given."""
+    edges = np.flatnonzero(np.diff(sorted_lengths, prepend=-1, append=-1))
+    return zip(sorted_lengths[edges[:-1]].tolist(), np.diff(edges).tolist(), strict=True)

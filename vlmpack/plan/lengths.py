@@ -1,0 +1,135 @@
+"""Lengths and budgets as they come in: checked once, so that no algorithm has to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, final
+
+import numpy as np
+
+from vlmpack.errors import ConfigError, SampleError
+
+Oversize = Literal["error", "drop", "own_row"]
+OVERSIZE: tuple[Oversize, ...] = ("error", "drop", "own_row")
+
+LARGEST = 2**31 - 1
+"""Lengths, capacities and numbers of samples stay below: two of them then fit one int64, which sorts fast."""
+
+SHOWN = 10
+"""Samples that a message lists."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Budget:
+    """Something besides tokens that a row may hold only so much of: vision patches, images."""
+
+    name: str
+    """What is counted, for messages and the manifest."""
+    costs: np.ndarray
+    """int64 [N]: how much of it each sample needs, 0 or more."""
+    limit: int
+    """The most that a row may hold."""
+
+    def __post_init__(self) -> None:
+        checked_capacity(self.limit, f"the limit of budget {self.name!r}")
+        costs = whole_numbers(self.costs, f"{self.name} of a sample")
+        if (negative := costs < 0).any():
+            at = int(negative.argmax())
+            raise SampleError(
+                f"needs {costs[at]} of {self.name!r}, and that cannot be negative", index=at, reason="bad_cost"
+            )
+        object.__setattr__(self, "costs", costs)
+
+
+def checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """The lengths as int64 [N], each at least 1.
+
+    Raises:
+        ConfigError: not one-dimensional, no samples, or not numbers.
+        SampleError: a length is not finite, not whole, zero or negative; names the first.
+    """
+    checked = whole_numbers(lengths, "length of a sample")
+    if not len(checked):
+        raise ConfigError("there is nothing to plan: the list of lengths is empty")
+    if (bad := checked < 1).any():
+        at = int(bad.argmax())
+        raise SampleError(
+            f"has length {checked[at]}; a sample needs at least one token. Leave empty samples out before planning",
+            index=at,
+            reason="empty",
+        )
+    return checked
+
+
+def whole_numbers(values: Sequence[int] | np.ndarray, what: str) -> np.ndarray:
+    """`values` as an int64 vector of numbers below 2^31.
+
+    Raises:
+        ConfigError: not one-dimensional, or not numbers.
+        SampleError: a value is not finite, not whole or too large; names the first.
+    """
+    found = np.asarray(values) if len(values) else np.zeros(0, np.int64)
+    if found.ndim != 1 or found.dtype.kind not in "iuf":
+        raise ConfigError(
+            f"the {what} must be one whole number: expected a vector of integers, got "
+            f"{found.ndim} dimensions of {found.dtype}"
+        )
+    if found.dtype.kind == "f":
+        _refuse(~np.isfinite(found), found, what, "is not finite", "not_finite")
+        _refuse(found != np.rint(found), found, what, "is not a whole number", "not_whole")
+    _refuse(found > LARGEST, found, what, f"is above {LARGEST}", "too_large")
+    return found.astype(np.int64)
+
+
+def checked_capacity(capacity: int, what: str = "the capacity of a row") -> int:
+    """`capacity` as an int.
+
+    Raises:
+        ConfigError: not a whole number of at least 1 and below 2^31.
+    """
+    if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer):
+        raise ConfigError(f"{what} must be a whole number, got {capacity!r}")
+    if not 1 <= capacity <= LARGEST:
+        raise ConfigError(f"{what} must lie between 1 and {LARGEST}, got {capacity}")
+    return int(capacity)
+
+
+def too_large(lengths: np.ndarray, capacity: int, budgets: Sequence[Budget]) -> np.ndarray:
+    """bool [N]: samples that exceed the capacity or a budget all by themselves."""
+    over = lengths > capacity
+    for budget in budgets:
+        over = over | (budget.costs > budget.limit)
+    return over
+
+
+def refuse_too_large(over: np.ndarray, lengths: np.ndarray, capacity: int, budgets: Sequence[Budget]) -> None:
+    """Do nothing if no sample is too large.
+
+    Raises:
+        SampleError: names the first such sample and lists the next ones with their sizes.
+    """
+    found = np.flatnonzero(over)
+    if not len(found):
+        return
+    first = int(found[0])
+    listed = ", ".join(f"{at} ({_sizes(at, lengths, budgets)})" for at in found[:SHOWN].tolist())
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    limits = ", ".join([f"{capacity} tokens", *(f"{budget.limit} {budget.name}" for budget in budgets)])
+    raise SampleError(
+        f"does not fit a row of {limits}. {len(found)} of {len(over)} samples do not: {listed}{more}. Raise the limit, "
+        "shorten them, or choose oversize='drop' or oversize='own_row'",
+        index=first,
+        reason="overlength",
+    )
+
+
+def _sizes(at: int, lengths: np.ndarray, budgets: Sequence[Budget]) -> str:
+    return ", ".join([f"{lengths[at]} tokens", *(f"{budget.costs[at]} {budget.name}" for budget in budgets)])
+
+
+def _refuse(bad: np.ndarray, values: np.ndarray, what: str, fault: str, reason: str) -> None:
+    if bad.any():
+        at = int(bad.argmax())
+        raise SampleError(f"the {what} {fault}: {values[at]}", index=at, reason=reason)

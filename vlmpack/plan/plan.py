@@ -1,0 +1,283 @@
+"""Plan: which samples share a row.
+
+Lengths [5, 3, 4, 2, 6] at a capacity of 10, in two rows:
+
+    row 0     0 0 0 0 0 1 1 1 3 3      samples [0, 1, 3]
+    row 1     2 2 2 2 4 4 4 4 4 4      samples [2, 4]
+
+    sample_ids  [0, 1, 3, 2, 4]        row after row
+    bounds      [0, 3, 5]              where each row starts in `sample_ids`
+
+N samples, D of them dropped; G rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from vlmpack.errors import LayoutError
+from vlmpack.plan import archive
+from vlmpack.plan.bound import lower_bound
+from vlmpack.plan.lengths import Budget, Oversize, too_large
+
+NO_SAMPLES = np.zeros(0, np.int64)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """Rows of sample ids. A sample's id is its place in `lengths`.
+
+    Samples lie in a row in the order in which they were planned: as given, or shuffled by the seed.
+    """
+
+    sample_ids: np.ndarray
+    """int64 [N - D]: the rows, one after the other."""
+    bounds: np.ndarray
+    """int64 [G + 1]: where each row starts in `sample_ids`, and where the last one ends."""
+    lengths: np.ndarray
+    """int64 [N]: tokens of every sample that was to be planned."""
+    dropped: np.ndarray
+    """int64 [D]: samples in no row, because they exceed a row alone, rising."""
+    capacity: int
+    """Tokens that a row may hold."""
+    budgets: tuple[Budget, ...] = ()
+    """What else a row may hold only so much of."""
+    oversize: Oversize = "error"
+    """What became of such samples: refused, dropped, or each in a row of its own."""
+    strategy: str = "exact_fill"
+    """How samples were placed."""
+    seed: int | None = None
+    """Of the shuffle; None: samples and rows are in the order given."""
+
+    @classmethod
+    def from_assignment(cls, bin_of: np.ndarray, order: np.ndarray | None = None, **fields: Any) -> Plan:
+        """Make the plan from the bin of each sample, -1 for one that is dropped.
+
+        Rows are put in the order of their first samples.
+
+        Args:
+            bin_of: int64 [N]: bins 0 to G - 1, none of them empty.
+            order: int64 [N]: a permutation of the samples, in which they lie in their rows; None: as given.
+            fields: the plan's other fields.
+        """
+        order = np.arange(len(bin_of)) if order is None else order
+        placed = order[bin_of[order] >= 0]
+        at, bounds = _rows(bin_of[placed])
+        return cls(sample_ids=placed[at], bounds=bounds, dropped=np.flatnonzero(bin_of < 0), **fields)
+
+    def rearranged(self, rows: np.ndarray) -> Plan:
+        """The same plan with its rows in another order.
+
+        Args:
+            rows: int64 [G]: a permutation of the rows.
+        """
+        sizes = np.diff(self.bounds)[rows]
+        bounds = np.concatenate([[0], np.cumsum(sizes)])
+        at = np.arange(len(self.sample_ids)) + np.repeat(self.bounds[rows] - bounds[:-1], sizes)
+        return replace(self, sample_ids=self.sample_ids[at], bounds=bounds)
+
+    # ------------------------------------------------------------------ rows
+
+    def __len__(self) -> int:
+        """Rows G."""
+        return len(self.bounds) - 1
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        """int64: the samples of one row; negative numbers count from the end.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        at = range(len(self))[row]
+        return self.sample_ids[self.bounds[at] : self.bounds[at + 1]]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[row] for row in range(len(self)))
+
+    @cached_property
+    def bins(self) -> tuple[tuple[int, ...], ...]:
+        """The samples of each row, as python ints."""
+        ids, bounds = self.sample_ids.tolist(), self.bounds.tolist()
+        return tuple(tuple(ids[a:b]) for a, b in pairwise(bounds))
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """[G]: something that each sample has, [N], summed over the samples of each row."""
+        return np.add.reduceat(values[self.sample_ids], self.bounds[:-1]) if len(self) else values[:0]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int64 [G]: tokens of each row."""
+        return self.sums(self.lengths)
+
+    # ------------------------------------------------------------------ how good it is
+
+    @property
+    def fill(self) -> float:
+        """Tokens per token of row, 0 to 1; a row above the capacity counts as full."""
+        tokens = self.tokens
+        return float(tokens.sum() / np.maximum(tokens, self.capacity).sum()) if len(self) else 0.0
+
+    @property
+    def waste(self) -> int:
+        """Tokens of row that no sample fills."""
+        return int(np.maximum(self.capacity - self.tokens, 0).sum())
+
+    @cached_property
+    def lower_bound(self) -> int:
+        """Rows that these samples need at the very least, however they are placed."""
+        kept = np.ones(len(self.lengths), bool)
+        kept[self.dropped] = False
+        alone = too_large(self.lengths, self.capacity, self.budgets) & kept
+        shared = kept & ~alone
+        limits = [(self.lengths, self.capacity), *((budget.costs, budget.limit) for budget in self.budgets)]
+        return int(alone.sum()) + max(lower_bound(sizes[shared], limit) for sizes, limit in limits)
+
+    def check(self) -> Plan:
+        """Look at every row, and return the plan.
+
+        Raises:
+            LayoutError: a sample is missing, twice there or unknown; a row is empty or holds more than it may.
+        """
+        self._check_bounds()
+        self._check_samples()
+        limits = [("tokens", self.lengths, self.capacity), *((b.name, b.costs, b.limit) for b in self.budgets)]
+        may_exceed = np.diff(self.bounds) == 1 if self.oversize == "own_row" else np.zeros(len(self), bool)
+        for name, sizes, limit in limits:
+            held = self.sums(sizes)
+            if (over := (held > limit) & ~may_exceed).any():
+                row = int(over.argmax())
+                raise LayoutError(
+                    f"row {row}: {held[row]} {name} in samples {self[row].tolist()}, at most {limit} may be; plan again"
+                )
+        return self
+
+    def _check_bounds(self) -> None:
+        ends = self.bounds[[0, -1]].tolist() if len(self.bounds) else None
+        if ends != [0, len(self.sample_ids)]:
+            raise LayoutError(
+                f"rows must run from 0 to {len(self.sample_ids)} samples, got bounds from {ends}; plan again"
+            )
+        if (empty := np.diff(self.bounds) < 1).any():
+            raise LayoutError(f"row {int(empty.argmax())} holds no sample; plan again")
+
+    def _check_samples(self) -> None:
+        ids = np.concatenate([self.sample_ids, self.dropped])
+        if len(ids) and not 0 <= ids.min() <= ids.max() < len(self.lengths):
+            raise LayoutError(
+                f"samples run from {ids.min()} to {ids.max()}, but there are {len(self.lengths)}; plan again"
+            )
+        times = np.bincount(ids, minlength=len(self.lengths))
+        if (wrong := times != 1).any():
+            at = int(wrong.argmax())
+            raise LayoutError(f"sample {at} is planned {times[at]} times instead of once; plan again")
+
+    # ------------------------------------------------------------------ on disk
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """What there is to know without reading the rows, as JSON has it."""
+        segments = np.diff(self.bounds)
+        return {
+            "rows": len(self),
+            "samples": len(self.lengths),
+            "dropped": len(self.dropped),
+            "tokens": int(self.tokens.sum()),
+            "capacity": self.capacity,
+            "budgets": {budget.name: budget.limit for budget in self.budgets},
+            "fill": round(self.fill, 6),
+            "lower_bound": self.lower_bound,
+            "longest_row": int(self.tokens.max(initial=0)),
+            "longest_segment": int(self.lengths[self.sample_ids].max(initial=0)),
+            "most_segments": int(segments.max(initial=0)),
+            "strategy": self.strategy,
+            "oversize": self.oversize,
+            "seed": self.seed,
+        }
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the rows, lengths and settings: equal plans have equal digests, on every machine."""
+        digest = hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode())
+        for name, array in self._arrays().items():
+            digest.update(f"{name} {len(array)} ".encode())
+            digest.update(array.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to one file: there is all of it or none, whenever the process dies.
+
+        The file is a zip of `manifest.json`, for people and other programs, and one `.npy` an array. The same plan
+        gives the same bytes.
+        """
+        archive.write(path, {**self.manifest, "digest": self.digest}, self._arrays())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read back what `save` wrote, and check it.
+
+        Raises:
+            ConfigError: the file is not a plan, or of another version.
+            LayoutError: it was changed since it was written.
+        """
+        manifest, arrays = archive.read(path)
+        budgets = tuple(
+            Budget(name=name, costs=arrays[f"budget.{name}"], limit=limit)
+            for name, limit in manifest["budgets"].items()
+        )
+        plan = cls(
+            **{name: arrays[name] for name in ("sample_ids", "bounds", "lengths", "dropped")},
+            **{name: manifest[name] for name in ("capacity", "oversize", "strategy", "seed")},
+            budgets=budgets,
+        )
+        if plan.check().digest != manifest["digest"]:
+            raise LayoutError(f"{path} does not hold what its digest says: it was changed or damaged; plan again")
+        return plan
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        named = {f"budget.{budget.name}": budget.costs for budget in self.budgets}
+        rows = {"sample_ids": self.sample_ids, "bounds": self.bounds}
+        return {**rows, "lengths": self.lengths, "dropped": self.dropped, **named}
+
+    # ------------------------------------------------------------------ in words
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({len(self)} rows of {self.capacity} tokens, {self.fill:.2%} full, {len(self.sample_ids)} samples, "
+            f"{len(self.dropped)} dropped, at least {self.lower_bound} rows needed, by {self.strategy})"
+        )
+
+
+def _rows(bin_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(samples row after row, bounds): bins in the order of their first samples, samples rising within each.
+
+    Row and sample share one int64, which numpy sorts several times as fast as it sorts indices.
+    """
+    if not len(bin_of):
+        return NO_SAMPLES, np.zeros(1, np.int64)
+    samples = np.arange(len(bin_of))
+    first = np.empty(int(bin_of.max()) + 1, np.int64)
+    first[bin_of[::-1]] = samples[::-1]
+    opens = np.zeros(len(bin_of), np.int64)
+    opens[first] = 1
+    row_of = (np.cumsum(opens) - 1)[first][bin_of]
+    bits = len(bin_of).bit_length()
+    keys = (row_of << bits) | samples
+    keys.sort()
+    bounds = np.concatenate([[0], np.cumsum(np.bincount(row_of))])
+    return keys & ((1 << bits) - 1), bounds

@@ -1,0 +1,102 @@
+"""plan_bins: lengths in, a plan out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vlmpack.errors import ConfigError
+from vlmpack.plan.lengths import (
+    LARGEST,
+    OVERSIZE,
+    Budget,
+    Oversize,
+    checked_capacity,
+    checked_lengths,
+    refuse_too_large,
+    too_large,
+)
+from vlmpack.plan.plan import Plan
+from vlmpack.plan.rolling import rolling_fill
+from vlmpack.plan.strategies import STRATEGIES, strategy_name
+
+WITH_BUDGETS = ("exact_fill", "rolling_fill")
+"""Strategies that know several limits; with them, both fill rows through a waiting room."""
+
+
+def plan_bins(
+    lengths: Sequence[int] | np.ndarray,
+    capacity: int,
+    *,
+    strategy: str = "exact_fill",
+    budgets: Sequence[Budget] = (),
+    oversize: Oversize = "error",
+    seed: int | None = None,
+) -> Plan:
+    """Choose which samples share a row.
+
+    Args:
+        lengths: N whole numbers, tokens of each sample, at least 1.
+        capacity: tokens that a row may hold.
+        strategy: one of `STRATEGIES`, or one of SeqPacker's short names; the default makes the fewest rows.
+        budgets: what else a row may hold only so much of.
+        oversize: what to do with a sample that exceeds a row by itself: refuse to plan, leave it out, or give it a row
+            of its own.
+        seed: shuffles samples first and rows last; None: samples keep the order given, and rows that of their first
+            samples. The same seed gives the same plan, everywhere.
+
+    Raises:
+        SampleError: a length that is not finite, whole and positive, or, with `oversize="error"`, samples that are too
+            long; names the first, and lists those that are too long.
+        ConfigError: no samples, a capacity that is no whole number of at least 1, or a setting that does not exist.
+    """
+    capacity, name = checked_capacity(capacity), strategy_name(strategy)
+    sizes, budgets = checked_lengths(lengths), tuple(budgets)
+    _check_settings(len(sizes), name, budgets, oversize, seed)
+    over = too_large(sizes, capacity, budgets)
+    if oversize == "error":
+        refuse_too_large(over, sizes, capacity, budgets)
+    shuffle = None if seed is None else np.random.default_rng(seed)
+    order = np.arange(len(sizes)) if shuffle is None else shuffle.permutation(len(sizes))
+    bin_of = np.full(len(sizes), -1)
+    if len(fitting := order[~over[order]]):
+        bin_of[fitting] = _place(sizes, capacity, name, budgets, fitting)
+    if oversize == "own_row":
+        bin_of[over] = bin_of.max(initial=-1) + 1 + np.arange(over.sum())
+    settings = {"capacity": capacity, "budgets": budgets, "oversize": oversize, "strategy": name, "seed": seed}
+    plan = Plan.from_assignment(bin_of, order, lengths=sizes, **settings)
+    return plan if shuffle is None else plan.rearranged(shuffle.permutation(len(plan)))
+
+
+def _place(
+    lengths: np.ndarray, capacity: int, strategy: str, budgets: Sequence[Budget], samples: np.ndarray
+) -> np.ndarray:
+    """The bin of each of `samples`, which are placed in this order."""
+    if not budgets:
+        return STRATEGIES[strategy](lengths[samples], capacity)
+    needs = [Budget(name=budget.name, costs=budget.costs[samples], limit=budget.limit) for budget in budgets]
+    return rolling_fill(lengths[samples], capacity, needs)
+
+
+def _check_settings(
+    samples: int, strategy: str, budgets: Sequence[Budget], oversize: Oversize, seed: int | None
+) -> None:
+    if samples > LARGEST:
+        raise ConfigError(f"a plan holds at most {LARGEST} samples, got {samples}; plan in parts")
+    if oversize not in OVERSIZE:
+        raise ConfigError(f"oversize must be one of {', '.join(OVERSIZE)}, got {oversize!r}")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0):
+        raise ConfigError(f"the seed must be a whole number of at least 0, or None for no shuffle; got {seed!r}")
+    if budgets and strategy not in WITH_BUDGETS:
+        raise ConfigError(
+            f"{strategy} knows tokens only, not {', '.join(budget.name for budget in budgets)}; choose "
+            f"{' or '.join(WITH_BUDGETS)}"
+        )
+    if len({budget.name for budget in budgets}) != len(budgets):
+        raise ConfigError(f"two budgets have the same name: {', '.join(budget.name for budget in budgets)}")
+    for budget in budgets:
+        if len(budget.costs) != samples:
+            raise ConfigError(
+                f"budget {budget.name!r} has costs of {len(budget.costs)} samples, but there are {samples}"
+            )

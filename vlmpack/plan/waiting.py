@@ -1,0 +1,85 @@
+"""Samples that wait for a row: each row is made around the oldest of them, so that none waits for long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+from vlmpack.errors import SampleError
+from vlmpack.plan.lengths import checked_capacity
+from vlmpack.plan.several import fill_row
+from vlmpack.plan.subset import best_subset
+
+
+@final
+class WaitingRoom:
+    """Take samples in one by one and give rows out: the oldest sample, and those that fill its row exactly.
+
+    No randomness: what comes out depends on what came in and when rows were taken, and on nothing else. To continue
+    somewhere else, give `waiting` to a new room, line by line.
+
+    Args:
+        capacity: of a row, in tokens.
+        limits: of whatever else a row holds, in the order of the costs given with each sample.
+
+    Raises:
+        ConfigError: a capacity or limit that is no whole number of at least 1.
+    """
+
+    def __init__(self, capacity: int, limits: Sequence[int] = ()) -> None:
+        self.limits = (checked_capacity(capacity), *(checked_capacity(limit, "a row's limit") for limit in limits))
+        """The capacity and the other limits."""
+        self.tokens = 0
+        """Tokens that wait."""
+        self._ids: list[int] = []
+        self._costs: list[tuple[int, ...]] = []
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def waiting(self) -> list[tuple[int, ...]]:
+        """(id, length, *costs) of each waiting sample, the oldest first: what `add` takes."""
+        return [(name, *costs) for name, costs in zip(self._ids, self._costs, strict=True)]
+
+    def add(self, sample_id: int, length: int, *costs: int) -> None:
+        """Take a sample in.
+
+        Args:
+            sample_id: what `take` will give back.
+            length: in tokens, at least 1.
+            costs: what else it needs, one number a limit, 0 or more.
+
+        Raises:
+            SampleError: it can never fit a row, or has no tokens.
+        """
+        needs = (length, *costs)
+        if length < 1 or any(need > limit for need, limit in zip(needs, self.limits, strict=True)):
+            raise SampleError(
+                f"has {length} tokens and needs {list(costs)}; a row holds from 1 to {self.limits[0]} tokens and "
+                f"{list(self.limits[1:])}. Leave it out, or give it a row of its own",
+                index=sample_id,
+                reason="overlength" if length > 0 else "empty",
+            )
+        self._ids.append(sample_id)
+        self._costs.append(needs)
+        self.tokens += length
+
+    def take(self) -> list[int]:
+        """Give out one row: ids, the oldest first. Empty if nobody waits."""
+        if not self._ids:
+            return []
+        chosen = self._choose()
+        row = [self._ids[index] for index in chosen]
+        self.tokens -= sum(self._costs[index][0] for index in chosen)
+        for index in reversed(chosen):
+            del self._ids[index], self._costs[index]
+        return row
+
+    def _choose(self) -> list[int]:
+        if len(self.limits) > 1:
+            return fill_row(np.asarray(self._costs), np.asarray(self.limits))
+        (first,), *others = self._costs
+        return [0, *(1 + index for index in best_subset([length for (length,) in others], self.limits[0] - first))]
