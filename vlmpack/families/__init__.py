@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from vlmpack.families.base import Family
-from vlmpack.families.delta import Delta
+from vlmpack.families.delta import Delta, keeps_zeros
 from vlmpack.families.experts import Experts
+from vlmpack.families.fla import check_fla, fla_boundaries
 from vlmpack.families.qwen2_5_vl import Qwen25VL
 from vlmpack.families.qwen2_vl import Qwen2VL
 from vlmpack.families.qwen3_vl import Qwen3VL, Qwen3VLMoe, Qwen35, Qwen35Moe
@@ -25,7 +26,10 @@ __all__ = [
     "Qwen25VL",
     "Qwen35",
     "Qwen35Moe",
+    "check_fla",
     "family_named",
     "family_of",
+    "fla_boundaries",
     "grid_from_size",
+    "keeps_zeros",
 ]

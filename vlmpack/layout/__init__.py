@@ -11,6 +11,7 @@ from vlmpack.layout.roll import IGNORE, shift_labels, unshift_labels
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments
 from vlmpack.layout.slots import SlotRule
+from vlmpack.layout.spaced import Spaced
 
 __all__ = [
     "FACTS_KEY",
@@ -25,6 +26,7 @@ __all__ = [
     "PaddedBatch",
     "Segments",
     "SlotRule",
+    "Spaced",
     "around_graph",
     "checked_boundaries",
     "lengths_from_mask",

@@ -93,10 +93,7 @@ class Buckets:
         index = self._tensors(real_RD.device)
         if index.order is not None:
             real_RD = real_RD.index_select(0, index.order)
-        if not self.segments.has_gaps:
-            return real_RD[None]
-        row_TD = real_RD.new_zeros(self.segments.total, real_RD.shape[-1])
-        return row_TD.index_copy(0, self.segments.real_index(real_RD.device), real_RD)[None]
+        return onto_row(real_RD, self.segments)
 
     def _take(self, row_1TD: torch.Tensor, bucket: Bucket, index: torch.Tensor | None) -> torch.Tensor:
         if index is None:
@@ -129,6 +126,14 @@ class Buckets:
             firsts[list(bucket.members)] = start + bucket.width * np.arange(len(bucket.members))
         places = np.arange(self.segments.num_tokens) - np.repeat(self.segments.real[:-1], self.segments.lengths)
         return places + np.repeat(firsts, self.segments.lengths)
+
+
+def onto_row(real_RD: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """Real tokens [R, D] on their places in the row [1, T, D], zeros on padding."""
+    if not segments.has_gaps:
+        return real_RD[None]
+    row_TD = real_RD.new_zeros(segments.total, real_RD.shape[-1])
+    return row_TD.index_copy(0, segments.real_index(real_RD.device), real_RD)[None]
 
 
 @final

@@ -13,7 +13,7 @@ from typing import Any, final
 
 import torch
 
-from vlmpack.layout import Buckets, Segments
+from vlmpack.layout import Buckets, Segments, Spaced
 
 CONTEXT = "vlmpack_row"
 """The keyword under which a `RowContext` reaches attention layers."""
@@ -67,7 +67,7 @@ class RowContext:
         vision: VisionSegments,
         backend: str,
         experts: RealTokens | None = None,
-        delta: Buckets | None = None,
+        delta: Buckets | Spaced | None = None,
     ) -> None:
         self.segments = segments
         """The text row's boundaries."""

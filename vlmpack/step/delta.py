@@ -1,11 +1,12 @@
 """Gated delta layers see one sample at a time: convolution and recurrence start anew in every segment of a row.
 
-A row is cut into right-padded batches of samples of like length, or into single samples, whichever costs less
-(`layout.buckets`), and the layer is run on each: nothing of the layer is computed otherwise than for a sample alone.
+With flash-linear-attention, whose kernel starts anew at given boundaries, a row goes through the layer in one call,
+with zeros between its segments for the convolution (`layout.spaced`). Otherwise it is cut into right-padded batches of
+samples of like length, or into single samples, whichever costs less (`layout.buckets`), and the layer is run on each.
 
     row       a a a .  b b b b b . . .  c c . .
-    buckets   a a a     b b b b b
-              c c ~
+    spaced    a a a 0 0 0  b b b b b 0 0 0  c c        buckets   a a a     b b b b b
+                                                                 c c ~
     row       A A A 0  B B B B B 0 0 0  C C 0 0
 
 The layer's class becomes a subclass of its own class that does so when it is told a row, by keyword, as all layers are.
@@ -14,15 +15,14 @@ The layer's class becomes a subclass of its own class that does so when it is to
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from vlmpack.errors import ConfigError
-from vlmpack.families import Family
-from vlmpack.layout import Buckets, Segments, around_graph
+from vlmpack.families import Family, check_fla, fla_boundaries, keeps_zeros
+from vlmpack.layout import Buckets, Segments, Spaced, around_graph
 from vlmpack.step.attention import check_not_bypassed
 from vlmpack.step.context import CONTEXT, RowContext
 from vlmpack.step.subclass import base_of, is_subclassed, subclass
@@ -57,36 +57,45 @@ def is_installed(family: Family, core: nn.Module) -> bool:
     return all(is_subclassed(layer) and "forward" not in vars(layer) for layer in _layers(family, core))
 
 
-def cut(family: Family, segments: Segments, device: torch.device) -> Buckets | None:
-    """How gated delta layers compute a row; None: the family has none."""
+def cut(family: Family, segments: Segments, device: torch.device, text_config: Any) -> Buckets | Spaced | None:
+    """How gated delta layers compute a row; None: the family has none.
+
+    Args:
+        family: the model's family.
+        segments: the row.
+        device: where the model is.
+        text_config: the text part's configuration.
+
+    Raises:
+        BackendError: flash-linear-attention computes the layers, and does so wrongly or not at all here.
+    """
     if family.delta is None:
         return None
+    if family.delta.uses_fla():
+        check_fla(device, training=torch.is_grad_enabled())
+        return Spaced(segments=segments, reach=family.delta.reach(text_config))
     return Buckets.cheapest(segments, call_cost=CALL_COST.get(device.type, CALL_COST["cuda"]))
 
 
 @functools.cache
 def cut_class(base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of a gated delta layer's class that runs it on each bucket of a row; one a base class."""
+    """A subclass of a gated delta layer's class that keeps the samples of a row apart; one a base class."""
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         row: RowContext | None = kwargs.pop(CONTEXT, None)
-        own_forward = functools.partial(base.forward, self)
         if row is None:
             check_not_bypassed(kwargs)
-            return own_forward(hidden_states, *args, **kwargs)
+            return base.forward(self, hidden_states, *args, **kwargs)
         assert row.delta is not None
-        return _in_buckets(functools.partial(own_forward, **kwargs), hidden_states, row.delta)
+        if not row.delta.tokens:  # nothing but padding; the layer's parameters keep their place in the graph
+            return base.forward(self, torch.zeros_like(hidden_states), **kwargs)
+        if isinstance(row.delta, Spaced):
+            _check_zeros(self)
+            kwargs.update(fla_boundaries(row.delta, hidden_states.device))
+        return row.delta.join([base.forward(self, part, **kwargs) for part in row.delta.split(hidden_states)])
 
     return subclass(base, {"forward": around_graph(forward)}, cut_class)
-
-
-def _in_buckets(
-    layer: Callable[[torch.Tensor], torch.Tensor], hidden_1TD: torch.Tensor, buckets: Buckets
-) -> torch.Tensor:
-    if not buckets.buckets:  # nothing but padding; the layer's parameters keep their place in the graph
-        return layer(torch.zeros_like(hidden_1TD))
-    return buckets.join([layer(part) for part in buckets.split(hidden_1TD)])
 
 
 def _layers(family: Family, core: nn.Module) -> list[nn.Module]:
@@ -98,4 +107,12 @@ def _check_own_forward(layer: nn.Module) -> None:
         raise ConfigError(
             f"the forward of a {type(layer).__name__} was replaced on the object itself, so samples would leak through "
             "it: enable packing before accelerate spreads or offloads the model, and load it without use_kernels"
+        )
+
+
+def _check_zeros(layer: nn.Module) -> None:
+    if not keeps_zeros(layer):
+        raise ConfigError(
+            f"a projection before the convolution of a {type(layer).__name__} has a bias, which would turn the zeros "
+            "that keep samples apart into something else: train without it (LoRA: lora_bias=False), or without fla"
         )

@@ -19,6 +19,7 @@ from vlmpack.layout import (
     PackedRow,
     Segments,
     SlotRule,
+    Spaced,
     around_graph,
     outside_graph,
     require,
@@ -157,11 +158,11 @@ def _loss(
     return logprobs, -logprobs.sum()
 
 
-def _work(segments: Segments, facts: BatchFacts, buckets: Buckets | None) -> Work:
+def _work(segments: Segments, facts: BatchFacts, delta: Buckets | Spaced | None) -> Work:
     return Work(
         real_tokens=segments.num_tokens,
         physical_tokens=segments.total,
         attended_pairs=segments.attended_pairs,
         vision_patches=sum(map(prod, (*facts.image_grids, *facts.video_grids))),
-        delta_tokens=0 if buckets is None else buckets.tokens,
+        delta_tokens=0 if delta is None else delta.tokens,
     )

@@ -109,7 +109,7 @@ def backbone_inputs(
             vision=_vision_segments(family, facts, hf_config),
             backend=backend,
             experts=None if family.experts is None else _real_tokens(row),
-            delta=delta.cut(family, row.segments, row.input_ids.device),
+            delta=delta.cut(family, row.segments, row.input_ids.device, family.text_config(hf_config)),
         ),
     }
 

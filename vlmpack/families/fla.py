@@ -1,0 +1,114 @@
+"""flash-linear-attention, the package `fla`: when it must not compute a gated delta rule; how it is told boundaries."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import final
+
+import torch
+from torch.torch_version import TorchVersion
+
+from vlmpack.errors import BackendError
+from vlmpack.layout import Spaced
+
+HOPPER, BLACKWELL = 9, (10, 12)
+"""First number of the compute capability of NVIDIA's chips."""
+
+CHUNK, UNKNOWN_CHUNKS = 64, "0.7"
+"""Tokens that fla computes at a time, and the first version that nobody has looked at whether it still does."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FlaCall:
+    """What decides whether fla serves a call."""
+
+    device: str
+    """Type of the device that the model is on."""
+    chip: int | None
+    """First number of the compute capability of an NVIDIA GPU; None: something else."""
+    fla: str
+    """Version of fla."""
+    triton: str | None
+    """Version of Triton, which its kernels are written in; None: not loaded."""
+    tilelang: bool
+    """Whether tilelang is installed, which fla takes for what Triton gets wrong."""
+    training: bool
+    """Whether gradients are asked for."""
+
+    @classmethod
+    def of(cls, device: torch.device, *, training: bool) -> FlaCall:
+        """A call on `device` with the fla that transformers has loaded."""
+        is_nvidia = device.type == "cuda" and torch.version.hip is None
+        return cls(
+            device=device.type,
+            chip=torch.cuda.get_device_capability(device)[0] if is_nvidia else None,
+            fla=sys.modules["fla"].__version__,
+            triton=getattr(sys.modules.get("triton"), "__version__", None),
+            tilelang=_is_installed("tilelang"),
+            training=training,
+        )
+
+    def unsupported(self) -> list[str]:
+        """Why fla must not serve this call, and what to do; empty: it may."""
+        version, reasons = TorchVersion(self.fla), []
+        if self.device == "cpu":
+            reasons.append(
+                "its kernels need a GPU and the model is on the CPU: move the model, or start Python without fla "
+                "(transformers binds its layers to it when they are imported)"
+            )
+        if version < "0.5.0":
+            reasons.append(
+                "before 0.5.0 it reads value heads that share a query head as if each had its own, and its gradients "
+                "are wrong on Hopper with Triton 3.4 and newer: install fla-core 0.5.2 or newer"
+            )
+        elif self.training and version < "0.5.2" and self.chip in (HOPPER, *BLACKWELL):
+            reasons.append(
+                "before 0.5.2 its backward pass fails on Hopper, and hangs or gives NaN on Blackwell: install fla-core "
+                "0.5.2 or newer"
+            )
+        if self.training and self.chip == HOPPER and _is_wrong_on_hopper(self.triton) and not self.tilelang:
+            reasons.append(
+                f"Triton {self.triton} compiles its backward pass wrongly on Hopper: install Triton 3.7.1 or newer, or "
+                "tilelang"
+            )
+        return reasons
+
+
+def check_fla(device: torch.device, *, training: bool) -> None:
+    """Insist that fla computes a gated delta rule on `device`, and rightly.
+
+    Raises:
+        BackendError: it does not, with the reasons and what to do.
+    """
+    call = FlaCall.of(device, training=training)
+    reasons = call.unsupported()
+    if reasons:
+        raise BackendError(
+            f"transformers computes the gated delta layers with fla {call.fla}, which cannot serve this call: "
+            + "; ".join(reasons)
+        )
+
+
+def fla_boundaries(spaced: Spaced, device: torch.device) -> dict[str, torch.Tensor]:
+    """Keywords by which a gated delta layer hands the edges of `spaced` to fla; what the loaded version does not take
+    is left out by transformers.
+
+    fla reads the edges on the device. The other two, which it would work out from them, keep it from waiting for it.
+    """
+    edges = {"cu_seq_lens_q": spaced.cu_seqlens(device), "cu_seqlens_cpu": spaced.cu_seqlens("cpu")}
+    if TorchVersion(sys.modules["fla"].__version__) >= UNKNOWN_CHUNKS:
+        return edges
+    return {**edges, "chunk_indices": spaced.chunks(CHUNK, device)}
+
+
+def _is_wrong_on_hopper(triton: str | None) -> bool:
+    return triton is not None and "3.4" <= TorchVersion(triton) < "3.7.1"
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    return find_spec(package) is not None

@@ -1,0 +1,108 @@
+"""A row with zeros between its segments, for layers that run over all of it at once but restart at given boundaries.
+
+Lengths [3, 5, 2], a convolution that reads 3 tokens before its own:
+
+    row       a a a .  b b b b b . . .  c c . .
+    spaced    a a a 0 0 0  b b b b b 0 0 0  c c
+    edges     [0, 6, 14, 16]
+
+Before a segment's first token the convolution reads zeros, as it does before a sample alone. The zeros end the slot of
+the segment before them, so they lie behind all that is ever read of it. `split` and `join` are inverses of each other
+on real tokens; `join` puts zeros on padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import final
+
+import numpy as np
+import torch
+
+from vlmpack.layout.buckets import onto_row
+from vlmpack.layout.device import outside_graph, to_device
+from vlmpack.layout.segments import Segments
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Spaced:
+    """Every segment of a row that has tokens, `reach` zeros between one and the next."""
+
+    segments: Segments
+    """The row."""
+    reach: int
+    """Tokens before its own that a convolution reads, its width less one."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Real tokens of each segment that has any, n of them."""
+        return tuple(length for length in self.segments.lengths if length)
+
+    @property
+    def tokens(self) -> int:
+        """Its width W, zeros included: what a layer computes."""
+        return self.segments.num_tokens + self.reach * max(len(self.lengths) - 1, 0)
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """Where each segment starts, and the end: n + 1 values, no stretch between two of them empty.
+
+        They cover all of it: kernels leave what lies behind the last boundary unwritten.
+        """
+        starts = accumulate((length + self.reach for length in self.lengths[:-1]), initial=0)
+        return (*starts, self.tokens) if self.lengths else (0,)
+
+    def split(self, row_1TD: torch.Tensor) -> list[torch.Tensor]:
+        """[1, T, D] to a list of one [1, W, D]."""
+        real_RD = row_1TD[0]
+        if self.segments.has_gaps:
+            real_RD = real_RD.index_select(0, self.segments.real_index(real_RD.device))
+        if len(self.lengths) > 1:
+            spaced_WD = real_RD.new_zeros(self.tokens, real_RD.shape[-1])
+            real_RD = spaced_WD.index_copy(0, self._tensor("places", real_RD.device), real_RD)
+        return [real_RD[None]]
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A list of one [1, W, D] to [1, T, D], zeros on padding."""
+        (part_1WD,) = parts
+        real_RD = part_1WD[0]
+        if len(self.lengths) > 1:
+            real_RD = real_RD.index_select(0, self._tensor("places", real_RD.device))
+        return onto_row(real_RD, self.segments)
+
+    def cu_seqlens(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """`edges` as int32 [n + 1]."""
+        return self._tensor("edges", device)
+
+    def chunks(self, size: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """int32 [C, 2]: (segment, chunk of it) of each stretch of at most `size` tokens that no edge cuts."""
+        return self._tensor(f"chunks {size}", device)
+
+    @cached_property
+    def _tensors(self) -> dict[tuple[str, torch.device], torch.Tensor]:
+        return {}
+
+    @outside_graph
+    def _tensor(self, name: str, device: torch.device | str) -> torch.Tensor:
+        key = (name, torch.device(device))
+        if key not in self._tensors:
+            self._tensors[key] = to_device(self._array(name), key[1])
+        return self._tensors[key]
+
+    def _array(self, name: str) -> np.ndarray:
+        """The numpy form of one fact: no python loop over tokens."""
+        if name == "edges":
+            return np.asarray(self.edges, np.int32)
+        if name == "places":  # int64 [R]: where each real token lies
+            gaps = np.repeat(np.arange(len(self.lengths)), self.lengths)
+            return np.arange(self.segments.num_tokens) + self.reach * gaps
+        size = int(name.removeprefix("chunks "))
+        counts = -(-np.diff(self.edges) // size)
+        firsts = np.repeat(np.cumsum(counts) - counts, counts)
+        return np.stack([np.repeat(np.arange(len(counts)), counts), np.arange(counts.sum()) - firsts], 1).astype(
+            np.int32
+        )
