@@ -21,15 +21,15 @@ COEFFICIENT = 0.5
 """Hugging Face's default of 0.001 would hide a wrong load-balancing loss in the rounding of the cross-entropy."""
 
 
-def fresh(family: str, *, seed: int = 3, coefficient: float = COEFFICIENT, experts: str | None = None, **sizes: Any):
-    """A model with experts, computed by the implementation `experts`; hybrid ones have one layer with attention."""
+def fresh(family: str, *, seed: int = 3, implementation: str | None = None, **sizes: Any):
+    """A model with experts, computed by `implementation`; hybrid ones have one layer with attention."""
     settings = {"layers": LAYERS, "experts": EXPERTS, "experts_per_token": TOP_K, **sizes}
     model = tiny_model(family, seed=seed, **settings)
-    text_config(model).router_aux_loss_coef = coefficient
+    text_config(model).router_aux_loss_coef = COEFFICIENT
     if "router_aux_loss_coef" in vars(model):  # text models take it down when they are made
-        model.router_aux_loss_coef = coefficient
-    if experts is not None:
-        model.set_experts_implementation(experts)
+        model.router_aux_loss_coef = COEFFICIENT
+    if implementation is not None:
+        model.set_experts_implementation(implementation)
     return model
 
 

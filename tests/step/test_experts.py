@@ -59,7 +59,7 @@ def dispatched(model):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @every_family
 def test_only_real_tokens_go_to_experts_and_everything_is_exact(family, implementation, share, recomputed):
-    model = fresh(family, experts=implementation)
+    model = fresh(family, implementation=implementation)
     if recomputed is not None:
         settings = {"use_reentrant": recomputed == "reentrant"}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
@@ -129,7 +129,7 @@ def operations(model, **inputs):
 @every_family
 def test_without_gaps_experts_cost_not_one_operation_more(family):
     """Against the unmodified model on as many tokens; and what a row with gaps costs: one gather and one scatter."""
-    model, untouched = (fresh(family, experts="grouped_mm").eval() for _ in range(2))
+    model, untouched = (fresh(family, implementation="grouped_mm").eval() for _ in range(2))
     enable_packing(model)
     row = row_of(model, 0)
     plain = operations(untouched, input_ids=torch.full_like(row.input_ids, 7))
@@ -162,7 +162,7 @@ def test_a_row_without_gaps_is_handed_to_the_experts_as_it_is(family, share):
 @every_family
 def test_what_stands_in_gaps_does_not_matter(family, implementation):
     """1e4 in the place of every pad: not a bit of loss, router statistics or any gradient changes."""
-    model = fresh(family, experts=implementation)
+    model = fresh(family, implementation=implementation)
     row, step = row_of(model), PackedStep(model, StepConfig(z_loss_coef=0.1))
     assert (row.input_ids[row.moe_padding_mask] == 0).all()
     assert (row.input_ids[~row.moe_padding_mask] != 0).all()
@@ -184,7 +184,7 @@ def test_what_stands_in_gaps_does_not_matter(family, implementation):
 @every_family
 def test_nan_in_gaps_reaches_no_loss_and_no_expert(family, implementation):
     """NaN in a pad is NaN in the gradient of the layer's norms, experts or not: theirs are looked at here."""
-    model = fresh(family, experts=implementation)
+    model = fresh(family, implementation=implementation)
     row, step = row_of(model), PackedStep(model)
     clean = step(row, output_router_logits=True)
     with torch.no_grad():
@@ -203,7 +203,7 @@ def test_nan_in_gaps_reaches_no_loss_and_no_expert(family, implementation):
 @every_family
 def test_a_row_of_nothing_but_padding_leaves_no_part_of_the_experts_out(family, implementation):
     """A rank without samples: losses of 0, and a gradient for every parameter that other ranks wait for."""
-    model = fresh(family, experts=implementation)
+    model = fresh(family, implementation=implementation)
     enable_packing(model, StepConfig(keep_empty=True, slots=SlotRule(pad_to=12), z_loss_coef=0.1))
     nothing = torch.zeros(2, 5, dtype=torch.long)
     for per in ("row", "sample"):
