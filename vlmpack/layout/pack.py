@@ -124,7 +124,10 @@ def _spans(batch: PaddedBatch) -> MaskSpans:
 def _check_shapes(batch: PaddedBatch) -> None:
     named = {"labels": batch.labels, "mm_token_type_ids": batch.mm_token_type_ids, "position_ids": batch.position_ids}
     for name, tensor in {**named, **batch.extras}.items():
-        if tensor is not None and tensor.shape[-2:] != batch.input_ids.shape:
+        if tensor is None:
+            continue
+        check_is_tensor(tensor, name)
+        if tensor.shape[-2:] != batch.input_ids.shape:
             raise LayoutError(f"{name} is {list(tensor.shape)} but input_ids is {list(batch.input_ids.shape)}")
 
 
