@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -43,17 +44,28 @@ class PackingState:
 
 
 def enable_packing(model: Model, config: StepConfig | None = None) -> Model:
-    """Make a Hugging Face Qwen-VL model accept packed rows, and pack padded batches by itself.
+    """Make a Hugging Face Qwen model accept packed rows, and pack padded batches by itself.
 
     Afterwards `model(**batch)` takes three kinds of input:
 
-    1. a padded batch with its 2D `attention_mask`: packed inside the forward pass, the same loss as padded;
+    1. a padded batch with its 2D `attention_mask`, padded on either side: packed inside the forward pass, the same
+       loss as padded;
     2. a packed row with `cu_seqlens_q` (and `cu_seqlens_q_padded` if it has gaps), or with the host facts that
-       `VLMCollator(layout="packed")` sends along; optionally `rope_cu_seqlens` and `moe_padding_mask`;
+       `VLMCollator(layout="packed")` sends along;
     3. anything else (generation, a cache, `inputs_embeds`, no mask): passed through to the model's own forward.
 
+    With 1 and 2 may come:
+
+    - `rope_cu_seqlens`, a tensor, list or tuple of whole numbers: where rotary positions restart. The start of every
+      sample has to be among them; others may be, inside its text. They are counted in real tokens, sample after sample
+      (as `cu_seqlens_q`), or in places of the packed row (as `cu_seqlens_q_padded`): the same where there are no gaps.
+    - `position_ids`: as the model itself takes them for each sample alone, [3, B, S] or [3, 1, T], with four rows
+      where the place in the sample comes first; [B, S] or [1, T] for a text model. They are compared with what is
+      computed from boundaries, `rope_cu_seqlens` and grids; what stands on padding does not matter.
+    - `moe_padding_mask`, [B, S] or [1, T], True on padding: has to agree with the mask or the boundaries.
+
     Args:
-        model: a `...ForConditionalGeneration`, or a module that holds one (a `PeftModel`).
+        model: a `...ForConditionalGeneration` or `...ForCausalLM`, or a module that holds one (a `PeftModel`).
         config: settings; None: the defaults.
 
     Returns:
@@ -61,38 +73,45 @@ def enable_packing(model: Model, config: StepConfig | None = None) -> Model:
 
     Raises:
         FamilyError: the model's family cannot be packed exactly, and which part of it leaks.
-        ConfigError: the model's forward was replaced on this object, so that ours would never be called; or a
-            router loss for a model without experts.
+        ConfigError: the forward of the model, or of a gated delta layer, was replaced on the object, so that ours would
+            never be called.
     """
     core = find_model(model)
     family = family_of(core)
-    config = config or StepConfig()
-    experts.check_has_routers(family, config.z_loss_coef)
-    if is_packing(core):
+    enabled = is_packing(core)
+    if not enabled:
+        _check_own_forward(core)
+    delta.install(family, core)  # refuses, or does all
+    if enabled:
         _unhook(core)
     else:
-        _check_own_forward(core)
-        delta.install(family, core)
         core.__class__ = _packed_class(type(core))
-    vars(core)[_STATE] = PackingState(family=family, config=config, hooks=experts.install(family, core))
-    attention.install(family.language_model(core), family.vision_tower(core))
+    hooks = experts.install(family, core)
+    vars(core)[_STATE] = PackingState(family=family, config=config or StepConfig(), hooks=hooks)
+    _ask(core, family)
     return model
 
 
 def disable_packing(model: Model) -> Model:
     """Undo `enable_packing`: the model is what it was before. A model without packing is left as it is.
 
+    Where several enabled models share one configuration object, its attention implementation is given back by the last
+    of them.
+
     Raises:
-        ConfigError: something else changed the model's class since (FSDP2's `fully_shard`).
+        ConfigError: something else changed the model's class since (FSDP2's `fully_shard`); nothing is undone then.
     """
     core = find_model(model)
     if is_packing(core):
         base = base_of(core)
+        family = vars(core)[_STATE].family
+        delta.uninstall(family, core)  # refuses, or does all
         _unhook(core)
-        family = vars(core).pop(_STATE).family
-        delta.uninstall(family, core)
-        attention.uninstall(family.language_model(core), family.vision_tower(core))
+        del vars(core)[_STATE]
         core.__class__ = base
+        _enabled.discard(core)
+        others = [tower for other in _enabled for tower in _towers(other)]
+        attention.uninstall(family.language_model(core), family.vision_tower(core), still_asking=others)
     return model
 
 
@@ -118,13 +137,13 @@ def packing_state(core: nn.Module) -> PackingState:
     if not delta.is_installed(state.family, core):
         raise ConfigError(
             "the gated delta layers no longer know the boundaries of a row: their class or their forward was changed "
-            "after enable_packing (use_kernels, an offloading hook); undo that"
+            "after enable_packing (use_kernels, a device_map, an offloading hook); undo that"
         )
     return state
 
 
 def find_model(model: nn.Module) -> nn.Module:
-    """The `...ForConditionalGeneration` inside wrappers such as `PeftModel` or DistributedDataParallel.
+    """The `...ForConditionalGeneration` or `...ForCausalLM` inside wrappers such as `PeftModel` or DDP.
 
     Raises:
         FamilyError: there is none, with what was given.
@@ -135,9 +154,23 @@ def find_model(model: nn.Module) -> nn.Module:
         if type(module).__name__.removeprefix("FSDP").endswith(("ForConditionalGeneration", "ForCausalLM")):
             return module
     raise FamilyError(
-        f"no ...ForConditionalGeneration found in a {type(model).__name__}; give the model that "
-        "AutoModelForImageTextToText.from_pretrained returns, or a wrapper around it"
+        f"no ...ForConditionalGeneration or ...ForCausalLM found in a {type(model).__name__}; give the model that "
+        "AutoModelForImageTextToText (or AutoModelForCausalLM) .from_pretrained returns, or a wrapper around it"
     )
+
+
+_enabled: WeakSet[nn.Module] = WeakSet()
+"""Models with packing: a configuration object that they share is theirs together."""
+
+
+def _ask(core: nn.Module, family: Family) -> None:
+    attention.install(family.language_model(core), family.vision_tower(core))
+    _enabled.add(core)
+
+
+def _towers(core: nn.Module) -> tuple[nn.Module | None, ...]:
+    family = vars(core)[_STATE].family
+    return family.language_model(core), family.vision_tower(core)
 
 
 def _unhook(core: nn.Module) -> None:
@@ -186,8 +219,7 @@ def _packed_class(base: type[nn.Module]) -> type[nn.Module]:
 
     def setstate(self: nn.Module, state: dict[str, Any]) -> None:
         base.__setstate__(self, state)
-        family = vars(self)[_STATE].family
-        attention.install(family.language_model(self), family.vision_tower(self))
+        _ask(self, vars(self)[_STATE].family)
 
     body = {
         "__setstate__": setstate,

@@ -11,7 +11,7 @@ batch) goes to the implementation that the model had before: the name of ours en
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,11 +40,19 @@ def install(text: nn.Module, vision: nn.Module | None) -> None:
             config._attn_implementation_internal = prefix + original
 
 
-def uninstall(text: nn.Module, vision: nn.Module | None) -> None:
-    """Give every attention layer its own implementation back."""
+def uninstall(text: nn.Module, vision: nn.Module | None, *, still_asking: Sequence[nn.Module | None] = ()) -> None:
+    """Give every attention layer its own implementation back.
+
+    Args:
+        text: the text part of the model.
+        vision: its vision tower; None: there is none.
+        still_asking: towers of other models: a configuration object of theirs is left as it is.
+    """
+    shared = {id(config) for tower in still_asking for config in _configs(tower)}
     for tower in (text, vision):
         for config in _configs(tower):
-            config._attn_implementation_internal = original_name(config)
+            if id(config) not in shared:
+                config._attn_implementation_internal = original_name(config)
 
 
 def is_installed(text: nn.Module, vision: nn.Module | None) -> bool:

@@ -47,9 +47,9 @@ def install(family: Family, core: nn.Module) -> None:
 
 
 def uninstall(family: Family, core: nn.Module) -> None:
-    """Give every gated delta layer its class back."""
-    for layer in _layers(family, core):
-        layer.__class__ = base_of(layer)
+    """Give every gated delta layer its class back, or none if one of them has another class by now."""
+    for layer, base in [(layer, base_of(layer)) for layer in _layers(family, core)]:
+        layer.__class__ = base
 
 
 def is_installed(family: Family, core: nn.Module) -> bool:
@@ -106,7 +106,7 @@ def _check_own_forward(layer: nn.Module) -> None:
     if "forward" in vars(layer):
         raise ConfigError(
             f"the forward of a {type(layer).__name__} was replaced on the object itself, so samples would leak through "
-            "it: enable packing before accelerate spreads or offloads the model, and load it without use_kernels"
+            "it: load the model without use_kernels, and without a device_map or hooks that spread or offload it"
         )
 
 
