@@ -27,12 +27,14 @@ CONTRACTS = (
     "step works on a hand-made row: it never imports collate",
     "the plain-loop twins are imported by tests only",
     "layout is pure index maths",
+    "plan plans with numpy alone",
     "matplotlib lives in plots alone",
 )
 
 OFFENCES = {
     "layout/offence.py": "import transformers\nfrom vlmpack import families",
     "step/offence.py": "from vlmpack import collate",
+    "plan/offence.py": "import torch",
     "data/offence.py": "from vlmpack.layout import naive",
     "trainer/offence.py": "import matplotlib",
 }

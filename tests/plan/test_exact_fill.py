@@ -1,0 +1,65 @@
+"""Exact fill: the best subset there is, rows full to the last token, never more rows than best fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlmpack.bench.cases.plan import LENGTH_SETS
+from vlmpack.plan.best_fit import best_fit_decreasing
+from vlmpack.plan.bound import lower_bound
+from vlmpack.plan.exact_fill import exact_fill
+from vlmpack.plan.naive import naive_best_sum
+from vlmpack.plan.subset import best_subset
+
+
+@given(lengths=st.lists(st.integers(1, 20), max_size=9), room=st.integers(0, 60))
+def test_no_subset_fills_the_room_better(lengths, room):
+    chosen = best_subset(lengths, room)
+    assert sum(lengths[index] for index in chosen) == naive_best_sum(lengths, room)
+    assert chosen == sorted(set(chosen))
+
+
+def test_earlier_lengths_are_preferred():
+    assert best_subset([4, 3, 3, 4, 2, 1], 10) == [0, 1, 2]
+    assert best_subset([5, 5, 5], 5) == [0]
+
+
+def test_nothing_fits_into_no_room():
+    assert best_subset([1, 2], 0) == []
+    assert best_subset([9], 8) == []
+    assert best_subset([], 8) == []
+
+
+@given(
+    lengths=st.lists(st.integers(1, 97), min_size=1, max_size=200),
+    capacity=st.integers(97, 400),
+)
+def test_it_needs_no_more_bins_than_best_fit_and_holds_the_capacity(lengths, capacity):
+    sizes = np.asarray(lengths)
+    bin_of = exact_fill(sizes, capacity)
+    loads = np.bincount(bin_of, weights=sizes)
+    assert 0 < loads.min() <= loads.max() <= capacity
+    assert len(loads) <= best_fit_decreasing(sizes, capacity).max() + 1
+
+
+def test_on_receipts_best_fit_wastes_a_row_in_seventy_and_exact_fill_next_to_none():
+    receipts = LENGTH_SETS["CORD"]
+    lengths = receipts.lengths(10_000)
+    bound = lower_bound(lengths, receipts.capacity)
+    assert exact_fill(lengths, receipts.capacity).max() + 1 == bound
+    assert best_fit_decreasing(lengths, receipts.capacity).max() + 1 > 1.01 * bound
+
+
+@pytest.mark.parametrize("name", LENGTH_SETS)
+@pytest.mark.parametrize("scale", [0.6, 1.0, 2.0])
+def test_at_any_capacity_it_needs_no_more_bins_than_best_fit(name, scale):
+    lengths = LENGTH_SETS[name].lengths(3000, seed=5)
+    capacity = max(int(LENGTH_SETS[name].capacity * scale), int(lengths.max()))
+    assert exact_fill(lengths, capacity).max() <= best_fit_decreasing(lengths, capacity).max()
+
+
+def test_samples_as_long_as_the_row_have_it_to_themselves():
+    assert sorted(np.bincount(exact_fill(np.asarray([9, 4, 9, 5, 3, 6]), 9)).tolist()) == [1, 1, 2, 2]

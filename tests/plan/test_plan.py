@@ -1,0 +1,222 @@
+"""Plan: rows that can be read, measured, checked, saved and read back."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.plan import Budget, Plan, plan_bins
+
+LENGTHS = [5, 3, 4, 2, 6]
+BINS = np.asarray([0, 0, 1, 0, 1])
+
+
+def small_plan(**changes) -> Plan:
+    """Two full rows: samples 0, 1, 3 and samples 2, 4."""
+    fields = {"lengths": np.asarray(LENGTHS), "capacity": 10, **changes}
+    return Plan.from_assignment(BINS, **fields)
+
+
+def with_patches() -> Plan:
+    """A plan with everything that can be saved: a budget, dropped samples, a seed."""
+    budget = Budget(name="patches", costs=np.asarray([4, 0, 8, 30, 0, 12]), limit=16)
+    return plan_bins([5, 3, 4, 2, 6, 7], 10, budgets=[budget], oversize="drop", seed=3)
+
+
+def test_a_plan_reads_like_a_list_of_rows():
+    plan = small_plan()
+    assert len(plan) == 2
+    assert plan.bins == ((0, 1, 3), (2, 4))
+    assert [row.tolist() for row in plan] == [[0, 1, 3], [2, 4]]
+    assert plan[-1].tolist() == [2, 4]
+    assert plan.sample_ids.tolist() == [0, 1, 3, 2, 4]
+    assert plan.bounds.tolist() == [0, 3, 5]
+    with pytest.raises(IndexError):
+        plan[2]
+
+
+def test_a_plan_says_how_good_it_is():
+    plan = small_plan(capacity=12)
+    assert plan.tokens.tolist() == [10, 10]
+    assert plan.fill == pytest.approx(20 / 24)
+    assert plan.waste == 4
+    assert plan.lower_bound == 2
+    assert "2 rows of 12 tokens, 83.33% full, 5 samples" in repr(plan)
+
+
+def test_a_row_above_the_capacity_counts_as_full():
+    plan = plan_bins([30, 5], 10, oversize="own_row").check()
+    assert plan.bins == ((0,), (1,))
+    assert plan.fill == pytest.approx(35 / 40)
+    assert plan.waste == 5
+    assert plan.lower_bound == 2
+
+
+def test_the_lower_bound_is_that_of_the_budget_that_needs_most():
+    budget = Budget(name="images", costs=np.asarray([2, 2, 2, 2, 2]), limit=3)
+    assert plan_bins(LENGTHS, 10).lower_bound == 2
+    assert plan_bins(LENGTHS, 10, budgets=[budget]).lower_bound == 5
+
+
+def test_anything_that_samples_have_can_be_summed_over_rows():
+    assert small_plan().sums(np.asarray([0.5, 1, 2, 4, 8])).tolist() == [5.5, 10.0]
+
+
+@given(bin_of=st.lists(st.integers(-1, 5), min_size=1, max_size=30), seed=st.integers(0, 3))
+def test_rows_in_another_order_are_the_same_rows(bin_of, seed):
+    used = sorted({at for at in bin_of if at >= 0})
+    dense = np.asarray([used.index(at) if at >= 0 else -1 for at in bin_of])
+    plan = Plan.from_assignment(dense, lengths=np.ones(len(bin_of), np.int64), capacity=30).check()
+    rows = np.random.default_rng(seed).permutation(len(plan))
+    again = plan.rearranged(rows)
+    assert again.check().bins == tuple(plan.bins[row] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sample_ids": np.asarray([0, 1, 3, 2, 2])}, "sample 2 is planned 2 times instead of once"),
+        ({"sample_ids": np.asarray([0, 1, 3, 2, 5])}, "samples run from 0 to 5, but there are 5"),
+        ({"dropped": np.asarray([4])}, "sample 4 is planned 2 times"),
+        ({"sample_ids": np.asarray([0, 1, 3, 2]), "bounds": np.asarray([0, 3, 4])}, "sample 4 is planned 0 times"),
+        ({"bounds": np.asarray([0, 3, 3, 5])}, "row 1 holds no sample"),
+        ({"bounds": np.asarray([0, 3])}, r"rows must run from 0 to 5 samples, got bounds from \[0, 3\]"),
+        ({"bounds": np.zeros(0, np.int64)}, "rows must run from 0 to 5 samples, got bounds from None"),
+        ({"capacity": 9}, r"row 0: 10 tokens in samples \[0, 1, 3\], at most 9 may be"),
+        ({"capacity": 9, "oversize": "own_row"}, "row 0: 10 tokens"),
+        (
+            {"budgets": (Budget(name="images", costs=np.asarray([0, 0, 2, 0, 2]), limit=3),)},
+            r"row 1: 4 images in samples \[2, 4\], at most 3 may be",
+        ),
+    ],
+)
+def test_a_plan_that_contradicts_itself_names_the_row_or_the_sample(change, message):
+    assert small_plan().check() is not None
+    with pytest.raises(LayoutError, match=message):
+        replace(small_plan(), **change).check()
+
+
+# ---------------------------------------------------------------------- on disk
+
+
+@pytest.mark.parametrize("plan", [small_plan(), with_patches(), plan_bins([50], 10, oversize="drop")])
+def test_a_plan_comes_back_as_it_was(plan, tmp_path):
+    plan.save(tmp_path / "rows.plan")
+    again = Plan.load(tmp_path / "rows.plan")
+    assert again == plan
+    assert again.bins == plan.bins
+    assert again.manifest == plan.manifest
+    assert again.dropped.tolist() == plan.dropped.tolist()
+    assert [budget.costs.tolist() for budget in again.budgets] == [budget.costs.tolist() for budget in plan.budgets]
+
+
+def test_the_same_plan_gives_the_same_bytes(tmp_path):
+    for name in ("one", "two"):
+        with_patches().save(tmp_path / name)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]  # no temporary file stays behind
+
+
+def test_the_manifest_can_be_read_without_vlmpack(tmp_path):
+    plan = with_patches()
+    plan.save(tmp_path / "rows.plan")
+    with zipfile.ZipFile(tmp_path / "rows.plan") as members:
+        manifest = json.loads(members.read("manifest.json"))
+    assert manifest["digest"] == plan.digest
+    assert manifest["budgets"] == {"patches": 16}
+    assert {name: manifest[name] for name in ("rows", "samples", "dropped", "capacity", "seed")} == {
+        "rows": len(plan),
+        "samples": 6,
+        "dropped": 1,
+        "capacity": 10,
+        "seed": 3,
+    }
+
+
+def test_the_manifest_has_the_fixed_sizes_that_cuda_graphs_need():
+    manifest = plan_bins([5, 3, 4, 2, 6, 30], 10, oversize="own_row").manifest
+    assert (manifest["longest_row"], manifest["longest_segment"], manifest["most_segments"]) == (30, 30, 3)
+
+
+def test_any_change_gives_another_digest():
+    plan = small_plan()
+    others = [
+        replace(plan, lengths=np.asarray([5, 3, 4, 2, 5])),
+        replace(plan, capacity=11),
+        replace(plan, seed=1),
+        plan.rearranged(np.asarray([1, 0])),
+        replace(plan, budgets=(Budget(name="images", costs=np.ones(5, np.int64), limit=9),)),
+    ]
+    assert len({plan.digest, *(other.digest for other in others)}) == 6
+    assert small_plan().digest == plan.digest
+    assert hash(small_plan()) == hash(plan)
+
+
+def rewritten(source, target, name: str, change):
+    """The same zip with one member changed."""
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
+        for member in old.namelist():
+            data = old.read(member)
+            new.writestr(member, change(data) if member == name else data)
+    return target
+
+
+def test_a_plan_that_was_changed_on_disk_is_refused(tmp_path):
+    small_plan().save(tmp_path / "rows.plan")
+
+    def swap_samples_of_one_row(data: bytes) -> bytes:
+        return data[:-40] + data[-32:-24] + data[-40:-32] + data[-24:]
+
+    changed = rewritten(tmp_path / "rows.plan", tmp_path / "changed", "sample_ids.npy", swap_samples_of_one_row)
+    with pytest.raises(LayoutError, match="does not hold what its digest says"):
+        Plan.load(changed)
+
+
+def test_flipped_bits_are_found(tmp_path):
+    small_plan().save(tmp_path / "rows.plan")
+    data = bytearray((tmp_path / "rows.plan").read_bytes())
+    at = data.index(b"NUMPY") + 140  # inside the numbers of the first array
+    data[at] ^= 1
+    (tmp_path / "rows.plan").write_bytes(data)
+    with pytest.raises(LayoutError, match="is damaged"):
+        Plan.load(tmp_path / "rows.plan")
+
+
+def test_a_file_that_is_no_plan_is_refused(tmp_path):
+    (tmp_path / "text").write_text("rows")
+    with pytest.raises(ConfigError, match="text is no plan"):
+        Plan.load(tmp_path / "text")
+    with zipfile.ZipFile(tmp_path / "zip", "w") as members:
+        members.writestr("other", "x")
+    with pytest.raises(ConfigError, match="zip is no plan of version 1"):
+        Plan.load(tmp_path / "zip")
+    small_plan().save(tmp_path / "rows.plan")
+    newer = rewritten(
+        tmp_path / "rows.plan",
+        tmp_path / "newer",
+        "manifest.json",
+        lambda data: data.replace(b'"version": 1', b'"version": 2'),
+    )
+    with pytest.raises(ConfigError, match=r"newer is no plan of version 1: it says \('vlmpack.plan', 2\)"):
+        Plan.load(newer)
+
+
+def test_a_write_that_fails_leaves_the_old_plan(tmp_path, monkeypatch):
+    small_plan().save(tmp_path / "rows.plan")
+    before = (tmp_path / "rows.plan").read_bytes()
+
+    def full_disk(*_, **__):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(np.lib.format, "write_array", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        with_patches().save(tmp_path / "rows.plan")
+    assert (tmp_path / "rows.plan").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.plan"]

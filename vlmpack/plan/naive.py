@@ -1,0 +1,111 @@
+"""The same as plain loops over samples and bins: slow, obvious, and the truth for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+
+Bins = list[list[int]]
+"""The samples of each bin, in the order in which they were placed."""
+
+
+def naive_decreasing(
+    lengths: Sequence[int], capacity: int, choose: Callable[[list[tuple[int, int]]], tuple[int, int]]
+) -> Bins:
+    """Place the longest sample left, again and again.
+
+    Args:
+        lengths: tokens of each sample.
+        capacity: of a bin.
+        choose: one of the (room, bin) of all bins with enough room.
+    """
+    bins: Bins = []
+    room: list[int] = []
+    for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
+        fitting = [(room[at], at) for at in range(len(bins)) if room[at] >= lengths[sample]]
+        if fitting:
+            _, at = choose(fitting)
+        else:
+            at = len(bins)
+            bins.append([])
+            room.append(capacity)
+        bins[at].append(sample)
+        room[at] -= lengths[sample]
+    return bins
+
+
+def naive_best_fit(lengths: Sequence[int], capacity: int) -> Bins:
+    """The least room that is enough."""
+    return naive_decreasing(lengths, capacity, min)
+
+
+def naive_first_fit(lengths: Sequence[int], capacity: int) -> Bins:
+    """The first bin that has enough."""
+    return naive_decreasing(lengths, capacity, lambda fitting: fitting[0])
+
+
+def naive_worst_fit(lengths: Sequence[int], capacity: int) -> Bins:
+    """The most room; the first bin of several."""
+    return naive_decreasing(lengths, capacity, lambda fitting: max(fitting, key=lambda pair: (pair[0], -pair[1])))
+
+
+def naive_next_fit(lengths: Sequence[int], capacity: int) -> Bins:
+    """The last bin, or a new one."""
+    bins: Bins = []
+    for sample, length in enumerate(lengths):
+        if not bins or sum(lengths[other] for other in bins[-1]) + length > capacity:
+            bins.append([])
+        bins[-1].append(sample)
+    return bins
+
+
+def naive_best_sum(lengths: Sequence[int], room: int) -> int:
+    """The largest sum within `room` of any subset, by trying all."""
+    sums = (sum(n for n, chosen in zip(lengths, choice, strict=True) if chosen) for choice in _choices(len(lengths)))
+    return max(total for total in sums if total <= room)
+
+
+def naive_fewest_bins(lengths: Sequence[int], capacity: int) -> int:
+    """The fewest bins of any packing, by trying all."""
+
+    def place(sample: int, room: list[int]) -> int:
+        if sample == len(lengths):
+            return len(room)
+        found = [place(sample + 1, [*room, capacity - lengths[sample]])]
+        for at, left in enumerate(room):
+            if left >= lengths[sample]:
+                found.append(place(sample + 1, [*room[:at], left - lengths[sample], *room[at + 1 :]]))
+        return min(found)
+
+    return place(0, [])
+
+
+def naive_lower_bound(lengths: Sequence[int], capacity: int) -> int:
+    """The bound L2, threshold by threshold."""
+    bounds = []
+    for threshold in range(capacity // 2 + 1):
+        alone = [n for n in lengths if n > capacity - threshold]
+        big = [n for n in lengths if capacity - threshold >= n > capacity // 2]
+        small = [n for n in lengths if capacity // 2 >= n >= threshold]
+        over = max(0, sum(small) - sum(capacity - n for n in big))
+        bounds.append(len(alone) + len(big) + -(-over // capacity))
+    return max(bounds)
+
+
+def naive_least_imbalance(costs: Sequence[float], ranks: int) -> float:
+    """The least that the most loaded rank can have when all get equally many rows, by trying all."""
+    each = len(costs) // ranks
+    splits = (split for split in product(range(ranks), repeat=len(costs)) if _equal_counts(split, ranks, each))
+    return min(max(_loads(costs, split, ranks)) for split in splits)
+
+
+def _choices(count: int) -> product[tuple[bool, ...]]:
+    return product((False, True), repeat=count)
+
+
+def _equal_counts(split: Sequence[int], ranks: int, each: int) -> bool:
+    return all(split.count(rank) == each for rank in range(ranks))
+
+
+def _loads(costs: Sequence[float], split: Sequence[int], ranks: int) -> list[float]:
+    return [sum(cost for cost, rank in zip(costs, split, strict=True) if rank == at) for at in range(ranks)]
