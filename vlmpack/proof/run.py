@@ -16,7 +16,6 @@ from vlmpack.proof.receipts import processed_samples
 from vlmpack.proof.report import Report
 from vlmpack.proof.samples import ProbeSample, synthetic_samples
 from vlmpack.proof.subject import Subject, find_truth, row_length, where
-from vlmpack.proof.totals import padded_balance
 from vlmpack.proof.untouched import settings_of, text_attention, untouched
 from vlmpack.proof.ways import PlainPadded, gappy
 from vlmpack.step import StepConfig, find_model
@@ -62,13 +61,19 @@ def probe(
         core=core,
         family=family,
         samples=samples,
-        settings=replace(settings, slots=gappy(samples), attention=attention or settings.attention),
+        settings=replace(
+            settings,
+            slots=gappy(samples),
+            attention=attention or settings.attention,
+            aux_loss="row",
+            z_loss_coef=0.0,
+        ),
     )
     served = _served(subject)
     with untouched(model):
         say("each sample alone")
         truth = find_truth(subject)
-        balance = None if family.experts is None else padded_balance(PlainPadded(**subject.plain), samples)
+        balance = None if family.experts is None else PlainPadded(**subject.plain).balance(samples)
         say("plain transformers")
         plain = contrasts(subject, truth)
         checks = packed_checks(subject, truth, balance=balance, say=say)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from vlmpack.proof.outcome import loss_sum, relative
+from vlmpack.proof.outcome import Outcome, distance, host, loss_sum, relative
 from vlmpack.proof.report import Check
 from vlmpack.proof.samples import ProbeSample
 from vlmpack.proof.scene import Scene
-from vlmpack.proof.ways import Packed, Pass, PlainPadded
+from vlmpack.proof.ways import Packed, Pass
 
 SAME = {torch.float32: 1e-5}
 """Relative difference of two losses that are computed from the same numbers."""
@@ -38,35 +39,24 @@ def check_dispatch(scene: Scene) -> Check:
 
 
 @torch.no_grad()
-def packed_balance(way: Packed, samples: Sequence[ProbeSample]) -> float:
-    """The routers' load-balancing loss of the packed row."""
-    result = way(samples, routers=True).result
-    assert result is not None
-    assert result.aux_loss is not None
-    return float(result.aux_loss)
+def check_balance(way: Packed, samples: Sequence[ProbeSample], padded: float, truth: Outcome, limit: float) -> Check:
+    """The row's load-balancing loss against that of the padded batch with its 2D mask (`padded`).
 
-
-@torch.no_grad()
-def padded_balance(way: PlainPadded, samples: Sequence[ProbeSample]) -> float:
-    """The same of the padded batch with its 2D mask, through plain transformers."""
-    return way.balance(samples)
-
-
-def check_balance(packed: float, padded: float, dtype: torch.dtype) -> Check:
-    """The load-balancing loss, of the row and of the padded batch with its 2D mask."""
+    Hidden states that are wrong already make other routers' losses, so routers are at fault only if the logits are as
+    in `truth`, within `limit`.
+    """
+    found = way(samples, routers=True)
+    assert found.result is not None
+    assert found.result.aux_loss is not None
+    packed = float(found.result.aux_loss)
+    dtype = found.logits[0].dtype
     error, allowed = relative(packed, padded), SAME.get(dtype, SAME_IN_LOW_PRECISION)
-    name = "load-balancing loss"
+    check = Check(part="equality", name="row: load-balancing loss", finding="ok", seen=error, allowed=allowed)
     if error <= allowed:
-        return Check(part="mechanism", name=name, finding="ok", seen=error, allowed=allowed)
-    return Check(
-        part="mechanism",
-        name=name,
-        finding="differs",
-        seen=error,
-        allowed=allowed,
-        cause="router",
-        detail=f"the routers' loss is {packed:.6g} in the row, {padded:.6g} in the padded batch with its 2D mask",
-    )
+        return check
+    right = all(distance(host(x), own) <= limit for x, own in zip(found.logits, truth.logits, strict=True))
+    detail = f"the routers' loss is {packed:.6g} in the row, {padded:.6g} in the padded batch with its 2D mask"
+    return replace(check, finding="differs", cause="router" if right else None, detail=detail)
 
 
 @torch.no_grad()

@@ -219,10 +219,12 @@ class PlainPadded:
         logits = [row[: len(sample.input_ids)] for row, sample in zip(output.logits, samples, strict=True)]
         return Pass(logits=logits, loss=output.loss)
 
-    def balance(self, samples: Sequence[ProbeSample]) -> float:
-        """The routers' load-balancing loss over the real tokens."""
+    @torch.no_grad()
+    def balance(self, samples: Sequence[ProbeSample]) -> float | None:
+        """The routers' load-balancing loss over the real tokens; None: this version does not compute it."""
         inputs = {name: value.to(device_of(self.model)) for name, value in self.inputs(samples).items()}
-        return float(self.model(**inputs, output_router_logits=True, use_cache=False).aux_loss)
+        loss = self.model(**inputs, output_router_logits=True, use_cache=False).aux_loss
+        return None if loss is None else float(loss)
 
 
 def _call(model: Any, family: Family, inputs: dict[str, torch.Tensor], settings: dict[str, Any]) -> Any:
