@@ -25,7 +25,8 @@ class Work:
     vision_patches: int
     """Patches that went through the vision tower."""
     delta_tokens: int = 0
-    """Tokens that each gated delta layer computed, the padding of its buckets included; 0: there are no such layers."""
+    """Tokens that each gated delta layer computed, with the padding of its buckets or the zeros between its samples; 0:
+    there are no such layers."""
 
 
 @final
