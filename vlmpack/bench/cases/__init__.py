@@ -10,6 +10,7 @@ from vlmpack.bench.cases.collate import CollateShapes, measure_collate
 from vlmpack.bench.cases.head import measure_head
 from vlmpack.bench.cases.memory import measure_memory
 from vlmpack.bench.cases.pack import PackShapes, measure_pack
+from vlmpack.bench.cases.plan import PlanShapes, measure_plan
 from vlmpack.bench.cases.step import measure_step
 from vlmpack.bench.figure import Figure, Skipped
 from vlmpack.bench.settings import BenchSettings
@@ -36,6 +37,7 @@ CASES: Mapping[str, Case] = {
     "collate": Case(
         about="collate receipts into a row, against a padded batch", run=measure_collate, shapes=CollateShapes()
     ),
+    "plan": Case(about="rows from lengths, planned ahead and from a stream", run=measure_plan, shapes=PlanShapes()),
     "step": Case(
         about="a training step on a row, against Hugging Face's own on the padded batch",
         run=measure_step,
@@ -47,4 +49,4 @@ CASES: Mapping[str, Case] = {
 }
 """In the order in which they are run."""
 
-__all__ = ["CASES", "Case", "CollateShapes", "PackShapes", "ReceiptShapes"]
+__all__ = ["CASES", "Case", "CollateShapes", "PackShapes", "PlanShapes", "ReceiptShapes"]
