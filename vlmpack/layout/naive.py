@@ -64,3 +64,45 @@ def naive_unpack(
         values = [row[start + at] for at in range(length)]
         out.append(values + [0] * (width - length))
     return out
+
+
+def naive_buckets(samples: Sequence[Sequence[float]], buckets: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+    """The batches that samples make, given who is in which: each as long as its longest, filled up with last tokens."""
+    out = []
+    for members in buckets:
+        longest = max(len(samples[i]) for i in members)
+        batch = []
+        for i in members:
+            line = list(samples[i])
+            while len(line) < longest:
+                line.append(samples[i][-1])
+            batch.append(line)
+        out.append(batch)
+    return out
+
+
+def naive_cheapest(lengths: Sequence[int], *, call_cost: float, max_stretch: float) -> float:
+    """The least that any way to share these samples out among batches costs: all of them are tried.
+
+    A batch costs `call_cost` and as many tokens as it is long, for each sample; it may cost at most `max_stretch`
+    tokens for each token of its samples.
+    """
+    least = float("inf")
+    for partition in _partitions(list(lengths)):
+        tokens = [len(batch) * max(batch) for batch in partition]
+        if all(n <= max_stretch * sum(batch) for n, batch in zip(tokens, partition, strict=True)):
+            least = min(least, sum(tokens) + call_cost * len(partition))
+    return least
+
+
+def _partitions(values: list[int]) -> list[list[list[int]]]:
+    """Every way to share values out among any number of batches."""
+    if not values:
+        return [[]]
+    first, *others = values
+    out = []
+    for partition in _partitions(others):
+        out.append([[first], *partition])
+        for i in range(len(partition)):
+            out.append([*partition[:i], [first, *partition[i]], *partition[i + 1 :]])
+    return out
