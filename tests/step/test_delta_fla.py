@@ -16,13 +16,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality import alone_through, by_sample, limits_of
+from equality import LOW_PRECISION, alone_through, by_sample, gradients, limits_of
 from samples import mixed_samples, padded
 
 from vlmpack.families import FAMILIES, family_named
+from vlmpack.families.fla import FlaCall
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule
 from vlmpack.step import PackedStep, StepConfig, disable_packing
+
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 GATED = [name for name, family in FAMILIES.items() if family.delta]
@@ -101,25 +104,24 @@ def test_a_row_of_padding_alone_keeps_every_parameter_in_the_graph(seen, family)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", GATED)
-def test_on_a_gpu_the_real_kernels_are_as_close_to_float32_as_the_samples_alone(family):
+def test_on_a_gpu_the_real_kernels_are_as_close_to_float32_as_the_samples_alone():
     """Waits for a CUDA device with fla-core. Error at most twice that of the samples alone in bfloat16."""
     pytest.importorskip("fla", reason="waits for the package fla-core")
-    assert family_named(family).delta.uses_fla()
-    model = tiny_model(family, seed=3, layers=4)
+    reasons = FlaCall.of(torch.device("cuda", 0), training=True).unsupported()
+    if reasons:
+        pytest.skip(f"waits for an fla that serves this GPU: {reasons}")
+    assert family_named("qwen3_5").delta.uses_fla()
+    model = tiny_model("qwen3_5", seed=3, layers=4).cuda()
     samples = mixed_samples(model.config, seed=5, kinds=("text", "text", "text"), text=(20, 60))
-    model = model.cuda()
     on_gpu = [{name: x.cuda() for name, x in sample.items()} for sample in samples]
     exact = alone_through(model, on_gpu)
-    model = model.to(torch.bfloat16)
-    plain = alone_through(model, on_gpu)
-    batch = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in padded(samples).to_hf().items()}
-    result = PackedStep(model, StepConfig(slots=SlotRule(multiple=4)))(batch, logits=True)
+    plain = alone_through(model.to(torch.bfloat16), on_gpu)
+    result = PackedStep(model, StepConfig(slots=SlotRule(multiple=4)))(padded(samples), logits=True)
     result.loss.backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found = gradients(model)
     disable_packing(model)
+    assert result.work.delta_tokens == sum(exact.lengths) + 2 * TAPS
     for packed, alone, truth in zip(by_sample(result), plain.logits, exact.logits, strict=True):
-        assert (packed - truth).abs().max() <= 2 * (alone - truth).abs().max()
+        assert (packed - truth).abs().max() <= LOW_PRECISION * (alone - truth).abs().max()
     for name, truth in exact.gradients.items():
-        error, alone = (found[name] - truth).norm(), (plain.gradients[name] - truth).norm()
-        assert error <= 2 * alone + 1e-3 * truth.norm(), name
+        assert (found[name] - truth).norm() <= LOW_PRECISION * (plain.gradients[name] - truth).norm(), name
