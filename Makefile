@@ -21,7 +21,7 @@ BUILD  := pip hatchling editables
 PIP    := -m pip --disable-pip-version-check --quiet
 
 # The rooms that must work with the oldest transformers we support.
-CORE_TESTS := tests/layout tests/families tests/attention tests/step tests/trainer tests/test_traps.py
+CORE_TESTS := tests/layout tests/families tests/attention tests/step tests/trainer tests/proof tests/test_traps.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
