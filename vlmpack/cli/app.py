@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from vlmpack import __version__
-from vlmpack.cli import bench, demo, doctor
+from vlmpack.cli import bench, demo, doctor, probe
 from vlmpack.errors import VlmpackError
 
 
@@ -32,6 +32,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
+app.command("probe")(probe.probe)
 app.command("bench", context_settings=bench.PASS_ON, add_help_option=False)(bench.bench)
 
 

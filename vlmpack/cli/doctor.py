@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from vlmpack.cli.environment import Serving, Version
-    from vlmpack.cli.probe import Probe
+    from vlmpack.proof import Contrast, Report
 
 CAPTION = """\
-[dim]leak   how far a sample's logits move when only its neighbour in the row changes
+[dim]leak   how far a sample's logits move when only another one in the row changes
 rest   how far the row is from its samples alone; as parts of the largest entry
-plain  unmodified transformers, given the same row with [3, 1, T] or [4, 1, T]
-       position ids and nothing else: what packing by hand comes to[/]
+plain  unmodified transformers, given the same row with positions that restart
+       and nothing else: what packing by hand comes to[/]
 """
 
 
@@ -53,33 +53,40 @@ def doctor(
     serving = environment.serving([found.type for found in devices])
     console.print("\n[bold]Attention back-ends[/] [dim](heads 32, key-value heads 8, head dimension 128)[/]")
     console.print(_serving_table(serving))
-    console.print("\n[bold]Probe[/] [dim](two samples in one packed row)[/]")
-    probes = _probe(model, device or devices[-1].type, console)
-    console.print(_probe_table(probes))
-    healthy = all(probe.verdict == "exact" for probe in probes if not probe.plain)
+    console.print("\n[bold]Probe[/] [dim](a few samples in one packed row; `vlmpack probe` tells more)[/]")
+    reports = _probe(model, device or devices[-1].type, console)
+    console.print(_probe_table(reports))
+    healthy = all(report.verdict == "exact" for report in reports)
     console.print(CAPTION)
-    _print_verdict(probes, console, healthy=healthy)
+    _print_verdict(reports, console, healthy=healthy)
     if as_json:
-        parts = {"versions": versions, "devices": devices, "attention": serving, "probes": probes}
-        report: dict[str, Any] = {name: [asdict(entry) for entry in entries] for name, entries in parts.items()}
-        typer.echo(json.dumps({**report, "healthy": healthy}, indent=2))
+        parts = {"versions": versions, "devices": devices, "attention": serving}
+        answer: dict[str, Any] = {name: [asdict(entry) for entry in entries] for name, entries in parts.items()}
+        probes = [report.to_dict() for report in reports]
+        typer.echo(json.dumps({**answer, "probes": probes, "healthy": healthy}, indent=2))
     raise typer.Exit(0 if healthy else 1)
 
 
-def _probe(model_id: str | None, device: str, console: Console) -> list[Probe]:
+def _probe(model_id: str | None, device: str, console: Console) -> list[Report]:
+    import torch
+
     from vlmpack.cli.device import checked_device, quiet_transformers
-    from vlmpack.cli.probe import probe_model
-    from vlmpack.cli.shrink import small_copy
     from vlmpack.families import FAMILIES
     from vlmpack.families.tiny import tiny_model
+    from vlmpack.proof import backends_for, probe, small_copy
 
-    checked_device(device)
-    probes = []
-    with quiet_transformers(), console.status("probing"):
+    where = checked_device(device)
+    reports: list[Report] = []
+    with quiet_transformers(), console.status("probing") as status:
         for name in [model_id] if model_id else list(FAMILIES):
-            model = small_copy(name) if model_id else tiny_model(name)  # pyright: ignore[reportArgumentType]
-            probes += probe_model(model, device)
-    return probes
+            model = small_copy(name) if model_id else tiny_model(name)
+            for dtype in (torch.float32,) if device == "cpu" else (torch.float32, torch.bfloat16):
+                model = model.to(device=where, dtype=dtype)
+                for backend in backends_for(model):
+                    status.update(f"probing {name}, {backend}")
+                    first = not reports or reports[-1].family != model.config.model_type
+                    reports.append(probe(model, attention=backend, plain=first))
+    return reports
 
 
 def _versions_table(versions: Sequence[Version]) -> Any:
@@ -102,7 +109,7 @@ def _serving_table(serving: Sequence[Serving]) -> Any:
     return table
 
 
-def _probe_table(probes: Sequence[Probe]) -> Any:
+def _probe_table(reports: Sequence[Report]) -> Any:
     from rich import box
     from rich.table import Table
 
@@ -112,30 +119,50 @@ def _probe_table(probes: Sequence[Probe]) -> Any:
     for title in ("leak", "logits", "loss", "gradients"):
         table.add_column(title, justify="right")
     table.add_column("verdict")
-    for i, probe in enumerate(probes):
-        first = i == 0 or probes[i - 1].family != probe.family
-        errors = ["", "", ""] if probe.errors is None else [f"{e:.0e}" for e in vars(probe.errors).values()]
-        table.add_row(
-            probe.family if first else "",
-            probe.how if probe.dtype == "float32" else f"{probe.how}, {probe.dtype}",
-            "" if probe.leak is None else f"{probe.leak:.0e}" if probe.leak else "0",
-            *errors,
-            _verdict(probe),
-            end_section=i + 1 < len(probes) and probes[i + 1].family != probe.family,
-        )
+    families = dict.fromkeys(report.family for report in reports)
+    for family in families:
+        own = [report for report in reports if report.family == family]
+        rows = [_row(report) for report in own] + [_plain_row(one) for report in own for one in report.plain[:-1]]
+        for i, row in enumerate(rows):
+            table.add_row("" if i else family, *row, end_section=i + 1 == len(rows))
     return table
 
 
-def _verdict(probe: Probe) -> str:
-    colour = "green" if probe.verdict == "exact" else "yellow" if probe.plain else "red"
-    word = "isolated" if probe.plain and probe.verdict == "exact" else probe.verdict
-    return f"[{colour}]{word}[/]"
+def _row(report: Report) -> list[str]:
+    how = report.attention if report.dtype == "float32" else f"{report.attention}, {report.dtype}"
+    leak = [check.seen for check in report.checks if check.part == "isolation"]
+    rest = [
+        [check.seen for check in report.checks if check.part == "equality" and check.name.startswith(f"row: {what}")]
+        for what in ("logits", "loss", "gradient")
+    ]
+    return [how, *(_largest(seen) for seen in (leak, *rest)), _verdict(report)]
 
 
-def _print_verdict(probes: Sequence[Probe], console: Console, *, healthy: bool) -> None:
-    for probe in probes:
-        if probe.verdict != "exact" and not probe.plain:
-            console.print(f"[red]{probe.family}, {probe.how}: {probe.verdict}.[/] {probe.detail}", highlight=False)
+def _plain_row(one: Contrast) -> list[str]:
+    colour = "green" if one.verdict == "exact" else "yellow"
+    return [
+        f"plain, {one.name}",
+        *(_largest([seen]) for seen in (one.leak, one.logits, one.loss, None)),
+        (f"[{colour}]{one.verdict}[/]"),
+    ]
+
+
+def _largest(seen: Sequence[float | None]) -> str:
+    known = [value for value in seen if value is not None]
+    return f"{max(known):.0e}" if any(known) else "0" if known else ""
+
+
+def _verdict(report: Report) -> str:
+    colour = "green" if report.verdict == "exact" else "red"
+    return f"[{colour}]{report.verdict}[/]" + (f": {', '.join(report.causes)}" if report.causes else "")
+
+
+def _print_verdict(reports: Sequence[Report], console: Console, *, healthy: bool) -> None:
+    for report in reports:
+        for check in report.checks:
+            if check.is_bad:
+                what = f"{report.family}, {report.attention}: {check.name} {check.finding}."
+                console.print(f"[red]{what}[/] {check.detail}", highlight=False)
     if healthy:
         console.print("[green]Nothing leaks:[/] every packed sample is what it would have been alone.")
     else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from vlmpack.proof.report import BAD, Cause, Check, Contrast, Report
-from vlmpack.proof.run import probe
+from vlmpack.proof.run import backends_for, probe
+from vlmpack.proof.shrink import small_copy
+from vlmpack.proof.weights import Loaded, load
 
-__all__ = ["BAD", "Cause", "Check", "Contrast", "Report", "probe"]
+__all__ = ["BAD", "Cause", "Check", "Contrast", "Loaded", "Report", "backends_for", "load", "probe", "small_copy"]

@@ -7,7 +7,7 @@ import torch
 from vlmpack.proof.mechanisms import check_delta, check_mask, check_positions
 from vlmpack.proof.outcome import FLOOR, distance, host, relative
 from vlmpack.proof.packed import count_pairs, leaks
-from vlmpack.proof.report import Cause, Check, Contrast, causes_of
+from vlmpack.proof.report import Cause, Check, Contrast, causes_of, said
 from vlmpack.proof.scene import LEAK, watch
 from vlmpack.proof.subject import Subject, Truth
 from vlmpack.proof.totals import check_loss_count
@@ -26,8 +26,7 @@ def _caught(way: PlainRow | PlainPadded, subject: Subject, truth: Truth) -> Cont
     try:
         return _contrast(way, subject, truth)
     except Exception as error:
-        text = f"{type(error).__name__}: {(str(error) or 'no word').splitlines()[0]}"
-        return Contrast(name=way.name, verdict="fails", detail=text)
+        return Contrast(name=way.name, verdict="fails", detail=said(error))
 
 
 @torch.no_grad()

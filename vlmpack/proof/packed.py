@@ -11,7 +11,7 @@ import torch
 
 from vlmpack.proof.mechanisms import check_cache, check_delta, check_mask, check_positions
 from vlmpack.proof.outcome import FLOOR, compare
-from vlmpack.proof.report import Check, Part
+from vlmpack.proof.report import Check, Part, said
 from vlmpack.proof.samples import ProbeSample, Words, perturbed
 from vlmpack.proof.scene import LEAK, children, moved, watch
 from vlmpack.proof.subject import Subject, Truth
@@ -37,13 +37,13 @@ class Stage:
     """Look."""
 
 
-def packed_checks(subject: Subject, truth: Truth, *, balance: float | None, say: Say) -> list[Check]:
-    """`balance`: the load-balancing loss of the padded batch through plain transformers; None: there is none."""
+def packed_checks(subject: Subject, truth: Truth, *, say: Say) -> list[Check]:
+    """All of them; `say` is told what comes next."""
     step = PackedStep(subject.model, subject.settings)
     poison = subject.words.low
     row = Packed(step=step, family=subject.family, rule=subject.settings.slots, poison=poison)
     checks = []
-    for stage in _stages(subject, truth, row, balance):
+    for stage in _stages(subject, truth, row):
         say(stage.name)
         checks += caught(stage)
     return checks
@@ -54,18 +54,17 @@ def caught(stage: Stage) -> list[Check]:
     try:
         return stage.run()
     except Exception as error:
-        text = f"{type(error).__name__}: {(str(error) or 'no word').splitlines()[0]}"
-        return [Check(part=stage.part, name=stage.name, finding="fails", detail=text)]
+        return [Check(part=stage.part, name=stage.name, finding="fails", detail=said(error))]
 
 
-def _stages(subject: Subject, truth: Truth, row: Packed, balance: float | None) -> Iterator[Stage]:
+def _stages(subject: Subject, truth: Truth, row: Packed) -> Iterator[Stage]:
     samples = subject.samples
     padded = replace(row, padded=True)
     yield Stage(part="isolation", name="isolation", run=lambda: _isolation(subject, truth, row))
     yield Stage(part="mechanism", name="mechanisms", run=lambda: _mechanisms(subject, truth, row))
     yield Stage(part="mechanism", name="loss count", run=lambda: [_loss_count(row, samples)])
     yield Stage(part="equality", name=row.name, run=lambda: _equality(subject, truth, row))
-    if balance is not None:
+    if (balance := truth.balance) is not None:
         yield Stage(
             part="equality",
             name="load-balancing loss",

@@ -115,6 +115,11 @@ class Report:
         return "\n".join(line.rstrip() for line in (head, *causes, *lines))
 
 
+def said(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {(str(error) or 'no word').splitlines()[0]}"
+
+
 def verdict_of(checks: Iterable[Check]) -> Verdict:
     """The worst of the findings."""
     findings = {check.finding for check in checks}

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from vlmpack.attention import AttentionCall, choose
+from vlmpack.attention import BACKENDS, choose
 from vlmpack.families import family_of
 from vlmpack.proof.contrast import contrasts
 from vlmpack.proof.packed import packed_checks
 from vlmpack.proof.receipts import processed_samples
-from vlmpack.proof.report import Report
-from vlmpack.proof.samples import ProbeSample, synthetic_samples
-from vlmpack.proof.subject import Subject, find_truth, row_length, where
-from vlmpack.proof.untouched import settings_of, text_attention, untouched
-from vlmpack.proof.ways import PlainPadded, gappy
+from vlmpack.proof.report import Check, Contrast, Report, said
+from vlmpack.proof.samples import synthetic_samples
+from vlmpack.proof.subject import Subject, attention_call, find_truth
+from vlmpack.proof.untouched import settings_of, untouched
+from vlmpack.proof.ways import gappy
 from vlmpack.step import StepConfig, find_model
+
+Say = Callable[[str], None]
 
 
 def probe(
@@ -26,8 +28,9 @@ def probe(
     processor: Any = None,
     *,
     attention: str | None = None,
+    plain: bool = True,
     weights: str = "as given",
-    progress: Callable[[str], None] | None = None,
+    progress: Say | None = None,
 ) -> Report:
     """Prove on this machine that packed samples are what they are alone, or name what keeps them from it.
 
@@ -43,6 +46,7 @@ def probe(
         processor: the model's processor: receipts are drawn and go through it and `VLMCollator`; None, or a text
             model: random ids and pixels.
         attention: name of a back-end; None: that of the enabled model, or the first that can serve.
+        plain: also give the samples to plain transformers, for contrast.
         weights: what the report says about where the weights come from.
         progress: called with the name of each part before it begins.
 
@@ -50,13 +54,38 @@ def probe(
         FamilyError: the model's family cannot be packed.
         BackendError: the named back-end cannot serve.
     """
-    say = progress or (lambda part: None)
+    subject = _subject(model, processor, attention)
+    call = attention_call(model)
+    served = choose(call, subject.settings.attention).name
+    with untouched(model):
+        checks, contrast = _examined(subject, progress or (lambda part: None), plain=plain)
+    return Report(
+        model=type(subject.core).__name__,
+        family=subject.family.model_type,
+        weights=weights,
+        device=call.device,
+        dtype=str(call.dtype).removeprefix("torch."),
+        attention=served,
+        samples=tuple(f"{sample.kind}, {len(sample.input_ids)} tokens" for sample in subject.samples),
+        row_tokens=subject.segments.total,
+        checks=tuple(checks),
+        plain=tuple(contrast),
+    )
+
+
+def backends_for(model: nn.Module) -> list[str]:
+    """The back-ends that can serve the text model of `model` where it is."""
+    call = attention_call(model)
+    return [name for name, backend in BACKENDS.items() if not backend.unsupported(call)]
+
+
+def _subject(model: nn.Module, processor: Any, attention: str | None) -> Subject:
     core: Any = find_model(model)
     family = family_of(core)
-    settings = settings_of(model) or StepConfig()
     takes_it = processor is not None and family.has_vision
     samples = processed_samples(processor) if takes_it else synthetic_samples(family, core.config)
-    subject = Subject(
+    settings = settings_of(model) or StepConfig()
+    return Subject(
         model=model,
         core=core,
         family=family,
@@ -65,37 +94,19 @@ def probe(
             settings,
             slots=gappy(samples),
             attention=attention or settings.attention,
+            # what transformers computes for a batch, and nothing beside it
             aux_loss="row",
             z_loss_coef=0.0,
         ),
     )
-    served = _served(subject)
-    with untouched(model):
-        say("each sample alone")
+
+
+def _examined(subject: Subject, say: Say, *, plain: bool) -> tuple[list[Check], list[Contrast]]:
+    say("each sample alone")
+    try:
         truth = find_truth(subject)
-        balance = None if family.experts is None else PlainPadded(**subject.plain).balance(samples)
-        say("plain transformers")
-        plain = contrasts(subject, truth)
-        checks = packed_checks(subject, truth, balance=balance, say=say)
-    return Report(
-        model=type(core).__name__,
-        family=family.model_type,
-        weights=weights,
-        device=where(subject),
-        dtype=str(subject.dtype).removeprefix("torch."),
-        attention=served,
-        samples=tuple(_described(samples)),
-        row_tokens=row_length(subject),
-        checks=tuple(checks),
-        plain=tuple(plain),
-    )
-
-
-def _served(subject: Subject) -> str:
-    text = text_attention(subject.family.text_config(subject.config))
-    call = AttentionCall(device=where(subject), dtype=subject.dtype, **text)
-    return choose(call, subject.settings.attention).name
-
-
-def _described(samples: Sequence[ProbeSample]) -> list[str]:
-    return [f"{sample.kind}, {len(sample.input_ids)} tokens" for sample in samples]
+    except Exception as error:  # nothing to compare with: that is the finding
+        return [Check(part="equality", name="each sample alone", finding="fails", detail=said(error))], []
+    say("plain transformers")
+    contrast = contrasts(subject, truth) if plain else []
+    return packed_checks(subject, truth, say=say), contrast

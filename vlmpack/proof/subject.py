@@ -10,14 +10,16 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from vlmpack.families import Family
+from vlmpack.attention import AttentionCall
+from vlmpack.families import Family, family_of
+from vlmpack.layout import Segments
 from vlmpack.proof.mechanisms import Rotary, rotary_of
 from vlmpack.proof.outcome import Errors, Limits, Outcome, backward, compare, host, take_gradients
 from vlmpack.proof.samples import ProbeSample, Words
 from vlmpack.proof.scene import watch
 from vlmpack.proof.vision import Features, features_of
-from vlmpack.proof.ways import Alone, PlainPadded, device_of
-from vlmpack.step import StepConfig
+from vlmpack.proof.ways import Alone, PlainPadded
+from vlmpack.step import StepConfig, find_model
 
 
 @final
@@ -47,6 +49,11 @@ class Subject:
         return Words.of(self.family, self.config)
 
     @property
+    def segments(self) -> Segments:
+        """Where each sample lies in the row."""
+        return Segments.from_lengths([len(sample.input_ids) for sample in self.samples], self.settings.slots)
+
+    @property
     def dtype(self) -> torch.dtype:
         """Element type of the weights."""
         return next(self.core.parameters()).dtype
@@ -70,6 +77,8 @@ class Truth:
     """cos and sin that reached attention, of each sample."""
     features: Sequence[Features]
     """What the vision tower gave, of each sample."""
+    balance: float | None
+    """The routers' load-balancing loss of the padded batch with its 2D mask, through plain transformers."""
 
 
 def find_truth(subject: Subject) -> Truth:
@@ -87,6 +96,7 @@ def find_truth(subject: Subject) -> Truth:
         limits=limits,
         rotary=[rotary_of(next(iter(scene.attention.values()))) for scene in scenes],
         features=[features_of(scene.vision) for scene in scenes],
+        balance=None if subject.family.experts is None else PlainPadded(**subject.plain).balance(subject.samples),
     )
 
 
@@ -112,13 +122,16 @@ def _padding_errors(subject: Subject, own: Outcome) -> Errors:
     return compare(padded, own)
 
 
-def row_length(subject: Subject) -> int:
-    """Tokens of the row, gaps included."""
-    lengths = [len(sample.input_ids) for sample in subject.samples]
-    multiple, row = subject.settings.slots.multiple, subject.settings.slots.row_multiple
-    return -(-sum(-(-n // multiple) * multiple for n in lengths) // row) * row
-
-
-def where(subject: Subject) -> str:
-    """ "cpu" or "cuda"."""
-    return device_of(subject.core).type
+def attention_call(model: nn.Module) -> AttentionCall:
+    """What the text model asks of an attention back-end."""
+    core: Any = find_model(model)
+    text = family_of(core).text_config(core.config)
+    weight = next(core.parameters())
+    heads = text.num_attention_heads
+    return AttentionCall(
+        device=weight.device.type,
+        dtype=weight.dtype,
+        head_dim=text.to_dict().get("head_dim") or text.hidden_size // heads,
+        num_heads=heads,
+        num_kv_heads=text.num_key_value_heads,
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -56,10 +55,3 @@ def _exact_arithmetic() -> Iterator[None]:
             yield
         finally:
             torch.set_float32_matmul_precision(before)
-
-
-def text_attention(config: Any) -> dict[str, int]:
-    """Heads and their width, of the text part's configuration."""
-    heads = config.num_attention_heads
-    width = config.to_dict().get("head_dim") or config.hidden_size // heads
-    return {"head_dim": width, "num_heads": heads, "num_kv_heads": config.num_key_value_heads}
