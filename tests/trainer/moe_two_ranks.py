@@ -1,0 +1,63 @@
+"""What each of two gloo ranks runs, started by test_moe_two_ranks.py: python -m torch.distributed.run ... FOLDER.
+
+Each rank takes half of the samples through one step of every model with experts, under DDP and under FSDP2, with and
+without gradient checkpointing. Rank 0 writes the gradients to FOLDER/CASE.pt.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from moe import MOE, decoder_layers, fresh, samples_of
+from samples import padded
+
+from vlmpack.layout import SlotRule
+from vlmpack.step import PackedStep, StepConfig, enable_packing
+
+WRAPPERS = ("ddp", "fsdp2")
+CONFIG = StepConfig(slots=SlotRule(multiple=8), z_loss_coef=0.25)
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for family in MOE:
+        for wrapper in WRAPPERS:
+            for recomputed in (False, True):
+                found = gradients(family, wrapper, recomputed=recomputed)
+                if dist.get_rank() == 0:
+                    torch.save(found, folder / f"{family}-{wrapper}-{recomputed}.pt")
+    dist.barrier()  # nobody leaves while another still talks
+    dist.destroy_process_group()
+
+
+def gradients(family, wrapper, *, recomputed):
+    """The gradients of one step, the mean over the ranks."""
+    model = enable_packing(fresh(family), CONFIG)
+    if recomputed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    samples = samples_of(model)
+    targets = padded(samples).facts.num_targets
+    mine = padded(samples[:2] if dist.get_rank() == 0 else samples[2:])
+    if wrapper == "ddp":
+        step = PackedStep(DistributedDataParallel(model))
+    else:
+        mesh = init_device_mesh("cpu", (2,))
+        for part in (*decoder_layers(model), model):
+            fully_shard(part, mesh=mesh)
+        step = PackedStep(model)
+    step(mine, num_items_in_batch=targets, output_router_logits=True).loss.backward()
+    full = {name: p.grad if wrapper == "ddp" else p.grad.full_tensor() for name, p in model.named_parameters()}
+    return {name: gradient.clone() for name, gradient in full.items()}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
