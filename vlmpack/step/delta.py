@@ -15,6 +15,7 @@ The layer's class becomes a subclass of its own class that does so when it is to
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import nn
 
 from vlmpack.errors import ConfigError
 from vlmpack.families import Family, check_fla, fla_boundaries, keeps_zeros
-from vlmpack.layout import Buckets, Segments, Spaced, around_graph
+from vlmpack.layout import Buckets, Segments, Spaced, around_graph, outside_graph
 from vlmpack.step.attention import check_not_bypassed
 from vlmpack.step.context import CONTEXT, RowContext
 from vlmpack.step.subclass import base_of, is_subclassed, subclass
@@ -87,15 +88,28 @@ def cut_class(base: type[nn.Module]) -> type[nn.Module]:
         if row is None:
             check_not_bypassed(kwargs)
             return base.forward(self, hidden_states, *args, **kwargs)
-        assert row.delta is not None
-        if not row.delta.tokens:  # nothing but padding; the layer's parameters keep their place in the graph
-            return base.forward(self, torch.zeros_like(hidden_states), **kwargs)
-        if isinstance(row.delta, Spaced):
-            _check_zeros(self)
-            kwargs.update(fla_boundaries(row.delta, hidden_states.device))
-        return row.delta.join([base.forward(self, part, **kwargs) for part in row.delta.split(hidden_states)])
+        return _computed(functools.partial(base.forward, self), self, hidden_states, row, kwargs)
 
     return subclass(base, {"forward": around_graph(forward)}, cut_class)
+
+
+@outside_graph
+def _computed(
+    own_forward: Callable[..., torch.Tensor],
+    layer: nn.Module,
+    hidden_1TD: torch.Tensor,
+    row: RowContext,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """[1, T, D] through the layer, sample by sample. The layer stays out of compiled graphs: it would be compiled again
+    for nearly every row, and torch 2.13's aot_eager fails in its backward pass on any batch of two."""
+    assert row.delta is not None
+    if not row.delta.tokens:  # nothing but padding; the layer's parameters keep their place in the graph
+        return own_forward(torch.zeros_like(hidden_1TD), **kwargs)
+    if isinstance(row.delta, Spaced):
+        _check_zeros(layer)
+        kwargs = {**kwargs, **fla_boundaries(row.delta, hidden_1TD.device)}
+    return row.delta.join([own_forward(part, **kwargs) for part in row.delta.split(hidden_1TD)])
 
 
 def _layers(family: Family, core: nn.Module) -> list[nn.Module]:
