@@ -56,6 +56,7 @@ class Spaced:
         starts = accumulate((length + self.reach for length in self.lengths[:-1]), initial=0)
         return (*starts, self.tokens) if self.lengths else (0,)
 
+    @outside_graph
     def split(self, row_1TD: torch.Tensor) -> list[torch.Tensor]:
         """[1, T, D] to a list of one [1, W, D]."""
         real_RD = row_1TD[0]
@@ -66,6 +67,7 @@ class Spaced:
             real_RD = spaced_WD.index_copy(0, self._tensor("places", real_RD.device), real_RD)
         return [real_RD[None]]
 
+    @outside_graph
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """A list of one [1, W, D] to [1, T, D], zeros on padding."""
         (part_1WD,) = parts
@@ -86,7 +88,6 @@ class Spaced:
     def _tensors(self) -> dict[tuple[str, torch.device], torch.Tensor]:
         return {}
 
-    @outside_graph
     def _tensor(self, name: str, device: torch.device | str) -> torch.Tensor:
         key = (name, torch.device(device))
         if key not in self._tensors:
