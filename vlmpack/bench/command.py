@@ -15,7 +15,7 @@ from vlmpack.bench.table import skipped, table, tables_of_families, title
 from vlmpack.errors import VlmpackError
 from vlmpack.families import FAMILIES
 
-WIDTH = 110
+WIDTH = 120
 ALL = "all"
 """In place of a family: every one."""
 SECONDS = 60.0

@@ -10,6 +10,7 @@ head sees labelled positions only. So a share above 1 is possible, and a fair on
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,6 @@ DENSE = Target(limit=0.85, better="higher")
 SPARSE = Target(limit=0.75, better="higher")
 """Share of ideal of families with experts or gated delta layers: samples that are cut out, or spread over experts, make
 more and smaller products than a padded batch does."""
-SPEEDUP, IDEAL, SHARE, MEMORY = "speed-up", "ideal speed-up", "share of ideal", "peak memory, packed / padded"
 
 
 def measure_step(settings: BenchSettings, shapes: ReceiptShapes) -> list[Figure]:
@@ -37,22 +37,24 @@ def measure_step(settings: BenchSettings, shapes: ReceiptShapes) -> list[Figure]
     Raises:
         VlmpackError: the two losses differ, so there is nothing to compare.
     """
+    started = time.perf_counter()
     family, pair = family_named(settings.family), StepPair.of(settings, shapes)
     work = Work.of(pair)
     causal = causal_ideal(family, pair.model.config, pair.batch)
-    timings = alternate(pair.steps, seconds=settings.seconds, device=settings.device)
     peaks = pair.peaks(settings.device)
+    left = settings.seconds - (time.perf_counter() - started)
+    timings = alternate(pair.steps, seconds=left, device=settings.device)
     steps, scale = ("padded", "packed"), 1 / work.ideal_speedup
     figures = [
         Figure.timed(CASE, "padded step", timings, "padded", settings),
         Figure.timed(CASE, "packed step", timings, "packed", settings),
         _tokens_per_second(sum(shapes.lengths), timings, settings),
-        Figure.compared(CASE, SPEEDUP, timings, steps, settings),
-        Figure(case=CASE, name=IDEAL, value=work.ideal_speedup, unit="x"),
-        Figure(case=CASE, name="ideal speed-up, causal pairs", value=causal, unit="x"),
+        Figure.compared(CASE, "speed-up", timings, steps, settings),
+        Figure(case=CASE, name="ideal speed-up", value=work.ideal_speedup, unit="x"),
+        Figure(case=CASE, name="ideal, causal pairs", value=causal, unit="x"),
         Figure(case=CASE, name="FLOPs, packed / alone", value=work.packed / work.alone, unit="x"),
-        Figure.compared(CASE, SHARE, timings, steps, settings, scale=scale, target=target_of(family)),
-        Figure(case=CASE, name=MEMORY, value=peaks["packed"] / peaks["padded"], unit="x"),
+        Figure.compared(CASE, "share of ideal", timings, steps, settings, scale=scale, target=target_of(family)),
+        Figure(case=CASE, name="memory, packed / padded", value=peaks["packed"] / peaks["padded"], unit="x"),
     ]
     return [replace(figure, family=family.model_type) for figure in figures]
 
