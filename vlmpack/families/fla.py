@@ -12,7 +12,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from vlmpack.errors import BackendError
-from vlmpack.layout import Spaced, outside_graph
+from vlmpack.layout import Spaced
 
 HOPPER, BLACKWELL = 9, (10, 12)
 """First number of the compute capability of NVIDIA's chips."""
@@ -93,7 +93,6 @@ def check_fla(device: torch.device, *, training: bool) -> None:
         )
 
 
-@outside_graph
 def fla_boundaries(spaced: Spaced, device: torch.device) -> dict[str, torch.Tensor]:
     """Keywords by which a gated delta layer hands the edges of `spaced` to fla; what the loaded version does not take
     is left out by transformers.

@@ -20,7 +20,7 @@ from typing import final
 import numpy as np
 import torch
 
-from vlmpack.layout.device import outside_graph, to_device
+from vlmpack.layout.device import to_device
 from vlmpack.layout.segments import Segments
 
 MAX_STRETCH = 1.25
@@ -82,13 +82,11 @@ class Buckets:
         """Tokens that all buckets compute."""
         return sum(bucket.tokens for bucket in self.buckets)
 
-    @outside_graph
     def split(self, row_1TD: torch.Tensor) -> list[torch.Tensor]:
         """[1, T, D] to [n, W, D] of each bucket."""
         index = self._tensors(row_1TD.device)
         return [self._take(row_1TD, bucket, at) for bucket, at in zip(self.buckets, index.sources, strict=True)]
 
-    @outside_graph
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """[n, W, D] of each bucket to [1, T, D], zeros on padding. At least one bucket."""
         real_RD = torch.cat([part.flatten(0, 1) for part in parts])

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from vlmpack.layout.buckets import onto_row
-from vlmpack.layout.device import outside_graph, to_device
+from vlmpack.layout.device import to_device
 from vlmpack.layout.segments import Segments
 
 
@@ -56,7 +56,6 @@ class Spaced:
         starts = accumulate((length + self.reach for length in self.lengths[:-1]), initial=0)
         return (*starts, self.tokens) if self.lengths else (0,)
 
-    @outside_graph
     def split(self, row_1TD: torch.Tensor) -> list[torch.Tensor]:
         """[1, T, D] to a list of one [1, W, D]."""
         real_RD = row_1TD[0]
@@ -67,7 +66,6 @@ class Spaced:
             real_RD = spaced_WD.index_copy(0, self._tensor("places", real_RD.device), real_RD)
         return [real_RD[None]]
 
-    @outside_graph
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """A list of one [1, W, D] to [1, T, D], zeros on padding."""
         (part_1WD,) = parts

@@ -124,7 +124,6 @@ def _check_own_forward(layer: nn.Module) -> None:
         )
 
 
-@outside_graph
 def _check_zeros(layer: nn.Module) -> None:
     if not keeps_zeros(layer):
         raise ConfigError(
