@@ -30,9 +30,9 @@ def probe(
 ) -> None:
     """Prove that packed samples are what they are alone, mechanism by mechanism; name the cause if they are not.
 
-    One sample is changed and the others are watched; logits, loss and gradients of a packed row are compared with those of
-    each sample alone; work is counted; and plain transformers is given the same row. Where the weights do not fit, a tiny
-    random copy of the model's configuration is probed.
+    One sample is changed and the others are watched; logits, loss and gradients of a packed row are compared with those
+    of each sample alone; work is counted; and plain transformers is given the same row. Where the weights do not fit, a
+    tiny random copy of the model's configuration is probed.
 
     The exit status is 0 if everything is exact, 1 otherwise.
     """

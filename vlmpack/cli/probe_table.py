@@ -18,8 +18,8 @@ TITLES = {
     "work": "work",
 }
 CAPTION = """\
-[dim]Errors are parts of the largest entry (of logits, or of each parameter's gradient). A limit is what float32 accounts for,
-and twice the error that the model makes without packing.[/]
+[dim]Errors are parts of the largest entry (of logits, or of each parameter's gradient). A limit is what
+float32 accounts for, and twice the error that the model makes without packing.[/]
 """
 PLAIN_CAPTION = """\
 [dim]leak    how far a sample's logits move when only another one changes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -27,8 +27,10 @@ class Outcome:
 
     logits: list[torch.Tensor]
     """float32 [L, V] of each sample."""
+    target_losses: torch.Tensor
+    """float32 [N]: cross-entropy (nats) of each target, of all samples."""
     loss: float
-    """Mean over the targets of all samples."""
+    """Mean over the targets of all samples, as it was given."""
     gradients: Mapping[str, torch.Tensor]
     """Of that mean, by name of the parameter; frozen parameters have none."""
 
@@ -51,15 +53,12 @@ class Errors:
 
     logits: float
     """At every position of every sample."""
+    target_losses: float
+    """Differences of the targets' own losses, added up without their signs, as a part of the sum of those losses."""
     loss: float
     """Relative."""
     gradients: Mapping[str, GradientError]
     """The worst parameter of every group: modules of one name in all layers."""
-
-    @property
-    def worst_gradient(self) -> float:
-        """Over all groups; 0 if nothing is trained."""
-        return max((group.error for group in self.gradients.values()), default=0.0)
 
 
 @final
@@ -89,14 +88,10 @@ class Limits:
 
         return cls(
             logits=limit(FLOOR["logits"], own.logits),
-            loss=limit(FLOOR["loss"], own.loss),
+            # Not of the mean's own error, which may be 0 by chance.
+            loss=limit(FLOOR["loss"], own.target_losses),
             gradients={name: limit(FLOOR["gradients"], group.error) for name, group in own.gradients.items()},
         )
-
-    def broken_by(self, errors: Errors) -> bool:
-        """Whether any error is beyond its limit; NaN is."""
-        gradients = all(group.error <= self.gradients[name] for name, group in errors.gradients.items())
-        return not (errors.logits <= self.logits and errors.loss <= self.loss and gradients)
 
 
 def compare(seen: Outcome, truth: Outcome) -> Errors:
@@ -111,6 +106,7 @@ def compare(seen: Outcome, truth: Outcome) -> Errors:
             groups[group] = GradientError(error=error, parameter=name)
     return Errors(
         logits=max(distance(*pair) for pair in zip(seen.logits, truth.logits, strict=True)),
+        target_losses=float((seen.target_losses - truth.target_losses).abs().sum() / truth.target_losses.sum()),
         loss=relative(seen.loss, truth.loss),
         gradients=groups,
     )
@@ -139,10 +135,24 @@ def group_of(parameter: str) -> str:
 # ---------------------------------------------------------------------- its parts
 
 
-def loss_sum(logits_LV: torch.Tensor, sample: ProbeSample) -> torch.Tensor:
-    """Cross-entropy (nats) summed over a sample's own targets, from its own logits."""
+def outcome_of(
+    model: nn.Module, samples: Sequence[ProbeSample], logits: Sequence[torch.Tensor], loss: float
+) -> Outcome:
+    """Of these logits [L, V] of each sample, and of the gradients that the model holds by now."""
+    on_host = [host(x) for x in logits]
+    return Outcome(
+        logits=on_host,
+        target_losses=torch.cat([target_losses(x, sample) for x, sample in zip(on_host, samples, strict=True)]),
+        loss=loss,
+        gradients=take_gradients(model),
+    )
+
+
+def target_losses(logits_LV: torch.Tensor, sample: ProbeSample) -> torch.Tensor:
+    """float32 [N]: cross-entropy (nats) of each of a sample's own targets under its own logits."""
     targets = sample.targets.to(logits_LV.device)
-    return F.cross_entropy(logits_LV[:-1].float(), targets, ignore_index=IGNORE, reduction="sum")
+    is_target = targets != IGNORE
+    return F.cross_entropy(logits_LV[:-1][is_target].float(), targets[is_target], reduction="none")
 
 
 def without_routers(family: Family) -> dict[str, bool]:

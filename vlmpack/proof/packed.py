@@ -10,7 +10,7 @@ from typing import final
 import torch
 
 from vlmpack.proof.mechanisms import check_cache, check_delta, check_mask, check_positions
-from vlmpack.proof.outcome import FLOOR, compare
+from vlmpack.proof.outcome import FLOOR, backward, compare
 from vlmpack.proof.report import Check, Part, said
 from vlmpack.proof.samples import ProbeSample, Words, perturbed
 from vlmpack.proof.scene import LEAK, children, moved, watch
@@ -134,7 +134,7 @@ def _loss_count(row: Packed, samples: Sequence[ProbeSample]) -> Check:
 
 
 def _equality(subject: Subject, truth: Truth, way: Packed) -> list[Check]:
-    errors = compare(way(subject.samples).outcome(subject.model), truth.outcome)
+    errors = compare(way(subject.samples).outcome(subject.model, subject.samples), truth.outcome)
     given = "padded" if way.padded else "row"
     checks = [
         _equal(f"{given}: logits", errors.logits, truth.limits.logits),
@@ -185,7 +185,7 @@ def _pairs(subject: Subject, row: Packed) -> Check:
 
 def _waits(subject: Subject, row: Packed) -> Check:
     def step() -> None:
-        row.step(given).loss.backward()
+        backward(row.step(given).loss)
         subject.model.zero_grad(set_to_none=True)
 
     given = row.given(subject.samples)

@@ -14,7 +14,7 @@ from vlmpack.attention import AttentionCall
 from vlmpack.families import Family, family_of
 from vlmpack.layout import Segments
 from vlmpack.proof.mechanisms import Rotary, rotary_of
-from vlmpack.proof.outcome import Errors, Limits, Outcome, backward, compare, host, take_gradients
+from vlmpack.proof.outcome import Errors, Limits, Outcome, backward, compare, outcome_of, take_gradients
 from vlmpack.proof.samples import ProbeSample, Words
 from vlmpack.proof.scene import watch
 from vlmpack.proof.vision import Features, features_of
@@ -107,15 +107,15 @@ def _alone(model: nn.Module, subject: Subject) -> Outcome:
     for sample in subject.samples:
         found = alone([sample])
         backward(found.loss / count)
-        logits += [host(x) for x in found.logits]
+        logits += [x.detach() for x in found.logits]
         loss += float(found.loss.detach()) / count
-    return Outcome(logits=logits, loss=loss, gradients=take_gradients(model))
+    return outcome_of(model, subject.samples, logits, loss)
 
 
 def _padding_errors(subject: Subject, own: Outcome) -> Errors:
     """How far plain transformers is from itself: the padded batch and its 2D mask, against each sample alone."""
     try:
-        padded = PlainPadded(**subject.plain)(subject.samples).outcome(subject.model)
+        padded = PlainPadded(**subject.plain)(subject.samples).outcome(subject.model, subject.samples)
     except Exception:  # it cannot compute one: that shows in the contrast, and widens no limit
         take_gradients(subject.model)
         padded = own

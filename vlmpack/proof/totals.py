@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from vlmpack.proof.outcome import Outcome, distance, host, loss_sum, relative
+from vlmpack.proof.outcome import Outcome, distance, host, relative, target_losses
 from vlmpack.proof.report import Check
 from vlmpack.proof.samples import ProbeSample
 from vlmpack.proof.scene import Scene
@@ -15,7 +15,9 @@ from vlmpack.proof.ways import Packed, Pass
 
 SAME = {torch.float32: 1e-5}
 """Relative difference of two losses that are computed from the same numbers."""
-SAME_IN_LOW_PRECISION = 2e-2
+SAME_IN_LOW_PRECISION = 2e-3
+BALANCE_IN_LOW_PRECISION = 2e-2
+"""Of routers' losses: rounding sends tokens to other experts."""
 
 
 def check_dispatch(scene: Scene) -> Check:
@@ -50,7 +52,7 @@ def check_balance(way: Packed, samples: Sequence[ProbeSample], padded: float, tr
     assert found.result.aux_loss is not None
     packed = float(found.result.aux_loss)
     dtype = found.logits[0].dtype
-    error, allowed = relative(packed, padded), SAME.get(dtype, SAME_IN_LOW_PRECISION)
+    error, allowed = relative(packed, padded), SAME.get(dtype, BALANCE_IN_LOW_PRECISION)
     check = Check(part="equality", name="row: load-balancing loss", finding="ok", seen=error, allowed=allowed)
     if error <= allowed:
         return check
@@ -63,7 +65,7 @@ def check_balance(way: Packed, samples: Sequence[ProbeSample], padded: float, tr
 def check_loss_count(way_pass: Pass, samples: Sequence[ProbeSample]) -> Check:
     """The loss that was given, against each sample's own targets under the logits of the same pass."""
     own_count = sum(sample.num_targets for sample in samples)
-    own_sum = sum(float(loss_sum(x, sample)) for x, sample in zip(way_pass.logits, samples, strict=True))
+    own_sum = sum(float(target_losses(x, sample).sum()) for x, sample in zip(way_pass.logits, samples, strict=True))
     given, expected = float(way_pass.loss), own_sum / own_count
     if (result := way_pass.result) is not None and result.num_targets != own_count:
         return _miscounted(result.num_targets, own_count, f"{result.num_targets} targets were counted, {own_count} are")

@@ -11,7 +11,7 @@ from torch import nn
 
 from vlmpack.families import Family
 from vlmpack.layout import PackedRow, PaddedBatch, Segments, SlotRule, pack
-from vlmpack.proof.outcome import Outcome, backward, host, loss_sum, take_gradients, without_routers
+from vlmpack.proof.outcome import Outcome, backward, outcome_of, target_losses, without_routers
 from vlmpack.proof.samples import ProbeSample, batch_of, joined_media
 from vlmpack.step import PackedStep, StepResult
 
@@ -38,12 +38,10 @@ class Pass:
     result: StepResult | None = None
     """Of vlmpack's ways: all that the step gave back."""
 
-    def outcome(self, model: nn.Module) -> Outcome:
+    def outcome(self, model: nn.Module, samples: Sequence[ProbeSample]) -> Outcome:
         """With gradients, which are computed now."""
         backward(self.loss)
-        return Outcome(
-            logits=[host(x) for x in self.logits], loss=float(self.loss.detach()), gradients=take_gradients(model)
-        )
+        return outcome_of(model, samples, self.logits, float(self.loss.detach()))
 
 
 class Way(Protocol):
@@ -123,7 +121,7 @@ class Alone:
     def __call__(self, samples: Sequence[ProbeSample]) -> Pass:
         (sample,) = samples
         output = _call(self.model, self.family, sample.inputs(self.family, self.config), {"use_cache": False})
-        return Pass(logits=[output.logits[0]], loss=loss_sum(output.logits[0], sample))
+        return Pass(logits=[output.logits[0]], loss=target_losses(output.logits[0], sample).sum())
 
 
 @final

@@ -142,17 +142,19 @@ def counted_waits(device: torch.device) -> Iterator[Waits]:
 
 @contextmanager
 def _cuda_waits(waits: Waits) -> Iterator[None]:
+    def note(message: Any, *_: Any, **__: Any) -> None:
+        if "synchronizing CUDA operation" in str(message):
+            waits.note("a wait", _asker())
+
     before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings():
         warnings.simplefilter("always")
+        warnings.showwarning = note  # told while the operation waits, so that the stack says who asked
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    for warning in said:
-        if "synchronizing CUDA operation" in str(warning.message):
-            waits.note("a wait", warning.filename)
 
 
 @contextmanager

@@ -1,0 +1,130 @@
+"""`vlmpack.probe` in the situations that users have: a processor, an adapter, packing enabled, low precision."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+import vlmpack
+from vlmpack.data import tiny_processor
+from vlmpack.errors import BackendError, FamilyError
+from vlmpack.families.tiny import tiny_model
+from vlmpack.proof import backends_for
+from vlmpack.step import StepConfig
+
+
+def seen(report: vlmpack.proof.Report, part: str) -> dict[str, float]:
+    return {check.name: check.seen for check in report.checks if check.part == part and check.seen is not None}
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl_moe"])
+def test_receipts_go_through_the_users_own_processor(family: str) -> None:
+    processor = tiny_processor(family)
+    report = vlmpack.probe(tiny_model(family, processor=processor), processor)
+    assert report.verdict == "exact", report
+    assert [sample.split(",")[0] for sample in report.samples] == ["image", "text", "two images", "video"]
+    assert report.row_tokens > sum(int(sample.split()[-2]) for sample in report.samples), "no gaps"
+
+
+def test_a_text_model_needs_no_processor() -> None:
+    report = vlmpack.probe(tiny_model("qwen3"))
+    assert report.verdict == "exact"
+    assert {check.name for check in report.checks if check.finding == "absent"} >= {"vision", "router", "conv taps"}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_an_adapter_is_probed_where_it_is() -> None:
+    model = get_peft_model(tiny_model("qwen3_vl"), LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.5)  # at 0, as it starts, nothing would reach lora_A
+    report = vlmpack.probe(model)
+    assert report.verdict == "exact", report
+    gradients = {name for name in seen(report, "equality") if "gradient" in name}
+    assert gradients == {f"{way}: gradient of language_model.layers.self_attn" for way in ("row", "padded")}
+
+
+def test_a_frozen_model_has_logits_and_a_loss_to_compare() -> None:
+    report = vlmpack.probe(tiny_model("qwen2_vl").requires_grad_(False))
+    assert report.verdict == "exact", report
+    assert set(seen(report, "equality")) == {"row: logits", "row: loss", "padded: logits", "padded: loss"}
+
+
+def test_the_settings_of_an_enabled_model_are_probed() -> None:
+    model = vlmpack.enable_packing(tiny_model("qwen3_vl"), StepConfig(attention="eager_mask"))
+    report = vlmpack.probe(model)
+    assert (report.verdict, report.attention) == ("exact", "eager_mask")
+    (pairs,) = [check for check in report.checks if check.name == "attended pairs"]
+    assert pairs.finding == "not counted"
+    assert pairs.detail.startswith("a dense mask")
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5_moe", "qwen3"])
+def test_low_precision_has_the_limits_of_low_precision(family: str) -> None:
+    report = vlmpack.probe(tiny_model(family, dtype=torch.bfloat16))
+    assert (report.verdict, report.dtype) == ("exact", "bfloat16"), report
+    logits = next(check for check in report.checks if check.name == "row: logits")
+    assert logits.allowed is not None
+    assert logits.seen is not None
+    assert 1e-3 < logits.seen <= logits.allowed < 0.5
+    assert all(seen == 0 for name, seen in seen_isolation(report).items()), "other samples are computed bit for bit"
+
+
+def seen_isolation(report: vlmpack.proof.Report) -> dict[str, float]:
+    return seen(report, "isolation") if "moe" not in report.family else {}
+
+
+def test_pairs_are_the_sum_of_squared_lengths_and_nothing_of_ours_waits() -> None:
+    report = vlmpack.probe(tiny_model("qwen3_vl"))
+    lengths = [int(sample.split()[-2]) for sample in report.samples]
+    work = seen(report, "work")
+    assert work == {"attended pairs": sum(n * n for n in lengths), "host waits": 0}
+    pairs = {one.name: one.pairs for one in report.plain}
+    assert pairs["one row, [3, 1, T] positions"] == sum(lengths) ** 2
+    assert pairs["a padded batch, 2D mask"] == len(lengths) * max(lengths) ** 2
+
+
+def test_a_report_says_itself_and_goes_through_json() -> None:
+    report = vlmpack.probe(tiny_model("qwen3"), plain=False, weights="of the test")
+    assert str(report).splitlines()[0] == "Qwen3ForCausalLM (of the test), cpu, float32, sdpa_segments: exact"
+    assert report.plain == ()
+    answer = json.loads(json.dumps(report.to_dict()))
+    assert (answer["verdict"], answer["causes"]) == ("exact", [])
+    assert len(answer["checks"]) == len(report.checks)
+
+
+def test_progress_names_every_part() -> None:
+    said: list[str] = []
+    vlmpack.probe(tiny_model("qwen3"), progress=said.append)
+    assert said[:3] == ["each sample alone", "plain transformers", "isolation"]
+    assert said[-1] == "host waits"
+
+
+def test_every_back_end_that_can_serve_is_exact() -> None:
+    model = tiny_model("qwen2_vl")
+    names = backends_for(model)
+    assert names == ["sdpa_segments", "eager_mask"]
+    assert {vlmpack.probe(model, attention=name, plain=False).verdict for name in names} == {"exact"}
+
+
+def test_what_cannot_be_probed_is_refused() -> None:
+    with pytest.raises(BackendError, match="torch_varlen"):
+        vlmpack.probe(tiny_model("qwen3"), attention="torch_varlen")
+    with pytest.raises(FamilyError, match=r"no \.\.\.ForConditionalGeneration or .* found in a Linear"):
+        vlmpack.probe(torch.nn.Linear(2, 2))
+
+
+def test_a_model_that_cannot_compute_its_samples_is_a_finding() -> None:
+    model = tiny_model("qwen3")
+
+    def broken(module: torch.nn.Module, args: object) -> None:
+        raise RuntimeError("no kernel for this device")
+
+    model.lm_head.register_forward_pre_hook(broken)
+    report = vlmpack.probe(model)
+    (check,) = report.checks
+    assert (report.verdict, check.detail) == ("fails", "RuntimeError: no kernel for this device")
