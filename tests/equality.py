@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -68,6 +68,15 @@ class Alone:
     gradients: dict[str, torch.Tensor]
     """Of the loss; parameters that take no part are left out."""
 
+    def all_logits(self) -> torch.Tensor:
+        """float32 [R, V]."""
+        return torch.cat(self.logits).float()
+
+    def logprobs(self) -> torch.Tensor:
+        """float32: log-probability of every target."""
+        pairs = [(x[:-1].float(), s["labels"][1:]) for x, s in zip(self.logits, self.samples, strict=True)]
+        return torch.cat([-F.cross_entropy(x, y, reduction="none")[y != -100] for x, y in pairs])
+
     @property
     def lengths(self) -> list[int]:
         """Tokens of each."""
@@ -76,12 +85,12 @@ class Alone:
 
 def alone_through(model: Any, samples: Sequence[Sample]) -> Alone:
     """Every sample on its own through the untouched model, losses summed; the model's gradients are used up."""
-    logits, loss_sum, targets = [], torch.zeros(()), 0
+    logits, loss_sum, targets = [], 0.0, 0
     for sample in samples:
         logits.append(model(**{**alone(sample), "labels": None}).logits[0])
         loss_sum = loss_sum + F.cross_entropy(logits[-1][:-1].float(), sample["labels"][1:], reduction="sum")
         targets += int((sample["labels"][1:] != -100).sum())
-    loss = loss_sum / targets
+    loss = torch.as_tensor(loss_sum / targets)
     loss.backward()
     found = gradients(model)
     model.zero_grad()
@@ -124,6 +133,32 @@ def check_gradients(truth: Alone, found: dict[str, torch.Tensor], limits: Limits
         assert 1 - F.cosine_similarity(found[name].double().flatten(), own.double().flatten(), dim=0) <= limits.cosine
 
 
+def check_low_precision(truth: Alone, plain: Alone, result: StepResult, found: dict[str, torch.Tensor]) -> None:
+    """Packed in bfloat16 (`result`, `found`) against the samples alone in bfloat16 (`plain`), both against `truth`."""
+    for values in (Alone.all_logits, Alone.logprobs):
+        own = values(truth)
+        packed = values(replace(plain, logits=by_sample(result)))
+        assert largest(packed, own) <= LOW_PRECISION * largest(values(plain), own)
+    assert found.keys() == plain.gradients.keys() == truth.gradients.keys()
+    for name, own in truth.gradients.items():
+        assert distance(found[name], own) <= LOW_PRECISION * distance(plain.gradients[name], own), name
+
+
+def largest(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Largest difference."""
+    return difference(a, b).abs().max()
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Root of the sum of squared differences: the largest one alone is chance, where bfloat16 sums many small ones."""
+    return difference(a, b).norm()
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """In float32 on the host."""
+    return a.detach().float().cpu() - b.detach().float().cpu()
+
+
 def check_work(truth: Alone, result: StepResult, multiple: int) -> None:
     """Equal outputs do not prove that padding was skipped: so does the work."""
     lengths = truth.lengths
@@ -144,7 +179,7 @@ def poisoned(model: Any, segments: Segments) -> Iterator[list[int]]:
 
     Yields a list that grows by the number of poisoned tokens with every call that was given some.
     """
-    family, pad_T, count = family_of(model), segments.padding_mask(), []
+    family, pad_T, count = family_of(model), segments.padding_mask(next(model.parameters()).device), []
 
     def fill(hidden: torch.Tensor, value: float) -> torch.Tensor:
         count.append(int(pad_T.sum()))
