@@ -53,6 +53,9 @@ def doctor(
     serving = environment.serving([found.type for found in devices])
     console.print("\n[bold]Attention back-ends[/] [dim](heads 32, key-value heads 8, head dimension 128)[/]")
     console.print(_serving_table(serving))
+    gated = environment.delta_serving([found.type for found in devices])
+    console.print("\n[bold]Gated delta layers[/] [dim](Qwen3.5, Qwen3-Next; training)[/]")
+    console.print(_serving_table(gated))
     console.print("\n[bold]Probe[/] [dim](a few samples in one packed row; `vlmpack probe` tells more)[/]")
     reports = _probe(model, device or devices[-1].type, console)
     console.print(_probe_table(reports))
@@ -60,7 +63,7 @@ def doctor(
     console.print(CAPTION)
     _print_verdict(reports, console, healthy=healthy)
     if as_json:
-        parts = {"versions": versions, "devices": devices, "attention": serving}
+        parts = {"versions": versions, "devices": devices, "attention": serving, "gated_delta": gated}
         answer: dict[str, Any] = {name: [asdict(entry) for entry in entries] for name, entries in parts.items()}
         probes = [report.to_dict() for report in reports]
         typer.echo(json.dumps({**answer, "probes": probes, "healthy": healthy}, indent=2))

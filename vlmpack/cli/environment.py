@@ -13,6 +13,7 @@ from typing import final
 import torch
 
 from vlmpack.attention import AttentionCall, explain
+from vlmpack.families import FlaCall, family_named
 
 PACKAGES = (
     "vlmpack",
@@ -21,10 +22,18 @@ PACKAGES = (
     "accelerate",
     "peft",
     "flash-attn",
+    "fla-core",
+    "causal-conv1d",
     "qwen-vl-utils",
     "torchvision",
 )
-IMPORTED = {"flash-attn": "flash_attn", "qwen-vl-utils": "qwen_vl_utils", "torchvision": "torchvision"}
+IMPORTED = {
+    "flash-attn": "flash_attn",
+    "fla-core": "fla",
+    "causal-conv1d": "causal_conv1d",
+    "qwen-vl-utils": "qwen_vl_utils",
+    "torchvision": "torchvision",
+}
 """Packages that are often installed and yet do not import, and their modules."""
 IMPORT_TIMEOUT_S = 120
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 128, 32, 8
@@ -58,14 +67,14 @@ class Device:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """Whether one attention back-end can serve one kind of call."""
+    """Whether one back-end can serve one kind of call."""
 
     backend: str
     """Its name."""
     device: str
     """"cpu" or "cuda"."""
     dtype: str
-    """Element type of the call."""
+    """Element type of the call, or "any"."""
     reasons: tuple[str, ...]
     """Why it cannot; empty: it can."""
 
@@ -127,3 +136,15 @@ def serving(device_types: list[str]) -> list[Serving]:
             AttentionCall(device=device, dtype=dtype, head_dim=HEAD_DIM, num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS)
         ).items()
     ]
+
+
+def delta_serving(device_types: list[str]) -> list[Serving]:
+    """Whether flash-linear-attention serves the training of gated delta layers on these devices."""
+    delta = family_named("qwen3_5").delta
+    assert delta is not None
+    calls = {name: torch.device(name) for name in device_types}
+    if not delta.uses_fla():
+        why = "transformers has not found it; rows are computed in batches of samples of like length"
+        return [Serving(backend="fla", device=name, dtype="any", reasons=(why,)) for name in calls]
+    found = {name: FlaCall.of(device, training=True).unsupported() for name, device in calls.items()}
+    return [Serving(backend="fla", device=name, dtype="any", reasons=tuple(why)) for name, why in found.items()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vlmpack.families.base import Family
 from vlmpack.families.delta import Delta, keeps_zeros
 from vlmpack.families.experts import Experts
-from vlmpack.families.fla import check_fla, fla_boundaries
+from vlmpack.families.fla import FlaCall, check_fla, fla_boundaries
 from vlmpack.families.qwen2_5_vl import Qwen25VL
 from vlmpack.families.qwen2_vl import Qwen2VL
 from vlmpack.families.qwen3_vl import Qwen3VL, Qwen3VLMoe, Qwen35, Qwen35Moe
@@ -18,6 +18,7 @@ __all__ = [
     "Delta",
     "Experts",
     "Family",
+    "FlaCall",
     "Qwen2VL",
     "Qwen3",
     "Qwen3Next",
