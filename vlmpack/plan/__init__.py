@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from vlmpack.plan.balance import EMPTY, Schedule, balance_rows
 from vlmpack.plan.cost import CostModel
-from vlmpack.plan.lengths import Budget, Oversize
+from vlmpack.plan.lengths import OVERSIZE, Budget, Oversize, checked_capacity
 from vlmpack.plan.plan import Plan
 from vlmpack.plan.planner import plan_bins
+from vlmpack.plan.split import middle, split_rows
 from vlmpack.plan.strategies import ALIASES, STRATEGIES, strategy_name
 from vlmpack.plan.subset import best_subset
 from vlmpack.plan.waiting import WaitingRoom
@@ -14,6 +15,7 @@ from vlmpack.plan.waiting import WaitingRoom
 __all__ = [
     "ALIASES",
     "EMPTY",
+    "OVERSIZE",
     "STRATEGIES",
     "Budget",
     "CostModel",
@@ -23,6 +25,9 @@ __all__ = [
     "WaitingRoom",
     "balance_rows",
     "best_subset",
+    "checked_capacity",
+    "middle",
     "plan_bins",
+    "split_rows",
     "strategy_name",
 ]

@@ -86,6 +86,14 @@ class Plan:
         at = np.arange(len(self.sample_ids)) + np.repeat(self.bounds[rows] - bounds[:-1], sizes)
         return replace(self, sample_ids=self.sample_ids[at], bounds=bounds)
 
+    def renamed(self, stand_in: np.ndarray) -> Plan:
+        """The same plan with other samples in the places of these, of the same length and costs.
+
+        Args:
+            stand_in: int64 [N]: a permutation, who takes the place of each sample.
+        """
+        return replace(self, sample_ids=stand_in[self.sample_ids])
+
     # ------------------------------------------------------------------ rows
 
     def __len__(self) -> int:

@@ -67,13 +67,21 @@ class WaitingRoom:
         self._costs.append(needs)
         self.tokens += length
 
-    def take(self) -> list[int]:
-        """Give out one row: ids, the oldest first. Empty if nobody waits."""
+    @property
+    def oldest(self) -> int:
+        """The id of the sample that has waited longest; somebody has to be there."""
+        return self._ids[0]
+
+    def take(self, *, at_least: float = 0) -> list[int]:
+        """Give out one row: ids, the oldest first. Empty if nobody waits, or it would hold fewer tokens than that."""
         if not self._ids:
             return []
         chosen = self._choose()
         row = [self._ids[index] for index in chosen]
-        self.tokens -= sum(self._costs[index][0] for index in chosen)
+        tokens = sum(self._costs[index][0] for index in chosen)
+        if tokens < at_least:
+            return []
+        self.tokens -= tokens
         for index in reversed(chosen):
             del self._ids[index], self._costs[index]
         return row

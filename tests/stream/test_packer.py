@@ -1,0 +1,148 @@
+"""StreamPacker: whole samples, exact rows, what does not fit waits, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlmpack.bench.cases.plan import LENGTH_SETS
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.stream import RowSettings, StreamPacker, token_count
+
+lengths_lists = st.lists(st.integers(1, 20), max_size=60)
+
+
+def samples(lengths):
+    return [{"id": at, "length": length} for at, length in enumerate(lengths)]
+
+
+def ids(rows):
+    return [[sample["id"] for sample in row] for row in rows]
+
+
+def packed(packer, lengths):
+    """All rows of a stream."""
+    rows = []
+    for sample in samples(lengths):
+        packer.add(sample)
+        rows += packer.rows()
+    return rows + packer.flush()
+
+
+@given(lengths=lengths_lists, buffer=st.none() | st.integers(0, 90))
+def test_every_sample_comes_out_once_and_whole(lengths, buffer):
+    packer = StreamPacker(RowSettings(capacity=20, buffer_tokens=buffer))
+    rows = packed(packer, lengths)
+    assert sorted(at for row in ids(rows) for at in row) == list(range(len(lengths)))
+    assert all(sum(map(token_count, row)) <= 20 for row in rows)
+    assert len(packer) == packer.tokens == 0
+
+
+@pytest.mark.parametrize("name", LENGTH_SETS)
+def test_four_rows_worth_of_waiting_tokens_fill_rows(name):
+    lengths, capacity = LENGTH_SETS[name].lengths(5000, seed=4), LENGTH_SETS[name].capacity
+    rows = packed(StreamPacker(RowSettings(capacity=capacity)), lengths.tolist())
+    assert lengths.sum() / (len(rows) * capacity) > 0.99
+
+
+def test_the_buffer_is_measured_in_tokens():
+    packer = StreamPacker(RowSettings(capacity=10, buffer_tokens=25))
+    for sample in samples([4, 7, 3, 5]):
+        packer.add(sample)
+        assert [*packer.rows()] == []
+    packer.add({"id": 4, "length": 6})
+    assert ids(packer.rows()) == [[0, 4]]
+    assert packer.tokens == 15
+
+
+def test_rollouts_that_fill_no_row_wait_for_the_next_call_and_no_longer():
+    packer = StreamPacker(RowSettings(capacity=10, min_fill=0.8))
+    assert ids(packer.pack(samples([6, 4, 3]))) == [[0, 1]]
+    assert len(packer) == 1
+    assert ids(packer.pack([{"id": 3, "length": 2}])) == [[2, 3]]  # 5 of 10, but one of them has waited once
+    assert packer.pack([]) == []
+
+
+def test_at_the_end_rows_that_are_not_full_enough_are_given_out_or_left_out_and_counted():
+    lengths = [9, 6, 3]
+    for drop_last, expected, left_out in ((False, [[0], [1, 2]], 0), (True, [[0], [1, 2]], 0)):
+        packer = StreamPacker(RowSettings(capacity=10, min_fill=0.9, drop_last=drop_last))
+        assert (ids(packed(packer, lengths)), packer.left_out) == (expected, left_out)
+    for drop_last, expected, left_out in ((False, [[0], [1]], 0), (True, [[0]], 1)):
+        packer = StreamPacker(RowSettings(capacity=10, min_fill=0.9, drop_last=drop_last))
+        assert (ids(packed(packer, lengths[:2])), packer.left_out) == (expected, left_out)
+
+
+def test_a_sample_that_is_too_long_is_refused_dropped_or_alone_as_asked():
+    with pytest.raises(SampleError, match="sample 1: has 30 tokens"):
+        packed(StreamPacker(RowSettings(capacity=10)), [5, 30, 5])
+    dropping = StreamPacker(RowSettings(capacity=10, oversize="drop"))
+    assert ids(packed(dropping, [5, 30, 5])) == [[0, 2]]
+    assert dropping.dropped == 1
+    alone = StreamPacker(RowSettings(capacity=10, oversize="own_row"))
+    assert ids(packed(alone, [5, 30, 5])) == [[1], [0, 2]]
+
+
+def test_images_are_limited_beside_tokens():
+    settings = RowSettings(capacity=10, limits={"images": 2})
+    packer = StreamPacker(settings, costs=lambda sample: {"images": sample["length"] % 2})
+    rows = packed(packer, [1, 1, 1, 1, 2, 3, 4])
+    assert all(sum(sample["length"] % 2 for sample in row) <= 2 for row in rows)
+    assert sorted(at for row in ids(rows) for at in row) == list(range(7))
+
+
+@given(lengths=lengths_lists, cut=st.integers(0, 60), min_fill=st.sampled_from([0.0, 0.7]))
+def test_a_stream_continues_elsewhere_bit_for_bit(lengths, cut, min_fill):
+    settings = RowSettings(capacity=20, min_fill=min_fill, buffer_tokens=50, oversize="own_row")
+    here, there = StreamPacker(settings), StreamPacker(settings)
+    stream = samples(lengths)
+    for sample in stream[:cut]:
+        here.add(sample)
+        [*here.rows()]
+    there.load_state_dict(pickle.loads(pickle.dumps(here.state_dict())))
+    for sample in stream[cut:]:
+        rows = []
+        for packer in (here, there):
+            packer.add(sample)
+            rows.append(ids(packer.rows()))
+        assert rows[0] == rows[1]
+    assert ids(here.pack([])) == ids(there.pack([]))
+    assert ids(here.flush()) == ids(there.flush())
+    assert here.state_dict() == there.state_dict()
+
+
+def test_the_state_of_wider_rows_is_refused():
+    wide = StreamPacker(RowSettings(capacity=50))
+    wide.add({"length": 40})
+    with pytest.raises(ConfigError, match=r"the state is of other settings: .*has 40 tokens"):
+        StreamPacker(RowSettings(capacity=10)).load_state_dict(wide.state_dict())
+
+
+def test_tokens_are_counted_from_a_length_or_from_ids():
+    assert token_count({"length": 3, "input_ids": [1]}) == 3
+    assert token_count({"input_ids": [1, 2]}) == 2
+    with pytest.raises(ConfigError, match=r"no 'length' and no 'input_ids', only \['text'\]"):
+        token_count({"text": "three"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"capacity": 0}, "the capacity of a row must lie between"),
+        ({"capacity": 5, "limits": {"images": 0}}, "the limit of 'images' must lie between"),
+        ({"capacity": 5, "buffer_tokens": -1}, "buffer_tokens must be at least 0"),
+        ({"capacity": 5, "min_fill": 1.1}, "min_fill must lie between 0 and 1"),
+        ({"capacity": 5, "oversize": "cut"}, "oversize must be one of error, drop, own_row"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        RowSettings(**settings)
+
+
+def test_limits_need_somebody_who_tells_the_costs():
+    with pytest.raises(ConfigError, match="limits of images need a function `costs`"):
+        StreamPacker(RowSettings(capacity=5, limits={"images": 2}))

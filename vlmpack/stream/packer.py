@@ -1,0 +1,171 @@
+"""StreamPacker: samples in, one after the other; rows of samples out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Generic, TypeVar, final
+
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.plan import WaitingRoom
+from vlmpack.stream.settings import RowSettings
+
+Sample = TypeVar("Sample")
+Row = list[Sample]
+
+
+def token_count(sample: Mapping[str, Any]) -> int:
+    """Tokens of a sample dict: its `length`, or else the number of its `input_ids`.
+
+    Raises:
+        ConfigError: it has neither.
+    """
+    if "length" in sample:
+        return int(sample["length"])
+    if "input_ids" in sample:
+        return len(sample["input_ids"])
+    raise ConfigError(f"a sample has no 'length' and no 'input_ids', only {list(sample)}; give a function `length`")
+
+
+@final
+class StreamPacker(Generic[Sample]):
+    """Keep a few samples waiting and make rows of them, each around the oldest and filled exactly.
+
+    Samples stay whole, are never looked into, and come out once. No randomness: the same samples give the same rows.
+
+    Two ways to use it. Sample by sample: `add`, and `rows` after each; at the end `flush`. Call by call, as for
+    rollouts in a trainer: `pack` takes all there is and gives rows that are full enough; the rest waits for the next.
+
+    Args:
+        settings: of the rows.
+        length: tokens of a sample.
+        costs: what else a sample needs, by the names of `settings.limits`.
+
+    Raises:
+        ConfigError: limits without a function that tells costs.
+    """
+
+    def __init__(
+        self,
+        settings: RowSettings,
+        *,
+        length: Callable[[Sample], int] = token_count,
+        costs: Callable[[Sample], Mapping[str, int]] | None = None,
+    ) -> None:
+        if settings.limits and costs is None:
+            raise ConfigError(f"limits of {', '.join(settings.limits)} need a function `costs` that tells them")
+        self.settings = settings
+        self.seen = 0
+        """Samples taken in."""
+        self.dropped = 0
+        """Samples that were too long for a row and left out."""
+        self.left_out = 0
+        """Samples of rows that were not full enough at the end and left out."""
+        self._length, self._costs = length, costs
+        self._room = WaitingRoom(settings.capacity, list(settings.limits.values()))
+        self._samples: dict[int, Sample] = {}
+        self._alone: list[Row] = []
+        self._carried = 0
+
+    def __len__(self) -> int:
+        """Samples that wait."""
+        return len(self._samples)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that wait."""
+        return self._room.tokens
+
+    def add(self, sample: Sample) -> None:
+        """Take a sample in.
+
+        Raises:
+            SampleError: it has no tokens, or exceeds a row by itself and `oversize` is "error"; names it by its number
+                in the stream.
+        """
+        at, self.seen = self.seen, self.seen + 1
+        needs = self.needs(sample)
+        over = any(need > limit for need, limit in zip(needs, self._room.limits, strict=True))
+        if over and self.settings.oversize == "drop":
+            self.dropped += 1
+        elif over and self.settings.oversize == "own_row":
+            self._alone.append([sample])
+        else:
+            self._room.add(at, *needs)
+            self._samples[at] = sample
+
+    def rows(self) -> Iterator[Row]:
+        """Rows that can be made while enough tokens wait."""
+        while self._alone:
+            yield self._alone.pop(0)
+        while len(self._room) and self._room.tokens >= self.settings.enough_waiting:
+            yield self._take()
+
+    def pack(self, samples: Iterable[Sample]) -> list[Row]:
+        """Take all these in and give out every row that is full enough.
+
+        A row below `min_fill` waits for the next call, but not for the one after it.
+        """
+        for sample in samples:
+            self.add(sample)
+        rows, self._alone = self._alone, []
+        while len(self._room) and (row := self._take(at_least=self.settings.least_tokens, older_than=self._carried)):
+            rows.append(row)
+        self._carried = self.seen
+        return rows
+
+    def flush(self) -> list[Row]:
+        """Give out everything that waits; with `drop_last`, rows below `min_fill` are left out and counted."""
+        rows = [*self.rows()]
+        while len(self._room):
+            tokens = self._room.tokens
+            row = self._take()
+            if self.settings.drop_last and tokens - self._room.tokens < self.settings.least_tokens:
+                self.left_out += len(row)
+            else:
+                rows.append(row)
+        return rows
+
+    def needs(self, sample: Sample) -> tuple[int, ...]:
+        """(tokens, and what else is limited) of a sample."""
+        if self._costs is None:
+            return (self._length(sample),)
+        costs = self._costs(sample)
+        return (self._length(sample), *(costs[name] for name in self.settings.limits))
+
+    def _take(self, *, at_least: float = 0.0, older_than: int = 0) -> Row:
+        """One row; nothing if it would hold too few tokens and its oldest sample came no earlier than `older_than`."""
+        least = 0.0 if self._room.oldest < older_than else at_least
+        return [self._samples.pop(at) for at in self._room.take(at_least=least)]
+
+    # ------------------------------------------------------------------ to continue elsewhere
+
+    def state_dict(self) -> dict[str, Any]:
+        """All there is to continue bit for bit: the waiting samples themselves, the oldest first, and the counts.
+
+        They are in a list: `StatefulDataLoader` does not keep the order of a dictionary.
+        """
+        return {
+            "waiting": [[at, sample] for at, sample in self._samples.items()],
+            "alone": [list(row) for row in self._alone],
+            "seen": self.seen,
+            "dropped": self.dropped,
+            "left_out": self.left_out,
+            "carried": self._carried,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was asked, with the same settings.
+
+        Raises:
+            ConfigError: a waiting sample does not fit these settings.
+        """
+        self._room = WaitingRoom(self.settings.capacity, list(self.settings.limits.values()))
+        self._samples = dict(state["waiting"])
+        try:
+            for at, sample in self._samples.items():
+                self._room.add(at, *self.needs(sample))
+        except SampleError as error:
+            raise ConfigError(f"the state is of other settings: {error}") from error
+        self._alone = [list(row) for row in state["alone"]]
+        self.seen, self.dropped, self.left_out = state["seen"], state["dropped"], state["left_out"]
+        self._carried = state["carried"]

@@ -1,0 +1,141 @@
+"""PackedBatchSampler: the rows of a plan, dealt to ranks, in another order every epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, final
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from vlmpack.errors import ConfigError
+from vlmpack.plan import EMPTY, Plan, Schedule, balance_rows, split_rows
+
+Remainder = Literal["split", "empty", "drop"]
+REMAINDERS: tuple[Remainder, ...] = ("split", "empty", "drop")
+
+
+@final
+class PackedBatchSampler(Sampler[list[int]]):
+    """Yield rows, each a list of sample ids: the `batch_sampler` of a DataLoader over a map-style dataset.
+
+    Every rank gets the same number of rows, and every epoch has as many. Each epoch shuffles which rows meet in a step,
+    and exchanges samples of equal length between rows, so that no row gets longer.
+
+    Args:
+        plan: from `plan_bins`.
+        ranks: processes that train together.
+        rank: whose rows to yield; None: those of all ranks in turn, for whoever deals batches out himself, as
+            accelerate does.
+        accumulation: rows that a rank computes before ranks wait for each other; they are balanced together.
+        costs: [N] what each sample costs to compute, for the balance: `CostModel.of_samples`; None: its length.
+        remainder: what becomes of rows that do not fill the last step: "split" cuts rows of many samples in two until
+            there are enough, "empty" fills up with rows of no samples, "drop" leaves rows out, others every epoch.
+        seed: of all shuffles; None: the plan's order, every epoch.
+
+    Raises:
+        ConfigError: a number below 1, a rank or remainder that does not exist, or too few samples to split.
+    """
+
+    batch_size = None
+    """Rows have different numbers of samples; accelerate asks."""
+    drop_last = False
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        ranks: int = 1,
+        rank: int | None = None,
+        accumulation: int = 1,
+        costs: np.ndarray | None = None,
+        remainder: Remainder = "split",
+        seed: int | None = 0,
+    ) -> None:
+        if rank is not None and not 0 <= rank < ranks:
+            raise ConfigError(f"rank must lie between 0 and {ranks - 1}, or be None for all; got {rank}")
+        if remainder not in REMAINDERS:
+            raise ConfigError(f"remainder must be one of {', '.join(REMAINDERS)}, got {remainder!r}")
+        self.ranks, self.rank, self.accumulation, self.seed = ranks, rank, accumulation, seed
+        self.remainder: Remainder = remainder
+        self.plan = split_rows(plan, ranks * accumulation) if remainder == "split" else plan
+        """What is dealt: the plan given, with rows split where that was needed."""
+        self._costs = np.asarray(plan.lengths if costs is None else costs, np.float64)
+        if len(self._costs) != len(plan.lengths):
+            raise ConfigError(f"{len(self._costs)} costs for {len(plan.lengths)} samples")
+        self._twins = _kinds([plan.lengths, *(budget.costs for budget in plan.budgets), self._costs])
+        self.epoch = 0
+        """The epoch that is yielded, or will be next."""
+        self._done = 0
+        self._rows_an_epoch = self._order(self.schedule(0)).size
+
+    def __len__(self) -> int:
+        """Rows of a whole epoch, wherever this one was continued."""
+        return self._rows_an_epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; nothing happens if it is the one at hand, so that a resumed one goes on."""
+        if epoch != self.epoch:
+            self.epoch, self._done = epoch, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The rows of the epoch that are left; then the next epoch is at hand."""
+        plan, order = self.epoch_plan(self.epoch), self._order(self.schedule(self.epoch))
+        for at in range(self._done, len(order)):
+            self._done = at + 1
+            yield [] if order[at] == EMPTY else plan[int(order[at])].tolist()
+        self.epoch, self._done = self.epoch + 1, 0
+
+    def epoch_plan(self, epoch: int) -> Plan:
+        """The plan of an epoch: the same rows with samples of equal length (and budgets and costs) exchanged."""
+        if self.seed is None:
+            return self.plan
+        order = np.argsort(self._twins, kind="stable")
+        drawn = np.random.default_rng([self.seed, epoch, 0]).random(len(order))
+        stand_in = np.empty(len(order), np.int64)
+        stand_in[order] = np.lexsort((drawn, self._twins))
+        return self.plan.renamed(stand_in)
+
+    def schedule(self, epoch: int) -> Schedule:
+        """Which rank computes which row when."""
+        seed = None if self.seed is None else int(np.random.default_rng([self.seed, epoch, 1]).integers(2**31))
+        return balance_rows(
+            self.plan.sums(self._costs),
+            ranks=self.ranks,
+            accumulation=self.accumulation,
+            remainder="drop" if self.remainder == "drop" else "empty",
+            seed=seed,
+        )
+
+    def _order(self, schedule: Schedule) -> np.ndarray:
+        """int64: rows in the order in which they are yielded."""
+        if self.rank is not None:
+            return schedule.rows[:, self.rank].reshape(-1)
+        return schedule.rows.transpose(0, 2, 1).reshape(-1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is: the epoch, and rows of it that were yielded.
+
+        A DataLoader with workers asks for rows ahead of those that it has given out; `StatefulDataLoader` accounts for
+        that. Otherwise put the rows that were trained on in here.
+        """
+        return {"epoch": self.epoch, "rows": self._done, "plan": self.plan.digest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; nothing that is skipped is loaded.
+
+        Raises:
+            ConfigError: the state is of another plan.
+        """
+        if state["plan"] != self.plan.digest:
+            raise ConfigError("the state is of another plan: lengths, capacity, seed or ranks differ; plan as it was")
+        self.epoch, self._done = state["epoch"], state["rows"]
+
+
+def _kinds(columns: list[np.ndarray]) -> np.ndarray:
+    """int64 [N]: equal numbers for samples that are equal in every column."""
+    kinds = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        _, values = np.unique(column, return_inverse=True)
+        _, kinds = np.unique(kinds * (values.max(initial=0) + 1) + values, return_inverse=True)
+    return kinds

@@ -1,0 +1,186 @@
+"""PackedStream: an iterable of samples as a stream of rows, the same on any number of ranks and workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, Protocol, final, runtime_checkable
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from vlmpack.errors import ConfigError
+from vlmpack.stream.ending import even_out
+from vlmpack.stream.packer import StreamPacker, token_count
+from vlmpack.stream.sampler import REMAINDERS, Remainder
+from vlmpack.stream.settings import RowSettings
+
+END = object()
+"""After the last sample."""
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A source that knows where it is: an iterable data set of `datasets`, or of one's own."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@runtime_checkable
+class Indexed(Protocol):
+    """A source whose samples can be had by number: a list, a map-style data set."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Any: ...
+
+
+@final
+class PackedStream(IterableDataset[list[Any]]):
+    """Rows, each a list of samples, for `DataLoader(stream, batch_size=None, collate_fn=collator)`.
+
+    Every rank and every worker reads the whole source and packs it alike; each gives out its share of the rows. So the
+    rows are the same for any number of workers, all ranks have as many, and nobody has to talk. The source should
+    therefore be cheap to read: leave decoding to the collator.
+
+    Args:
+        source: the samples; iterated anew every epoch.
+        settings: of the rows.
+        length: tokens of a sample.
+        costs: what else a sample needs, by the names of `settings.limits`.
+        ranks: processes that train together.
+        rank: this one.
+        remainder: what becomes of the last rows where they do not suffice for all ranks: "split" cuts rows of many
+            samples in two (and drops them where there are too few samples), "empty" gives rows of no samples to the
+            others, "drop" leaves them out and counts their samples.
+
+    Raises:
+        ConfigError: a rank or remainder that does not exist.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Any],
+        settings: RowSettings,
+        *,
+        length: Callable[[Any], int] = token_count,
+        costs: Callable[[Any], Mapping[str, int]] | None = None,
+        ranks: int = 1,
+        rank: int = 0,
+        remainder: Remainder = "split",
+    ) -> None:
+        if not 0 <= rank < ranks:
+            raise ConfigError(f"rank must lie between 0 and {ranks - 1}, got {rank}")
+        if remainder not in REMAINDERS:
+            raise ConfigError(f"remainder must be one of {', '.join(REMAINDERS)}, got {remainder!r}")
+        self.source, self.settings = source, settings
+        self.ranks, self.rank = ranks, rank
+        self.remainder: Remainder = remainder
+        self._length, self._costs = length, costs
+        self._resumed = False
+        self._start()
+
+    def _start(self) -> None:
+        self._packer: StreamPacker[Any] = StreamPacker(self.settings, length=self._length, costs=self._costs)
+        self._rows: list[list[Any]] = []
+        self._rounds = 0
+        self._ended = False
+        self._uneven = 0
+        self._source_state: dict[str, Any] | None = None
+
+    @property
+    def dropped(self) -> int:
+        """Samples of this epoch that were too long for a row and left out."""
+        return self._packer.dropped
+
+    @property
+    def left_out(self) -> int:
+        """Samples of this epoch whose rows were not full enough at the end, or did not suffice for all ranks."""
+        return self._packer.left_out + self._uneven
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """This rank's and worker's rows, from where `load_state_dict` put it, or from the start."""
+        if not self._resumed:
+            self._start()
+        self._resumed = False
+        worker = get_worker_info()
+        workers, me = (worker.num_workers, worker.id) if worker else (1, 0)
+        for mine in self._mine():
+            self._rounds += 1
+            if (self._rounds - 1) % workers == me:
+                yield mine
+
+    def _mine(self) -> Iterator[list[Any]]:
+        """This rank's row of each round of rows.
+
+        The last whole round is held back until another is complete: at the end its rows may have to be split.
+        """
+        samples = self._samples()
+        while not self._ended:
+            while len(self._rows) >= 2 * self.ranks:
+                yield self._next_round()[self.rank]
+            sample = next(samples, END)
+            if sample is END:
+                self._end()
+            else:
+                self._packer.add(sample)
+                self._rows += self._packer.rows()
+        while self._rows:
+            yield self._next_round()[self.rank]
+
+    def _next_round(self) -> list[list[Any]]:
+        first, self._rows = self._rows[: self.ranks], self._rows[self.ranks :]
+        return first
+
+    def _end(self) -> None:
+        rows = [*self._rows, *self._packer.flush()]
+        self._rows = even_out(rows, self.ranks, self.remainder, lambda sample: self._packer.needs(sample)[0])
+        self._uneven = sum(map(len, rows)) - sum(map(len, self._rows))
+        self._ended = True
+
+    def _samples(self) -> Iterator[Any]:
+        """The source from where it was left: by its own means, by number, or read again up to there."""
+        if self._ended:
+            return iter(())
+        if self._source_state is not None:
+            source, state = self.source, self._source_state
+            assert isinstance(source, Resumable)
+            self._source_state = None
+            source.load_state_dict(state)
+            return iter(source)
+        start = self._packer.seen
+        if isinstance(self.source, Indexed) and not isinstance(self.source, IterableDataset):
+            source = self.source
+            return (source[at] for at in range(start, len(source)))
+        return islice(self.source, start, None)
+
+    # ------------------------------------------------------------------ to continue elsewhere
+
+    def state_dict(self) -> dict[str, Any]:
+        """All there is to continue bit for bit: samples that wait, rows not given out yet, and where the source is.
+
+        `StatefulDataLoader` asks every worker for its own.
+        """
+        return {
+            "packer": self._packer.state_dict(),
+            "rows": [list(row) for row in self._rows],
+            "rounds": self._rounds,
+            "ended": self._ended,
+            "uneven": self._uneven,
+            "ranks": self.ranks,
+            "source": self.source.state_dict() if isinstance(self.source, Resumable) else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue there when next iterated.
+
+        Raises:
+            ConfigError: the state is of another number of ranks, or of other settings.
+        """
+        if state["ranks"] != self.ranks:
+            raise ConfigError(f"the state is of {state['ranks']} ranks, this stream is of {self.ranks}")
+        self._start()
+        self._packer.load_state_dict(state["packer"])
+        self._rows = [list(row) for row in state["rows"]]
+        self._rounds, self._ended, self._uneven = state["rounds"], state["ended"], state["uneven"]
+        self._source_state = state["source"]
+        self._resumed = True
