@@ -43,6 +43,11 @@ def decoder_layers(model: Any) -> list[Any]:
     return list(family_named(model.config.model_type).language_model(model).layers)
 
 
+def before_experts(layer: Any) -> Any:
+    """What gives a decoder layer's block of experts its input: the module that runs right before it."""
+    return getattr(layer, "post_attention_layernorm", None) or layer.mlp_hyper_connection
+
+
 def samples_of(model: Any, *, seed: int = 3, kinds: Sequence[Any] = KINDS) -> list[Sample]:
     """Samples of unlike length; text only for a text model."""
     has_vision = family_named(model.config.model_type).has_vision

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlmpack.step.attach import PackingState, disable_packing, enable_packing, find_model, is_packing
+from vlmpack.step.balance import RouterStatistics
 from vlmpack.step.engine import StepConfig, run_row
 from vlmpack.step.forward import PackedOutput
 from vlmpack.step.packed_step import PackedStep
@@ -12,6 +13,7 @@ __all__ = [
     "PackedOutput",
     "PackedStep",
     "PackingState",
+    "RouterStatistics",
     "StepConfig",
     "StepResult",
     "Work",

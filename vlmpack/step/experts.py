@@ -78,4 +78,4 @@ class _Gate:
         real, self._real = self._real, None
         if real is None or output is None:
             return None
-        return output.new_zeros(1, real.total, output.shape[-1]).index_copy(1, real.index, output)
+        return output.new_zeros(1, real.total, output.shape[-1]).index_copy_(1, real.index, output)
