@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from moe import MOE, batch_of, fresh
 from samples import mixed_samples, padded
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -64,6 +65,19 @@ def test_no_wait_in_a_whole_step(family, given, as_on_a_device):
         model(**inputs, num_items_in_batch=7).loss.backward()
     assert seen.ours == []
     assert seen.others > 0  # the counter works: the models' own vision towers do wait
+
+
+@pytest.mark.parametrize("per", ["row", "sample"])
+@pytest.mark.parametrize("family", MOE)
+def test_no_wait_for_router_statistics(family, per, as_on_a_device):
+    rule = SlotRule(multiple=4)
+    model = enable_packing(fresh(family), StepConfig(slots=rule, aux_loss=per, z_loss_coef=0.1))
+    inputs = pack(batch_of(model), rule=rule).to_hf()
+    with Waits() as seen:
+        output = model(**inputs, num_items_in_batch=7, output_router_logits=True)
+        output.loss.backward()
+    assert output.expert_counts is not None
+    assert seen.ours == []
 
 
 def test_the_counter_sees_our_own_waits(as_on_a_device):
