@@ -82,9 +82,8 @@ def _probe(model_id: str | None, device: str, console: Console) -> list[Report]:
     reports: list[Report] = []
     with quiet_transformers(), console.status("probing") as status:
         for name in [model_id] if model_id else list(FAMILIES):
-            model = small_copy(name) if model_id else tiny_model(name)
             for dtype in (torch.float32,) if device == "cpu" else (torch.float32, torch.bfloat16):
-                model = model.to(device=where, dtype=dtype)
+                model = (small_copy(name, dtype=dtype) if model_id else tiny_model(name, dtype=dtype)).to(where)
                 for backend in backends_for(model):
                     status.update(f"probing {name}, {backend}")
                     first = not reports or reports[-1].family != model.config.model_type
@@ -142,12 +141,10 @@ def _row(report: Report) -> list[str]:
 
 
 def _plain_row(one: Contrast) -> list[str]:
+    how = f"plain, {one.name.removeprefix('one row, ').removesuffix(' positions')}"
     colour = "green" if one.verdict == "exact" else "yellow"
-    return [
-        f"plain, {one.name}",
-        *(_largest([seen]) for seen in (one.leak, one.logits, one.loss, None)),
-        (f"[{colour}]{one.verdict}[/]"),
-    ]
+    numbers = [_largest([seen]) for seen in (one.leak, one.logits, one.loss, None)]
+    return [how, *numbers, f"[{colour}]{one.verdict}[/]: {', '.join(one.causes)}"]
 
 
 def _largest(seen: Sequence[float | None]) -> str:

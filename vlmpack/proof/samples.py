@@ -112,7 +112,7 @@ def synthetic_samples(family: Family, config: Any) -> list[ProbeSample]:
 
     return [
         make_sample(family, config, kind="image", words=5, images=[grid(2, 3)], seed=1),
-        make_sample(family, config, kind="text", words=7, seed=2),
+        make_sample(family, config, kind="text", words=5, seed=2),
         make_sample(family, config, kind="two images", words=4, images=[grid(5, 2), grid(1, 3)], seed=3),
         make_sample(family, config, kind="video", words=3, videos=[grid(2, 1, frames=2)], seed=4),
     ]

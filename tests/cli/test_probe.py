@@ -1,0 +1,104 @@
+"""`vlmpack probe`: a table and an exit status; a leak is named by its cause."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from vlmpack.cli import app
+from vlmpack.families.tiny import tiny_config, tiny_model
+from vlmpack.layout import Segments
+from vlmpack.step.context import VisionSegments
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    tiny_model("qwen2_5_vl").save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def run(*args: str) -> Any:
+    return CliRunner(env={"COLUMNS": "160"}).invoke(app, ["probe", "--device", "cpu", *args])
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.fixture
+def one_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vision tower takes all images for one."""
+
+    def one_segment(self: VisionSegments, cu_seqlens: torch.Tensor, num_patches: int) -> Segments:
+        return Segments.from_lengths([num_patches])
+
+    monkeypatch.setattr(VisionSegments, "find", one_segment)
+
+
+def test_an_exact_model_has_exit_status_0_and_tables_of_everything(folder: str) -> None:
+    result = run(folder)
+    assert result.exit_code == 0, result.output
+    said = words(result.stdout)
+    for text in (
+        "Qwen2_5_VLForConditionalGeneration (qwen2_5_vl), its own weights",
+        "change sample 2 (two images)",
+        "recurrent state absent",
+        "gradient of visual.merger.mlp",
+        "one row, [4, 1, T] positions",
+        "leaks: cache, loss count",
+        "Exact: every packed sample is what it would have been alone.",
+    ):
+        assert text in said
+
+
+@pytest.mark.usefixtures("one_picture")
+def test_a_leak_has_exit_status_1_and_a_name(folder: str) -> None:
+    result = run(folder)
+    assert result.exit_code == 1
+    said = words(result.stdout)
+    assert "vision leaks. vision: a sample's image features move by" in said
+    assert "Leaks. The cause: vision." in said
+    assert "Do not train packed rows here" in said
+
+
+@pytest.mark.usefixtures("one_picture")
+def test_json_is_the_whole_report(folder: str) -> None:
+    result = run(folder, "--json")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert (report["verdict"], report["causes"]) == ("leaks", ["vision"])
+    assert {check["part"] for check in report["checks"]} == {"isolation", "mechanism", "equality", "work"}
+
+
+def test_a_tiny_copy_a_back_end_and_a_precision_can_be_asked_for(tmp_path: Path) -> None:
+    tiny_config("qwen3", hidden=192, layers=5).save_pretrained(tmp_path)
+    result = run(str(tmp_path), "--tiny", "--dtype", "bfloat16", "--attn", "eager_mask")
+    assert result.exit_code == 0, result.output
+    assert "a tiny copy with random weights: as asked" in words(result.stdout)
+    assert "cpu, bfloat16, attention by eager_mask" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere/at-all"], "no configuration can be read there"),
+        (["--dtype", "int8", "x"], "--dtype int8: choose float32 or bfloat16"),
+        (["--device", "tpu", "x"], "--device tpu: choose cpu or cuda"),
+    ],
+)
+def test_what_cannot_be_done_is_one_clear_line(arguments: list[str], said: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert said in words(result.stderr)
+    assert "Traceback" not in result.output
+
+
+def test_a_back_end_that_cannot_serve_says_why(folder: str) -> None:
+    result = run(folder, "--attn", "torch_varlen")
+    assert result.exit_code == 1
+    assert "it runs on CUDA only" in words(result.stderr)

@@ -1,0 +1,92 @@
+"""How far two outcomes are apart, and how far they may be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vlmpack.proof.outcome import FLOOR, Errors, GradientError, Limits, Outcome, compare, distance, group_of, relative
+
+
+def outcome(*, scale: float = 1.0, **gradients: float) -> Outcome:
+    return Outcome(
+        logits=[scale * torch.tensor([[1.0, -2.0]])],
+        target_losses=scale * torch.tensor([1.0, 3.0]),
+        loss=2.0 * scale,
+        gradients={name: torch.tensor([value, 0.5]) for name, value in gradients.items()},
+    )
+
+
+def test_an_outcome_is_as_far_as_its_worst_entry() -> None:
+    errors = compare(outcome(scale=1.1), outcome())
+    assert errors.logits == pytest.approx(0.1, rel=1e-5)
+    assert errors.loss == pytest.approx(0.1, rel=1e-5)
+    assert errors.target_losses == pytest.approx(0.1, rel=1e-5)
+
+
+def test_losses_of_targets_do_not_cancel() -> None:
+    truth, seen = outcome(), outcome()
+    seen.target_losses.add_(torch.tensor([0.4, -0.4]))
+    errors = compare(seen, truth)
+    assert errors.loss == 0
+    assert errors.target_losses == pytest.approx(0.2)
+
+
+def test_a_group_is_as_far_as_its_worst_parameter() -> None:
+    names = [f"model.language_model.layers.{i}.mlp.up_proj.weight" for i in (0, 1)]
+    seen, truth = (Outcome(logits=[torch.ones(1, 1)], target_losses=torch.ones(1), loss=1.0, gradients=g) for g in (
+        {names[0]: torch.tensor([1.0]), names[1]: torch.tensor([1.5])},
+        {names[0]: torch.tensor([1.0]), names[1]: torch.tensor([1.0])},
+    ))  # fmt: skip
+    assert compare(seen, truth).gradients == {"language_model.layers.mlp": GradientError(error=0.5, parameter=names[1])}
+
+
+@pytest.mark.parametrize(("seen", "expected"), [({}, {"a.weight": 2.0}), ({"a.weight": 2.0}, {})])
+def test_a_gradient_that_one_side_lacks_is_wholly_wrong(seen: dict[str, float], expected: dict[str, float]) -> None:
+    errors = compare(outcome(**seen), outcome(**expected))
+    assert errors.gradients["a"].error >= 1
+
+
+def test_nan_is_infinitely_far() -> None:
+    nan = torch.tensor([float("nan"), 1.0])
+    assert distance(nan, torch.ones(2)) == float("inf")
+    assert relative(float("nan"), 1.0) == float("inf")
+
+
+def test_a_gradient_of_nothing_but_rounding_is_compared_with_the_model() -> None:
+    assert distance(torch.tensor([2e-9]), torch.tensor([1e-9])) == pytest.approx(1.0)
+    assert distance(torch.tensor([2e-9]), torch.tensor([1e-9]), least=1e-4) == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "group"),
+    [
+        ("model.language_model.layers.3.self_attn.q_proj.weight", "language_model.layers.self_attn"),
+        ("model.visual.blocks.0.attn.qkv.bias", "visual.blocks.attn"),
+        (
+            "base_model.model.model.language_model.layers.1.mlp.up_proj.lora_A.default.weight",
+            "language_model.layers.mlp",
+        ),
+        ("lm_head.weight", "lm_head"),
+        ("weight", "weight"),
+    ],
+)
+def test_a_group_is_one_module_of_all_layers(parameter: str, group: str) -> None:
+    assert group_of(parameter) == group
+
+
+def test_limits_are_a_floor_and_twice_an_error_that_is_not_packings() -> None:
+    own = Errors(
+        logits=0.01, target_losses=0.002, loss=0.0, gradients={"a": GradientError(error=0.03, parameter="a.weight")}
+    )
+    limits = Limits.beyond(own, capped=False)
+    assert limits.logits == pytest.approx(FLOOR["logits"] + 0.02)
+    assert limits.loss == pytest.approx(FLOOR["loss"] + 0.004)
+    assert limits.gradients == {"a": pytest.approx(FLOOR["gradients"] + 0.06)}
+
+
+def test_a_broken_padded_batch_does_not_widen_the_limits() -> None:
+    own = Errors(logits=1.0, target_losses=1.0, loss=1.0, gradients={"a": GradientError(error=1.0, parameter="a")})
+    limits = Limits.beyond(own, capped=True)
+    assert limits.logits == pytest.approx(21 * FLOOR["logits"])
+    assert limits.gradients == {"a": pytest.approx(21 * FLOOR["gradients"])}
