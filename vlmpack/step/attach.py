@@ -74,10 +74,12 @@ def enable_packing(model: Model, config: StepConfig | None = None) -> Model:
     Raises:
         FamilyError: the model's family cannot be packed exactly, and which part of it leaks.
         ConfigError: the forward of the model, or of a gated delta layer, was replaced on the object, so that ours would
-            never be called.
+            never be called; or a router loss for a model without experts.
     """
     core = find_model(model)
     family = family_of(core)
+    config = config or StepConfig()
+    experts.check_has_routers(family, config.z_loss_coef)
     enabled = is_packing(core)
     if not enabled:
         _check_own_forward(core)
@@ -87,7 +89,7 @@ def enable_packing(model: Model, config: StepConfig | None = None) -> Model:
     else:
         core.__class__ = _packed_class(type(core))
     hooks = experts.install(family, core)
-    vars(core)[_STATE] = PackingState(family=family, config=config or StepConfig(), hooks=hooks)
+    vars(core)[_STATE] = PackingState(family=family, config=config, hooks=hooks)
     _ask(core, family)
     return model
 
