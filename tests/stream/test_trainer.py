@@ -30,6 +30,7 @@ def test_two_ranks_finish_the_same_steps_and_share_every_sample_of_every_epoch(t
     alone = packed_trainer(tmp_path)
     everything = sorted(lengths_of(alone.train_dataset.samples))
     half = one["steps"] // 2
+    assert one["rows"][:half] != one["rows"][half:]  # the guard: another epoch is another order
     for epoch in (slice(0, half), slice(half, None)):
         assert sorted(n for rows in (one, other) for row in rows["rows"][epoch] for n in row) == everything
 
@@ -38,6 +39,7 @@ def test_a_run_that_was_stopped_in_the_middle_of_an_epoch_ends_with_the_same_wei
     whole = packed_trainer(tmp_path / "whole")
     whole.train()
     steps = whole.state.global_step
+    assert whole.rows[: steps // 2] != whole.rows[steps // 2 :]  # the guard: another epoch is another order
     stop_at = steps // 2 + 1  # inside the second epoch
     stopped = packed_trainer(tmp_path / "stopped", save_strategy="steps", save_steps=stop_at)
     stopped.train()

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from training import Samples, arguments, collator, receipts
+from training import KINDS, Samples, arguments, collator, receipts
 
 from vlmpack.families.tiny import tiny_model
 from vlmpack.plan import Plan, plan_bins
@@ -49,10 +49,10 @@ def lengths_of(samples: list[Any]) -> list[int]:
 
 
 def packed_trainer(folder: Path, **settings: Any) -> PackedTrainer:
-    """Seven samples of unlike length in an odd number of rows."""
+    """Samples of unlike length in an odd number of rows."""
     torch.manual_seed(0)
     model = enable_packing(tiny_model())
-    samples = receipts(model)
+    samples = receipts(model, kinds=KINDS * 2)
     lengths = lengths_of(samples)
     settings = {"accelerator_config": {"even_batches": False}, "max_steps": -1, "num_train_epochs": 2, **settings}
     trainer = PackedTrainer(model, arguments(folder, **settings), collator("packed"), Samples(samples))
