@@ -66,7 +66,7 @@ def test_a_leak_is_reported_and_the_exit_status_is_1(monkeypatch: pytest.MonkeyP
     result = CliRunner().invoke(app, ["doctor", "--device", "cpu"])
     assert result.exit_code == 1
     said = " ".join(result.stdout.split())
-    assert "leaks: mask" in said
+    assert "qwen3_vl, sdpa_segments: leaks, by mask." in said
     assert "what a sample attends to moves by" in said
     assert "not safe here" in said
 

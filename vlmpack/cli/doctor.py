@@ -116,7 +116,7 @@ def _probe_table(reports: Sequence[Report]) -> Any:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("family")
+    table.add_column("family", no_wrap=True)
     table.add_column("row computed by", no_wrap=True)
     for title in ("leak", "logits", "loss", "gradients"):
         table.add_column(title, justify="right")
@@ -144,7 +144,7 @@ def _plain_row(one: Contrast) -> list[str]:
     how = f"plain, {one.name.removeprefix('one row, ').removesuffix(' positions')}"
     colour = "green" if one.verdict == "exact" else "yellow"
     numbers = [_largest([seen]) for seen in (one.leak, one.logits, one.loss, None)]
-    return [how, *numbers, f"[{colour}]{one.verdict}[/]: {', '.join(one.causes)}"]
+    return [how, *numbers, f"[{colour}]{one.verdict}[/]"]
 
 
 def _largest(seen: Sequence[float | None]) -> str:
@@ -154,15 +154,18 @@ def _largest(seen: Sequence[float | None]) -> str:
 
 def _verdict(report: Report) -> str:
     colour = "green" if report.verdict == "exact" else "red"
-    return f"[{colour}]{report.verdict}[/]" + (f": {', '.join(report.causes)}" if report.causes else "")
+    return f"[{colour}]{report.verdict}[/]"
 
 
 def _print_verdict(reports: Sequence[Report], console: Console, *, healthy: bool) -> None:
     for report in reports:
+        if report.verdict == "exact":
+            continue
+        what = f"{report.family}, {report.attention}: {report.verdict}, by {', '.join(report.causes)}."
+        console.print(f"[red]{what}[/]", highlight=False)
         for check in report.checks:
             if check.is_bad:
-                what = f"{report.family}, {report.attention}: {check.name} {check.finding}."
-                console.print(f"[red]{what}[/] {check.detail}", highlight=False)
+                console.print(f"  {check.name} {check.finding}. {check.detail}", highlight=False)
     if healthy:
         console.print("[green]Nothing leaks:[/] every packed sample is what it would have been alone.")
     else:
