@@ -89,11 +89,11 @@ class Buckets:
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """[n, W, D] of each bucket to [1, T, D], zeros on padding. At least one bucket."""
-        real_RD = torch.cat([part.flatten(0, 1) for part in parts])
-        index = self._tensors(real_RD.device)
+        real_1RD = torch.cat([part.flatten(0, 1)[None] for part in parts], 1)
+        index = self._tensors(real_1RD.device)
         if index.order is not None:
-            real_RD = real_RD.index_select(0, index.order)
-        return onto_row(real_RD, self.segments)
+            real_1RD = real_1RD.index_select(1, index.order)
+        return onto_row(real_1RD, self.segments)
 
     def _take(self, row_1TD: torch.Tensor, bucket: Bucket, index: torch.Tensor | None) -> torch.Tensor:
         if index is None:
@@ -128,12 +128,12 @@ class Buckets:
         return places + np.repeat(firsts, self.segments.lengths)
 
 
-def onto_row(real_RD: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """Real tokens [R, D] on their places in the row [1, T, D], zeros on padding."""
+def onto_row(real_1RD: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """Real tokens [1, R, D] on their places in the row [1, T, D], zeros on padding. No view: FSDP2 warns of those."""
     if not segments.has_gaps:
-        return real_RD[None]
-    row_TD = real_RD.new_zeros(segments.total, real_RD.shape[-1])
-    return row_TD.index_copy(0, segments.real_index(real_RD.device), real_RD)[None]
+        return real_1RD
+    row_1TD = real_1RD.new_zeros(1, segments.total, real_1RD.shape[-1])
+    return row_1TD.index_copy(1, segments.real_index(real_1RD.device), real_1RD)
 
 
 @final

@@ -68,11 +68,10 @@ class Spaced:
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """A list of one [1, W, D] to [1, T, D], zeros on padding."""
-        (part_1WD,) = parts
-        real_RD = part_1WD[0]
+        (real_1RD,) = parts
         if len(self.lengths) > 1:
-            real_RD = real_RD.index_select(0, self._tensor("places", real_RD.device))
-        return onto_row(real_RD, self.segments)
+            real_1RD = real_1RD.index_select(1, self._tensor("places", real_1RD.device))
+        return onto_row(real_1RD, self.segments)
 
     def cu_seqlens(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """`edges` as int32 [n + 1]."""
