@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from chats import FAMILIES
 from PIL import Image
 
 from vlmpack.data import tiny_processor
@@ -15,13 +16,14 @@ from vlmpack.errors import FamilyError
 from vlmpack.families.tiny import tiny_config
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_saved_is_what_is_loaded(family: str, tmp_path: Path) -> None:
     before = tiny_processor(family)
     tiny_config(family, processor=before).save_pretrained(tmp_path)
     save_processor(before, tmp_path)
     after = load_processor(str(tmp_path))
     assert type(after) is type(before)
+    assert type(after.tokenizer) is type(before.tokenizer)
     assert after.chat_template == before.chat_template
 
     content = [{"type": "image"}, {"type": "text", "text": "What is the total?"}]

@@ -17,6 +17,8 @@ CLASSES = {
     "qwen2_5_vl": transformers.Qwen2_5_VLProcessor,
     "qwen3_vl": transformers.Qwen3VLProcessor,
     "qwen3_vl_moe": transformers.Qwen3VLProcessor,
+    "qwen3_5": transformers.Qwen3VLProcessor,
+    "qwen3_5_moe": transformers.Qwen3VLProcessor,
 }
 MESSAGES = [
     {"role": "system", "content": "You read receipts."},
@@ -28,11 +30,23 @@ MESSAGES = [
 def test_it_is_an_object_of_the_shipped_class(family):
     processor = processor_of(family)
     assert type(processor) is CLASSES[family]
-    assert isinstance(processor.tokenizer, transformers.Qwen2Tokenizer)
+    tokenizer = transformers.Qwen3_5Tokenizer if family.startswith("qwen3_5") else transformers.Qwen2Tokenizer
+    assert isinstance(processor.tokenizer, tokenizer)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_classes_are_those_that_transformers_loads(family):
+    """For a checkpoint of this family, from its `config.model_type`."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    processor = processor_of(family)
+    assert type(processor).__name__ == PROCESSOR_MAPPING_NAMES[family]
+    assert type(processor.tokenizer).__name__ == TOKENIZER_MAPPING_NAMES[family]
 
 
 @pytest.mark.parametrize(
-    ("family", "patch"), [("qwen2_vl", 14), ("qwen2_5_vl", 14), ("qwen3_vl", 16), ("qwen3_vl_moe", 16)]
+    ("family", "patch"), [(family, 16 if family.startswith("qwen3") else 14) for family in FAMILIES]
 )
 def test_images_are_cut_into_the_family_s_patches(family, patch):
     out = processor_of(family)(text="<|image_pad|>", images=[picture(8 * patch, 6 * patch)], return_tensors="pt")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vlmpack.data.processor import without_video
+from vlmpack.data.processor import PATCH_SIZES, processor_class, without_video
 from vlmpack.errors import FamilyError
 
 
@@ -22,21 +22,15 @@ def load_processor(source: str) -> Any:
         FamilyError: the model is not of a family whose processor is known here.
         OSError: nothing is there, as transformers says it.
     """
-    import transformers
+    from transformers import AutoConfig, AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    classes = {
-        "qwen2_vl": transformers.Qwen2VLProcessor,
-        "qwen2_5_vl": transformers.Qwen2_5_VLProcessor,
-        "qwen3_vl": transformers.Qwen3VLProcessor,
-        "qwen3_vl_moe": transformers.Qwen3VLProcessor,
-    }
-    model_type = transformers.AutoConfig.from_pretrained(source).model_type
-    if model_type not in classes:
-        raise FamilyError(f"no processor is known for {source}, a {model_type}; there are {', '.join(classes)}")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    model_type = AutoConfig.from_pretrained(source).model_type
+    if model_type not in PATCH_SIZES:
+        raise FamilyError(f"no processor is known for {source}, a {model_type}; there are {', '.join(PATCH_SIZES)}")
+    tokenizer = AutoTokenizer.from_pretrained(source)
     return without_video(
-        classes[model_type],
+        processor_class(model_type),
         image_processor=Qwen2VLImageProcessorPil.from_pretrained(source),
         tokenizer=tokenizer,
         chat_template=tokenizer.chat_template,

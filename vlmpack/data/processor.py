@@ -1,8 +1,9 @@
 """A real Qwen processor, built in a second without a hub, a download or torchvision: for demos and tests.
 
-Everything in it is the shipped class: `Qwen2VLProcessor`, `Qwen2_5_VLProcessor` or `Qwen3VLProcessor` around a
-`Qwen2Tokenizer` and a `Qwen2VLImageProcessorPil`. Only the vocabulary is small: a byte-level BPE trained here on
-made-up receipts, so that any text can be tokenised, and receipts become words rather than bytes.
+Everything in it is the shipped class: `Qwen2VLProcessor`, `Qwen2_5_VLProcessor` or `Qwen3VLProcessor` (Qwen3.5 has no
+other) around a `Qwen2Tokenizer` or `Qwen3_5Tokenizer` and a `Qwen2VLImageProcessorPil`. Only the vocabulary is small: a
+byte-level BPE trained here on made-up receipts, so that any text can be tokenised, and receipts become words rather
+than bytes.
 """
 
 from __future__ import annotations
@@ -57,11 +58,13 @@ SPECIAL_TOKENS = (
 
 MERGE_SIZE = 2
 TEMPORAL_PATCH_SIZE = 2
-PATCH_SIZES = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16}
+PATCH_SIZES = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), 14),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), 16),
+}
 
 _OPENAI_CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 _HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
-_NORMALISATION = {"qwen2_vl": _OPENAI_CLIP, "qwen2_5_vl": _OPENAI_CLIP, "qwen3_vl": _HALF, "qwen3_vl_moe": _HALF}
 
 
 def tiny_processor(
@@ -79,7 +82,7 @@ def tiny_processor(
     object is not available; `vlmpack.data.pretrained.save_processor` writes its parts.
 
     Args:
-        family: "qwen2_vl", "qwen2_5_vl", "qwen3_vl" or "qwen3_vl_moe".
+        family: a vision-language family, such as "qwen2_vl", "qwen2_5_vl", "qwen3_vl" or "qwen3_5".
         min_pixels: smallest area an image is resized to, in pixels; None: 4 image tokens.
         max_pixels: largest area an image is resized to, in pixels; None: 256 image tokens.
         vocab_size: entries of the trained vocabulary, before the special tokens; at least 256, one for each byte.
@@ -99,9 +102,9 @@ def tiny_processor(
         max_pixels=256 * token_area if max_pixels is None else max_pixels,
     )
     return without_video(
-        _processor_class(family),
+        processor_class(family),
         image_processor=image_processor,
-        tokenizer=_tokenizer(vocab_size),
+        tokenizer=_tokenizer(family, vocab_size),
         chat_template=chat_template,
     )
 
@@ -130,7 +133,8 @@ def _accept(argument_name: str, argument: Any) -> None:
     return None
 
 
-def _processor_class(family: str) -> type:
+def processor_class(family: str) -> type:
+    """The class of the processors of a family's models; `PATCH_SIZES` has the families that there are."""
     from transformers import Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
 
     classes = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}
@@ -146,16 +150,16 @@ def _image_processor(family: str, *, min_pixels: int, max_pixels: int) -> Any:
         temporal_patch_size=TEMPORAL_PATCH_SIZE,
         min_pixels=min_pixels,
         max_pixels=max_pixels,
-        **_NORMALISATION[family],  # pyright: ignore[reportArgumentType]
+        **(_HALF if family.startswith("qwen3") else _OPENAI_CLIP),  # pyright: ignore[reportArgumentType]
     )
 
 
-def _tokenizer(vocab_size: int) -> Any:
+def _tokenizer(family: str, vocab_size: int) -> Any:
     """A new tokenizer object each time (users add tokens to theirs) around the vocabulary trained once a process."""
-    from transformers import Qwen2Tokenizer
+    from transformers import Qwen2Tokenizer, Qwen3_5Tokenizer
 
     vocab, merges = json.loads(_trained_vocabulary(vocab_size))
-    tokenizer = Qwen2Tokenizer(
+    tokenizer = (Qwen3_5Tokenizer if family.startswith("qwen3_5") else Qwen2Tokenizer)(
         vocab=vocab,
         merges=[tuple(merge) for merge in merges],  # pyright: ignore[reportArgumentType]
         eos_token="<|im_end|>",
