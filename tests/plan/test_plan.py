@@ -179,6 +179,16 @@ def test_a_plan_that_was_changed_on_disk_is_refused(tmp_path):
         Plan.load(changed)
 
 
+def test_a_plan_without_one_of_its_arrays_is_refused(tmp_path):
+    small_plan().save(tmp_path / "rows.plan")
+    with zipfile.ZipFile(tmp_path / "rows.plan") as old, zipfile.ZipFile(tmp_path / "less", "w") as new:
+        for member in old.namelist():
+            if member != "lengths.npy":
+                new.writestr(member, old.read(member))
+    with pytest.raises(LayoutError, match="less is damaged: it has no 'lengths'"):
+        Plan.load(tmp_path / "less")
+
+
 def test_flipped_bits_are_found(tmp_path):
     small_plan().save(tmp_path / "rows.plan")
     data = bytearray((tmp_path / "rows.plan").read_bytes())

@@ -66,6 +66,28 @@ def test_rollouts_that_fill_no_row_wait_for_the_next_call_and_no_longer():
     assert packer.pack([]) == []
 
 
+def test_a_rollout_that_fits_no_other_does_not_hold_the_others_up():
+    packer = StreamPacker(RowSettings(capacity=10, min_fill=0.8))
+    assert ids(packer.pack(samples([7, 5, 4, 5, 4]))) == [[1, 3], [2, 4]]
+    assert len(packer) == 1
+    assert packer.tokens == 7
+
+
+@given(calls=st.lists(st.lists(st.integers(1, 20), max_size=8), min_size=1, max_size=8), min_fill=st.floats(0, 1))
+def test_nobody_waits_longer_than_for_one_call(calls, min_fill):
+    packer = StreamPacker(RowSettings(capacity=20, min_fill=min_fill))
+    given_out, number = {}, 0
+    for call, lengths in enumerate([*calls, []]):
+        batch = [{"id": number + at, "length": length, "call": call} for at, length in enumerate(lengths)]
+        number += len(batch)
+        for row in packer.pack(batch):
+            tokens = sum(map(token_count, row))
+            assert min_fill * 20 <= tokens <= 20 or min(sample["call"] for sample in row) < call
+            given_out |= {sample["id"]: call - sample["call"] for sample in row}
+    assert sorted(given_out) == list(range(number))
+    assert max(given_out.values(), default=0) <= 1
+
+
 def test_at_the_end_rows_that_are_not_full_enough_are_given_out_or_left_out_and_counted():
     lengths = [9, 6, 3]
     for drop_last, expected, left_out in ((False, [[0], [1, 2]], 0), (True, [[0], [1, 2]], 0)):

@@ -238,15 +238,16 @@ class Plan:
             LayoutError: it was changed since it was written.
         """
         manifest, arrays = archive.read(path)
-        budgets = tuple(
-            Budget(name=name, costs=arrays[f"budget.{name}"], limit=limit)
-            for name, limit in manifest["budgets"].items()
-        )
-        plan = cls(
-            **{name: arrays[name] for name in ("sample_ids", "bounds", "lengths", "dropped")},
-            **{name: manifest[name] for name in ("capacity", "oversize", "strategy", "seed")},
-            budgets=budgets,
-        )
+        try:
+            limits = manifest["budgets"].items()
+            fields: dict[str, Any] = {
+                **{name: arrays[name] for name in ("sample_ids", "bounds", "lengths", "dropped")},
+                **{name: manifest[name] for name in ("capacity", "oversize", "strategy", "seed")},
+                "budgets": tuple(Budget(name=name, costs=arrays[f"budget.{name}"], limit=n) for name, n in limits),
+            }
+        except KeyError as error:
+            raise LayoutError(f"{path} is damaged: it has no {error}; plan again") from error
+        plan = cls(**fields)
         if plan.check().digest != manifest["digest"]:
             raise LayoutError(f"{path} does not hold what its digest says: it was changed or damaged; plan again")
         return plan

@@ -44,7 +44,7 @@ def plan_bins(
         oversize: what to do with a sample that exceeds a row by itself: refuse to plan, leave it out, or give it a row
             of its own.
         seed: shuffles samples first and rows last; None: samples keep the order given, and rows that of their first
-            samples. The same seed gives the same plan, everywhere.
+            samples. The same seed gives the same plan.
 
     Raises:
         SampleError: a length that is not finite, whole and positive, or, with `oversize="error"`, samples that are too

@@ -67,6 +67,12 @@ class WaitingRoom:
         self._costs.append(needs)
         self.tokens += length
 
+    def take_oldest(self) -> tuple[int, ...]:
+        """Give out the sample that has waited longest by itself: (id, length, *costs)."""
+        sample_id, costs = self._ids.pop(0), self._costs.pop(0)
+        self.tokens -= costs[0]
+        return (sample_id, *costs)
+
     @property
     def oldest(self) -> int:
         """The id of the sample that has waited longest; somebody has to be there."""

@@ -103,13 +103,20 @@ class StreamPacker(Generic[Sample]):
     def pack(self, samples: Iterable[Sample]) -> list[Row]:
         """Take all these in and give out every row that is full enough.
 
-        A row below `min_fill` waits for the next call, but not for the one after it.
+        A sample whose best row is below `min_fill` waits for the next call, but not for the one after it.
         """
         for sample in samples:
             self.add(sample)
         rows, self._alone = self._alone, []
-        while len(self._room) and (row := self._take(at_least=self.settings.least_tokens, older_than=self._carried)):
-            rows.append(row)
+        passed_over = []
+        while len(self._room):
+            waited = self._room.oldest < self._carried
+            if row := self._take(at_least=0.0 if waited else self.settings.least_tokens):
+                rows.append(row)
+            else:
+                passed_over.append(self._room.take_oldest())
+        for sample in passed_over:
+            self._room.add(*sample)
         self._carried = self.seen
         return rows
 
@@ -132,10 +139,9 @@ class StreamPacker(Generic[Sample]):
         costs = self._costs(sample)
         return (self._length(sample), *(costs[name] for name in self.settings.limits))
 
-    def _take(self, *, at_least: float = 0.0, older_than: int = 0) -> Row:
-        """One row; nothing if it would hold too few tokens and its oldest sample came no earlier than `older_than`."""
-        least = 0.0 if self._room.oldest < older_than else at_least
-        return [self._samples.pop(at) for at in self._room.take(at_least=least)]
+    def _take(self, *, at_least: float = 0.0) -> Row:
+        """One row, or nothing if it would hold fewer tokens."""
+        return [self._samples.pop(at) for at in self._room.take(at_least=at_least)]
 
     # ------------------------------------------------------------------ to continue elsewhere
 
