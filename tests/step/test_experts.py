@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from vlmpack.families.tiny import tiny_config
 from vlmpack.layout import SlotRule, pack
-from vlmpack.step import PackedStep, StepConfig, attach, disable_packing, enable_packing
+from vlmpack.step import PackedStep, StepConfig, disable_packing, enable_packing, experts
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 EXACT = 1e-5
@@ -47,7 +47,7 @@ def dispatched(model):
     """A list that grows by the number of tokens of every call of experts."""
     calls = []
     for layer in decoder_layers(model):
-        layer.mlp.experts.register_forward_pre_hook(lambda experts, args: calls.append(args[1].numel()))
+        layer.mlp.experts.register_forward_pre_hook(lambda module, args: calls.append(args[1].numel()))
     return calls
 
 
@@ -79,7 +79,7 @@ def test_only_real_tokens_go_to_experts_and_everything_is_exact(family, implemen
 @every_family
 def test_without_the_gate_padding_is_dispatched(family, monkeypatch):
     """The guard of the test above."""
-    monkeypatch.setattr(attach.experts, "install", lambda family, core: ())
+    monkeypatch.setattr(experts._Gate, "tell", lambda gate, mixer, args, kwargs: None)
     model = fresh(family)
     calls, row = dispatched(model), row_of(model)
     PackedStep(model)(row)

@@ -1,4 +1,7 @@
-"""LoRA on a model with experts: on attention and gated delta layers, on experts and on routers themselves."""
+"""LoRA on a model with experts: on attention and gated delta layers, on experts and on routers themselves.
+
+And blocks of experts that are no longer the ones that `enable_packing` saw.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ from itertools import product
 
 import pytest
 import torch
-from moe import MOE, batch_of, fresh, naive_z_loss, real_rows, rule_for, samples_of, stock
+from moe import MOE, batch_of, decoder_layers, fresh, naive_z_loss, real_rows, rule_for, samples_of, stock
 from peft import LoraConfig, get_peft_model
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from training import distance, gradients
 
 from vlmpack.errors import ConfigError
@@ -72,7 +76,21 @@ def test_blocks_that_were_exchanged_for_copies_are_noticed(family):
     """PEFT copies whole blocks, hooks included: a copy is not told which tokens are real."""
     model = adapted(family, *REFUSED, StepConfig(slots=SlotRule(multiple=16)))
     batch = batch_of(model.get_base_model()).to_hf()
-    with pytest.raises(ConfigError, match=r"routers saw .* real ones: .*call enable_packing\(model\) again"):
-        model(**batch, output_router_logits=True)
+    with pytest.raises(ConfigError, match=r"blocks of experts were exchanged .* call enable_packing\(model\) again"):
+        model(**batch)
     enable_packing(model)
     assert torch.isfinite(model(**batch, output_router_logits=True).loss)
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_blocks_that_were_wrapped_are_noticed(family):
+    """PyTorch's checkpointing of a block alone would compute it again on the whole row, padding included."""
+    model = enable_packing(fresh(family))
+    batch = batch_of(model).to_hf()
+    loss = model(**batch).loss
+    for layer in decoder_layers(model):
+        layer.mlp = checkpoint_wrapper(layer.mlp)
+    with pytest.raises(ConfigError, match=r"blocks of experts were .*wrapped .* call enable_packing\(model\) again"):
+        model(**batch)
+    enable_packing(model)
+    assert torch.equal(model(**batch).loss, loss)

@@ -126,7 +126,8 @@ def packing_state(core: nn.Module) -> PackingState:
     """The state of an enabled model.
 
     Raises:
-        ConfigError: packing is not enabled, or the attention implementation was exchanged after it was.
+        ConfigError: packing is not enabled; or the attention implementation, gated delta layers or blocks of experts
+            were exchanged after it was.
     """
     state: PackingState | None = vars(core).get(_STATE)
     if state is None:
@@ -140,6 +141,11 @@ def packing_state(core: nn.Module) -> PackingState:
         raise ConfigError(
             "the gated delta layers no longer know the boundaries of a row: their class or their forward was changed "
             "after enable_packing (use_kernels, a device_map, an offloading hook); undo that"
+        )
+    if not experts.is_installed(state.family, core):
+        raise ConfigError(
+            "blocks of experts were exchanged or wrapped after enable_packing (PEFT's modules_to_save copies them), so "
+            "padding would be sent to experts and counted by routers; call enable_packing(model) again"
         )
     return state
 

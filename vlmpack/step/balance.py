@@ -72,13 +72,12 @@ def router_statistics(
         model: the model with its head.
 
     Raises:
-        ConfigError: the recorded logits have lost their gradient, or are not those of the real tokens.
+        ConfigError: the recorded logits have lost their gradient.
     """
     experts, text_config = family.experts, family.text_config(model.config)
     assert experts is not None
     if not segments.num_tokens:  # the experts got padding, see `RowContext.experts`
         logits = tuple(logits_RE[:0] for logits_RE in logits)
-    _check_real(logits, segments)
     if hidden.requires_grad and not any(logits_RE.requires_grad for logits_RE in logits):
         _check_not_cut_off(experts, family.language_model(model))
     aux_loss = _aux_loss(logits, segments, experts, text_config, settings.per) if settings.balance else None
@@ -131,17 +130,6 @@ def _counts(logits_RE: torch.Tensor, top_k: int) -> torch.Tensor:
     chosen = logits_RE.softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1).indices.flatten()
     counts_E = torch.zeros(logits_RE.shape[-1], dtype=torch.int64, device=chosen.device)
     return counts_E.index_add(0, chosen, torch.ones_like(chosen))
-
-
-def _check_real(logits: tuple[torch.Tensor, ...], segments: Segments) -> None:
-    """A block that was exchanged (PEFT's modules_to_save copies it) is not told which tokens are real."""
-    seen = {len(logits_RE) for logits_RE in logits}
-    if seen != {segments.num_tokens}:
-        raise ConfigError(
-            f"routers saw {sorted(seen)} tokens of a row with {segments.num_tokens} real ones: blocks of experts were "
-            "exchanged after enable_packing (PEFT's modules_to_save does that), so padding would be counted; call "
-            "enable_packing(model) again"
-        )
 
 
 def _check_not_cut_off(experts: Experts, language_model: nn.Module) -> None:

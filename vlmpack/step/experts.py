@@ -15,6 +15,7 @@ leaves them out of that.)
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any, final
 
 import torch
@@ -35,6 +36,14 @@ def install(family: Family, core: nn.Module) -> tuple[RemovableHandle, ...]:
     return tuple(handle for layer in layers for handle in _hook(layer))
 
 
+def is_installed(family: Family, core: nn.Module) -> bool:
+    """Whether every block of experts is still told which tokens are real: one in another's place is not."""
+    if family.experts is None:
+        return True
+    layers = family.experts.layers(family.language_model(core))
+    return all(_gates(layer.mixer) & _gates(layer.block) for layer in layers)
+
+
 def check_has_routers(family: Family, z_loss_coef: float) -> None:
     """A loss of routers needs routers.
 
@@ -53,6 +62,12 @@ def _hook(layer: ExpertLayer) -> tuple[RemovableHandle, ...]:
         # also when checkpointing has seen enough and leaves the block half-way by an exception
         layer.block.register_forward_hook(gate.put_back, always_call=True),
     )
+
+
+def _gates(module: nn.Module) -> set[int]:
+    """The gates that a module tells, or that stand before it."""
+    hooks = module._forward_pre_hooks.values()
+    return {id(hook.__self__) for hook in hooks if isinstance(hook, MethodType) and isinstance(hook.__self__, _Gate)}
 
 
 @final
