@@ -19,6 +19,7 @@ PUBLIC = [
     "PackedRow",
     "PackedStep",
     "PaddedBatch",
+    "Plan",
     "SampleError",
     "Segments",
     "SlotRule",
@@ -29,6 +30,7 @@ PUBLIC = [
     "disable_packing",
     "enable_packing",
     "pack",
+    "plan_bins",
     "probe",
     "unpack",
 ]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vlmpack.collate import VLMCollator
     from vlmpack.errors import BackendError, ConfigError, FamilyError, LayoutError, SampleError, VlmpackError
     from vlmpack.layout import BatchFacts, Media, PackedRow, PaddedBatch, Segments, SlotRule, pack, unpack
+    from vlmpack.plan import Plan, plan_bins
     from vlmpack.proof import probe
     from vlmpack.step import PackedStep, StepConfig, StepResult, disable_packing, enable_packing
 
@@ -32,6 +33,7 @@ __all__ = [
     "PackedRow",
     "PackedStep",
     "PaddedBatch",
+    "Plan",
     "SampleError",
     "Segments",
     "SlotRule",
@@ -42,6 +44,7 @@ __all__ = [
     "disable_packing",
     "enable_packing",
     "pack",
+    "plan_bins",
     "probe",
     "unpack",
 ]
@@ -50,6 +53,7 @@ _ROOM = {
     "collate": ("VLMCollator",),
     "errors": ("BackendError", "ConfigError", "FamilyError", "LayoutError", "SampleError", "VlmpackError"),
     "layout": ("BatchFacts", "Media", "PackedRow", "PaddedBatch", "Segments", "SlotRule", "pack", "unpack"),
+    "plan": ("Plan", "plan_bins"),
     "proof": ("probe",),
     "step": ("PackedStep", "StepConfig", "StepResult", "disable_packing", "enable_packing"),
 }
