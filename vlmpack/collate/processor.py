@@ -52,7 +52,7 @@ class ProcessorFacts:
     temporal_patch_size: int
     """Frames in a patch."""
     frame_timestamps: bool
-    """Whether a video is written frame by frame with timestamps (Qwen3-VL), or as one run of placeholders."""
+    """Whether a video is written frame by frame with timestamps (Qwen3-VL, Qwen3.5), or as one run of placeholders."""
     seconds_per_grid: bool
     """Whether the model is told the seconds from one video grid to the next (Qwen2.5-VL)."""
 
@@ -78,7 +78,7 @@ class ProcessorFacts:
 
 
 def read_processor(processor: Any, *, vocab_size: int | None = None) -> ProcessorFacts:
-    """Read the facts of a `Qwen2VLProcessor`, `Qwen2_5_VLProcessor` or `Qwen3VLProcessor`.
+    """Read the facts of a `Qwen2VLProcessor`, `Qwen2_5_VLProcessor` or `Qwen3VLProcessor` (also Qwen3.5's).
 
     Args:
         processor: the processor, as `AutoProcessor` or `vlmpack.data.tiny_processor` make it.
