@@ -1,0 +1,149 @@
+"""Text models under HF Trainer with the collators that transformers brings: a padded batch and its 2D mask suffice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from chats import processor_of
+from samples import alone
+from training import Gradients, Samples, arguments, descend, distance, logged, loss_sums, receipts, trainer
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    DataCollatorWithPadding,
+    Trainer,
+)
+
+from vlmpack.errors import ConfigError
+from vlmpack.families.tiny import tiny_model
+from vlmpack.layout import SlotRule
+from vlmpack.step import PackedStep, StepConfig, enable_packing
+from vlmpack.trainer import check_trainer, loss_metrics
+
+TEXT_MODELS = ("qwen3", "qwen3_next")
+ANY_MODEL = (*TEXT_MODELS, "qwen3_5", "qwen3_vl")
+KINDS = ("text",) * 7
+
+
+def tiny(family):
+    return tiny_model(family, processor=processor_of(), hidden=48, vision_depth=1)
+
+
+def written(model):
+    """(samples as tensors, the same as a tokenizer's user has them: lists, the prompt masked)."""
+    samples = [{name: sample[name] for name in ("input_ids", "labels")} for sample in receipts(model, kinds=KINDS)]
+    for sample in samples:
+        sample["labels"][0] = -100
+    return samples, [{name: tensor.tolist() for name, tensor in sample.items()} for sample in samples]
+
+
+@pytest.fixture
+def tokenizer():
+    tokenizer = processor_of().tokenizer
+    before = tokenizer.padding_side
+    yield tokenizer
+    tokenizer.padding_side = before
+
+
+def tolerance(family):
+    return 5e-5 if family in ("qwen3_next", "qwen3_5") else 1e-5
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("family", ANY_MODEL)
+def test_training_with_the_seq2seq_collator_equals_samples_alone(family, side, tokenizer, tmp_path):
+    tokenizer.padding_side = side
+    model = enable_packing(tiny(family), StepConfig(slots=SlotRule(multiple=4)))
+    samples, rows = written(model)
+    expected = descend(tiny(family), samples, size=6, steps=1)
+    batch = DataCollatorForSeq2Seq(tokenizer)([dict(row) for row in rows[:2]])
+    assert set(batch) == {"input_ids", "attention_mask", "labels"}
+
+    args = arguments(
+        tmp_path,
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=2,
+        max_steps=1,
+        train_sampling_strategy="sequential",
+    )
+    run, seen = Trainer(model, args, DataCollatorForSeq2Seq(tokenizer), Samples(rows)), Gradients()
+    check_trainer(run)
+    run.add_callback(seen)
+    run.train()
+
+    assert logged(run) == pytest.approx(expected.losses, rel=1e-6)
+    assert distance(expected.gradients[0], seen.steps[0]) < tolerance(family)
+
+
+@pytest.mark.parametrize("family", TEXT_MODELS)
+def test_evaluation_with_the_language_modelling_collator_gives_every_sample_its_loss(family, tokenizer, tmp_path):
+    model = enable_packing(tiny(family))
+    samples, _ = written(model)
+    for sample in samples:
+        sample["labels"] = sample["input_ids"].clone()  # what this collator makes of them
+    rows = [{"input_ids": sample["input_ids"].tolist()} for sample in samples]
+    args = arguments(tmp_path, per_device_eval_batch_size=3)
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    run = Trainer(model, args, collate, eval_dataset=Samples(rows), compute_metrics=loss_metrics)
+    losses, targets = run.predict(Samples(rows)).predictions
+    with torch.no_grad():
+        sums, counts = loss_sums(tiny(family), samples)
+    assert targets.tolist() == counts.tolist()
+    torch.testing.assert_close(torch.from_numpy(losses), sums / counts, rtol=1e-5, atol=1e-6)
+    assert run.evaluate()["eval_token_loss"] == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("family", TEXT_MODELS)
+def test_logits_with_the_padding_collator_are_those_of_samples_alone(family, side, tokenizer, tmp_path):
+    tokenizer.padding_side = side
+    model, plain = enable_packing(tiny(family).eval()), tiny(family).eval()
+    samples, _ = written(model)
+    rows = [{"input_ids": sample["input_ids"].tolist()} for sample in samples[:3]]
+    args = arguments(tmp_path, per_device_eval_batch_size=3)
+    logits = torch.from_numpy(
+        Trainer(model, args, DataCollatorWithPadding(tokenizer)).predict(Samples(rows)).predictions
+    )
+    for row, sample in zip(logits, samples, strict=False):
+        length = len(sample["input_ids"])
+        own = row[-length:] if side == "left" else row[:length]
+        with torch.no_grad():
+            expected = plain(**alone(sample)).logits[0]
+        assert (own - expected).abs().max() <= 5e-5
+        assert (row.sum(-1) == 0).sum() == len(row) - length
+
+
+@pytest.mark.parametrize("family", TEXT_MODELS)
+def test_padding_is_not_computed(family, tokenizer):
+    model = enable_packing(tiny(family))
+    _, rows = written(model)
+    batch = DataCollatorForSeq2Seq(tokenizer)([dict(row) for row in rows])
+    work = PackedStep(model)(dict(batch)).work
+    assert work.physical_tokens == work.real_tokens == int(batch["attention_mask"].sum()) < batch["input_ids"].numel()
+
+
+@pytest.mark.parametrize("family", TEXT_MODELS)
+@pytest.mark.parametrize("with_names", [False, True])
+def test_the_flattening_collator_is_refused_with_the_remedy(family, with_names, tmp_path):
+    model = enable_packing(tiny(family))
+    _, rows = written(model)
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=with_names)
+    run = Trainer(model, arguments(tmp_path), collate, Samples(rows))
+    with pytest.raises(
+        ConfigError, match="the samples of the row mixed; give a packed row its boundaries as cu_seqlens_q"
+    ):
+        run.train()
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("family", TEXT_MODELS)
+def test_the_projects_own_layouts_train_text_models_too(family, layout, tmp_path):
+    model = enable_packing(tiny(family))
+    samples = receipts(model, kinds=KINDS)
+    expected = descend(tiny(family), samples, size=2, steps=2)
+    run, seen = trainer(model, samples, tmp_path, layout), Gradients()
+    run.add_callback(seen)
+    run.train()
+    assert logged(run) == pytest.approx(expected.losses, rel=1e-6)
+    assert max(distance(a, b) for a, b in zip(expected.gradients, seen.steps, strict=True)) < tolerance(family)
