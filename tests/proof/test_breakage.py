@@ -19,7 +19,7 @@ from vlmpack.families import FAMILIES, family_named
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Segments, SlotRule
 from vlmpack.proof import Report, probe
-from vlmpack.step import attach, delta, engine, inputs
+from vlmpack.step import delta, engine, experts, inputs
 from vlmpack.step.context import RowContext, VisionSegments
 
 Patch = pytest.MonkeyPatch
@@ -98,7 +98,7 @@ def one_picture(family: str, patch: Patch) -> None:
 
 def pads_to_experts(family: str, patch: Patch) -> None:
     """Padding is routed and counted."""
-    patch.setattr(attach.experts, "install", lambda family, core: ())
+    patch.setattr(experts._Gate, "tell", lambda gate, mixer, args, kwargs: None)
 
 
 def first_labels_kept(family: str, patch: Patch) -> None:

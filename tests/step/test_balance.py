@@ -278,6 +278,18 @@ def test_reentrant_checkpointing_would_silently_cut_them_off_and_is_refused(fami
 
 
 @every_family
+def test_blocks_that_do_not_call_their_routers_are_noticed(family):
+    """What a kernel in a block's place may do."""
+    model = enable_packing(fresh(family))
+    for layer in decoder_layers(model):
+        layer.mlp.forward = torch.zeros_like
+    given = batch_of(model).to_hf()
+    with pytest.raises(ConfigError, match=r"routers saw \[\] tokens of a row with \d+ real ones"):
+        model(**given, output_router_logits=True)
+    model(**given)
+
+
+@every_family
 def test_frozen_routers_are_no_mistake(family):
     model = enable_packing(fresh(family))
     model.requires_grad_(False)

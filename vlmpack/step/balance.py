@@ -72,12 +72,13 @@ def router_statistics(
         model: the model with its head.
 
     Raises:
-        ConfigError: the recorded logits have lost their gradient.
+        ConfigError: the recorded logits are not those of the real tokens, or have lost their gradient.
     """
     experts, text_config = family.experts, family.text_config(model.config)
     assert experts is not None
     if not segments.num_tokens:  # the experts got padding, see `RowContext.experts`
         logits = tuple(logits_RE[:0] for logits_RE in logits)
+    _check_real(logits, segments)
     if hidden.requires_grad and not any(logits_RE.requires_grad for logits_RE in logits):
         _check_not_cut_off(experts, family.language_model(model))
     aux_loss = _aux_loss(logits, segments, experts, text_config, settings.per) if settings.balance else None
@@ -130,6 +131,17 @@ def _counts(logits_RE: torch.Tensor, top_k: int) -> torch.Tensor:
     chosen = logits_RE.softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1).indices.flatten()
     counts_E = torch.zeros(logits_RE.shape[-1], dtype=torch.int64, device=chosen.device)
     return counts_E.index_add(0, chosen, torch.ones_like(chosen))
+
+
+def _check_real(logits: tuple[torch.Tensor, ...], segments: Segments) -> None:
+    """transformers records what routers give; a kernel in a block's place has none, or one of its own."""
+    seen = sorted({len(logits_RE) for logits_RE in logits})
+    if seen != [segments.num_tokens]:
+        raise ConfigError(
+            f"routers saw {seen} tokens of a row with {segments.num_tokens} real ones, so their losses would be wrong: "
+            "the forward of blocks of experts or routers was replaced (use_kernels does that); undo that, or leave "
+            "output_router_logits and z_loss_coef out"
+        )
 
 
 def _check_not_cut_off(experts: Experts, language_model: nn.Module) -> None:
