@@ -141,6 +141,7 @@ def test_a_length_that_makes_no_sense_names_its_sample(lengths, message, reason)
     [
         ([], "the list of lengths is empty"),
         ([[3, 4]], r"got 2 dimensions of int64"),
+        ([[3], [4, 5]], "the length of a sample must be one whole number: .*inhomogeneous"),
         (["a", "b"], "expected a vector of integers"),
         ([True, False], "expected a vector of integers"),
     ],

@@ -110,6 +110,11 @@ def test_a_sample_that_fits_no_row_is_refused_by_name(sample, reason):
     assert caught.value.reason == reason
 
 
+def test_there_is_a_cost_for_every_limit():
+    with pytest.raises(ConfigError, match="sample 3 has 2 costs, but a row has 1 limits"):
+        WaitingRoom(10, [4]).add(3, 5, 1, 1)
+
+
 def test_limits_are_whole_numbers_of_at_least_1():
     with pytest.raises(ConfigError, match="the capacity of a row must lie between 1 and"):
         WaitingRoom(0)

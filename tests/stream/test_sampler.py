@@ -115,6 +115,14 @@ def test_an_epoch_continues_where_it_was_left_and_the_next_one_is_whole(done):
     assert len(resumed) == len(rows)
 
 
+def test_who_looks_at_one_row_and_begins_again_misses_none():
+    one = sampler()
+    first = next(iter(one))
+    rows = [*one]
+    assert rows[0] == first
+    assert len(rows) == len(one)
+
+
 def test_nothing_that_is_skipped_is_loaded():
     loaded = []
 

@@ -70,7 +70,10 @@ def whole_numbers(values: Sequence[int] | np.ndarray, what: str) -> np.ndarray:
         ConfigError: not one-dimensional, or not numbers.
         SampleError: a value is not finite, not whole or too large; names the first.
     """
-    found = np.asarray(values) if len(values) else np.zeros(0, np.int64)
+    try:
+        found = np.asarray(values) if len(values) else np.zeros(0, np.int64)
+    except ValueError as error:
+        raise ConfigError(f"the {what} must be one whole number: {error}") from error
     if found.ndim != 1 or found.dtype.kind not in "iuf":
         raise ConfigError(
             f"the {what} must be one whole number: expected a vector of integers, got "

@@ -7,7 +7,7 @@ from typing import final
 
 import numpy as np
 
-from vlmpack.errors import SampleError
+from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan.lengths import checked_capacity
 from vlmpack.plan.several import fill_row
 from vlmpack.plan.subset import best_subset
@@ -54,8 +54,11 @@ class WaitingRoom:
 
         Raises:
             SampleError: it can never fit a row, or has no tokens.
+            ConfigError: there are more or fewer costs than limits.
         """
         needs = (length, *costs)
+        if len(needs) != len(self.limits):
+            raise ConfigError(f"sample {sample_id} has {len(costs)} costs, but a row has {len(self.limits) - 1} limits")
         if length < 1 or any(need > limit for need, limit in zip(needs, self.limits, strict=True)):
             raise SampleError(
                 f"has {length} tokens and needs {list(costs)}; a row holds from 1 to {self.limits[0]} tokens and "

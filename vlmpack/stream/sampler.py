@@ -66,7 +66,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         self._twins = _kinds([plan.lengths, *(budget.costs for budget in plan.budgets), self._costs])
         self.epoch = 0
         """The epoch that is yielded, or will be next."""
-        self._done = 0
+        self._done = self._start = 0
         self._rows_an_epoch = self._order(self.schedule(0)).size
 
     def __len__(self) -> int:
@@ -76,12 +76,13 @@ class PackedBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; nothing happens if it is the one at hand, so that a resumed one goes on."""
         if epoch != self.epoch:
-            self.epoch, self._done = epoch, 0
+            self.epoch, self._done, self._start = epoch, 0, 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The rows of the epoch that are left; then the next epoch is at hand."""
+        """The rows of the epoch, or those left where a state was loaded; after the last the next epoch is at hand."""
+        start, self._start = self._start, 0
         plan, order = self.epoch_plan(self.epoch), self._order(self.schedule(self.epoch))
-        for at in range(self._done, len(order)):
+        for at in range(start, len(order)):
             self._done = at + 1
             yield [] if order[at] == EMPTY else plan[int(order[at])].tolist()
         self.epoch, self._done = self.epoch + 1, 0
@@ -129,7 +130,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         """
         if state["plan"] != self.plan.digest:
             raise ConfigError("the state is of another plan: lengths, capacity, seed or ranks differ; plan as it was")
-        self.epoch, self._done = state["epoch"], state["rows"]
+        self.epoch, self._done, self._start = state["epoch"], state["rows"], state["rows"]
 
 
 def _kinds(columns: list[np.ndarray]) -> np.ndarray:
