@@ -10,7 +10,7 @@ from training import LAYOUTS, checkpointing, collator, descend, distance, gradie
 from vlmpack.families.tiny import tiny_model
 from vlmpack.step import enable_packing
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 KINDS_OF_CHECKPOINT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non_reentrant"])
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 

@@ -17,7 +17,7 @@ from vlmpack.families.tiny import tiny_model
 from vlmpack.step import enable_packing
 from vlmpack.trainer import check_trainer, loss_metrics
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 SETTINGS = {"remove_unused_columns": False, "train_sampling_strategy": "sequential"}
 
 

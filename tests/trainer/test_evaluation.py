@@ -10,7 +10,7 @@ from vlmpack.families.tiny import tiny_model
 from vlmpack.step import enable_packing
 from vlmpack.trainer import loss_metrics
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

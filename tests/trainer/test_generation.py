@@ -10,7 +10,7 @@ from training import receipts, train
 from vlmpack.families.tiny import tiny_model
 from vlmpack.step import enable_packing
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 
 
 def prompts(model, side):

@@ -8,7 +8,7 @@ from training import KINDS, LAYOUTS, descend, distance, receipts, train
 from vlmpack.families.tiny import tiny_model
 from vlmpack.step import enable_packing
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 TWELVE = (*KINDS, *KINDS[:5])
 
 

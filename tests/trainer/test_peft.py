@@ -10,8 +10,8 @@ from training import checkpointing, collator, descend, distance, receipts, train
 from vlmpack.families.tiny import tiny_model
 from vlmpack.step import disable_packing, enable_packing, is_packing
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-LANGUAGE = r".*language_model.*\.(q_proj|v_proj|down_proj)"
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+LANGUAGE = r".*language_model.*\.(q_proj|v_proj|down_proj|in_proj_qkv|in_proj_a)"
 VISION = r".*visual.*\.(qkv|proj)"
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),

@@ -9,7 +9,7 @@ from training import LAYOUTS, Samples, gradients, loss_sums, receipts, train, tr
 from vlmpack.families.tiny import tiny_model
 from vlmpack.step import disable_packing, enable_packing
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 
 
 def alone(model, samples, *, bf16):

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, Trainer
 from vlmpack.families.tiny import tiny_model
 from vlmpack.step import disable_packing, enable_packing, is_packing
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
