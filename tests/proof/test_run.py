@@ -13,6 +13,8 @@ from vlmpack.data import tiny_processor
 from vlmpack.errors import BackendError, FamilyError
 from vlmpack.families.tiny import tiny_model
 from vlmpack.proof import backends_for
+from vlmpack.proof.outcome import FLOOR
+from vlmpack.proof.ways import PlainPadded
 from vlmpack.step import StepConfig
 
 
@@ -128,3 +130,14 @@ def test_a_model_that_cannot_compute_its_samples_is_a_finding() -> None:
     report = vlmpack.probe(model)
     (check,) = report.checks
     assert (report.verdict, check.detail) == ("fails", "RuntimeError: no kernel for this device")
+
+
+def test_a_padded_batch_that_plain_transformers_cannot_compute_widens_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: object, samples: object) -> None:
+        raise RuntimeError("a mask that this version does not take")
+
+    monkeypatch.setattr(PlainPadded, "__call__", broken)
+    report = vlmpack.probe(tiny_model("qwen2_vl"))
+    assert report.verdict == "exact", report
+    assert next(check.allowed for check in report.checks if check.name == "row: logits") == FLOOR["logits"]
+    assert report.plain[-1].detail == "RuntimeError: a mask that this version does not take"

@@ -59,7 +59,7 @@ def _causes(way: PlainRow, subject: Subject, truth: Truth) -> tuple[Cause, ...]:
         check_positions(scene, truth.rotary),
         _blamed_on_cache(way, subject) if mask.is_bad else mask,
         *check_delta(scene),
-        check_vision(scene, truth.features),
+        check_vision(scene, truth.features, own_error=truth.feature_error),
         check_loss_count(way(subject.samples), subject.samples),
     ]
     return causes_of(checks) if any(check.is_bad for check in checks) else ()

@@ -120,7 +120,7 @@ def _mechanisms(subject: Subject, truth: Truth, row: Packed) -> list[Check]:
         "cache": lambda: [check_cache(scene)],
         "gated delta layers": lambda: check_delta(scene),
         "router": lambda: [check_dispatch(scene)],
-        "vision": lambda: [check_vision(scene, truth.features)],
+        "vision": lambda: [check_vision(scene, truth.features, own_error=truth.feature_error)],
     }
     return [check for name, run in looks.items() for check in caught(Stage(part="mechanism", name=name, run=run))]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import nn
@@ -14,12 +14,14 @@ from vlmpack.attention import AttentionCall
 from vlmpack.families import Family, family_of
 from vlmpack.layout import Segments
 from vlmpack.proof.mechanisms import Rotary, rotary_of
-from vlmpack.proof.outcome import Errors, Limits, Outcome, backward, compare, outcome_of, take_gradients
+from vlmpack.proof.outcome import Limits, Outcome, backward, compare, outcome_of, take_gradients
 from vlmpack.proof.samples import ProbeSample, Words
 from vlmpack.proof.scene import watch
-from vlmpack.proof.vision import Features, features_of
+from vlmpack.proof.vision import Features, feature_error, features_of
 from vlmpack.proof.ways import Alone, PlainPadded
 from vlmpack.step import StepConfig, find_model
+
+Found = TypeVar("Found")
 
 
 @final
@@ -77,6 +79,8 @@ class Truth:
     """cos and sin that reached attention, of each sample."""
     features: Sequence[Features]
     """What the vision tower gave, of each sample."""
+    feature_error: float
+    """How far features are from those, where plain transformers is given all images at once."""
     balance: float | None
     """The routers' load-balancing loss of the padded batch with its 2D mask, through plain transformers."""
 
@@ -84,20 +88,43 @@ class Truth:
 def find_truth(subject: Subject) -> Truth:
     """Compute it. In low precision a float32 copy of the model is made for as long as that takes."""
     own = _alone(subject.model, subject)
+    padded = PlainPadded(**subject.plain)
     if subject.dtype == torch.float32:
-        outcome, limits = own, Limits.beyond(_padding_errors(subject, own), capped=True)
+        no_errors = compare(own, own)
+        errors = _unless_it_raises(lambda: compare(_computed(padded, subject), own), no_errors)
+        outcome, limits = own, Limits.beyond(errors, capped=True)
     else:
         outcome = _alone(copy.deepcopy(subject.model).float(), subject)
         limits = Limits.beyond(compare(own, outcome), capped=False)
-    alone = Alone(**subject.plain)
-    scenes = [watch(subject.core, subject.family, alone, [sample]) for sample in subject.samples]
+    scenes = [watch(subject.core, subject.family, Alone(**subject.plain), [sample]) for sample in subject.samples]
+    features = [features_of(scene.vision) for scene in scenes]
+
+    def padded_features() -> float:
+        return feature_error(watch(subject.core, subject.family, padded, subject.samples), features)
+
     return Truth(
         outcome=outcome,
         limits=limits,
         rotary=[rotary_of(next(iter(scene.attention.values()))) for scene in scenes],
-        features=[features_of(scene.vision) for scene in scenes],
-        balance=None if subject.family.experts is None else PlainPadded(**subject.plain).balance(subject.samples),
+        features=features,
+        feature_error=_unless_it_raises(padded_features, 0.0),
+        balance=None if subject.family.experts is None else padded.balance(subject.samples),
     )
+
+
+def _unless_it_raises(run: Callable[[], Found], otherwise: Found) -> Found:
+    """Plain transformers may fail on a padded batch: that shows in the contrast, and widens no limit."""
+    try:
+        return run()
+    except Exception:
+        return otherwise
+
+
+def _computed(padded: PlainPadded, subject: Subject) -> Outcome:
+    try:
+        return padded(subject.samples).outcome(subject.model, subject.samples)
+    finally:
+        take_gradients(subject.model)
 
 
 def _alone(model: nn.Module, subject: Subject) -> Outcome:
@@ -110,16 +137,6 @@ def _alone(model: nn.Module, subject: Subject) -> Outcome:
         logits += [x.detach() for x in found.logits]
         loss += float(found.loss.detach()) / count
     return outcome_of(model, subject.samples, logits, loss)
-
-
-def _padding_errors(subject: Subject, own: Outcome) -> Errors:
-    """How far plain transformers is from itself: the padded batch and its 2D mask, against each sample alone."""
-    try:
-        padded = PlainPadded(**subject.plain)(subject.samples).outcome(subject.model, subject.samples)
-    except Exception:  # it cannot compute one: that shows in the contrast, and widens no limit
-        take_gradients(subject.model)
-        padded = own
-    return compare(padded, own)
 
 
 def attention_call(model: nn.Module) -> AttentionCall:
