@@ -159,10 +159,14 @@ def test_a_stateful_data_loader_continues_in_the_middle_of_an_epoch(workers):
     assert len(rows) > 20
 
 
-def test_the_state_of_another_plan_is_refused():
+def test_the_state_of_another_plan_or_of_other_shuffles_is_refused():
     state = sampler().state_dict()
-    with pytest.raises(ConfigError, match="the state is of another plan"):
-        sampler(ranks=2).load_state_dict(state)
+    sampler().load_state_dict(state)
+    for other in ({"ranks": 2}, {"seed": 1}, {"accumulation": 3}, {"remainder": "drop"}):
+        with pytest.raises(ConfigError, match=r"the state is of plan \w+, seed 0, 1 ranks.* but this is plan"):
+            sampler(**other).load_state_dict(state)
+    with pytest.raises(ConfigError, match="plan and deal as before"):
+        PackedBatchSampler(plan_bins(LENGTHS, CAPACITY + 1)).load_state_dict(state)
 
 
 @pytest.mark.parametrize(

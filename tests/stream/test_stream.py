@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pickle
 
+import datasets
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from vlmpack.bench.cases.plan import LENGTH_SETS
 from vlmpack.errors import ConfigError
@@ -63,7 +64,22 @@ class ResumableStream(IterableDataset):
         self.start = state_dict["at"]
 
 
-SOURCES = (Samples, Stream, ResumableStream)
+class Sharded(IterableDataset):
+    """A source that gives each worker its share, as iterable data sets do that know of workers."""
+
+    def __iter__(self):
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        return iter([{"id": at, "length": LENGTHS[at]} for at in range(first, len(LENGTHS), step)])
+
+
+def hub_stream():
+    """An iterable data set of `datasets`, in four shards."""
+    rows = {"id": list(range(len(LENGTHS))), "length": LENGTHS}
+    return datasets.Dataset.from_dict(rows).to_iterable_dataset(num_shards=4)
+
+
+SOURCES = (Samples, Stream, ResumableStream, hub_stream)
 
 
 def ids(rows):
@@ -113,11 +129,12 @@ def test_split_leaves_nothing_out_where_there_are_enough_samples():
     assert streams[0].left_out == 0
 
 
-def test_rows_are_the_same_for_any_number_of_workers():
-    alone = ids(loader(PackedStream(Stream(), SETTINGS, ranks=2, rank=1)))
+@pytest.mark.parametrize("source", [Stream, Sharded, hub_stream])
+def test_rows_are_the_same_for_any_number_of_workers(source):
+    alone = ids(loader(PackedStream(source(), SETTINGS, ranks=2, rank=1)))
     assert len(alone) > 20
     for workers in (1, 2):
-        assert ids(loader(PackedStream(Stream(), SETTINGS, ranks=2, rank=1), workers)) == alone
+        assert ids(loader(PackedStream(source(), SETTINGS, ranks=2, rank=1), workers)) == alone
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -148,7 +165,7 @@ def test_a_stream_continues_bit_for_bit_its_buffer_included(source, done):
 
 def test_a_source_with_a_place_is_not_read_again():
     reads = {}
-    for source in SOURCES:
+    for source in (Samples, Stream, ResumableStream):
         half = PackedStream(source(), SETTINGS)
         left = iter(half)
         for _ in range(40):

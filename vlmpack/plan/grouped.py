@@ -18,7 +18,7 @@ Preference = Callable[[int, int], int]
 
 @final
 class Runs:
-    """Open bins as runs: those with room for the length at hand, by preference, and those ."""
+    """Open bins as runs: those with room for the length at hand, by preference, and those that wait."""
 
     def __init__(self, preference: Preference) -> None:
         self._preference = preference

@@ -212,7 +212,7 @@ class Plan:
             "seed": self.seed,
         }
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of the rows, lengths and settings: equal plans have equal digests, on every machine."""
         digest = hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode())

@@ -120,16 +120,22 @@ class PackedBatchSampler(Sampler[list[int]]):
         A DataLoader with workers asks for rows ahead of those that it has given out; `StatefulDataLoader` accounts for
         that. Otherwise put the rows that were trained on in here.
         """
-        return {"epoch": self.epoch, "rows": self._done, "plan": self.plan.digest}
+        return {"epoch": self.epoch, "rows": self._done, "of": self._identity}
+
+    @property
+    def _identity(self) -> str:
+        """What has to be the same to continue."""
+        how = f"seed {self.seed}, {self.ranks} ranks, accumulation {self.accumulation}, remainder {self.remainder!r}"
+        return f"plan {self.plan.digest[:16]}, {how}"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; nothing that is skipped is loaded.
 
         Raises:
-            ConfigError: the state is of another plan.
+            ConfigError: the state is of another plan, or was dealt in another way.
         """
-        if state["plan"] != self.plan.digest:
-            raise ConfigError("the state is of another plan: lengths, capacity, seed or ranks differ; plan as it was")
+        if state["of"] != self._identity:
+            raise ConfigError(f"the state is of {state['of']}, but this is {self._identity}; plan and deal as before")
         self.epoch, self._done, self._start = state["epoch"], state["rows"], state["rows"]
 
 

@@ -13,6 +13,7 @@ from vlmpack.stream.ending import even_out
 from vlmpack.stream.packer import StreamPacker, token_count
 from vlmpack.stream.sampler import REMAINDERS, Remainder
 from vlmpack.stream.settings import RowSettings
+from vlmpack.stream.whole import whole
 
 END = object()
 """After the last sample."""
@@ -77,6 +78,8 @@ class PackedStream(IterableDataset[list[Any]]):
         self.remainder: Remainder = remainder
         self._length, self._costs = length, costs
         self._resumed = False
+        self._source_start = source.state_dict() if isinstance(source, Resumable) else None
+        self._source_moved = False
         self._start()
 
     def _start(self) -> None:
@@ -141,17 +144,26 @@ class PackedStream(IterableDataset[list[Any]]):
         """The source from where it was left: by its own means, by number, or read again up to there."""
         if self._ended:
             return iter(())
-        if self._source_state is not None:
-            source, state = self.source, self._source_state
-            assert isinstance(source, Resumable)
-            self._source_state = None
-            source.load_state_dict(state)
-            return iter(source)
+        if isinstance(self.source, Resumable) and (state := self._place_to_load()) is not None:
+            self.source.load_state_dict(state)
+            return whole(self.source)
         start = self._packer.seen
         if isinstance(self.source, Indexed) and not isinstance(self.source, IterableDataset):
             source = self.source
             return (source[at] for at in range(start, len(source)))
-        return islice(self.source, start, None)
+        return islice(whole(self.source), start, None)
+
+    def _place_to_load(self) -> dict[str, Any] | None:
+        """Where the source has to be told to start; None: it does so by itself.
+
+        A source that was once told a place may start there ever after: a new epoch tells it the first one again.
+        """
+        place, self._source_state = self._source_state, None
+        if place is None and self._source_moved:
+            self._source_moved = False
+            return self._source_start
+        self._source_moved = self._source_moved or place is not None
+        return place
 
     # ------------------------------------------------------------------ to continue elsewhere
 
