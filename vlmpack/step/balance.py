@@ -117,7 +117,7 @@ def _z_loss(logits: tuple[torch.Tensor, ...], segments: Segments, per: Balance) 
 
 def _samples(segments: Segments, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """(segment of each real token int64 [R], real tokens of each segment int64 [G])."""
-    lengths_G = np.asarray(segments.lengths)
+    lengths_G = np.asarray(segments.lengths, np.int64)
     sample_R = np.repeat(np.arange(len(lengths_G)), lengths_G)
     return to_device(sample_R, device), to_device(lengths_G, device)
 
@@ -148,7 +148,7 @@ def _check_not_cut_off(experts: Experts, language_model: nn.Module) -> None:
     """A checkpointed layer runs under `no_grad` if reentrant; what was recorded inside is then a constant."""
     if experts.are_recomputed(language_model):
         raise ConfigError(
-            "the router logits have no gradient, so the load-balancing loss would teach the routers nothing: gradient "
+            "the router logits have no gradient, so the routers' losses would teach them nothing: gradient "
             "checkpointing with use_reentrant=True does that (unmodified transformers says nothing); give "
-            'gradient_checkpointing_kwargs={"use_reentrant": False}, or leave output_router_logits out'
+            'gradient_checkpointing_kwargs={"use_reentrant": False}, or leave output_router_logits and z_loss_coef out'
         )
