@@ -28,7 +28,7 @@ from vlmpack.families import FAMILIES
 from vlmpack.families.base import Family
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Buckets, Segments, SlotRule, pack
-from vlmpack.step import PackedStep, StepConfig, attach, attention, delta, disable_packing, enable_packing
+from vlmpack.step import PackedStep, StepConfig, attention, delta, disable_packing, enable_packing, experts
 from vlmpack.step.context import VisionSegments
 
 KINDS = {
@@ -229,7 +229,7 @@ def first_labels_are_learnt(monkeypatch):
 
 
 def experts_see_padding(monkeypatch):
-    monkeypatch.setattr(attach.experts, "install", lambda family, core: ())
+    monkeypatch.setattr(experts._Gate, "tell", lambda gate, *call: None)
 
 
 DELTA = [family for family in FAMILIES if FAMILIES[family].delta]
