@@ -89,7 +89,8 @@ class PaddedBatch:
     mm_token_type_ids: torch.Tensor | None = None
     """[B, S]: 0 text, 1 image, 2 video."""
     position_ids: torch.Tensor | None = None
-    """[k, B, S] positions computed by the caller; None: the model's family computes them."""
+    """[3, B, S] time, height, width, or [4, B, S] with the place in the sample first; [B, S] of a text model. The step
+    compares them with its own; what stands at pads does not matter. None: not given."""
     media: Media = field(default_factory=Media)
     """Pixels and grids in sample order."""
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)

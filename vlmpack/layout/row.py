@@ -28,7 +28,8 @@ class PackedRow:
     shift_labels: torch.Tensor | None = None
     """[1, T] int64: the target of each token, already shifted inside its segment; -100: none."""
     position_ids: torch.Tensor | None = None
-    """[4, 1, T] int64: text row, then temporal, height, width; None: the model's family computes them."""
+    """[3, 1, T] time, height, width, or [4, 1, T] with the place in the sample first; [1, T] of a text model. The step
+    compares them with its own. None: not given."""
     mm_token_type_ids: torch.Tensor | None = None
     """[1, T]: 0 text, 1 image, 2 video."""
     media: Media = field(default_factory=Media)
@@ -86,6 +87,9 @@ class PackedRow:
 
         Boundaries come from the host facts where they travel along; otherwise from `cu_seqlens_q` and
         `cu_seqlens_q_padded` (tensors or lists), which waits for the device if they lie on one.
+
+        Raises:
+            LayoutError: no boundaries, impossible ones, or others than the host facts say.
         """
         input_ids = batch["input_ids"]
         facts: BatchFacts | None = batch.get(FACTS_KEY)
