@@ -5,7 +5,16 @@ import pickle
 
 import pytest
 import torch
-from equality import NAN, alone_through, check_gradients, check_outputs, gradients, limits_of, poisoned
+from equality import (
+    NAN,
+    alone_through,
+    check_gradients,
+    check_low_precision,
+    check_outputs,
+    gradients,
+    limits_of,
+    poisoned,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import build_sample, mixed_samples, padded
@@ -70,6 +79,17 @@ def test_samples_of_any_length_are_what_they_are_alone(family, lengths, multiple
     check_gradients(own, gradients(model), limits_of(family))
     waste = result.work.delta_tokens - sum(own.lengths)
     assert (waste == 0) if call_cost == FREE else (0 < waste <= 0.25 * sum(own.lengths))
+
+
+@every_hybrid
+def test_in_bfloat16_they_are_as_close_to_float32_as_alone(family, call_cost):
+    full, model = fresh(family), fresh(family, dtype=torch.bfloat16)
+    full.load_state_dict({name: x.float() for name, x in model.state_dict().items()})
+    samples = texts(model, (1, 3, 20, 22, 65, 66))
+    truth, plain = alone_through(full, samples), alone_through(model, samples)
+    result = PackedStep(model)(pack(padded(samples), rule=SlotRule(multiple=4)), logits=True)
+    result.loss.backward()
+    check_low_precision(truth, plain, result, gradients(model))
 
 
 @every_hybrid
