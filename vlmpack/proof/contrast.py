@@ -62,7 +62,7 @@ def _causes(way: PlainRow, subject: Subject, truth: Truth) -> tuple[Cause, ...]:
         check_vision(scene, truth.features, own_error=truth.feature_error),
         check_loss_count(way(subject.samples), subject.samples),
     ]
-    return causes_of(checks) if any(check.is_bad for check in checks) else ()
+    return causes_of(checks)
 
 
 def _blamed_on_cache(way: PlainRow, subject: Subject) -> Check:

@@ -14,7 +14,7 @@ from vlmpack.attention import AttentionCall
 from vlmpack.families import Family, family_of
 from vlmpack.layout import Segments
 from vlmpack.proof.mechanisms import Rotary, rotary_of
-from vlmpack.proof.outcome import Limits, Outcome, backward, compare, outcome_of, take_gradients
+from vlmpack.proof.outcome import Limits, Outcome, backward, compare, outcome_of
 from vlmpack.proof.samples import ProbeSample, Words
 from vlmpack.proof.scene import watch
 from vlmpack.proof.vision import Features, feature_error, features_of
@@ -91,7 +91,9 @@ def find_truth(subject: Subject) -> Truth:
     padded = PlainPadded(**subject.plain)
     if subject.dtype == torch.float32:
         no_errors = compare(own, own)
-        errors = _unless_it_raises(lambda: compare(_computed(padded, subject), own), no_errors)
+        errors = _unless_it_raises(
+            lambda: compare(padded(subject.samples).outcome(subject.model, subject.samples), own), no_errors
+        )
         outcome, limits = own, Limits.beyond(errors, capped=True)
     else:
         outcome = _alone(copy.deepcopy(subject.model).float(), subject)
@@ -118,13 +120,6 @@ def _unless_it_raises(run: Callable[[], Found], otherwise: Found) -> Found:
         return run()
     except Exception:
         return otherwise
-
-
-def _computed(padded: PlainPadded, subject: Subject) -> Outcome:
-    try:
-        return padded(subject.samples).outcome(subject.model, subject.samples)
-    finally:
-        take_gradients(subject.model)
 
 
 def _alone(model: nn.Module, subject: Subject) -> Outcome:

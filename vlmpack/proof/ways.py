@@ -11,7 +11,7 @@ from torch import nn
 
 from vlmpack.families import Family
 from vlmpack.layout import PackedRow, PaddedBatch, Segments, SlotRule, pack
-from vlmpack.proof.outcome import Outcome, backward, outcome_of, target_losses, without_routers
+from vlmpack.proof.outcome import Outcome, backward, outcome_of, take_gradients, target_losses, without_routers
 from vlmpack.proof.samples import ProbeSample, batch_of, joined_media
 from vlmpack.step import PackedStep, StepResult
 
@@ -39,7 +39,8 @@ class Pass:
     """Of vlmpack's ways: all that the step gave back."""
 
     def outcome(self, model: nn.Module, samples: Sequence[ProbeSample]) -> Outcome:
-        """With gradients, which are computed now."""
+        """With gradients, which are computed now; those of a pass that broke off are not among them."""
+        take_gradients(model)
         backward(self.loss)
         return outcome_of(model, samples, self.logits, float(self.loss.detach()))
 
