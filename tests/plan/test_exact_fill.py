@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vlmpack.bench.cases.plan import LENGTH_SETS
 from vlmpack.plan.best_fit import best_fit_decreasing
 from vlmpack.plan.bound import lower_bound
-from vlmpack.plan.exact_fill import exact_fill
+from vlmpack.plan.exact_fill import Stock, exact_fill
 from vlmpack.plan.naive import naive_best_sum
 from vlmpack.plan.subset import best_subset
 
@@ -59,6 +59,12 @@ def test_at_any_capacity_it_needs_no_more_bins_than_best_fit(name, scale):
     lengths = LENGTH_SETS[name].lengths(3000, seed=5)
     capacity = max(int(LENGTH_SETS[name].capacity * scale), int(lengths.max()))
     assert exact_fill(lengths, capacity).max() <= best_fit_decreasing(lengths, capacity).max()
+
+
+def test_no_sample_is_its_own_company():
+    stock = Stock(np.asarray([6, 4]))
+    assert stock.seek_longest()
+    assert stock.sizes[stock.draw(6)].tolist() == [4]  # the 6 would fit beside another 6, but there is none
 
 
 def test_samples_as_long_as_the_row_have_it_to_themselves():

@@ -121,6 +121,8 @@ def test_the_same_plan_gives_the_same_bytes(tmp_path):
     for name in ("one", "two"):
         with_patches().save(tmp_path / name)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    with zipfile.ZipFile(tmp_path / "one") as members:
+        assert {member.date_time for member in members.infolist()} == {(1980, 1, 1, 0, 0, 0)}  # and not today
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]  # no temporary file stays behind
 
 

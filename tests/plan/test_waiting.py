@@ -74,11 +74,16 @@ def test_nothing_that_still_fits_is_left_outside_a_row(samples):
     assert not any((costs[at] <= left).all() for at in outside)
 
 
-def test_the_limit_with_the_highest_demand_is_the_one_that_is_filled():
-    # Tokens would take the two long texts; patches bind, and these have none.
-    costs = np.asarray([(10, 5), (40, 0), (40, 0), (10, 5), (10, 5), (10, 5)])
-    row = fill_row(costs, np.asarray([90, 10]))
-    assert costs[row].sum(0)[1] == 10
+def test_the_limit_with_the_highest_demand_is_filled_exactly():
+    # Tokens are no matter here. Of the patches, only 47 + 31 + 22 make 100, which exchanges one for one do not find.
+    costs = np.asarray([(1, patches) for patches in (0, 47, 31, 22, 17, 17, 17, 17)])
+    row = fill_row(costs, np.asarray([1000, 100]))
+    assert costs[row].sum(0)[1] == 100
+
+
+def test_what_costs_nothing_of_the_limit_that_binds_is_put_in_as_well():
+    costs = np.asarray([(1, 10)] + [(5, 0)] * 40)  # a row full of patches, and text
+    assert fill_row(costs, np.asarray([1000, 10])) == list(range(41))
 
 
 def test_three_limits_that_bind_alike_cost_less_than_one_and_a_half_per_cent():

@@ -136,6 +136,14 @@ def test_a_stream_continues_elsewhere_bit_for_bit(lengths, cut, min_fill):
     assert here.state_dict() == there.state_dict()
 
 
+def test_whoever_has_waited_a_call_here_waits_no_other_one_there():
+    settings = RowSettings(capacity=10, min_fill=0.8)
+    here, there = StreamPacker(settings), StreamPacker(settings)
+    assert here.pack(samples([3])) == []
+    there.load_state_dict(here.state_dict())
+    assert ids(there.pack([])) == [[0]]
+
+
 def test_the_state_of_wider_rows_is_refused():
     wide = StreamPacker(RowSettings(capacity=50))
     wide.add({"length": 40})

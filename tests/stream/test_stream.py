@@ -129,6 +129,15 @@ def test_split_leaves_nothing_out_where_there_are_enough_samples():
     assert streams[0].left_out == 0
 
 
+def test_a_round_of_rows_is_held_back_so_that_there_is_something_to_split():
+    lengths = [10, 10, 20, 20]  # three rows: when the last one is known, the first two would be gone
+    waits = RowSettings(capacity=20, buffer_tokens=20)
+    assert ids(PackedStream(Stream(lengths), waits)) == [[0, 1], [2], [3]]
+    streams = [PackedStream(Stream(lengths), waits, ranks=2, rank=rank) for rank in range(2)]
+    assert [ids(stream) for stream in streams] == [[[0], [2]], [[1], [3]]]
+    assert streams[0].left_out == 0
+
+
 @pytest.mark.parametrize("source", [Stream, Sharded, hub_stream])
 def test_rows_are_the_same_for_any_number_of_workers(source):
     alone = ids(loader(PackedStream(source(), SETTINGS, ranks=2, rank=1)))
