@@ -90,6 +90,21 @@ def test_positions_of_the_padded_batch_are_accepted_whatever_stands_at_pads(fami
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_more_says_the_place_in_the_sample_on_a_padded_batch_too(family, side):
+    """Four rows of a vision family; a text family's one row may have its own dimension."""
+    case = case_of(family)
+    batch = case.batch(side).to_hf()
+    places = batch["attention_mask"].cumsum(-1)[None] - 1
+    given = torch.cat([places, case.on_batch(side)]) if case.has_vision else places
+    assert given.ndim == 3
+    assert torch.equal(case.model(**batch, position_ids=given).loss, case.model(**batch).loss)
+    given[0, 2] += 1
+    with pytest.raises(LayoutError, match=r"sample 2 has \[1.* at its token 0, where \[0.* is right"):
+        case.model(**batch, position_ids=given)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("family", VISION)
 def test_positions_of_transformers_own_on_the_padded_batch_are_accepted(family, side):
     case = case_of(family)
