@@ -44,7 +44,7 @@ class Limits:
 
 
 ATTENTION = Limits(logits=2e-5, loss=1e-6, gradient=1e-5, cosine=1e-9)
-DELTA = Limits(logits=5e-5, loss=1e-6, gradient=5e-5, cosine=1e-8)
+DELTA = Limits(logits=2e-5, loss=1e-6, gradient=3e-5, cosine=1e-9)
 """The norm behind a gated delta rule divides by what may be small: it enlarges rounding, and nothing else."""
 LOW_PRECISION = 2.0
 """bfloat16: error <= this times the error that the samples alone in bfloat16 make, both against float32."""
