@@ -203,7 +203,7 @@ def _video(config: Any, grid: Grid, merge: int) -> list[int]:
     t, h, w = grid
     frame = [config.video_token_id] * (h * w // merge**2)
     start, end = config.vision_start_token_id, config.vision_end_token_id
-    if not config.model_type.startswith("qwen3"):
+    if not config.model_type.startswith(("qwen3", "qwen4")):
         return [start, *frame * t, end]
     stamp = [FIRST_TEXT_ID, FIRST_TEXT_ID + 1]
     return [token for _ in range(t) for token in (*stamp, start, *frame, end)]

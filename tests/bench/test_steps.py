@@ -33,6 +33,9 @@ def test_both_steps_leave_the_same_gradients(family):
     theirs, ours = (dict(model.named_parameters()) for model in (pair.model, pair.packed_step.model))
     assert theirs.keys() == ours.keys()
     for name, parameter in theirs.items():
+        if ".indexer." in name:  # it only chooses
+            assert parameter.grad is ours[name].grad is None
+            continue
         assert parameter.grad is not None
         error = (parameter.grad - ours[name].grad).abs().max()
         assert error <= 1e-4 * parameter.grad.abs().max() + 1e-8, name

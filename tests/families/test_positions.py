@@ -61,7 +61,7 @@ def by_loops(config: Any, sample: Sample, family: Family) -> torch.Tensor:
         image_grids=facts.image_grids,
         video_grids=facts.video_grids,
         frame_intervals=intervals,
-        frames_apart=family.model_type.startswith("qwen3"),
+        frames_apart=family.model_type.startswith(("qwen3", "qwen4")),
     )
     return torch.tensor(found).T
 

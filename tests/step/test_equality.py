@@ -28,7 +28,16 @@ from vlmpack.families import FAMILIES
 from vlmpack.families.base import Family
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Buckets, Segments, SlotRule, pack
-from vlmpack.step import PackedStep, StepConfig, attention, delta, disable_packing, enable_packing, experts
+from vlmpack.step import (
+    PackedStep,
+    StepConfig,
+    attention,
+    by_sample,
+    delta,
+    disable_packing,
+    enable_packing,
+    experts,
+)
 from vlmpack.step.context import VisionSegments
 
 KINDS = {
@@ -41,6 +50,7 @@ KINDS = {
 CELLS = [(family, kind) for family in FAMILIES for kind in (KINDS if family in VISION else ["text"])]
 MOST = {family: "mixed" if family in VISION else "text" for family in FAMILIES}
 """For each family the kind of batch that has the most in it."""
+BY_SAMPLE = [family for family in FAMILIES if FAMILIES[family].by_sample]
 every_family = pytest.mark.parametrize("family", FAMILIES)
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 
@@ -77,7 +87,7 @@ def cell(family, kind, *, multiple=4, backend="auto", mode="train"):
     check_outputs(own, result, limits)
     if mode != "eval":
         check_gradients(own, gradients(model), limits)
-    check_work(own, result, multiple)
+    check_work(own, result, multiple, sparse=family in BY_SAMPLE)
     assert (sum(poison) > 0) == row.segments.has_gaps
 
 
@@ -122,7 +132,7 @@ def test_however_the_samples_are_given_packed_equals_alone(family, multiple, giv
     result.loss.backward()
     check_outputs(own, result, limits)
     check_gradients(own, gradients(model), limits)
-    check_work(own, result, multiple)
+    check_work(own, result, multiple, sparse=family in BY_SAMPLE)
 
 
 @every_family
@@ -213,11 +223,16 @@ def attention_runs_on(monkeypatch):
     monkeypatch.setattr(attention, "_packed", one_segment)
 
 
-def delta_layers_run_on(monkeypatch):
-    def whole(family, segments, *rest):
-        return Buckets.cheapest(Segments.from_lengths([segments.total]), call_cost=0)
+def whole(segments):
+    return Buckets.cheapest(Segments.from_lengths([segments.total]), call_cost=0)
 
-    monkeypatch.setattr(delta, "cut", whole)
+
+def delta_layers_run_on(monkeypatch):
+    monkeypatch.setattr(delta, "cut", lambda family, segments, *rest: whole(segments))
+
+
+def samples_run_on(monkeypatch):
+    monkeypatch.setattr(by_sample, "cut", lambda family, segments: whole(segments))
 
 
 def images_attend_to_each_other(monkeypatch):
@@ -239,7 +254,8 @@ DELTA = [family for family in FAMILIES if FAMILIES[family].delta]
 EXPERTS = [family for family in FAMILIES if FAMILIES[family].experts]
 BREAKAGES = [
     *((positions_forget_images, family, 1) for family in VISION),
-    *((attention_runs_on, family, 1) for family in FAMILIES),
+    *((attention_runs_on, family, 1) for family in FAMILIES if family not in BY_SAMPLE),
+    *((samples_run_on, family, 1) for family in BY_SAMPLE),
     *((delta_layers_run_on, family, 1) for family in DELTA),
     *((images_attend_to_each_other, family, 1) for family in VISION),
     *((first_labels_are_learnt, family, 1) for family in FAMILIES),

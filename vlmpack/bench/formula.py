@@ -27,7 +27,7 @@ class StepFlops:
     """FLOPs of the forward and backward pass of one training step, by part."""
 
     text_linear: int
-    """Projections and dense MLPs of the text model."""
+    """Projections and dense MLPs of the text model, and what chooses, mixes and looks up in Qwen4-exp."""
     text_attention: int
     """Scores and weighted sums of the text model."""
     delta: int
@@ -77,8 +77,12 @@ def step_flops(
         layers += delta_layers * _delta_weights(text)
     if family.experts is None:
         layers += text.num_hidden_layers * 3 * text.hidden_size * text.intermediate_size
+    indexers = 0
+    if family.by_sample is not None:
+        layers += _stream_weights(text) + len(text.ple_layer_ids) * _ngram_weights(text)
+        indexers = attention_layers * sum(_indexer(text, n) for n in lengths)
     return StepFlops(
-        text_linear=_linear(tokens * layers),
+        text_linear=_linear(tokens * layers) + indexers,
         text_attention=_attention(attention_layers * queries * pairs),
         delta=sum(delta_layers * _delta_rule(text, n) for n in lengths) if delta_layers else 0,
         experts=_linear(tokens * text.num_hidden_layers * _expert_weights(family, text)),
@@ -99,6 +103,27 @@ def _attention_weights(family: Family, text: Any) -> int:
     """Projections of one attention layer. Families with gated delta layers gate their attention too."""
     heads = text.num_attention_heads * (2 if family.delta is None else 3) + 2 * text.num_key_value_heads
     return text.hidden_size * heads * _head_dim(family, text)
+
+
+def _stream_weights(text: Any) -> int:
+    """What mixes residual streams of Qwen4-exp and adds to them, before both halves of every layer and at the end."""
+    streams = text.hc_count * text.hidden_size
+    mixers = (2 * text.num_hidden_layers + 1) * 2 * streams * text.hc_lowrank
+    return mixers + 2 * text.num_hidden_layers * streams * text.hc_count
+
+
+def _ngram_weights(text: Any) -> int:
+    """One n-gram layer: keys for every stream, values, and a convolution over the streams."""
+    streams = text.hc_count * text.hidden_size
+    return text.ple_embed_dim * (streams + text.hidden_size) + streams * text.ple_conv_kernel_size
+
+
+def _indexer(text: Any, tokens: int) -> int:
+    """One indexer on one sample, forward only: it chooses, which has no gradient. Each query against the whole blocks of
+    tokens before it."""
+    blocks = sum(seen // text.indexer_compress_ratio for seen in range(1, tokens + 1))
+    projections = tokens * text.hidden_size * (text.indexer_n_heads + text.indexer_kv_heads)
+    return 2 * text.indexer_head_dim * (projections + blocks * text.indexer_n_heads)
 
 
 def _delta_weights(text: Any) -> int:

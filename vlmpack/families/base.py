@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from vlmpack.families.by_sample import BySample
 from vlmpack.families.delta import Delta
 from vlmpack.families.experts import Experts
 from vlmpack.families.mrope import MediaItems, media_items, row_positions
@@ -31,6 +32,8 @@ class Family(ABC):
     """Its mixture-of-experts layers; None: a dense family."""
     delta: ClassVar[Delta | None] = None
     """Its gated delta layers; None: every layer has attention."""
+    by_sample: ClassVar[BySample | None] = None
+    """Its layers that are given each sample by itself; None: boundaries, or the cut of gated delta layers, suffice."""
     has_vision: ClassVar[bool] = True
     """Whether it takes images and videos."""
 
@@ -121,6 +124,12 @@ class Family(ABC):
         """0 text, 1 image, 2 video for each token, int64 in the shape of `input_ids`: what processors give as
         `mm_token_type_ids`."""
         return (input_ids == config.image_token_id).long() + 2 * (input_ids == config.video_token_id).long()
+
+    # ------------------------------------------------------------------ attention of the text model
+
+    def attended_pairs(self, segments: Segments, config: Any) -> int:
+        """Query-key pairs of one layer that has attention."""
+        return segments.attended_pairs
 
     # ------------------------------------------------------------------ the vision tower
 

@@ -15,7 +15,7 @@ from vlmpack.families.mrope import MediaItems, media_items
 from vlmpack.layout import Grid
 
 
-class _FramesApart(Family):
+class FramesApart(Family):
     """Every frame of a video is a run of its own, as if it were an image; time stamps are text between."""
 
     def _videos(self, grids: Sequence[Grid], seconds: Sequence[float], config: Any) -> MediaItems:
@@ -26,7 +26,7 @@ class _FramesApart(Family):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Qwen3VL(_FramesApart):
+class Qwen3VL(FramesApart):
     """Qwen3-VL: every frame of a video is a run of its own, as if it were an image; time stamps are text between."""
 
     model_type: ClassVar[str] = "qwen3_vl"
@@ -35,7 +35,7 @@ class Qwen3VL(_FramesApart):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Qwen3VLMoe(_FramesApart):
+class Qwen3VLMoe(FramesApart):
     """Qwen3-VL-MoE: Qwen3-VL with experts in the layers of its text model."""
 
     model_type: ClassVar[str] = "qwen3_vl_moe"
@@ -45,7 +45,7 @@ class Qwen3VLMoe(_FramesApart):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Qwen35(_FramesApart):
+class Qwen35(FramesApart):
     """Qwen3.5: three of four layers of its text model are gated delta layers."""
 
     model_type: ClassVar[str] = "qwen3_5"
@@ -55,7 +55,7 @@ class Qwen35(_FramesApart):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Qwen35Moe(_FramesApart):
+class Qwen35Moe(FramesApart):
     """Qwen3.5-MoE: Qwen3.5 with experts, one of them shared by all tokens, in every layer."""
 
     model_type: ClassVar[str] = "qwen3_5_moe"

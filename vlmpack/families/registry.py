@@ -9,23 +9,19 @@ from vlmpack.families.base import Family
 from vlmpack.families.qwen2_5_vl import Qwen25VL
 from vlmpack.families.qwen2_vl import Qwen2VL
 from vlmpack.families.qwen3_vl import Qwen3VL, Qwen3VLMoe, Qwen35, Qwen35Moe
+from vlmpack.families.qwen4_exp import Qwen4Exp
 from vlmpack.families.text import Qwen3, Qwen3Next
 
 FAMILIES: dict[str, type[Family]] = {
     family.model_type: family
-    for family in (Qwen2VL, Qwen25VL, Qwen3VL, Qwen3VLMoe, Qwen35, Qwen35Moe, Qwen3, Qwen3Next)
+    for family in (Qwen2VL, Qwen25VL, Qwen3VL, Qwen3VLMoe, Qwen35, Qwen35Moe, Qwen4Exp, Qwen3, Qwen3Next)
 }
 """The supported families by `config.model_type`."""
 
 _ROUTER = "its MoE router statistics count padding as tokens, so the load-balancing loss of a packed row is wrong"
-_DELTA = (
-    "its gated delta layers carry convolution and recurrent state across segment boundaries, so each sample sees the "
-    "one before it; position ids and attention masks do not reach them"
-)
 _OMNI = "its positions interleave audio with video, and its audio tower has boundaries of its own; neither is computed"
 
 _REFUSED = {
-    "qwen4_exp": f"{_DELTA}; its n-gram embeddings and its attention indexer reach across boundaries too",
     "qwen2_5_omni": _OMNI,
     "qwen2_5_omni_thinker": _OMNI,
     "qwen3_omni_moe": f"{_OMNI}; and {_ROUTER}",

@@ -72,7 +72,7 @@ def tiny_config(family: str = "qwen3_vl", *, processor: Any = None, **sizes: Any
     settings = {**_sizes_of(processor), **sizes} if processor is not None else sizes
     chosen = TinySizes(**settings)
     if chosen.patch_size is None:
-        chosen = replace(chosen, patch_size=16 if family.startswith("qwen3") else 14)
+        chosen = replace(chosen, patch_size=16 if family.startswith(("qwen3", "qwen4")) else 14)
     _check(chosen, family)
     return CONFIGS[family](chosen)
 
@@ -108,7 +108,7 @@ def _check(sizes: TinySizes, family: str) -> None:
     width = head_dim(sizes)
     if sizes.heads % sizes.kv_heads:
         raise ConfigError(f"heads={sizes.heads} is not a multiple of kv_heads={sizes.kv_heads}")
-    if not family.startswith("qwen3") and width * sizes.heads != sizes.hidden:
+    if not family.startswith(("qwen3", "qwen4")) and width * sizes.heads != sizes.hidden:
         raise ConfigError(f"{family} needs head_dim * heads == hidden, got {width} * {sizes.heads} != {sizes.hidden}")
     if family_named(family).experts and sizes.hidden % 8:
         raise ConfigError(f"hidden={sizes.hidden} must be a multiple of 8: experts multiply rows of whole 16 bytes")

@@ -67,7 +67,7 @@ def head_dim(sizes: TinySizes) -> int:
 
 def is_hybrid(family: str) -> bool:
     """Whether three of four layers are gated delta layers."""
-    return family.startswith(("qwen3_5", "qwen3_next"))
+    return family.startswith(("qwen3_5", "qwen3_next", "qwen4"))
 
 
 def rotary_dim(sizes: TinySizes, family: str) -> int:
@@ -169,6 +169,16 @@ def _qwen3_5_moe(sizes: TinySizes) -> Any:
     return Qwen3_5MoeConfig(text_config=text, vision_config=_qwen3_vision(sizes), **_tokens(sizes))
 
 
+def _qwen4_exp(sizes: TinySizes) -> Any:
+    from transformers import Qwen4ExpConfig
+
+    text = {**_qwen3_5_text(sizes), **_experts(sizes), **_shared_expert(sizes), **_sparse(sizes), **_ngrams(sizes)}
+    del text["intermediate_size"]  # every layer has experts
+    return Qwen4ExpConfig(
+        text_config={**text, "hc_count": 2, "hc_lowrank": 8}, vision_config=_qwen3_vision(sizes), **_tokens(sizes)
+    )
+
+
 def _qwen3(sizes: TinySizes) -> Any:
     from transformers import Qwen3Config
 
@@ -205,6 +215,30 @@ def _hybrid(sizes: TinySizes) -> dict[str, Any]:
     }
 
 
+def _sparse(sizes: TinySizes) -> dict[str, Any]:
+    """Blocks so small and so few that samples of a few tokens already have to choose."""
+    return {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": head_dim(sizes),
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    }
+
+
+def _ngrams(sizes: TinySizes) -> dict[str, Any]:
+    """An n-gram layer in every gated delta layer; each n-gram has few hashes, in a small table."""
+    linear = [i + 1 for i, kind in enumerate(_hybrid(sizes)["layer_types"]) if kind == "linear_attention"]
+    return {
+        "ple_layer_ids": linear,
+        "ngram_size": 3,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 97,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 1,
+    }
+
+
 def _experts(sizes: TinySizes) -> dict[str, Any]:
     return {"num_experts": sizes.experts, "num_experts_per_tok": sizes.experts_per_token, "moe_intermediate_size": 32}
 
@@ -235,6 +269,7 @@ CONFIGS: dict[str, Callable[[TinySizes], Any]] = {
     "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen3_5": _qwen3_5,
     "qwen3_5_moe": _qwen3_5_moe,
+    "qwen4_exp": _qwen4_exp,
     "qwen3": _qwen3,
     "qwen3_next": _qwen3_next,
 }

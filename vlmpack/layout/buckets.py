@@ -83,7 +83,7 @@ class Buckets:
         return sum(bucket.tokens for bucket in self.buckets)
 
     def split(self, row_1TD: torch.Tensor) -> list[torch.Tensor]:
-        """[1, T, D] to [n, W, D] of each bucket."""
+        """[1, T, ...] to [n, W, ...] of each bucket."""
         index = self._tensors(row_1TD.device)
         return [self._take(row_1TD, bucket, at) for bucket, at in zip(self.buckets, index.sources, strict=True)]
 

@@ -26,8 +26,8 @@ Rotary = tuple[torch.Tensor, ...]
 
 
 def rotary_of(call: Call) -> Rotary:
-    """cos and sin that an attention layer was given, [..., T, H]."""
-    return tuple(call.kwargs["position_embeddings"])
+    """cos and sin that an attention layer was given, [..., T, H], by keyword or second."""
+    return tuple(call.args[1] if len(call.args) > 1 else call.kwargs["position_embeddings"])
 
 
 @torch.no_grad()

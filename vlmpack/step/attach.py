@@ -1,8 +1,8 @@
 """enable_packing and disable_packing: one model object learns to take packed rows, and forgets it again.
 
 The object's class becomes a subclass of its own class (`subclass`), with another `forward`; so do the classes of its
-gated delta layers (`delta`). Saving, PEFT, gradient checkpointing, DDP, FSDP2, copying and `torch.compile` go on
-working, and taking the classes back leaves nothing behind.
+layers that would run on from one sample into the next (`cut`). Saving, PEFT, gradient checkpointing, DDP, FSDP2,
+copying and `torch.compile` go on working, and taking the classes back leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families import Family, family_of
 from vlmpack.layout import around_graph
-from vlmpack.step import attention, delta, experts
+from vlmpack.step import attention, by_sample, cut, experts
 from vlmpack.step.engine import StepConfig
 from vlmpack.step.forward import packed_forward
 from vlmpack.step.subclass import base_of, subclass
@@ -40,7 +40,7 @@ class PackingState:
     config: StepConfig
     """Its settings."""
     hooks: tuple[RemovableHandle, ...]
-    """What keeps padding out of its experts."""
+    """What keeps padding out of its experts and tells its n-gram layers the row."""
 
 
 def enable_packing(model: Model, config: StepConfig | None = None) -> Model:
@@ -73,8 +73,8 @@ def enable_packing(model: Model, config: StepConfig | None = None) -> Model:
 
     Raises:
         FamilyError: the model's family cannot be packed exactly, and which part of it leaks.
-        ConfigError: the forward of the model, or of a gated delta layer, was replaced on the object, so that ours would
-            never be called; or a router loss for a model without experts.
+        ConfigError: the forward of the model, or of a layer that has to know the boundaries, was replaced on the
+            object, so that ours would never be called; or a router loss for a model without experts.
     """
     core = find_model(model)
     family = family_of(core)
@@ -83,12 +83,12 @@ def enable_packing(model: Model, config: StepConfig | None = None) -> Model:
     enabled = is_packing(core)
     if not enabled:
         _check_own_forward(core)
-    delta.install(family, core)  # refuses, or does all
+    cut.install(family, core)  # refuses, or does all
     if enabled:
         _unhook(core)
     else:
         core.__class__ = _packed_class(type(core))
-    hooks = experts.install(family, core)
+    hooks = experts.install(family, core) + by_sample.hook(family, core)
     vars(core)[_STATE] = PackingState(family=family, config=config, hooks=hooks)
     _ask(core, family)
     return model
@@ -107,7 +107,7 @@ def disable_packing(model: Model) -> Model:
     if is_packing(core):
         base = base_of(core)
         family = vars(core)[_STATE].family
-        delta.uninstall(family, core)  # refuses, or does all
+        cut.uninstall(family, core)  # refuses, or does all
         _unhook(core)
         del vars(core)[_STATE]
         core.__class__ = base
@@ -137,10 +137,10 @@ def packing_state(core: nn.Module) -> PackingState:
             "the model's attention implementation was changed after enable_packing, so its layers no longer know the "
             "boundaries of a row; call enable_packing(model) again after set_attn_implementation"
         )
-    if not delta.is_installed(state.family, core):
+    if not cut.is_installed(state.family, core):
         raise ConfigError(
-            "the gated delta layers no longer know the boundaries of a row: their class or their forward was changed "
-            "after enable_packing (use_kernels, a device_map, an offloading hook); undo that"
+            "some layers no longer know the boundaries of a row: their class or their forward was changed after "
+            "enable_packing (use_kernels, a device_map, an offloading hook); undo that"
         )
     if not experts.is_installed(state.family, core):
         raise ConfigError(

@@ -68,6 +68,7 @@ class RowContext:
         backend: str,
         experts: RealTokens | None = None,
         delta: Buckets | Spaced | None = None,
+        by_sample: Buckets | None = None,
     ) -> None:
         self.segments = segments
         """The text row's boundaries."""
@@ -79,7 +80,20 @@ class RowContext:
         """The tokens that go to experts; None: all of them, or there are no experts."""
         self.delta = delta
         """How gated delta layers are to compute the row; None: there are none."""
+        self.by_sample = by_sample
+        """How layers are to compute the row that are given each sample by itself; None: there are none."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowContext:
         """Immutable: a copy is itself."""
         return self
+
+
+@final
+class InRow:
+    """A tensor and the row that it lies along, for a layer that is given no keywords."""
+
+    def __init__(self, tensor_1T: torch.Tensor, row: RowContext) -> None:
+        self.tensor_1T = tensor_1T
+        """The tensor, [1, T]."""
+        self.row = row
+        """The row."""

@@ -26,36 +26,11 @@ from vlmpack.families import Family, check_fla, fla_boundaries, keeps_zeros
 from vlmpack.layout import Buckets, Segments, Spaced, around_graph, outside_graph
 from vlmpack.step.attention import check_not_bypassed
 from vlmpack.step.context import CONTEXT, RowContext
-from vlmpack.step.subclass import base_of, is_subclassed, subclass
+from vlmpack.step.subclass import subclass
 
 CALL_COST = {"cpu": 16.0, "cuda": 65536.0}
 """What one more call of a layer costs, in tokens, by type of device. A GPU scans a batch in the time of its longest
 sample, so there as few calls as `layout.buckets.MAX_STRETCH` allows are best."""
-
-
-def install(family: Family, core: nn.Module) -> None:
-    """Let every gated delta layer ask for the boundaries of a row.
-
-    Raises:
-        ConfigError: the forward of such a layer was replaced on the object, so that ours would never be called.
-    """
-    layers = _layers(family, core)
-    for layer in layers:
-        _check_own_forward(layer)
-    for layer in layers:
-        if not is_subclassed(layer):
-            layer.__class__ = cut_class(type(layer))
-
-
-def uninstall(family: Family, core: nn.Module) -> None:
-    """Give every gated delta layer its class back, or none if one of them has another class by now."""
-    for layer, base in [(layer, base_of(layer)) for layer in _layers(family, core)]:
-        layer.__class__ = base
-
-
-def is_installed(family: Family, core: nn.Module) -> bool:
-    """Whether every gated delta layer still asks."""
-    return all(is_subclassed(layer) and "forward" not in vars(layer) for layer in _layers(family, core))
 
 
 def cut(family: Family, segments: Segments, device: torch.device, text_config: Any) -> Buckets | Spaced | None:
@@ -104,24 +79,12 @@ def _computed(
     """[1, T, D] through the layer, sample by sample. The layer stays out of compiled graphs: it would be compiled again
     for nearly every row, and torch 2.13's aot_eager fails in its backward pass on any batch of two."""
     assert row.delta is not None
-    if not row.delta.tokens:  # nothing but padding; the layer's parameters keep their place in the graph
-        return own_forward(torch.zeros_like(hidden_1TD), **kwargs)
+    if not row.delta.tokens:  # nothing but padding; the parameters up to here keep their place in the graph
+        return own_forward(hidden_1TD * 0, **kwargs)
     if isinstance(row.delta, Spaced):
         _check_zeros(layer)
         kwargs = {**kwargs, **fla_boundaries(row.delta, hidden_1TD.device)}
     return row.delta.join([own_forward(part, **kwargs) for part in row.delta.split(hidden_1TD)])
-
-
-def _layers(family: Family, core: nn.Module) -> list[nn.Module]:
-    return [] if family.delta is None else family.delta.layers(family.language_model(core))
-
-
-def _check_own_forward(layer: nn.Module) -> None:
-    if "forward" in vars(layer):
-        raise ConfigError(
-            f"the forward of a {type(layer).__name__} was replaced on the object itself, so samples would leak through "
-            "it: load the model without use_kernels, and without a device_map or hooks that spread or offload it"
-        )
 
 
 def _check_zeros(layer: nn.Module) -> None:

@@ -92,7 +92,8 @@ def run_row(
     if recorded:
         settings = RouterSettings(per=config.aux_loss, balance=balance, z_loss_coef=config.z_loss_coef)
         routers = router_statistics(output.router_logits, hidden, row.segments, settings, family=family, model=model)
-    work = _work(row.segments, facts, inputs[CONTEXT].delta)
+    pairs = family.attended_pairs(row.segments, model.config)
+    work = _work(row.segments, facts, inputs[CONTEXT].delta, pairs)
     return _result(
         hidden, row, facts, family.head(model), config, num_items_in_batch, routers=routers, logits=logits, work=work
     )
@@ -158,11 +159,11 @@ def _loss(
     return logprobs, -logprobs.sum()
 
 
-def _work(segments: Segments, facts: BatchFacts, delta: Buckets | Spaced | None) -> Work:
+def _work(segments: Segments, facts: BatchFacts, delta: Buckets | Spaced | None, pairs: int) -> Work:
     return Work(
         real_tokens=segments.num_tokens,
         physical_tokens=segments.total,
-        attended_pairs=segments.attended_pairs,
+        attended_pairs=pairs,
         vision_patches=sum(map(prod, (*facts.image_grids, *facts.video_grids))),
         delta_tokens=0 if delta is None else delta.tokens,
     )

@@ -12,7 +12,7 @@ import torch
 from vlmpack.errors import LayoutError
 from vlmpack.families import Family
 from vlmpack.layout import BatchFacts, Grid, PackedRow, Segments, outside_graph, require
-from vlmpack.step import delta
+from vlmpack.step import by_sample, delta
 from vlmpack.step.context import CONTEXT, RealTokens, RowContext, VisionSegments
 from vlmpack.step.rotary import check_positions, check_restarts
 
@@ -110,6 +110,7 @@ def backbone_inputs(
             backend=backend,
             experts=None if family.experts is None else _real_tokens(row),
             delta=delta.cut(family, row.segments, row.input_ids.device, family.text_config(hf_config)),
+            by_sample=by_sample.cut(family, row.segments),
         ),
     }
 

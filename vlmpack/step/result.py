@@ -21,7 +21,8 @@ class Work:
     physical_tokens: int
     """Width of the row that went through the model."""
     attended_pairs: int
-    """Query-key pairs of causal attention: the sum of n (n + 1) / 2 over the segments."""
+    """Query-key pairs of causal attention in one layer: the sum of n (n + 1) / 2 over the segments, or as many of them
+    as sparse attention selects."""
     vision_patches: int
     """Patches that went through the vision tower."""
     delta_tokens: int = 0

@@ -1,0 +1,59 @@
+"""Layers that are given a row in parts: their classes become subclasses that cut it, and go back."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from vlmpack.errors import ConfigError
+from vlmpack.families import Family
+from vlmpack.step import by_sample, delta
+from vlmpack.step.subclass import Maker, base_of, is_subclassed
+
+
+def install(family: Family, core: nn.Module) -> None:
+    """Let every layer that would run on from one sample into the next ask for the boundaries of a row.
+
+    Raises:
+        ConfigError: the forward of such a layer was replaced on the object, so that ours would never be called.
+    """
+    found = _layers(family, core)
+    for layer, _ in found:
+        _check_own_forward(layer)
+    for layer, maker in found:
+        if not is_subclassed(layer):
+            layer.__class__ = maker(type(layer))
+
+
+def uninstall(family: Family, core: nn.Module) -> None:
+    """Give every such layer its class back, or none if one of them has another class by now.
+
+    Raises:
+        ConfigError: one has.
+    """
+    for layer, base in [(layer, base_of(layer)) for layer, _ in _layers(family, core)]:
+        layer.__class__ = base
+
+
+def is_installed(family: Family, core: nn.Module) -> bool:
+    """Whether every such layer still asks."""
+    return all(is_subclassed(layer) and "forward" not in vars(layer) for layer, _ in _layers(family, core))
+
+
+def _layers(family: Family, core: nn.Module) -> list[tuple[nn.Module, Maker]]:
+    """Every such layer and what makes its new class."""
+    text = family.language_model(core)
+    found: list[tuple[nn.Module, Maker]] = []
+    if family.delta is not None:
+        found += [(layer, delta.cut_class) for layer in family.delta.layers(text)]
+    if family.by_sample is not None:
+        found += [(layer, by_sample.attention_class) for layer in family.by_sample.attention_layers(text)]
+        found += [(layer, by_sample.ngram_class) for layer in family.by_sample.ngram_layers(text)]
+    return found
+
+
+def _check_own_forward(layer: nn.Module) -> None:
+    if "forward" in vars(layer):
+        raise ConfigError(
+            f"the forward of a {type(layer).__name__} was replaced on the object itself, so samples would leak through "
+            "it: load the model without use_kernels, and without a device_map or hooks that spread or offload it"
+        )
