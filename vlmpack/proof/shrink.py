@@ -74,6 +74,8 @@ def _shrink_text(text: dict[str, Any], sizes: TinySizes) -> dict[str, Any]:
         **_shrink_layer_types(text),
         **_shrink_delta(text),
         **_shrink_experts(text),
+        **_shrink_sparse(text),
+        **_shrink_ngrams(text),
     }
 
 
@@ -109,6 +111,28 @@ def _shrink_experts(text: dict[str, Any]) -> dict[str, Any]:
         **_where_there("shared_expert_intermediate_size", text, HEADS * WIDTH),
         **_where_there("mlp_only_layers", text, []),
         **_where_there("decoder_sparse_step", text, 1),
+    }
+
+
+def _shrink_sparse(text: dict[str, Any]) -> dict[str, Any]:
+    """So few blocks that samples of a probe have to choose among theirs."""
+    if not text.get("indexer_compress_ratio"):
+        return {}
+    return {"indexer_compress_ratio": 2, "indexer_budget": 8}
+
+
+def _shrink_ngrams(text: dict[str, Any]) -> dict[str, Any]:
+    """The tables of n-grams hold more weights than all the rest; streams between layers are mixed at low rank."""
+    if "hc_lowrank" not in text:
+        return {}
+    kinds = _shrink_layer_types(text)["layer_types"]
+    return {
+        "hc_lowrank": WIDTH,
+        "ple_layer_ids": [kinds.index("linear_attention") + 1] if text["ple_layer_ids"] else [],
+        "ple_embed_dim": (text["ngram_size"] - 1) * text["heads_per_ngram"] * WIDTH,
+        "ngram_vocab_size_base": 97,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 1,
     }
 
 

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.masking_utils import create_causal_mask
 
 from vlmpack.families import Family
-from vlmpack.layout import Buckets, Segments, around_graph
+from vlmpack.layout import Buckets, Segments, around_graph, outside_graph
 from vlmpack.step.context import CONTEXT, InRow, RowContext
 from vlmpack.step.subclass import subclass
 
@@ -97,10 +97,12 @@ def ngram_class(base: type[nn.Module]) -> type[nn.Module]:
     return subclass(base, {"forward": around_graph(forward)}, ngram_class)
 
 
+@outside_graph
 def _on_samples(
     layer: Callable[..., torch.Tensor], buckets: Buckets, hidden_1TD: torch.Tensor, *beside_1T: torch.Tensor
 ) -> torch.Tensor:
-    """What the layer makes of every sample, as a row [1, T, D], zeros on padding."""
+    """What the layer makes of every sample, as a row [1, T, D], zeros on padding. It stays out of compiled graphs: it
+    would be compiled again for nearly every row."""
     rows = (hidden_1TD, *beside_1T)
     if not buckets.tokens:  # padding alone: one token of it keeps the parameters of the layer in the graph
         return layer(*(row[:, :1] for row in rows)) * torch.zeros_like(hidden_1TD)
