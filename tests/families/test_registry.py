@@ -18,6 +18,7 @@ from vlmpack.families import (
     Qwen3Next,
     Qwen3VL,
     Qwen3VLMoe,
+    Qwen4Exp,
     Qwen25VL,
     Qwen35,
     Qwen35Moe,
@@ -33,6 +34,7 @@ EXPECTED: dict[str, type[Family]] = {
     "qwen3_vl_moe": Qwen3VLMoe,
     "qwen3_5": Qwen35,
     "qwen3_5_moe": Qwen35Moe,
+    "qwen4_exp": Qwen4Exp,
     "qwen3": Qwen3,
     "qwen3_next": Qwen3Next,
 }
@@ -82,7 +84,7 @@ def test_a_text_model_is_its_own_language_model(name: str) -> None:
     assert family.text_config(model.config) is model.config
 
 
-DELTA_LAYERS = {"qwen3_5": [0, 1, 2, 4], "qwen3_5_moe": [0, 1, 2, 4], "qwen3_next": [0, 1, 2, 4]}
+DELTA_LAYERS = dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen4_exp", "qwen3_next"), [0, 1, 2, 4])
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
@@ -92,6 +94,18 @@ def test_gated_delta_layers_are_found_where_there_are_any(name: str) -> None:
     layers = family.language_model(model).layers
     found = [] if family.delta is None else family.delta.layers(family.language_model(model))
     assert [id(layer) for layer in found] == [id(layers[i].linear_attn) for i in DELTA_LAYERS.get(name, [])]
+
+
+def test_layers_that_are_given_each_sample_by_itself_are_found() -> None:
+    model = tiny_model("qwen4_exp", layers=6)
+    layers = model.model.language_model.layers
+    family = family_of(model)
+    assert family.by_sample is not None
+    found = family.by_sample.attention_layers(model.model.language_model)
+    assert [id(layer) for layer in found] == [id(layers[i].self_attn) for i in (3, 5)]
+    found = family.by_sample.ngram_layers(model.model.language_model)
+    assert [id(layer) for layer in found] == [id(layers[i].ple) for i in DELTA_LAYERS["qwen4_exp"]]
+    assert [name for name, other in FAMILIES.items() if other.by_sample] == ["qwen4_exp"]
 
 
 @pytest.mark.parametrize(

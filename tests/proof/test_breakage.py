@@ -17,7 +17,7 @@ import torch
 
 from vlmpack.families import FAMILIES, family_named
 from vlmpack.families.tiny import tiny_model
-from vlmpack.layout import Segments, SlotRule
+from vlmpack.layout import Buckets, Segments, SlotRule
 from vlmpack.proof import Report, probe
 from vlmpack.step import delta, engine, experts, inputs
 from vlmpack.step.context import RowContext, VisionSegments
@@ -65,7 +65,9 @@ def one_mask(family: str, patch: Patch) -> None:
     """Text attention takes the whole row for one sample."""
 
     def one_segment(**facts: Any) -> RowContext:
-        return RowContext(**{**facts, "segments": Segments.from_lengths([facts["segments"].total])})
+        whole = Segments.from_lengths([facts["segments"].total])
+        together = facts["by_sample"] and Buckets.cheapest(whole, call_cost=0)
+        return RowContext(**{**facts, "segments": whole, "by_sample": together})
 
     patch.setattr(inputs, "RowContext", one_segment)
 

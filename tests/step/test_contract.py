@@ -154,8 +154,8 @@ def test_every_circumstance_is_what_it_is_called(family):
     calls = []
     for name in ("training", "checkpointing", "reentrant checkpointing"):
         model, own = truth(family, name)
-        norm = FAMILIES[family]().language_model(model).layers[0].input_layernorm
-        hook = norm.register_forward_hook(lambda *_: calls.append(1))
+        mlp = FAMILIES[family]().language_model(model).layers[0].mlp
+        hook = mlp.register_forward_hook(lambda *_: calls.append(1))
         computed(model, own, "row")
         hook.remove()
         calls.append(0)
