@@ -84,7 +84,7 @@ def test_a_text_model_is_its_own_language_model(name: str) -> None:
     assert family.text_config(model.config) is model.config
 
 
-DELTA_LAYERS = dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen4_exp", "qwen3_next"), [0, 1, 2, 4])
+DELTA_LAYERS = {name: [0, 1, 2, 4] for name in ("qwen3_5", "qwen3_5_moe", "qwen4_exp", "qwen3_next")}
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))

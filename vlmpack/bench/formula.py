@@ -119,7 +119,7 @@ def _ngram_weights(text: Any) -> int:
 
 
 def _indexer(text: Any, tokens: int) -> int:
-    """One indexer on one sample, forward only: it chooses, which has no gradient. Each query against the whole blocks of
+    """One indexer on one sample, forward only: it chooses, which has no gradient. A query meets the whole blocks of
     tokens before it."""
     blocks = sum(seen // text.indexer_compress_ratio for seen in range(1, tokens + 1))
     projections = tokens * text.hidden_size * (text.indexer_n_heads + text.indexer_kv_heads)

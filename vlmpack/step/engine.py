@@ -41,7 +41,8 @@ class StepConfig:
     keep_empty: bool = False
     """Keep all-zero rows of a padded batch as segments of length 0 instead of refusing them."""
     attention: str = AUTO
-    """Name of the attention back-end, or "auto": the first that can serve the call. Sparse attention is the model's own."""
+    """Name of the attention back-end, or "auto": the first that can serve the call. Sparse attention stays the
+    model's own."""
     head_chunk: int = 2048
     """Rows of logits alive at a time; logits take `4 * head_chunk * vocabulary` bytes and more."""
     aux_loss: Balance = "row"
