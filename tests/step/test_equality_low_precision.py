@@ -77,8 +77,9 @@ def test_packed_is_as_close_to_float32_as_alone_on_a_gpu(family, kind, backend):
     compare(family, kind, backend, "cuda")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if not FAMILIES[family].by_sample])
 def test_twice_the_error_of_bfloat16_is_less_than_a_leak(family):
+    """Not where sparse attention chooses: in bfloat16 it chooses otherwise, which moves a sample as far as a leak."""
     own, model = truth(family, "text"), fresh(family)
     plain = alone_through(model, cast(own.samples, LOW))
     ids = pack(padded(own.samples)).input_ids
