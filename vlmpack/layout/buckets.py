@@ -26,6 +26,8 @@ from vlmpack.layout.segments import Segments
 MAX_STRETCH = 1.25
 """Most tokens that a bucket may compute for each real token that it holds."""
 
+_NOTHING = np.zeros(0, np.int64)
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +85,15 @@ class Buckets:
         return sum(bucket.tokens for bucket in self.buckets)
 
     def split(self, row_1TD: torch.Tensor) -> list[torch.Tensor]:
-        """[1, T, ...] to [n, W, ...] of each bucket."""
-        index = self._tensors(row_1TD.device)
-        return [self._take(row_1TD, bucket, at) for bucket, at in zip(self.buckets, index.sources, strict=True)]
+        """[1, T, ...] to [n, W, ...] of each bucket.
+
+        All at once, and then cut: the gradient of a slice of the row is as wide as the row.
+        """
+        source = self._tensors(row_1TD.device).source
+        taken = row_1TD[0] if source is None else row_1TD[0].index_select(0, source)
+        parts = taken.split([bucket.tokens for bucket in self.buckets])
+        shapes = [(len(bucket.members), bucket.width) for bucket in self.buckets]
+        return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """[n, W, D] of each bucket to [1, T, D], zeros on padding. At least one bucket."""
@@ -95,22 +103,17 @@ class Buckets:
             real_1RD = real_1RD.index_select(1, index.order)
         return onto_row(real_1RD, self.segments)
 
-    def _take(self, row_1TD: torch.Tensor, bucket: Bucket, index: torch.Tensor | None) -> torch.Tensor:
-        if index is None:
-            start, stop = self.segments.spans[bucket.members[0]]
-            return row_1TD[:, start:stop]
-        return row_1TD[0].index_select(0, index).unflatten(0, (len(bucket.members), bucket.width))
-
     @cached_property
     def _on_device(self) -> dict[torch.device, _Index]:
         return {}
 
     def _tensors(self, device: torch.device) -> _Index:
         if device not in self._on_device:
-            sources = [None if len(b.members) == 1 else to_device(self._source(b), device) for b in self.buckets]
-            order = self._order()
-            in_order = np.array_equal(order, np.arange(self.tokens))
-            self._on_device[device] = _Index(sources=sources, order=None if in_order else to_device(order, device))
+            source = np.concatenate([_NOTHING, *(self._source(bucket) for bucket in self.buckets)])
+            self._on_device[device] = _Index(
+                source=_unless_in_order(source, self.segments.total, device),
+                order=_unless_in_order(self._order(), self.tokens, device),
+            )
         return self._on_device[device]
 
     def _source(self, bucket: Bucket) -> np.ndarray:
@@ -139,10 +142,15 @@ def onto_row(real_1RD: torch.Tensor, segments: Segments) -> torch.Tensor:
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Index:
-    sources: list[torch.Tensor | None]
-    """int64 [n * W] of each bucket; None: one segment, which is a slice of the row."""
+    source: torch.Tensor | None
+    """int64: the row's token at each place of the buckets laid one after the other; None: they are the row."""
     order: torch.Tensor | None
     """int64 [R]: from the buckets laid one after the other back to the row; None: they are in its order already."""
+
+
+def _unless_in_order(index: np.ndarray, total: int, device: torch.device) -> torch.Tensor | None:
+    """`index` on `device`; None if it only counts from 0 to `total`."""
+    return None if np.array_equal(index, np.arange(total)) else to_device(index, device)
 
 
 def _cheapest_cuts(lengths: np.ndarray, call_cost: float) -> list[int]:
