@@ -30,6 +30,9 @@ WAYS = {
     "blocks in full": {"target_modules": TEXT + r"self_attn\.q_proj", "modules_to_save": ["mlp"]},
 }
 ORDERS = ("enable, then adapt", "adapt, then enable")
+LIMITS = {"qwen4_exp": 1e-4}
+"""Of gradients, where it is not 1e-5: the unmodified Qwen4-exp differs by 4e-5 between a padded batch and its samples
+alone (2e-7 in float64, so it is rounding). Packed and alone differ by 2e-6."""
 REFUSED = ("blocks in full", "enable, then adapt")
 CASES = [case for case in product(WAYS, ORDERS) if case != REFUSED]
 pytestmark = [
@@ -68,7 +71,7 @@ def test_losses_and_gradients_are_those_of_the_padded_batch(family, way, order):
     assert torch.isclose(ours.loss, expected, rtol=1e-6, atol=0)
     assert torch.isclose(ours.aux_loss, theirs.aux_loss, rtol=1e-6, atol=0)
     assert len(gradients(model)) >= 6
-    assert distance(gradients(reference), gradients(model)) <= 1e-5
+    assert distance(gradients(reference), gradients(model)) <= LIMITS.get(family, 1e-5)
 
 
 @pytest.mark.parametrize("family", MOE)
