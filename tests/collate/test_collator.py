@@ -188,9 +188,10 @@ def test_the_others_are_what_they_would_be_without_the_skipped_one(layout):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_a_batch_of_refused_samples_is_one_smallest_image_with_nothing_to_learn(layout, family):
+@pytest.mark.parametrize("features", [[BROKEN, BROKEN], []], ids=["all refused", "none given"])
+def test_a_batch_without_samples_is_one_smallest_image_with_nothing_to_learn(layout, family, features):
     processor = processor_of(family)
-    batch = VLMCollator(processor, layout=layout, on_bad="skip")([BROKEN, BROKEN])
+    batch = VLMCollator(processor, layout=layout, on_bad="skip")(features)
     facts = batch[FACTS_KEY]
     assert facts.sample_ids == ()
     assert facts.num_targets == 0
@@ -328,11 +329,6 @@ def test_settings_without_meaning_are_refused(settings, message):
     with pytest.raises(ConfigError) as caught:
         VLMCollator(processor_of(), **settings)
     assert message in str(caught.value)
-
-
-def test_a_batch_of_nothing_is_refused():
-    with pytest.raises(ConfigError, match="a batch of no samples"):
-        VLMCollator(processor_of())([])
 
 
 def test_a_row_of_fixed_size_that_is_too_small_is_an_error_of_the_batch():

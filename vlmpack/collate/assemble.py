@@ -59,7 +59,7 @@ def to_packed(
 
 
 def filler(facts: ProcessorFacts) -> Encoded:
-    """What stands in for a batch whose samples were all refused: one smallest black image, nothing to learn.
+    """What stands in for a batch without samples: one smallest black image, nothing to learn.
 
     A rank with nothing to do would leave the others waiting in the next collective operation; this gives it a forward
     and a backward pass through every part of the model, with a loss of 0.

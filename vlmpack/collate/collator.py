@@ -95,16 +95,15 @@ class VLMCollator:
         """The batch as an object.
 
         `facts.sample_ids` names the samples that are in it, by their own id (`id` or `sample_id`) or else by their
-        place in `features`. It is empty in one case only: every sample was refused, and the batch holds one smallest
-        image with nothing to learn (`num_targets` 0) so that this rank still makes its step.
+        place in `features`. It is empty where there are none, because every sample was refused or no features were
+        given (an empty row of a sampler): then the batch holds one smallest image with nothing to learn
+        (`num_targets` 0), so that this rank still makes its step.
 
         Raises:
             SampleError: a sample cannot be used and `on_bad` is "raise"; says which, what was seen and what to do.
             ConfigError: no sample of this kind can be used, or more were refused than the ceiling allows.
             LayoutError: the samples do not fit the fixed sizes of `slots`.
         """
-        if not len(features):
-            raise ConfigError("a batch of no samples; does the sampler yield empty batches?")
         taken = (self._take(feature, index) for index, feature in enumerate(features))
         samples = [sample for sample in taken if sample is not None] or [filler(self.facts)]
         settings: dict[str, Any] = {"pad_token_id": self.facts.pad_token_id, "pixel_dtype": self.pixel_dtype}

@@ -80,7 +80,7 @@ def run_row(
         num_items_in_batch: what the loss sum is divided by; None: this row's targets.
         rope_segments: boundaries at which MRoPE restarts; None: the row's own.
         logits: also compute logits at every position of the row, [1, T, V].
-        balance: also compute the routers' load-balancing loss; it becomes part of the loss if the row has labels.
+        balance: also compute the routers' load-balancing loss; it becomes part of the loss if the row has targets.
     """
     facts = known_facts(row)
     inputs = backbone_inputs(family, row, facts, model.config, backend=config.attention, rope_segments=rope_segments)
@@ -122,13 +122,15 @@ def _result(
     index = target_positions(labels, facts.num_targets)
     logprobs, loss_sum = _loss(hidden, labels, index, head, config.head_chunk)
     sums, counts = sums_by_sample(logprobs, index, row.segments)
-    loss = loss_sum / (max(index.numel(), 1) if num_items_in_batch is None else num_items_in_batch)
-    if routers is not None and row.shift_labels is not None:
+    targets = index.numel()
+    items = targets if num_items_in_batch is None else num_items_in_batch
+    loss = loss_sum / items if targets else loss_sum  # 0: not 0 / 0 where no row of the whole step has targets
+    if routers is not None and targets:
         loss = loss + routers.added.to(loss.device)
     return StepResult(
         loss=loss,
         loss_sum=loss_sum,
-        num_targets=index.numel(),
+        num_targets=targets,
         sample_loss_sums=sums,
         sample_targets=counts,
         target_logprobs=logprobs,
