@@ -1,11 +1,15 @@
 """How a packed call reaches a back-end, and what is left of the model's own attention."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from samples import mixed_samples, padded
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from vlmpack.families import FAMILIES
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule
 from vlmpack.step import PackedStep, StepConfig, attention, disable_packing, enable_packing
@@ -41,3 +45,30 @@ def test_an_attention_of_the_users_own_needs_no_mask_function(monkeypatch):
     assert torch.equal(PackedStep(model)(batch).loss, expected)
     disable_packing(model)
     assert model.config.text_config._attn_implementation == "mine"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda config: pickle.loads(pickle.dumps(config))])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_a_new_model_can_be_made_of_a_copy_of_the_configuration(family, copied):
+    """transformers refuses to make a model whose implementation has "flash" in its name and is no package's."""
+    model = enable_packing(tiny_model(family))
+    new = type(model).__mro__[1](copied(model.config))
+    assert {part.config._attn_implementation for part in (new.model.language_model, new.model.visual)} == {"sdpa"}
+    assert attention.is_installed(model.model.language_model, model.model.visual)
+
+
+@pytest.mark.parametrize("backend", ["sdpa_segments", "eager_mask"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_of_nothing_but_padding_gives_every_parameter_the_gradient_that_other_ranks_wait_for(family, backend):
+    model = tiny_model(family, layers=2)
+    batch = padded(mixed_samples(model.config, kinds=("text",))).to_hf()
+    settings = StepConfig(attention=backend, keep_empty=True, slots=SlotRule(pad_to=40))
+    enable_packing(model, settings)(**batch).loss.backward()
+    learnt = {name for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    nothing = torch.zeros(2, 5, dtype=torch.long)
+    output = model(input_ids=nothing, attention_mask=nothing, labels=nothing - 100)
+    output.loss.backward()
+    assert output.loss == 0
+    assert any("self_attn" in name for name in learnt)
+    assert learnt == {name for name, p in model.named_parameters() if p.grad is not None and not p.grad.any()}

@@ -40,7 +40,8 @@ class Experts:
     def layers(self, language_model: nn.Module) -> list[ExpertLayer]:
         """Every decoder layer that has experts; the others (`mlp_only_layers`) are dense."""
         layers = language_model.get_submodule("layers").children()
-        return [_parts(layer) for layer in layers if hasattr(layer.get_submodule("mlp"), "experts")]
+        blocks = [(layer, layer.get_submodule("mlp")) for layer in layers]
+        return [ExpertLayer(mixer=_mixer(layer), block=block) for layer, block in blocks if hasattr(block, "experts")]
 
     def are_recomputed(self, language_model: nn.Module) -> bool:
         """Whether gradient checkpointing computes the layers again in the backward pass."""
@@ -103,9 +104,8 @@ class Experts:
         return E * (chosen_BE / rows_B1 * probs_BE / rows_B1).sum(dim=-1)
 
 
-def _parts(layer: nn.Module) -> ExpertLayer:
-    mixer = next(getattr(layer, name) for name in _MIXERS if hasattr(layer, name))
-    return ExpertLayer(mixer=mixer, block=layer.get_submodule("mlp"))
+def _mixer(layer: nn.Module) -> nn.Module:
+    return next(getattr(layer, name) for name in _MIXERS if hasattr(layer, name))
 
 
 @functools.cache

@@ -11,8 +11,8 @@ batch) goes to the implementation that the model had before: the name of ours en
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ def install(text: nn.Module, vision: nn.Module | None) -> None:
             if original in ALL_MASK_ATTENTION_FUNCTIONS:  # an implementation of the user's own may have none
                 AttentionMaskInterface.register(prefix + original, ALL_MASK_ATTENTION_FUNCTIONS[original])
             # set_attn_implementation would look for a kernel of this name on the hub.
-            config._attn_implementation_internal = prefix + original
+            config._attn_implementation_internal = _Asking(prefix + original)
 
 
 def uninstall(text: nn.Module, vision: nn.Module | None, *, still_asking: Sequence[nn.Module | None] = ()) -> None:
@@ -66,19 +66,43 @@ def is_installed(text: nn.Module, vision: nn.Module | None) -> bool:
 
 def original_name(config: PreTrainedConfig) -> str:
     """The implementation that the model had, whether or not ours is installed."""
-    return str(config._attn_implementation).removeprefix(TEXT).removeprefix(VISION)
+    return _original_of(str(config._attn_implementation))
 
 
-def _configs(tower: nn.Module | None) -> Iterator[PreTrainedConfig]:
-    """Every configuration object that a module of the tower reads its attention implementation from, once."""
-    if tower is None:
-        return iter(())
-    found = {
-        id(config): config
-        for module in tower.modules()
-        if isinstance(config := vars(module).get("config"), PreTrainedConfig)
-    }
-    return iter(list(found.values()))
+def _original_of(name: str) -> str:
+    return name.removeprefix(TEXT).removeprefix(VISION)
+
+
+@final
+class _Asking(str):
+    """The name of one of ours in a model's configuration. Copies, which may be for new models, get the original's: no
+    model can be made with a name that has "flash" in it and is no package's."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        return _original_of(str(self))
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (_original_of(str(self)),)
+
+
+def _configs(tower: nn.Module | None) -> list[PreTrainedConfig]:
+    """Every configuration object that a module of the tower reads its attention implementation from, once.
+
+    Each step looks. `Module.modules()`, which puts together names, takes four times as long.
+    """
+    found: dict[int, PreTrainedConfig] = {}
+    waiting = [tower]
+    while waiting:
+        module = waiting.pop()
+        if module is None:
+            continue
+        config = vars(module).get("config")
+        if isinstance(config, PreTrainedConfig):
+            found[id(config)] = config
+        waiting.extend(module._modules.values())
+    return list(found.values())
 
 
 def _text_attention(original: str) -> Callable[..., tuple[torch.Tensor, Any]]:
@@ -132,6 +156,9 @@ def _packed(
     """transformers' [1, N, T, H] in, its [1, T, N, H] out. `vision`: boundaries of a vision block; None: text."""
     segments = row.segments if vision is None else row.vision.find(vision, query.shape[2])
     q_TNH, k_TKH, v_TKH = (_in_autocast(x[0].transpose(0, 1)) for x in (query, key, value))
+    if not segments.num_tokens:  # nothing but padding; the projections keep their place in the graph
+        nothing = sum(x[:0].sum() for x in (q_TNH, k_TKH, v_TKH))
+        return v_TKH.new_zeros(1, *q_TNH.shape[:2], v_TKH.shape[2]) + nothing
     attend = choose(AttentionCall.of(q_TNH, k_TKH, dropout=dropout), row.backend)
     return attend(q_TNH, k_TKH, v_TKH, segments, causal=vision is None, scale=scale, dropout=dropout)[None]
 
