@@ -1,0 +1,38 @@
+"""An enabled model that generates between two training steps: neither changes the other."""
+
+import pytest
+import torch
+from samples import mixed_samples, padded
+
+from vlmpack.families import FAMILIES
+from vlmpack.families.tiny import tiny_model
+from vlmpack.layout import SlotRule
+from vlmpack.step import StepConfig, enable_packing
+
+
+@pytest.mark.parametrize("ways", [{}, {"use_cache": False}], ids=["cache", "no cache"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_from_a_left_padded_batch_between_two_steps(family, ways):
+    """Caches, recurrent states and MRoPE deltas of generation stay its own; rows leave none behind."""
+    untouched = tiny_model(family, layers=2)
+    model = enable_packing(tiny_model(family, layers=2), StepConfig(slots=SlotRule(multiple=4)))
+    samples = mixed_samples(model.config, seed=2)
+    prompts = padded(samples, "left", facts=False).to_hf()
+    del prompts["labels"]
+
+    def generated(source):
+        return source.eval().generate(**prompts, max_new_tokens=4, do_sample=False, **ways)
+
+    def trained():
+        model.train().zero_grad()
+        loss = model(**padded(samples).to_hf()).loss
+        loss.backward()
+        return loss, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    loss, gradients = trained()
+    found = generated(model)
+    assert torch.equal(found, generated(untouched))
+    assert found.shape == (4, prompts["input_ids"].shape[1] + 4)
+    loss_after, gradients_after = trained()
+    assert torch.equal(loss_after, loss)
+    assert all(map(torch.equal, gradients_after, gradients))
