@@ -201,6 +201,34 @@ def test_flipped_bits_are_found(tmp_path):
         Plan.load(tmp_path / "rows.plan")
 
 
+@pytest.mark.parametrize("member", ["manifest.json", "bounds.npy"])
+def test_half_a_manifest_or_array_is_damage(tmp_path, member):
+    small_plan().save(tmp_path / "rows.plan")
+    half = rewritten(tmp_path / "rows.plan", tmp_path / "half", member, lambda data: data[: len(data) // 2])
+    with pytest.raises(LayoutError, match="half is damaged"):
+        Plan.load(half)
+
+
+def test_a_manifest_without_its_digest_is_damage(tmp_path):
+    small_plan().save(tmp_path / "rows.plan")
+    less = rewritten(
+        tmp_path / "rows.plan", tmp_path / "less", "manifest.json", lambda d: d.replace(b'"digest"', b'"d"')
+    )
+    with pytest.raises(LayoutError, match="less is damaged: it has no 'digest'"):
+        Plan.load(less)
+
+
+def test_a_plan_may_be_read_by_whoever_may_read_other_new_files(tmp_path):
+    small_plan().save(tmp_path / "rows.plan")
+    (tmp_path / "other").touch()
+    assert (tmp_path / "rows.plan").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_a_file_that_is_not_there_is_not_called_something_else(tmp_path):
+    with pytest.raises(ConfigError, match=r"there is no file .*rows\.plan"):
+        Plan.load(tmp_path / "rows.plan")
+
+
 def test_a_file_that_is_no_plan_is_refused(tmp_path):
     (tmp_path / "text").write_text("rows")
     with pytest.raises(ConfigError, match="text is no plan"):

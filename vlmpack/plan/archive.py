@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -26,16 +25,16 @@ def write(path: str | Path, manifest: Mapping[str, Any], arrays: Mapping[str, np
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"format": FORMAT, "version": VERSION, **manifest}, indent=2) + "\n"
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}")  # not `tempfile`, which lets nobody else read it
     try:
-        with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w") as members:
+        with temporary.open("xb") as file, zipfile.ZipFile(file, "w") as members:
             members.writestr(zipfile.ZipInfo(MANIFEST, FIRST_DATE), text)
             for name, array in arrays.items():
                 with members.open(zipfile.ZipInfo(f"{name}.npy", FIRST_DATE), "w", force_zip64=True) as member:
                     np.lib.format.write_array(member, array.astype("<i8"), version=(1, 0), allow_pickle=False)
-        os.replace(temporary, path)  # noqa: PTH105
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -43,9 +42,11 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """(manifest, arrays) of a file that `write` made.
 
     Raises:
-        ConfigError: the file is not a plan, or of another version.
+        ConfigError: there is no such file, it is not a plan, or it is of another version.
         LayoutError: it is damaged.
     """
+    if not Path(path).is_file():
+        raise ConfigError(f"there is no file {path}; plan first, or name another one")
     if not zipfile.is_zipfile(path):
         raise ConfigError(f"{path} is no plan: `Plan.save` writes zip files. Plan again, or name another file")
     try:
@@ -54,7 +55,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
             arrays = {
                 name.removesuffix(".npy"): _array(members, name) for name in members.namelist() if name != MANIFEST
             }
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, ValueError) as error:  # ValueError: text that is no JSON, bytes that are no array
         raise LayoutError(f"{path} is damaged ({error}); plan again") from error
     return manifest, arrays
 

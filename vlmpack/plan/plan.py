@@ -234,7 +234,7 @@ class Plan:
         """Read back what `save` wrote, and check it.
 
         Raises:
-            ConfigError: the file is not a plan, or of another version.
+            ConfigError: there is no such file, it is not a plan, or it is of another version.
             LayoutError: it was changed since it was written.
         """
         manifest, arrays = archive.read(path)
@@ -245,10 +245,11 @@ class Plan:
                 **{name: manifest[name] for name in ("capacity", "oversize", "strategy", "seed")},
                 "budgets": tuple(Budget(name=name, costs=arrays[f"budget.{name}"], limit=n) for name, n in limits),
             }
+            digest = manifest["digest"]
         except KeyError as error:
             raise LayoutError(f"{path} is damaged: it has no {error}; plan again") from error
         plan = cls(**fields)
-        if plan.check().digest != manifest["digest"]:
+        if plan.check().digest != digest:
             raise LayoutError(f"{path} does not hold what its digest says: it was changed or damaged; plan again")
         return plan
 
