@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -164,6 +166,7 @@ def test_tokens_are_counted_from_a_length_or_from_ids():
         ({"capacity": 0}, "the capacity of a row must lie between"),
         ({"capacity": 5, "limits": {"images": 0}}, "the limit of 'images' must lie between"),
         ({"capacity": 5, "buffer_tokens": -1}, "buffer_tokens must be at least 0"),
+        ({"capacity": 5, "buffer_tokens": float("nan")}, "buffer_tokens must be at least 0"),
         ({"capacity": 5, "min_fill": 1.1}, "min_fill must lie between 0 and 1"),
         ({"capacity": 5, "oversize": "cut"}, "oversize must be one of error, drop, own_row"),
     ],
@@ -171,6 +174,30 @@ def test_tokens_are_counted_from_a_length_or_from_ids():
 def test_settings_that_make_no_sense_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         RowSettings(**settings)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint16, torch.tensor])
+def test_lengths_may_be_numbers_of_numpy_or_torch(kind):
+    lengths = LENGTH_SETS["CORD"].lengths(60).tolist()
+    plain = StreamPacker(RowSettings(capacity=4096), length=lambda length: length)
+    other = StreamPacker(RowSettings(capacity=4096), length=kind)
+    assert other.pack(lengths) == plain.pack(lengths)
+
+
+@pytest.mark.parametrize("length", [2.5, float("nan")])
+def test_a_length_that_is_no_whole_number_names_its_sample(length):
+    packer = StreamPacker(RowSettings(capacity=10), length=lambda sample: sample)
+    packer.add(4)
+    with pytest.raises(SampleError, match=r"sample 1: has a length and costs of .* must be whole numbers") as caught:
+        packer.add(length)
+    assert caught.value.reason == "not_whole"
+    assert packer.flush() == [[4]]
+
+
+def test_costs_that_lack_something_that_is_limited_are_refused():
+    packer = StreamPacker(RowSettings(capacity=10, limits={"images": 2}), costs=lambda sample: {"patches": 1})
+    with pytest.raises(ConfigError, match=r"images are limited, but `costs` tells only \['patches'\]"):
+        packer.add({"length": 3})
 
 
 def test_limits_need_somebody_who_tells_the_costs():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index as whole
 
 
 def best_subset(lengths: Sequence[int], room: int) -> list[int]:
@@ -19,11 +20,12 @@ def best_subset(lengths: Sequence[int], room: int) -> list[int]:
     Returns:
         Indices into `lengths`, rising.
     """
+    room, sizes = whole(room), [*map(whole, lengths)]  # numpy's ints have 64 bits, and cannot hold sums
     within = (2 << room) - 1
     full = 1 << room
     reachable = 1
     before = []
-    for length in lengths:
+    for length in sizes:
         before.append(reachable)
         reachable |= (reachable << length) & within
         if reachable & full:
@@ -35,5 +37,5 @@ def best_subset(lengths: Sequence[int], room: int) -> list[int]:
             break
         if not before[index] >> left & 1:
             chosen.append(index)
-            left -= lengths[index]
+            left -= sizes[index]
     return chosen[::-1]

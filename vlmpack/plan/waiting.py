@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index as whole
 from typing import final
 
 import numpy as np
@@ -53,10 +54,11 @@ class WaitingRoom:
             costs: what else it needs, one number a limit, 0 or more.
 
         Raises:
-            SampleError: it can never fit a row, or has no tokens.
+            SampleError: it can never fit a row, has no tokens, or has a length or cost that is no whole number, or a
+                negative one.
             ConfigError: there are more or fewer costs than limits.
         """
-        needs = (length, *costs)
+        needs = _whole(sample_id, (length, *costs))
         if len(needs) != len(self.limits):
             raise ConfigError(f"sample {sample_id} has {len(costs)} costs, but a row has {len(self.limits) - 1} limits")
         if length < 1 or any(need > limit for need, limit in zip(needs, self.limits, strict=True)):
@@ -66,9 +68,15 @@ class WaitingRoom:
                 index=sample_id,
                 reason="overlength" if length > 0 else "empty",
             )
+        if min(needs) < 0:
+            raise SampleError(
+                f"needs {list(costs)} beside its tokens, and that cannot be negative",
+                index=sample_id,
+                reason="bad_cost",
+            )
         self._ids.append(sample_id)
         self._costs.append(needs)
-        self.tokens += length
+        self.tokens += needs[0]
 
     def take_oldest(self) -> tuple[int, ...]:
         """Give out the sample that has waited longest by itself: (id, length, *costs)."""
@@ -100,3 +108,13 @@ class WaitingRoom:
             return fill_row(np.asarray(self._costs), np.asarray(self.limits))
         (first,), *others = self._costs
         return [0, *(1 + index for index in best_subset([length for (length,) in others], self.limits[0] - first))]
+
+
+def _whole(sample_id: int, needs: tuple[int, ...]) -> tuple[int, ...]:
+    """Python ints, from those of numpy or torch too: subset sums shift by them."""
+    try:
+        return tuple(map(whole, needs))
+    except TypeError as error:
+        raise SampleError(
+            f"has a length and costs of {needs}; they must be whole numbers", index=sample_id, reason="not_whole"
+        ) from error

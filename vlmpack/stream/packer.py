@@ -79,8 +79,9 @@ class StreamPacker(Generic[Sample]):
         """Take a sample in.
 
         Raises:
-            SampleError: it has no tokens, or exceeds a row by itself and `oversize` is "error"; names it by its number
-                in the stream.
+            SampleError: its length or a cost is no whole number, it has no tokens, or it exceeds a row by itself and
+                `oversize` is "error"; names it by its number in the stream.
+            ConfigError: `costs` does not tell everything that is limited.
         """
         at, self.seen = self.seen, self.seen + 1
         needs = self.needs(sample)
@@ -104,6 +105,9 @@ class StreamPacker(Generic[Sample]):
         """Take all these in and give out every row that is full enough.
 
         A sample whose best row is below `min_fill` waits for the next call, but not for the one after it.
+
+        Raises:
+            SampleError, ConfigError: as `add`; samples before the one at fault have been taken in.
         """
         for sample in samples:
             self.add(sample)
@@ -133,10 +137,16 @@ class StreamPacker(Generic[Sample]):
         return rows
 
     def needs(self, sample: Sample) -> tuple[int, ...]:
-        """(tokens, and what else is limited) of a sample."""
+        """(tokens, and what else is limited) of a sample.
+
+        Raises:
+            ConfigError: `costs` does not tell everything that is limited.
+        """
         if self._costs is None:
             return (self._length(sample),)
         costs = self._costs(sample)
+        if missing := [name for name in self.settings.limits if name not in costs]:
+            raise ConfigError(f"{', '.join(missing)} are limited, but `costs` tells only {list(costs)} of a sample")
         return (self._length(sample), *(costs[name] for name in self.settings.limits))
 
     def _take(self, *, at_least: float = 0.0) -> Row:

@@ -35,7 +35,7 @@ class RowSettings:
         checked_capacity(self.capacity)
         for name, limit in self.limits.items():
             checked_capacity(limit, f"the limit of {name!r}")
-        if self.buffer_tokens is not None and self.buffer_tokens < 0:
+        if self.buffer_tokens is not None and not self.buffer_tokens >= 0:
             raise ConfigError(f"buffer_tokens must be at least 0, got {self.buffer_tokens}")
         if not 0 <= self.min_fill <= 1:
             raise ConfigError(f"min_fill must lie between 0 and 1, got {self.min_fill}")
