@@ -22,6 +22,11 @@ def test_no_subset_fills_the_room_better(lengths, room):
     assert chosen == sorted(set(chosen))
 
 
+def test_lengths_and_room_may_be_numbers_of_numpy():
+    lengths = [1000, 900, 1100, 800]
+    assert best_subset(np.asarray(lengths), np.int64(2900)) == best_subset(lengths, 2900) == [0, 2, 3]
+
+
 def test_earlier_lengths_are_preferred():
     assert best_subset([4, 3, 3, 4, 2, 1], 10) == [0, 1, 2]
     assert best_subset([5, 5, 5], 5) == [0]
@@ -59,6 +64,16 @@ def test_at_any_capacity_it_needs_no_more_bins_than_best_fit(name, scale):
     lengths = LENGTH_SETS[name].lengths(3000, seed=5)
     capacity = max(int(LENGTH_SETS[name].capacity * scale), int(lengths.max()))
     assert exact_fill(lengths, capacity).max() <= best_fit_decreasing(lengths, capacity).max()
+
+
+def test_where_hardly_any_row_can_be_filled_the_search_ends(monkeypatch):
+    """Two samples of about half a row leave a gap that nothing fits; 8 draws for every length would be 22,000."""
+    lengths = np.arange(44_000, 66_000, 8)
+    draws = []
+    draw = Stock.draw
+    monkeypatch.setattr(Stock, "draw", lambda stock, room: draws.append(room) or draw(stock, room))
+    assert exact_fill(lengths, 131_072).max() <= best_fit_decreasing(lengths, 131_072).max()
+    assert 8 * 64 <= len(draws) < len(lengths)
 
 
 def test_no_sample_is_its_own_company():

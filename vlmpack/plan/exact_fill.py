@@ -18,6 +18,9 @@ CANDIDATES = 64
 TRIES = 8
 """Draws without success after which a length is left to best fit."""
 
+SKIPPED = 64
+"""Lengths left to best fit one after the other, after which all shorter ones are left to it too."""
+
 SLACK = 1024
 """A row counts as full with less than a part in this many left over."""
 
@@ -50,16 +53,16 @@ def exact_fill(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 def _fill_rows(sorted_lengths: np.ndarray, capacity: int) -> Placements:
     """Make rows around the longest lengths while full ones are found; samples are left over."""
-    stock, placements, tries = Stock(sorted_lengths), Placements(), 0
-    while stock.seek_longest():
+    stock, placements, tries, skipped = Stock(sorted_lengths), Placements(), 0, 0
+    while skipped < SKIPPED and stock.seek_longest():
         room = capacity - stock.longest
         company = stock.draw(room)
         chosen = company[best_subset(stock.sizes[company].tolist(), room)]
         if room - int(stock.sizes[chosen].sum()) <= capacity // SLACK:
-            tries = 0
+            tries = skipped = 0
             stock.use(chosen, placements)
         elif (tries := tries + 1) == TRIES:
-            tries = 0
+            tries, skipped = 0, skipped + bool(len(company))  # without any company a draw costs next to nothing
             stock.skip_longest()
     return placements
 
