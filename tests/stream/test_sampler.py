@@ -159,11 +159,19 @@ def test_a_stateful_data_loader_continues_in_the_middle_of_an_epoch(workers):
     assert len(rows) > 20
 
 
+def test_the_state_of_one_rank_is_that_of_every_other():
+    """So that one file a step is enough."""
+    sampler(ranks=2, rank=1).load_state_dict(sampler(ranks=2, rank=0).state_dict())
+
+
 def test_the_state_of_another_plan_or_of_other_shuffles_is_refused():
     state = sampler().state_dict()
     sampler().load_state_dict(state)
-    for other in ({"ranks": 2}, {"seed": 1}, {"accumulation": 3}, {"remainder": "drop"}):
-        with pytest.raises(ConfigError, match=r"the state is of plan \w+, seed 0, 1 ranks.* but this is plan"):
+    others = ({"ranks": 2}, {"seed": 1}, {"accumulation": 3}, {"remainder": "drop"}, {"costs": np.ones(len(LENGTHS))})
+    for other in (*others, {"rank": 0}):  # rows of one rank are counted otherwise than those of all in turn
+        with pytest.raises(
+            ConfigError, match=r"the state is of plan \w+, costs \w+, seed 0, 1 ranks in turn.* but this is plan"
+        ):
             sampler(**other).load_state_dict(state)
     with pytest.raises(ConfigError, match="plan and deal as before"):
         PackedBatchSampler(plan_bins(LENGTHS, CAPACITY + 1)).load_state_dict(state)
@@ -173,6 +181,11 @@ def test_the_state_of_another_plan_or_of_other_shuffles_is_refused():
     ("settings", "message"),
     [
         ({"ranks": 2, "rank": 2}, "rank must lie between 0 and 1, or be None for all; got 2"),
+        ({"ranks": 2, "rank": 0.5}, r"rank must lie between 0 and 1, or be None for all; got 0\.5"),
+        ({"ranks": 0}, "ranks must lie between 1 and 2147483647, got 0"),
+        ({"accumulation": 1.5}, r"accumulation must be a whole number, got 1\.5"),
+        ({"seed": -1}, "the seed must be a whole number of at least 0"),
+        ({"costs": np.full(101, np.nan)}, "costs must be one finite number"),
         ({"remainder": "repeat"}, "remainder must be one of split, empty, drop, got 'repeat'"),
         ({"costs": np.ones(3)}, "3 costs for 101 samples"),
         ({"ranks": 500}, "101 samples cannot fill 500 rows, the next multiple of 500"),

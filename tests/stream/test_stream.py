@@ -219,5 +219,7 @@ def test_the_state_of_other_ranks_is_refused():
 def test_a_rank_or_remainder_that_does_not_exist_is_refused():
     with pytest.raises(ConfigError, match="rank must lie between 0 and 1, got 2"):
         PackedStream(Samples(), SETTINGS, ranks=2, rank=2)
+    with pytest.raises(ConfigError, match="ranks must lie between 1 and"):
+        PackedStream(Samples(), SETTINGS, ranks=0)
     with pytest.raises(ConfigError, match="remainder must be one of split, empty, drop, got 'pad'"):
         PackedStream(Samples(), SETTINGS, remainder="pad")

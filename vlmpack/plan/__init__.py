@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vlmpack.plan.balance import EMPTY, Schedule, balance_rows
 from vlmpack.plan.cost import CostModel
-from vlmpack.plan.lengths import OVERSIZE, Budget, Oversize, checked_capacity
+from vlmpack.plan.lengths import OVERSIZE, Budget, Oversize, check_seed, checked_capacity
 from vlmpack.plan.plan import Plan
 from vlmpack.plan.planner import plan_bins
 from vlmpack.plan.split import middle, split_rows
@@ -25,6 +25,7 @@ __all__ = [
     "WaitingRoom",
     "balance_rows",
     "best_subset",
+    "check_seed",
     "checked_capacity",
     "middle",
     "plan_bins",

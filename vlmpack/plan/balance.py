@@ -17,6 +17,7 @@ from typing import Literal, final
 import numpy as np
 
 from vlmpack.errors import ConfigError
+from vlmpack.plan.lengths import check_seed, checked_capacity
 
 EMPTY = -1
 """A place in a schedule without a row: its rank computes a row without loss there, or nothing."""
@@ -75,7 +76,8 @@ def balance_rows(
         seed: shuffles rows before, and the steps of a window after; None: both in the order of the rows given.
 
     Raises:
-        ConfigError: a number below 1, a method that does not exist, or costs that are negative or not finite.
+        ConfigError: a number that is not whole or below 1, a seed below 0, a method that does not exist, or costs that
+            are negative or not finite.
     """
     costs = np.asarray(costs, np.float64)
     _check(
@@ -84,6 +86,7 @@ def balance_rows(
         method,
         remainder,
     )
+    check_seed(seed)
     window = max(1, ROWS_EXCHANGED // accumulation) if window is None else window
     random = None if seed is None else np.random.default_rng(seed)
     rows = np.arange(len(costs)) if random is None else random.permutation(len(costs))
@@ -168,8 +171,7 @@ def _check(costs: np.ndarray, numbers: Mapping[str, int], method: str, remainder
     if costs.ndim != 1 or not np.isfinite(costs).all() or (costs < 0).any():
         raise ConfigError("costs must be one finite number of at least 0 a row")
     for name, number in numbers.items():
-        if number < 1:
-            raise ConfigError(f"{name} must be at least 1, got {number}")
+        checked_capacity(number, name)
     if method not in (*METHODS, "as_given"):
         raise ConfigError(f"there is no method {method!r}; choose from {', '.join([*METHODS, 'as_given'])}")
     if remainder not in ("empty", "drop"):

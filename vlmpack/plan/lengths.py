@@ -99,6 +99,16 @@ def checked_capacity(capacity: int, what: str = "the capacity of a row") -> int:
     return int(capacity)
 
 
+def check_seed(seed: int | None) -> None:
+    """Do nothing if `seed` is a whole number of at least 0, or None.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0):
+        raise ConfigError(f"the seed must be a whole number of at least 0, or None for no shuffle; got {seed!r}")
+
+
 def too_large(lengths: np.ndarray, capacity: int, budgets: Sequence[Budget]) -> np.ndarray:
     """bool [N]: samples that exceed the capacity or a budget all by themselves."""
     over = lengths > capacity

@@ -12,6 +12,7 @@ from vlmpack.plan.lengths import (
     OVERSIZE,
     Budget,
     Oversize,
+    check_seed,
     checked_capacity,
     checked_lengths,
     refuse_too_large,
@@ -86,8 +87,7 @@ def _check_settings(
         raise ConfigError(f"a plan holds at most {LARGEST} samples, got {samples}; plan in parts")
     if oversize not in OVERSIZE:
         raise ConfigError(f"oversize must be one of {', '.join(OVERSIZE)}, got {oversize!r}")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0):
-        raise ConfigError(f"the seed must be a whole number of at least 0, or None for no shuffle; got {seed!r}")
+    check_seed(seed)
     if budgets and strategy not in WITH_BUDGETS:
         raise ConfigError(
             f"{strategy} knows tokens only, not {', '.join(budget.name for budget in budgets)}; choose "

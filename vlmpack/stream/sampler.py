@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, Literal, final
 
 import numpy as np
 from torch.utils.data import Sampler
 
 from vlmpack.errors import ConfigError
-from vlmpack.plan import EMPTY, Plan, Schedule, balance_rows, split_rows
+from vlmpack.plan import EMPTY, Plan, Schedule, balance_rows, check_seed, checked_capacity, split_rows
 
 Remainder = Literal["split", "empty", "drop"]
 REMAINDERS: tuple[Remainder, ...] = ("split", "empty", "drop")
@@ -34,7 +36,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         seed: of all shuffles; None: the plan's order, every epoch.
 
     Raises:
-        ConfigError: a number below 1, a rank or remainder that does not exist, or too few samples to split.
+        ConfigError: a number that is not whole or below 1, a seed below 0, costs that are negative or not finite, a
+            rank or remainder that does not exist, or too few samples to split.
     """
 
     batch_size = None
@@ -52,7 +55,9 @@ class PackedBatchSampler(Sampler[list[int]]):
         remainder: Remainder = "split",
         seed: int | None = 0,
     ) -> None:
-        if rank is not None and not 0 <= rank < ranks:
+        ranks, accumulation = checked_capacity(ranks, "ranks"), checked_capacity(accumulation, "accumulation")
+        check_seed(seed)
+        if rank is not None and rank not in range(ranks):
             raise ConfigError(f"rank must lie between 0 and {ranks - 1}, or be None for all; got {rank}")
         if remainder not in REMAINDERS:
             raise ConfigError(f"remainder must be one of {', '.join(REMAINDERS)}, got {remainder!r}")
@@ -122,11 +127,13 @@ class PackedBatchSampler(Sampler[list[int]]):
         """
         return {"epoch": self.epoch, "rows": self._done, "of": self._identity}
 
-    @property
+    @cached_property
     def _identity(self) -> str:
-        """What has to be the same to continue."""
-        how = f"seed {self.seed}, {self.ranks} ranks, accumulation {self.accumulation}, remainder {self.remainder!r}"
-        return f"plan {self.plan.digest[:16]}, {how}"
+        """What has to be the same to continue; which of the ranks this one is does not."""
+        whose = f"{self.ranks} ranks" + (" in turn" if self.rank is None else "")
+        how = f"seed {self.seed}, {whose}, accumulation {self.accumulation}, remainder {self.remainder!r}"
+        costs = hashlib.sha256(self._costs.astype("<f8").tobytes()).hexdigest()
+        return f"plan {self.plan.digest[:16]}, costs {costs[:16]}, {how}"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; nothing that is skipped is loaded.

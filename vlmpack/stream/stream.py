@@ -9,6 +9,7 @@ from typing import Any, Protocol, final, runtime_checkable
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vlmpack.errors import ConfigError
+from vlmpack.plan import checked_capacity
 from vlmpack.stream.ending import even_out
 from vlmpack.stream.packer import StreamPacker, token_count
 from vlmpack.stream.sampler import REMAINDERS, Remainder
@@ -69,7 +70,8 @@ class PackedStream(IterableDataset[list[Any]]):
         rank: int = 0,
         remainder: Remainder = "split",
     ) -> None:
-        if not 0 <= rank < ranks:
+        ranks = checked_capacity(ranks, "ranks")
+        if rank not in range(ranks):
             raise ConfigError(f"rank must lie between 0 and {ranks - 1}, got {rank}")
         if remainder not in REMAINDERS:
             raise ConfigError(f"remainder must be one of {', '.join(REMAINDERS)}, got {remainder!r}")
