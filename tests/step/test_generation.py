@@ -1,13 +1,13 @@
-"""An enabled model that generates between two training steps: neither changes the other."""
+"""What happens between two training steps, generation above all: neither changes the other."""
 
 import pytest
 import torch
-from samples import mixed_samples, padded
+from samples import FIRST_TEXT_ID, mixed_samples, padded
 
 from vlmpack.families import FAMILIES
 from vlmpack.families.tiny import tiny_model
-from vlmpack.layout import SlotRule
-from vlmpack.step import StepConfig, enable_packing
+from vlmpack.layout import SlotRule, pack
+from vlmpack.step import PackedStep, StepConfig, enable_packing
 
 
 @pytest.mark.parametrize("ways", [{}, {"use_cache": False}], ids=["cache", "no cache"])
@@ -21,7 +21,8 @@ def test_generation_from_a_left_padded_batch_between_two_steps(family, ways):
     del prompts["labels"]
 
     def generated(source):
-        return source.eval().generate(**prompts, max_new_tokens=4, do_sample=False, **ways)
+        words = {"max_new_tokens": 4, "do_sample": False, "suppress_tokens": [*range(FIRST_TEXT_ID)]}
+        return source.eval().generate(**prompts, **words, **ways)
 
     def trained():
         model.train().zero_grad()
@@ -36,3 +37,21 @@ def test_generation_from_a_left_padded_batch_between_two_steps(family, ways):
     loss_after, gradients_after = trained()
     assert torch.equal(loss_after, loss)
     assert all(map(torch.equal, gradients_after, gradients))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_whose_log_probabilities_were_computed_in_inference_mode_can_be_trained_on(family):
+    """A reference's, for DPO or GRPO: what a row keeps of its boundaries on a device must not be inference tensors."""
+    model = tiny_model(family, layers=2)
+    step = PackedStep(model)
+    batch = padded(mixed_samples(model.config, seed=2))
+    row = pack(batch, rule=SlotRule(multiple=4))
+    with torch.inference_mode():
+        reference = step(row)
+    trained = step(row)
+    trained.loss.backward()
+    assert torch.equal(trained.target_logprobs, reference.target_logprobs)
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    step(pack(batch, rule=SlotRule(multiple=4))).loss.backward()
+    assert all(map(torch.equal, found, [p.grad for p in model.parameters() if p.grad is not None]))

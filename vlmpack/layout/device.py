@@ -27,11 +27,15 @@ def around_graph(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A host array on `device`, without making the host wait: pinned and asynchronous on CUDA."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    """A host array on `device`, without making the host wait: pinned and asynchronous on CUDA.
+
+    No inference tensor, wherever it is made: it may be kept, and be part of a training step later.
+    """
+    with torch.inference_mode(False):
+        tensor = torch.from_numpy(array)
+        if device.type == "cuda":
+            return tensor.pin_memory().to(device, non_blocking=True)
+        return tensor.to(device)
 
 
 def on_host(tensor: torch.Tensor) -> bool:
