@@ -16,15 +16,19 @@ PUBLIC = [
     "FamilyError",
     "LayoutError",
     "Media",
+    "PackedBatchSampler",
     "PackedRow",
     "PackedStep",
+    "PackedStream",
     "PaddedBatch",
     "Plan",
+    "RowSettings",
     "SampleError",
     "Segments",
     "SlotRule",
     "StepConfig",
     "StepResult",
+    "StreamPacker",
     "VLMCollator",
     "VlmpackError",
     "disable_packing",
@@ -90,6 +94,11 @@ def test_importing_vlmpack_costs_next_to_nothing_and_brings_nothing() -> None:
 
 def test_the_layout_brings_torch_and_numpy_and_nothing_more() -> None:
     _, heavy = cost_of("from vlmpack import LayoutError, PaddedBatch, PackedRow, Segments, SlotRule, pack, unpack")
+    assert heavy == []
+
+
+def test_planning_and_streams_bring_no_transformers_either() -> None:
+    _, heavy = cost_of("from vlmpack import PackedBatchSampler, PackedStream, RowSettings, StreamPacker, plan_bins")
     assert heavy == []
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vlmpack.plan import Plan, plan_bins
     from vlmpack.proof import probe
     from vlmpack.step import PackedStep, StepConfig, StepResult, disable_packing, enable_packing
+    from vlmpack.stream import PackedBatchSampler, PackedStream, RowSettings, StreamPacker
 
 __version__ = "0.1.0"
 
@@ -30,15 +31,19 @@ __all__ = [
     "FamilyError",
     "LayoutError",
     "Media",
+    "PackedBatchSampler",
     "PackedRow",
     "PackedStep",
+    "PackedStream",
     "PaddedBatch",
     "Plan",
+    "RowSettings",
     "SampleError",
     "Segments",
     "SlotRule",
     "StepConfig",
     "StepResult",
+    "StreamPacker",
     "VLMCollator",
     "VlmpackError",
     "disable_packing",
@@ -56,6 +61,7 @@ _ROOM = {
     "plan": ("Plan", "plan_bins"),
     "proof": ("probe",),
     "step": ("PackedStep", "StepConfig", "StepResult", "disable_packing", "enable_packing"),
+    "stream": ("PackedBatchSampler", "PackedStream", "RowSettings", "StreamPacker"),
 }
 _HOME = {name: f"vlmpack.{room}" for room, names in _ROOM.items() for name in names}
 
