@@ -82,6 +82,15 @@ def test_a_copy_is_a_model_of_its_own():
     assert torch.isfinite(twin(**batch).loss)
 
 
+def test_a_class_of_the_users_own_is_found_by_what_it_comes_from():
+    model = tiny_model("qwen3_vl")
+    own = type("Mine", (type(model),), {})
+    model.__class__ = own
+    batch = padded(mixed_samples(model.config)).to_hf()
+    assert torch.equal(enable_packing(model)(**batch).loss, enable_packing(tiny_model("qwen3_vl"))(**batch).loss)
+    assert type(disable_packing(model)) is own
+
+
 def test_a_wrapped_model_is_found():
     wrapped = nn.Sequential(tiny_model("qwen3_vl"))
     enable_packing(wrapped)

@@ -182,6 +182,17 @@ def test_boundaries_are_whole_numbers_in_one_dimension(model, row, given):
         model(**{**row, "cu_seqlens_q": given})
 
 
+def test_a_row_of_no_tokens_is_refused(model):
+    with pytest.raises(LayoutError, match="a packed row of no tokens cannot go through a model"):
+        model(input_ids=torch.zeros(1, 0, dtype=torch.long), cu_seqlens_q=[0, 0])
+
+
+@pytest.mark.parametrize("head_chunk", [0, -1])
+def test_a_chunk_of_the_head_has_rows(head_chunk):
+    with pytest.raises(ConfigError, match=f"head_chunk is {head_chunk}; it is a number of rows, 1 or more"):
+        StepConfig(head_chunk=head_chunk)
+
+
 def test_boundaries_of_a_row_beside_the_mask_of_a_padded_batch_are_refused(model, samples):
     batch = padded(samples).to_hf()
     with pytest.raises(ConfigError, match=r"cu_seqlens_q_padded belongs to a packed row.*packed by its mask"):
@@ -204,7 +215,7 @@ def test_samples_that_only_restarting_positions_mark_are_refused(model, samples,
     text = [samples[1]["input_ids"], samples[1]["input_ids"][:5]]
     ids, positions = torch.cat(text)[None], torch.cat([torch.arange(len(x)) for x in text])[None]
     shaped = positions if rows is None else positions.expand(rows, 1, -1)
-    with pytest.raises(ConfigError, match=r"position_ids that restart are how others mark.*give a packed row its bound"):
+    with pytest.raises(ConfigError, match=r"position_ids that restart are how others mark.*give a packed row its"):
         model(input_ids=ids, position_ids=shaped)
     running_on = torch.arange(ids.shape[1])[None].expand_as(shaped)
     assert model(input_ids=ids, position_ids=running_on).logits.shape[1] == ids.shape[1]

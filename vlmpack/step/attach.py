@@ -159,7 +159,7 @@ def find_model(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if not isinstance(module, PreTrainedModel):  # PeftModelForCausalLM is only a wrapper, whatever its name says
             continue
-        if type(module).__name__.removeprefix("FSDP").endswith(("ForConditionalGeneration", "ForCausalLM")):
+        if any(base.__name__.endswith(("ForConditionalGeneration", "ForCausalLM")) for base in type(module).__mro__):
             return module
     raise FamilyError(
         f"no ...ForConditionalGeneration or ...ForCausalLM found in a {type(model).__name__}; give the model that "

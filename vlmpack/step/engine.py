@@ -52,6 +52,8 @@ class StepConfig:
     """What the routers' z-loss is multiplied by before it is added to the loss; transformers has none, so 0."""
 
     def __post_init__(self) -> None:
+        if self.head_chunk < 1:
+            raise ConfigError(f"head_chunk is {self.head_chunk!r}; it is a number of rows, 1 or more")
         if self.aux_loss not in ("row", "sample"):
             raise ConfigError(f'aux_loss is {self.aux_loss!r}; it is "row" or "sample"')
         if not 0 <= self.z_loss_coef < inf:

@@ -227,6 +227,8 @@ def _given_row(inputs: dict[str, Any]) -> PackedRow:
             f"a packed row is [1, T] but input_ids is {shape}; was the batch concatenated on its way (accelerate: set "
             "dispatch_batches=False)?"
         )
+    if not shape[-1]:
+        raise LayoutError("a packed row of no tokens cannot go through a model; leave it out, or give it a fixed width")
     row = PackedRow.from_hf(inputs)
     if (mask := inputs["attention_mask"]) is not None:
         raise LayoutError(
