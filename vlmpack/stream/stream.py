@@ -41,8 +41,9 @@ class PackedStream(IterableDataset[list[Any]]):
     """Rows, each a list of samples, for `DataLoader(stream, batch_size=None, collate_fn=collator)`.
 
     Every rank and every worker reads the whole source and packs it alike; each gives out its share of the rows. So the
-    rows are the same for any number of workers, all ranks have as many, and nobody has to talk. The source should
-    therefore be cheap to read: leave decoding to the collator.
+    rows are the same for any number of workers, all ranks have as many, and nobody has to talk. The source must
+    therefore give everybody the same samples in the same order (seed its shuffle), and should be cheap to read: leave
+    decoding to the collator.
 
     Args:
         source: the samples; iterated anew every epoch.
