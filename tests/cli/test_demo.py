@@ -22,7 +22,7 @@ from vlmpack.data import load_cord, tiny_processor, to_conversation
 from vlmpack.data.pretrained import save_processor
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Segments
-from vlmpack.step import engine, is_packing
+from vlmpack.step import inputs, is_packing
 from vlmpack.step.context import RowContext
 
 STEPS, BATCH = 3, 2
@@ -102,7 +102,7 @@ def test_the_cosine_of_a_leaking_row_is_not_1(receipts: Any, monkeypatch: pytest
     def one_segment(**facts: Any) -> RowContext:
         return RowContext(**{**facts, "segments": Segments.from_lengths([facts["segments"].total])})
 
-    monkeypatch.setattr(engine, "RowContext", one_segment)
+    monkeypatch.setattr(inputs, "RowContext", one_segment)
     assert packed_against_alone(model, processor, receipts).cosine < 0.999
 
 

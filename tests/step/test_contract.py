@@ -155,7 +155,7 @@ def test_every_circumstance_is_what_it_is_called(family):
     for name in ("training", "checkpointing", "reentrant checkpointing"):
         model, own = truth(family, name)
         mlp = FAMILIES[family]().language_model(model).layers[0].mlp
-        hook = mlp.register_forward_hook(lambda *_: calls.append(1))
+        hook = mlp.register_forward_pre_hook(lambda *_: calls.append(1))
         computed(model, own, "row")
         hook.remove()
         calls.append(0)

@@ -20,7 +20,7 @@ from vlmpack.step import PackedStep, disable_packing, enable_packing, is_packing
 
 SMALL = {"layers": 2, "vision_depth": 1, "hidden": 48}
 DELTA = tuple(name for name, family in FAMILIES.items() if family.delta is not None)
-CHANGED = r"gated delta layers no longer know the boundaries of a row: their class or their forward was changed"
+CHANGED = r"a \w+ no longer knows the boundaries of a row: its class or its forward was changed"
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 every_family = pytest.mark.parametrize("family", FAMILIES)
 every_delta_family = pytest.mark.parametrize("family", DELTA)
@@ -191,8 +191,9 @@ def test_layers_that_are_sharded_themselves_go_on_asking(family, mesh):
     row = row_of(model)
     for each in (model, reference):
         PackedStep(each)(row).loss.backward()
-    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, msg=name)
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+    expected = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    torch.testing.assert_close(found, expected)
     with pytest.raises(ConfigError, match="call disable_packing before sharding"):
         disable_packing(model)
 

@@ -294,7 +294,7 @@ def test_a_forward_replaced_on_a_layer_is_refused_and_noticed():
     assert not is_packing(model)
     enable_packing(model)
     layer.forward = layer.forward
-    with pytest.raises(ConfigError, match="layers no longer know the boundaries of a row"):
+    with pytest.raises(ConfigError, match="a Qwen3_5GatedDeltaNet no longer knows the boundaries of a row"):
         model(**padded(mixed_samples(model.config)).to_hf())
 
 

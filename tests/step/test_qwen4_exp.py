@@ -341,5 +341,5 @@ def test_a_layer_whose_forward_was_replaced_is_refused(name):
     del layer.forward
     enable_packing(model)
     layer.forward = layer.forward
-    with pytest.raises(ConfigError, match="some layers no longer know the boundaries"):
+    with pytest.raises(ConfigError, match="no longer knows the boundaries of a row"):
         model(**padded(reference("pair")[0]).to_hf())

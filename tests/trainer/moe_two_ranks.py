@@ -48,15 +48,15 @@ def gradients(family, wrapper, *, recomputed):
     targets = padded(samples).facts.num_targets
     mine = padded(samples[:2] if dist.get_rank() == 0 else samples[2:])
     if wrapper == "ddp":
-        step = PackedStep(DistributedDataParallel(model))
+        step = PackedStep(DistributedDataParallel(model, find_unused_parameters=True))  # an indexer only chooses
     else:
         mesh = init_device_mesh("cpu", (2,))
         for part in (*decoder_layers(model), model):
             fully_shard(part, mesh=mesh)
         step = PackedStep(model)
     step(mine, num_items_in_batch=targets, output_router_logits=True).loss.backward()
-    full = {name: p.grad if wrapper == "ddp" else p.grad.full_tensor() for name, p in model.named_parameters()}
-    return {name: gradient.clone() for name, gradient in full.items()}
+    learnt = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: (grad if wrapper == "ddp" else grad.full_tensor()).clone() for name, grad in learnt.items()}
 
 
 if __name__ == "__main__":

@@ -137,10 +137,15 @@ def packing_state(core: nn.Module) -> PackingState:
             "the model's attention implementation was changed after enable_packing, so its layers no longer know the "
             "boundaries of a row; call enable_packing(model) again after set_attn_implementation"
         )
-    if not cut.is_installed(state.family, core):
+    if (layer := cut.changed_since(state.family, core)) is not None:
         raise ConfigError(
-            "some layers no longer know the boundaries of a row: their class or their forward was changed after "
-            "enable_packing (use_kernels, a device_map, an offloading hook); undo that"
+            f"a {type(layer).__name__} no longer knows the boundaries of a row: its class or its forward was changed "
+            "after enable_packing (use_kernels, a device_map, an offloading hook); undo that"
+        )
+    if not by_sample.is_installed(state.family, core):
+        raise ConfigError(
+            "n-gram layers are no longer told the row: the text model was exchanged or lost its hooks after "
+            "enable_packing; call enable_packing(model) again"
         )
     if not experts.is_installed(state.family, core):
         raise ConfigError(

@@ -34,9 +34,10 @@ def uninstall(family: Family, core: nn.Module) -> None:
         layer.__class__ = base
 
 
-def is_installed(family: Family, core: nn.Module) -> bool:
-    """Whether every such layer still asks."""
-    return all(is_subclassed(layer) and "forward" not in vars(layer) for layer, _ in _layers(family, core))
+def changed_since(family: Family, core: nn.Module) -> nn.Module | None:
+    """A layer that no longer asks, if there is one."""
+    changed = (layer for layer, _ in _layers(family, core) if not is_subclassed(layer) or "forward" in vars(layer))
+    return next(changed, None)
 
 
 def _layers(family: Family, core: nn.Module) -> list[tuple[nn.Module, Maker]]:
