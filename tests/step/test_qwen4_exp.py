@@ -274,7 +274,7 @@ def test_without_its_cut_sparse_attention_leaks(monkeypatch):
 
 def test_without_their_cut_n_gram_layers_leak(monkeypatch):
     model, (samples, logits, *_) = tiny(), reference("pair")
-    monkeypatch.setattr(by_sample, "hook", lambda family, core: ())
+    monkeypatch.setattr(by_sample, "_tell", lambda *ids_module_and_arguments: None)
     assert largest_difference(model, samples, logits) > 0.1
 
 
@@ -343,3 +343,13 @@ def test_a_layer_whose_forward_was_replaced_is_refused(name):
     layer.forward = layer.forward
     with pytest.raises(ConfigError, match="no longer knows the boundaries of a row"):
         model(**padded(reference("pair")[0]).to_hf())
+
+
+def test_a_text_model_that_no_longer_tells_its_n_gram_layers_is_noticed():
+    model = enable_packing(copy.deepcopy(tiny()))
+    batch = padded(reference("pair")[0]).to_hf()
+    loss = model(**batch).loss
+    model.model.language_model._forward_pre_hooks.clear()
+    with pytest.raises(ConfigError, match="n-gram layers are no longer told the row"):
+        model(**batch)
+    assert torch.equal(enable_packing(model)(**batch).loss, loss)

@@ -42,6 +42,14 @@ def hook(family: Family, core: nn.Module) -> tuple[RemovableHandle, ...]:
     return (family.language_model(core).register_forward_pre_hook(tell, with_kwargs=True),)
 
 
+def is_installed(family: Family, core: nn.Module) -> bool:
+    """Whether the row still goes to the n-gram layers: `hook` is on the text model, which may be another one by now."""
+    if family.by_sample is None:
+        return True
+    hooks = family.language_model(core)._forward_pre_hooks.values()
+    return any(isinstance(hook, functools.partial) and hook.func is _tell for hook in hooks)
+
+
 def _tell(
     ids: str, language_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
