@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from vlmpack.cli import app
+from vlmpack.cli.probe_table import print_report
 from vlmpack.families.tiny import tiny_config, tiny_model
 from vlmpack.layout import Segments
+from vlmpack.proof import Check, Report, probe
 from vlmpack.step.context import VisionSegments
 
 
@@ -48,7 +52,7 @@ def test_an_exact_model_has_exit_status_0_and_tables_of_everything(folder: str) 
         "Qwen2_5_VLForConditionalGeneration (qwen2_5_vl), its own weights",
         "change sample 2 (two images)",
         "recurrent state absent",
-        "gradient of visual.merger.mlp",
+        "gradients of visual patch_embed.proj",
         "one row, [4, 1, T] positions",
         "leaks: cache, loss count",
         "Exact: every packed sample is what it would have been alone.",
@@ -102,3 +106,44 @@ def test_a_back_end_that_cannot_serve_says_why(folder: str) -> None:
     result = run(folder, "--attn", "torch_varlen")
     assert result.exit_code == 1
     assert "it runs on CUDA only" in words(result.stderr)
+
+
+# ---------------------------------------------------------------------- what is printed
+
+
+def printed(report: Report, *, width: int = 80) -> list[str]:
+    file = io.StringIO()
+    print_report(report, Console(file=file, width=width))
+    return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+def report_of(*checks: Check) -> Report:
+    return Report(
+        model="M", family="f", weights="w", device="cpu", dtype="float32", attention="a", samples=(), row_tokens=1,
+        checks=checks, plain=(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen4_exp", "qwen3"])
+def test_every_group_of_parameters_has_a_line_of_its_own_on_80_columns(family: str) -> None:
+    report = probe(tiny_model(family), plain=False)
+    groups = {check.name.split("gradient of ")[1] for check in report.checks if "row: gradient of" in check.name}
+    lines = printed(report)
+    seen, part = set(), ""
+    for line in lines[next(i for i, line in enumerate(lines) if "against each sample alone" in line) :]:
+        name = line[: line.index("  ", 4)].strip() if "  " in line[4:] else line.strip()
+        part = "" if not line.strip() else name.removeprefix("gradients of ") if name.startswith("gradients") else part
+        seen.add(f"{part}.{name}" if part else name.removeprefix("gradient of "))
+    assert len(groups) > 10
+    assert not any("…" in line for line in lines)
+    assert {group for group in groups if len(group) < 50} <= seen
+
+
+def test_what_is_infinitely_far_is_printed() -> None:
+    check = Check(part="isolation", name="change", finding="leaks", seen=float("inf"), allowed=1e-5, detail="nan")
+    assert any(line.split() == ["change", "inf", "1e-05", "leaks"] for line in printed(report_of(check)))
+
+
+def test_brackets_of_an_error_are_no_markup() -> None:
+    check = Check(part="mechanism", name="mask", finding="fails", detail="KeyError: [red] and [/] of [a]")
+    assert "mask fails. KeyError: [red] and [/] of [a]" in printed(report_of(check))

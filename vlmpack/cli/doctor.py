@@ -165,7 +165,7 @@ def _print_verdict(reports: Sequence[Report], console: Console, *, healthy: bool
         console.print(f"[red]{what}[/]", highlight=False)
         for check in report.checks:
             if check.is_bad:
-                console.print(f"  {check.name} {check.finding}. {check.detail}", highlight=False)
+                console.print(f"  {check.name} {check.finding}. {check.detail}", highlight=False, markup=False)
     if healthy:
         console.print("[green]Nothing leaks:[/] every packed sample is what it would have been alone.")
     else:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from vlmpack.proof import Check, Contrast, Report
@@ -17,19 +18,24 @@ TITLES = {
     "mechanism": "mechanisms, each by itself",
     "work": "work",
 }
+GRADIENT = "gradient of "
 CAPTION = """\
-[dim]Errors are parts of the largest entry (of logits, or of each parameter's gradient). A limit is what
-float32 accounts for, and twice the error that the model makes without packing.[/]
+[dim]row     a packed row
+padded  a padded batch, which the step packs itself
+Errors are parts of the largest entry (of logits, or of each parameter's
+gradient). A limit is what float32 accounts for, and twice the error that the
+model makes without packing.[/]
 """
 PLAIN_CAPTION = """\
 [dim]leak    how far a sample's logits move when only another one changes
-logits  how far they are from those of the sample alone; pairs: of query and key, a layer[/]
+logits  how far they are from those of the sample alone
+pairs   of query and key, a layer[/]
 """
 
 
 def print_report(report: Report, console: Console) -> None:
     """Tables, and one line that says it all."""
-    console.print(f"[bold]{report.model}[/] [dim]({report.family})[/], {report.weights}", highlight=False)
+    console.print(f"[bold]{report.model}[/] [dim]({report.family})[/], {escape(report.weights)}", highlight=False)
     console.print(f"{report.device}, {report.dtype}, attention by {report.attention}", highlight=False)
     console.print(f"a row of {report.row_tokens} tokens: {'; '.join(report.samples)}\n", highlight=False)
     console.print(_checks(report.checks))
@@ -50,7 +56,7 @@ def print_verdict(report: Report, console: Console) -> None:
     for check in report.checks:
         if check.is_bad:
             cause = f" [bold]{check.cause}[/]:" if check.cause else ""
-            console.print(f"[red]{check.name} {check.finding}.[/]{cause} {check.detail}", highlight=False)
+            console.print(f"[red]{check.name} {check.finding}.[/]{cause} {escape(check.detail)}", highlight=False)
     console.print(f"[red]{report.verdict.capitalize()}.[/] The cause: [bold]{', '.join(report.causes)}[/].")
     console.print("Do not train packed rows here; please report this table.")
 
@@ -63,28 +69,46 @@ def _checks(checks: Sequence[Check]) -> Table:
         table.add_row(f"[dim]{title}[/]")
         found = [check for check in checks if check.part == part]
         for i, check in enumerate(found):
-            note = f" [dim]{check.detail}[/]" if check.detail and not check.is_bad else ""
+            note = f" [dim]{escape(check.detail)}[/]" if check.detail and not check.is_bad else ""
             row = (f"  {check.name}", _number(check.seen), _number(check.allowed), _finding(check.finding) + note)
             table.add_row(*row, end_section=i + 1 == len(found))
     return table
 
 
 def _equality(checks: Sequence[Check]) -> Table:
-    """One line for what is compared both ways: the row as such, and the padded batch that the step packs."""
+    """One line for what is compared both ways: the row as such, and the padded batch that the step packs.
+
+    Gradients stand below the part of the model that they are of, so that a name fits a narrow terminal.
+    """
     lines: dict[str, dict[str, Check]] = {}
     for check in (check for check in checks if check.part == "equality"):
         way, _, what = check.name.partition(": ")
         lines.setdefault(what or check.name, {})[way if what else "row"] = check
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("against each sample alone", "packed row", "padded, packed inside", "allowed", "finding"):
-        table.add_column(title, justify="left" if title in ("against each sample alone", "finding") else "right")
+    table.add_column("against each sample alone", overflow="fold")
+    for title in ("row", "padded", "allowed"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("finding")
+    above = ""
     for what, ways in lines.items():
-        row, padded = ways.get("row"), ways.get("padded")
+        of, name = _placed(what)
+        if of and of != above:
+            table.add_section()
+            table.add_row(f"[dim]gradients of {of}[/]")
+        elif above and not of:
+            table.add_section()
+        above = of
         findings = dict.fromkeys(check.finding for check in ways.values())
-        seen = (_number(None if check is None else check.seen) for check in (row, padded))
+        seen = (_number(ways[way].seen if way in ways else None) for way in ("row", "padded"))
         allowed = next(iter(ways.values())).allowed
-        table.add_row(what, *seen, _number(allowed), ", ".join(_finding(finding) for finding in findings))
+        table.add_row(name, *seen, _number(allowed), ", ".join(_finding(finding) for finding in findings))
     return table
+
+
+def _placed(what: str) -> tuple[str, str]:
+    """(part of the model, the rest of the name) of the gradient of a group; ("", all of it) of anything else."""
+    part, _, rest = what.removeprefix(GRADIENT).partition(".")
+    return (part, f"  {rest}") if what.startswith(GRADIENT) and rest else ("", what)
 
 
 def _plain(contrasts: Sequence[Contrast]) -> Table:
@@ -95,7 +119,7 @@ def _plain(contrasts: Sequence[Contrast]) -> Table:
     table.add_column("verdict")
     for one in contrasts:
         colour = "green" if one.verdict == "exact" else "yellow"
-        why = f": {', '.join(one.causes)}" if one.causes else f": {one.detail}" if one.detail else ""
+        why = f": {', '.join(one.causes)}" if one.causes else f": {escape(one.detail)}" if one.detail else ""
         numbers = [_number(value) for value in (one.leak, one.logits, one.loss)]
         pairs = "" if one.pairs is None else f"{one.pairs:,}"
         table.add_row(one.name, *numbers, pairs, f"[{colour}]{one.verdict}[/]{why}")
@@ -113,4 +137,4 @@ def _number(value: Any) -> str:
         return ""
     if value == 0:
         return "0"
-    return f"{int(value):,}" if value >= 1 and value == int(value) else f"{value:.0e}"
+    return f"{int(value):,}" if value >= 1 and float(value).is_integer() else f"{value:.0e}"

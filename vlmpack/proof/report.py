@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, final
@@ -105,14 +106,22 @@ class Report:
         return causes_of(self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {"verdict": self.verdict, "causes": list(self.causes), **asdict(self)}
+        """Plain values, for JSON, which has no infinity: the largest float stands for it."""
+        return _finite({"verdict": self.verdict, "causes": list(self.causes), **asdict(self)})
 
     def __str__(self) -> str:
         head = f"{self.model} ({self.weights}), {self.device}, {self.dtype}, {self.attention}: {self.verdict}"
         lines = [f"  {check.part:<10} {check.name:<40} {check.finding:<12} {check.detail}" for check in self.checks]
         causes = [f"cause: {', '.join(self.causes)}"] if self.causes else []
         return "\n".join(line.rstrip() for line in (head, *causes, *lines))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    return min(value, sys.float_info.max) if isinstance(value, float) else value
 
 
 def said(error: Exception) -> str:
