@@ -53,6 +53,12 @@ def test_nan_is_infinitely_far() -> None:
     assert relative(float("nan"), 1.0) == float("inf")
 
 
+def test_a_batch_of_nan_widens_limits_no_further_than_any_other() -> None:
+    errors = compare(outcome(scale=float("nan")), outcome())
+    limits = Limits.beyond(errors, capped=True)
+    assert (limits.logits, limits.loss) == pytest.approx((21 * FLOOR["logits"], 21 * FLOOR["loss"]))
+
+
 def test_a_gradient_of_nothing_but_rounding_is_compared_with_the_model() -> None:
     assert distance(torch.tensor([2e-9]), torch.tensor([1e-9])) == pytest.approx(1.0)
     assert distance(torch.tensor([2e-9]), torch.tensor([1e-9]), least=1e-4) == pytest.approx(1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -118,6 +119,46 @@ def test_what_cannot_be_probed_is_refused() -> None:
         vlmpack.probe(tiny_model("qwen3"), attention="torch_varlen")
     with pytest.raises(FamilyError, match=r"no \.\.\.ForConditionalGeneration or .* found in a Linear"):
         vlmpack.probe(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_gives_nan_alone_proves_nothing(dtype: torch.dtype) -> None:
+    """Compared with NaN everything is as far as anything, and twice the model's own error would allow it."""
+    model = tiny_model("qwen3", dtype=dtype)
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    report = vlmpack.probe(model)
+    (check,) = report.checks
+    assert (report.verdict, report.plain) == ("fails", ())
+    assert "the logits of sample 0 has NaN or infinity without any packing" in check.detail
+
+
+def test_gradients_that_are_infinite_alone_prove_nothing_either() -> None:
+    model = tiny_model("qwen3")
+    model.lm_head.weight.register_hook(lambda gradient: gradient / 0)
+    (check,) = vlmpack.probe(model).checks
+    assert (check.finding, "the gradient of lm_head.weight has" in check.detail) == ("fails", True)
+
+
+def test_infinity_goes_through_json_as_the_largest_number() -> None:
+    report = vlmpack.probe(tiny_model("qwen3"), plain=False)
+    worst = replace(report.checks[0], finding="leaks", seen=float("inf"))
+    answer = json.loads(json.dumps(replace(report, checks=(worst,)).to_dict(), allow_nan=False))
+    assert answer["checks"][0]["seen"] > 1e300
+
+
+def test_the_least_precise_weights_set_the_limits() -> None:
+    """The vision tower, whose weights come first, may be kept in float32."""
+    model = tiny_model("qwen3_vl", dtype=torch.bfloat16)
+    model.model.visual.float()
+    report = vlmpack.probe(model, plain=False)
+    assert (report.verdict, report.dtype) == ("exact", "bfloat16"), report
+
+
+def test_within_autocast_the_weights_own_precision_counts() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        report = vlmpack.probe(tiny_model("qwen2_vl"), plain=False)
+    assert (report.verdict, report.dtype) == ("exact", "float32"), report
 
 
 def test_a_model_that_cannot_compute_its_samples_is_a_finding() -> None:

@@ -126,3 +126,14 @@ def test_arithmetic_is_exact_inside_and_as_before_afterwards() -> None:
         assert model.training
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_a_small_model_has_one_thread_inside_and_all_afterwards() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with untouched(tiny_model("qwen3")):
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

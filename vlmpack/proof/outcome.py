@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import final
 
 import torch
@@ -106,7 +107,7 @@ def compare(seen: Outcome, truth: Outcome) -> Errors:
             groups[group] = GradientError(error=error, parameter=name)
     return Errors(
         logits=max(distance(*pair) for pair in zip(seen.logits, truth.logits, strict=True)),
-        target_losses=float((seen.target_losses - truth.target_losses).abs().sum() / truth.target_losses.sum()),
+        target_losses=_or_infinite((seen.target_losses - truth.target_losses).abs().sum() / truth.target_losses.sum()),
         loss=relative(seen.loss, truth.loss),
         gradients=groups,
     )
@@ -115,14 +116,18 @@ def compare(seen: Outcome, truth: Outcome) -> Errors:
 def distance(seen: torch.Tensor, expected: torch.Tensor, *, least: float = 0.0) -> float:
     """Largest difference as a part of the largest entry (at least `least`); NaN counts as infinitely far."""
     expected = expected.detach().float()
-    difference = (seen.detach().to(expected.device).float() - expected).abs().nan_to_num(nan=float("inf"))
+    difference = (seen.detach().to(expected.device).float() - expected).abs().nan_to_num(nan=inf)
     return float(difference.max()) / max(float(expected.abs().max()), least, 1e-30)
 
 
 def relative(seen: float, expected: float) -> float:
     """Relative difference of two numbers; NaN counts as infinitely far."""
-    difference = abs(seen - expected) / max(abs(expected), 1e-30)
-    return difference if difference == difference else float("inf")
+    return _or_infinite(abs(seen - expected) / max(abs(expected), 1e-30))
+
+
+def _or_infinite(difference: float | torch.Tensor) -> float:
+    """NaN is farther than anything."""
+    return float(difference) if difference == difference else inf
 
 
 def group_of(parameter: str) -> str:

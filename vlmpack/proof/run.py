@@ -64,7 +64,7 @@ def probe(
         family=subject.family.model_type,
         weights=weights,
         device=call.device,
-        dtype=str(call.dtype).removeprefix("torch."),
+        dtype=str(subject.dtype).removeprefix("torch."),
         attention=served,
         samples=tuple(f"{sample.kind}, {len(sample.input_ids)} tokens" for sample in subject.samples),
         row_tokens=subject.segments.total,

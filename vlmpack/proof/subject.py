@@ -57,8 +57,9 @@ class Subject:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type of the weights."""
-        return next(self.core.parameters()).dtype
+        """Element type of the weights; of several, the least precise."""
+        found = {p.dtype for p in self.core.parameters() if p.is_floating_point()}
+        return max(found, key=lambda dtype: torch.finfo(dtype).eps)
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -86,8 +87,12 @@ class Truth:
 
 
 def find_truth(subject: Subject) -> Truth:
-    """Compute it. In low precision a float32 copy of the model is made for as long as that takes."""
-    own = _alone(subject.model, subject)
+    """Compute it. In low precision a float32 copy of the model is made for as long as that takes.
+
+    Raises:
+        ArithmeticError: the model gives NaN or infinity without any packing.
+    """
+    own = _finite(_alone(subject.model, subject))
     padded = PlainPadded(**subject.plain)
     if subject.dtype == torch.float32:
         no_errors = compare(own, own)
@@ -96,7 +101,7 @@ def find_truth(subject: Subject) -> Truth:
         )
         outcome, limits = own, Limits.beyond(errors, capped=True)
     else:
-        outcome = _alone(copy.deepcopy(subject.model).float(), subject)
+        outcome = _finite(_alone(copy.deepcopy(subject.model).float(), subject))
         limits = Limits.beyond(compare(own, outcome), capped=False)
     scenes = [watch(subject.core, subject.family, Alone(**subject.plain), [sample]) for sample in subject.samples]
     features = [features_of(scene.vision) for scene in scenes]
@@ -112,6 +117,16 @@ def find_truth(subject: Subject) -> Truth:
         feature_error=_unless_it_raises(padded_features, 0.0),
         balance=None if subject.family.experts is None else padded.balance(subject.samples),
     )
+
+
+def _finite(alone: Outcome) -> Outcome:
+    """From a truth that is NaN or infinite everything would be equally far, and every limit would hold."""
+    numbers = {**{f"the logits of sample {i}": x for i, x in enumerate(alone.logits)}, "the loss": alone.target_losses}
+    numbers |= {f"the gradient of {name}": gradient for name, gradient in alone.gradients.items()}
+    for name, x in numbers.items():
+        if not bool(x.isfinite().all()):
+            raise ArithmeticError(f"{name} has NaN or infinity without any packing: nothing can be compared with it")
+    return alone
 
 
 def _unless_it_raises(run: Callable[[], Found], otherwise: Found) -> Found:
@@ -137,8 +152,9 @@ def _alone(model: nn.Module, subject: Subject) -> Outcome:
 def attention_call(model: nn.Module) -> AttentionCall:
     """What the text model asks of an attention back-end."""
     core: Any = find_model(model)
-    text = family_of(core).text_config(core.config)
-    weight = next(core.parameters())
+    family = family_of(core)
+    text = family.text_config(core.config)
+    weight = next(family.language_model(core).parameters())
     heads = text.num_attention_heads
     return AttentionCall(
         device=weight.device.type,

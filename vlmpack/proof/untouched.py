@@ -11,6 +11,9 @@ from torch import nn
 from vlmpack.step import StepConfig, disable_packing, enable_packing, find_model, is_packing
 from vlmpack.step.attach import packing_state
 
+SMALL = 10_000_000
+"""Weights up to which a model is computed by one thread."""
+
 
 def settings_of(model: nn.Module) -> StepConfig | None:
     """The settings with which packing is enabled; None: it is not."""
@@ -19,7 +22,8 @@ def settings_of(model: nn.Module) -> StepConfig | None:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Inside: no packing, eval mode, no gradients, exact float32. Afterwards: everything as it was, bit for bit.
+    """Inside: no packing, eval mode, no gradients, exact float32, no autocast; small models have one thread.
+    Afterwards: everything as it was, bit for bit.
 
     Weights, buffers and the configuration are not written to at all. Modes, gradients (the very tensors), packing and
     the random state of every device are put back.
@@ -28,7 +32,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(p, p.grad) for p in model.parameters()]
     cuda = [device for device in {p.device for p in model.parameters()} if device.type == "cuda"]
-    with torch.random.fork_rng(devices=cuda), _exact_arithmetic(), torch.enable_grad():
+    with torch.random.fork_rng(devices=cuda), _exact_arithmetic(), _threads_for(model), torch.enable_grad():
         try:
             disable_packing(model)
             model.eval()
@@ -47,11 +51,31 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _exact_arithmetic() -> Iterator[None]:
-    """CUDA rounds float32 to TF32 in convolutions, and in products where asked to: more than packing may differ by."""
+    """CUDA rounds float32 to TF32 in convolutions, and in products where asked to; autocast rounds to less: more than
+    packing may differ by."""
     before = torch.get_float32_matmul_precision()
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+    with (
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+        torch.backends.cudnn.flags(enabled=True, allow_tf32=False),
+    ):
         torch.set_float32_matmul_precision("highest")
         try:
             yield
         finally:
             torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def _threads_for(model: nn.Module) -> Iterator[None]:
+    """One for a small model on a CPU: its operations are so short that threads mostly wait for each other, and where
+    other programs keep the cores busy they wait ten times as long as they compute."""
+    small = sum(p.numel() for p in model.parameters()) < SMALL and all(
+        p.device.type == "cpu" for p in model.parameters()
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if small else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
