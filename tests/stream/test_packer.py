@@ -149,8 +149,25 @@ def test_whoever_has_waited_a_call_here_waits_no_other_one_there():
 def test_the_state_of_wider_rows_is_refused():
     wide = StreamPacker(RowSettings(capacity=50))
     wide.add({"length": 40})
-    with pytest.raises(ConfigError, match=r"the state is of other settings: .*has 40 tokens"):
+    with pytest.raises(
+        ConfigError, match=r"the state is of RowSettings\(capacity=50.*, these are .*=10.*pack as before"
+    ):
         StreamPacker(RowSettings(capacity=10)).load_state_dict(wide.state_dict())
+
+
+@pytest.mark.parametrize("other", [{"capacity": 60}, {"min_fill": 0.5}, {"buffer_tokens": 9}, {"drop_last": True}])
+def test_the_state_of_any_other_settings_is_refused_even_if_the_samples_would_fit(other):
+    packer = StreamPacker(RowSettings(capacity=50))
+    packer.add({"length": 40})
+    with pytest.raises(ConfigError, match="the state is of RowSettings"):
+        StreamPacker(RowSettings(**{"capacity": 50, **other})).load_state_dict(packer.state_dict())
+
+
+def test_waiting_samples_that_are_measured_otherwise_here_are_refused():
+    packer = StreamPacker(RowSettings(capacity=50))
+    packer.add({"length": 40})
+    with pytest.raises(ConfigError, match=r"samples that are measured otherwise: .*has 80 tokens"):
+        StreamPacker(RowSettings(capacity=50), length=lambda sample: 80).load_state_dict(packer.state_dict())
 
 
 def test_tokens_are_counted_from_a_length_or_from_ids():

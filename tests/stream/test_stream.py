@@ -212,8 +212,23 @@ def test_a_stateful_data_loader_continues_in_the_middle_of_an_epoch(source, work
 
 def test_the_state_of_other_ranks_is_refused():
     state = PackedStream(Samples(), SETTINGS, ranks=2).state_dict()
-    with pytest.raises(ConfigError, match="the state is of 2 ranks, this stream is of 1"):
+    with pytest.raises(ConfigError, match="the state is of 2 ranks with remainder 'split', this stream is of 1 with"):
         PackedStream(Samples(), SETTINGS).load_state_dict(state)
+    with pytest.raises(ConfigError, match="this stream is of 2 with 'drop'; deal as before"):
+        PackedStream(Samples(), SETTINGS, ranks=2, remainder="drop").load_state_dict(state)
+    with pytest.raises(ConfigError, match="the state is of RowSettings"):
+        PackedStream(Samples(), RowSettings(capacity=5000), ranks=2).load_state_dict(state)
+
+
+def test_two_who_iterate_one_stream_do_not_share_its_rows_out_unnoticed():
+    stream = PackedStream(Samples(), SETTINGS)
+    one = iter(stream)
+    next(one)
+    other = iter(stream)
+    first = next(other)
+    with pytest.raises(ConfigError, match="begun anew before it ended; give each loader a stream of its own"):
+        next(one)
+    assert ids([first, *other]) == ids(PackedStream(Samples(), SETTINGS))  # who came last misses nothing
 
 
 def test_a_rank_or_remainder_that_does_not_exist_is_refused():

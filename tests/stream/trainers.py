@@ -21,7 +21,7 @@ from training import KINDS, Samples, arguments, collator, receipts
 from vlmpack.families.tiny import tiny_model
 from vlmpack.plan import Plan, plan_bins
 from vlmpack.step import enable_packing
-from vlmpack.stream import PackedBatchSampler
+from vlmpack.stream import PackedBatchSampler, Remainder
 
 
 class PackedTrainer(Trainer):
@@ -30,12 +30,17 @@ class PackedTrainer(Trainer):
     plan: Plan
     rows: list[list[int]]
     """Lengths of the samples of each row, in the order of training."""
+    remainder: Remainder = "split"
 
     def get_train_dataloader(self) -> DataLoader:
         sampler = PackedBatchSampler(
-            self.plan, ranks=self.args.world_size, accumulation=self.args.gradient_accumulation_steps
+            self.plan,
+            ranks=self.args.world_size,
+            accumulation=self.args.gradient_accumulation_steps,
+            remainder=self.remainder,
         )
-        loader = DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.note)
+        workers = self.args.dataloader_num_workers
+        loader = DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.note, num_workers=workers)
         return self.accelerator.prepare(loader)
 
     def note(self, features: list[Any]) -> dict[str, Any]:

@@ -167,21 +167,24 @@ class StreamPacker(Generic[Sample]):
             "dropped": self.dropped,
             "left_out": self.left_out,
             "carried": self._carried,
+            "of": repr(self.settings),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was asked, with the same settings.
 
         Raises:
-            ConfigError: a waiting sample does not fit these settings.
+            ConfigError: the state is of other settings, or a waiting sample has another length here.
         """
+        if state["of"] != repr(self.settings):
+            raise ConfigError(f"the state is of {state['of']}, these are {self.settings!r}; pack as before")
         self._room = WaitingRoom(self.settings.capacity, list(self.settings.limits.values()))
         self._samples = dict(state["waiting"])
         try:
             for at, sample in self._samples.items():
                 self._room.add(at, *self.needs(sample))
         except SampleError as error:
-            raise ConfigError(f"the state is of other settings: {error}") from error
+            raise ConfigError(f"the state is of samples that are measured otherwise: {error}") from error
         self._alone = [list(row) for row in state["alone"]]
         self.seen, self.dropped, self.left_out = state["seen"], state["dropped"], state["left_out"]
         self._carried = state["carried"]

@@ -104,16 +104,23 @@ class PackedStream(IterableDataset[list[Any]]):
         return self._packer.left_out + self._uneven
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """This rank's and worker's rows, from where `load_state_dict` put it, or from the start."""
+        """This rank's and worker's rows, from where `load_state_dict` put it, or from the start.
+
+        Raises:
+            ConfigError: somebody else began to iterate the same stream meanwhile, and has the rows that would come.
+        """
         if not self._resumed:
             self._start()
         self._resumed = False
+        packer = self._packer
         worker = get_worker_info()
         workers, me = (worker.num_workers, worker.id) if worker else (1, 0)
         for mine in self._mine():
             self._rounds += 1
             if (self._rounds - 1) % workers == me:
                 yield mine
+            if self._packer is not packer:
+                raise ConfigError("this stream was begun anew before it ended; give each loader a stream of its own")
 
     def _mine(self) -> Iterator[list[Any]]:
         """This rank's row of each round of rows.
@@ -182,6 +189,7 @@ class PackedStream(IterableDataset[list[Any]]):
             "ended": self._ended,
             "uneven": self._uneven,
             "ranks": self.ranks,
+            "remainder": self.remainder,
             "source": self.source.state_dict() if isinstance(self.source, Resumable) else None,
         }
 
@@ -189,10 +197,14 @@ class PackedStream(IterableDataset[list[Any]]):
         """Continue there when next iterated.
 
         Raises:
-            ConfigError: the state is of another number of ranks, or of other settings.
+            ConfigError: the state is of another number of ranks, another remainder, or other settings.
         """
-        if state["ranks"] != self.ranks:
-            raise ConfigError(f"the state is of {state['ranks']} ranks, this stream is of {self.ranks}")
+        theirs, ours = (state["ranks"], state["remainder"]), (self.ranks, self.remainder)
+        if theirs != ours:
+            raise ConfigError(
+                f"the state is of {theirs[0]} ranks with remainder {theirs[1]!r}, this stream is of {ours[0]} with "
+                f"{ours[1]!r}; deal as before"
+            )
         self._start()
         self._packer.load_state_dict(state["packer"])
         self._rows = [list(row) for row in state["rows"]]
