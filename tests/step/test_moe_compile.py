@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe import MOE, fresh, samples_of
+from moe import fresh, samples_of
 from samples import padded
 from torch._dynamo.utils import counters
 from training import distance, gradients
@@ -36,8 +36,9 @@ def text_row(model, seed, multiple):
     return pack(padded(samples_of(model, seed=seed, kinds=("text",) * 3)), rule=SlotRule(multiple=multiple))
 
 
-@pytest.mark.parametrize("family", MOE)
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen4_exp"])
 def test_a_compiled_step_is_the_step(family):
+    """Experts beside attention alone, and beside every other kind of layer that there is."""
     config = StepConfig(z_loss_coef=0.25)
     model, plain = small(family), small(family)
     step, reference = PackedStep(torch.compile(model, backend="aot_eager"), config), PackedStep(plain, config)
