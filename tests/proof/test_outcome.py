@@ -55,7 +55,7 @@ def test_nan_is_infinitely_far() -> None:
 
 def test_a_batch_of_nan_widens_limits_no_further_than_any_other() -> None:
     errors = compare(outcome(scale=float("nan")), outcome())
-    limits = Limits.beyond(errors, capped=True)
+    limits = Limits.beyond(compare(outcome(), outcome()), errors)
     assert (limits.logits, limits.loss) == pytest.approx((21 * FLOOR["logits"], 21 * FLOOR["loss"]))
 
 
@@ -81,18 +81,27 @@ def test_a_group_is_one_module_of_all_layers(parameter: str, group: str) -> None
     assert group_of(parameter) == group
 
 
-def test_limits_are_a_floor_and_twice_an_error_that_is_not_packings() -> None:
-    own = Errors(
-        logits=0.01, target_losses=0.002, loss=0.0, gradients={"a": GradientError(error=0.03, parameter="a.weight")}
-    )
-    limits = Limits.beyond(own, capped=False)
-    assert limits.logits == pytest.approx(FLOOR["logits"] + 0.02)
-    assert limits.loss == pytest.approx(FLOOR["loss"] + 0.004)
-    assert limits.gradients == {"a": pytest.approx(FLOOR["gradients"] + 0.06)}
+def errors_of(error: float) -> Errors:
+    gradients = {"a": GradientError(error=error, parameter="a.weight")}
+    return Errors(logits=error, target_losses=error, loss=0.0, gradients=gradients)
 
 
-def test_a_broken_padded_batch_does_not_widen_the_limits() -> None:
-    own = Errors(logits=1.0, target_losses=1.0, loss=1.0, gradients={"a": GradientError(error=1.0, parameter="a")})
-    limits = Limits.beyond(own, capped=True)
+@pytest.mark.parametrize(
+    ("own", "padded", "counted"),
+    [
+        pytest.param(0.03, 0.01, 0.03, id="the model's own error"),
+        pytest.param(0.03, 0.05, 0.05, id="that of the padded batch, which adds up over all samples too"),
+        pytest.param(0.03, 1.0, 0.06, id="of a broken padded batch no more than twice the model's own"),
+    ],
+)
+def test_limits_are_a_floor_and_twice_an_error_that_is_not_packings(own: float, padded: float, counted: float) -> None:
+    limits = Limits.beyond(errors_of(own), errors_of(padded))
+    assert limits.logits == pytest.approx(FLOOR["logits"] + 2 * counted)
+    assert limits.loss == pytest.approx(FLOOR["loss"] + 2 * counted)
+    assert limits.gradients == {"a": pytest.approx(FLOOR["gradients"] + 2 * counted)}
+
+
+def test_a_broken_padded_batch_does_not_widen_the_limits_of_float32() -> None:
+    limits = Limits.beyond(errors_of(0.0), errors_of(1.0))
     assert limits.logits == pytest.approx(21 * FLOOR["logits"])
     assert limits.gradients == {"a": pytest.approx(21 * FLOOR["gradients"])}

@@ -77,6 +77,13 @@ def test_low_precision_has_the_limits_of_low_precision(family: str) -> None:
     assert all(seen == 0 for name, seen in seen_isolation(report).items()), "other samples are computed bit for bit"
 
 
+def test_what_the_tower_rounds_over_all_images_is_no_fault_of_a_row_in_low_precision() -> None:
+    """Gradients of norms add up over patches: more of them at once than in any sample alone."""
+    processor = tiny_processor("qwen3_vl")
+    report = vlmpack.probe(tiny_model("qwen3_vl", processor=processor, dtype=torch.bfloat16), processor, plain=False)
+    assert report.verdict == "exact", report
+
+
 def seen_isolation(report: vlmpack.proof.Report) -> dict[str, float]:
     return seen(report, "isolation") if "moe" not in report.family else {}
 

@@ -75,23 +75,27 @@ class Limits:
     """By group."""
 
     @classmethod
-    def beyond(cls, own: Errors, *, capped: bool) -> Limits:
+    def beyond(cls, own: Errors, padded: Errors) -> Limits:
         """Limits beyond errors that the model makes without packing.
 
         Args:
-            own: those errors: in low precision against float32, or of the padded batch against the samples alone.
-            capped: count no more than ten times the floor of them, so that a mistake of the padded path does not
-                widen the limits.
+            own: of the samples alone: in low precision against float32; in float32 none.
+            padded: of plain transformers' padded batch, whose tower adds up gradients over all images as packing does.
+                Ten floors, or twice `own`, are counted at most, so that a mistake of that path widens no limit.
         """
 
-        def limit(floor: float, error: float) -> float:
-            return floor + 2 * (min(error, 10 * floor) if capped else error)
+        def limit(floor: float, error: float, batch: float) -> float:
+            return floor + 2 * max(error, min(batch, max(10 * floor, 2 * error)))
+
+        def of_group(name: str) -> float:
+            batch = padded.gradients.get(name)
+            return limit(FLOOR["gradients"], own.gradients[name].error, 0.0 if batch is None else batch.error)
 
         return cls(
-            logits=limit(FLOOR["logits"], own.logits),
+            logits=limit(FLOOR["logits"], own.logits, padded.logits),
             # Not of the mean's own error, which may be 0 by chance.
-            loss=limit(FLOOR["loss"], own.target_losses),
-            gradients={name: limit(FLOOR["gradients"], group.error) for name, group in own.gradients.items()},
+            loss=limit(FLOOR["loss"], own.target_losses, padded.target_losses),
+            gradients={name: of_group(name) for name in own.gradients},
         )
 
 

@@ -94,15 +94,13 @@ def find_truth(subject: Subject) -> Truth:
     """
     own = _finite(_alone(subject.model, subject))
     padded = PlainPadded(**subject.plain)
-    if subject.dtype == torch.float32:
-        no_errors = compare(own, own)
-        errors = _unless_it_raises(
-            lambda: compare(padded(subject.samples).outcome(subject.model, subject.samples), own), no_errors
-        )
-        outcome, limits = own, Limits.beyond(errors, capped=True)
-    else:
+    outcome = own
+    if subject.dtype != torch.float32:
         outcome = _finite(_alone(copy.deepcopy(subject.model).float(), subject))
-        limits = Limits.beyond(compare(own, outcome), capped=False)
+    errors = compare(own, outcome)
+    batch_errors = _unless_it_raises(
+        lambda: compare(padded(subject.samples).outcome(subject.model, subject.samples), outcome), errors
+    )
     scenes = [watch(subject.core, subject.family, Alone(**subject.plain), [sample]) for sample in subject.samples]
     features = [features_of(scene.vision) for scene in scenes]
 
@@ -111,7 +109,7 @@ def find_truth(subject: Subject) -> Truth:
 
     return Truth(
         outcome=outcome,
-        limits=limits,
+        limits=Limits.beyond(errors, batch_errors),
         rotary=[rotary_of(next(iter(scene.attention.values()))) for scene in scenes],
         features=features,
         feature_error=_unless_it_raises(padded_features, 0.0),
