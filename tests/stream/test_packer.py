@@ -107,6 +107,10 @@ def test_a_sample_that_is_too_long_is_refused_dropped_or_alone_as_asked():
     assert ids(packed(dropping, [5, 30, 5])) == [[0, 2]]
     assert dropping.dropped == 1
     alone = StreamPacker(RowSettings(capacity=10, oversize="own_row"))
+    alone.add({"id": "long", "length": 30})
+    assert len(alone) == 1  # whoever flushes only while somebody waits loses nobody
+    assert ids(alone.flush()) == [["long"]]
+    assert len(alone) == 0
     assert ids(packed(alone, [5, 30, 5])) == [[1], [0, 2]]
 
 

@@ -188,6 +188,10 @@ def test_the_state_of_another_plan_or_of_other_shuffles_is_refused():
         ({"costs": np.full(101, np.nan)}, "costs must be one finite number"),
         ({"remainder": "repeat"}, "remainder must be one of split, empty, drop, got 'repeat'"),
         ({"costs": np.ones(3)}, "3 costs for 101 samples"),
+        (
+            {"ranks": 500, "remainder": "drop"},
+            r"\d+ rows make no step of 500 ranks with accumulation 1 and remainder 'drop'",
+        ),
         ({"ranks": 500}, "101 samples cannot fill 500 rows, the next multiple of 500"),
     ],
 )

@@ -67,12 +67,12 @@ class StreamPacker(Generic[Sample]):
         self._carried = 0
 
     def __len__(self) -> int:
-        """Samples that wait."""
-        return len(self._samples)
+        """Samples that wait, those with a row of their own included."""
+        return len(self._samples) + len(self._alone)
 
     @property
     def tokens(self) -> int:
-        """Tokens that wait."""
+        """Tokens that wait to share a row."""
         return self._room.tokens
 
     def add(self, sample: Sample) -> None:

@@ -37,7 +37,7 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     Raises:
         ConfigError: a number that is not whole or below 1, a seed below 0, costs that are negative or not finite, a
-            rank or remainder that does not exist, or too few samples to split.
+            rank or remainder that does not exist, too few samples to split, or too few rows for a single step.
     """
 
     batch_size = None
@@ -73,6 +73,11 @@ class PackedBatchSampler(Sampler[list[int]]):
         """The epoch that is yielded, or will be next."""
         self._done = self._start = 0
         self._rows_an_epoch = self._order(self.schedule(0)).size
+        if not self._rows_an_epoch:
+            raise ConfigError(
+                f"{len(plan)} rows make no step of {ranks} ranks with accumulation {accumulation} and remainder "
+                f"{remainder!r}; use fewer ranks or less accumulation, smaller rows, or another remainder"
+            )
 
     def __len__(self) -> int:
         """Rows of a whole epoch, wherever this one was continued."""
