@@ -132,11 +132,6 @@ def packing_state(core: nn.Module) -> PackingState:
     state: PackingState | None = vars(core).get(_STATE)
     if state is None:
         raise ConfigError(f"packing is not enabled on this {type(core).__name__}; call enable_packing(model) first")
-    if not attention.is_installed(state.family.language_model(core), state.family.vision_tower(core)):
-        raise ConfigError(
-            "the model's attention implementation was changed after enable_packing, so its layers no longer know the "
-            "boundaries of a row; call enable_packing(model) again after set_attn_implementation"
-        )
     if (layer := cut.changed_since(state.family, core)) is not None:
         raise ConfigError(
             f"a {type(layer).__name__} no longer knows the boundaries of a row: its class or its forward was changed "
@@ -151,6 +146,11 @@ def packing_state(core: nn.Module) -> PackingState:
         raise ConfigError(
             "blocks of experts were exchanged or wrapped after enable_packing (PEFT's modules_to_save copies them), so "
             "padding would be sent to experts and counted by routers; call enable_packing(model) again"
+        )
+    if not attention.is_installed(state.family.language_model(core), state.family.vision_tower(core)):
+        raise ConfigError(
+            "the model's attention implementation was changed after enable_packing, or a layer was exchanged for a copy, "
+            "so that layers no longer know the boundaries of a row; call enable_packing(model) again afterwards"
         )
     return state
 
