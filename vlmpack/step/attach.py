@@ -149,7 +149,7 @@ def packing_state(core: nn.Module) -> PackingState:
         )
     if not attention.is_installed(state.family.language_model(core), state.family.vision_tower(core)):
         raise ConfigError(
-            "the model's attention implementation was changed after enable_packing, or a layer was exchanged for a copy, "
+            "the attention implementation was changed after enable_packing, or a layer was exchanged for a copy, "
             "so that layers no longer know the boundaries of a row; call enable_packing(model) again afterwards"
         )
     return state
