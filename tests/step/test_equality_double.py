@@ -34,6 +34,7 @@ def test_packed_equals_alone_to_the_last_digits(family, multiple):
     truth = alone_through(model, samples)
     result = PackedStep(model)(pack(padded(samples), rule=SlotRule(multiple=multiple)), logits=True)
     result.loss.backward()
+    assert result.row_logits is not None
     assert result.row_logits.dtype == torch.float64
     limits = DELTA if FAMILIES[family].delta else EXACT
     assert torch.isclose(result.loss, truth.loss, rtol=limits.loss, atol=0)
