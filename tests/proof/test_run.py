@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 import vlmpack
 from vlmpack.data import tiny_processor
-from vlmpack.errors import BackendError, FamilyError
+from vlmpack.errors import BackendError, ConfigError, FamilyError
 from vlmpack.families.tiny import tiny_model
 from vlmpack.proof import backends_for
 from vlmpack.proof.outcome import FLOOR
@@ -126,6 +126,16 @@ def test_what_cannot_be_probed_is_refused() -> None:
         vlmpack.probe(tiny_model("qwen3"), attention="torch_varlen")
     with pytest.raises(FamilyError, match=r"no \.\.\.ForConditionalGeneration or .* found in a Linear"):
         vlmpack.probe(torch.nn.Linear(2, 2))
+
+
+def test_the_processor_of_another_model_is_refused() -> None:
+    processor = tiny_processor("qwen3_vl")
+    with pytest.raises(ConfigError, match=r"token id \d+, and the model has 131 of them; give the processor"):
+        vlmpack.probe(tiny_model("qwen3_vl"), processor)
+    with pytest.raises(ConfigError, match="patches of 1536 numbers, and the model takes 1176"):
+        vlmpack.probe(tiny_model("qwen2_5_vl", vocab_size=2000), processor)
+    with pytest.raises(ConfigError, match="0 image tokens of this model where its pixels make 24"):
+        vlmpack.probe(tiny_model("qwen3_vl", vocab_size=2000), processor)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,14 +11,38 @@ import torch
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import SyntheticReceipts
-from vlmpack.errors import VlmpackError
+from vlmpack.errors import ConfigError, VlmpackError
+from vlmpack.families import Family
 from vlmpack.layout import PaddedBatch
-from vlmpack.proof.samples import ProbeSample
+from vlmpack.proof.samples import ProbeSample, patch_width
 
 IMAGE_TOKENS, FRAME_TOKENS = 24, 8
 """Most tokens of an image, and of a frame of the video."""
 SCALE = 0.35
 """Of the drawn receipts, which are resized once more."""
+
+
+def check_fits(samples: Sequence[ProbeSample], family: Family, config: Any) -> None:
+    """Samples of another model's processor would only make an embedding or a convolution raise.
+
+    Raises:
+        ConfigError: they have token ids, patches or placeholders that the model does not know.
+    """
+    remedy = "give the processor that was saved with the model"
+    vocabulary = family.text_config(config).vocab_size
+    if (highest := max(int(sample.input_ids.max()) for sample in samples)) >= vocabulary:
+        raise ConfigError(f"the processor makes token id {highest}, and the model has {vocabulary} of them; {remedy}")
+    width = patch_width(family, config)
+    for sample in samples:
+        for pixels in (sample.media.pixel_values, sample.media.pixel_values_videos):
+            if pixels is not None and pixels.shape[-1] != width:
+                seen = f"patches of {pixels.shape[-1]} numbers, and the model takes {width}"
+                raise ConfigError(f"the processor makes {seen}; {remedy}")
+        types = family.media_types(sample.input_ids, config)
+        for kind, grids, name in ((1, sample.image_grids, "image"), (2, sample.video_grids, "video")):
+            if (seen := int((types == kind).sum())) != (expected := family.media_tokens(grids, config)):
+                counts = f"{seen} {name} tokens of this model where its pixels make {expected}"
+                raise ConfigError(f"the processor writes {counts}; {remedy}")
 
 
 def processed_samples(processor: Any) -> list[ProbeSample]:

@@ -12,7 +12,7 @@ from vlmpack.attention import BACKENDS, choose
 from vlmpack.families import family_of
 from vlmpack.proof.contrast import contrasts
 from vlmpack.proof.packed import packed_checks
-from vlmpack.proof.receipts import processed_samples
+from vlmpack.proof.receipts import check_fits, processed_samples
 from vlmpack.proof.report import Check, Contrast, Report, said
 from vlmpack.proof.samples import synthetic_samples
 from vlmpack.proof.subject import Subject, attention_call, find_truth
@@ -51,7 +51,8 @@ def probe(
         progress: called with the name of each part before it begins.
 
     Raises:
-        FamilyError: the model's family cannot be packed.
+        FamilyError: the model's family cannot be packed, or the processor is not one of a Qwen-VL model.
+        ConfigError: the processor is another model's.
         BackendError: the named back-end cannot serve.
     """
     subject = _subject(model, processor, attention)
@@ -84,6 +85,8 @@ def _subject(model: nn.Module, processor: Any, attention: str | None) -> Subject
     family = family_of(core)
     takes_it = processor is not None and family.has_vision
     samples = processed_samples(processor) if takes_it else synthetic_samples(family, core.config)
+    if takes_it:
+        check_fits(samples, family, core.config)
     settings = settings_of(model) or StepConfig()
     return Subject(
         model=model,
