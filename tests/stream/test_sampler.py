@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from vlmpack.errors import ConfigError
 from vlmpack.plan import Budget, plan_bins, split_rows
@@ -142,11 +143,10 @@ def test_nothing_that_is_skipped_is_loaded():
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stateful_data_loader_continues_in_the_middle_of_an_epoch(workers):
-    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="waits for torchdata")
     dataset = list(range(len(LENGTHS)))
 
     def make():
-        return stateful.StatefulDataLoader(dataset, batch_sampler=sampler(), collate_fn=list, num_workers=workers)
+        return StatefulDataLoader(dataset, batch_sampler=sampler(), collate_fn=list, num_workers=workers)
 
     rows = list(make())
     half = make()

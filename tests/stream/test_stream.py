@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from vlmpack.bench.cases.plan import LENGTH_SETS
 from vlmpack.errors import ConfigError
@@ -192,11 +193,9 @@ def test_a_source_with_a_place_is_not_read_again():
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_stateful_data_loader_continues_in_the_middle_of_an_epoch(source, workers):
-    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="waits for torchdata")
-
     def make():
         stream = PackedStream(source(), SETTINGS, ranks=2, rank=0)
-        return stateful.StatefulDataLoader(stream, batch_size=None, collate_fn=identity, num_workers=workers)
+        return StatefulDataLoader(stream, batch_size=None, collate_fn=identity, num_workers=workers)
 
     rows = ids(make())
     half = make()
