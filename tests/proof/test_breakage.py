@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -101,6 +102,19 @@ def one_picture(family: str, patch: Patch) -> None:
 def pads_to_experts(family: str, patch: Patch) -> None:
     """Padding is routed and counted."""
     patch.setattr(experts._Gate, "tell", lambda gate, mixer, args, kwargs: None)
+
+
+def a_pad_for_a_token(family: str, patch: Patch) -> None:
+    """As many tokens as are real go to experts, but one of them is padding."""
+    honest = inputs._real_tokens
+
+    def exchanged(row: Any) -> Any:
+        real = honest(row)
+        assert real is not None
+        padding = row.segments.padding_mask("cpu").nonzero()[0]
+        return replace(real, index=torch.cat([real.index[:-1], padding]))
+
+    patch.setattr(inputs, "_real_tokens", exchanged)
 
 
 def first_labels_kept(family: str, patch: Patch) -> None:
@@ -232,6 +246,14 @@ def test_padding_that_reaches_experts(family: str, monkeypatch: Patch) -> None:
     assert bad(report, "isolation") == []
     (refused,) = [check for check in report.checks if check.part == "equality" and check.is_bad]
     assert re.search(r"routers saw \[\d+.*\] tokens of a row with \d+ real ones", refused.detail), refused
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_padding_that_takes_the_place_of_a_token(family: str, monkeypatch: Patch) -> None:
+    a_pad_for_a_token(family, monkeypatch)
+    report = probed(family)
+    assert (report.verdict, report.causes) == ("differs", ("router",))
+    assert bad(report, "mechanism") == ["router"]
 
 
 @pytest.mark.parametrize("family", SOME)

@@ -72,6 +72,8 @@ class Scene:
     """The gated delta layers."""
     experts: Mapping[str, Call]
     """The experts of each layer that has them."""
+    blocks: Mapping[str, Call]
+    """The blocks around them, by the same names."""
     vision: Sequence[Call]
     """The calls of the vision tower: images, then videos."""
 
@@ -88,8 +90,10 @@ def watch(model: nn.Module, family: Family, way: Way, samples: Sequence[ProbeSam
     text, tower = family.language_model(model), family.vision_tower(model)
     attention = children(text, "self_attn")
     delta = children(text, "linear_attn") if family.delta is not None else {}
-    experts = {} if family.experts is None else _experts(family, text)
-    watched = [*attention.values(), *delta.values(), *experts.values(), *([] if tower is None else [tower])]
+    blocks = {} if family.experts is None else _expert_blocks(family, text)
+    experts = {name: block.get_submodule("experts") for name, block in blocks.items()}
+    mixers = [*attention.values(), *delta.values()]
+    watched = [*mixers, *experts.values(), *blocks.values(), *([] if tower is None else [tower])]
     with recorded(watched) as calls:
         way(samples)
     return Scene(
@@ -99,6 +103,7 @@ def watch(model: nn.Module, family: Family, way: Way, samples: Sequence[ProbeSam
         attention={name: calls[module][0] for name, module in attention.items()},
         delta={name: calls[module][0] for name, module in delta.items()},
         experts={name: calls[module][0] for name, module in experts.items()},
+        blocks={name: calls[module][0] for name, module in blocks.items()},
         vision=[] if tower is None else calls[tower],
     )
 
@@ -110,10 +115,9 @@ def children(text: nn.Module, name: str) -> dict[str, nn.Module]:
     return {at: module for at, module in found.items() if module is not None}
 
 
-def _experts(family: Family, text: nn.Module) -> dict[str, nn.Module]:
+def _expert_blocks(family: Family, text: nn.Module) -> dict[str, nn.Module]:
     assert family.experts is not None
-    blocks = [layer.block for layer in family.experts.layers(text)]
-    return {f"expert block {i}": block.get_submodule("experts") for i, block in enumerate(blocks)}
+    return {f"expert block {i}": layer.block for i, layer in enumerate(family.experts.layers(text))}
 
 
 @contextmanager

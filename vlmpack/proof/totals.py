@@ -21,23 +21,32 @@ BALANCE_IN_LOW_PRECISION = 2e-2
 
 
 def check_dispatch(scene: Scene) -> Check:
-    """Experts are given the real tokens of a row and nothing else."""
+    """Experts are given the real tokens of a row and nothing else: as many of them, and padding gets nothing back."""
     if not scene.experts:
         return Check(part="mechanism", name="router", finding="absent")
     real = scene.segments.num_tokens
     for name, call in scene.experts.items():
         hidden = call.hidden
         if (seen := hidden.numel() // hidden.shape[-1]) != real:
-            return Check(
-                part="mechanism",
-                name="router",
-                finding="differs",
-                seen=seen,
-                allowed=real,
-                cause="router",
-                detail=f"{name} was given {seen} tokens, and {real} are real: padding is routed and counted",
-            )
+            return _misrouted(seen, real, f"{name} was given {seen} tokens, and {real} are real")
+    for name, call in scene.blocks.items():
+        answer = call.output[0][0]
+        on_padding = scene.segments.padding_mask(answer.device)
+        if stray := int((answer[on_padding] != 0).any(-1).sum()):
+            return _misrouted(real - stray, real, f"{name} computed padding in place of {stray} real tokens")
     return Check(part="mechanism", name="router", finding="ok", seen=real, allowed=real)
+
+
+def _misrouted(seen: int, real: int, detail: str) -> Check:
+    return Check(
+        part="mechanism",
+        name="router",
+        finding="differs",
+        seen=seen,
+        allowed=real,
+        cause="router",
+        detail=f"{detail}: padding is routed and counted" if seen > real else detail,
+    )
 
 
 @torch.no_grad()
