@@ -231,11 +231,11 @@ def test_a_file_that_is_not_there_is_not_called_something_else(tmp_path):
 
 def test_a_file_that_is_no_plan_is_refused(tmp_path):
     (tmp_path / "text").write_text("rows")
-    with pytest.raises(ConfigError, match="text is no plan"):
+    with pytest.raises(ConfigError, match=r"text is no vlmpack.plan"):
         Plan.load(tmp_path / "text")
     with zipfile.ZipFile(tmp_path / "zip", "w") as members:
         members.writestr("other", "x")
-    with pytest.raises(ConfigError, match="zip is no plan of version 1"):
+    with pytest.raises(ConfigError, match=r"zip is no vlmpack.plan of version 1"):
         Plan.load(tmp_path / "zip")
     small_plan().save(tmp_path / "rows.plan")
     newer = rewritten(
@@ -244,7 +244,7 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path):
         "manifest.json",
         lambda data: data.replace(b'"version": 1', b'"version": 2'),
     )
-    with pytest.raises(ConfigError, match=r"newer is no plan of version 1: it says \('vlmpack.plan', 2\)"):
+    with pytest.raises(ConfigError, match=r"newer is no vlmpack.plan of version 1: it says \('vlmpack.plan', 2\)"):
         Plan.load(newer)
 
 

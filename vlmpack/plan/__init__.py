@@ -10,6 +10,7 @@ from vlmpack.plan.planner import plan_bins
 from vlmpack.plan.split import middle, split_rows
 from vlmpack.plan.strategies import ALIASES, STRATEGIES, strategy_name
 from vlmpack.plan.subset import best_subset
+from vlmpack.plan.table import LengthTable, Refused
 from vlmpack.plan.waiting import WaitingRoom
 
 __all__ = [
@@ -19,8 +20,10 @@ __all__ = [
     "STRATEGIES",
     "Budget",
     "CostModel",
+    "LengthTable",
     "Oversize",
     "Plan",
+    "Refused",
     "Schedule",
     "WaitingRoom",
     "balance_rows",

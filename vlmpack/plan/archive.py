@@ -1,4 +1,4 @@
-"""A plan on disk: a zip of `manifest.json` and one `.npy` an array."""
+"""Plans and tables on disk: a zip of `manifest.json` and one `.npy` an array."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import numpy as np
 
 from vlmpack.errors import ConfigError, LayoutError
 
-FORMAT = "vlmpack.plan"
+PLAN = "vlmpack.plan"
 VERSION = 1
 MANIFEST = "manifest.json"
 FIRST_DATE = (1980, 1, 1, 0, 0, 0)
 """What a zip file says when nothing is said: the same bytes every time."""
 
 
-def write(path: str | Path, manifest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+def write(path: str | Path, manifest: Mapping[str, Any], arrays: Mapping[str, np.ndarray], *, kind: str = PLAN) -> None:
     """Write the file under another name beside it and rename it, so that it is there whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"format": FORMAT, "version": VERSION, **manifest}, indent=2) + "\n"
+    text = json.dumps({"format": kind, "version": VERSION, **manifest}, indent=2) + "\n"
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")  # not `tempfile`, which lets nobody else read it
     try:
         with temporary.open("xb") as file, zipfile.ZipFile(file, "w") as members:
@@ -38,33 +38,33 @@ def write(path: str | Path, manifest: Mapping[str, Any], arrays: Mapping[str, np
         raise
 
 
-def read(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def read(path: str | Path, *, kind: str = PLAN) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """(manifest, arrays) of a file that `write` made.
 
     Raises:
-        ConfigError: there is no such file, it is not a plan, or it is of another version.
+        ConfigError: there is no such file, it is not of this kind, or it is of another version.
         LayoutError: it is damaged.
     """
     if not Path(path).is_file():
-        raise ConfigError(f"there is no file {path}; plan first, or name another one")
+        raise ConfigError(f"there is no file {path}; write it first, or name another one")
     if not zipfile.is_zipfile(path):
-        raise ConfigError(f"{path} is no plan: `Plan.save` writes zip files. Plan again, or name another file")
+        raise ConfigError(f"{path} is no {kind}, which is a zip file. Write it again, or name another file")
     try:
         with zipfile.ZipFile(path) as members:
-            manifest = _manifest(members, path)
+            manifest = _manifest(members, path, kind)
             arrays = {
                 name.removesuffix(".npy"): _array(members, name) for name in members.namelist() if name != MANIFEST
             }
     except (zipfile.BadZipFile, ValueError) as error:  # ValueError: text that is no JSON, bytes that are no array
-        raise LayoutError(f"{path} is damaged ({error}); plan again") from error
+        raise LayoutError(f"{path} is damaged ({error}); write it again") from error
     return manifest, arrays
 
 
-def _manifest(members: zipfile.ZipFile, path: str | Path) -> dict[str, Any]:
+def _manifest(members: zipfile.ZipFile, path: str | Path, kind: str) -> dict[str, Any]:
     manifest = json.loads(members.read(MANIFEST)) if MANIFEST in members.namelist() else {}
     seen = manifest.get("format"), manifest.get("version")
-    if seen != (FORMAT, VERSION):
-        raise ConfigError(f"{path} is no plan of version {VERSION}: it says {seen}. Plan again with this vlmpack")
+    if seen != (kind, VERSION):
+        raise ConfigError(f"{path} is no {kind} of version {VERSION}: it says {seen}. Write it again with this vlmpack")
     return manifest
 
 
