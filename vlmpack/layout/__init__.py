@@ -7,7 +7,7 @@ from vlmpack.layout.boundaries import checked_boundaries
 from vlmpack.layout.buckets import Bucket, Buckets
 from vlmpack.layout.device import around_graph, nothing_on_host, on_host, outside_graph, require, to_device
 from vlmpack.layout.pack import pack, unpack
-from vlmpack.layout.roll import IGNORE, shift_labels, unshift_labels
+from vlmpack.layout.roll import IGNORE, roll_left, shift_labels, unshift_labels, without_successor
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments
 from vlmpack.layout.slots import SlotRule
@@ -35,8 +35,10 @@ __all__ = [
     "outside_graph",
     "pack",
     "require",
+    "roll_left",
     "shift_labels",
     "to_device",
     "unpack",
     "unshift_labels",
+    "without_successor",
 ]

@@ -1,13 +1,62 @@
-"""Shift labels inside each segment of a row, and back: no target crosses a boundary."""
+"""Tokens moved to the left inside each segment of a row, labels shifted so, and back: nothing crosses a boundary.
+
+Lengths [3, 5, 2], slots a multiple of 4, fill 0:
+
+    row        1 2 3 .  4 5 6 7 8 . . .  9 10 . .
+    depth 1    2 3 0 0  5 6 7 8 0 0 0 0  10 0 0 0
+    depth 2    3 0 0 0  6 7 8 0 0 0 0 0  0  0 0 0
+"""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from vlmpack.errors import LayoutError
+from vlmpack.layout.device import outside_graph
 from vlmpack.layout.segments import Segments
 
 IGNORE = -100
 """The label that cross-entropy leaves out."""
+
+
+def roll_left(
+    row_tensor: torch.Tensor, segments: Segments, *, depth: int = 1, fill: float, token_dim: int = -1
+) -> torch.Tensor:
+    """`out[..., i] = row_tensor[..., i + depth]` inside a segment's real tokens, `fill` on every other place.
+
+    Rolling by 1 twice is rolling by 2. Differentiable; nothing waits for the device.
+
+    Args:
+        row_tensor: [1, T], [k, 1, T], or any other shape with the row's T tokens along `token_dim`; any type.
+        segments: the row's boundaries: gaps, a tail and repeated boundaries included.
+        depth: tokens to move by, at least 1.
+        fill: what the last `depth` tokens of a segment and padding get: 0, True for a padding mask, -100 for labels.
+        token_dim: the dimension of length T.
+
+    Raises:
+        LayoutError: the tensor is not a row of these segments, or a depth below 1.
+    """
+    if row_tensor.shape[token_dim] != segments.total:
+        raise LayoutError(
+            f"roll_left: the row is {segments.total} tokens wide by its boundaries, the tensor "
+            f"{list(row_tensor.shape)} has {row_tensor.shape[token_dim]} at dimension {token_dim}; "
+            "a part of a row is rolled with its halo"
+        )
+    ends = without_successor(segments, depth, row_tensor.device)
+    return torch.roll(row_tensor, -depth, dims=token_dim).index_fill_(token_dim, ends, fill)
+
+
+@outside_graph
+def without_successor(segments: Segments, depth: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """int64 [n]: where in the row no token of the same segment comes `depth` places later; all padding is there.
+
+    Raises:
+        LayoutError: a depth below 1.
+    """
+    if depth < 1:
+        raise LayoutError(f"a row is rolled left by at least 1 token, got depth={depth}; the row itself is depth 0")
+    return segments.derived(("without_successor", depth), device, lambda: _without_successor(segments, depth))
 
 
 def shift_labels(labels: torch.Tensor, segments: Segments) -> torch.Tensor:
@@ -17,12 +66,16 @@ def shift_labels(labels: torch.Tensor, segments: Segments) -> torch.Tensor:
         labels: [1, T] int64, not shifted.
         segments: the row's boundaries.
     """
-    shifted = torch.roll(labels, -1, dims=-1)
-    shifted[..., segments.last_tokens(labels.device)] = IGNORE
-    return shifted.masked_fill_(segments.padding_mask(labels.device), IGNORE) if segments.has_gaps else shifted
+    return roll_left(labels, segments, depth=1, fill=IGNORE)
 
 
 def unshift_labels(shifted: torch.Tensor, segments: Segments) -> torch.Tensor:
     """The inverse of `shift_labels`; each segment's first label, which predicts nothing, becomes -100."""
     first = (segments.position_in_segment(shifted.device) == 0) | segments.padding_mask(shifted.device)
     return torch.roll(shifted, 1, dims=-1).masked_fill_(first, IGNORE)
+
+
+def _without_successor(segments: Segments, depth: int) -> np.ndarray:
+    slots = (*segments.slots, segments.total - segments.stride[-1])
+    stops = np.repeat([*(stop for _, stop in segments.spans), 0], slots)
+    return np.flatnonzero(np.arange(depth, segments.total + depth) >= stops)

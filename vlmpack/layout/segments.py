@@ -12,9 +12,9 @@ G segments, T row tokens (`total`), R real tokens (`num_tokens`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any, final
 
@@ -220,16 +220,21 @@ class Segments:
         return self._tensor("last", device)
 
     @cached_property
-    def _tensors(self) -> dict[tuple[str, torch.device], torch.Tensor]:
+    def _tensors(self) -> dict[tuple[Hashable, torch.device], torch.Tensor]:
         """Not a field: whoever rebuilds a dataclass field by field (FSDP's mixed precision) starts without tensors."""
         return {}
 
     @outside_graph
     def _tensor(self, name: str, device: torch.device | str) -> torch.Tensor:
-        key = (name, torch.device(device))
-        if key not in self._tensors:
-            self._tensors[key] = to_device(self._array(name), key[1])
-        return self._tensors[key]
+        return self.derived(name, device, partial(self._array, name))
+
+    @outside_graph
+    def derived(self, key: Hashable, device: torch.device | str, make: Callable[[], np.ndarray]) -> torch.Tensor:
+        """What `make` gives, on `device`: an index that follows from the boundaries, made once under this key."""
+        place = (key, torch.device(device))
+        if place not in self._tensors:
+            self._tensors[place] = to_device(make(), place[1])
+        return self._tensors[place]
 
     def _array(self, name: str) -> np.ndarray:
         """The numpy form of one fact: no python loop over tokens."""
