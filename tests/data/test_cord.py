@@ -252,7 +252,7 @@ class TestRefusals:
     def test_a_folder_of_something_else(self, tmp_path: Path) -> None:
         (tmp_path / "notes.txt").write_text("")
         with pytest.raises(
-            ConfigError, match=r"holds no CORD data for split 'train' \(it holds: notes.txt\); expected"
+            ConfigError, match=r"holds no CORD data or table for split 'train' \(it holds: notes.txt\); expected"
         ):
             load_cord(tmp_path)
 

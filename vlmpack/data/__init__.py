@@ -1,4 +1,4 @@
-"""Receipts to train on: CORD v2 from anywhere or drawn, conversations, and measures of what was read.
+"""Samples to train on: any stored conversations, receipts (CORD v2, or drawn), and measures of what was read.
 
 Nothing is imported until it is used: `import vlmpack.data` loads neither Pillow nor transformers nor datasets.
 """
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
         normalised_edit_distance,
         nted_accuracy,
     )
+    from vlmpack.data.open import OpenDataset, open_dataset
     from vlmpack.data.processor import tiny_processor
     from vlmpack.data.receipts import SyntheticReceipts, parse_lines
 
 __all__ = [
     "CordDataset",
     "FieldCounts",
+    "OpenDataset",
     "SyntheticReceipts",
     "contradictions",
     "count_fields",
@@ -35,6 +37,7 @@ __all__ = [
     "load_cord",
     "normalised_edit_distance",
     "nted_accuracy",
+    "open_dataset",
     "parse_lines",
     "tiny_processor",
     "to_conversation",
@@ -53,6 +56,7 @@ _FILES = {
         "normalised_edit_distance",
         "nted_accuracy",
     ),
+    "open": ("OpenDataset", "open_dataset"),
     "processor": ("tiny_processor",),
     "receipts": ("SyntheticReceipts", "parse_lines"),
 }

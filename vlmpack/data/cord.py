@@ -18,7 +18,7 @@ from typing import Any
 from vlmpack.data.conversation import parse_of
 from vlmpack.data.images import ImageError, load_image
 from vlmpack.data.receipts import SPLITS, SyntheticReceipts
-from vlmpack.data.sources import COLUMNS, Rows, Source, find_rows
+from vlmpack.data.sources import Rows, Source, complete_row, find_rows
 from vlmpack.errors import ConfigError, SampleError
 
 
@@ -67,13 +67,7 @@ class CordDataset:
         if not -len(self) <= index < len(self):
             raise IndexError(f"record {index} of {len(self)} in {self.name}")
         at = int(index) % len(self)
-        row = self.rows[at]
-        missing = [column for column in COLUMNS if row.get(column) is None]
-        if missing:
-            message = f"{' and '.join(missing)} missing in {self.name} (the record has {', '.join(row) or 'nothing'})"
-            raise SampleError(
-                f"{message}; CORD records have an image and a ground_truth", index=at, reason="missing_column"
-            )
+        row = complete_row(self.rows[at], self.name, index=at)
         parse_of(row["ground_truth"], index=at)
         try:
             image = load_image(row["image"])

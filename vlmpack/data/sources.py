@@ -1,4 +1,4 @@
-"""Where receipts are stored, and how their raw records are found.
+"""Where samples are stored, and how their raw records are found.
 
     folder of `save_to_disk`      dataset_dict.json, dataset_info.json            extra [data]
     folder of parquet files       data/train-00000-of-00004-....parquet           extra [data]
@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 from vlmpack.data.receipts import SPLITS, parse_lines
 from vlmpack.errors import ConfigError, SampleError
@@ -30,14 +30,54 @@ _ALIASES = {"train": "train", "validation": "validation", "valid": "validation",
 
 
 class Rows(Protocol):
-    """What a source gives: raw records, `image` in any form that `images.load_image` reads."""
+    """What a source gives: raw records, images in any form that `images.load_image` reads."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class StoredRows:
+    """A table of `datasets` as plain values: an image stays `{"bytes", "path"}`, however deep it is nested."""
+
+    table: Any
+    """A `datasets.Dataset` in Arrow's format, in which nothing is decoded."""
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the columns."""
+        return self.table.column_names
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.table[index].to_pylist()[0]
+
+    def only(self, columns: Sequence[str], name: str) -> StoredRows:
+        """These columns of it.
+
+        Raises:
+            ConfigError: one of them is not there.
+        """
+        missing = [column for column in columns if column not in self.columns]
+        if missing:
+            raise ConfigError(
+                f"{name} has no column {' and '.join(missing)} (it has {', '.join(self.columns)}); rename yours to "
+                f"{' and '.join(columns)}"
+            )
+        return StoredRows(table=self.table.select_columns(list(columns)))
+
+
 def find_rows(source: Source, split: str) -> tuple[Rows, str]:
-    """The rows of a real source and its name for messages."""
+    """The receipts of a real source (their two columns) and its name for messages."""
+    rows, name = find_stored(source, split)
+    return (rows.only(COLUMNS, name) if isinstance(rows, StoredRows) else rows), name
+
+
+def find_stored(source: Source, split: str) -> tuple[StoredRows | ImageFolder, str]:
+    """The rows of a real source, whatever their columns, and its name for messages."""
     if not isinstance(source, str | os.PathLike):
         return _parquet_rows([Path(path).expanduser() for path in source], split), f"{len(source)} parquet files"
     path = Path(source).expanduser()
@@ -53,7 +93,22 @@ def find_rows(source: Source, split: str) -> tuple[Rows, str]:
     )
 
 
-def _folder_rows(folder: Path, split: str) -> Rows:
+def complete_row(row: Mapping[str, Any], name: str, *, index: int) -> Mapping[str, Any]:
+    """The row of a receipt, if all of it is there.
+
+    Raises:
+        SampleError: it has no image, or no ground truth.
+    """
+    missing = [column for column in COLUMNS if row.get(column) is None]
+    if missing:
+        message = f"{' and '.join(missing)} missing in {name} (the record has {', '.join(row) or 'nothing'})"
+        raise SampleError(
+            f"{message}; CORD records have an image and a ground_truth", index=index, reason="missing_column"
+        )
+    return row
+
+
+def _folder_rows(folder: Path, split: str) -> StoredRows | ImageFolder:
     if any((folder / name).is_file() for name in ("dataset_dict.json", "dataset_info.json", "state.json")):
         return _saved_rows(folder, split)
     parquet = sorted(folder.rglob("*.parquet"))
@@ -65,18 +120,19 @@ def _folder_rows(folder: Path, split: str) -> Rows:
                 f"no parquet file of split {split!r} under {folder}; its files: {seen}; expected {split}-*.parquet"
             )
         return _parquet_rows(chosen, split)
-    for name in (split, SPLITS[split], "."):
+    written = SPLITS.get(split, split)
+    for name in (split, written, "."):
         if (folder / name / "image").is_dir() and (folder / name / "json").is_dir():
             return _image_rows(folder / name, split)
     seen = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     raise ConfigError(
-        f"{folder} holds no CORD data for split {split!r} (it holds: {seen}); expected a dataset saved by datasets, "
-        f"{split}-*.parquet files, or {SPLITS[split]}/image with {SPLITS[split]}/json"
+        f"{folder} holds no CORD data or table for split {split!r} (it holds: {seen}); expected a dataset saved by "
+        f"datasets, {split}-*.parquet files, or {written}/image with {written}/json. A JSON file is named itself"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ImageFolder:
+class ImageFolder:
     """The layout of the CORD archive: `image/receipt_00000.png` beside `json/receipt_00000.json`."""
 
     images: tuple[Path, ...]
@@ -100,7 +156,7 @@ class _ImageFolder:
         return {"image": image, "ground_truth": text}
 
 
-def _image_rows(folder: Path, split: str) -> Rows:
+def _image_rows(folder: Path, split: str) -> ImageFolder:
     images = sorted(path for path in (folder / "image").iterdir() if path.suffix.lower() in (".png", ".jpg", ".jpeg"))
     alone = [image.name for image in images if not _json_beside(image).is_file()]
     if alone:
@@ -109,7 +165,7 @@ def _image_rows(folder: Path, split: str) -> Rows:
         )
     if not images:
         raise ConfigError(f"no .png or .jpg in {folder / 'image'}; unpack the CORD archive there")
-    rows = _ImageFolder(images=tuple(images))
+    rows = ImageFolder(images=tuple(images))
     written = _written_split(rows[0]["ground_truth"])
     name = _ALIASES.get(written, split)
     if name != split:
@@ -139,7 +195,7 @@ def _split_of(path: Path, folder: Path) -> str | None:
     return None
 
 
-def _parquet_rows(paths: list[Path], split: str) -> Rows:
+def _parquet_rows(paths: list[Path], split: str) -> StoredRows:
     absent = [str(path) for path in paths if not path.is_file()]
     if absent or not paths:
         raise ConfigError(f"no such parquet file: {', '.join(absent) or 'the list is empty'}; check the path")
@@ -152,10 +208,10 @@ def _parquet_rows(paths: list[Path], split: str) -> Rows:
         table = datasets.Dataset.from_parquet([str(path) for path in paths])
     except Exception as error:  # datasets and pyarrow raise many kinds for a broken file
         raise ConfigError(f"{paths[0]} cannot be read as parquet: {error}; download it again") from error
-    return _undecoded(table, str(paths[0]))
+    return StoredRows(table=table.with_format("arrow"))
 
 
-def _saved_rows(folder: Path, split: str) -> Rows:
+def _saved_rows(folder: Path, split: str) -> StoredRows:
     datasets = _datasets(f"folder {folder}")
     try:
         saved = datasets.load_from_disk(str(folder))
@@ -167,10 +223,10 @@ def _saved_rows(folder: Path, split: str) -> Rows:
         saved = saved[split]
     elif saved.split is not None and str(saved.split) != split:
         raise ConfigError(f"{folder} holds split {str(saved.split)!r}, not {split!r}; pass split={str(saved.split)!r}")
-    return _undecoded(saved, str(folder))
+    return StoredRows(table=saved.with_format("arrow"))
 
 
-def _hub_rows(source: str, split: str) -> Rows:
+def _hub_rows(source: str, split: str) -> StoredRows:
     datasets = _datasets(f"hub id {source!r}")
     try:
         table = datasets.load_dataset(source, split=split)
@@ -179,21 +235,7 @@ def _hub_rows(source: str, split: str) -> Rows:
             f"{source!r} is no local folder, and the hub did not give its split {split!r}: {error}; check the id, the "
             "split and the network, or give a local copy"
         ) from error
-    return _undecoded(table, source)
-
-
-def _undecoded(table: Any, name: str) -> Rows:
-    """Check the columns and take the decoding of images away from `datasets`."""
-    missing = [column for column in COLUMNS if column not in table.column_names]
-    if missing:
-        seen = ", ".join(table.column_names)
-        raise ConfigError(
-            f"{name} has no column {' and '.join(missing)} (it has {seen}); rename yours to {' and '.join(COLUMNS)}"
-        )
-    datasets = _datasets(name)
-    if isinstance(table.features["image"], datasets.Image):
-        table = table.cast_column("image", datasets.Image(decode=False))
-    return table.select_columns(list(COLUMNS))
+    return StoredRows(table=table.with_format("arrow"))
 
 
 def _datasets(what: str) -> Any:

@@ -1,0 +1,245 @@
+"""One call for every data set: samples for the collator, images still encoded, paths where the file means them."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from vlmpack.collate import VLMCollator
+from vlmpack.data import load_cord, open_dataset, tiny_processor, to_conversation
+from vlmpack.data.json_rows import json_rows
+from vlmpack.errors import ConfigError, SampleError
+
+CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+SEEN = [{"role": "user", "content": [{"type": "image", "image": "pictures/0.png"}, {"type": "text", "text": "?"}]}]
+ROWS = [{"id": "a", "messages": CHAT}, {"id": "ä ✓", "messages": CHAT}, {"id": "c", "messages": SEEN}]
+
+
+def png(side: int = 40) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (side, side), "red").save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def lines(rows: list[dict[str, Any]], *, ascii_only: bool = False, end: str = "\n") -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=ascii_only) + end for row in rows).encode()
+
+
+def found(path: Path) -> list[dict[str, Any]]:
+    rows = json_rows(path)
+    return [rows[at] for at in range(len(rows))]
+
+
+@pytest.fixture
+def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = pytest.importorskip("datasets", reason="waits for the datasets library (extra [data])")
+    monkeypatch.setattr(module.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    module.disable_progress_bars()
+    return module
+
+
+FORMS = {
+    "lines": lines(ROWS),
+    "escaped": lines(ROWS, ascii_only=True),
+    "windows": lines(ROWS, end="\r\n"),
+    "blank lines": b"\n\n" + lines(ROWS, end="\n  \n\n"),
+    "no last newline": lines(ROWS).rstrip(),
+    "byte order mark": b"\xef\xbb\xbf" + lines(ROWS),
+    "array": json.dumps(ROWS).encode(),
+    "pretty array": json.dumps(ROWS, indent=2, ensure_ascii=False).encode(),
+    "windows array": json.dumps(ROWS, indent=2, ensure_ascii=False).replace("\n", "\r\n").encode(),
+    "marked array": b"\xef\xbb\xbf  " + json.dumps(ROWS, ensure_ascii=False).encode() + b"\n",
+}
+
+
+class TestJson:
+    @pytest.mark.parametrize("form", FORMS)
+    def test_every_form_gives_the_same_rows(self, form: str, tmp_path: Path) -> None:
+        path = tmp_path / "rows.jsonl"
+        path.write_bytes(FORMS[form])
+        assert found(path) == ROWS
+
+    def test_lines_are_found_across_chunks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("vlmpack.data.json_rows.CHUNK", 10)
+        path = tmp_path / "rows.jsonl"
+        path.write_bytes(FORMS["blank lines"])
+        assert found(path) == ROWS
+
+    def test_a_sent_file_is_its_offsets_alone(self, tmp_path: Path) -> None:
+        path = tmp_path / "rows.jsonl"
+        path.write_bytes(lines([{"messages": CHAT, "long": "x" * 50_000}] * 20))
+        sent = pickle.dumps(open_dataset(path))
+        assert len(sent) < 2000
+        assert pickle.loads(sent)[19]["messages"] == CHAT
+
+    def test_a_bad_line_is_a_bad_sample(self, tmp_path: Path) -> None:
+        path = tmp_path / "rows.jsonl"
+        path.write_bytes(lines(ROWS) + b'{"messages": \n[]\n')
+        dataset = open_dataset(path)
+        assert len(dataset) == 5
+        with pytest.raises(SampleError, match=r"^sample 3: what stands at byte \d+ of .* is no JSON") as seen:
+            dataset[3]
+        assert (seen.value.index, seen.value.reason) == (3, "row_unreadable")
+        with pytest.raises(SampleError, match=r"sample 4: .* is a list"):
+            dataset[4]
+
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            ("", "holds no samples"),
+            ("[]", "holds no samples"),
+            ("\n \n", "holds no samples"),
+            ("messages,answer\n1,2\n", "is no JSON"),
+            ("{\n  'data': 1\n}\n", "is no JSON"),
+            ('[{"messages": []} {"messages": []}]', "a comma or the end of the array is missing at character 18"),
+            ('[{"messages": []}]\n[1]', "there is more at character 19"),
+            ('[{"messages": [}]', "begins like a JSON array and is none"),
+            ("[1, 2]", "is a int: '1'; a sample is one JSON object"),
+            ('{"text": "x", "label": 1}', "holds text, label, and none of input_ids, messages"),
+        ],
+    )
+    def test_a_file_without_samples_is_refused(self, text: str, expected: str, tmp_path: Path) -> None:
+        path = tmp_path / "rows.jsonl"
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=expected):
+            open_dataset(path)
+
+
+class TestPaths:
+    def opened(self, tmp_path: Path, row: dict[str, Any]) -> dict[str, Any]:
+        path = tmp_path / "rows.json"
+        path.write_text(json.dumps([row]))
+        return open_dataset(path)[0]
+
+    def test_they_start_where_the_file_is(self, tmp_path: Path) -> None:
+        there = str(tmp_path / "0.png")
+        assert self.opened(tmp_path, {"messages": CHAT, "image": "0.png"})["image"] == there
+        images = [
+            "0.png",
+            "/1.png",
+            {"path": "0.png", "min_pixels": 9},
+            {"image": "0.png"},
+            {"bytes": None, "path": "0.png"},
+        ]
+        assert self.opened(tmp_path, {"prompt": "", "completion": "", "images": images})["images"] == [
+            there, "/1.png", {"path": there, "min_pixels": 9}, {"image": there}, {"bytes": None, "path": there}
+        ]  # fmt: skip
+
+    def test_in_messages_they_do_too(self, tmp_path: Path) -> None:
+        there = str(tmp_path / "0.png")
+        parts = [
+            {"type": "image", "image": "0.png"},
+            {"type": "image_url", "image_url": {"url": "0.png"}},
+            {"type": "video", "video": ["0.png", "0.png"], "fps": 2},
+        ]
+        row = self.opened(tmp_path, {"conversation": [{"role": "user", "content": parts}]})
+        assert row["conversation"][0]["content"] == [
+            {"type": "image", "image": there},
+            {"type": "image_url", "image_url": {"url": there}},
+            {"type": "video", "video": [there, there], "fps": 2},
+        ]
+
+    def test_addresses_texts_and_arguments_of_tools_stay_as_they_are(self, tmp_path: Path) -> None:
+        row = {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "0.png", "path": "0.png"}, "0.png"]},
+                {"role": "assistant", "content": "0.png", "tool_calls": [{"function": {"arguments": {"path": "a"}}}]},
+            ],
+            "images": ["data:image/png;base64,AAAA", "http://a/0.png", "file:///a/0.png"],
+            "url": 3,
+        }
+        assert self.opened(tmp_path, row) == row
+
+    def test_a_collator_finds_the_image(self, tmp_path: Path) -> None:
+        (tmp_path / "pictures").mkdir()
+        (tmp_path / "pictures" / "0.png").write_bytes(png())
+        answered = [*SEEN, CHAT[1]]
+        batch = VLMCollator(tiny_processor())([self.opened(tmp_path, {"messages": answered})])
+        assert len(batch["image_grid_thw"]) == 1
+
+
+class TestTables:
+    def rows(self) -> list[dict[str, Any]]:
+        """Images in a column, and images inside messages, as Arrow stores them."""
+        part = {"type": "image", "image": {"bytes": png(), "path": None}}
+        said = [
+            {"role": "user", "content": [part]},
+            {"role": "assistant", "content": [{"type": "text", "text": "red"}]},
+        ]
+        return [{"messages": said, "images": [{"bytes": png(50), "path": None}]}]
+
+    def table(self, datasets: Any) -> Any:
+        image, text = datasets.Image(), datasets.Value("string")
+        content = {"type": text, "image": image, "text": text}
+        messages = [{"role": text, "content": [content]}]
+        features = datasets.Features({"messages": messages, "images": [image]})
+        return datasets.Dataset.from_list(self.rows(), features=features)
+
+    def check(self, row: dict[str, Any]) -> None:
+        assert row["messages"][0]["content"][0]["image"] == {"bytes": png(), "path": None}
+        assert row["images"] == [{"bytes": png(50), "path": None}]
+
+    def test_no_image_is_decoded_however_deep_it_lies(self, datasets: Any, tmp_path: Path) -> None:
+        table = self.table(datasets)
+        assert isinstance(table[0]["images"][0], Image.Image)
+        table.to_parquet(tmp_path / "mine.parquet")
+        table.save_to_disk(tmp_path / "saved")
+        (tmp_path / "hub" / "data").mkdir(parents=True)
+        table.to_parquet(tmp_path / "hub" / "data" / "train-00000-of-00001.parquet")
+        for source in ("mine.parquet", "saved", "hub"):
+            self.check(open_dataset(tmp_path / source)[0])
+
+    def test_several_files_follow_each_other(self, datasets: Any, tmp_path: Path) -> None:
+        paths = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+        for at, path in enumerate(paths):
+            datasets.Dataset.from_list([{"input_ids": [1, 2, at]}]).to_parquet(path)
+        assert [row["input_ids"] for row in open_dataset(paths)] == [[1, 2, 0], [1, 2, 1]]
+
+    def test_it_travels_to_a_worker_process(self, datasets: Any, tmp_path: Path) -> None:
+        self.table(datasets).to_parquet(tmp_path / "mine.parquet")
+        self.check(pickle.loads(pickle.dumps(open_dataset(tmp_path / "mine.parquet")))[0])
+
+    def test_receipts_become_conversations(self, datasets: Any, tmp_path: Path) -> None:
+        record = load_cord(num=1, scale=0.25)[0]
+        rows = [
+            {"image": {"bytes": png(), "path": None}, "ground_truth": record["ground_truth"]},
+            {"image": None, "ground_truth": "{}"},
+        ]
+        datasets.Dataset.from_list(rows).to_parquet(tmp_path / "cord.parquet")
+        dataset = open_dataset(tmp_path / "cord.parquet")
+        assert dataset[0] == to_conversation(rows[0])
+        with pytest.raises(SampleError, match="sample 1: image missing in"):
+            dataset[1]
+
+
+class TestOpening:
+    def test_synthetic_receipts_are_drawn(self) -> None:
+        dataset = open_dataset("synthetic", split="test", num=3, seed=4, scale=0.25)
+        record = load_cord("synthetic", split="test", num=3, seed=4, scale=0.25)[-1]
+        assert len(dataset) == 3
+        assert dataset[-1] == to_conversation(record)
+        assert repr(dataset) == "OpenDataset(3 samples of synthetic)"
+
+    def test_the_first_so_many_are_taken(self, tmp_path: Path) -> None:
+        path = tmp_path / "rows.jsonl"
+        path.write_bytes(lines(ROWS))
+        dataset = open_dataset(path, num=2)
+        assert [row["id"] for row in dataset] == ["a", "ä ✓"]
+        with pytest.raises(IndexError, match=r"sample 2 of 2 in .*rows.jsonl"):
+            dataset[2]
+        with pytest.raises(ConfigError, match=r"num is 4, but .*rows.jsonl holds 3 samples; ask for at most that many"):
+            open_dataset(path, num=4)
+
+    @pytest.mark.parametrize(
+        ("source", "expected"),
+        [("nowhere.jsonl", "is no file or folder here and no hub id"), (".", "holds no CORD data or table")],
+    )
+    def test_what_is_no_data_set_is_refused(self, source: str, expected: str, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=expected):
+            open_dataset(tmp_path / source)
