@@ -308,9 +308,9 @@ def test_a_sample_that_is_no_mapping_is_refused():
 
 def test_a_processor_of_another_kind_is_refused():
     with pytest.raises(
-        FamilyError, match=r"Qwen2VLProcessor, Qwen2_5_VLProcessor and Qwen3VLProcessor.*got a Qwen2Tok"
+        FamilyError, match=r"Qwen2VLProcessor, Qwen2_5_VLProcessor and Qwen3VLProcessor.*got a Qwen2VLImage"
     ):
-        read_processor(processor_of().tokenizer)
+        read_processor(processor_of().image_processor)
 
 
 def test_a_tokenizer_without_vision_tokens_is_refused():

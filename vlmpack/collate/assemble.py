@@ -59,11 +59,14 @@ def to_packed(
 
 
 def filler(facts: ProcessorFacts) -> Encoded:
-    """What stands in for a batch without samples: one smallest black image, nothing to learn.
+    """What stands in for a batch without samples: one smallest black image, or one token of text; nothing to learn.
 
     A rank with nothing to do would leave the others waiting in the next collective operation; this gives it a forward
     and a backward pass through every part of the model, with a loss of 0.
     """
+    if not facts.has_vision:
+        ids = np.array([facts.pad_token_id], np.int64)
+        return Encoded(input_ids=ids, labels=np.full_like(ids, IGNORE), types=np.zeros_like(ids))
     ids = np.array([facts.vision_start_id, facts.image_token_id, facts.vision_end_id], np.int64)
     merge = facts.merge_size
     image = Visual(pixels=torch.zeros(merge * merge, facts.patch_dim), grid=(1, merge, merge))
@@ -124,7 +127,8 @@ def _join(visuals: Sequence[Visual], dtype: torch.dtype | None) -> torch.Tensor 
     """[P, C]: one copy into memory of the right size and type; none for a single image of that type."""
     if not visuals:
         return None
-    parts = [visual.pixels.detach() for visual in visuals]
+    parts = [visual.pixels.detach() for visual in visuals if visual.pixels is not None]
+    assert len(parts) == len(visuals), "an outline has no pixels: fill it first"
     dtype = dtype or reduce(torch.promote_types, (part.dtype for part in parts))
     if len(parts) == 1:
         return parts[0].to(dtype)

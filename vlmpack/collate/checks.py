@@ -23,7 +23,8 @@ def check_sample(sample: Encoded, facts: ProcessorFacts) -> None:
     check_ids(sample.input_ids, facts)
     _check_labels(sample, facts)
     for visual in (*sample.images, *sample.videos):
-        _check_visual(visual, facts)
+        _check_grid(visual, facts)
+        check_pixels(visual, facts)
     check_runs(sample.input_ids, sample.images, facts, kind="image")
     check_runs(sample.input_ids, sample.videos, facts, kind="video")
     if sample.num_targets == 0:
@@ -101,14 +102,11 @@ def _check_labels(sample: Encoded, facts: ProcessorFacts) -> None:
         )
 
 
-def _check_visual(visual: Visual, facts: ProcessorFacts) -> None:
+def check_pixels(visual: Visual, facts: ProcessorFacts) -> None:
+    """Patches, where they were cut, are those of the grid, and numbers that a model can learn from."""
+    if visual.pixels is None:
+        return
     frames, rows, columns = visual.grid
-    if min(visual.grid) < 1 or rows % facts.merge_size or columns % facts.merge_size:
-        raise Refusal(
-            "bad_grid",
-            f"the grid {frames} x {rows} x {columns} (frames, rows, columns of patches) cannot be merged: rows and "
-            f"columns must be positive multiples of {facts.merge_size}; use this processor's image_grid_thw unchanged",
-        )
     expected = (frames * rows * columns, facts.patch_dim)
     if tuple(visual.pixels.shape) != expected:
         raise Refusal(
@@ -123,6 +121,16 @@ def _check_visual(visual: Visual, facts: ProcessorFacts) -> None:
     if not _all_finite(visual.pixels):
         raise Refusal(
             "pixels_not_finite", "its pixels hold NaN or infinity; the image is broken or was normalised by 0"
+        )
+
+
+def _check_grid(visual: Visual, facts: ProcessorFacts) -> None:
+    frames, rows, columns = visual.grid
+    if min(visual.grid) < 1 or rows % facts.merge_size or columns % facts.merge_size:
+        raise Refusal(
+            "bad_grid",
+            f"the grid {frames} x {rows} x {columns} (frames, rows, columns of patches) cannot be merged: rows and "
+            f"columns must be positive multiples of {facts.merge_size}; use this processor's image_grid_thw unchanged",
         )
 
 

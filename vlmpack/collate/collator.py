@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, final, get_args
@@ -30,7 +30,8 @@ class VLMCollator:
     """Turn samples into a padded batch or a packed row, each checked on its own first.
 
     Args:
-        processor: a Qwen2VL, Qwen2.5VL or Qwen3VL processor (also Qwen3.5's), used as it is.
+        processor: a Qwen2VL, Qwen2.5VL or Qwen3VL processor (also Qwen3.5's), used as it is; of a text model (Qwen3,
+            Qwen3-Next), its tokenizer.
         layout: "padded" gives [B, S] with the 2D mask, "packed" one row [1, T]; both carry lengths on the host.
         slots: how samples lie in a packed row; None: without any gaps.
         max_length: most tokens of a sample; None: no limit.
@@ -104,34 +105,91 @@ class VLMCollator:
             ConfigError: no sample of this kind can be used, or more were refused than the ceiling allows.
             LayoutError: the samples do not fit the fixed sizes of `slots`.
         """
-        taken = (self._take(feature, index) for index, feature in enumerate(features))
+        taken = (self._keep(lambda f=feature, i=index: self._encoded(f, i)) for index, feature in enumerate(features))
+        return self._assemble(taken)
+
+    def outline(self, feature: Mapping[str, Any], index: int | None = None) -> Encoded:
+        """One sample without its pixels: token ids, labels, and the grid of each image from its header.
+
+        What `collate` would make of the sample, `max_length` included, in a small part of the time. Damage to an
+        image that its header does not show is found by `materialise`. The ledger does not count it.
+
+        Args:
+            feature: a sample dict.
+            index: its place in the data set, for errors and as its id where it has none of its own.
+
+        Raises:
+            SampleError: the sample cannot be used, whatever `on_bad` says.
+            ConfigError: no sample of this kind can be used, or images cannot be measured with this processor.
+        """
+        sample = self._checked(feature, index, lambda: self._fitted(self._encoder.outline(feature)))
+        return sample if index is None else _with_id(sample, index)
+
+    def materialise(self, outlines: Sequence[Encoded]) -> PaddedBatch | PackedRow:
+        """The batch of samples that `outline` gave: their media are read and cut into patches now.
+
+        Equal to `collate` of the same samples. A sample whose media cannot be used, or have changed since, is treated
+        as `on_bad` says.
+
+        Raises:
+            SampleError, ConfigError, LayoutError: as `collate`.
+        """
+        return self._assemble(
+            self._keep(lambda o=outline, i=index: self._filled(o, i)) for index, outline in enumerate(outlines)
+        )
+
+    def _assemble(self, taken: Iterable[Encoded | None]) -> PaddedBatch | PackedRow:
         samples = [sample for sample in taken if sample is not None] or [filler(self.facts)]
         settings: dict[str, Any] = {"pad_token_id": self.facts.pad_token_id, "pixel_dtype": self.pixel_dtype}
         if self.layout == "packed":
             return to_packed(samples, rule=self.slots, **settings)
         return to_padded(samples, **settings)
 
-    def _take(self, feature: Mapping[str, Any], index: int) -> Encoded | None:
-        """One sample, or None if it is left out."""
+    # ------------------------------------------------------------------ one sample
+
+    def _encoded(self, feature: Mapping[str, Any], index: int) -> Encoded:
+        sample = self._checked(feature, index, lambda: self._fitted(self._encoder.encode(feature)))
+        return _with_id(sample, index)
+
+    def _filled(self, outline: Encoded, index: int) -> Encoded:
+        named = {} if outline.sample_id is None else {"id": outline.sample_id}
+        return _with_id(self._checked(named, index, lambda: self._encoder.fill(outline)), index)
+
+    def _fitted(self, sample: Encoded) -> Encoded:
+        return fit(sample, self.facts, max_length=self.max_length, overlength=self.overlength)
+
+    def _checked(self, feature: Mapping[str, Any], index: int | None, make: Callable[[], Encoded]) -> Encoded:
+        """What `make` gives, under the sample's own id; its refusal names the sample."""
         sample_id = _sample_id(feature)
         try:
-            sample = self._encoder.encode(feature)
-            sample = fit(sample, self.facts, max_length=self.max_length, overlength=self.overlength)
+            sample = make()
         except Refusal as refusal:
-            error = SampleError(refusal.message, index=index, reason=refusal.reason, sample_id=sample_id)
-            self._refuse(error, refusal)
+            raise SampleError(refusal.message, index=index, reason=refusal.reason, sample_id=sample_id) from refusal
+        return replace(sample, sample_id=sample_id)
+
+    def _keep(self, make: Callable[[], Encoded]) -> Encoded | None:
+        """A sample that can be used, counted; None if it is left out."""
+        try:
+            sample = make()
+        except SampleError as error:
+            self._refuse(error)
             return None
         self.ledger.use()
-        return replace(sample, sample_id=index if sample_id is None else sample_id)
+        return sample
 
-    def _refuse(self, error: SampleError, cause: Refusal) -> None:
+    def _refuse(self, error: SampleError) -> None:
         if error.reason == OVERLENGTH and self.overlength == "drop":
             self.ledger.note(error)
         elif self.on_bad == "skip":
             self.ledger.refuse(error)
         else:
             self.ledger.note(error)
-            raise error from cause
+            raise error
+
+
+def _with_id(sample: Encoded, index: int) -> Encoded:
+    """Named by its place where it has no name of its own."""
+    return sample if sample.sample_id is not None else replace(sample, sample_id=index)
 
 
 def _sample_id(feature: Any) -> int | str | None:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import numpy as np
 
 from vlmpack.collate.checks import check_sample, tokens_of
 from vlmpack.collate.encoded import Encoded, Visual
-from vlmpack.collate.holes import MediaRef
 from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels
-from vlmpack.collate.processor import ProcessorFacts
+from vlmpack.collate.media import MediaReader
+from vlmpack.collate.processor import ProcessorFacts, parts_of
 from vlmpack.collate.refusal import Refusal
 from vlmpack.collate.rows import Row, read_row
 from vlmpack.collate.tokenised import read_tokenised, token_types
-from vlmpack.collate.video import VideoPatches, VideoSettings, load_video
-from vlmpack.collate.vision_keys import has_image_keys, resize_image
-from vlmpack.data.images import ImageError, ImageLimits, load_image
+from vlmpack.data.images import ImageLimits
 from vlmpack.errors import ConfigError
 
 
@@ -50,27 +49,61 @@ class Encoder:
             Refusal: the sample cannot be used.
             ConfigError: no sample of this kind can be used.
         """
+        return self._encode(feature, self._media.cut)
+
+    def outline(self, feature: Any) -> Encoded:
+        """The same without pixels, which are left where they are: images and videos are only measured.
+
+        Raises:
+            Refusal: the sample cannot be used, as far as can be seen without decoding its media.
+            ConfigError: no sample of this kind can be used, or images cannot be measured with this processor.
+        """
+        return self._encode(feature, self._media.measure)
+
+    def fill(self, outline: Encoded) -> Encoded:
+        """An outline with its pixels: equal to the encoded sample.
+
+        Raises:
+            Refusal: an image or video cannot be used, or is not what was measured.
+        """
+        return self._media.fill(outline)
+
+    def _encode(self, feature: Any, read: Callable[..., Visual]) -> Encoded:
         if not isinstance(feature, Mapping):
             raise Refusal("bad_row", f"a sample must be a mapping of columns, got a {type(feature).__name__}")
         if feature.get("input_ids") is not None:
             sample = read_tokenised(feature, self.facts, train_on=self.train_on)
         else:
-            sample = self._encode_row(read_row(feature))
+            sample = self._encode_row(read_row(feature), read)
         check_sample(sample, self.facts)
         return sample
 
-    def _encode_row(self, row: Row) -> Encoded:
+    def _encode_row(self, row: Row, read: Callable[..., Visual]) -> Encoded:
         self._check_texts(row)
-        images = [self._image(ref, at) for at, ref in enumerate(row.images)]
-        videos = [self._video(ref, at) for at, ref in enumerate(row.videos)]
+        self._check_can_see(row)
+        images = tuple(read(ref, kind="image", at=at) for at, ref in enumerate(row.images))
+        videos = tuple(read(ref, kind="video", at=at) for at, ref in enumerate(row.videos))
         ids, spans = self._plain(row.plain, images, videos) if row.plain else self._chat(row, images, videos)
         return Encoded(
             input_ids=ids,
             labels=make_labels(ids, self.facts, spans=None if self.train_on == "all" else spans),
             types=token_types(ids, self.facts),
-            images=tuple(images),
-            videos=tuple(self._visual(video) for video in videos),
+            images=images,
+            videos=videos,
         )
+
+    @cached_property
+    def _media(self) -> MediaReader:
+        image_processor = parts_of(self.processor).image_processor
+        return MediaReader(image_processor=image_processor, facts=self.facts, limits=self.limits)
+
+    def _check_can_see(self, row: Row) -> None:
+        if (row.images or row.videos) and not self.facts.has_vision:
+            raise Refusal(
+                "no_vision",
+                f"it has {len(row.images)} image(s) and {len(row.videos)} video(s), but a tokenizer reads text only; "
+                "give VLMCollator the processor of a vision-language model, or leave them out",
+            )
 
     # ------------------------------------------------------------------ text
 
@@ -88,7 +121,7 @@ class Encoder:
                 )
 
     def _chat(
-        self, row: Row, images: Sequence[Visual], videos: Sequence[VideoPatches]
+        self, row: Row, images: Sequence[Visual], videos: Sequence[Visual]
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """(ids, learnt spans) of a conversation."""
         ids = self._expand(self._render(row), images, videos)
@@ -105,6 +138,8 @@ class Encoder:
                 "model's processor, set processor.chat_template, or give prompt and completion as strings"
             )
         messages = [dict(message) for message in row.messages]
+        if not self.facts.has_vision:
+            messages = [{**message, "content": _joined(message["content"])} for message in messages]
         try:
             return self.processor.apply_chat_template(messages, tokenize=False, **row.template_options)
         except Exception as error:  # a template is somebody's program, and can fail in any way on messages it rejects
@@ -129,7 +164,7 @@ class Encoder:
             )
 
     def _plain(
-        self, plain: tuple[str, str], images: Sequence[Visual], videos: Sequence[VideoPatches]
+        self, plain: tuple[str, str], images: Sequence[Visual], videos: Sequence[Visual]
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """(ids, learnt span) of prompt and completion, tokenised apart as generation will do it; the end is learnt."""
         prompt, completion = plain
@@ -139,18 +174,18 @@ class Encoder:
         return np.concatenate((before, after)), [(len(before), len(before) + len(after))]
 
     def _ids(self, text: str) -> np.ndarray:
-        return np.asarray(self.processor.tokenizer(text)["input_ids"], np.int64)
+        return np.asarray(parts_of(self.processor).tokenizer(text)["input_ids"], np.int64)
 
     # ------------------------------------------------------------------ placeholders
 
-    def _expand(self, text: str, images: Sequence[Visual], videos: Sequence[VideoPatches]) -> np.ndarray:
+    def _expand(self, text: str, images: Sequence[Visual], videos: Sequence[Visual]) -> np.ndarray:
         """Tokenise text with one placeholder an image, then repeat each as often as its grid needs."""
         if self.facts.frame_timestamps:
             text = self._write_frames(text, videos)
         ids = self._ids(text)
         counts = np.ones(len(ids), np.int64)
         stills = [n for image in images for n in tokens_of(image, self.facts, kind="image")]
-        frames = [n for video in videos for n in tokens_of(self._visual(video), self.facts, kind="video")]
+        frames = [n for video in videos for n in tokens_of(video, self.facts, kind="video")]
         for kind, token_id, needed in (
             ("image", self.facts.image_token_id, stills),
             ("video", self.facts.video_token_id, frames),
@@ -165,7 +200,7 @@ class Encoder:
             counts[at] = needed
         return np.repeat(ids, counts)
 
-    def _write_frames(self, text: str, videos: Sequence[VideoPatches]) -> str:
+    def _write_frames(self, text: str, videos: Sequence[Visual]) -> str:
         """As `Qwen3VLProcessor.replace_video_token`: each frame between vision tokens, its time before them."""
         facts = self.facts
         hole = f"{facts.vision_start}{facts.video_token}{facts.vision_end}"
@@ -177,35 +212,7 @@ class Encoder:
             )
         return re.sub(re.escape(facts.video_token), lambda _: next(written), text)
 
-    # ------------------------------------------------------------------ media
 
-    def _image(self, ref: MediaRef, at: int) -> Visual:
-        """Load one image and cut it into patches: resized by its own keys, or else as the processor does it."""
-        options: dict[str, Any] = {}
-        try:
-            image = load_image(ref.source, limits=self.limits)
-            if has_image_keys(ref.options):
-                sizes = {"patch_size": self.facts.patch_size, "merge_size": self.facts.merge_size}
-                image, options = resize_image(image, ref.options, **sizes), {"do_resize": False}
-            out = self.processor.image_processor(images=[image], return_tensors="pt", **options)
-        except ImageError as error:
-            raise Refusal(error.reason, f"image {at}: {error.detail}") from error
-        except (ValueError, TypeError, ArithmeticError, OSError) as error:
-            raise Refusal("image_processing", f"image {at}: the image processor refused it: {error}") from error
-        return Visual(pixels=out["pixel_values"], grid=_grid(out["image_grid_thw"][0].tolist()))
-
-    def _video(self, ref: MediaRef, at: int) -> VideoPatches:
-        settings = VideoSettings.from_image_processor(self.processor.image_processor)
-        try:
-            return load_video({**ref.options, "video": ref.source}, settings=settings, limits=self.limits)
-        except ImageError as error:
-            raise Refusal(error.reason, f"video {at}: {error.detail}") from error
-
-    def _visual(self, video: VideoPatches) -> Visual:
-        seconds = video.second_per_grid if self.facts.seconds_per_grid else None
-        return Visual(pixels=video.pixel_values, grid=video.grid, seconds=seconds)
-
-
-def _grid(values: Iterable[int]) -> tuple[int, int, int]:
-    frames, rows, columns = values
-    return frames, rows, columns
+def _joined(content: Any) -> str:
+    """The text of a message: templates of text models know no parts."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)

@@ -1,4 +1,4 @@
-"""One sample after encoding: token ids, what is learnt of them, and the patches of its media."""
+"""One sample after encoding: token ids, what is learnt of them, and its media, as patches or only their grids."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import final
 import numpy as np
 import torch
 
+from vlmpack.collate.holes import MediaRef
 from vlmpack.layout import IGNORE, Grid
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
@@ -17,14 +18,18 @@ TEXT, IMAGE, VIDEO = 0, 1, 2
 @final
 @dataclass(frozen=True, kw_only=True)
 class Visual:
-    """One image or one video as patches."""
+    """One image or one video, cut into patches or only measured."""
 
-    pixels: torch.Tensor
-    """[P, C] floats, P = frames * rows * columns of `grid`."""
     grid: Grid
     """(frames, rows, columns) of patches."""
+    pixels: torch.Tensor | None
+    """[P, C] floats, P = frames * rows * columns of `grid`; None: only measured."""
     seconds: float | None = None
     """Seconds from one grid of a video to the next; None: an image, or a family that is not told."""
+    timestamps: tuple[float, ...] = ()
+    """Seconds of each grid of a video, which some families write into the text; (): an image."""
+    source: MediaRef | None = None
+    """Where it was read from; None: it came as patches."""
 
 
 @final

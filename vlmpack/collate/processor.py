@@ -9,6 +9,9 @@ from vlmpack.errors import ConfigError, FamilyError
 
 CHANNELS = 3
 
+NO_ID = -1
+"""In place of an id: there is no such token."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,11 @@ class ProcessorFacts:
     """Whether the model is told the seconds from one video grid to the next (Qwen2.5-VL)."""
 
     @property
+    def has_vision(self) -> bool:
+        """Whether there are images and videos: a text model has a tokenizer and no more."""
+        return self.image_token_id != NO_ID
+
+    @property
     def patch_dim(self) -> int:
         """Values C of one patch."""
         return CHANNELS * self.temporal_patch_size * self.patch_size**2
@@ -74,47 +82,94 @@ class ProcessorFacts:
     @property
     def reserved_media(self) -> tuple[str, ...]:
         """Those of them that stand for images and videos."""
-        return self.image_token, self.video_token, self.vision_start, self.vision_end
+        tokens = self.image_token, self.video_token, self.vision_start, self.vision_end
+        return tokens if self.has_vision else ()
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ProcessorParts:
+    """The two parts of a processor that do the work."""
+
+    tokenizer: Any
+    """Text to ids."""
+    image_processor: Any
+    """Images to patches; None: a tokenizer alone was given."""
+
+
+def parts_of(processor: Any) -> ProcessorParts:
+    """The parts of a processor, or of the tokenizer that a text model has in its place."""
+    from transformers import PreTrainedTokenizerBase
+
+    if isinstance(processor, PreTrainedTokenizerBase):
+        return ProcessorParts(tokenizer=processor, image_processor=None)
+    return ProcessorParts(tokenizer=processor.tokenizer, image_processor=processor.image_processor)
 
 
 def read_processor(processor: Any, *, vocab_size: int | None = None) -> ProcessorFacts:
     """Read the facts of a `Qwen2VLProcessor`, `Qwen2_5_VLProcessor` or `Qwen3VLProcessor` (also Qwen3.5's).
 
     Args:
-        processor: the processor, as `AutoProcessor` or `vlmpack.data.tiny_processor` make it.
+        processor: the processor, as `AutoProcessor` or `vlmpack.data.tiny_processor` make it; of a text model (Qwen3,
+            Qwen3-Next) its tokenizer.
         vocab_size: ids are below this; None: the tokenizer's number of entries.
 
     Raises:
         FamilyError: a processor of another class.
-        ConfigError: the tokenizer lacks a token that every Qwen-VL has.
+        ConfigError: the tokenizer lacks a token that every Qwen-VL has, or a token to end a text with.
     """
-    timestamps, seconds = _family(processor)
-    tokenizer, image_processor = processor.tokenizer, processor.image_processor
-    vocab = tokenizer.get_vocab()
-    ids = {token: _id(vocab, token) for token in (processor.image_token, processor.video_token, _START, _END)}
+    from transformers import PreTrainedTokenizerBase
+
+    text_only = isinstance(processor, PreTrainedTokenizerBase)
     return ProcessorFacts(
-        image_token=processor.image_token,
-        video_token=processor.video_token,
-        image_token_id=ids[processor.image_token],
-        video_token_id=ids[processor.video_token],
-        vision_start=_START,
-        vision_end=_END,
-        vision_start_id=ids[_START],
-        vision_end_id=ids[_END],
-        turn_start_id=vocab.get("<|im_start|>"),
-        turn_end_id=vocab.get("<|im_end|>"),
-        assistant_ids=tuple(tokenizer("assistant", add_special_tokens=False)["input_ids"]),
-        newline_ids=frozenset(i for token, i in vocab.items() if token.startswith(("Ċ", "\n"))),
-        eos_token=tokenizer.eos_token,
-        pad_token_id=tokenizer.pad_token_id or 0,
-        vocab_size=len(tokenizer) if vocab_size is None else vocab_size,
-        patch_size=image_processor.patch_size,
-        merge_size=image_processor.merge_size,
-        temporal_patch_size=image_processor.temporal_patch_size,
-        frame_timestamps=timestamps,
-        seconds_per_grid=seconds,
+        **_text_facts(parts_of(processor).tokenizer, vocab_size), **(_BLIND if text_only else _vision_facts(processor))
     )
 
+
+def _text_facts(tokenizer: Any, vocab_size: int | None) -> dict[str, Any]:
+    vocab = tokenizer.get_vocab()
+    if tokenizer.eos_token is None:
+        raise ConfigError("the tokenizer has no eos_token, with which a text ends; set tokenizer.eos_token")
+    return {
+        "turn_start_id": vocab.get("<|im_start|>"),
+        "turn_end_id": vocab.get("<|im_end|>"),
+        "assistant_ids": tuple(tokenizer("assistant", add_special_tokens=False)["input_ids"]),
+        "newline_ids": frozenset(i for token, i in vocab.items() if token.startswith(("Ċ", "\n"))),
+        "eos_token": tokenizer.eos_token,
+        "pad_token_id": tokenizer.pad_token_id or 0,
+        "vocab_size": len(tokenizer) if vocab_size is None else vocab_size,
+    }
+
+
+def _vision_facts(processor: Any) -> dict[str, Any]:
+    timestamps, seconds = _family(processor)
+    parts = parts_of(processor)
+    vocab = parts.tokenizer.get_vocab()
+    return {
+        "image_token": processor.image_token,
+        "video_token": processor.video_token,
+        "image_token_id": _id(vocab, processor.image_token),
+        "video_token_id": _id(vocab, processor.video_token),
+        "vision_start": _START,
+        "vision_end": _END,
+        "vision_start_id": _id(vocab, _START),
+        "vision_end_id": _id(vocab, _END),
+        "patch_size": parts.image_processor.patch_size,
+        "merge_size": parts.image_processor.merge_size,
+        "temporal_patch_size": parts.image_processor.temporal_patch_size,
+        "frame_timestamps": timestamps,
+        "seconds_per_grid": seconds,
+    }
+
+
+_BLIND: dict[str, Any] = {
+    **dict.fromkeys(("image_token", "video_token", "vision_start", "vision_end"), ""),
+    **dict.fromkeys(("image_token_id", "video_token_id", "vision_start_id", "vision_end_id"), NO_ID),
+    **dict.fromkeys(("patch_size", "merge_size", "temporal_patch_size"), 1),
+    "frame_timestamps": False,
+    "seconds_per_grid": False,
+}
+"""The facts of a tokenizer alone."""
 
 _START, _END = "<|vision_start|>", "<|vision_end|>"
 
@@ -132,7 +187,7 @@ def _family(processor: Any) -> tuple[bool, bool]:
     raise FamilyError(
         f"VLMCollator knows how Qwen2VLProcessor, Qwen2_5_VLProcessor and Qwen3VLProcessor write images and videos "
         f"into text, and got a {type(processor).__name__}; pass the model's own processor (AutoProcessor), not its "
-        "tokenizer or image processor"
+        "image processor, or the tokenizer of a text model"
     )
 
 

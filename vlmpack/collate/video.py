@@ -14,10 +14,10 @@ Shape legend: F frames, C channels, T temporal patch size, H W pixels, P patches
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -33,7 +33,9 @@ from vlmpack.collate.vision_keys import (
     per_frame_size,
     video_frame_size,
 )
-from vlmpack.data.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_image
+from vlmpack.data.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_image, read_size
+
+Result = TypeVar("Result")
 
 SAMPLE_FPS = 2.0
 """Frames per second where the element has no `sample_fps` (qwen-vl-utils)."""
@@ -80,8 +82,8 @@ class VideoSettings:
 class VideoPatches:
     """One video as a Qwen model reads it."""
 
-    pixel_values: torch.Tensor
-    """[P, D] float32; patches in the order of the merged grid, as `pixel_values_videos` has them."""
+    pixel_values: torch.Tensor | None
+    """[P, D] float32; patches in the order of the merged grid, as `pixel_values_videos` has them. None: not cut."""
     grid: tuple[int, int, int]
     """Temporal patches, patches down, patches across: a row of `video_grid_thw`."""
     second_per_grid: float
@@ -109,16 +111,37 @@ def load_video(
     """
     frames = load_frames(element.get("video"), limits=limits)
     frames_FCHW = resize_frames(frames, element, settings=settings)
+    pixel_values, grid = patchify(frames_FCHW, settings=settings)
+    return VideoPatches(pixel_values=pixel_values, grid=grid, **_times(element, grid[0], settings.temporal_patch_size))
+
+
+def outline_video(
+    element: Mapping[str, Any], *, settings: VideoSettings, limits: ImageLimits = DEFAULT_LIMITS
+) -> VideoPatches:
+    """The same without patches, from the headers of the frames, by the rule of qwen-vl-utils.
+
+    Raises:
+        ImageError: as `load_video`, save for frames whose headers are sound and whose pixels are not.
+    """
+    frames = _checked_frames(element.get("video"))
+    patch = {"patch_size": settings.patch_size, "merge_size": settings.merge_size}
+    sizes = [_of_frame(read_size, frame, index, limits) for index, frame in enumerate(frames)]
+    first = [first_frame_size(element, height=height, width=width, **patch) for height, width in sizes]
+    size = video_frame_size(element, num_frames=len(frames), height=sizes[0][0], width=sizes[0][1], **patch)
+    _check_one_size(first)
+    depth, side = settings.temporal_patch_size, settings.patch_size
+    grid = -(-len(frames) // depth), size[0] // side, size[1] // side
+    return VideoPatches(pixel_values=None, grid=grid, **_times(element, grid[0], depth))
+
+
+def _times(element: Mapping[str, Any], grids: int, depth: int) -> dict[str, Any]:
+    """`second_per_grid` and `timestamps` of a video of so many grids of `depth` frames."""
     sample_fps = _rate(element, "sample_fps", SAMPLE_FPS)
     raw_fps = _rate(element, "raw_fps", sample_fps)
-    pixel_values, grid = patchify(frames_FCHW, settings=settings)
-    depth = settings.temporal_patch_size
-    return VideoPatches(
-        pixel_values=pixel_values,
-        grid=grid,
-        second_per_grid=second_per_grid(sample_fps, temporal_patch_size=depth),
-        timestamps=tuple(frame_timestamps(range(grid[0] * depth), fps=raw_fps, temporal_patch_size=depth)),
-    )
+    return {
+        "second_per_grid": second_per_grid(sample_fps, temporal_patch_size=depth),
+        "timestamps": tuple(frame_timestamps(range(grids * depth), fps=raw_fps, temporal_patch_size=depth)),
+    }
 
 
 def load_frames(video: Any, *, limits: ImageLimits = DEFAULT_LIMITS) -> list[Image.Image]:
@@ -127,6 +150,11 @@ def load_frames(video: Any, *, limits: ImageLimits = DEFAULT_LIMITS) -> list[Ima
     Raises:
         ImageError: see `load_video`.
     """
+    frames = _checked_frames(video)
+    return [_of_frame(load_image, frame, index, limits) for index, frame in enumerate(frames)]
+
+
+def _checked_frames(video: Any) -> Sequence[Any]:
     if isinstance(video, (str, Path, bytes, Mapping)) or not isinstance(video, Sequence):
         raise ImageError(
             f"a video of type {type(video).__name__} cannot be read, only a list of frames; decode it first (PyAV, "
@@ -135,7 +163,7 @@ def load_frames(video: Any, *, limits: ImageLimits = DEFAULT_LIMITS) -> list[Ima
         )
     if not video:
         raise ImageError("the video has no frames; give at least one or drop the sample", "video_frames")
-    return [_load_frame(frame, index, limits) for index, frame in enumerate(video)]
+    return video
 
 
 def resize_frames(
@@ -218,23 +246,28 @@ def frame_timestamps(indices: Sequence[int], *, fps: float, temporal_patch_size:
     return [(filled[i] / fps + filled[i + last] / fps) / 2 for i in range(0, len(filled), temporal_patch_size)]
 
 
-def _load_frame(frame: Any, index: int, limits: ImageLimits) -> Image.Image:
+def _of_frame(read: Callable[..., Result], frame: Any, index: int, limits: ImageLimits) -> Result:
     try:
-        return load_image(frame, limits=limits)
+        return read(frame, limits=limits)
     except ImageError as error:
         raise ImageError(f"frame {index}: {error.detail}", error.reason) from error
 
 
 def _stack(frames: Sequence[Image.Image]) -> torch.Tensor:
     """`[F, C, H, W]` uint8."""
-    for index, frame in enumerate(frames):
-        if frame.size != frames[0].size:
+    _check_one_size([(frame.height, frame.width) for frame in frames])
+    return torch.from_numpy(np.stack([np.asarray(frame) for frame in frames])).permute(0, 3, 1, 2).contiguous()
+
+
+def _check_one_size(sizes: Sequence[Size]) -> None:
+    height, width = sizes[0]
+    for index, size in enumerate(sizes):
+        if size != sizes[0]:
             raise ImageError(
-                f"frame {index} is {frame.width} x {frame.height} and frame 0 is {frames[0].width} x "
-                f"{frames[0].height} (after resizing); all frames of a video must have one size: crop or pad them",
+                f"frame {index} is {size[1]} x {size[0]} and frame 0 is {width} x {height} (after resizing); all "
+                "frames of a video must have one size: crop or pad them",
                 "video_frames",
             )
-    return torch.from_numpy(np.stack([np.asarray(frame) for frame in frames])).permute(0, 3, 1, 2).contiguous()
 
 
 def _processor_size(num_frames: int, shape: Sequence[int], settings: VideoSettings) -> Size:

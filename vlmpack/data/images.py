@@ -35,7 +35,7 @@ from urllib.parse import unquote
 
 from PIL import Image
 
-from vlmpack.data.pixels import ImageError, to_rgb, upright
+from vlmpack.data.pixels import ImageError, to_rgb, upright, upright_size
 from vlmpack.errors import ConfigError
 
 ImageSource = Image.Image | bytes | bytearray | memoryview | str | Path | Mapping
@@ -86,6 +86,29 @@ def load_image(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> 
     _check_header(image.size, limits)
     _decode(image)
     return to_rgb(upright(image))
+
+
+def read_size(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> tuple[int, int]:
+    """(height, width) in pixels of `load_image(source)`, from the header: nothing is decoded.
+
+    An image whose pixels are damaged has a size like any other.
+
+    Args:
+        source: see the table at the top of the file.
+        limits: caps, as for `load_image`.
+
+    Raises:
+        ImageError: the image cannot be read, or its header is outside the limits.
+    """
+    if isinstance(source, Image.Image):
+        _check_header(source.size, limits)
+        return upright_size(source)
+    data = _encoded(source, limits)
+    with _open(data, limits) as image:
+        _check_header(image.size, limits)
+        if image.format == "PNG" and _text_after_pixels(data):
+            _decode(image)  # only then has Pillow read what stands behind the pixels
+        return upright_size(image)
 
 
 def _encoded(source: ImageSource, limits: ImageLimits) -> bytes:
@@ -232,3 +255,18 @@ def _decode(image: Image.Image) -> None:
 def _short(text: str) -> str:
     """Both ends of a long path or address: one says where it points, the other what it is called."""
     return repr(text if len(text) <= 80 else f"{text[:37]}...{text[-40:]}")
+
+
+def _text_after_pixels(png: bytes) -> bool:
+    """Whether a PNG file has chunks behind its pixels that may tell its orientation (EXIF, or text that holds it).
+
+    A chunk is its length (4 bytes), its type (4), the data, and a checksum (4).
+    """
+    at, behind = 8, False
+    while at + 8 <= len(png):
+        kind = png[at + 4 : at + 8]
+        behind = behind or kind == b"IDAT"
+        if behind and kind in (b"eXIf", b"tEXt", b"zTXt", b"iTXt"):
+            return True
+        at += int.from_bytes(png[at : at + 4], "big") + 12
+    return False

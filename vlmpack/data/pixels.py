@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
+from PIL.TiffImagePlugin import TiffImageFile
 
 from vlmpack.errors import VlmpackError
 
 _DEEP_GREY = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
+_ON_THEIR_SIDE = (5, 6, 7, 8)
+"""EXIF orientations that swap height and width."""
 
 
 class ImageError(VlmpackError):
@@ -35,11 +38,30 @@ def upright(image: Image.Image) -> Image.Image:
             return image
         return ImageOps.exif_transpose(image)
     except Exception as error:  # EXIF is a nest of offsets; damaged ones raise errors of every kind
-        raise ImageError(
-            f"the EXIF block is damaged, so the orientation is unknown ({type(error).__name__}: {error}); "
-            "save the image without EXIF",
-            "image_exif",
-        ) from error
+        raise _damaged_exif(error) from error
+
+
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """(height, width) in pixels that `upright` gives the image, from what was read of it so far.
+
+    Pillow turns TIFF files itself as it decodes them, and has their `size` before that turned or not, by its version.
+
+    Raises:
+        ImageError: the EXIF block is damaged.
+    """
+    width, height = image.size
+    try:
+        if isinstance(image, TiffImageFile):
+            tags = image.tag_v2
+            turned = tags.get(ExifTags.Base.Orientation, 1)
+            if turned in _ON_THEIR_SIDE:
+                width, height = tags[ExifTags.Base.ImageWidth], tags[ExifTags.Base.ImageLength]
+        else:
+            # Not the image's own `getexif`, which for a PNG decodes all of it.
+            turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
+    except Exception as error:
+        raise _damaged_exif(error) from error
+    return (width, height) if turned in _ON_THEIR_SIDE else (height, width)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -79,3 +101,11 @@ def _from_deep_grey(image: Image.Image) -> Image.Image:
             "image_mode",
         )
     return Image.fromarray(np.rint(grey * (255.0 / full_scale)).astype(np.uint8)).convert("RGB")
+
+
+def _damaged_exif(error: Exception) -> ImageError:
+    return ImageError(
+        f"the EXIF block is damaged, so the orientation is unknown ({type(error).__name__}: {error}); "
+        "save the image without EXIF",
+        "image_exif",
+    )

@@ -1,0 +1,110 @@
+"""read_size: an image's size as load_image would give it, from its header alone."""
+
+from __future__ import annotations
+
+import io
+import zlib
+
+import numpy as np
+import pytest
+from PIL import ExifTags, Image, PngImagePlugin
+
+from vlmpack.data.images import ImageError, ImageLimits, load_image, read_size
+
+ORIENTATIONS = range(1, 9)
+XMP = '<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="{}"/></x:xmpmeta>'
+
+
+def encoded(fmt: str, orientation: int = 1, size: tuple[int, int] = (11, 7), **options) -> bytes:
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    file = io.BytesIO()
+    image.save(file, fmt, exif=exif, **options) if fmt not in ("BMP", "GIF", "PPM") else image.save(file, fmt)
+    return file.getvalue()
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    body = kind + data
+    return len(data).to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big")
+
+
+def loaded(source) -> tuple[int, int]:
+    image = load_image(source)
+    return image.height, image.width
+
+
+@pytest.mark.parametrize("fmt", ["BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"])
+@pytest.mark.parametrize("orientation", ORIENTATIONS)
+def test_the_size_is_that_of_the_loaded_image(fmt: str, orientation: int) -> None:
+    data = encoded(fmt, orientation)
+    assert read_size(data) == loaded(data)
+
+
+def test_an_image_on_its_side_is_read_upright() -> None:
+    assert [read_size(encoded("JPEG", turned)) for turned in (1, 6)] == [(7, 11), (11, 7)]
+
+
+@pytest.mark.parametrize("compression", ["tiff_lzw", "tiff_adobe_deflate"])
+@pytest.mark.parametrize("orientation", ORIENTATIONS)
+def test_a_compressed_tiff(orientation: int, compression: str) -> None:
+    data = encoded("TIFF", orientation, compression=compression)
+    assert read_size(data) == loaded(data)
+
+
+@pytest.mark.parametrize("fmt", ["JPEG", "PNG", "TIFF", "WEBP"])
+@pytest.mark.parametrize("decoded", [False, True])
+def test_a_pil_image_decoded_or_not(fmt: str, decoded: bool) -> None:
+    image, other = (Image.open(io.BytesIO(encoded(fmt, 6))) for _ in range(2))
+    if decoded:
+        image.load()
+    assert read_size(image) == loaded(other) == (11, 7)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_png_may_tell_its_orientation_behind_the_pixels(before: bool) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    told = chunk(b"eXIf", exif.tobytes().removeprefix(b"Exif\0\0"))
+    plain = encoded("PNG")
+    at = plain.index(b"IDAT" if before else b"IEND") - 4
+    data = plain[:at] + told + plain[at:]
+    assert read_size(data) == loaded(data) == (11, 7)
+
+
+def test_a_png_may_tell_its_orientation_in_text() -> None:
+    info, file = PngImagePlugin.PngInfo(), io.BytesIO()
+    info.add_itxt("XML:com.adobe.xmp", XMP.format(8))
+    Image.new("RGB", (11, 7)).save(file, "PNG", pnginfo=info)
+    assert read_size(file.getvalue()) == loaded(file.getvalue()) == (11, 7)
+
+
+@pytest.mark.parametrize("fmt", ["JPEG", "PNG"])
+def test_pixels_that_are_not_there_are_not_missed(fmt: str) -> None:
+    data = encoded(fmt, size=(97, 61))
+    cut = data[: len(data) // 2]
+    with pytest.raises(ImageError):
+        load_image(cut)
+    assert read_size(cut) == (61, 97)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (b"", "image_undecodable"),
+        (b"no image", "image_undecodable"),
+        ("nowhere.png", "image_missing"),
+        ("http://example.org/a.png", "image_remote"),
+        (encoded("PNG", size=(2001, 10)), "image_aspect_ratio"),
+    ],
+)
+def test_what_the_header_shows_is_refused(source, reason: str) -> None:
+    with pytest.raises(ImageError) as caught:
+        read_size(source)
+    assert caught.value.reason == reason
+
+
+def test_the_limits_hold() -> None:
+    for source in (encoded("PNG"), Image.new("RGB", (11, 7))):
+        with pytest.raises(ImageError, match="more than"):
+            read_size(source, limits=ImageLimits(max_pixels=76))
