@@ -90,6 +90,30 @@ def test_nobody_waits_longer_than_for_one_call(calls, min_fill):
     assert max(given_out.values(), default=0) <= 1
 
 
+@pytest.mark.parametrize("bad", [{"length": 30}, {"length": 0}, {"length": 2.5}, {"text": "three"}])
+def test_a_call_with_a_bad_sample_changes_nothing(bad):
+    packer = StreamPacker(RowSettings(capacity=10, min_fill=0.8))
+    packer.pack(samples([6, 4, 3]))
+    before = packer.state_dict()
+    assert before["waiting"]  # the guard: there is something that could change
+    with pytest.raises((SampleError, ConfigError)):
+        packer.pack([{"id": 3, "length": 7}, bad])
+    assert packer.state_dict() == before
+    assert packer.tokens == 3
+    assert ids(packer.pack([{"id": 3, "length": 7}])) == [[2, 3]]
+
+
+def test_a_call_whose_samples_cannot_be_had_changes_nothing():
+    def rollouts():
+        yield {"id": 0, "length": 4}
+        raise ConnectionError
+
+    packer = StreamPacker(RowSettings(capacity=10))
+    with pytest.raises(ConnectionError):
+        packer.pack(rollouts())
+    assert len(packer) == packer.seen == 0
+
+
 def test_at_the_end_rows_that_are_not_full_enough_are_given_out_or_left_out_and_counted():
     lengths = [9, 6, 3]
     for drop_last, expected, left_out in ((False, [[0], [1, 2]], 0), (True, [[0], [1, 2]], 0)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from itertools import islice
 
 import datasets
 import pytest
@@ -171,6 +172,35 @@ def test_a_stream_continues_bit_for_bit_its_buffer_included(source, done):
     resumed.load_state_dict(state)
     assert ids(resumed) == rows[done:]
     assert ids(resumed) == rows  # the next epoch is whole
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_stream_that_repeats_gives_pass_after_pass(source):
+    once = ids(PackedStream(source(), SETTINGS, ranks=2, rank=1))
+    assert len(once) % 2 == 1  # the guard: two workers do not end a pass together
+    for workers in (0, 2):
+        stream = PackedStream(source(), SETTINGS, ranks=2, rank=1, repeat=True)
+        assert ids(islice(loader(stream, workers), 3 * len(once) + 2)) == [*once * 3, *once[:2]]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_stream_that_repeats_continues_in_any_pass_and_at_its_end(source):
+    once = ids(PackedStream(source(), SETTINGS))
+    for done in (5, len(once), len(once) + 5):
+        half = PackedStream(source(), SETTINGS, repeat=True)
+        left = iter(half)
+        for _ in range(done):
+            next(left)
+        resumed = PackedStream(source(), SETTINGS, repeat=True)
+        resumed.load_state_dict(pickle.loads(pickle.dumps(half.state_dict())))
+        assert ids(islice(resumed, len(once) + 3)) == (once * 3)[done : done + len(once) + 3]
+
+
+@pytest.mark.parametrize("lengths", [[], [5000]])
+def test_a_source_without_a_row_is_not_read_for_ever(lengths):
+    stream = PackedStream(Samples(lengths), RowSettings(capacity=4096, oversize="drop"), repeat=True)
+    with pytest.raises(ConfigError, match="makes no row, so there is nothing to repeat"):
+        next(iter(stream))
 
 
 def test_a_source_with_a_place_is_not_read_again():

@@ -20,7 +20,7 @@ def token_count(sample: Mapping[str, Any]) -> int:
         ConfigError: it has neither.
     """
     if "length" in sample:
-        return int(sample["length"])
+        return sample["length"]
     if "input_ids" in sample:
         return len(sample["input_ids"])
     raise ConfigError(f"a sample has no 'length' and no 'input_ids', only {list(sample)}; give a function `length`")
@@ -107,10 +107,15 @@ class StreamPacker(Generic[Sample]):
         A sample whose best row is below `min_fill` waits for the next call, but not for the one after it.
 
         Raises:
-            SampleError, ConfigError: as `add`; samples before the one at fault have been taken in.
+            SampleError, ConfigError: as `add`; then none of these samples was taken in, and the packer is as it was.
         """
-        for sample in samples:
-            self.add(sample)
+        before = self.state_dict()
+        try:
+            for sample in samples:
+                self.add(sample)
+        except BaseException:
+            self.load_state_dict(before)
+            raise
         rows, self._alone = self._alone, []
         passed_over = []
         while len(self._room):

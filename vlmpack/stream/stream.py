@@ -55,6 +55,7 @@ class PackedStream(IterableDataset[list[Any]]):
         remainder: what becomes of the last rows where they do not suffice for all ranks: "split" cuts rows of many
             samples in two (and drops them where there are too few samples), "empty" gives rows of no samples to the
             others, "drop" leaves them out and counts their samples.
+        repeat: start over when the source ends, for ever: for trainers that count steps instead of epochs.
 
     Raises:
         ConfigError: a rank or remainder that does not exist.
@@ -70,6 +71,7 @@ class PackedStream(IterableDataset[list[Any]]):
         ranks: int = 1,
         rank: int = 0,
         remainder: Remainder = "split",
+        repeat: bool = False,
     ) -> None:
         ranks = checked_capacity(ranks, "ranks")
         if rank not in range(ranks):
@@ -79,48 +81,64 @@ class PackedStream(IterableDataset[list[Any]]):
         self.source, self.settings = source, settings
         self.ranks, self.rank = ranks, rank
         self.remainder: Remainder = remainder
+        self.repeat = repeat
         self._length, self._costs = length, costs
         self._resumed = False
         self._source_start = source.state_dict() if isinstance(source, Resumable) else None
         self._source_moved = False
+        self._reader: object = None
         self._start()
 
-    def _start(self) -> None:
+    def _start(self, rounds: int = 0) -> None:
+        """Before the first sample of a pass, after so many rounds of rows."""
         self._packer: StreamPacker[Any] = StreamPacker(self.settings, length=self._length, costs=self._costs)
         self._rows: list[list[Any]] = []
-        self._rounds = 0
+        self._rounds = rounds
         self._ended = False
         self._uneven = 0
         self._source_state: dict[str, Any] | None = None
 
     @property
     def dropped(self) -> int:
-        """Samples of this epoch that were too long for a row and left out."""
+        """Samples of this pass that were too long for a row and left out."""
         return self._packer.dropped
 
     @property
     def left_out(self) -> int:
-        """Samples of this epoch whose rows were not full enough at the end, or did not suffice for all ranks."""
+        """Samples of this pass whose rows were not full enough at the end, or did not suffice for all ranks."""
         return self._packer.left_out + self._uneven
 
     def __iter__(self) -> Iterator[list[Any]]:
         """This rank's and worker's rows, from where `load_state_dict` put it, or from the start.
 
         Raises:
-            ConfigError: somebody else began to iterate the same stream meanwhile, and has the rows that would come.
+            ConfigError: somebody else began to iterate the same stream meanwhile, and has the rows that would come; or
+                it is to repeat a source that makes no row.
         """
         if not self._resumed:
             self._start()
         self._resumed = False
-        packer = self._packer
+        self._reader = reader = object()
         worker = get_worker_info()
         workers, me = (worker.num_workers, worker.id) if worker else (1, 0)
-        for mine in self._mine():
+        for mine in self._passes():
             self._rounds += 1
             if (self._rounds - 1) % workers == me:
                 yield mine
-            if self._packer is not packer:
+            if self._reader is not reader:
                 raise ConfigError("this stream was begun anew before it ended; give each loader a stream of its own")
+
+    def _passes(self) -> Iterator[list[Any]]:
+        """This rank's rows of the pass at hand, and of all that follow if there are to be any.
+
+        Rounds are counted on, so that workers take turns as before.
+        """
+        yield from self._mine()
+        while self.repeat:
+            self._start(before := self._rounds)
+            yield from self._mine()
+            if self._rounds == before:
+                raise ConfigError("the source makes no row, so there is nothing to repeat; is it empty?")
 
     def _mine(self) -> Iterator[list[Any]]:
         """This rank's row of each round of rows.
