@@ -10,7 +10,7 @@ from vlmpack.layout.pack import pack, unpack
 from vlmpack.layout.roll import IGNORE, roll_left, shift_labels, unshift_labels, without_successor
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments
-from vlmpack.layout.slots import SlotRule
+from vlmpack.layout.slots import Layout, Precision, SlotRule
 from vlmpack.layout.spaced import Spaced
 
 __all__ = [
@@ -20,10 +20,12 @@ __all__ = [
     "Bucket",
     "Buckets",
     "Grid",
+    "Layout",
     "MaskSpans",
     "Media",
     "PackedRow",
     "PaddedBatch",
+    "Precision",
     "Segments",
     "SlotRule",
     "Spaced",

@@ -13,7 +13,7 @@ G segments, T row tokens (`total`), R real tokens (`num_tokens`).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any, final
@@ -65,13 +65,14 @@ class Segments:
         slots = tuple(round_up(n, rule.multiple) for n in lengths)
         total = row_width(sum(slots), rule)
         extra = missing_segments(len(lengths), rule)
-        return cls(
+        segments = cls(
             lengths=lengths + (0,) * extra,
             slots=slots + (0,) * extra,
             total=total,
             num_samples=len(lengths),
             num_kernel_boundaries=kernel_bound(total, rule),
         )
+        return segments.without_tail() if rule.tail_in_slot else segments
 
     @classmethod
     def from_boundaries(
@@ -114,6 +115,12 @@ class Segments:
         if num_samples is None:
             num_samples = max((i + 1 for i, slot in enumerate(slots) if slot), default=len(slots))
         return cls(lengths=lengths, slots=slots, total=total, num_samples=num_samples)
+
+    def without_tail(self) -> Segments:
+        """The same row with its tail in the last sample's slot, so that the slots cover it."""
+        tail, last = self.total - sum(self.slots), max(self.num_samples, 1) - 1
+        slots = (*self.slots[:last], self.slots[last] + tail, *self.slots[last + 1 :])
+        return replace(self, slots=slots) if tail else self
 
     # ------------------------------------------------------------------ facts on the host
 

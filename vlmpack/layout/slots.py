@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from math import lcm
+from typing import Literal, final
 
 from vlmpack.errors import LayoutError
 
 PAD_PIECE = 128
 """A pad run longer than this is cut, for attention kernels, into pieces of this many tokens: n tokens of
 padding then cost n * 128 pairs, not n * n."""
+
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
+"""What matrix products are computed in."""
+
+ROWS_PER_BLOCK: dict[Precision, int] = {"fp32": 1, "bf16": 1, "fp16": 1, "fp8": 16, "mxfp8": 32, "nvfp4": 128}
+"""Each rank's number of tokens must be a multiple of this: low-precision products read tokens in blocks."""
+
+Layout = Literal["mirrored", "contiguous"]
+"""How a row is cut over context-parallel ranks: every segment in 2 * ranks chunks, of which a rank has one from the
+front and its mirror image from the back; or the row in as many pieces as there are ranks, wherever segments end."""
 
 
 @final
@@ -20,11 +31,58 @@ class SlotRule:
     multiple: int = 1
     """Each segment's slot is its length rounded up to a multiple of this. 1: no gaps at all."""
     row_multiple: int = 1
-    """The row's width is rounded up to a multiple of this, on the row's tail (tensor parallel, fp8 16, mxfp8 32)."""
+    """The row's width is rounded up to a multiple of this, on the row's tail (fp8 16, mxfp8 32, nvfp4 128)."""
     pad_to: int | None = None
     """A fixed row width in tokens (CUDA graphs); rows that need more are an error."""
     max_segments: int | None = None
     """A fixed number of segments: the final boundary is repeated up to it; more samples are an error."""
+    tail_in_slot: bool = False
+    """Whether the row's tail belongs to the last sample's slot, so that slots cover the row (mirrored cuts)."""
+
+    @classmethod
+    def for_parallel(
+        cls,
+        *,
+        context: int = 1,
+        tensor: int = 1,
+        sequence_parallel: bool = False,
+        precision: Precision = "bf16",
+        layout: Layout = "mirrored",
+        pad_to: int | None = None,
+        max_segments: int | None = None,
+    ) -> SlotRule:
+        """The least room under which a row can be cut over ranks: Megatron-Bridge's rule, without its waste.
+
+        Slots are a multiple of lcm(2 context if context > 1, context * tensor under sequence parallel), or of 1 where
+        the cut is contiguous. What only the number of tokens on a rank has to be a multiple of, 16 (fp8), 32 (mxfp8)
+        or 128 (nvfp4), goes on the row's tail.
+
+        Args:
+            context: context-parallel ranks.
+            tensor: tensor-parallel ranks.
+            sequence_parallel: whether tensor-parallel ranks share tokens out between them outside attention.
+            precision: of the matrix products.
+            layout: how context-parallel ranks share a row.
+            pad_to: as the field.
+            max_segments: as the field.
+
+        Raises:
+            LayoutError: a number of ranks below 1, a precision or a layout that is not known, or a `pad_to` that
+                cannot be cut.
+        """
+        _check_ranks(context=context, tensor=tensor)
+        _check_known("precision", precision, tuple(ROWS_PER_BLOCK))
+        _check_known("layout", layout, ("mirrored", "contiguous"))
+        shards = context * tensor if sequence_parallel else context
+        mirrored = lcm(2 * context if context > 1 else 1, shards if sequence_parallel and tensor > 1 else 1)
+        multiple = mirrored if layout == "mirrored" else 1
+        return cls(
+            multiple=multiple,
+            row_multiple=lcm(multiple, shards * ROWS_PER_BLOCK[precision]),
+            pad_to=pad_to,
+            max_segments=max_segments,
+            tail_in_slot=layout == "mirrored" and context > 1,
+        )
 
     def __post_init__(self) -> None:
         for name in ("multiple", "row_multiple", "pad_to", "max_segments"):
@@ -36,6 +94,17 @@ class SlotRule:
                 f"SlotRule.pad_to={self.pad_to} is not a multiple of row_multiple={self.row_multiple}; "
                 f"use pad_to={round_up(self.pad_to, self.row_multiple)}"
             )
+
+
+def _check_ranks(**ranks: int) -> None:
+    for name, count in ranks.items():
+        if not isinstance(count, int) or count < 1:
+            raise LayoutError(f"SlotRule.for_parallel: {name} counts ranks, at least 1, got {count!r}")
+
+
+def _check_known(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise LayoutError(f"SlotRule.for_parallel: {name}={value!r} is not known; use one of {', '.join(known)}")
 
 
 def round_up(n: int, multiple: int) -> int:
