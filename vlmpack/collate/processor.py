@@ -120,10 +120,8 @@ def read_processor(processor: Any, *, vocab_size: int | None = None) -> Processo
     """
     from transformers import PreTrainedTokenizerBase
 
-    text_only = isinstance(processor, PreTrainedTokenizerBase)
-    return ProcessorFacts(
-        **_text_facts(parts_of(processor).tokenizer, vocab_size), **(_BLIND if text_only else _vision_facts(processor))
-    )
+    vision = _BLIND if isinstance(processor, PreTrainedTokenizerBase) else _vision_facts(processor)
+    return ProcessorFacts(**_text_facts(parts_of(processor).tokenizer, vocab_size), **vision)
 
 
 def _text_facts(tokenizer: Any, vocab_size: int | None) -> dict[str, Any]:
