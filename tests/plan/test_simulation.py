@@ -1,0 +1,177 @@
+"""From padded batches to packed rows: numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.plan import LengthTable, PaddedRecipe, Simulation, simulate
+
+
+def table_of(lengths: list[int], patches: list[int] | None = None, sample_ids: list[int] | None = None) -> LengthTable:
+    """Text samples of these lengths."""
+    text, zeros = np.array(lengths, np.int64), np.zeros(len(lengths), np.int64)
+    ids = np.arange(len(lengths)) if sample_ids is None else np.array(sample_ids, np.int64)
+    return LengthTable(
+        sample_ids=ids,
+        text_tokens=text,
+        image_tokens=zeros,
+        video_tokens=zeros,
+        images=zeros,
+        videos=zeros,
+        patches=zeros if patches is None else np.array(patches, np.int64),
+        targets=text,
+    )
+
+
+def simulation(*, world_size: int = 1, per_device_batch: int = 1, accumulation: int = 1, **given: Any) -> Simulation:
+    """The published example: 972 samples in 100 rows of 12,000 tokens, 9.72 a row."""
+    recipe = PaddedRecipe(world_size=world_size, per_device_batch=per_device_batch, accumulation=accumulation)
+    numbers: dict[str, Any] = {
+        "capacity": 12_000, "samples": 972, "tokens": 1_188_000, "rows": 100, "least_rows": 99, "most_samples": 30,
+        "longest": 9_000, "oversize": {}, **given,
+    }  # fmt: skip
+    return Simulation(recipe=recipe, **numbers)
+
+
+class TestAccumulation:
+    def test_the_published_example(self) -> None:
+        """ceil(128 / (9.72 x 8 x 1)) = ceil(1.65) = 2, and 9.72 x 8 x 2 = 155.52."""
+        packed = simulation(world_size=8, per_device_batch=4, accumulation=4)
+        assert packed.samples_per_row == 9.72
+        assert packed.accumulation == 2
+        assert packed.samples_per_update == pytest.approx(155.52)
+
+    def test_with_two_rows_a_device(self) -> None:
+        """ceil(128 / (9.72 x 8 x 2)) = ceil(0.82) = 1."""
+        packed = simulation(world_size=8, per_device_batch=4, accumulation=4, rows_per_device=2)
+        assert (packed.accumulation, packed.steps) == (1, 7)
+
+    def test_it_is_at_least_one(self) -> None:
+        assert simulation().accumulation == 1
+
+    def test_a_whole_quotient_is_not_rounded_up(self) -> None:
+        """7 / (0.7 x 1) is 10.000000000000002 in floating point."""
+        assert simulation(per_device_batch=7, samples=7, rows=10).accumulation == 10
+
+    def test_steps_and_updates_of_an_epoch(self) -> None:
+        """100 rows over 8 ranks are 13 steps, two of them an update: 7; padded: 972 / 32 = 31 steps, 8 updates."""
+        packed = simulation(world_size=8, per_device_batch=4, accumulation=4)
+        assert (packed.steps, packed.updates, packed.recipe.updates(packed.samples)) == (13, 7, 8)
+
+    def test_fill(self) -> None:
+        assert simulation().fill == 0.99
+
+    @given(
+        target=st.integers(1, 4096),
+        samples=st.integers(1, 10_000),
+        rows=st.integers(1, 10_000),
+        ranks=st.integers(1, 64),
+    )
+    def test_it_is_the_least_that_keeps_the_samples(self, target: int, samples: int, rows: int, ranks: int) -> None:
+        recipe = PaddedRecipe(per_device_batch=target)
+        packed = simulation(per_device_batch=target, samples=samples, rows=rows, rows_per_device=ranks)
+        assert recipe.samples_per_update == target
+        assert samples * ranks * packed.accumulation >= target * rows
+        assert packed.accumulation == 1 or samples * ranks * (packed.accumulation - 1) < target * rows
+
+
+class TestSimulate:
+    def test_a_table_is_packed(self) -> None:
+        packed = simulate(table_of([5, 3, 4, 2, 6]), 10)
+        assert (packed.rows, packed.samples, packed.tokens, packed.fill) == (2, 5, 20, 1.0)
+        assert (packed.most_samples, packed.longest, packed.least_rows) == (3, 6, 2)
+
+    def test_samples_that_exceed_a_row_are_named_by_their_place_in_the_data_set(self) -> None:
+        packed = simulate(table_of([5, 30, 5, 11], sample_ids=[0, 2, 3, 7]), 10)
+        assert dict(packed.oversize) == {2: 30, 7: 11}
+        assert (packed.samples, packed.rows) == (2, 1)
+
+    def test_where_all_exceed_a_row_there_is_nothing_to_divide_by(self) -> None:
+        packed = simulate(table_of([30, 40]), 10)
+        assert (packed.rows, packed.fill, packed.samples_per_row, packed.accumulation, packed.updates) == (
+            0,
+            0,
+            0,
+            1,
+            0,
+        )
+        assert packed.explain() == (
+            "No sample fits a row of 10 tokens.",
+            "2 samples exceed a row and are left out: 0 (30 tokens), 1 (40 tokens).",
+        )
+
+    def test_the_skew_of_the_vision_tower(self) -> None:
+        """Rows of patches 0, 4, 0, 4 on two ranks: as planned 4 where the mean is 2; sorted by patches, equal."""
+        packed = simulate(table_of([10] * 4, patches=[0, 4, 0, 4]), 10, recipe=PaddedRecipe(world_size=2))
+        assert (packed.patch_skew, packed.balanced_patch_skew) == (2.0, 1.0)
+
+    def test_one_rank_or_no_images_have_no_skew(self) -> None:
+        assert simulate(table_of([10] * 4, patches=[0, 4, 0, 4]), 10).patch_skew is None
+        assert simulate(table_of([10] * 4), 10, recipe=PaddedRecipe(world_size=2)).patch_skew is None
+
+    def test_it_refuses_what_cannot_be_planned(self) -> None:
+        with pytest.raises(ConfigError, match="rows_per_device must lie between 1 and"):
+            simulate(table_of([1]), 10, rows_per_device=0)
+        with pytest.raises(ConfigError, match="nothing to plan"):
+            simulate(table_of([]), 10)
+        with pytest.raises(SampleError, match="has length 0"):
+            simulate(table_of([0]), 10)
+
+
+class TestWords:
+    def test_every_number_has_its_sentence(self) -> None:
+        packed = simulation(world_size=8, per_device_batch=4, accumulation=4, patch_skew=1.5, balanced_patch_skew=1.01)
+        assert packed.explain() == (
+            "972 samples fill 100 rows of 12,000 tokens to 99.00%; no packing needs fewer than 99 rows.",
+            "A row holds 9.72 samples on average, 30 at most.",
+            "The padded recipe sees 8 x 4 x 4 = 128 samples an update (ranks x batch x accumulation). Gradient "
+            "accumulation ceil(128 / (9.72 x 8 x 1)) = 2 keeps them: 155.5 samples an update, 1.22 times as many. If "
+            "that matters, take rows of about 9,876 tokens, or accumulate 1 (0.61 times), or adapt the learning rate.",
+            "An epoch has ceil(100 / 8) = 13 steps on each rank and ceil(13 / 2) = 7 updates; padded it has 8.",
+            "In the vision tower, the rank with the most patches has 1.50 times the mean of all; rows handed out by "
+            "balance_rows: 1.01 times.",
+        )
+
+    def test_rows_that_the_longest_sample_would_not_fit_are_not_advised(self) -> None:
+        said = simulation(world_size=8, per_device_batch=4, accumulation=4, longest=11_000).explain()
+        assert "take rows of" not in " ".join(said)
+
+    def test_nothing_is_advised_where_the_samples_stay_about_the_same(self) -> None:
+        said = simulation(world_size=8, per_device_batch=9).explain()  # 72 samples, 77.8 packed
+        assert not [sentence for sentence in said if "If that matters" in sentence]
+
+    def test_long_lists_are_cut(self) -> None:
+        said = simulation(oversize=dict.fromkeys(range(1234), 13_000)).explain()[-1]
+        assert said.startswith("1,234 samples exceed a row and are left out: 0 (13,000 tokens), 1 (13,000 tokens), ")
+        assert said.endswith("9 (13,000 tokens) and 1,224 more.")
+        assert simulation(oversize={5: 13_000}).explain()[-1] == (
+            "1 sample exceeds a row and is left out: 5 (13,000 tokens)."
+        )
+
+    def test_a_notebook_shows_what_counts(self) -> None:
+        assert repr(simulation(world_size=8, per_device_batch=4, accumulation=4)) == (
+            "Simulation(100 rows of 12,000 tokens, 99.00% full, 9.72 samples a row; 2 accumulated for 155.5 samples an "
+            "update (padded: 128); 7 updates an epoch; 0 samples too long)"
+        )
+
+    def test_json_has_every_number(self) -> None:
+        written = json.loads(json.dumps(simulation(oversize={5: 13_000}).to_dict()))
+        assert written["oversize"] == [{"sample": 5, "tokens": 13_000}]
+        expected = {
+            "capacity",
+            "rows",
+            "fill",
+            "samples_per_row",
+            "accumulation",
+            "samples_per_update",
+            "steps",
+            "updates",
+        }
+        assert expected <= set(written)

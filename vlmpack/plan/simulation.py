@@ -1,0 +1,221 @@
+"""From padded batches to packed rows: what packing comes to, and how to keep the samples of an update.
+
+    padded    8 ranks x 4 samples x 4 accumulated                   = 128 samples an update
+    packed    8 ranks x 1 row of 9.72 samples x 2 accumulated       = 155.5
+              accumulation = ceil(128 / (9.72 x 8 x 1)) = ceil(1.65) = 2
+
+G rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from vlmpack.plan.balance import balance_rows
+from vlmpack.plan.lengths import SHOWN, checked_capacity
+from vlmpack.plan.planner import plan_bins
+from vlmpack.plan.recipe import PaddedRecipe, divided_up
+from vlmpack.plan.table import LengthTable
+
+CAPACITIES = (12_000, 16_000, 20_000)
+"""Rows that are tried unless told otherwise, in tokens."""
+
+CLOSE = 1.1
+"""An update of up to so many times the samples is called the same."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Simulation:
+    """What packing into rows of one capacity comes to, and the recipe that keeps the samples of an update."""
+
+    capacity: int
+    """Tokens that a row may hold."""
+    recipe: PaddedRecipe
+    """Whose samples per update are to be kept; its ranks are those of the packed one."""
+    samples: int
+    """Samples in rows."""
+    tokens: int
+    """Their tokens."""
+    rows: int
+    """Rows G."""
+    least_rows: int
+    """No packing at all needs fewer."""
+    most_samples: int
+    """Samples of the row that has the most."""
+    longest: int
+    """Tokens of the longest sample in a row."""
+    oversize: Mapping[int, int]
+    """Samples that exceed a row by themselves, and are left out: place in the data set -> tokens."""
+    rows_per_device: int = 1
+    """Rows of a batch, on each rank."""
+    patch_skew: float | None = None
+    """Patches of the rank that has most over the mean of all ranks, 1 or more; None: one rank, or no images."""
+    balanced_patch_skew: float | None = None
+    """The same if rows are handed out by `balance_rows`."""
+
+    # ------------------------------------------------------------------ rows
+
+    @property
+    def fill(self) -> float:
+        """Tokens of samples per token of row, 0 to 1."""
+        return self.tokens / (self.rows * self.capacity) if self.rows else 0.0
+
+    @property
+    def samples_per_row(self) -> float:
+        """On average."""
+        return self.samples / self.rows if self.rows else 0.0
+
+    # ------------------------------------------------------------------ the packed recipe
+
+    @property
+    def accumulation(self) -> int:
+        """Batches of rows to add up before an update, so that it sees the padded recipe's samples or more.
+
+        `ceil(target / (samples per row x ranks x rows of a batch))`, in whole numbers: no rounding enters.
+        """
+        target = self.recipe.samples_per_update
+        return max(1, divided_up(target * self.rows, self.samples * self._rows_per_step)) if self.samples else 1
+
+    @property
+    def samples_per_update(self) -> float:
+        """Samples that an update sees with this accumulation, on average."""
+        return self.samples_per_row * self._rows_per_step * self.accumulation
+
+    @property
+    def steps(self) -> int:
+        """Forward and backward passes of a rank in an epoch."""
+        return divided_up(self.rows, self._rows_per_step)
+
+    @property
+    def updates(self) -> int:
+        """Updates of the weights in an epoch."""
+        return divided_up(self.steps, self.accumulation)
+
+    @property
+    def _rows_per_step(self) -> int:
+        return self.recipe.world_size * self.rows_per_device
+
+    # ------------------------------------------------------------------ in words
+
+    def explain(self) -> tuple[str, ...]:
+        """One sentence for each number that a user has to act on."""
+        if not self.rows:
+            return (f"No sample fits a row of {self.capacity:,} tokens.", *self._about_oversize())
+        return (
+            f"{self.samples:,} samples fill {self.rows:,} rows of {self.capacity:,} tokens to {self.fill:.2%}; "
+            f"no packing needs fewer than {self.least_rows:,} rows.",
+            f"A row holds {self.samples_per_row:.2f} samples on average, {self.most_samples:,} at most.",
+            *self._about_updates(),
+            *self._about_skew(),
+            *self._about_oversize(),
+        )
+
+    def _about_updates(self) -> tuple[str, ...]:
+        recipe, target = self.recipe, self.recipe.samples_per_update
+        ratio = self.samples_per_update / target
+        factors = f"{self.samples_per_row:.2f} x {recipe.world_size} x {self.rows_per_device}"
+        padded = f"{recipe.world_size} x {recipe.per_device_batch} x {recipe.accumulation} = {target:,}"
+        return (
+            f"The padded recipe sees {padded} samples an update (ranks x batch x accumulation). Gradient accumulation "
+            f"ceil({target:,} / ({factors})) = {self.accumulation:,} keeps them: {self.samples_per_update:,.1f} "
+            f"samples an update, {ratio:.2f} times as many.{self._instead(ratio)}",
+            f"An epoch has ceil({self.rows:,} / {self._rows_per_step}) = {self.steps:,} steps on each rank and "
+            f"ceil({self.steps:,} / {self.accumulation:,}) = {self.updates:,} updates; "
+            f"padded it has {recipe.updates(self.samples):,}.",
+        )
+
+    def _instead(self, ratio: float) -> str:
+        """What to do where an update sees many more samples than before."""
+        if ratio <= CLOSE:
+            return ""
+        capacity, fewer = int(self.capacity / ratio), self.accumulation - 1
+        ways = [f"take rows of about {capacity:,} tokens"] if capacity >= self.longest else []
+        ways += [f"accumulate {fewer:,} ({ratio * fewer / self.accumulation:.2f} times)"] if fewer else []
+        return f" If that matters, {', or '.join([*ways, 'adapt the learning rate'])}."
+
+    def _about_skew(self) -> tuple[str, ...]:
+        if self.patch_skew is None:
+            return ()
+        return (
+            f"In the vision tower, the rank with the most patches has {self.patch_skew:.2f} times the mean of all; "
+            f"rows handed out by balance_rows: {self.balanced_patch_skew:.2f} times.",
+        )
+
+    def _about_oversize(self) -> tuple[str, ...]:
+        if not self.oversize:
+            return ()
+        listed = ", ".join(f"{place} ({tokens:,} tokens)" for place, tokens in list(self.oversize.items())[:SHOWN])
+        more = f" and {len(self.oversize) - SHOWN:,} more" if len(self.oversize) > SHOWN else ""
+        count = len(self.oversize)
+        verb = "sample exceeds a row and is" if count == 1 else "samples exceed a row and are"
+        return (f"{count:,} {verb} left out: {listed}{more}.",)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every number, as JSON has it."""
+        stored = {name: value for name, value in self.__dict__.items() if name not in ("recipe", "oversize")}
+        return {
+            **stored,
+            "fill": self.fill,
+            "samples_per_row": self.samples_per_row,
+            "accumulation": self.accumulation,
+            "samples_per_update": self.samples_per_update,
+            "steps": self.steps,
+            "updates": self.updates,
+            "oversize": [{"sample": place, "tokens": tokens} for place, tokens in self.oversize.items()],
+        }
+
+    def __repr__(self) -> str:
+        return (
+            f"Simulation({self.rows:,} rows of {self.capacity:,} tokens, {self.fill:.2%} full, "
+            f"{self.samples_per_row:.2f} samples a row; {self.accumulation:,} accumulated for "
+            f"{self.samples_per_update:,.1f} samples an update (padded: {self.recipe.samples_per_update:,}); "
+            f"{self.updates:,} updates an epoch; {len(self.oversize):,} samples too long)"
+        )
+
+
+def simulate(
+    table: LengthTable, capacity: int, *, recipe: PaddedRecipe | None = None, rows_per_device: int = 1
+) -> Simulation:
+    """Pack the samples of a table into rows, as `plan_bins` does it.
+
+    Args:
+        table: what is known of the samples.
+        capacity: tokens that a row may hold.
+        recipe: the padded recipe whose samples per update are to be kept.
+        rows_per_device: rows of a batch, on each rank.
+
+    Raises:
+        ConfigError: a number that is not whole or below 1, or a table without samples.
+    """
+    recipe = recipe or PaddedRecipe()
+    rows_per_device = checked_capacity(rows_per_device, "rows_per_device")
+    plan = plan_bins(table.tokens, capacity, oversize="drop")
+    dropped = plan.dropped
+    skews = _patch_skews(plan.sums(table.patches), recipe.world_size)
+    return Simulation(
+        capacity=plan.capacity,
+        recipe=recipe,
+        samples=len(plan.sample_ids),
+        tokens=int(plan.tokens.sum()),
+        rows=len(plan),
+        least_rows=plan.lower_bound,
+        most_samples=int(np.diff(plan.bounds).max(initial=0)),
+        longest=int(plan.lengths[plan.sample_ids].max(initial=0)),
+        oversize=dict(zip(table.sample_ids[dropped].tolist(), plan.lengths[dropped].tolist(), strict=True)),
+        rows_per_device=rows_per_device,
+        patch_skew=skews[0] if skews else None,
+        balanced_patch_skew=skews[1] if skews else None,
+    )
+
+
+def _patch_skews(patches: np.ndarray, ranks: int) -> tuple[float, float] | None:
+    """(rows as planned, rows as balanced): worst rank over mean; None where there is nothing to balance."""
+    if ranks == 1 or len(patches) < ranks or not patches.any():
+        return None
+    as_planned = balance_rows(patches, ranks=ranks, window=1, method="as_given", remainder="drop")
+    return as_planned.imbalance, balance_rows(patches, ranks=ranks, remainder="drop").imbalance
