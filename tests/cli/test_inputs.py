@@ -1,0 +1,69 @@
+"""What is named on the command line: a data set, and a processor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vlmpack.cli.inputs import named_processor, open_inputs
+from vlmpack.data import tiny_processor
+from vlmpack.data.pretrained import save_processor
+from vlmpack.errors import ConfigError, FamilyError, SampleError
+from vlmpack.families.tiny import tiny_config
+
+CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> str:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(f"{json.dumps({'messages': CHAT})}\n" * 3)
+    return str(path)
+
+
+def test_the_built_in_processor_is_that_of_a_family() -> None:
+    assert type(named_processor("tiny")).__name__ == "Qwen3VLProcessor"
+    assert type(named_processor("tiny:qwen2_5_vl")).__name__ == "Qwen2_5_VLProcessor"
+
+
+def test_receipts_for_it_are_small() -> None:
+    inputs = open_inputs("synthetic", processor="tiny", num=2, seed=5)
+    assert len(inputs.dataset) == 2
+    assert inputs.dataset[0]["conversation"][0]["content"][0]["image"].width < 500
+    assert inputs.collator.outline(inputs.dataset[0]).num_tokens > 100
+
+
+@pytest.mark.parametrize("processor", ["tiny", "tiny:qwen3"])
+def test_texts_go_with_a_vision_model_and_with_a_text_model(chats: str, processor: str) -> None:
+    inputs = open_inputs(chats, processor=processor)
+    outlines = [inputs.collator.outline(inputs.dataset[at]) for at in range(3)]
+    assert all(outline.num_targets > 0 for outline in outlines)
+
+
+def test_a_folder_of_a_vision_model_and_one_of_a_text_model(tmp_path: Path) -> None:
+    processor = tiny_processor()
+    for name in ("seeing", "blind"):
+        (tmp_path / name).mkdir()
+    tiny_config("qwen3_vl", processor=processor).save_pretrained(tmp_path / "seeing")
+    save_processor(processor, tmp_path / "seeing")
+    tiny_config("qwen3").save_pretrained(tmp_path / "blind")
+    named_processor("tiny:qwen3").save_pretrained(tmp_path / "blind")
+    assert type(named_processor(str(tmp_path / "seeing"))) is type(processor)
+    assert "<|im_start|>assistant" in named_processor(str(tmp_path / "blind")).apply_chat_template(CHAT, tokenize=False)
+
+
+def test_the_most_tokens_of_a_sample(chats: str) -> None:
+    inputs = open_inputs(chats, processor="tiny", max_length=5)
+    with pytest.raises(SampleError, match="max_length=5"):
+        inputs.collator.outline(inputs.dataset[0])
+
+
+def test_what_is_not_there_is_refused(chats: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--processor .*nowhere: nothing there can be read"):
+        open_inputs(chats, processor=str(tmp_path / "nowhere"))
+    with pytest.raises(FamilyError, match="llama: unknown family"):
+        named_processor("tiny:llama")
+    with pytest.raises(ConfigError, match="--overlength cut: choose error, drop, truncate"):
+        open_inputs(chats, processor="tiny", max_length=5, overlength="cut")
