@@ -56,6 +56,11 @@ def receipts(model: Any, *, seed: int = 3, kinds: Sequence[Any] = KINDS) -> list
     return mixed_samples(model.config, seed=seed, kinds=kinds)
 
 
+def lengths_of(samples: Sequence[Sample]) -> list[int]:
+    """Tokens of each sample."""
+    return [len(sample["input_ids"]) for sample in samples]
+
+
 def arguments(folder: Any, **settings: Any) -> TrainingArguments:
     """Plain SGD without clipping or decay, so that weights show gradients; everything else is Trainer's default."""
     defaults: dict[str, Any] = {

@@ -21,6 +21,7 @@ def test_tokens_and_samples_are_weighted_as_named():
     assert metrics((losses, targets)) == {
         "token_loss": pytest.approx((1 * 1 + 3 * 2 + 5 * 7) / 10),
         "sample_loss": pytest.approx(3.0),
+        "perplexity": pytest.approx(np.exp(4.2)),
         "num_targets": 10.0,
         "num_samples": 3.0,
     }
@@ -34,6 +35,10 @@ def test_samples_without_targets_are_left_out():
 def test_nothing_to_learn_at_all():
     found = metrics((np.float32([0.0]), np.int64([0])))
     assert (found["token_loss"], found["sample_loss"], found["num_targets"]) == (0.0, 0.0, 0.0)
+
+
+def test_a_loss_beyond_all_measure_has_an_infinite_perplexity():
+    assert metrics((np.float32([1e4]), np.int64([1])))["perplexity"] == np.inf
 
 
 def test_batches_that_were_kept_apart():

@@ -1,8 +1,9 @@
-"""What HF Trainer has not of its own: an exact loss of the evaluation set, and a look at its settings."""
+"""What HF Trainer has not of its own: planned rows, an exact loss of the evaluation set, a look at settings."""
 
 from __future__ import annotations
 
 from vlmpack.trainer.check import check_trainer
+from vlmpack.trainer.evaluation import Evaluation, evaluate
 from vlmpack.trainer.metrics import loss_metrics
 
-__all__ = ["check_trainer", "loss_metrics"]
+__all__ = ["Evaluation", "check_trainer", "evaluate", "loss_metrics"]

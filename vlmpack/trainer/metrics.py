@@ -18,6 +18,7 @@ def loss_metrics(prediction: EvalPrediction, compute_result: bool | None = None)
 
         token_loss     cross-entropy (nats) of all targets / number of targets
         sample_loss    mean over samples of each sample's mean; samples without targets are left out
+        perplexity     exp(token_loss)
         num_targets    targets of the whole set
         num_samples    samples that have any
 
@@ -34,11 +35,24 @@ def loss_metrics(prediction: EvalPrediction, compute_result: bool | None = None)
             "batch_eval_metrics=True hands over one batch at a time, but loss_metrics needs the whole set; set it to "
             "False: an enabled model keeps two numbers a sample, no logits"
         )
-    losses, targets = _whole_set(prediction.predictions)
+    return losses_of_set(*_whole_set(prediction.predictions))
+
+
+def losses_of_set(losses: np.ndarray, targets: np.ndarray) -> dict[str, float]:
+    """The numbers of `loss_metrics`, by name.
+
+    Args:
+        losses: float64 [B]: mean loss of each sample.
+        targets: [B]: targets of each sample.
+    """
     num_targets, learnt = float(targets.sum()), targets > 0
+    token_loss = (losses * targets).sum() / max(num_targets, 1.0)
+    with np.errstate(over="ignore"):
+        perplexity = float(np.exp(token_loss))
     return {
-        "token_loss": float((losses * targets).sum() / max(num_targets, 1.0)),
+        "token_loss": float(token_loss),
         "sample_loss": float(losses[learnt].mean()) if learnt.any() else 0.0,
+        "perplexity": perplexity,
         "num_targets": num_targets,
         "num_samples": float(learnt.sum()),
     }

@@ -1,0 +1,184 @@
+"""evaluate: every sample's loss out of shared rows, equal to the sample alone in the unmodified model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from samples import VISION
+from training import KINDS, LAYOUTS, Samples, collator, lengths_of, loss_sums, receipts
+
+from vlmpack.errors import ConfigError
+from vlmpack.families.tiny import tiny_model
+from vlmpack.plan import plan_bins
+from vlmpack.step import PackedStep, enable_packing, is_packing
+from vlmpack.trainer import evaluate
+from vlmpack.trainer.held_out import HeldOut
+
+FAMILIES = ("qwen3_vl", "qwen3_5", "qwen3")
+"""With images; with images and gated delta layers; of text."""
+
+
+def scene(family="qwen3_vl"):
+    """(a model, an odd number of samples in its training mode, one of them without targets)."""
+    model = tiny_model(family)
+    samples = receipts(model, kinds=KINDS if model.config.model_type in VISION else ("text",) * 7)
+    samples[2]["labels"] = torch.full_like(samples[2]["labels"], -100)
+    return model.train(), samples
+
+
+def rows_of(samples, rows=3):
+    """A plan with about so many rows; the longest sample may exceed one."""
+    lengths = lengths_of(samples)
+    return plan_bins(lengths, sum(lengths) // rows, oversize="own_row")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_are_those_of_the_samples_alone_in_the_order_of_the_data_set(family, layout):
+    model, samples = scene(family)
+    with torch.no_grad():
+        sums, counts = loss_sums(model, samples)
+    plan = rows_of(samples)
+
+    seen = evaluate(model, Samples(samples), collator(layout), plan=plan)
+
+    assert 1 < seen.rows == len(plan) < len(samples)
+    assert [*plan.sample_ids] != sorted(plan.sample_ids)  # the guard: rows are in another order
+    assert seen.sample_ids.tolist() == list(range(7))
+    assert seen.sample_targets.tolist() == counts.tolist()
+    assert seen.refused == ()
+    alone = (sums / counts.clamp(1)).double()
+    torch.testing.assert_close(torch.from_numpy(seen.sample_losses), alone, rtol=1e-6, atol=1e-6)
+
+
+def test_losses_of_the_set_weigh_every_target_or_every_sample_alike():
+    model, samples = scene()
+    with torch.no_grad():
+        sums, counts = loss_sums(model, samples)
+    learnt = counts > 0
+    assert not learnt.all()
+
+    seen = evaluate(model, Samples(samples), collator("packed"), plan=rows_of(samples))
+
+    assert seen.token_loss == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
+    assert seen.sample_loss == pytest.approx(float((sums / counts)[learnt].mean()), rel=1e-6)
+    assert seen.perplexity == pytest.approx(math.exp(seen.token_loss))
+    assert seen.num_targets == counts.sum()
+    assert seen.metrics["num_samples"] == 6
+
+
+def test_work_is_that_of_the_real_tokens():
+    model, samples = scene()
+    seen = evaluate(model, Samples(samples), collator("packed"), plan=rows_of(samples))
+    lengths = lengths_of(samples)
+    assert seen.work.real_tokens == seen.work.physical_tokens == sum(lengths)
+    assert seen.work.attended_pairs == sum(n * (n + 1) // 2 for n in lengths)
+    assert seen.work.vision_patches == sum(len(sample.get("pixel_values", ())) for sample in samples) > 0
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_model_is_left_as_it_was_module_by_module(enabled):
+    model, samples = scene()
+    model.model.visual.eval()  # frozen, as some train
+    if enabled:
+        enable_packing(model)
+    modes = [module.training for module in model.modules()]
+    assert len(set(modes)) == 2
+    evaluate(model, Samples(samples), collator("packed"), plan=rows_of(samples))
+    assert [module.training for module in model.modules()] == modes
+    assert is_packing(model) is enabled
+
+
+def test_a_model_is_left_as_it_was_after_an_error_too():
+    model, samples = scene()
+
+    def broken(features):
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        evaluate(model, Samples(samples), broken, plan=rows_of(samples))
+    assert model.training
+    assert not is_packing(model)
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_goes_on_bit_for_bit_after_an_evaluation(family):
+    """Whatever a layer keeps from the evaluation must not be what autograd refuses to save."""
+    after = []
+    for evaluates in (False, True):
+        model, samples = scene(family)
+        step = PackedStep(model)
+        if evaluates:
+            evaluate(model, Samples(samples), collator("packed"), plan=rows_of(samples))
+        step(collator("packed")(samples)).loss.backward()
+        after.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert after[0].keys() == after[1].keys()
+    assert all(torch.equal(after[0][name], after[1][name]) for name in after[0])
+
+
+# ---------------------------------------------------------------------- several ranks, in words
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_every_rank_computes_as_many_rows_and_each_row_counts_once(ranks):
+    _, samples = scene()
+    held_out = HeldOut.planned(rows_of(samples), Samples(samples))
+    shares = [held_out.share(rank, ranks) for rank in range(ranks)]
+    assert len({len(share.rows) for share in shares}) == 1
+    counted = [row for share in shares for row in share.rows[: share.counted]]
+    assert sorted(counted) == sorted(held_out.rows)
+    assert all(row in held_out.rows for share in shares for row in share.rows)
+
+
+# ---------------------------------------------------------------------- samples that are left out
+
+
+def test_what_a_plan_dropped_is_listed():
+    model, samples = scene()
+    lengths = lengths_of(samples)
+    longest = lengths.index(max(lengths))
+    assert lengths.count(max(lengths)) == 1
+    seen = evaluate(
+        model, Samples(samples), collator("packed"), plan=plan_bins(lengths, max(lengths) - 1, oversize="drop")
+    )
+    assert [one.index for one in seen.refused] == [longest]
+    assert f"exceeds a row of {max(lengths) - 1} tokens" in seen.refused[0].detail
+    assert seen.sample_ids.tolist() == [at for at in range(7) if at != longest]
+
+
+def test_a_collator_that_leaves_out_samples_and_does_not_say_which_is_refused():
+    model, samples = scene()
+    plan = rows_of(samples)
+
+    def forgetful(features):
+        return collator("packed")(features[:1])
+
+    assert any(len(row) > 1 for row in plan)
+    with pytest.raises(ConfigError, match=r"of samples \[.*\] there are only 1 in the batch, and it does"):
+        evaluate(model, Samples(samples), forgetful, plan=plan)
+
+
+# ---------------------------------------------------------------------- settings
+
+
+def test_rows_have_to_be_given_in_one_way():
+    model, samples = scene()
+    for settings in ({}, {"capacity": 100, "plan": rows_of(samples)}):
+        with pytest.raises(ConfigError, match="give capacity=, the tokens of a row, or plan="):
+            evaluate(model, Samples(samples), collator("packed"), **settings)
+
+
+def test_a_plan_of_another_data_set_is_refused():
+    model, samples = scene()
+    with pytest.raises(ConfigError, match="the plan is of 7 samples, but the data set has 6"):
+        evaluate(model, Samples(samples[:6]), collator("packed"), plan=rows_of(samples))
+
+
+def test_a_collator_that_cannot_measure_needs_a_plan():
+    model, samples = scene()
+    with pytest.raises(ConfigError, match="a function cannot tell lengths ahead, as VLMCollator can; give plan="):
+        evaluate(model, Samples(samples), collator("packed"), capacity=100)

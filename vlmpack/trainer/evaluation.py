@@ -1,0 +1,208 @@
+"""The loss of every sample of an evaluation set, computed in planned rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from itertools import chain
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from vlmpack.errors import ConfigError
+from vlmpack.layout import FACTS_KEY
+from vlmpack.plan import Plan
+from vlmpack.plan.table import Refused
+from vlmpack.step import PackedStep, StepResult, Work, disable_packing, is_packing
+from vlmpack.trainer.held_out import Collator, HeldOutLoader, MapStyle, hold_out
+from vlmpack.trainer.metrics import losses_of_set
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Evaluation:
+    """What a model makes of N samples, in the order of their data set. Every rank has the same."""
+
+    sample_ids: np.ndarray
+    """int64 [N]: the place of each sample in the data set, rising; refused samples have no entry."""
+    sample_losses: np.ndarray
+    """float64 [N]: mean cross-entropy (nats) of each sample's targets; 0 for a sample without any."""
+    sample_targets: np.ndarray
+    """int64 [N]: targets of each sample."""
+    refused: tuple[Refused, ...]
+    """Samples that could not be used, by their places."""
+    rows: int
+    """Rows that were computed."""
+    work: Work
+    """What was computed for them, all ranks together."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`loss_metrics` of the whole set, and how many samples were refused."""
+        return {**losses_of_set(self.sample_losses, self.sample_targets), "num_refused": float(len(self.refused))}
+
+    @property
+    def num_targets(self) -> int:
+        """Targets of the whole set."""
+        return int(self.sample_targets.sum())
+
+    @property
+    def token_loss(self) -> float:
+        """Cross-entropy (nats) of all targets / number of targets."""
+        return self.metrics["token_loss"]
+
+    @property
+    def sample_loss(self) -> float:
+        """Mean over samples of each one's own mean; samples without targets are left out."""
+        return self.metrics["sample_loss"]
+
+    @property
+    def perplexity(self) -> float:
+        """exp(`token_loss`)."""
+        return self.metrics["perplexity"]
+
+    def __repr__(self) -> str:
+        return (
+            f"Evaluation({len(self.sample_ids)} samples in {self.rows} rows, {len(self.refused)} refused, token_loss "
+            f"{self.token_loss:.4f}, sample_loss {self.sample_loss:.4f}, perplexity {self.perplexity:.4g})"
+        )
+
+
+def evaluate(
+    model: nn.Module,
+    dataset: MapStyle,
+    collator: Collator,
+    *,
+    capacity: int | None = None,
+    plan: Plan | None = None,
+    workers: int = 0,
+) -> Evaluation:
+    """The loss of every sample, equal to that of the sample alone in the unmodified model.
+
+    Samples share rows, whole; one that exceeds a row has its own. Meanwhile the model is in evaluation mode, with
+    packing enabled; afterwards each of its modules is in the mode that it was in. Under torch.distributed each rank
+    computes its share of the rows, and all get the whole result.
+
+    Args:
+        model: a Hugging Face model, or a wrapper around it (PEFT, DDP, FSDP2), on its device.
+        dataset: samples by number, the same on all ranks.
+        collator: a `VLMCollator`, of either layout; anything else that makes batches with host facts needs a plan.
+        capacity: tokens of a row; lengths are then measured by `VLMCollator.outline`, from image headers.
+        plan: the rows, planned from the lengths of the whole data set.
+        workers: processes that load data.
+
+    Raises:
+        ConfigError: neither capacity nor plan, or both; a plan of another data set; a collator that cannot measure, or
+            leaves samples out and does not say which.
+        SampleError: a sample cannot be used, and the collator is told to raise.
+    """
+    held_out = hold_out(dataset, collator, plan=plan, capacity=capacity, workers=workers)
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if _is_distributed() else (0, 1)
+    loader = HeldOutLoader(dataset, collator, held_out, held_out.share(rank, ranks), num_workers=workers)
+    account = Account(loader)
+    with evaluating(model) as step:
+        for batch in loader:
+            account.add(batch, step(batch))
+    return account.total()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[PackedStep]:
+    """A step of the model in evaluation mode without gradients; afterwards the model is as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    was_packing = is_packing(model)
+    try:
+        step = PackedStep(model)
+        model.eval()
+        with torch.inference_mode():
+            yield step
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        if not was_packing:
+            disable_packing(model)
+
+
+@final
+class Account:
+    """What one rank has computed of its rows, in their order."""
+
+    def __init__(self, loader: HeldOutLoader) -> None:
+        self._loader = loader
+        self._rows = iter(loader.share.rows[: loader.share.counted])
+        self._places: list[int] = []
+        self._losses: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor] = []
+        self._refused: list[Refused] = []
+        self._work: Counter[str] = Counter()
+
+    def add(self, batch: Any, result: StepResult) -> None:
+        """Take down the next row. Rows that only keep others company are forgotten.
+
+        Raises:
+            ConfigError: samples were left out, and nobody says which.
+        """
+        row = next(self._rows, None)
+        if row is None:
+            return
+        present = self._present(row, batch[FACTS_KEY].sample_ids if FACTS_KEY in batch else (), result)
+        self._places += present
+        self._refused += [_left_out(place) for place in row if place not in present]
+        self._work.update(asdict(result.work))
+        if present:
+            self._losses.append(result.sample_losses)
+            self._targets.append(result.sample_targets)
+
+    def _present(self, row: Sequence[int], named: Sequence[Any], result: StepResult) -> list[int]:
+        """Which samples of the row are in the result, in its order."""
+        if self._loader.names_samples or named:
+            return list(named)
+        if len(result.sample_targets) != len(row):
+            raise ConfigError(
+                f"of samples {list(row)} there are only {len(result.sample_targets)} in the batch, and it does not say "
+                "which; let the collator name them in BatchFacts.sample_ids, as VLMCollator does"
+            )
+        return list(row)
+
+    def total(self) -> Evaluation:
+        """What all ranks have computed; all of them have to ask."""
+        held_out = self._loader.held_out
+        mine = (self._places, _floats(self._losses), _floats(self._targets), self._refused, self._work)
+        places, losses, targets, refused, work = zip(*_gathered(mine), strict=True)
+        order = np.argsort(sample_ids := np.concatenate(places).astype(np.int64))
+        return Evaluation(
+            sample_ids=sample_ids[order],
+            sample_losses=np.concatenate(losses)[order],
+            sample_targets=np.concatenate(targets)[order].astype(np.int64),
+            refused=tuple(sorted(chain(held_out.refused, *refused), key=lambda one: one.index)),
+            rows=len(held_out.rows),
+            work=Work(**{kind.name: sum(one[kind.name] for one in work) for kind in fields(Work)}),
+        )
+
+
+def _left_out(place: int) -> Refused:
+    detail = "the collator left it out of its row; its ledger says why"
+    return Refused(index=place, sample_id=None, reason="left_out", detail=detail)
+
+
+def _floats(tensors: Sequence[torch.Tensor]) -> np.ndarray:
+    """float64 [n] of the tensors, one after the other; waits for the device here and not before."""
+    return torch.cat(list(tensors)).double().numpy(force=True) if tensors else np.zeros(0)
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _gathered(mine: Any) -> list[Any]:
+    """What every rank gives, rank after rank."""
+    if not _is_distributed():
+        return [mine]
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    return everybody

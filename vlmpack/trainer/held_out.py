@@ -1,0 +1,156 @@
+"""An evaluation set in rows, shared out to ranks so that each computes as many.
+
+    rows    [4 1] [0 5] [2] [3]      places in the data set, row after row
+    rank 0  [4 1] [2]                two ranks
+    rank 1  [0 5] [3]
+
+Where there are not enough rows for all, a rank computes one again and forgets it: sharded models talk in every forward
+pass, so nobody may stop early. No sample is counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset
+
+from vlmpack.collate import VLMCollator
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.plan import EMPTY, Plan, balance_rows, plan_bins
+from vlmpack.plan.table import LengthTable, Refused
+
+Collator = Callable[[Sequence[Any]], Mapping[str, Any]]
+"""A list of samples → a padded batch or a packed row, as a dictionary with host facts."""
+
+OVERLENGTH = "overlength"
+"""Why samples are refused that `VLMCollator(overlength="drop")` leaves out."""
+
+
+class MapStyle(Sized, Protocol):
+    """A data set whose samples can be had by number."""
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The rows that one rank computes."""
+
+    rows: tuple[tuple[int, ...], ...]
+    """Places in the data set of the samples of each row."""
+    counted: int
+    """So many of the first rows count; those after them are computed elsewhere too."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeldOut:
+    """An evaluation set in rows."""
+
+    rows: tuple[tuple[int, ...], ...]
+    """Places in the data set of the samples of each row."""
+    tokens: np.ndarray
+    """int64 [G]: tokens of each row."""
+    refused: tuple[Refused, ...]
+    """Samples that are in no row, and why."""
+
+    @classmethod
+    def planned(cls, plan: Plan, dataset: MapStyle) -> HeldOut:
+        """The rows of a plan of the whole data set.
+
+        Raises:
+            ConfigError: the plan is of another number of samples.
+        """
+        if len(plan.lengths) != len(dataset):
+            raise ConfigError(
+                f"the plan is of {len(plan.lengths)} samples, but the data set has {len(dataset)}; plan this one, or "
+                "give capacity= alone"
+            )
+        detail = f"the plan left it out: it exceeds a row of {plan.capacity} tokens"
+        dropped = [Refused(index=at, sample_id=None, reason=OVERLENGTH, detail=detail) for at in plan.dropped.tolist()]
+        return cls(rows=plan.bins, tokens=plan.tokens, refused=tuple(dropped))
+
+    @classmethod
+    def measured(cls, table: LengthTable, capacity: int) -> HeldOut:
+        """Rows of everything that can be used; what exceeds a row has one of its own, as it would without packing.
+
+        Raises:
+            ConfigError: nothing can be used.
+        """
+        if not len(table):
+            raise ConfigError(f"no sample of the evaluation set can be used: {table.reasons or 'it is empty'}")
+        plan = plan_bins(table.tokens, capacity, oversize="own_row")
+        places = table.sample_ids.tolist()
+        rows = tuple(tuple(places[at] for at in row) for row in plan.bins)
+        return cls(rows=rows, tokens=plan.tokens, refused=table.refused)
+
+    def share(self, rank: int, ranks: int) -> Share:
+        """What one of so many ranks computes."""
+        mine = balance_rows(self.tokens.astype(np.float64), ranks=ranks).rows[:, rank].reshape(-1).tolist()
+        counted = [at for at in mine if at != EMPTY]
+        again = counted[:1] or [0]
+        rows = counted + again * (len(mine) - len(counted))
+        return Share(rows=tuple(self.rows[at] for at in rows), counted=len(counted))
+
+
+def hold_out(
+    dataset: MapStyle, collator: Collator, *, plan: Plan | None, capacity: int | None, workers: int = 0
+) -> HeldOut:
+    """Put an evaluation set in rows: those of the plan, or of what the collator measures in it.
+
+    Raises:
+        ConfigError: neither plan nor capacity is given, or both; or the collator cannot measure.
+        SampleError: a sample cannot be used, and the collator is told to raise.
+    """
+    if (plan is None) == (capacity is None):
+        raise ConfigError("give capacity=, the tokens of a row, or plan=, the rows themselves")
+    if plan is not None:
+        return HeldOut.planned(plan, dataset)
+    assert capacity is not None
+    if not isinstance(collator, VLMCollator):
+        raise ConfigError(
+            f"a {type(collator).__name__} cannot tell lengths ahead, as VLMCollator can; give "
+            "plan=plan_bins(lengths, capacity, oversize='own_row')"
+        )
+    from vlmpack.offline import measure_lengths
+
+    table = measure_lengths(dataset, collator, workers=workers)
+    if collator.on_bad == "raise":
+        _raise_first([one for one in table.refused if not (one.reason == OVERLENGTH and collator.overlength == "drop")])
+    return HeldOut.measured(table, capacity)
+
+
+def _raise_first(refused: Sequence[Refused]) -> None:
+    for one in refused:
+        raise SampleError(one.detail, index=one.index, reason=one.reason, sample_id=one.sample_id)
+
+
+@final
+class Placed(Dataset[Any]):
+    """A data set whose samples go by their places, so that it can be told which of them a collator left out."""
+
+    def __init__(self, dataset: MapStyle) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, place: int) -> Any:
+        sample = self.dataset[place]
+        return {**sample, "id": place} if isinstance(sample, Mapping) else sample
+
+
+@final
+class HeldOutLoader(DataLoader[Any]):
+    """The batches of one rank's share."""
+
+    def __init__(self, dataset: MapStyle, collator: Collator, held_out: HeldOut, share: Share, **settings: Any) -> None:
+        rows = [list(row) for row in share.rows]
+        super().__init__(Placed(dataset), batch_sampler=rows, collate_fn=collator, **settings)
+        self.held_out, self.share = held_out, share
+        self.names_samples = isinstance(collator, VLMCollator)
+        """Whether a batch that names no sample holds none."""
