@@ -80,13 +80,14 @@ class VLMCollator:
         self.max_length = max_length
         self.overlength: Overlength = overlength
         self.on_bad = on_bad
+        self.train_on: TrainOn = train_on
+        self.limits = limits or ImageLimits()
         self.pixel_dtype = pixel_dtype
+        self.processor = processor
         self.facts = read_processor(processor, vocab_size=vocab_size)
         self.ledger = Ledger(ledger, ceiling=_ceiling(ceiling, max_bad_fraction))
         """Counts of given, used and refused samples, by reason."""
-        self._encoder = Encoder(
-            processor=processor, facts=self.facts, limits=limits or ImageLimits(), train_on=train_on
-        )
+        self._encoder = Encoder(processor=processor, facts=self.facts, limits=self.limits, train_on=train_on)
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The batch as a dictionary for `model(**batch)`, host facts under the key "vlmpack"."""

@@ -111,6 +111,19 @@ def read_size(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> t
         return upright_size(image)
 
 
+def read_encoded(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
+    """The encoded image itself, as it lies in its file.
+
+    Args:
+        source: see the table at the top of the file; a PIL image is none any more.
+        limits: caps, of which `max_bytes` applies.
+
+    Raises:
+        ImageError: there is nothing that could be an encoded image.
+    """
+    return _encoded(source, limits)
+
+
 def _encoded(source: ImageSource, limits: ImageLimits) -> bytes:
     """The encoded bytes behind a source that is not a PIL image."""
     if isinstance(source, Mapping):
