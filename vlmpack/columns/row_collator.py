@@ -1,0 +1,181 @@
+"""RowCollator: rows of a packed data set, or samples, as one row that any model trains exactly.
+
+input_ids      7 7 7 8 8 . .       two rows of a data set
+position_ids   0 1 2 0 1 0 0
+               9 9 9 9 . . .
+               0 1 2 3 0 0 0
+
+input_ids      7 7 7 8 8 9 9 9 9   one row for the model: the padding is left out
+cu_seqlens_q   [0, 3, 5, 9]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final, get_args
+
+import numpy as np
+import torch
+
+from vlmpack.columns.samples import vector
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.layout import IGNORE, BatchFacts, PackedRow, Segments
+from vlmpack.layout.roll import shift_labels
+
+PositionRows = Literal[0, 1, 4]
+"""How many rows of positions a model takes."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RowCollator:
+    """Joins the rows of a batch into one row [1, T] without padding; give it to HF Trainer as `data_collator`.
+
+    A model with packing enabled keeps samples apart by their boundaries. A plain transformers model does so by
+    `position_ids`, if it makes no cache and gets no mask: the batch says so.
+
+    Raises:
+        ConfigError: another number of `position_rows`.
+    """
+
+    position_rows: PositionRows = 1
+    """1 for text models, 4 for Qwen-VL models, 0: no `position_ids` (models with packing enabled compute them)."""
+
+    def __post_init__(self) -> None:
+        if self.position_rows not in get_args(PositionRows):
+            raise ConfigError(f"position_rows is {self.position_rows!r}; text models take 1, Qwen-VL models 4")
+
+    def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
+        """Join rows.
+
+        Args:
+            features: dictionaries with `input_ids`, and as far as they are there `labels` (not shifted; None: the
+                ids), and what tells samples apart: `seq_lengths`, or `position_ids`, or neither for a row that is one
+                sample. `attention_mask` tells padding. Or token ids alone.
+
+        Raises:
+            SampleError: columns of a row that do not fit together; names its place in the batch.
+            ConfigError: no rows.
+        """
+        if not features:
+            raise ConfigError("there is nothing to collate: the batch is empty")
+        rows = [_Row.read(feature, index) for index, feature in enumerate(features)]
+        row = joined_row(
+            torch.from_numpy(np.concatenate([row.input_ids for row in rows], dtype=np.int64)),
+            torch.from_numpy(np.concatenate([row.labels for row in rows], dtype=np.int64)),
+            lengths=[n for row in rows for n in row.lengths],
+            position_rows=self.position_rows,
+        )
+        return model_inputs(row)
+
+
+def joined_row(
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    lengths: Sequence[int],
+    sample_ids: tuple[int, ...] = (),
+    position_rows: PositionRows = 1,
+) -> PackedRow:
+    """A packed row of samples that lie one after the other.
+
+    Args:
+        input_ids: [T] int64.
+        labels: [T] int64, not shifted.
+        lengths: tokens of each sample.
+        sample_ids: of each sample.
+        position_rows: rows of `position_ids`.
+    """
+    segments = Segments.from_lengths(lengths)
+    shifted_1T = shift_labels(labels[None], segments)
+    facts = BatchFacts(
+        lengths=tuple(lengths),
+        num_targets=int((shifted_1T != IGNORE).sum()),
+        sample_ids=sample_ids,
+        segments=segments,
+    )
+    return PackedRow(
+        input_ids=input_ids[None],
+        segments=segments,
+        shift_labels=shifted_1T,
+        position_ids=_positions(segments, position_rows),
+        facts=facts,
+    )
+
+
+def model_inputs(row: PackedRow) -> dict[str, Any]:
+    """The row as keywords of a model. Without a cache transformers looks for samples in `position_ids`."""
+    return {**row.to_hf(), "use_cache": False}
+
+
+def _positions(segments: Segments, rows: PositionRows) -> torch.Tensor | None:
+    if rows == 0:
+        return None
+    position_1T = segments.position_in_segment()[None]
+    return position_1T if rows == 1 else position_1T.expand(rows, 1, -1)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Row:
+    """One feature without its padding."""
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    lengths: list[int]
+
+    @classmethod
+    def read(cls, feature: Any, index: int) -> _Row:
+        columns = dict(feature) if isinstance(feature, Mapping) else {"input_ids": feature}
+        names = ("input_ids", "labels", "position_ids", "attention_mask", "seq_lengths")
+        given = {name: vector(columns[name], name, index) for name in names if columns.get(name) is not None}
+        input_ids = given["input_ids"]
+        for name in ("labels", "position_ids", "attention_mask"):
+            if name in given and len(given[name]) != len(input_ids):
+                raise _bad(f"{len(input_ids)} input_ids, but {len(given[name])} of {name}", index)
+        lengths = _lengths(given, index)
+        real = sum(lengths)
+        if not real:
+            raise _bad("no tokens; leave it out", index)
+        return cls(input_ids=input_ids[:real], labels=given.get("labels", input_ids)[:real], lengths=lengths)
+
+
+def _lengths(given: Mapping[str, np.ndarray], index: int) -> list[int]:
+    """Tokens of each sample of a row."""
+    width = len(given["input_ids"])
+    if "seq_lengths" in given:
+        lengths = given["seq_lengths"]
+        if lengths.min(initial=1) < 1 or lengths.sum() > width:
+            raise _bad(f"seq_lengths {lengths.tolist()[:9]}, but {width} input_ids", index)
+        return lengths.tolist()
+    real = _real_tokens(given.get("attention_mask"), width, index)
+    if "position_ids" not in given:
+        return [width if real is None else real]
+    positions = given["position_ids"][:real]
+    starts = np.flatnonzero(positions == 0)
+    runs_on = np.diff(positions) == 1
+    if len(positions) and not (positions[0] == 0 and (runs_on | (positions[1:] == 0)).all()):
+        raise _bad("position_ids that neither count on nor restart at 0", index)
+    lengths = np.diff(starts, append=len(positions))
+    return lengths.tolist() if real is not None else _without_padding(lengths)
+
+
+def _real_tokens(mask: np.ndarray | None, width: int, index: int) -> int | None:
+    if mask is None:
+        return None
+    real = int(np.count_nonzero(mask))
+    if not mask[:real].all():
+        raise _bad("an attention_mask whose ones are not one run at the start; pad on the right", index)
+    return real
+
+
+def _without_padding(lengths: np.ndarray) -> list[int]:
+    """Padding has position 0 at every token, as samples of one token have. Those at the end of a row have nothing to
+    predict and are taken for padding; a row of nothing else keeps one."""
+    longer = np.flatnonzero(lengths > 1)
+    return lengths[: 1 + (int(longer[-1]) if len(longer) else 0)].tolist()
+
+
+def _bad(fault: str, index: int) -> SampleError:
+    return SampleError(f"the row has {fault}", index=index, reason="bad_row")

@@ -1,0 +1,173 @@
+"""Token ids as they come in: lists, arrays, tensors, columns of a data set; read once into one array.
+
+    values   [7 7 7 8 8 9 9 9 9]      tokens of all samples, one after the other
+    starts   [0, 3, 5]
+    lengths  [3, 2, 4]
+
+A sample is a span of `values`, so cutting samples short or in pieces copies nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, final
+
+import numpy as np
+
+from vlmpack.columns.arrow import arrow_lists, read_arrow
+from vlmpack.errors import ConfigError, SampleError
+
+Oversize = Literal["error", "drop", "truncate", "split"]
+OVERSIZE: tuple[Oversize, ...] = ("error", "drop", "truncate", "split")
+
+IGNORE = -100
+"""The label that cross-entropy leaves out: `vlmpack.layout.IGNORE`, which would bring in torch."""
+
+LARGEST = 2**31 - 1
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Samples:
+    """N samples."""
+
+    values: np.ndarray
+    """int32 [R]: token ids."""
+    targets: np.ndarray
+    """int32 [R]: what is to be learnt at each token, not shifted; -100: nothing."""
+    starts: np.ndarray
+    """int64 [N]: where each sample starts in both."""
+    lengths: np.ndarray
+    """int64 [N]: its tokens."""
+
+    @classmethod
+    def read(cls, token_ids: Any, *, labels: Any = None, loss_mask: Any = None) -> Samples:
+        """Read samples.
+
+        Args:
+            token_ids: N lists, tuples, vectors or tensors of whole numbers; a matrix; a column of a `datasets.Dataset`;
+                an arrow array of lists.
+            labels: the same for labels, not shifted, -100 where nothing is to be learnt; None: the token ids.
+            loss_mask: the same for 0 and 1: which tokens are to be learnt; None: all. Not beside labels.
+
+        Raises:
+            SampleError: a sample that is no vector of whole numbers, holds negative ids, or has labels of another
+                length; names it.
+            ConfigError: another number of labels, labels and a mask, or nothing that holds samples.
+        """
+        if labels is not None and loss_mask is not None:
+            raise ConfigError("labels say what is to be learnt, and so does loss_mask; give one of them")
+        values, lengths = _read(token_ids, "token ids", lowest=0)
+        targets = values
+        if labels is not None:
+            targets = _beside(labels, lengths, "labels", lowest=IGNORE)
+        elif loss_mask is not None:
+            learnt = _beside(loss_mask, lengths, "loss mask", lowest=0, highest=1)
+            targets = np.where(learnt != 0, values, np.int32(IGNORE))
+        return cls(values=values, targets=targets, starts=np.cumsum(lengths) - lengths, lengths=lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def fitted(self, capacity: int, oversize: Oversize) -> Samples:
+        """Samples cut to at most `capacity` tokens, if `oversize` says so: at the end, or into pieces."""
+        if oversize not in OVERSIZE:
+            raise ConfigError(f"oversize must be one of {', '.join(OVERSIZE)}, got {oversize!r}")
+        if oversize == "truncate":
+            return replace(self, lengths=np.minimum(self.lengths, capacity))
+        if oversize == "split":
+            pieces = np.maximum(-(-self.lengths // capacity), 1)  # an empty sample stays, and is refused by its name
+            place = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+            starts = np.repeat(self.starts, pieces) + place * capacity
+            rest = np.repeat(self.lengths, pieces) - place * capacity
+            return replace(self, starts=starts, lengths=np.minimum(rest, capacity))
+        return self
+
+    def check_lengths(self, planned: np.ndarray) -> None:
+        """Do nothing if these are the samples of that plan.
+
+        Args:
+            planned: int64 [N]: lengths that were packed.
+
+        Raises:
+            ConfigError: there are more or fewer.
+            SampleError: one has another length; names it.
+        """
+        if len(planned) != len(self):
+            raise ConfigError(
+                f"{len(planned)} lengths were packed, but there are token ids of {len(self)} samples; give those of "
+                "all samples, in the same order"
+            )
+        if (differs := planned != self.lengths).any():
+            at = int(differs.argmax())
+            raise SampleError(
+                f"has {self.lengths[at]} token ids, but was packed with a length of {planned[at]}; pack the lengths of "
+                "these token ids",
+                index=at,
+                reason="length_mismatch",
+            )
+
+
+def vector(values: Any, what: str, index: int) -> np.ndarray:
+    """One sample's numbers as a vector of whole numbers; a list becomes int32.
+
+    Raises:
+        SampleError: not one-dimensional, or not whole numbers below 2^31.
+    """
+    try:
+        found = np.asarray(array("i", values) if isinstance(values, (list, tuple)) else values)
+    except (TypeError, OverflowError, ValueError, RuntimeError) as error:
+        message = f"the {what} are not a vector of whole numbers: {error}"
+        raise SampleError(message, index=index, reason="bad_tokens") from error
+    if found.ndim != 1 or found.dtype.kind not in "iub":
+        remedy = ": give the column, as in dataset['input_ids']" if isinstance(values, Mapping) else ""
+        raise SampleError(
+            f"the {what} must be a vector of whole numbers, got {type(values).__name__} with {found.ndim} dimensions "
+            f"of {found.dtype}{remedy}",
+            index=index,
+            reason="bad_tokens",
+        )
+    return found.astype(np.int64) if found.dtype.kind == "u" else found
+
+
+def _beside(given: Any, lengths: np.ndarray, what: str, *, lowest: int, highest: int = LARGEST) -> np.ndarray:
+    """What is given for each token, beside the token ids."""
+    values, own = _read(given, what, lowest=lowest, highest=highest)
+    if len(own) != len(lengths):
+        raise ConfigError(f"there are {what} of {len(own)} samples, but token ids of {len(lengths)}")
+    if (differs := own != lengths).any():
+        at = int(differs.argmax())
+        raise SampleError(f"has {lengths[at]} token ids, but {own[at]} of {what}", index=at, reason="length_mismatch")
+    return values
+
+
+def _read(samples: Any, what: str, *, lowest: int, highest: int = LARGEST) -> tuple[np.ndarray, np.ndarray]:
+    """(values int32 [R], lengths int64 [N])."""
+    lists = arrow_lists(samples)
+    if lists is not None:
+        values, lengths = read_arrow(lists, what)
+    else:
+        vectors = [vector(sample, what, index) for index, sample in enumerate(_each(samples, what))]
+        lengths = np.fromiter(map(len, vectors), np.int64, len(vectors))
+        values = np.concatenate(vectors) if vectors else np.zeros(0, np.int32)
+    if len(values) and not lowest <= values.min() <= values.max() <= highest:
+        at = int(((values < lowest) | (values > highest)).argmax())
+        sample = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+        place = at - int(lengths[:sample].sum())
+        raise SampleError(
+            f"the {what} hold {values[at]} at place {place}; they lie between {lowest} and {highest}",
+            index=sample,
+            reason="bad_tokens",
+        )
+    return values.astype(np.int32, copy=False), lengths
+
+
+def _each(samples: Any, what: str) -> Iterator[Any]:
+    if isinstance(samples, (str, bytes, Mapping)) or not isinstance(samples, Iterable):
+        raise ConfigError(
+            f"the {what} must be one list, vector or tensor for each sample, or a column of a data set; got "
+            f"{type(samples).__name__}"
+        )
+    return iter(samples)
