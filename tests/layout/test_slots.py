@@ -139,9 +139,9 @@ def test_the_rule_of_both_reasons_is_their_least_common_multiple():
     ("make", "message"),
     [
         (lambda: SlotRule.for_parallel(context=0), "context counts ranks, at least 1, got 0"),
-        (lambda: SlotRule.for_parallel(tensor=2.0), "tensor counts ranks, at least 1, got 2.0"),  # pyright: ignore
-        (lambda: SlotRule.for_parallel(precision="int8"), "precision='int8' is not known; use one of fp32, bf16"),  # pyright: ignore
-        (lambda: SlotRule.for_parallel(layout="striped"), "layout='striped' is not known; use one of mirrored, con"),  # pyright: ignore
+        (lambda: SlotRule.for_parallel(tensor=2.0), "tensor counts ranks, at least 1, got 2.0"),
+        (lambda: SlotRule.for_parallel(precision="int8"), "precision='int8' is not known; use one of fp32, bf16"),
+        (lambda: SlotRule.for_parallel(layout="striped"), "layout='striped' is not known; use one of mirrored, con"),
         (lambda: SlotRule.for_parallel(context=2, pad_to=10), "pad_to=10 is not a multiple .* use pad_to=12"),
     ],
 )
