@@ -8,15 +8,25 @@ from functools import reduce
 import numpy as np
 import torch
 
+from vlmpack.collate.buffers import PixelBuffers
 from vlmpack.collate.encoded import IMAGE, Encoded, Visual
 from vlmpack.collate.processor import ProcessorFacts
 from vlmpack.layout import IGNORE, BatchFacts, Media, PackedRow, PaddedBatch, Segments, SlotRule, shift_labels
+
+NO_BUFFERS = PixelBuffers(0)
+"""New memory for every batch."""
 
 UNTOLD_SECONDS = 1.0
 """Seconds per video grid where a sample does not tell: what Qwen2.5-VL's model assumes."""
 
 
-def to_padded(samples: Sequence[Encoded], *, pad_token_id: int, pixel_dtype: torch.dtype | None = None) -> PaddedBatch:
+def to_padded(
+    samples: Sequence[Encoded],
+    *,
+    pad_token_id: int,
+    pixel_dtype: torch.dtype | None = None,
+    buffers: PixelBuffers = NO_BUFFERS,
+) -> PaddedBatch:
     """[B, S], padded on the right; S is the longest sample."""
     width = max(sample.num_tokens for sample in samples)
     starts = [row * width for row in range(len(samples))]
@@ -29,13 +39,18 @@ def to_padded(samples: Sequence[Encoded], *, pad_token_id: int, pixel_dtype: tor
         attention_mask=batch([np.ones_like(s.input_ids) for s in samples], 0),
         labels=batch([s.labels for s in samples], IGNORE),
         mm_token_type_ids=batch([s.types for s in samples], 0),
-        media=_media(samples, pixel_dtype),
+        media=_media(samples, pixel_dtype, buffers),
         facts=_facts(samples),
     )
 
 
 def to_packed(
-    samples: Sequence[Encoded], *, rule: SlotRule, pad_token_id: int, pixel_dtype: torch.dtype | None = None
+    samples: Sequence[Encoded],
+    *,
+    rule: SlotRule,
+    pad_token_id: int,
+    pixel_dtype: torch.dtype | None = None,
+    buffers: PixelBuffers = NO_BUFFERS,
 ) -> PackedRow:
     """[1, T], straight from the samples: equal to `pack(to_padded(samples), rule=rule)`.
 
@@ -53,7 +68,7 @@ def to_packed(
         segments=segments,
         shift_labels=shift_labels(row([s.labels for s in samples], IGNORE), segments),
         mm_token_type_ids=row([s.types for s in samples], 0),
-        media=_media(samples, pixel_dtype),
+        media=_media(samples, pixel_dtype, buffers),
         facts=_facts(samples, segments=segments),
     )
 
@@ -98,14 +113,14 @@ def _facts(samples: Sequence[Encoded], segments: Segments | None = None) -> Batc
     )
 
 
-def _media(samples: Sequence[Encoded], dtype: torch.dtype | None) -> Media:
+def _media(samples: Sequence[Encoded], dtype: torch.dtype | None, buffers: PixelBuffers) -> Media:
     images = [image for sample in samples for image in sample.images]
     videos = [video for sample in samples for video in sample.videos]
     seconds = _seconds(samples)
     return Media(
-        pixel_values=_join(images, dtype),
+        pixel_values=_join(images, dtype, buffers),
         image_grid_thw=_grids(images),
-        pixel_values_videos=_join(videos, dtype),
+        pixel_values_videos=_join(videos, dtype, buffers),
         video_grid_thw=_grids(videos),
         second_per_grid_ts=torch.tensor(seconds) if seconds else None,
     )
@@ -123,14 +138,10 @@ def _grids(visuals: Sequence[Visual]) -> torch.Tensor | None:
     return torch.tensor([visual.grid for visual in visuals], dtype=torch.int64) if visuals else None
 
 
-def _join(visuals: Sequence[Visual], dtype: torch.dtype | None) -> torch.Tensor | None:
-    """[P, C]: one copy into memory of the right size and type; none for a single image of that type."""
+def _join(visuals: Sequence[Visual], dtype: torch.dtype | None, buffers: PixelBuffers) -> torch.Tensor | None:
+    """[P, C] in the given type, or in the widest of their own."""
     if not visuals:
         return None
     parts = [visual.pixels.detach() for visual in visuals if visual.pixels is not None]
     assert len(parts) == len(visuals), "an outline has no pixels: fill it first"
-    dtype = dtype or reduce(torch.promote_types, (part.dtype for part in parts))
-    if len(parts) == 1:
-        return parts[0].to(dtype)
-    joined = torch.empty(sum(map(len, parts)), parts[0].shape[1], dtype=dtype)
-    return torch.cat(parts, out=joined)
+    return buffers.join(parts, dtype or reduce(torch.promote_types, (part.dtype for part in parts)))

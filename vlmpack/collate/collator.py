@@ -10,6 +10,7 @@ from typing import Any, Literal, final, get_args
 import torch
 
 from vlmpack.collate.assemble import filler, to_packed, to_padded
+from vlmpack.collate.buffers import PixelBuffers
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import Encoded
 from vlmpack.collate.labels import TrainOn
@@ -46,6 +47,8 @@ class VLMCollator:
         limits: caps for images, read from their headers before decoding.
         vocab_size: token ids are below this; None: the tokenizer's number of entries.
         pixel_dtype: what pixels are stored as (bfloat16 halves their bytes); None: float32, as the processor gives.
+        pixel_buffers: blocks of memory in which the pixels of batches are joined in turn, at most so many; a block is
+            used again when nothing refers to it any more. 0: new memory for every batch.
 
     Raises:
         ConfigError: settings that contradict each other.
@@ -68,13 +71,14 @@ class VLMCollator:
         limits: ImageLimits | None = None,
         vocab_size: int | None = None,
         pixel_dtype: torch.dtype | None = None,
+        pixel_buffers: int = 8,
     ) -> None:
         _check_choice("layout", layout, get_args(Layout))
         _check_choice("overlength", overlength, get_args(Overlength))
         _check_choice("train_on", train_on, get_args(TrainOn))
         _check_choice("on_bad", on_bad, get_args(OnBad))
         _check_lengths(layout, slots, max_length, overlength)
-        _check_pixel_dtype(pixel_dtype)
+        _check_pixels(pixel_dtype, pixel_buffers)
         self.layout = layout
         self.slots = slots or SlotRule()
         self.max_length = max_length
@@ -83,6 +87,7 @@ class VLMCollator:
         self.train_on: TrainOn = train_on
         self.limits = limits or ImageLimits()
         self.pixel_dtype = pixel_dtype
+        self.buffers = PixelBuffers(pixel_buffers)
         self.processor = processor
         self.facts = read_processor(processor, vocab_size=vocab_size)
         self.ledger = Ledger(ledger, ceiling=_ceiling(ceiling, max_bad_fraction))
@@ -109,7 +114,7 @@ class VLMCollator:
         taken = (self._keep(lambda f=feature, i=index: self._encoded(f, i)) for index, feature in enumerate(features))
         return self._assemble(taken)
 
-    def outline(self, feature: Mapping[str, Any], index: int | None = None) -> Encoded:
+    def outline(self, feature: Mapping[str, Any], index: int | None = None, *, estimate: bool = False) -> Encoded:
         """One sample without its pixels: token ids, labels, and the grid of each image from its header.
 
         What `collate` would make of the sample, `max_length` included, in a small part of the time. Damage to an
@@ -118,19 +123,21 @@ class VLMCollator:
         Args:
             feature: a sample dict.
             index: its place in the data set, for errors and as its id where it has none of its own.
+            estimate: count one token for each square of an image's own pixels, begun ones included, whatever the
+                processor's bounds and rule are. Nothing can be materialised from that.
 
         Raises:
             SampleError: the sample cannot be used, whatever `on_bad` says.
             ConfigError: no sample of this kind can be used, or images cannot be measured with this processor.
         """
-        sample = self._checked(feature, index, lambda: self._fitted(self._encoder.outline(feature)))
+        sample = self._checked(feature, index, lambda: self._fitted(self._encoder.outline(feature, estimate=estimate)))
         return sample if index is None else _with_id(sample, index)
 
     def materialise(self, outlines: Sequence[Encoded]) -> PaddedBatch | PackedRow:
         """The batch of samples that `outline` gave: their media are read and cut into patches now.
 
         Equal to `collate` of the same samples. A sample whose media cannot be used, or have changed since, is treated
-        as `on_bad` says.
+        as `on_bad` says; media that `overlength="truncate"` cut off are not looked at again.
 
         Raises:
             SampleError, ConfigError, LayoutError: as `collate`.
@@ -141,7 +148,11 @@ class VLMCollator:
 
     def _assemble(self, taken: Iterable[Encoded | None]) -> PaddedBatch | PackedRow:
         samples = [sample for sample in taken if sample is not None] or [filler(self.facts)]
-        settings: dict[str, Any] = {"pad_token_id": self.facts.pad_token_id, "pixel_dtype": self.pixel_dtype}
+        settings: dict[str, Any] = {
+            "pad_token_id": self.facts.pad_token_id,
+            "pixel_dtype": self.pixel_dtype,
+            "buffers": self.buffers,
+        }
         if self.layout == "packed":
             return to_packed(samples, rule=self.slots, **settings)
         return to_padded(samples, **settings)
@@ -165,7 +176,9 @@ class VLMCollator:
         try:
             sample = make()
         except Refusal as refusal:
-            raise SampleError(refusal.message, index=index, reason=refusal.reason, sample_id=sample_id) from refusal
+            named = index is not None or sample_id is None
+            message = refusal.message if named else f"sample {sample_id!r}: {refusal.message}"
+            raise SampleError(message, index=index, reason=refusal.reason, sample_id=sample_id) from refusal
         return replace(sample, sample_id=sample_id)
 
     def _keep(self, make: Callable[[], Encoded]) -> Encoded | None:
@@ -217,7 +230,9 @@ def _check_lengths(layout: Layout, slots: SlotRule | None, max_length: int | Non
         raise ConfigError(f"max_length={max_length} leaves nothing to learn; it must be at least 2")
 
 
-def _check_pixel_dtype(dtype: torch.dtype | None) -> None:
+def _check_pixels(dtype: torch.dtype | None, buffers: int) -> None:
+    if buffers < 0:
+        raise ConfigError(f"pixel_buffers={buffers} must be a number of blocks, or 0 for new memory every time")
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"pixel_dtype={dtype} would cut the normalised pixels off to whole numbers; use a float type")
 

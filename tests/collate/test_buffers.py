@@ -1,0 +1,187 @@
+"""PixelBuffers: memory that batches use in turn, and never two at a time."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from vlmpack.collate.buffers import Lent, PixelBuffers, _lend
+
+WIDTH = 5
+
+
+def parts(*rows: int, start: int = 0) -> list[torch.Tensor]:
+    """Patches that are all different, also from those of another `start`."""
+    total = torch.arange(sum(rows) * WIDTH, dtype=torch.float32).view(-1, WIDTH) + 1000 * start
+    return list(total.split(rows))
+
+
+# ---------------------------------------------------------------------- in one process
+
+
+@pytest.mark.parametrize("most", [0, 1, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_parts_lie_one_after_the_other(most: int, dtype: torch.dtype) -> None:
+    joined = PixelBuffers(most).join(parts(3, 1, 4), dtype)
+    assert torch.equal(joined, torch.cat(parts(3, 1, 4)).to(dtype))
+    assert type(joined) is torch.Tensor
+
+
+def test_a_batch_that_is_gone_leaves_its_memory_to_the_next() -> None:
+    buffers, places = PixelBuffers(8), set()
+    for start in range(5):
+        joined = buffers.join(parts(3, 4, start=start), torch.float32)
+        places.add(joined.data_ptr())
+        del joined
+    assert (len(places), buffers.kept, buffers.held) == (1, 1, 0)
+
+
+def test_batches_that_are_there_keep_their_own() -> None:
+    buffers = PixelBuffers(8)
+    batches = [buffers.join(parts(3, 4, start=start), torch.float32) for start in range(5)]
+    assert all(torch.equal(batch, torch.cat(parts(3, 4, start=i))) for i, batch in enumerate(batches))
+    assert (buffers.kept, buffers.held) == (5, 5)
+
+
+def test_no_more_blocks_are_kept_than_were_allowed() -> None:
+    buffers = PixelBuffers(2)
+    batches = [buffers.join(parts(3, 4, start=start), torch.float32) for start in range(5)]
+    assert all(torch.equal(batch, torch.cat(parts(3, 4, start=i))) for i, batch in enumerate(batches))
+    assert buffers.kept == 2
+
+
+def test_a_view_keeps_the_memory() -> None:
+    buffers = PixelBuffers(8)
+    view = buffers.join(parts(3, 4), torch.float32)[2:4].view(-1)
+    assert buffers.held == 1
+    other = buffers.join(parts(3, 4, start=1), torch.float32)
+    assert torch.equal(view, torch.cat(parts(3, 4))[2:4].view(-1)) and len(other) == 7
+    del view
+    assert buffers.held == 1
+
+
+def test_what_autograd_saved_keeps_the_memory() -> None:
+    buffers, weight = PixelBuffers(8), torch.ones(WIDTH, requires_grad=True)
+    loss = (buffers.join(parts(3, 4), torch.float32) @ weight).sum()
+    other = buffers.join(parts(3, 4, start=1), torch.float32)
+    loss.backward()
+    assert torch.equal(weight.grad, torch.cat(parts(3, 4)).sum(0)) and len(other) == 7
+    del loss
+    assert buffers.held == 1
+
+
+def test_an_array_of_it_keeps_the_memory() -> None:
+    buffers = PixelBuffers(8)
+    array = buffers.join(parts(3, 4), torch.float32).numpy()
+    assert buffers.held == 1 and array[6, 4] == 34
+
+
+def test_a_larger_batch_takes_the_place_of_a_smaller_one() -> None:
+    buffers, large = PixelBuffers(1), 200_000
+    for rows in (2, large, 3):
+        joined = buffers.join(parts(rows, 1), torch.float32)
+        assert len(joined) == rows + 1
+        del joined
+    assert buffers.kept == 1
+
+
+def test_a_single_image_is_not_copied() -> None:
+    (part,) = parts(3)
+    assert PixelBuffers(8).join([part], torch.float32).data_ptr() == part.data_ptr()
+
+
+def test_parts_with_gradients_are_copied_without() -> None:
+    joined = PixelBuffers(8).join([part.requires_grad_() for part in parts(2, 3)], torch.float32)
+    assert not joined.requires_grad
+
+
+def test_whatever_is_kept_and_dropped_no_batch_changes() -> None:
+    buffers, chance, alive = PixelBuffers(4), random.Random(0), {}
+    for start in range(200):
+        rows = chance.randint(1, 9), chance.randint(1, 9)
+        alive[start] = rows, buffers.join(parts(*rows, start=start), torch.float32)
+        for gone in chance.sample(sorted(alive), k=min(len(alive), chance.randint(0, 2))):
+            del alive[gone]
+        assert all(torch.equal(one, torch.cat(parts(*rows, start=at))) for at, (rows, one) in alive.items())
+    assert buffers.kept == 4
+
+
+def test_blocks_do_not_travel_with_it() -> None:
+    buffers = PixelBuffers(3)
+    joined = buffers.join(parts(3, 4), torch.float32)
+    copy = pickle.loads(pickle.dumps(buffers))
+    assert (copy.most, copy.kept, buffers.held, len(joined)) == (3, 0, 1, 7)
+
+
+# ---------------------------------------------------------------------- from a worker
+
+
+class Join:
+    """A collate function: a batch whose values tell its number."""
+
+    def __init__(self) -> None:
+        self.buffers = PixelBuffers(8)
+
+    def __call__(self, numbers: list[int]) -> dict:
+        joined = self.buffers.join(parts(3, 4, start=numbers[0]), torch.float32)
+        return {"pixel_values": joined, "kept": self.buffers.kept, "number": numbers[0]}
+
+
+def loader(batches: int = 24, **options) -> DataLoader:
+    return DataLoader(range(batches), collate_fn=Join(), num_workers=1, multiprocessing_context="fork", **options)
+
+
+def is_right(batch: dict) -> bool:
+    pixels = batch["pixel_values"]
+    return type(pixels) is torch.Tensor and torch.equal(pixels, torch.cat(parts(3, 4, start=batch["number"])))
+
+
+@pytest.mark.dist
+def test_batches_that_are_dropped_hand_their_blocks_back() -> None:
+    seen = [(is_right(batch), batch["kept"]) for batch in loader()]
+    assert len(seen) == 24 and all(right for right, _ in seen)
+    assert max(kept for _, kept in seen) < 8
+
+
+@pytest.mark.dist
+def test_batches_that_are_kept_never_change() -> None:
+    batches = list(loader())
+    assert len(batches) == 24 and all(map(is_right, batches))
+    assert batches[-1]["kept"] == 8
+
+
+@pytest.mark.dist
+def test_batches_outlive_their_worker() -> None:
+    batches = list(loader(4))
+    assert all(map(is_right, batches))
+
+
+@pytest.mark.dist
+def test_a_loop_that_stops_early_can_begin_again() -> None:
+    persistent = loader(persistent_workers=True)
+    for _ in range(3):
+        for batch in persistent:
+            assert is_right(batch)
+            if batch["number"] == 5:
+                break
+
+
+def test_what_is_computed_from_lent_pixels_is_a_plain_tensor() -> None:
+    lent = _lend(torch.zeros(2**12, dtype=torch.uint8).share_memory_(), (3, WIDTH), torch.float32, shared=True)
+    assert type(lent) is Lent
+    assert [type(one) for one in (lent + 1, lent[1:], lent.bfloat16())] == [torch.Tensor] * 3
+
+
+def test_a_second_receiver_gets_a_copy() -> None:
+    block = torch.zeros(2**12, dtype=torch.uint8).share_memory_()
+    lent = _lend(block, (3, WIDTH), torch.float32, shared=True)
+    first, second = (ForkingPickler.loads(ForkingPickler.dumps(lent)) for _ in range(2))
+    first.fill_(7)
+    assert lent.eq(7).all() and not second.eq(7).any()
+    del lent, first
+    assert not block[:2].any()

@@ -1,0 +1,166 @@
+"""Memory for the pixels of batches, used again once a batch is gone.
+
+Pixels are 450 times the bytes of the ids. Joining the patches of a batch in new memory costs several times the copy
+itself: the system hands out empty pages one by one, and takes them back with every batch. From a DataLoader worker it
+costs more, since torch copies what is not in shared memory once again, into new shared memory.
+
+Here the patches are joined in blocks that stay. A block is free again when nobody looks at it:
+
+    block    w m . . . . . .   p p p p p p p p p p p ...      header of 64 bytes, then the pixels
+             │ └ 1 while the main process holds them, which they were sent to
+             └── 1 while this process does
+
+"Holds" means that the memory itself is referred to, by the batch's tensor, a view of it, or what autograd saved of it;
+not that some variable still exists. Nobody ever waits for a block: when none is free, new memory is taken, as without.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+
+HEADER = 64
+"""Bytes in front of the pixels: they start at a cache line."""
+GRAIN = 2**21
+"""Blocks are multiples of 2 MiB, so that batches of nearly one size share them."""
+HERE, THERE = 0, 1
+"""Who holds a block: this process, or the one it was sent to."""
+
+
+@final
+class PixelBuffers:
+    """Blocks of memory in which the pixels of batches are joined, in turn.
+
+    A DataLoader worker makes blocks of its own, in shared memory: its batches reach the main process without a copy.
+
+    Args:
+        most: blocks kept at most; as many batches as that can be alive at a time without new memory. A training loop
+            needs two or three, a DataLoader worker `prefetch_factor` more. 0: none, new memory every time.
+    """
+
+    def __init__(self, most: int = 8) -> None:
+        self.most = most
+        self._blocks: list[torch.Tensor] = []
+        self._owner = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"most": self.most}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
+
+    @property
+    def held(self) -> int:
+        """Blocks that somebody still looks at."""
+        return sum(not _is_free(block) for block in self._blocks)
+
+    @property
+    def kept(self) -> int:
+        """Blocks there are."""
+        return len(self._blocks)
+
+    def join(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """[P, C]: the parts [P_i, C] one after the other, as `dtype`; one copy, or none for a part that stays as it is.
+
+        Args:
+            parts: at least one tensor, on the CPU.
+            dtype: of the result.
+        """
+        in_worker = get_worker_info() is not None
+        if len(parts) == 1 and not in_worker:
+            return parts[0].to(dtype)
+        shape = (sum(map(len, parts)), parts[0].shape[1])
+        joined = self._take(shape, dtype, shared=in_worker)
+        for part, place in zip(parts, joined.split([len(part) for part in parts]), strict=True):
+            place.copy_(part.detach())  # `torch.cat` into another type goes through a third tensor
+        return joined
+
+    def _take(self, shape: tuple[int, int], dtype: torch.dtype, *, shared: bool) -> torch.Tensor:
+        if self._owner != os.getpid():  # forked: these blocks belong to the parent, which cannot see what we do to them
+            self.__init__(self.most)
+        block = self._free_block(HEADER + prod(shape) * dtype.itemsize, shared=shared)
+        return torch.empty(shape, dtype=dtype) if block is None else _lend(block, shape, dtype, shared=shared)
+
+    def _free_block(self, size: int, *, shared: bool) -> torch.Tensor | None:
+        """A free block of at least so many bytes; a new one if there may be one more, or in place of one too small."""
+        free = [block for block in self._blocks if _is_free(block)]
+        fitting = [block for block in free if len(block) >= size]
+        if fitting:
+            return min(fitting, key=len)
+        if free:
+            self._blocks = [block for block in self._blocks if block is not free[0]]
+        elif len(self._blocks) >= self.most:
+            return None
+        block = torch.zeros(-(-size // GRAIN) * GRAIN, dtype=torch.uint8)
+        self._blocks.append(block.share_memory_() if shared else block)
+        return block
+
+
+@final
+class Lent(torch.Tensor):
+    """Pixels in a shared block of a worker, which the main process takes over where they are.
+
+    What is computed from it is a plain tensor.
+    """
+
+    block: torch.Tensor | None
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+
+def _is_free(block: torch.Tensor) -> bool:
+    return not block[: THERE + 1].any()
+
+
+def _lend(block: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, *, shared: bool) -> torch.Tensor:
+    pixels = _hold(block, shape, dtype, holder=HERE)
+    if not shared:
+        return pixels
+    lent = pixels.as_subclass(Lent)
+    lent.block = block
+    return lent
+
+
+def _hold(block: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, *, holder: int) -> torch.Tensor:
+    """A tensor in the block, which marks it as held until the memory is referred to by nothing any more.
+
+    The tensor is made from an array, so that its memory is the array's: it is let go, the array with it, when the last
+    tensor that has this memory goes, whichever that is.
+    """
+    memory = block.numpy()
+    memory[holder] = 1
+    array = memory[HEADER : HEADER + prod(shape) * dtype.itemsize]
+    weakref.finalize(array, partial(_let_go, memory[: THERE + 1], holder)).atexit = False
+    return torch.from_numpy(array).view(dtype).view(shape)
+
+
+def _let_go(header: np.ndarray, holder: int) -> None:
+    header[holder] = 0
+
+
+def _send(lent: Lent) -> tuple[Any, ...]:
+    """How pixels travel to another process: in the block that they lie in; to a second receiver, as a copy."""
+    block, lent.block = lent.block, None
+    if block is None:
+        return _as_it_is, (lent.as_subclass(torch.Tensor).clone(),)
+    block.numpy()[THERE] = 1
+    return _receive, (block, tuple(lent.shape), lent.dtype)
+
+
+def _receive(block: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    return _hold(block, shape, dtype, holder=THERE)
+
+
+def _as_it_is(pixels: torch.Tensor) -> torch.Tensor:
+    return pixels
+
+
+ForkingPickler.register(Lent, _send)
