@@ -51,14 +51,14 @@ class Encoder:
         """
         return self._encode(feature, self._media.cut)
 
-    def outline(self, feature: Any) -> Encoded:
-        """The same without pixels, which are left where they are: images and videos are only measured.
+    def outline(self, feature: Any, *, estimate: bool = False) -> Encoded:
+        """The same without pixels, which are left where they are: images and videos are only measured, or estimated.
 
         Raises:
             Refusal: the sample cannot be used, as far as can be seen without decoding its media.
             ConfigError: no sample of this kind can be used, or images cannot be measured with this processor.
         """
-        return self._encode(feature, self._media.measure)
+        return self._encode(feature, self._media.estimate if estimate else self._media.measure)
 
     def fill(self, outline: Encoded) -> Encoded:
         """An outline with its pixels: equal to the encoded sample.

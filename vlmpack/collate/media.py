@@ -1,16 +1,17 @@
 """Images and videos: cut into patches by the user's own image processor, or only measured by their headers.
 
     MediaRef ──measure──▶ Visual(grid)                  no pixel is decoded: for planning rows
-        └──────cut──────▶ Visual(grid, pixels)          for training on them
+        ├──────cut──────▶ Visual(grid, pixels)          for training on them
+        └────estimate───▶ Visual(about that grid)       by the plain rule, whatever the processor's own rule is
 
-Both give the same grid: the rules by which the processor resizes are those of `families/resize.py` and
+The first two give the same grid: the rules by which the processor resizes are those of `families/resize.py` and
 `vision_keys.py`. That this processor keeps to them is seen once, on small images, before the first one is measured,
 and checked again on every image that is measured first and cut later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar, final
@@ -33,6 +34,8 @@ Result = TypeVar("Result")
 
 _TRIALS = ((1, 1), (45, 71), (100, 30), (31, 400))
 """Heights and widths on which the processor's rule is tried: blown up, rounded, thin."""
+_SHRUNK = (371, 223)
+"""Height and width of a trial that has to be made smaller: few pixels are allowed, so that it need not be large."""
 
 
 @final
@@ -68,6 +71,17 @@ class MediaReader:
         load = self._measure_image if kind == "image" else partial(self._video, read=outline_video)
         return _named(partial(load, ref), kind, at)
 
+    def estimate(self, ref: MediaRef, *, kind: Kind, at: int) -> Visual:
+        """About the same as `measure`: an image has one token for each square of its own pixels, begun ones included.
+
+        Images that say how large they are to be, and videos, are measured: their size is not the processor's choice.
+
+        Raises:
+            Refusal: its header shows that it cannot be used.
+        """
+        load = self._estimate_image if kind == "image" else partial(self._video, read=outline_video)
+        return _named(partial(load, ref), kind, at)
+
     def fill(self, sample: Encoded) -> Encoded:
         """A sample that was only measured, with the patches of all its media.
 
@@ -85,12 +99,11 @@ class MediaReader:
         if measured.pixels is not None or measured.source is None:
             return measured
         visual = self.cut(measured.source, kind=kind, at=at)
-        seen, expected = ((v.grid, v.seconds, v.timestamps) for v in (visual, measured))
-        if seen != expected:
+        if _shape(visual) != _shape(measured):
             raise Refusal(
                 f"{kind}_changed",
-                f"{kind} {at} was measured as {_shown(measured.grid)} patches (frames x rows x columns) and is now "
-                f"{_shown(visual.grid)}; it, or the processor, was changed since: measure and plan again",
+                f"{kind} {at} was measured as {_shape(measured)} and is now {_shape(visual)}; it, or the processor, "
+                "was changed since: measure and plan again",
             )
         check_pixels(visual, self.facts)
         return visual
@@ -105,12 +118,23 @@ class MediaReader:
         return Visual(pixels=out["pixel_values"], grid=_grid(out["image_grid_thw"][0].tolist()), source=ref)
 
     def _measure_image(self, ref: MediaRef) -> Visual:
-        assert self._keeps_to_the_rule
-        height, width = read_size(ref.source, limits=self.limits)
         if has_image_keys(ref.options):
-            height, width = image_size(ref.options, height=height, width=width, **self._sizes)
-            return Visual(pixels=None, grid=self._grid_of(height, width), source=ref)
-        return Visual(pixels=None, grid=self._resized(height, width), source=ref)
+            return self._sized_image(ref)
+        resized = self._resize_rule
+        return Visual(pixels=None, grid=resized(*read_size(ref.source, limits=self.limits)), source=ref)
+
+    def _estimate_image(self, ref: MediaRef) -> Visual:
+        if has_image_keys(ref.options):
+            return self._sized_image(ref)
+        merge, unit = self.facts.merge_size, self.facts.patch_size * self.facts.merge_size
+        height, width = read_size(ref.source, limits=self.limits)
+        return Visual(pixels=None, grid=(1, merge * -(-height // unit), merge * -(-width // unit)), source=ref)
+
+    def _sized_image(self, ref: MediaRef) -> Visual:
+        """An image whose own keys say how large it is to be."""
+        height, width = read_size(ref.source, limits=self.limits)
+        height, width = image_size(ref.options, height=height, width=width, **self._sizes)
+        return Visual(pixels=None, grid=self._grid_of(height, width), source=ref)
 
     def _video(self, ref: MediaRef, read: Callable[..., VideoPatches]) -> Visual:
         settings = VideoSettings.from_image_processor(self.image_processor)
@@ -127,41 +151,56 @@ class MediaReader:
     def _sizes(self) -> dict[str, int]:
         return {"patch_size": self.facts.patch_size, "merge_size": self.facts.merge_size}
 
-    def _resized(self, height: int, width: int) -> Grid:
-        """The grid of an image of this size, as the processor will resize it."""
+    @cached_property
+    def _resize_rule(self) -> Callable[[int, int], Grid]:
+        """From an image's height and width to its grid, as the processor resizes; seen to hold on a few small images.
+
+        Raises:
+            ConfigError: the processor resizes by another rule.
+        """
+        unit = self.facts.patch_size * self.facts.merge_size
         if not self.image_processor.do_resize:
-            return self._grid_of(height, width)
-        bounds = self.image_processor.size
+            self._try_rule((unit, unit), self._unresized)
+            self._try_rule((2 * unit, 3 * unit), self._unresized)
+            return self._unresized
+        for shape in _TRIALS:
+            self._try_rule(shape, self._resized)
+        bounds = {"shortest_edge": unit**2, "longest_edge": 12 * unit**2}
+        self._try_rule(_SHRUNK, partial(self._resized, bounds=bounds), size=bounds)
+        return self._resized
+
+    def _resized(self, height: int, width: int, bounds: Mapping[str, int] | None = None) -> Grid:
+        """The grid of an image of this size after resizing; `bounds` of its area, None: the processor's own."""
+        area: Mapping[str, int] = bounds or self.image_processor.size
         return grid_from_size(
             height,
             width,
             patch_size=self.facts.patch_size,
             merge=self.facts.merge_size,
-            min_pixels=bounds["shortest_edge"],
-            max_pixels=bounds["longest_edge"],
+            min_pixels=area["shortest_edge"],
+            max_pixels=area["longest_edge"],
         )
+
+    def _unresized(self, height: int, width: int) -> Grid:
+        """The grid of an image that is cut as it is."""
+        unit = self.facts.patch_size * self.facts.merge_size
+        if height % unit or width % unit:
+            raise ValueError(f"{height} x {width} pixels are no multiples of {unit}, and its do_resize is off")
+        return self._grid_of(height, width)
 
     def _grid_of(self, height: int, width: int) -> Grid:
         return 1, height // self.facts.patch_size, width // self.facts.patch_size
 
-    @cached_property
-    def _keeps_to_the_rule(self) -> bool:
-        """True; that the processor's grids are those of the rule is seen on a few small images.
-
-        Raises:
-            ConfigError: they are not.
-        """
-        unit = self.facts.patch_size * self.facts.merge_size
-        trials = _TRIALS if self.image_processor.do_resize else ((unit, unit), (2 * unit, 3 * unit))
-        for height, width in trials:
-            seen = self._cut_image(MediaRef(source=Image.new("RGB", (width, height)))).grid
-            if seen != (expected := self._resized(height, width)):
-                raise ConfigError(
-                    f"the image processor ({type(self.image_processor).__name__}) cuts {height} x {width} pixels into "
-                    f"{_shown(seen)} patches, where Qwen's rule gives {_shown(expected)}; images cannot be measured by "
-                    "their headers with it: use the model's own image processor, or collate whole samples"
-                )
-        return True
+    def _try_rule(self, shape: tuple[int, int], rule: Callable[[int, int], Grid], **options: Any) -> None:
+        """Raise a ConfigError if the processor cuts a black image of this height and width otherwise than `rule`."""
+        height, width = shape
+        out = self.image_processor(images=[Image.new("RGB", (width, height))], return_tensors="pt", **options)
+        if (seen := _grid(out["image_grid_thw"][0].tolist())) != (expected := rule(height, width)):
+            raise ConfigError(
+                f"the image processor ({type(self.image_processor).__name__}) cuts {height} x {width} pixels into "
+                f"{_shown(seen)} patches, where Qwen's rule gives {_shown(expected)}; images cannot be measured by "
+                "their headers with it: use the model's own image processor, or collate whole samples"
+            )
 
 
 def _named(read: Callable[[], Result], kind: Kind, at: int) -> Result:
@@ -181,3 +220,10 @@ def _grid(values: list[int]) -> Grid:
 
 def _shown(grid: Grid) -> str:
     return " x ".join(map(str, grid))
+
+
+def _shape(visual: Visual) -> str:
+    """All that decides where a medium's tokens lie, in words."""
+    times = "" if visual.seconds is None else f", {visual.seconds:g} s each"
+    stamps = f", at {', '.join(f'{stamp:g}' for stamp in visual.timestamps)} s" if visual.timestamps else ""
+    return f"{_shown(visual.grid)} patches (frames x rows x columns{times}{stamps})"

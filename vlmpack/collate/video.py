@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -118,19 +119,16 @@ def load_video(
 def outline_video(
     element: Mapping[str, Any], *, settings: VideoSettings, limits: ImageLimits = DEFAULT_LIMITS
 ) -> VideoPatches:
-    """The same without patches, from the headers of the frames, by the rule of qwen-vl-utils.
+    """The same without patches, from the headers of the frames.
 
     Raises:
         ImageError: as `load_video`, save for frames whose headers are sound and whose pixels are not.
     """
     frames = _checked_frames(element.get("video"))
-    patch = {"patch_size": settings.patch_size, "merge_size": settings.merge_size}
     sizes = [_of_frame(read_size, frame, index, limits) for index, frame in enumerate(frames)]
-    first = [first_frame_size(element, height=height, width=width, **patch) for height, width in sizes]
-    size = video_frame_size(element, num_frames=len(frames), height=sizes[0][0], width=sizes[0][1], **patch)
-    _check_one_size(first)
+    _, (height, width) = _frame_sizes(sizes, element, settings=settings)
     depth, side = settings.temporal_patch_size, settings.patch_size
-    grid = -(-len(frames) // depth), size[0] // side, size[1] // side
+    grid = -(-len(frames) // depth), height // side, width // side
     return VideoPatches(pixel_values=None, grid=grid, **_times(element, grid[0], depth))
 
 
@@ -178,19 +176,31 @@ def resize_frames(
     Raises:
         ImageError: frames of different sizes where one size is needed, or see `video_frame_size`.
     """
-    if settings.size_rule != "qwen_vl_utils" and not has_video_keys(element):
-        frames_FCHW = _stack(frames)
-        size = _processor_size(len(frames), frames_FCHW.shape[-2:], settings)
-        return interpolate(frames_FCHW, size=size, mode="bicubic", antialias=True)
-    patch = {"patch_size": settings.patch_size, "merge_size": settings.merge_size}
-    first = [first_frame_size(element, height=frame.height, width=frame.width, **patch) for frame in frames]
-    height, width = frames[0].height, frames[0].width
-    size = video_frame_size(element, num_frames=len(frames), height=height, width=width, **patch)
-    frames_FCHW = _stack([f.resize((w, h), Image.Resampling.BICUBIC) for f, (h, w) in zip(frames, first, strict=True)])
-    if frames_FCHW.shape[-2:] == size:
+    first, size = _frame_sizes([(frame.height, frame.width) for frame in frames], element, settings=settings)
+    if first is None:
+        return interpolate(_stack(frames), size=size, mode="bicubic", antialias=True)
+    frames_FCHW = _stack([frame.resize((first[1], first[0]), Image.Resampling.BICUBIC) for frame in frames])
+    if first == size:
         return frames_FCHW
     resized = interpolate(frames_FCHW.float(), size=size, mode="bicubic", antialias=True)
     return resized.clamp(0, 255).round().to(torch.uint8)
+
+
+def _frame_sizes(
+    sizes: Sequence[Size], element: Mapping[str, Any], *, settings: VideoSettings
+) -> tuple[Size | None, Size]:
+    """(the size that each frame gets alone, None: it keeps its own; the size that all get together), from their own."""
+    patch = {"patch_size": settings.patch_size, "merge_size": settings.merge_size}
+    height, width = sizes[0]
+    if settings.size_rule == "qwen_vl_utils" or has_video_keys(element):
+        first = [first_frame_size(element, height=high, width=wide, **patch) for high, wide in sizes]
+        size = video_frame_size(element, num_frames=len(sizes), height=height, width=width, **patch)
+        _check_one_size(first)
+        return first[0], size
+    _check_one_size(sizes)
+    bounds = {"min_pixels": settings.min_pixels, "max_pixels": settings.max_pixels}
+    rule = per_frame_size if settings.size_rule == "per_frame" else partial(per_clip_size, len(sizes))
+    return None, rule(height, width, factor=settings.patch_size * settings.merge_size, **bounds)
 
 
 def patchify(frames_FCHW: torch.Tensor, *, settings: VideoSettings) -> tuple[torch.Tensor, tuple[int, int, int]]:
@@ -255,7 +265,6 @@ def _of_frame(read: Callable[..., Result], frame: Any, index: int, limits: Image
 
 def _stack(frames: Sequence[Image.Image]) -> torch.Tensor:
     """`[F, C, H, W]` uint8."""
-    _check_one_size([(frame.height, frame.width) for frame in frames])
     return torch.from_numpy(np.stack([np.asarray(frame) for frame in frames])).permute(0, 3, 1, 2).contiguous()
 
 
@@ -268,14 +277,6 @@ def _check_one_size(sizes: Sequence[Size]) -> None:
                 "frames of a video must have one size: crop or pad them",
                 "video_frames",
             )
-
-
-def _processor_size(num_frames: int, shape: Sequence[int], settings: VideoSettings) -> Size:
-    bounds = {"min_pixels": settings.min_pixels, "max_pixels": settings.max_pixels}
-    factor = settings.patch_size * settings.merge_size
-    if settings.size_rule == "per_frame":
-        return per_frame_size(shape[0], shape[1], factor=factor, **bounds)
-    return per_clip_size(num_frames, shape[0], shape[1], factor=factor, **bounds)
 
 
 def _value_table(settings: VideoSettings) -> np.ndarray:
