@@ -5,6 +5,7 @@ from __future__ import annotations
 from vlmpack.layout.batch import FACTS_KEY, BatchFacts, Grid, MaskSpans, Media, PaddedBatch, lengths_from_mask
 from vlmpack.layout.boundaries import checked_boundaries
 from vlmpack.layout.buckets import Bucket, Buckets
+from vlmpack.layout.depths import DepthTargets
 from vlmpack.layout.device import around_graph, nothing_on_host, on_host, outside_graph, require, to_device
 from vlmpack.layout.pack import pack, unpack
 from vlmpack.layout.roll import IGNORE, roll_left, shift_labels, unshift_labels, without_successor
@@ -19,6 +20,7 @@ __all__ = [
     "BatchFacts",
     "Bucket",
     "Buckets",
+    "DepthTargets",
     "Grid",
     "Layout",
     "MaskSpans",

@@ -66,6 +66,17 @@ def naive_unpack(
     return out
 
 
+def naive_roll(samples: Sequence[Sequence[float]], slots: Sequence[int], *, depth: int, fill: float) -> list[float]:
+    """The row of these samples in slots, each sample moved to the left by `depth` tokens."""
+    row = []
+    for sample, slot in zip(samples, slots, strict=True):
+        moved = list(sample[depth:])
+        while len(moved) < slot:
+            moved.append(fill)
+        row.extend(moved)
+    return row
+
+
 def naive_buckets(samples: Sequence[Sequence[float]], buckets: Sequence[Sequence[int]]) -> list[list[list[float]]]:
     """The batches that samples make, given who is in which: each as long as its longest, filled up with last tokens."""
     out = []

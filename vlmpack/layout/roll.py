@@ -75,7 +75,11 @@ def unshift_labels(shifted: torch.Tensor, segments: Segments) -> torch.Tensor:
     return torch.roll(shifted, 1, dims=-1).masked_fill_(first, IGNORE)
 
 
-def _without_successor(segments: Segments, depth: int) -> np.ndarray:
+def stops_of_tokens(segments: Segments) -> np.ndarray:
+    """int64 [T]: where the real tokens end of the segment in whose slot each token is; 0 on the row's tail."""
     slots = (*segments.slots, segments.total - segments.stride[-1])
-    stops = np.repeat([*(stop for _, stop in segments.spans), 0], slots)
-    return np.flatnonzero(np.arange(depth, segments.total + depth) >= stops)
+    return np.repeat([*(stop for _, stop in segments.spans), 0], slots)
+
+
+def _without_successor(segments: Segments, depth: int) -> np.ndarray:
+    return np.flatnonzero(np.arange(depth, segments.total + depth) >= stops_of_tokens(segments))

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapreplace
-from itertools import accumulate
 from math import prod
 from typing import final
 
@@ -25,7 +24,8 @@ import torch
 from vlmpack.errors import LayoutError
 from vlmpack.layout import Grid
 from vlmpack.layout.device import to_device
-from vlmpack.parallel.partition import Partition, stretches
+from vlmpack.parallel.partition import Partition
+from vlmpack.parallel.route import Route, Transfers
 
 
 @final
@@ -44,7 +44,22 @@ class MediaShare:
 
     @classmethod
     def spread(cls, grids: Sequence[Grid], *, ranks: int, merge: int = 2) -> MediaShare:
-        """Most patches first, each to the rank that has fewest so far: no rank has 4/3 of what it must have."""
+        """Most patches first, each to the rank that has fewest so far: at most 4/3 of the best that can be done.
+
+        Args:
+            grids: (frames, rows, columns) in patches of each, in row order.
+            ranks: how many ranks there are.
+            merge: patches that the model's vision tower merges into one token along each side.
+
+        Raises:
+            LayoutError: a grid that does not merge into whole tokens. Names the image.
+        """
+        for item, (_, rows, columns) in enumerate(grids):
+            if rows % merge or columns % merge:
+                raise LayoutError(
+                    f"image {item}: a grid of {rows} x {columns} patches does not merge {merge} x {merge} into whole "
+                    "tokens; pass the grids as the processor gives them, and the vision tower's own merge"
+                )
         load = [(0, rank) for rank in range(ranks)]
         rank_of = [0] * len(grids)
         for item in sorted(range(len(grids)), key=lambda i: -prod(grids[i])):
@@ -68,8 +83,8 @@ class MediaShare:
     @property
     def load(self) -> tuple[int, ...]:
         """Patches that each rank computes."""
-        counts = np.bincount(self.rank_of, self.patches, minlength=self.ranks) if self.grids else np.zeros(self.ranks)
-        return tuple(int(n) for n in counts)
+        patches = self.patches
+        return tuple(sum(patches[item] for item in self.items(rank)) for rank in range(self.ranks))
 
     def items(self, rank: int) -> tuple[int, ...]:
         """The images that `rank` computes, rising."""
@@ -95,13 +110,21 @@ class MediaShare:
         return of_each.index_select(0, to_device(np.asarray(self.items(rank), np.int64), of_each.device))
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[f, D] features as each rank computed them, in the order of ranks, to [F, D] in row order. Differentiable."""
+        """[f, D] features as each rank computed them, in the order of ranks, to [F, D] in row order. Differentiable.
+
+        Raises:
+            LayoutError: another number of features than the images have.
+        """
         laid = torch.cat(list(parts))
-        return laid.index_select(0, to_device(np.argsort(self._order), laid.device))
+        if laid.shape[0] != len(self._owner):
+            raise LayoutError(
+                f"the grids make {len(self._owner)} features, the ranks computed {[part.shape[0] for part in parts]}"
+            )
+        return laid.index_select(0, to_device(self._place, laid.device))
 
     # ------------------------------------------------------------------ where features go
 
-    def route(self, token_types: torch.Tensor, kind: int, partition: Partition, rank: int) -> Route:
+    def route(self, token_types: torch.Tensor, kind: int, partition: Partition, rank: int) -> MediaRoute:
         """What `rank` sends to whom, and where what it gets belongs.
 
         Args:
@@ -119,44 +142,49 @@ class MediaShare:
                 f"the grids make {sum(self.features)} tokens, but the row has {len(tokens_F)} of type {kind}; "
                 "every placeholder needs its pixels, and the other way round"
             )
-        place_F = partition.place().numpy()[tokens_F]
-        source_F, target_F = np.repeat(self.rank_of, self.features), place_F // partition.local_total
-        mine, arriving = np.flatnonzero(source_F == rank), np.flatnonzero(target_F == rank)
-        arriving = arriving[np.argsort(source_F[arriving], kind="stable")]
-        return Route(
-            send=torch.from_numpy(np.argsort(target_F[mine], kind="stable")),
-            send_counts=_counts(target_F[mine], self.ranks),
-            receive_counts=_counts(source_F[arriving], self.ranks),
-            tokens=torch.from_numpy(place_F[arriving] % partition.local_total),
-            items=tuple(np.unique(np.repeat(np.arange(len(self.grids)), self.features)[arriving]).tolist()),
+        target_F, here_F = np.divmod(partition.place().numpy()[tokens_F], partition.local_total)
+        transfers = Transfers(source=self._owner, local=self._local, target=target_F, ranks=self.ranks)
+        arriving = transfers.arriving(rank)
+        return MediaRoute(
+            route=transfers.route(rank),
+            tokens=torch.from_numpy(here_F[arriving]),
+            items=tuple(np.unique(self._item[arriving]).tolist()),
         )
 
+    # ------------------------------------------------------------------ of each of F features, int64, made once
+
     @cached_property
-    def _order(self) -> np.ndarray:
-        """int64 [F]: the number in the row of each feature, as ranks compute them, one rank after the other."""
-        items = sorted(range(len(self.grids)), key=lambda i: (self.rank_of[i], i))
-        firsts = list(accumulate(self.features, initial=0))
-        return stretches(
-            np.asarray([firsts[i] for i in items], np.int64), np.asarray([self.features[i] for i in items], np.int64)
-        )
+    def _item(self) -> np.ndarray:
+        """The image it belongs to."""
+        return np.repeat(np.arange(len(self.grids)), np.asarray(self.features, np.int64))
+
+    @cached_property
+    def _owner(self) -> np.ndarray:
+        """The rank that computes it."""
+        return np.asarray(self.rank_of, np.int64)[self._item]
+
+    @cached_property
+    def _place(self) -> np.ndarray:
+        """Its place among the features that all ranks compute, one rank after the other."""
+        place = np.empty(len(self._owner), np.int64)
+        place[np.argsort(self._owner, kind="stable")] = np.arange(len(place))
+        return place
+
+    @property
+    def _local(self) -> np.ndarray:
+        """Its place among the features of the rank that computes it."""
+        firsts = np.searchsorted(np.sort(self._owner), np.arange(self.ranks))
+        return self._place - firsts[self._owner]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Route:
+class MediaRoute:
     """The features that one rank sends and gets in one exchange of all ranks."""
 
-    send: torch.Tensor
-    """int64: the rank's own features in the order in which they are sent, rank after rank."""
-    send_counts: tuple[int, ...]
-    """How many go to each rank."""
-    receive_counts: tuple[int, ...]
-    """How many come from each rank."""
+    route: Route
+    """Who gets which of the features that this rank computes, and how many come from each rank."""
     tokens: torch.Tensor
     """int64: the place in the rank's part of the row of each feature that it gets, in the order in which they come."""
     items: tuple[int, ...]
     """The images whose tokens this rank holds, all of them or some."""
-
-
-def _counts(ranks: np.ndarray, total: int) -> tuple[int, ...]:
-    return tuple(np.bincount(ranks, minlength=total).tolist())

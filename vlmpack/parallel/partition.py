@@ -11,9 +11,9 @@ T row tokens, t = T / ranks tokens of a rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, final, get_args
 
 import numpy as np
@@ -69,18 +69,19 @@ class Partition:
 
     def index(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """int64 [t]: the place in the row of each token of `rank`, rising."""
-        return self.order(device)[rank * self.local_total : (rank + 1) * self.local_total]
+        self.check_rank(rank)
+        return self._derived(("index", rank), device, partial(self._index, rank))
 
     def order(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """int64 [T]: the place in the row of each token of all ranks' parts laid one after the other."""
-        return self._derived("order", device)
+        return self._derived("order", device, self._order)
 
     def place(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """int64 [T]: where each token of the row is in all ranks' parts laid one after the other.
 
         `place // t` is the rank that holds it, `place % t` where it is in that rank's part.
         """
-        return self._derived("place", device)
+        return self._derived("place", device, self._place)
 
     def local_segments(self, rank: int) -> Segments:
         """The boundaries of a rank's part: each segment by its own number, with the tokens of it that are here.
@@ -89,6 +90,8 @@ class Partition:
         sample: positions of tokens are those of the row, cut.
         """
         self.check_rank(rank)
+        if rank not in self._local_segments:
+            self._local_segments[rank] = self._make_local_segments(rank)
         return self._local_segments[rank]
 
     # ------------------------------------------------------------------ cutting, and back
@@ -144,18 +147,19 @@ class Partition:
         return self.layout == "contiguous" or self.ranks == 1
 
     @outside_graph
-    def _derived(self, name: str, device: torch.device | str) -> torch.Tensor:
-        make = {"order": self._order, "place": self._place}[name]
-        return self.segments.derived((name, self.layout, self.ranks), device, make)
+    def _derived(self, what: Hashable, device: torch.device | str, make: Callable[[], np.ndarray]) -> torch.Tensor:
+        return self.segments.derived((what, self.layout, self.ranks), device, make)
 
     def _order(self) -> np.ndarray:
+        return np.concatenate([self._index(rank) for rank in range(self.ranks)])
+
+    def _index(self, rank: int) -> np.ndarray:
         if self._in_order:
-            return np.arange(self.segments.total)
+            return np.arange(rank * self.local_total, (rank + 1) * self.local_total)
         starts_G = np.asarray(self.segments.stride[:-1], np.int64)
         chunks_G = np.asarray(self.segments.slots, np.int64) // (2 * self.ranks)
-        near_RG = starts_G + chunks_G * np.arange(self.ranks)[:, None]
-        far_RG = starts_G + chunks_G * np.arange(2 * self.ranks - 1, self.ranks - 1, -1)[:, None]
-        return stretches(np.stack([near_RG, far_RG], -1).ravel(), np.tile(np.repeat(chunks_G, 2), self.ranks))
+        mirrors_G2 = starts_G[:, None] + chunks_G[:, None] * [rank, 2 * self.ranks - 1 - rank]
+        return stretches(mirrors_G2.ravel(), np.repeat(chunks_G, 2))
 
     def _place(self) -> np.ndarray:
         place = np.empty(self.segments.total, np.int64)
@@ -163,24 +167,20 @@ class Partition:
         return place
 
     @cached_property
-    def _local_segments(self) -> tuple[Segments, ...]:
-        order_RT = self.order().numpy().reshape(self.ranks, -1)
-        edges = np.cumsum([0, *self.segments.slots])
-        stops = edges[:-1] + np.asarray(self.segments.lengths)
-        found = []
-        for part in order_RT:
-            firsts = np.searchsorted(part, edges)
-            lengths = np.searchsorted(part, stops) - firsts[:-1]
-            found.append(
-                replace(
-                    self.segments,
-                    lengths=tuple(lengths.tolist()),
-                    slots=tuple(np.diff(firsts).tolist()),
-                    total=self.local_total,
-                    num_kernel_boundaries=None,
-                )
-            )
-        return tuple(found)
+    def _local_segments(self) -> dict[int, Segments]:
+        return {}
+
+    def _make_local_segments(self, rank: int) -> Segments:
+        whole = self.segments
+        stops = [stop for _, stop in whole.spans]
+        starts, ends = (np.searchsorted(self.index(rank).numpy(), edges) for edges in (whole.stride, stops))
+        return replace(
+            whole,
+            lengths=tuple((ends - starts[:-1]).tolist()),
+            slots=tuple(np.diff(starts).tolist()),
+            total=self.local_total,
+            num_kernel_boundaries=None,
+        )
 
 
 def tail_as_segment(segments: Segments) -> Segments:
