@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vlmpack.bench.cases import CASES, CollateShapes, PackShapes
+from vlmpack.bench.cases import CASES, CollateShapes, PackShapes, PixelShapes
 from vlmpack.bench.cases.head import all_rows, head_inputs, labelled_rows
 from vlmpack.bench.cases.pack import long_batch
 from vlmpack.bench.cases.step import target_of
@@ -25,11 +25,19 @@ TINY = ReceiptShapes(
 SHAPES = {
     "pack": PackShapes(batches=((2, 10), (3, 7))),
     "collate": CollateShapes(samples=2, max_image_tokens=9),
+    "pixels": PixelShapes(images=2, patches=3, values=5),
     "step": TINY,
     "memory": TINY,
     "head": TINY,
 }
-TARGETS = {"pack": [3.0, 3.0], "collate": [1.1, 1.1], "step": [0.85], "memory": [0.7], "head": [1.1]}
+TARGETS = {
+    "pack": [3.0, 3.0],
+    "collate": [1.1, 1.1],
+    "pixels": [1.3, 4.0],
+    "step": [0.85],
+    "memory": [0.7],
+    "head": [1.1],
+}
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -10,6 +10,7 @@ from vlmpack.bench.cases.collate import CollateShapes, measure_collate
 from vlmpack.bench.cases.head import measure_head
 from vlmpack.bench.cases.memory import measure_memory
 from vlmpack.bench.cases.pack import PackShapes, measure_pack
+from vlmpack.bench.cases.pixels import PixelShapes, measure_pixels
 from vlmpack.bench.cases.plan import PlanShapes, measure_plan
 from vlmpack.bench.cases.step import measure_step
 from vlmpack.bench.figure import Figure, Skipped
@@ -37,6 +38,9 @@ CASES: Mapping[str, Case] = {
     "collate": Case(
         about="collate receipts into a row, against a padded batch", run=measure_collate, shapes=CollateShapes()
     ),
+    "pixels": Case(
+        about="join the patches of a batch, against a copy of them", run=measure_pixels, shapes=PixelShapes()
+    ),
     "plan": Case(about="rows from lengths, planned ahead and from a stream", run=measure_plan, shapes=PlanShapes()),
     "step": Case(
         about="a training step on a row, against Hugging Face's own on the padded batch",
@@ -49,4 +53,4 @@ CASES: Mapping[str, Case] = {
 }
 """In the order in which they are run."""
 
-__all__ = ["CASES", "Case", "CollateShapes", "PackShapes", "PlanShapes", "ReceiptShapes"]
+__all__ = ["CASES", "Case", "CollateShapes", "PackShapes", "PixelShapes", "PlanShapes", "ReceiptShapes"]
