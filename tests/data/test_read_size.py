@@ -108,3 +108,32 @@ def test_the_limits_hold() -> None:
     for source in (encoded("PNG"), Image.new("RGB", (11, 7))):
         with pytest.raises(ImageError, match="more than"):
             read_size(source, limits=ImageLimits(max_pixels=76))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "path", "PIL"])
+def test_an_orientation_behind_the_pixels_is_found_in_every_source(tmp_path, kind: str) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    plain = encoded("PNG")
+    at = plain.index(b"IEND") - 4
+    data = plain[:at] + chunk(b"eXIf", exif.tobytes().removeprefix(b"Exif\0\0")) + plain[at:]
+    path = tmp_path / "turned.png"
+    path.write_bytes(data)
+    source = {"bytes": data, "path": path, "PIL": Image.open(path)}[kind]
+    assert read_size(source) == loaded(source) == (11, 7)
+
+
+def test_of_a_file_no_more_is_read_than_its_header(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    class Counted(io.BytesIO):
+        taken = 0
+
+        def read(self, size: int | None = -1) -> bytes:
+            data = super().read(size)
+            Counted.taken += len(data)
+            return data
+
+    path = tmp_path / "large.jpg"
+    path.write_bytes(data := encoded("JPEG", size=(997, 991)))
+    monkeypatch.setattr(type(path), "open", lambda self, mode: Counted(data))
+    assert read_size(path) == (991, 997)
+    assert 0 < Counted.taken < len(data) / 100

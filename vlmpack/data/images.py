@@ -31,9 +31,11 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 from urllib.parse import unquote
 
 from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
 
 from vlmpack.data.pixels import ImageError, to_rgb, upright, upright_size
 from vlmpack.errors import ConfigError
@@ -82,7 +84,11 @@ def load_image(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> 
     Raises:
         ImageError: the image cannot be used; the message says what was seen and the remedy, `.reason` is a slug.
     """
-    image = _open(_encoded(source, limits), limits) if not isinstance(source, Image.Image) else source
+    image = (
+        _open(io.BytesIO(read_encoded(source, limits=limits)), limits)
+        if not isinstance(source, Image.Image)
+        else source
+    )
     _check_header(image.size, limits)
     _decode(image)
     return to_rgb(upright(image))
@@ -91,7 +97,8 @@ def load_image(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> 
 def read_size(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> tuple[int, int]:
     """(height, width) in pixels of `load_image(source)`, from the header: nothing is decoded.
 
-    An image whose pixels are damaged has a size like any other.
+    Of a file no more is read than its header. An image whose pixels are damaged has a size like any other. Only a PNG
+    that may tell its orientation behind its pixels is decoded.
 
     Args:
         source: see the table at the top of the file.
@@ -101,39 +108,41 @@ def read_size(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> t
         ImageError: the image cannot be read, or its header is outside the limits.
     """
     if isinstance(source, Image.Image):
-        _check_header(source.size, limits)
-        return upright_size(source)
-    data = _encoded(source, limits)
-    with _open(data, limits) as image:
-        _check_header(image.size, limits)
-        if image.format == "PNG" and _text_after_pixels(data):
-            _decode(image)  # only then has Pillow read what stands behind the pixels
-        return upright_size(image)
+        return _size(source, limits)
+    with _file(source, limits) as file, _open(file, limits) as image:
+        return _size(image, limits)
+
+
+def _size(image: Image.Image, limits: ImageLimits) -> tuple[int, int]:
+    _check_header(image.size, limits)
+    if isinstance(image, PngImageFile) and image.tile and image.fp and _text_after_pixels(image.fp):
+        _decode(image)  # only then has Pillow read what stands behind the pixels
+    return upright_size(image)
 
 
 def read_encoded(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
-    """The encoded image itself, as it lies in its file.
-
-    Args:
-        source: see the table at the top of the file; a PIL image is none any more.
-        limits: caps, of which `max_bytes` applies.
+    """The encoded bytes behind a source that is not a PIL image, as they are.
 
     Raises:
-        ImageError: there is nothing that could be an encoded image.
+        ImageError: there are none, they cannot be read, or they are more than the limits allow.
     """
-    return _encoded(source, limits)
+    with _file(source, limits) as file:
+        try:
+            return file.read()
+        except OSError as error:
+            raise ImageError(f"the image file cannot be read: {error}", "image_missing") from error
 
 
-def _encoded(source: ImageSource, limits: ImageLimits) -> bytes:
-    """The encoded bytes behind a source that is not a PIL image."""
+def _file(source: ImageSource, limits: ImageLimits) -> IO[bytes]:
+    """The encoded bytes behind a source that is not a PIL image, as an open file."""
     if isinstance(source, Mapping):
         return _from_mapping(source, limits)
     if isinstance(source, Path):
-        return _read_file(source, limits)
+        return _open_file(source, limits)
     if isinstance(source, str):
         return _from_text(source, limits)
     if isinstance(source, (bytes, bytearray, memoryview)):
-        return bytes(source)
+        return io.BytesIO(source)
     raise ImageError(
         f"an image of type {type(source).__name__} cannot be read; give a PIL image, a path, bytes, "
         "a {'bytes', 'path'} dict or a data: URI (Image.fromarray makes a PIL image of an array)",
@@ -141,28 +150,28 @@ def _encoded(source: ImageSource, limits: ImageLimits) -> bytes:
     )
 
 
-def _from_mapping(source: Mapping, limits: ImageLimits) -> bytes:
+def _from_mapping(source: Mapping, limits: ImageLimits) -> IO[bytes]:
     for key in ("bytes", "path"):
         if source.get(key) is not None:
-            return _encoded(source[key], limits)
+            return _file(source[key], limits)
     raise ImageError(
         f"an image dict must hold 'bytes' or 'path'; this one has the keys {sorted(map(str, source))}", "image_source"
     )
 
 
-def _from_text(text: str, limits: ImageLimits) -> bytes:
+def _from_text(text: str, limits: ImageLimits) -> IO[bytes]:
     scheme = text.split(":", 1)[0].lower()
     if scheme == "data":
-        return _from_data_uri(text, limits)
+        return io.BytesIO(_from_data_uri(text, limits))
     if scheme == "file" and text[4:7] == "://":
-        return _read_file(_file_uri_path(text), limits)
+        return _open_file(_file_uri_path(text), limits)
     if "://" in text[:32]:
         raise ImageError(
             f"the image address {_short(text)} is remote; nothing is fetched while samples are read: "
             "download the image first and give its path or bytes",
             "image_remote",
         )
-    return _read_file(Path(text), limits)
+    return _open_file(Path(text), limits)
 
 
 def _from_data_uri(text: str, limits: ImageLimits) -> bytes:
@@ -184,13 +193,13 @@ def _file_uri_path(uri: str) -> Path:
     return Path(rest) if _is_file(Path(rest)) else Path(unquote(rest))
 
 
-def _read_file(path: Path, limits: ImageLimits) -> bytes:
-    """The bytes of a regular file; a device or a pipe, which may never end, is not one."""
+def _open_file(path: Path, limits: ImageLimits) -> IO[bytes]:
+    """A regular file; a device or a pipe, which may never end, is not one."""
     if not _is_file(path):
         raise ImageError(f"there is no image file at {_short(str(path))}; check the path", "image_missing")
     try:
         _check_bytes(path.stat().st_size, limits)
-        return path.read_bytes()
+        return path.open("rb")
     except OSError as error:
         raise ImageError(f"the image file {_short(str(path))} cannot be read: {error}", "image_missing") from error
 
@@ -211,16 +220,16 @@ def _check_bytes(size: int, limits: ImageLimits) -> None:
         )
 
 
-def _open(data: bytes, limits: ImageLimits) -> Image.Image:
+def _open(file: IO[bytes], limits: ImageLimits) -> Image.Image:
     """Read the header of an encoded image."""
-    _check_bytes(len(data), limits)
-    if not data:
+    _check_bytes(size := file.seek(0, io.SEEK_END), limits)
+    if not size:
         raise ImageError("the image is empty (0 bytes); write the file again or drop the sample", "image_undecodable")
     try:
         with warnings.catch_warnings():
             # Pillow warns above 89 million pixels; our own cap answers with an error instead.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            return Image.open(io.BytesIO(data), formats=limits.formats)
+            return Image.open(file, formats=limits.formats)
     except Image.DecompressionBombError as error:
         raise ImageError(
             f"the image is too large for Pillow ({error}); scale it down, or raise PIL.Image.MAX_IMAGE_PIXELS as well "
@@ -228,8 +237,9 @@ def _open(data: bytes, limits: ImageLimits) -> Image.Image:
             "image_too_large",
         ) from None
     except Exception as error:  # on damaged bytes Pillow's plug-ins raise errors of every kind
+        file.seek(0)
         raise ImageError(
-            f"{len(data)} bytes starting with {data[:16]!r} are not an image of the formats "
+            f"{size} bytes starting with {file.read(16)!r} are not an image of the formats "
             f"{', '.join(limits.formats)} ({type(error).__name__}); write the file again or drop the sample",
             "image_undecodable",
         ) from error
@@ -270,16 +280,18 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= 80 else f"{text[:37]}...{text[-40:]}")
 
 
-def _text_after_pixels(png: bytes) -> bool:
+def _text_after_pixels(png: IO[bytes]) -> bool:
     """Whether a PNG file has chunks behind its pixels that may tell its orientation (EXIF, or text that holds it).
 
     A chunk is its length (4 bytes), its type (4), the data, and a checksum (4).
     """
-    at, behind = 8, False
-    while at + 8 <= len(png):
-        kind = png[at + 4 : at + 8]
-        behind = behind or kind == b"IDAT"
-        if behind and kind in (b"eXIf", b"tEXt", b"zTXt", b"iTXt"):
-            return True
-        at += int.from_bytes(png[at : at + 4], "big") + 12
-    return False
+    before, at, behind = png.tell(), 8, False
+    try:
+        while png.seek(at) and len(head := png.read(8)) == 8:
+            behind = behind or head[4:] == b"IDAT"
+            if behind and head[4:] in (b"eXIf", b"tEXt", b"zTXt", b"iTXt"):
+                return True
+            at += int.from_bytes(head[:4], "big") + 12
+        return False
+    finally:
+        png.seek(before)
