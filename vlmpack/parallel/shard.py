@@ -138,24 +138,13 @@ def _grids(known: tuple[Grid, ...], tensor: torch.Tensor | None) -> tuple[Grid, 
 
 
 def _media_of(media: Media, images: MediaShare, videos: MediaShare, rank: int) -> Media:
-    seconds = media.second_per_grid_ts
-    return Media(
-        **_kind_of(media.pixel_values, media.image_grid_thw, images, rank, ("pixel_values", "image_grid_thw")),
-        **_kind_of(
-            media.pixel_values_videos,
-            media.video_grid_thw,
-            videos,
-            rank,
-            ("pixel_values_videos", "video_grid_thw"),
-        ),
-        second_per_grid_ts=None if seconds is None or not videos.items(rank) else videos.pick(seconds, rank),
-    )
-
-
-def _kind_of(
-    pixels: torch.Tensor | None, grids: torch.Tensor | None, share: MediaShare, rank: int, names: tuple[str, str]
-) -> dict[str, torch.Tensor]:
-    """Pixels and grids of the images, or of the videos, that `rank` computes; nothing if there are none."""
-    if pixels is None or grids is None or not share.items(rank):
-        return {}
-    return {names[0]: share.take(pixels, rank), names[1]: share.pick(grids, rank)}
+    """What `rank` computes; no tensors of a kind of which it computes none."""
+    given, mine = media.to_hf(), {}
+    for share, pixels, of_each in (
+        (images, "pixel_values", ("image_grid_thw",)),
+        (videos, "pixel_values_videos", ("video_grid_thw", "second_per_grid_ts")),
+    ):
+        if share.items(rank) and pixels in given:
+            mine[pixels] = share.take(given[pixels], rank)
+            mine |= {name: share.pick(given[name], rank) for name in of_each if name in given}
+    return Media(**mine)
