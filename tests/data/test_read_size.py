@@ -119,8 +119,10 @@ def test_an_orientation_behind_the_pixels_is_found_in_every_source(tmp_path, kin
     data = plain[:at] + chunk(b"eXIf", exif.tobytes().removeprefix(b"Exif\0\0")) + plain[at:]
     path = tmp_path / "turned.png"
     path.write_bytes(data)
-    source = {"bytes": data, "path": path, "PIL": Image.open(path)}[kind]
-    assert read_size(source) == loaded(source) == (11, 7)
+    if kind == "PIL":
+        with Image.open(path) as image:
+            assert read_size(image) == (11, 7)
+    assert read_size({"bytes": data}.get(kind, path)) == loaded(data) == (11, 7)
 
 
 def test_of_a_file_no_more_is_read_than_its_header(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

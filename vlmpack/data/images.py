@@ -84,11 +84,9 @@ def load_image(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> 
     Raises:
         ImageError: the image cannot be used; the message says what was seen and the remedy, `.reason` is a slug.
     """
-    image = (
-        _open(io.BytesIO(read_encoded(source, limits=limits)), limits)
-        if not isinstance(source, Image.Image)
-        else source
-    )
+    image = source
+    if not isinstance(image, Image.Image):
+        image = _open(io.BytesIO(read_encoded(image, limits=limits)), limits)
     _check_header(image.size, limits)
     _decode(image)
     return to_rgb(upright(image))
