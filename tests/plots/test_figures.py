@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
@@ -12,7 +13,7 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from vlmpack.layout import PaddedBatch, SlotRule, pack
-from vlmpack.plots import plot_losses, plot_rows, save
+from vlmpack.plots import plot_lengths, plot_losses, plot_rows, save
 from vlmpack.plots.readme_picture import readme_picture
 
 
@@ -63,6 +64,38 @@ def test_curves_that_agree_both_stay_visible():
     legend = axes.get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == ["padded", "packed"]
+
+
+def test_a_histogram_counts_every_sample_once():
+    lengths = np.array([*range(100, 300), 90_000])
+    total, image = plot_lengths({"tokens": lengths, "image": lengths // 2}, title="mine").axes
+    for axes in (total, image):
+        heights = [bar.get_height() for bar in axes.patches if isinstance(bar, Rectangle)]
+        assert sum(heights) == 201
+        assert 10 < len(heights) <= 40
+    assert [axes.get_title(loc="left") for axes in (total, image)] == ["tokens", "image"]
+    assert total.get_title(loc="right") == "mean 646   median 200   p99 298   max 90,000"
+
+
+def test_percentiles_and_the_capacities_that_fall_into_the_picture_are_marked():
+    lengths = np.arange(100, 301)
+    total, image = plot_lengths({"tokens": lengths, "image": lengths}, capacities=[250, 12_000]).axes
+    names, common = (
+        [text.get_text().strip() for text in axes.texts if text.get_text() != "+"] for axes in (total, image)
+    )
+    assert names == ["median", "p95", "p99", "row of 250"]
+    assert [np.asarray(line.get_xdata())[0] for line in total.lines] == [200, 290, 298, 250]
+    assert common == ["median", "p95", "p99"]
+
+
+def test_what_lies_beyond_the_last_bin_is_marked_with_a_plus():
+    axes = plot_lengths({"tokens": np.array([*range(100, 300), 90_000])}).axes[0]
+    assert "+" in [text.get_text() for text in axes.texts]
+
+
+def test_one_sample_has_a_histogram():
+    axes = plot_lengths({"tokens": np.array([7])}).axes[0]
+    assert [bar.get_height() for bar in axes.patches if isinstance(bar, Rectangle)] == [1]
 
 
 def test_saving_makes_the_folder_and_a_png(batch, tmp_path):
