@@ -91,6 +91,13 @@ def test_the_model_is_left_as_it_was_module_by_module(enabled):
     assert is_packing(model) is enabled
 
 
+def test_no_random_number_is_drawn():
+    model, samples = scene()
+    plan, before = rows_of(samples), torch.random.get_rng_state()
+    evaluate(model, Samples(samples), collator("packed"), plan=plan)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
 def test_a_model_is_left_as_it_was_after_an_error_too():
     model, samples = scene()
 

@@ -5,5 +5,6 @@ from __future__ import annotations
 from vlmpack.trainer.check import check_trainer
 from vlmpack.trainer.evaluation import Evaluation, evaluate
 from vlmpack.trainer.metrics import loss_metrics
+from vlmpack.trainer.packed_trainer import PackedTrainer
 
-__all__ = ["Evaluation", "check_trainer", "evaluate", "loss_metrics"]
+__all__ = ["Evaluation", "PackedTrainer", "check_trainer", "evaluate", "loss_metrics"]

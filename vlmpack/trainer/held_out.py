@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from vlmpack.collate import VLMCollator
@@ -146,11 +147,12 @@ class Placed(Dataset[Any]):
 
 @final
 class HeldOutLoader(DataLoader[Any]):
-    """The batches of one rank's share."""
+    """The batches of one rank's share. It draws nobody's random numbers, so that training goes on as without it."""
 
     def __init__(self, dataset: MapStyle, collator: Collator, held_out: HeldOut, share: Share, **settings: Any) -> None:
         rows = [list(row) for row in share.rows]
-        super().__init__(Placed(dataset), batch_sampler=rows, collate_fn=collator, **settings)
+        settings |= {"batch_sampler": rows, "collate_fn": collator, "generator": torch.Generator()}
+        super().__init__(Placed(dataset), **settings)
         self.held_out, self.share = held_out, share
         self.names_samples = isinstance(collator, VLMCollator)
         """Whether a batch that names no sample holds none."""

@@ -1,0 +1,84 @@
+"""Runs of PackedTrainer that tests and the processes they start have in common."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from training import KINDS, Samples, arguments, collator, lengths_of, logged, receipts
+
+from vlmpack.families.tiny import tiny_model
+from vlmpack.plan import Plan, plan_bins
+from vlmpack.step import enable_packing
+from vlmpack.stream import PackedStream, RowSettings
+from vlmpack.trainer import PackedTrainer
+
+KINDS_TWICE = KINDS * 2
+
+
+class Noting:
+    """A collator that keeps the lengths of each row's samples, in the order in which it was asked."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[int]] = []
+        self._collate = collator("packed")
+
+    def __call__(self, features: list[Any]) -> dict[str, Any]:
+        self.rows.append(lengths_of(features))
+        return self._collate(features)
+
+
+def scene() -> tuple[Any, list[Any]]:
+    """(a model that is always the same and uses random numbers in training, samples of unlike length)."""
+    torch.manual_seed(0)
+    model = tiny_model()
+    for layer in model.model.language_model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    return enable_packing(model), receipts(model, kinds=KINDS_TWICE)
+
+
+def plan_of(samples: list[Any]) -> Plan:
+    """An odd number of rows."""
+    lengths = lengths_of(samples)
+    plan = plan_bins(lengths, max(lengths))
+    assert len(plan) % 2 == 1
+    return plan
+
+
+def planned(folder: Path, **settings: Any) -> PackedTrainer:
+    """Two epochs over the rows of a plan."""
+    model, samples = scene()
+    settings = {"max_steps": -1, "num_train_epochs": 2, **settings}
+    return PackedTrainer(
+        model,
+        arguments(folder, **settings),
+        Noting(),
+        Samples(samples),
+        Samples(samples),
+        plan=plan_of(samples),
+    )
+
+
+def streamed(folder: Path, **settings: Any) -> PackedTrainer:
+    """So many steps over a stream of rows that begins anew in between."""
+    model, samples = scene()
+    args = arguments(folder, **{"max_steps": 9, **settings})
+    stream = PackedStream(
+        samples,
+        RowSettings(capacity=max(lengths_of(samples))),
+        length=lambda sample: len(sample["input_ids"]),
+        ranks=args.world_size,
+        rank=args.process_index,
+        repeat=True,
+    )
+    return PackedTrainer(model, args, Noting(), stream)
+
+
+def fingerprint(run: PackedTrainer) -> dict[str, Any]:
+    """What two runs share only if they are equal bit for bit."""
+    digest = hashlib.sha256()
+    for parameter in run.model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    return {"steps": run.state.global_step, "losses": logged(run), "weights": digest.hexdigest()}

@@ -1,0 +1,291 @@
+"""PackedTrainer: HF Trainer on planned rows and on a stream, exactly continued, with evaluation in planned rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from trainer.packed_runs import fingerprint, plan_of, planned, scene, streamed
+from training import Samples, Stream, arguments, collator, lengths_of, loss_sums, receipts
+from transformers import Trainer
+
+from vlmpack.errors import ConfigError
+from vlmpack.families.tiny import tiny_model
+from vlmpack.plan import plan_bins
+from vlmpack.step import enable_packing
+from vlmpack.stream import PackedStream, RowSettings
+from vlmpack.trainer import PackedTrainer, loss_metrics
+from vlmpack.trainer.held_out import HeldOut
+
+torchdata_on_new_torch = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+# ---------------------------------------------------------------------- training on a plan
+
+
+def test_every_epoch_is_every_sample_once_in_another_order(tmp_path):
+    run = planned(tmp_path)
+    run.train()
+    rows, half = run.data_collator.rows, run.state.global_step // 2
+    assert run.state.epoch == 2
+    assert len(rows) == 2 * half == 2 * len(run.plan)
+    assert rows[:half] != rows[half:]
+    for epoch in (rows[:half], rows[half:]):
+        assert sorted(n for row in epoch for n in row) == sorted(lengths_of(run.train_dataset.samples))
+
+
+def test_rows_of_a_step_are_planned_for_the_accumulation(tmp_path):
+    run = planned(tmp_path, gradient_accumulation_steps=2)
+    run.train()
+    assert len(run.data_collator.rows) == 2 * run.state.global_step
+    assert run.state.global_step == 2 * -(-len(run.plan) // 2)
+
+
+@pytest.mark.parametrize("stop_at", ["in the middle of an epoch", "between two"])
+def test_a_resumed_run_ends_with_the_same_weights_and_loads_no_row_twice(stop_at, tmp_path):
+    whole = planned(tmp_path / "whole")
+    whole.train()
+    half = whole.state.global_step // 2
+    stop = half + 1 if stop_at == "in the middle of an epoch" else half
+    planned(tmp_path / "stopped", save_strategy="steps", save_steps=stop).train()
+    resumed = planned(tmp_path / "stopped")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "stopped" / f"checkpoint-{stop}"))
+    assert fingerprint(resumed) == fingerprint(whole)
+    assert resumed.data_collator.rows == whole.data_collator.rows[stop:]
+
+
+def test_without_plan_or_stream_it_is_trainer(tmp_path):
+    model, samples = scene()
+    run = PackedTrainer(model, arguments(tmp_path), collator("packed"), Samples(samples))
+    theirs = Trainer(model, arguments(tmp_path), collator("packed"), Samples(samples))
+    batches = [[batch["input_ids"].tolist() for batch in each.get_train_dataloader()] for each in (run, theirs)]
+    assert batches[0] == batches[1]
+    assert len(batches[0]) > 1
+
+
+def test_a_plan_of_another_data_set_is_refused(tmp_path):
+    run = planned(tmp_path)
+    run.train_dataset = Samples(run.train_dataset.samples[1:])
+    with pytest.raises(ConfigError, match="the plan is of 14 samples, but train_dataset has 13; plan this one"):
+        run.train()
+
+
+# ---------------------------------------------------------------------- training on a stream
+
+
+@torchdata_on_new_torch
+@pytest.mark.parametrize("stop", [2, "at the end of a pass", 8])
+def test_a_resumed_stream_ends_with_the_same_weights_and_reads_no_row_twice(stop, tmp_path):
+    whole = streamed(tmp_path / "whole")
+    whole.train()
+    once = len([*PackedStream(whole.train_dataset.source, whole.train_dataset.settings, length=lengths_one)])
+    assert 2 < once < 8 < whole.state.global_step  # the guard: one stop in the first pass, one in the second
+    stop = once if stop == "at the end of a pass" else stop
+    streamed(tmp_path / "stopped", save_strategy="steps", save_steps=stop).train()
+    resumed = streamed(tmp_path / "stopped")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "stopped" / f"checkpoint-{stop}"))
+    assert fingerprint(resumed) == fingerprint(whole)
+    assert resumed.data_collator.rows == whole.data_collator.rows[stop:]
+    assert resumed.state.log_history[-2]["epoch"] == whole.state.log_history[-2]["epoch"] == 1.0
+
+
+@torchdata_on_new_torch
+def test_the_last_checkpoint_is_found_and_a_finished_run_stays_as_it_is(tmp_path):
+    whole = streamed(tmp_path, save_strategy="steps", save_steps=4)
+    whole.train()
+    again, longer = streamed(tmp_path), streamed(tmp_path, max_steps=11)
+    again.train(resume_from_checkpoint=True)
+    assert again.data_collator.rows == []
+    assert fingerprint(again)["weights"] == fingerprint(whole)["weights"]
+    longer.train(resume_from_checkpoint=True)
+    assert longer.state.global_step == 11
+    assert len(longer.data_collator.rows) == 2
+
+
+@torchdata_on_new_torch
+def test_a_checkpoint_that_does_not_know_the_place_is_refused(tmp_path):
+    streamed(tmp_path, save_strategy="steps", save_steps=4).train()
+    place = tmp_path / "checkpoint-4" / "packed_stream_0.pt"
+    place.unlink()
+    with pytest.raises(ConfigError, match=r"packed_stream_0.pt is missing: .* resume from the checkpoint before"):
+        streamed(tmp_path).train(resume_from_checkpoint=str(place.parent))
+
+
+@torchdata_on_new_torch
+def test_a_checkpoint_of_the_model_alone_has_no_place(tmp_path):
+    streamed(tmp_path, save_strategy="steps", save_steps=4, save_only_model=True, max_steps=4).train()
+    assert not (tmp_path / "checkpoint-4" / "packed_stream_0.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("stream", "message"),
+    [
+        ({"ranks": 2, "repeat": True}, r"for rank 0 of 2, but this is rank 0 of 1: PackedStream\(..., ranks="),
+        ({}, r"let it go on until max_steps are done: PackedStream\(..., repeat=True\)"),
+    ],
+)
+def test_a_stream_that_would_not_go_on_together_is_refused(stream, message, tmp_path):
+    model, samples = scene()
+    rows = PackedStream(samples, RowSettings(capacity=200), length=lengths_one, **stream)
+    with pytest.raises(ConfigError, match=message):
+        PackedTrainer(model, arguments(tmp_path), collator("packed"), rows).train()
+
+
+def test_a_stream_and_a_plan_are_refused(tmp_path):
+    run = streamed(tmp_path)
+    run.plan = plan_of(run.train_dataset.source)
+    with pytest.raises(ConfigError, match="a PackedStream packs by itself; leave plan= out"):
+        run.train()
+
+
+def lengths_one(sample):
+    return len(sample["input_ids"])
+
+
+# ---------------------------------------------------------------------- evaluation
+
+
+def held_out():
+    """(an enabled model, an odd number of samples, loss sums, target counts), one sample without targets."""
+    model = tiny_model()
+    samples = receipts(model)
+    samples[3]["labels"] = torch.full_like(samples[3]["labels"], -100)
+    with torch.no_grad():
+        sums, counts = loss_sums(model, samples)
+    return enable_packing(model), samples, sums, counts
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_evaluation_in_planned_rows_is_that_of_the_samples_alone(layout, tmp_path):
+    model, samples, sums, counts = held_out()
+    lengths = lengths_of(samples)
+    run = PackedTrainer(
+        model,
+        arguments(tmp_path),
+        collator(layout),
+        eval_dataset=Samples(samples),
+        eval_plan=plan_bins(lengths, sum(lengths) // 3, oversize="own_row"),
+        compute_metrics=loss_metrics,
+    )
+    metrics = run.evaluate()
+    learnt = counts > 0
+    assert metrics["eval_loss"] == metrics["eval_token_loss"]
+    assert metrics["eval_token_loss"] == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
+    assert metrics["eval_sample_loss"] == pytest.approx(float((sums / counts)[learnt].mean()), rel=1e-6)
+    assert (metrics["eval_num_targets"], metrics["eval_num_samples"]) == (int(counts.sum()), 6)
+    assert metrics["eval_num_refused"] == 0
+    assert 1 < run.evaluation.rows < len(samples)
+    assert run.evaluation.sample_ids.tolist() == list(range(7))
+    alone = (sums / counts.clamp(1)).double()
+    torch.testing.assert_close(torch.from_numpy(run.evaluation.sample_losses), alone, rtol=1e-6, atol=1e-6)
+
+
+def test_evaluation_without_packing_is_trainers(tmp_path):
+    model, samples, sums, counts = held_out()
+    run = PackedTrainer(
+        model,
+        arguments(tmp_path),
+        collator("packed"),
+        eval_dataset=Samples(samples),
+        eval_packing=False,
+        compute_metrics=loss_metrics,
+    )
+    metrics = run.evaluate()
+    assert run.evaluation is None
+    assert metrics["eval_token_loss"] == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
+    assert metrics["eval_loss"] != pytest.approx(metrics["eval_token_loss"], rel=1e-6)
+
+
+def test_evaluation_while_training_chooses_the_best_model_and_changes_nothing(tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "token_loss"}
+    settings |= {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
+    runs = []
+    for more in (settings, {}):
+        run = planned(tmp_path, **more, num_train_epochs=1)
+        run.eval_plan = run.plan
+        run.train()
+        runs.append(run)
+    evaluated, plain = runs
+    seen = {
+        entry["step"]: entry["eval_token_loss"] for entry in evaluated.state.log_history if "eval_token_loss" in entry
+    }
+    assert len(seen) > 1
+    assert evaluated.state.best_global_step == min(seen, key=seen.get)
+    assert fingerprint(evaluated)["losses"] == fingerprint(plain)["losses"]
+
+
+def test_several_evaluation_sets_are_planned_once_each(tmp_path, monkeypatch):
+    run = planned(tmp_path)
+    sets = {"one": Samples(run.train_dataset.samples[:5]), "other": Samples(run.train_dataset.samples[5:])}
+    asked = []
+
+    def hold_out(dataset, collate, *, plan, capacity, workers):
+        asked.append((dataset, capacity))
+        lengths = lengths_of(dataset.samples)
+        return HeldOut.planned(plan_bins(lengths, capacity), dataset)
+
+    monkeypatch.setattr("vlmpack.trainer.packed_trainer.hold_out", hold_out)
+    run.eval_dataset = sets
+    metrics = run.evaluate()
+    assert metrics == {**metrics, **{name: run.evaluate()[name] for name in metrics if name.endswith("token_loss")}}
+    assert {"eval_one_token_loss", "eval_other_token_loss"} <= metrics.keys()
+    assert asked == [(sets["one"], run.plan.capacity), (sets["other"], run.plan.capacity)]
+
+
+def test_evaluation_of_what_cannot_be_planned_is_refused(tmp_path):
+    model, samples, _, _ = held_out()
+    for dataset, settings, message in (
+        (Samples(samples), {}, "needs eval_capacity=, the tokens of a row; or eval_packing=False"),
+        (Stream(samples), {}, "needs a data set with a length, .* set eval_packing=False"),
+    ):
+        run = PackedTrainer(model, arguments(tmp_path, **settings), collator("packed"), eval_dataset=dataset)
+        with pytest.raises(ConfigError, match=message):
+            run.evaluate()
+
+
+def test_evaluation_of_a_model_without_packing_is_refused(tmp_path):
+    model = tiny_model()
+    samples = receipts(model)
+    run = PackedTrainer(
+        model,
+        arguments(tmp_path),
+        collator("padded"),
+        eval_dataset=Samples(samples),
+        eval_plan=plan_bins(lengths_of(samples), 500),
+    )
+    with pytest.raises(ConfigError, match="needs PackedTrainer"):
+        run.evaluate()
+
+
+# ---------------------------------------------------------------------- beside other subclasses
+
+
+class Fussy(Trainer):
+    """As a trainer of another package: a loss of its own in training, and more in a log."""
+
+    losses = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.losses += 1
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        assert "labels" in inputs
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+
+def test_it_goes_before_another_subclass_of_trainer(tmp_path):
+    class PackedFussy(PackedTrainer, Fussy):
+        pass
+
+    model, samples, sums, counts = held_out()
+    run = PackedFussy(
+        model,
+        arguments(tmp_path, max_steps=-1, num_train_epochs=1),
+        collator("packed"),
+        Samples(samples),
+        Samples(samples),
+        plan=plan_bins(lengths_of(samples), max(lengths_of(samples))),
+    )
+    run.eval_plan = run.plan
+    assert run.evaluate()["eval_token_loss"] == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
+    run.train()
+    assert run.losses == 2 * len(run.plan)

@@ -1,0 +1,236 @@
+"""PackedTrainer: HF Trainer on the rows of a plan or a stream, and evaluation in planned rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import EvalPrediction, Trainer
+from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint
+
+from vlmpack.errors import ConfigError
+from vlmpack.plan import Plan
+from vlmpack.step.forward import SINK, Sink
+from vlmpack.stream import PackedBatchSampler, PackedStream, Remainder
+from vlmpack.trainer.evaluation import Account, Evaluation
+from vlmpack.trainer.held_out import HeldOut, HeldOutLoader, hold_out
+from vlmpack.trainer.stream_rows import StreamPlace, go_to_place, stream_loader
+
+
+class PackedTrainer(Trainer):
+    """A Trainer whose batches are planned rows, one a step and rank and micro-batch.
+
+        PackedTrainer(model=enable_packing(model), ..., train_dataset=rows, plan=plan_bins(lengths, 8192))
+        PackedTrainer(model=enable_packing(model), ..., train_dataset=PackedStream(..., repeat=True))
+
+    Each rank takes its own rows; accelerate deals none out. `train(resume_from_checkpoint=...)` goes on with the very
+    rows that were left. `evaluate()` computes planned rows too, see `evaluation`.
+
+    With another subclass of Trainer: `class PackedSFTTrainer(PackedTrainer, SFTTrainer)`, this one first.
+
+    Args:
+        *args: Trainer's own.
+        plan: rows of `train_dataset`, planned from the lengths of all its samples; None: it is a `PackedStream`, or
+            batches are made as Trainer does and packed inside.
+        costs: [N] what each sample of the plan costs to compute, for the balance over ranks; None: its length.
+        remainder: what becomes of rows that do not fill the last step, see `PackedBatchSampler`.
+        eval_packing: evaluate in planned rows; False: in batches, as Trainer does.
+        eval_plan: rows of `eval_dataset`; None: its lengths are measured by the collator, once.
+        eval_capacity: tokens of a row of evaluation; None: as in training.
+        **kwargs: Trainer's own.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        plan: Plan | None = None,
+        costs: np.ndarray | None = None,
+        remainder: Remainder = "split",
+        eval_packing: bool = True,
+        eval_plan: Plan | None = None,
+        eval_capacity: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.plan, self.costs = plan, costs
+        self.remainder: Remainder = remainder
+        self.eval_packing, self.eval_plan, self.eval_capacity = eval_packing, eval_plan, eval_capacity
+        self.evaluation: Evaluation | None = None
+        """Of the last evaluation in planned rows: the loss of every sample, in the data set's order."""
+        self._account: Account | None = None
+        self._held_out: list[tuple[Any, HeldOut]] = []
+        self._resumes_from: str | None = None
+        if isinstance(self.train_dataset, PackedStream):
+            self.args.ignore_data_skip = True  # it goes to its place by itself, without reading what lies before
+            self.add_callback(StreamPlace)
+
+    # ------------------------------------------------------------------ training
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's."""
+        found = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+        self._resumes_from = found or None
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """This rank's rows.
+
+        Raises:
+            ConfigError: the plan is of another data set, or the stream of other ranks; there is both; the stream ends,
+                or the checkpoint does not know its place.
+        """
+        dataset: Any = self.train_dataset
+        if isinstance(dataset, PackedStream):
+            if self.plan is not None:
+                raise ConfigError("a PackedStream packs by itself; leave plan= out")
+            loader = stream_loader(dataset, self.args, self.data_collator, **self._loading)
+            if self._resumes_from is not None:
+                go_to_place(loader, self._resumes_from, self.args.process_index)
+            return loader
+        if self.plan is None:
+            return super().get_train_dataloader()
+        return RowLoader(dataset, batch_sampler=self._sampler(dataset), collate_fn=self.data_collator, **self._loading)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """Trainer's; nothing once all steps are done: a finished run that is resumed would train one more."""
+        if self.state.global_step >= self.state.max_steps:
+            return [], None
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def _sampler(self, dataset: Any) -> PackedBatchSampler:
+        assert self.plan is not None
+        if len(self.plan.lengths) != len(dataset):
+            raise ConfigError(
+                f"the plan is of {len(self.plan.lengths)} samples, but train_dataset has {len(dataset)}; plan this "
+                "one, or train on Subset(dataset, table.sample_ids) if the plan is of a LengthTable"
+            )
+        return PackedBatchSampler(
+            self.plan,
+            ranks=self.args.world_size,
+            rank=self.args.process_index,
+            accumulation=self.args.gradient_accumulation_steps,
+            costs=self.costs,
+            remainder=self.remainder,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+        )
+
+    @property
+    def _collator(self) -> Any:
+        return self.data_collator
+
+    @property
+    def _loading(self) -> dict[str, Any]:
+        """What a DataLoader is told by TrainingArguments."""
+        return {
+            "num_workers": self.args.dataloader_num_workers,
+            "prefetch_factor": self.args.dataloader_prefetch_factor,
+            "persistent_workers": self.args.dataloader_persistent_workers,
+            "pin_memory": self.args.dataloader_pin_memory,
+        }
+
+    # ------------------------------------------------------------------ evaluation
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """This rank's share of the evaluation set, in rows.
+
+        Raises:
+            ConfigError: there is nothing to plan by, or metrics are asked for that rows do not give.
+            SampleError: a sample cannot be used, and the collator is told to raise.
+        """
+        sets: Any = self.eval_dataset
+        dataset = sets if eval_dataset is None else eval_dataset
+        dataset = sets[dataset] if isinstance(dataset, str) else dataset
+        if not self.eval_packing or dataset is None:
+            return super().get_eval_dataloader(eval_dataset)
+        held_out = self._hold_out(dataset)
+        share = held_out.share(self.args.process_index, self.args.world_size)
+        loading = {**self._loading, "persistent_workers": False}
+        return HeldOutLoader(dataset, self._collator, held_out, share, **loading)
+
+    def _hold_out(self, dataset: Any) -> HeldOut:
+        """Its rows, planned when they are first asked for."""
+        for known, held_out in self._held_out:
+            if known is dataset:
+                return held_out
+        if isinstance(dataset, IterableDataset) or self.args.batch_eval_metrics:
+            raise ConfigError(
+                "evaluation in planned rows needs a data set with a length, and gives metrics of the whole set, not a "
+                "batch at a time (batch_eval_metrics); set eval_packing=False"
+            )
+        plan = self.eval_plan if dataset is self.eval_dataset else None
+        capacity = None if plan is not None else self._capacity()
+        workers = self.args.dataloader_num_workers
+        held_out = hold_out(dataset, self._collator, plan=plan, capacity=capacity, workers=workers)
+        self._held_out.append((dataset, held_out))
+        return held_out
+
+    def _capacity(self) -> int:
+        """Tokens of a row of evaluation."""
+        if self.eval_capacity is not None:
+            return self.eval_capacity
+        if isinstance(self.train_dataset, PackedStream):
+            return self.train_dataset.settings.capacity
+        for plan in (self.plan, self.eval_plan):
+            if plan is not None:
+                return plan.capacity
+        raise ConfigError("evaluation in planned rows needs eval_capacity=, the tokens of a row; or eval_packing=False")
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Trainer's; over planned rows, losses come from `evaluation`, the same on every rank."""
+        if not isinstance(dataloader, HeldOutLoader):
+            return super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        self._account = Account(dataloader)
+        try:
+            output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
+            self.evaluation = seen = self._account.total()
+        finally:
+            self._account = None
+        predictions: Any = (seen.sample_losses, seen.sample_targets)
+        metrics = {"loss": seen.token_loss, **seen.metrics}
+        if self.compute_metrics is not None:
+            metrics |= self.compute_metrics(EvalPrediction(predictions=predictions, label_ids=np.zeros(0)))
+        named = {f"{metric_key_prefix}_{name.removeprefix(f'{metric_key_prefix}_')}": n for name, n in metrics.items()}
+        return EvalLoopOutput(
+            predictions=predictions,
+            label_ids=None,
+            metrics={**(output.metrics or {}), **named},
+            num_samples=len(seen.sample_ids),
+        )
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Any, Any, Any]:
+        """Trainer's; a planned row goes to the account instead, and leaves nothing for Trainer to gather.
+
+        Raises:
+            ConfigError: packing is not enabled on the model.
+        """
+        if self._account is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        sink = Sink()
+        super().prediction_step(model, {**inputs, SINK: sink}, True, ignore_keys)
+        if sink.result is None:
+            raise ConfigError("evaluation in planned rows needs PackedTrainer(model=enable_packing(model), ...)")
+        self._account.add(inputs, sink.result)
+        return None, None, None
+
+
+class RowLoader(DataLoader[Any]):
+    """The rows of a `PackedBatchSampler`. Trainer tells it the epoch, also the one in which a run is resumed."""
+
+    batch_sampler: PackedBatchSampler  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch."""
+        self.batch_sampler.set_epoch(epoch)

@@ -1,0 +1,93 @@
+"""A stream of rows in Trainer: it is never dealt out a second time, and a checkpoint knows where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from vlmpack.errors import ConfigError
+from vlmpack.stream import PackedStream
+
+
+def stream_loader(
+    stream: PackedStream, args: TrainingArguments, collator: Callable[[Any], Any], **settings: Any
+) -> DataLoader[Any]:
+    """This rank's rows, collated, by a loader that knows where it is (torchdata's `StatefulDataLoader`).
+
+    Its workers are seeded by a generator of its own, so that a resumed run draws as many random numbers as an unbroken
+    one.
+
+    Raises:
+        ConfigError: torchdata is missing; the stream is of other ranks, or ends.
+    """
+    try:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+    except ImportError as error:
+        raise ConfigError("a PackedStream in Trainer needs torchdata: pip install 'vlmpack[stream]'") from error
+    theirs, ours = (stream.ranks, stream.rank), (args.world_size, args.process_index)
+    if theirs != ours:
+        raise ConfigError(
+            f"the stream is for rank {theirs[1]} of {theirs[0]}, but this is rank {ours[1]} of {ours[0]}: "
+            "PackedStream(..., ranks=args.world_size, rank=args.process_index)"
+        )
+    if not stream.repeat:
+        raise ConfigError(
+            "Trainer counts steps and a stream has none to count; let it go on until max_steps are done: "
+            "PackedStream(..., repeat=True)"
+        )
+    generator = torch.Generator().manual_seed(args.seed)
+    return StatefulDataLoader(stream, batch_size=None, collate_fn=collator, generator=generator, **settings)
+
+
+def place_file(checkpoint: str | Path, rank: int) -> Path:
+    """Where a checkpoint keeps the place of one rank's stream."""
+    return Path(checkpoint) / f"packed_stream_{rank}.pt"
+
+
+def go_to_place(loader: Any, checkpoint: str | Path, rank: int) -> None:
+    """Continue a loader where it was when the checkpoint was written.
+
+    The samples that waited are part of it, whatever they are, so it is unpickled: resume what you trust.
+
+    Raises:
+        ConfigError: the checkpoint does not know the place.
+    """
+    file = place_file(checkpoint, rank)
+    if not file.exists():
+        raise ConfigError(
+            f"{file} is missing: the run was stopped while this checkpoint was written, or was no PackedTrainer with a "
+            "PackedStream; resume from the checkpoint before"
+        )
+    loader.load_state_dict(torch.load(file, weights_only=False))
+
+
+@final
+class StreamPlace(TrainerCallback):
+    """Writes the place of the stream into each checkpoint, and counts the epoch as the share of the steps done."""
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Trainer counts from where it was started, resumed or not."""
+        state.epoch = state.global_step / state.max_steps
+
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        train_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """The last file of a checkpoint, written by every rank: whole, or not there."""
+        if args.save_only_model or args.output_dir is None:
+            return
+        file = place_file(Path(args.output_dir) / f"checkpoint-{state.global_step}", args.process_index)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(".unfinished")
+        torch.save(train_dataloader.state_dict(), unfinished)
+        unfinished.replace(file)
