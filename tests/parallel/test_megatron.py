@@ -474,6 +474,18 @@ def test_its_cut_holds_tokens_twice_and_loses_others_where_ours_refuses(stride, 
         Partition(segments=Segments.from_boundaries(stride, total=total), ranks=2, layout="mirrored")
 
 
+def test_its_cut_cannot_take_multimodal_positions_and_ours_does(transformer_engine):
+    from megatron.core.utils import get_thd_batch_on_this_cp_rank
+
+    row = row_of([8, 12], position_ids=torch.arange(60).view(3, 1, 20))
+    slots, batch = row.segments.cu_seqlens(), {"tokens": row.input_ids, "position_ids": row.position_ids}
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        get_thd_batch_on_this_cp_rank(batch, slots, slots, torch.tensor([12]), cp_size=2, cp_rank=0)
+    partition = Partition(segments=row.segments, ranks=2, layout="mirrored")
+    positions = partition.cut(batch["position_ids"], 0)
+    assert torch.equal(positions, row.position_ids[..., partition.index(0)])
+
+
 def cut_as_one_sample(row: PackedRow, ranks: int, monkeypatch) -> list[torch.Tensor]:
     """megatron-core's cut for batches that are not packed."""
     from megatron.core.utils import get_batch_on_this_cp_rank

@@ -1,22 +1,41 @@
-"""One row over many ranks: who holds which token, who computes which image."""
+"""One row over many ranks: who holds which token, who computes which image; recipes, and rows for Megatron."""
 
 from __future__ import annotations
 
 from vlmpack.parallel.halo import Halo
 from vlmpack.parallel.media import MediaRoute, MediaShare
+from vlmpack.parallel.megatron import (
+    Boundaries,
+    from_megatron,
+    packed_seq_fields,
+    packed_seq_params,
+    to_megatron,
+)
 from vlmpack.parallel.partition import Layout, Partition, tail_as_segment
+from vlmpack.parallel.recipe import Engine, GraphScope, Packing, Recipe
 from vlmpack.parallel.route import Route
 from vlmpack.parallel.shard import LocalRow, shard, unshard
+from vlmpack.parallel.validate import validate
 
 __all__ = [
+    "Boundaries",
+    "Engine",
+    "GraphScope",
     "Halo",
     "Layout",
     "LocalRow",
     "MediaRoute",
     "MediaShare",
+    "Packing",
     "Partition",
+    "Recipe",
     "Route",
+    "from_megatron",
+    "packed_seq_fields",
+    "packed_seq_params",
     "shard",
     "tail_as_segment",
+    "to_megatron",
     "unshard",
+    "validate",
 ]
