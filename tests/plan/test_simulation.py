@@ -116,6 +116,11 @@ class TestSimulate:
         assert simulate(table_of([10] * 4, patches=[0, 4, 0, 4]), 10).patch_skew is None
         assert simulate(table_of([10] * 4), 10, recipe=PaddedRecipe(world_size=2)).patch_skew is None
 
+    def test_a_row_may_hold_only_so_many_patches(self) -> None:
+        packed = simulate(table_of([2] * 4, patches=[6, 6, 6, 20]), 10, max_patches=12)
+        assert (packed.rows, packed.samples, dict(packed.oversize)) == (2, 3, {3: 2})
+        assert packed.explain()[0].startswith("3 samples fill 2 rows of 10 tokens, 12 patches to 30.00%;")
+
     def test_it_refuses_what_cannot_be_planned(self) -> None:
         with pytest.raises(ConfigError, match="rows_per_device must lie between 1 and"):
             simulate(table_of([1]), 10, rows_per_device=0)

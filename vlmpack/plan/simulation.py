@@ -10,7 +10,7 @@ G rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import numpy as np
@@ -51,6 +51,8 @@ class Simulation:
     """Tokens of the longest sample in a row."""
     oversize: Mapping[int, int]
     """Samples that exceed a row by themselves, and are left out: place in the data set -> tokens."""
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """What else a row may hold only so much of: "patches", "images"."""
     rows_per_device: int = 1
     """Rows of a batch, on each rank."""
     patch_skew: float | None = None
@@ -105,15 +107,20 @@ class Simulation:
     def explain(self) -> tuple[str, ...]:
         """One sentence for each number that a user has to act on."""
         if not self.rows:
-            return (f"No sample fits a row of {self.capacity:,} tokens.", *self._about_oversize())
+            return (f"No sample fits a row of {self._held}.", *self._about_oversize())
         return (
-            f"{self.samples:,} samples fill {self.rows:,} rows of {self.capacity:,} tokens to {self.fill:.2%}; "
+            f"{self.samples:,} samples fill {self.rows:,} rows of {self._held} to {self.fill:.2%}; "
             f"no packing needs fewer than {self.least_rows:,} rows.",
             f"A row holds {self.samples_per_row:.2f} samples on average, {self.most_samples:,} at most.",
             *self._about_updates(),
             *self._about_skew(),
             *self._about_oversize(),
         )
+
+    @property
+    def _held(self) -> str:
+        """What a row holds."""
+        return ", ".join([f"{self.capacity:,} tokens", *(f"{limit:,} {name}" for name, limit in self.limits.items())])
 
     def _about_updates(self) -> tuple[str, ...]:
         recipe, target = self.recipe, self.recipe.samples_per_update
@@ -179,7 +186,13 @@ class Simulation:
 
 
 def simulate(
-    table: LengthTable, capacity: int, *, recipe: PaddedRecipe | None = None, rows_per_device: int = 1
+    table: LengthTable,
+    capacity: int,
+    *,
+    recipe: PaddedRecipe | None = None,
+    rows_per_device: int = 1,
+    max_patches: int | None = None,
+    max_images: int | None = None,
 ) -> Simulation:
     """Pack the samples of a table into rows, as `plan_bins` does it.
 
@@ -188,13 +201,16 @@ def simulate(
         capacity: tokens that a row may hold.
         recipe: the padded recipe whose samples per update are to be kept.
         rows_per_device: rows of a batch, on each rank.
+        max_patches: most patches of the vision tower in a row; None: no limit.
+        max_images: most images and videos in a row; None: no limit.
 
     Raises:
         ConfigError: a number that is not whole or below 1, or a table without samples.
     """
     recipe = recipe or PaddedRecipe()
     rows_per_device = checked_capacity(rows_per_device, "rows_per_device")
-    plan = plan_bins(table.tokens, capacity, oversize="drop")
+    budgets = table.budgets(patches=max_patches, images=max_images)
+    plan = plan_bins(table.tokens, capacity, budgets=budgets, oversize="drop")
     dropped = plan.dropped
     skews = _patch_skews(plan.sums(table.patches), recipe.world_size)
     return Simulation(
@@ -207,6 +223,7 @@ def simulate(
         most_samples=int(np.diff(plan.bounds).max(initial=0)),
         longest=int(plan.lengths[plan.sample_ids].max(initial=0)),
         oversize=dict(zip(table.sample_ids[dropped].tolist(), plan.lengths[dropped].tolist(), strict=True)),
+        limits={budget.name: budget.limit for budget in budgets},
         rows_per_device=rows_per_device,
         patch_skew=skews[0] if skews else None,
         balanced_patch_skew=skews[1] if skews else None,
