@@ -296,8 +296,9 @@ def changed(**changes) -> dict[str, Any]:
         ({"padding_mask": torch.zeros(1, 4).bool()}, r"padding_mask is \[1, 4\] but the batch is 8 tokens wide"),
         ({"loss_mask": torch.full((1, 8), 0.5)}, "holds other values than 0 and 1; give weights"),
         ({"labels": torch.ones(1, 8).long(), "loss_mask": torch.ones(1, 8)}, "padding has targets: the boundaries"),
-        ({FACTS_KEY: BatchFacts(lengths=(2, 3), segments=Segments.from_lengths([2, 3]))}, "is neither the real bound"),
-        ({FACTS_KEY: BatchFacts(lengths=(5,), segments=Segments.from_lengths([5]))}, "is neither the real boundaries"),
+        ({FACTS_KEY: BatchFacts(lengths=(2, 3), segments=Segments.from_lengths([2, 3]))}, "has neither the real bound"),
+        ({FACTS_KEY: BatchFacts(lengths=(3, 2), segments=Segments.from_lengths([3, 2]))}, "nor the slots"),
+        ({FACTS_KEY: BatchFacts(lengths=(5,), segments=Segments.from_lengths([5]))}, "has neither the real boundaries"),
     ],
 )
 def test_a_batch_that_contradicts_itself_is_refused(changes, message):

@@ -202,15 +202,18 @@ def _check_format(params: Any) -> None:
 
 def _check_facts(params: Any, segments: Segments) -> None:
     """Compared where the boundaries are: nothing waits."""
-    slots, query = segments.without_tail(), params.cu_seqlens_q
+    slots = segments.without_tail()
+    query, padded = params.cu_seqlens_q, params.cu_seqlens_q_padded
     message = (
-        f"cu_seqlens_q is neither the real boundaries {list(slots.real)[:9]} nor the slots {list(slots.stride)[:9]} "
-        f"that the host facts ({FACTS_KEY!r}) say of the row; if you changed the row, leave its facts out"
+        f"packed_seq_params has neither the real boundaries {list(slots.real)[:9]} nor the slots "
+        f"{list(slots.stride)[:9]} that the host facts ({FACTS_KEY!r}) say of the row; if you changed the row, leave "
+        "its facts out"
     )
-    if query.shape != (len(slots.real),):
+    if any(given is not None and given.shape != (len(slots.real),) for given in (query, padded)):
         raise LayoutError(message)
     real, stride = slots.cu_seqlens(query.device), slots.cu_seqlens_padded(query.device)
     require((query == real).all() | (query == stride).all(), message, LayoutError)
+    require(((query if padded is None else padded) == stride).all(), message, LayoutError)
 
 
 def _segments(params: Any, padding_mask: torch.Tensor | None, *, total: int) -> Segments:
