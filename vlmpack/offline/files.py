@@ -1,0 +1,109 @@
+"""Files that are there whole or not at all, and the folder in which a store is made.
+
+OUT/rows-00000.parquet     has its name only when all of it is on the disk
+OUT/.work/lock             held by the one process that writes; freed by the system when that process dies
+OUT/.work/settings.json    what is being made, so that nothing else is continued into it
+OUT/.work/unfinished/      files that are being written; whatever a run finds here, nobody needs
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, final
+from uuid import uuid4
+
+from vlmpack.errors import ConfigError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class WorkFolder:
+    """Where a store is written, and where what is not finished lies meanwhile."""
+
+    out: Path
+    """The store."""
+
+    @property
+    def path(self) -> Path:
+        """The folder that goes when the store is finished."""
+        return self.out / ".work"
+
+    @property
+    def unfinished(self) -> Path:
+        """The folder of files that are being written."""
+        return self.path / "unfinished"
+
+    @contextmanager
+    def whole_file(self, path: Path) -> Iterator[Path]:
+        """A name to write to; the file gets the name `path` when the block ends, and is removed where it fails.
+
+        Raises:
+            ConfigError: the disk is full.
+        """
+        temporary = self.unfinished / f"{path.name}.{uuid4().hex}"
+        try:
+            yield temporary
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            raise ConfigError(
+                f"{path} cannot be written: {error}. Make room and run it again: what is finished is kept"
+            ) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def write_json(self, path: Path, content: Mapping[str, Any]) -> None:
+        """Write a JSON file, whole or not at all."""
+        with self.whole_file(path) as temporary:
+            temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def remove(self) -> None:
+        """The store is finished."""
+        shutil.rmtree(self.path)
+
+
+@contextmanager
+def work_folder(out: Path) -> Iterator[WorkFolder]:
+    """The work folder of a store, for this process alone; what a killed run left unfinished is removed.
+
+    Raises:
+        ConfigError: another process writes the same store.
+    """
+    folder = WorkFolder(out=out)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    with (folder.path / "lock").open("w") as lock:
+        _take(lock, out)
+        shutil.rmtree(folder.unfinished, ignore_errors=True)
+        folder.unfinished.mkdir(exist_ok=True)
+        yield folder
+
+
+def _take(lock: IO[str], out: Path) -> None:
+    import fcntl
+
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"another process is writing to {out}; wait for it, or choose another folder") from error
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()

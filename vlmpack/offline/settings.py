@@ -1,0 +1,155 @@
+"""How rows are planned and stored, and what of it has to be the same when a store is continued."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from math import lcm
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from vlmpack.collate import VLMCollator
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.offline.files import WorkFolder
+from vlmpack.offline.fingerprint import differences, fingerprint
+from vlmpack.offline.manifest import NAME, Manifest
+from vlmpack.offline.media import IMAGES, Images
+from vlmpack.plan import OVERSIZE, Oversize, check_seed, checked_capacity, strategy_name
+
+LOOKED_AT = 8
+"""Samples by which a data set is known again."""
+
+
+class Samples(Protocol):
+    """A map-style data set of sample dicts."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StoreSettings:
+    """How rows are planned and stored."""
+
+    capacity: int
+    """Tokens that a row may hold."""
+    max_patches: int | None = None
+    """Most patches of the vision tower in a row; None: no limit."""
+    max_images: int | None = None
+    """Most images and videos in a row; None: no limit."""
+    strategy: str = "exact_fill"
+    """How samples are placed: see `plan_bins`."""
+    oversize: Oversize = "error"
+    """What becomes of a sample that exceeds a row by itself: "error", "drop" (listed) or "own_row"."""
+    seed: int | None = None
+    """Shuffles samples and rows; None: samples keep their order."""
+    rows_multiple: int = 1
+    """Rows of many samples are cut in two until the number of rows is a multiple of this: ranks times accumulation."""
+    images: Images = "bytes"
+    """Images are kept as encoded "bytes", or as a "reference" to their files."""
+    shard_rows: int = 128
+    """Rows of a file. A kill costs the work on one file."""
+
+    def __post_init__(self) -> None:
+        for name in ("capacity", "max_patches", "max_images", "rows_multiple", "shard_rows"):
+            if (value := self.__dict__[name]) is not None:
+                checked_capacity(value, f"StoreSettings.{name}")
+        check_seed(self.seed)
+        object.__setattr__(self, "strategy", strategy_name(self.strategy))
+        if self.oversize not in OVERSIZE:
+            raise ConfigError(f"oversize must be one of {', '.join(OVERSIZE)}, got {self.oversize!r}")
+        if self.images not in IMAGES:
+            raise ConfigError(f"images must be one of {', '.join(IMAGES)}, got {self.images!r}")
+
+
+def check_collator(collator: VLMCollator, settings: StoreSettings) -> None:
+    """Do nothing if the collator's rows can be stored.
+
+    Raises:
+        ConfigError: it pads, fixes sizes that are fixed when rows are read, or has slots that do not fit the capacity.
+    """
+    slots = collator.slots
+    if collator.layout != "packed":
+        raise ConfigError("rows are stored by VLMCollator(layout='packed'); this one has layout='padded'")
+    if slots.pad_to is not None:
+        raise ConfigError(
+            f"slots.pad_to={slots.pad_to}: rows are stored without padding, and get a fixed width when they are read, "
+            "by PackedDataset(pad_to_max_length=True); leave it out"
+        )
+    unit = lcm(slots.multiple, slots.row_multiple)
+    if settings.capacity % unit:
+        raise ConfigError(
+            f"a capacity of {settings.capacity} tokens is no multiple of {unit}, which slots and rows are rounded up "
+            f"to (multiple={slots.multiple}, row_multiple={slots.row_multiple}); choose "
+            f"{settings.capacity // unit * unit or unit} or {(settings.capacity // unit + 1) * unit}"
+        )
+
+
+def described(dataset: Samples, collator: VLMCollator, settings: StoreSettings) -> dict[str, Any]:
+    """Everything that decides the bytes of a store, as JSON has it."""
+    slots = {name: value for name, value in asdict(collator.slots).items() if name != "pad_to"}
+    made = {"max_length": collator.max_length, "overlength": collator.overlength, "train_on": collator.train_on}
+    limits = {**asdict(collator.limits), "formats": list(collator.limits.formats)}
+    return {
+        "settings": {
+            **asdict(settings),
+            "slots": slots,
+            "collator": {**made, "on_bad": collator.on_bad, "limits": limits},
+            "data": {"samples": len(dataset), "looks_like": _look(dataset, collator)},
+        },
+        "processor": fingerprint(collator),
+    }
+
+
+def _look(dataset: Samples, collator: VLMCollator) -> str:
+    """A digest of a few samples spread over the data set."""
+    digest = hashlib.sha256()
+    count = len(dataset)
+    for place in sorted({at * (count - 1) // max(LOOKED_AT - 1, 1) for at in range(LOOKED_AT)} if count else ()):
+        try:
+            sample = collator.outline(dataset[place], place)
+        except SampleError as error:
+            digest.update(error.reason.encode())
+            continue
+        grids = [visual.grid for visual in (*sample.images, *sample.videos)]
+        digest.update(json.dumps([place, sample.sample_id, grids]).encode())
+        digest.update(sample.input_ids.tobytes() + sample.labels.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def claim(folder: WorkFolder, description: Mapping[str, Any]) -> None:
+    """Make sure that a folder holds this store, or parts of it, or nothing.
+
+    Raises:
+        ConfigError: it holds a store of other settings, data or processor (says which differ), or something else.
+    """
+    path = folder.path / "settings.json"
+    if (folder.out / NAME).is_file():
+        manifest = Manifest.load(folder.out)
+        _compare({"settings": manifest.settings, "processor": manifest.processor}, description, folder.out)
+    elif path.is_file():
+        _compare(json.loads(path.read_text(encoding="utf-8")), description, folder.out)
+    else:
+        _check_empty(folder)
+        folder.write_json(path, description)
+
+
+def _compare(stored: Mapping[str, Any], seen: Mapping[str, Any], out: Path) -> None:
+    found = list(differences(stored, json.loads(json.dumps(seen))))
+    if found:
+        raise ConfigError(
+            f"{out} holds rows that were made otherwise: {_listed(found)}. Pack into another folder, or remove this one"
+        )
+
+
+def _check_empty(folder: WorkFolder) -> None:
+    others = sorted(path.name for path in folder.out.iterdir() if path != folder.path)
+    if others:
+        raise ConfigError(f"{folder.out} is no store and not empty ({', '.join(others[:5])}); choose another folder")
+
+
+def _listed(lines: Iterable[str]) -> str:
+    return "; ".join(lines)

@@ -1,0 +1,202 @@
+"""write_rows: a data set, planned and written down as packed rows.
+
+    samples ──measure──▶ lengths.zip ──plan──▶ plan.zip, left_out.jsonl ──write──▶ rows-*.parquet ──▶ manifest.json
+
+Every arrow ends in files that are there whole or not at all. Whoever was killed is run again, goes on from the last of
+them, and ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, final
+
+from vlmpack.collate import VLMCollator
+from vlmpack.errors import ConfigError
+from vlmpack.offline.each import each
+from vlmpack.offline.files import WorkFolder, work_folder
+from vlmpack.offline.manifest import LEFT_OUT, LENGTHS, NAME, PLAN, Manifest, Shard
+from vlmpack.offline.measure import measure_lengths
+from vlmpack.offline.planning import check_refused, count, fill, fixed_sizes, left_out, plan_rows, reasons
+from vlmpack.offline.settings import Samples, StoreSettings, check_collator, claim, described
+from vlmpack.offline.shards import ShardJob, ShardWriter
+from vlmpack.plan import LengthTable, Plan
+
+Executor = Literal["local", "ray"]
+EXECUTORS: tuple[Executor, ...] = ("local", "ray")
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done ("measure" or "write"), how many are done and how many there are."""
+
+
+def write_rows(
+    dataset: Samples,
+    out: str | Path,
+    collator: VLMCollator,
+    settings: StoreSettings,
+    *,
+    workers: int = 0,
+    executor: Executor = "local",
+    cache: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Plan the rows of a data set and write them to a folder, images encoded or by reference, never as pixels.
+
+    What was written before by the same call is kept: run it again after it was interrupted. The files do not depend
+    on `workers`, `executor` or interruptions.
+
+    Args:
+        dataset: map-style, of samples that the collator takes.
+        out: the folder; what is in it must be of the same call.
+        collator: with `layout="packed"`. Its `slots` say what samples are rounded up to, which the plan counts.
+        settings: of the plan and the files.
+        workers: processes that measure and write; 0: this one alone.
+        executor: "ray" hands the work out to a Ray cluster, whose machines have to see `out`, instead of to `workers`.
+        cache: file that keeps lengths between calls; None: as long as this one is not finished.
+        progress: is told how far it is.
+
+    Returns:
+        What was written, and the sizes that CUDA graphs need.
+
+    Raises:
+        SampleError: a sample cannot be used and the collator's `on_bad` is "raise", or one exceeds a row and
+            `oversize` is "error".
+        ConfigError: settings that contradict each other or what is in the folder, too many bad samples, a full disk, a
+            worker that died, or an extra that is missing.
+    """
+    if executor not in EXECUTORS:
+        raise ConfigError(f"executor={executor!r} is not known; choose one of {', '.join(EXECUTORS)}")
+    check_collator(collator, settings)
+    description = described(dataset, collator, settings)
+    with work_folder(Path(out)) as folder:
+        claim(folder, description)
+        writing = _Writing(
+            dataset=dataset,
+            collator=collator,
+            settings=settings,
+            folder=folder,
+            each=_executor(executor, workers),
+            measure=_measurer(executor, folder, workers, cache, progress),
+            progress=progress or _silent,
+        )
+        manifest = writing.manifest(description)
+        folder.remove()
+    return manifest
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    return None
+
+
+def _executor(executor: Executor, workers: int) -> Callable[..., Iterator[Any]]:
+    if executor == "local":
+        return partial(each, workers=workers)
+    from vlmpack.offline.on_ray import each_on_ray
+
+    return each_on_ray
+
+
+def _measurer(
+    executor: Executor, folder: WorkFolder, workers: int, cache: str | Path | None, progress: Progress | None
+) -> Callable[[Samples, VLMCollator], LengthTable]:
+    told = None if progress is None else partial(progress, "measure")
+    if executor == "local":
+        kept = folder.path / "lengths.sqlite" if cache is None else cache
+        return partial(measure_lengths, workers=workers, cache=kept, progress=told)
+    from vlmpack.offline.on_ray import measure_on_ray
+
+    return partial(measure_on_ray, folder=folder, progress=told)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Writing:
+    """One call of `write_rows`."""
+
+    dataset: Samples
+    collator: VLMCollator
+    settings: StoreSettings
+    folder: WorkFolder
+    each: Callable[..., Iterator[Any]]
+    measure: Callable[[Samples, VLMCollator], LengthTable]
+    progress: Progress
+
+    def manifest(self, description: dict[str, Any]) -> Manifest:
+        """Do whatever is left to do."""
+        table = self._kept(LENGTHS, LengthTable, self._measured)
+        check_refused(table, self.collator)
+        plan = self._kept(PLAN, Plan, lambda: plan_rows(table, self.settings, self.collator.slots))
+        entries = left_out(table, plan)
+        self._write_text(LEFT_OUT, "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries))
+        manifest = Manifest(
+            settings=description["settings"],
+            processor=description["processor"],
+            plan=plan.digest,
+            counts=count(table, plan),
+            reasons=reasons(entries),
+            fill=round(fill(table, plan), 6),
+            sizes=fixed_sizes(table, plan, self.collator.slots),
+            shards=self._shards(table, plan),
+        )
+        self._write_text(NAME, json.dumps(manifest.to_json(), indent=2, ensure_ascii=False) + "\n")
+        return manifest
+
+    def _measured(self) -> LengthTable:
+        return self.measure(self.dataset, self.collator)
+
+    def _kept(self, name: str, kind: Any, make: Callable[[], Any]) -> Any:
+        """What a file holds; made and saved first where there is none."""
+        path = self.folder.out / name
+        if not path.is_file():
+            made = make()
+            with self.folder.whole_file(path) as temporary:
+                made.save(temporary)
+        return kind.load(path)
+
+    def _write_text(self, name: str, text: str) -> None:
+        """Write a file, unless it is there: what is in it never changes."""
+        path = self.folder.out / name
+        if not path.is_file():
+            with self.folder.whole_file(path) as temporary:
+                temporary.write_text(text, encoding="utf-8")
+
+    def _shards(self, table: LengthTable, plan: Plan) -> tuple[Shard, ...]:
+        has_media = bool((table.images + table.videos).any())
+        writer = ShardWriter(
+            dataset=self.dataset,
+            collator=self.collator,
+            folder=self.folder,
+            images=self.settings.images,
+            has_media=has_media,
+        )
+        jobs = _jobs(table, plan, self.settings.shard_rows)
+        shards = {**self._finished(), **{job.file: shard for job in jobs if (shard := writer.written(job))}}
+        self.progress("write", len(shards), len(jobs))
+        for shard in self.each(writer, [job for job in jobs if job.file not in shards]):
+            shards[shard.file] = shard
+            self.progress("write", len(shards), len(jobs))
+        return tuple(shards[job.file] for job in jobs)
+
+    def _finished(self) -> dict[str, Shard]:
+        """The files of a store that was finished before, as far as they are there."""
+        if not (self.folder.out / NAME).is_file():
+            return {}
+        shards = Manifest.load(self.folder.out).shards
+        sizes = {shard.file: self.folder.out / shard.file for shard in shards}
+        return {s.file: s for s in shards if sizes[s.file].is_file() and sizes[s.file].stat().st_size == s.bytes}
+
+
+def _jobs(table: LengthTable, plan: Plan, shard_rows: int) -> Sequence[ShardJob]:
+    starts = range(0, len(plan), shard_rows)
+    return [
+        ShardJob(
+            file=f"rows-{number:05d}-of-{len(starts):05d}.parquet",
+            rows=tuple(tuple(table.sample_ids[row].tolist()) for row in rows),
+            lengths=tuple(tuple(table.tokens[row].tolist()) for row in rows),
+        )
+        for number, start in enumerate(starts)
+        for rows in [[plan[at] for at in range(start, min(start + shard_rows, len(plan)))]]
+    ]
