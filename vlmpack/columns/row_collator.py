@@ -18,7 +18,7 @@ from typing import Any, Literal, final, get_args
 import numpy as np
 import torch
 
-from vlmpack.columns.samples import vector
+from vlmpack.columns.samples import token_ids_of, vector
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import IGNORE, BatchFacts, PackedRow, Segments
 from vlmpack.layout.roll import shift_labels
@@ -127,11 +127,11 @@ class _Row:
 
     @classmethod
     def read(cls, feature: Any, index: int) -> _Row:
-        columns = dict(feature) if isinstance(feature, Mapping) else {"input_ids": feature}
-        names = ("input_ids", "labels", "position_ids", "attention_mask", "seq_lengths")
+        columns = feature if isinstance(feature, Mapping) else {}
+        names = ("labels", "position_ids", "attention_mask", "seq_lengths")
         given = {name: vector(columns[name], name, index) for name in names if columns.get(name) is not None}
-        input_ids = given["input_ids"]
-        for name in ("labels", "position_ids", "attention_mask"):
+        input_ids = given["input_ids"] = vector(token_ids_of(feature, index), "input_ids", index)
+        for name in names[:3]:
             if name in given and len(given[name]) != len(input_ids):
                 raise _bad(f"{len(input_ids)} input_ids, but {len(given[name])} of {name}", index)
         lengths = _lengths(given, index)

@@ -59,12 +59,12 @@ class Samples:
         """
         if labels is not None and loss_mask is not None:
             raise ConfigError("labels say what is to be learnt, and so does loss_mask; give one of them")
-        values, lengths = _read(token_ids, "token ids", lowest=0)
+        values, lengths = _read(token_ids, "token ids")
         targets = values
         if labels is not None:
-            targets = _beside(labels, lengths, "labels", lowest=IGNORE)
+            targets = _beside(labels, lengths, "labels", besides=IGNORE)
         elif loss_mask is not None:
-            learnt = _beside(loss_mask, lengths, "loss mask", lowest=0, highest=1)
+            learnt = _beside(loss_mask, lengths, "loss masks", highest=1)
             targets = np.where(learnt != 0, values, np.int32(IGNORE))
         return cls(values=values, targets=targets, starts=np.cumsum(lengths) - lengths, lengths=lengths)
 
@@ -110,6 +110,19 @@ class Samples:
             )
 
 
+def token_ids_of(sample: Any, index: int) -> Any:
+    """The token ids of a sample of a batch: those under `input_ids` in a dictionary, else the sample itself.
+
+    Raises:
+        SampleError: a dictionary without them.
+    """
+    if not isinstance(sample, Mapping):
+        return sample
+    if "input_ids" not in sample:
+        raise SampleError(f"has no input_ids, but {', '.join(map(str, sample))}", index=index, reason="bad_tokens")
+    return sample["input_ids"]
+
+
 def vector(values: Any, what: str, index: int) -> np.ndarray:
     """One sample's numbers as a vector of whole numbers; a list becomes int32.
 
@@ -132,9 +145,11 @@ def vector(values: Any, what: str, index: int) -> np.ndarray:
     return found.astype(np.int64) if found.dtype.kind == "u" else found
 
 
-def _beside(given: Any, lengths: np.ndarray, what: str, *, lowest: int, highest: int = LARGEST) -> np.ndarray:
+def _beside(
+    given: Any, lengths: np.ndarray, what: str, *, highest: int = LARGEST, besides: int | None = None
+) -> np.ndarray:
     """What is given for each token, beside the token ids."""
-    values, own = _read(given, what, lowest=lowest, highest=highest)
+    values, own = _read(given, what, highest=highest, besides=besides)
     if len(own) != len(lengths):
         raise ConfigError(f"there are {what} of {len(own)} samples, but token ids of {len(lengths)}")
     if (differs := own != lengths).any():
@@ -143,8 +158,10 @@ def _beside(given: Any, lengths: np.ndarray, what: str, *, lowest: int, highest:
     return values
 
 
-def _read(samples: Any, what: str, *, lowest: int, highest: int = LARGEST) -> tuple[np.ndarray, np.ndarray]:
-    """(values int32 [R], lengths int64 [N])."""
+def _read(
+    samples: Any, what: str, *, highest: int = LARGEST, besides: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(values int32 [R], lengths int64 [N]); values lie between 0 and `highest`, or are `besides`."""
     lists = arrow_lists(samples)
     if lists is not None:
         values, lengths = read_arrow(lists, what)
@@ -152,16 +169,23 @@ def _read(samples: Any, what: str, *, lowest: int, highest: int = LARGEST) -> tu
         vectors = [vector(sample, what, index) for index, sample in enumerate(_each(samples, what))]
         lengths = np.fromiter(map(len, vectors), np.int64, len(vectors))
         values = np.concatenate(vectors) if vectors else np.zeros(0, np.int32)
-    if len(values) and not lowest <= values.min() <= values.max() <= highest:
-        at = int(((values < lowest) | (values > highest)).argmax())
+    if len(values) and not 0 <= values.min() <= values.max() <= highest:
+        _check_values(values, lengths, what, highest, besides)
+    return values.astype(np.int32, copy=False), lengths
+
+
+def _check_values(values: np.ndarray, lengths: np.ndarray, what: str, highest: int, besides: int | None) -> None:
+    bad = ((values < 0) | (values > highest)) & (values != (0 if besides is None else besides))
+    if bad.any():
+        at = int(bad.argmax())
         sample = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
-        place = at - int(lengths[:sample].sum())
+        other = "" if besides is None else f", or are {besides}"
         raise SampleError(
-            f"the {what} hold {values[at]} at place {place}; they lie between {lowest} and {highest}",
+            f"the {what} have {values[at]} at place {at - int(lengths[:sample].sum())}; they lie between 0 and "
+            f"{highest}{other}",
             index=sample,
             reason="bad_tokens",
         )
-    return values.astype(np.int32, copy=False), lengths
 
 
 def _each(samples: Any, what: str) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from vlmpack.columns.fill import RowFormat, fill_rows
 from vlmpack.columns.packer import Packer
 from vlmpack.columns.result import Pack, PackResult
 from vlmpack.columns.row_collator import PositionRows, joined_row, model_inputs
-from vlmpack.columns.samples import IGNORE, Oversize, Samples
+from vlmpack.columns.samples import IGNORE, Oversize, Samples, token_ids_of
 from vlmpack.errors import ConfigError
 from vlmpack.layout import PackedRow
 from vlmpack.plan import Plan
@@ -156,7 +156,7 @@ class PackedCollate:
             SampleError: a sample that is no vector of token ids, is empty, too long, or has other labels; names it.
             ConfigError: no samples, or labels for some of them only.
         """
-        token_ids = [sample["input_ids"] if isinstance(sample, Mapping) else sample for sample in batch]
+        token_ids = [token_ids_of(sample, index) for index, sample in enumerate(batch)]
         labels = [sample["labels"] for sample in batch if isinstance(sample, Mapping) and "labels" in sample]
         if labels and len(labels) != len(batch):
             raise ConfigError(f"{len(labels)} of {len(batch)} samples have labels; give labels for all, or for none")

@@ -1,0 +1,97 @@
+"""RowCollator: rows of a packed data set, or samples, as one row without padding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from vlmpack.columns import RowCollator, pack_dataset
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.layout import FACTS_KEY, PackedRow
+
+IDS = [[10, 20, 30], [40, 50], [60, 70, 80, 90]]
+
+
+def rows(**settings):
+    return list(pack_dataset(IDS, 6, **settings))
+
+
+def test_padding_is_left_out_and_boundaries_are_kept() -> None:
+    batch = RowCollator()(rows())
+    assert batch["input_ids"].tolist() == [[10, 20, 30, 40, 50, 60, 70, 80, 90]]
+    assert PackedRow.from_hf(batch).segments.lengths == (3, 2, 4)
+    assert batch["labels"].shape == batch["position_ids"].shape == (1, 9)
+    assert (batch["labels"] == -100).sum() == 3
+    assert batch["position_ids"][batch["labels"] == -100].tolist() == [0, 0, 0]
+    assert batch["use_cache"] is False
+    assert batch[FACTS_KEY].num_targets == 6
+
+
+@pytest.mark.parametrize("settings", [{"attention_mask": "padding"}, {"seq_lengths": True}, {"pad_to_capacity": False}])
+def test_any_column_that_tells_samples_apart_gives_the_same_row(settings) -> None:
+    expected, batch = RowCollator()(rows()), RowCollator()(rows(**settings))
+    for name in ("input_ids", "labels", "position_ids", "cu_seqlens_q"):
+        assert torch.equal(batch[name], expected[name])
+
+
+@pytest.mark.parametrize("form", ["numpy", "torch", None])
+def test_rows_may_be_lists_arrays_or_tensors(form) -> None:
+    data = pack_dataset(IDS, 6).with_format(form)
+    assert torch.equal(RowCollator()(list(data))["input_ids"], RowCollator()(rows())["input_ids"])
+
+
+def test_samples_that_are_not_packed_yet_become_one_row() -> None:
+    batch = RowCollator()(
+        [{"input_ids": IDS[0], "labels": [-100, -100, 30]}, {"input_ids": IDS[1]}, np.asarray(IDS[2])]
+    )
+    assert batch["cu_seqlens_q"].tolist() == [0, 3, 5, 9]
+    assert batch["labels"].tolist() == [[-100, -100, 30, -100, 50, -100, 70, 80, 90]]
+
+
+def test_a_tokenizers_padding_is_left_out() -> None:
+    batch = RowCollator()([{"input_ids": [7, 8, 0, 0], "attention_mask": [1, 1, 0, 0]}])
+    assert batch["input_ids"].tolist() == [[7, 8]]
+
+
+def test_a_sample_of_one_token_at_the_end_is_taken_for_padding_unless_told() -> None:
+    ids = [[1, 2, 3], [4]]
+    assert RowCollator()(list(pack_dataset(ids, 6)))["input_ids"].tolist() == [[1, 2, 3]]
+    for settings in ({"attention_mask": "padding"}, {"seq_lengths": True}):
+        assert RowCollator()(list(pack_dataset(ids, 6, **settings)))["cu_seqlens_q"].tolist() == [0, 3, 4]
+
+
+@pytest.mark.parametrize(("position_rows", "shape"), [(1, (1, 9)), (4, (4, 1, 9))])
+def test_positions_have_as_many_rows_as_the_model_takes(position_rows, shape) -> None:
+    assert RowCollator(position_rows=position_rows)(rows())["position_ids"].shape == shape
+
+
+def test_positions_can_be_left_to_the_model() -> None:
+    assert "position_ids" not in RowCollator(position_rows=0)(rows())
+    with pytest.raises(ConfigError, match="text models take 1, Qwen-VL models 4"):
+        RowCollator(position_rows=3)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids, but 1 of labels"),
+        ({"input_ids": [1, 2], "position_ids": [1, 2]}, "position_ids that neither count on nor restart at 0"),
+        ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 5]}, "position_ids that neither count on nor restart at 0"),
+        ({"input_ids": [1, 2], "attention_mask": [0, 1]}, "pad on the right"),
+        ({"input_ids": [1, 2], "seq_lengths": [2, 1]}, r"seq_lengths \[2, 1\], but 2 input_ids"),
+        ({"input_ids": [1, 2], "seq_lengths": [2, 0]}, r"seq_lengths \[2, 0\], but 2 input_ids"),
+        ({"input_ids": [1, 2], "attention_mask": [0, 0]}, "no tokens"),
+        ({"input_ids": []}, "no tokens"),
+        ({"tokens": [1]}, "no input_ids"),
+        ({"input_ids": "text"}, "input_ids"),
+    ],
+)
+def test_a_bad_row_is_named(row, message: str) -> None:
+    with pytest.raises(SampleError, match=f"sample 1: .*{message}"):
+        RowCollator()([{"input_ids": [1, 2]}, row])
+
+
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the batch is empty"):
+        RowCollator()([])
