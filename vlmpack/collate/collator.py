@@ -172,7 +172,7 @@ class VLMCollator:
 
     def _checked(self, feature: Mapping[str, Any], index: int | None, make: Callable[[], Encoded]) -> Encoded:
         """What `make` gives, under the sample's own id; its refusal names the sample."""
-        sample_id = _sample_id(feature)
+        sample_id = own_id(feature)
         try:
             sample = make()
         except Refusal as refusal:
@@ -206,7 +206,8 @@ def _with_id(sample: Encoded, index: int) -> Encoded:
     return sample if sample.sample_id is not None else replace(sample, sample_id=index)
 
 
-def _sample_id(feature: Any) -> int | str | None:
+def own_id(feature: Any) -> int | str | None:
+    """The id that a sample brings with it (`id` or `sample_id`); None: it brings none."""
     if not isinstance(feature, Mapping):
         return None
     value = feature.get("id") if feature.get("id") is not None else feature.get("sample_id")

@@ -1,0 +1,99 @@
+"""What a sample's lengths depend on, as a key: the settings, its text, and the size of its images.
+
+    settings   collator, processor, tokenizer, chat template, versions of what renders and tokenises
+    text       messages as the chat template gets them, or prompt and completion as they stand
+    media      height and width as the header tells them, and the keys beside them that choose another size
+
+No pixel has a say in it, so none is hashed: an image that is drawn anew in its old size is found again, wherever it
+lies, and one of another size is never taken for it, whatever its file is called and whenever it was written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import tokenizers
+import transformers
+
+from vlmpack.collate import VLMCollator
+from vlmpack.collate.processor import parts_of
+from vlmpack.collate.refusal import Refusal
+from vlmpack.collate.rows import read_row
+from vlmpack.data.images import ImageError, ImageLimits, read_size
+
+RULES = 1
+"""Raised with every change by which the same sample gets other lengths."""
+KEY_BYTES = 16
+
+
+def settings_key(collator: VLMCollator, *, estimate: bool = False) -> bytes:
+    """All that decides lengths besides the samples themselves."""
+    parts = parts_of(collator.processor)
+    facts = {**asdict(collator.facts), "newline_ids": sorted(collator.facts.newline_ids)}
+    return _digest(
+        {
+            "versions": [RULES, transformers.__version__, tokenizers.__version__],
+            "processor": type(collator.processor).__name__,
+            "chat_template": collator.processor.chat_template,
+            "special_tokens": {name: str(token) for name, token in parts.tokenizer.special_tokens_map.items()},
+            "tokenizer": _tokenizer(parts.tokenizer),
+            "image_processor": None if parts.image_processor is None else parts.image_processor.to_dict(),
+            "facts": facts,
+            "limits": asdict(collator.limits),
+            "collator": [collator.train_on, collator.max_length, collator.overlength],
+            "estimate": estimate,
+        },
+        default=str,
+    )
+
+
+def sample_key(feature: Any, settings: bytes, limits: ImageLimits) -> bytes | None:
+    """The key of one sample under settings.
+
+    Returns:
+        16 bytes. None: the sample is not worth a key, as it was tokenised before; or it has none, as an image cannot
+        be read, its columns contradict each other, or it holds what JSON cannot.
+    """
+    if not isinstance(feature, Mapping) or feature.get("input_ids") is not None:
+        return None
+    try:
+        row = read_row(feature)
+        images = [[read_size(ref.source, limits=limits), ref.options] for ref in row.images]
+        videos = [[_frame_sizes(ref.source, limits), ref.options] for ref in row.videos]
+        text = [row.messages, row.plain, row.trained_turns, row.template_options]
+        return _digest([*text, images, videos], key=settings, default=_plain)
+    except (Refusal, ImageError, TypeError, ValueError):
+        return None
+
+
+def _frame_sizes(video: Any, limits: ImageLimits) -> list[tuple[int, int]]:
+    if not isinstance(video, list | tuple):
+        raise TypeError("only a list of frames has sizes")
+    return [read_size(frame, limits=limits) for frame in video]
+
+
+def _tokenizer(tokenizer: Any) -> Any:
+    """All of a tokenizer but what its last call left in it."""
+    if not tokenizer.is_fast:
+        return [tokenizer.get_vocab(), tokenizer.init_kwargs]
+    return {**json.loads(tokenizer.backend_tokenizer.to_str()), "truncation": None, "padding": None}
+
+
+def _digest(content: Any, *, default: Any, key: bytes = b"") -> bytes:
+    """Not sorted: a template may write a mapping in its own order."""
+    text = json.dumps(content, default=default, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES, key=key).digest()
+
+
+def _plain(value: Any) -> Any:
+    """What data sets hold besides JSON's own types."""
+    if isinstance(value, np.generic | np.ndarray):
+        return [str(value.dtype), value.tolist()]
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a {type(value).__name__} has no place in a key")
