@@ -92,11 +92,11 @@ def work_folder(out: Path) -> Iterator[WorkFolder]:
 
 
 def _take(lock: IO[str], out: Path) -> None:
-    import fcntl
+    import fcntl  # not on every system, and needed for writing only
 
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not `flock`, which a forked worker would go on holding
+    except (BlockingIOError, PermissionError) as error:
         raise ConfigError(f"another process is writing to {out}; wait for it, or choose another folder") from error
 
 

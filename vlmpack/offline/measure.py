@@ -178,7 +178,7 @@ def _parts(
         while part := list(islice(samples, PART)):
             yield measurer.measure(part)
         return
-    yield from in_order(_PartOf(_undecoded(dataset), measurer), -(-total // PART), workers=workers, start=start)
+    yield from in_order(_PartOf(undecoded(dataset), measurer), -(-total // PART), workers=workers, start=start)
 
 
 @final
@@ -202,7 +202,7 @@ def _sample(dataset: Any, place: int) -> Any:
         return error
 
 
-def _undecoded(dataset: Any) -> Any:
+def undecoded(dataset: Any) -> Any:
     """A `datasets.Dataset` without a format of its own as plain values, images encoded; anything else as it is."""
     datasets = sys.modules.get("datasets")
     if datasets is None or not isinstance(dataset, datasets.Dataset) or dataset.format["type"] is not None:

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import lcm
-from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.offline.files import WorkFolder
 from vlmpack.offline.fingerprint import differences, fingerprint
-from vlmpack.offline.manifest import NAME, Manifest
+from vlmpack.offline.manifest import LENGTHS, NAME, PLAN, Manifest
+from vlmpack.offline.measure import MapStyle
 from vlmpack.offline.media import IMAGES, Images
 from vlmpack.plan import OVERSIZE, Oversize, check_seed, checked_capacity, strategy_name
 
 LOOKED_AT = 8
 """Samples by which a data set is known again."""
-
-
-class Samples(Protocol):
-    """A map-style data set of sample dicts."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
 @final
@@ -88,7 +81,7 @@ def check_collator(collator: VLMCollator, settings: StoreSettings) -> None:
         )
 
 
-def described(dataset: Samples, collator: VLMCollator, settings: StoreSettings) -> dict[str, Any]:
+def described(dataset: MapStyle, collator: VLMCollator, settings: StoreSettings) -> dict[str, Any]:
     """Everything that decides the bytes of a store, as JSON has it."""
     slots = {name: value for name, value in asdict(collator.slots).items() if name != "pad_to"}
     made = {"max_length": collator.max_length, "overlength": collator.overlength, "train_on": collator.train_on}
@@ -104,7 +97,7 @@ def described(dataset: Samples, collator: VLMCollator, settings: StoreSettings) 
     }
 
 
-def _look(dataset: Samples, collator: VLMCollator) -> str:
+def _look(dataset: MapStyle, collator: VLMCollator) -> str:
     """A digest of a few samples spread over the data set."""
     digest = hashlib.sha256()
     count = len(dataset)
@@ -123,33 +116,32 @@ def _look(dataset: Samples, collator: VLMCollator) -> str:
 def claim(folder: WorkFolder, description: Mapping[str, Any]) -> None:
     """Make sure that a folder holds this store, or parts of it, or nothing.
 
+    Until there is a plan, settings may change: lengths are then measured again, out of their cache.
+
     Raises:
-        ConfigError: it holds a store of other settings, data or processor (says which differ), or something else.
+        ConfigError: it holds rows of other settings, data or processor (says which differ), or something else.
     """
     path = folder.path / "settings.json"
     if (folder.out / NAME).is_file():
         manifest = Manifest.load(folder.out)
-        _compare({"settings": manifest.settings, "processor": manifest.processor}, description, folder.out)
-    elif path.is_file():
-        _compare(json.loads(path.read_text(encoding="utf-8")), description, folder.out)
+        stored = {"settings": manifest.settings, "processor": manifest.processor}
     else:
+        stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found = list(differences(stored, json.loads(json.dumps(description))))
+    if found and stored and (folder.out / PLAN).is_file():
+        raise ConfigError(
+            f"{folder.out} holds rows that were made otherwise: {'; '.join(found)}. Pack into another folder, or "
+            "remove this one"
+        )
+    if found:
         _check_empty(folder)
+        for outdated in (folder.out / LENGTHS, *folder.path.glob("lengths-*")):
+            outdated.unlink(missing_ok=True)
         folder.write_json(path, description)
 
 
-def _compare(stored: Mapping[str, Any], seen: Mapping[str, Any], out: Path) -> None:
-    found = list(differences(stored, json.loads(json.dumps(seen))))
-    if found:
-        raise ConfigError(
-            f"{out} holds rows that were made otherwise: {_listed(found)}. Pack into another folder, or remove this one"
-        )
-
-
 def _check_empty(folder: WorkFolder) -> None:
-    others = sorted(path.name for path in folder.out.iterdir() if path != folder.path)
+    ours = (folder.path.name, LENGTHS)
+    others = sorted(path.name for path in folder.out.iterdir() if path.name not in ours)
     if others:
         raise ConfigError(f"{folder.out} is no store and not empty ({', '.join(others[:5])}); choose another folder")
-
-
-def _listed(lines: Iterable[str]) -> str:
-    return "; ".join(lines)

@@ -14,9 +14,9 @@ from vlmpack.errors import SampleError
 from vlmpack.offline.arrow import pyarrow
 from vlmpack.offline.files import WorkFolder, sha256_of
 from vlmpack.offline.manifest import Shard
+from vlmpack.offline.measure import MapStyle
 from vlmpack.offline.media import Images, StoredImage, stored_image
 from vlmpack.offline.record import open_writer, record_of, schema
-from vlmpack.offline.settings import Samples
 
 
 @final
@@ -37,8 +37,8 @@ class ShardJob:
 class ShardWriter:
     """Writes files of rows; pickles to workers."""
 
-    dataset: Samples
-    """Samples by place."""
+    dataset: MapStyle
+    """MapStyle by place."""
     collator: VLMCollator
     """Makes outlines of them."""
     folder: WorkFolder
@@ -47,14 +47,17 @@ class ShardWriter:
     """How images are kept."""
     has_media: bool
     """Whether any sample has images or videos."""
+    jobs: tuple[ShardJob, ...]
+    """The files to write."""
 
-    def __call__(self, job: ShardJob) -> Shard:
-        """Write a file, and its entry in the manifest beside what is unfinished.
+    def __call__(self, at: int) -> Shard:
+        """Write the file of one job, and its entry in the manifest beside what is unfinished.
 
         Raises:
             SampleError: a sample is not what was measured, or its image cannot be read; names its place.
             ConfigError: a sample cannot be stored, or the disk is full.
         """
+        job = self.jobs[at]
         with self.folder.whole_file(self.folder.out / job.file) as path:
             with open_writer(path, has_media=self.has_media) as writer:
                 for places, lengths in zip(job.rows, job.lengths, strict=True):
@@ -62,14 +65,6 @@ class ShardWriter:
             shard = Shard(file=job.file, rows=len(job.rows), bytes=path.stat().st_size, sha256=sha256_of(path))
             self.folder.write_json(self.folder.path / f"{job.file}.json", asdict(shard))
         return shard
-
-    def written(self, job: ShardJob) -> Shard | None:
-        """The file's entry, if it was written before."""
-        entry, path = self.folder.path / f"{job.file}.json", self.folder.out / job.file
-        if not (entry.is_file() and path.is_file()):
-            return None
-        shard = Shard(**json.loads(entry.read_text(encoding="utf-8")))
-        return shard if shard.bytes == path.stat().st_size else None
 
     def _row(self, places: Sequence[int], lengths: Sequence[int]) -> Any:
         samples = [self._sample(place, length) for place, length in zip(places, lengths, strict=True)]
@@ -94,3 +89,12 @@ class ShardWriter:
             return stored_image(source, self.images, self.collator.limits)
         except ImageError as error:
             raise SampleError(error.detail, index=place, reason=error.reason, sample_id=sample.sample_id) from error
+
+
+def written(folder: WorkFolder, file: str) -> Shard | None:
+    """The entry of a file that an interrupted run has finished."""
+    entry, path = folder.path / f"{file}.json", folder.out / file
+    if not (entry.is_file() and path.is_file()):
+        return None
+    shard = Shard(**json.loads(entry.read_text(encoding="utf-8")))
+    return shard if shard.bytes == path.stat().st_size else None

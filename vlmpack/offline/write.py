@@ -9,7 +9,7 @@ them, and ends with the same bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,23 +17,29 @@ from typing import Any, Literal, final
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
-from vlmpack.offline.each import each
 from vlmpack.offline.files import WorkFolder, work_folder
 from vlmpack.offline.manifest import LEFT_OUT, LENGTHS, NAME, PLAN, Manifest, Shard
-from vlmpack.offline.measure import measure_lengths
+from vlmpack.offline.measure import MapStyle, measure_lengths, undecoded
 from vlmpack.offline.planning import check_refused, count, fill, fixed_sizes, left_out, plan_rows, reasons
-from vlmpack.offline.settings import Samples, StoreSettings, check_collator, claim, described
-from vlmpack.offline.shards import ShardJob, ShardWriter
+from vlmpack.offline.settings import StoreSettings, check_collator, claim, described
+from vlmpack.offline.shards import ShardJob, ShardWriter, written
+from vlmpack.offline.workers import in_order
 from vlmpack.plan import LengthTable, Plan
 
 Executor = Literal["local", "ray"]
 EXECUTORS: tuple[Executor, ...] = ("local", "ray")
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done ("measure" or "write"), how many are done and how many there are."""
+Progress = Callable[[str, int, int | None], None]
+"""Is told what is being done ("measure" samples or "write" files), how many are done, and of how many."""
+InOrder = Callable[[Callable[[int], Any], int], Iterator[Any]]
+"""(work, parts) to the results of `work(0)`, `work(1)`, ... wherever they are made."""
+
+
+def _silent(stage: str, done: int, total: int | None) -> None:
+    return None
 
 
 def write_rows(
-    dataset: Samples,
+    dataset: MapStyle,
     out: str | Path,
     collator: VLMCollator,
     settings: StoreSettings,
@@ -41,7 +47,7 @@ def write_rows(
     workers: int = 0,
     executor: Executor = "local",
     cache: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress = _silent,
 ) -> Manifest:
     """Plan the rows of a data set and write them to a folder, images encoded or by reference, never as pixels.
 
@@ -70,6 +76,7 @@ def write_rows(
     if executor not in EXECUTORS:
         raise ConfigError(f"executor={executor!r} is not known; choose one of {', '.join(EXECUTORS)}")
     check_collator(collator, settings)
+    dataset = _with_places(dataset)
     description = described(dataset, collator, settings)
     with work_folder(Path(out)) as folder:
         claim(folder, description)
@@ -78,31 +85,43 @@ def write_rows(
             collator=collator,
             settings=settings,
             folder=folder,
-            each=_executor(executor, workers),
+            in_order=_executor(executor, workers),
             measure=_measurer(executor, folder, workers, cache, progress),
-            progress=progress or _silent,
+            progress=progress,
         )
         manifest = writing.manifest(description)
         folder.remove()
     return manifest
 
 
-def _silent(stage: str, done: int, total: int) -> None:
-    return None
+def _with_places(dataset: Any) -> MapStyle:
+    """The data set, images left encoded.
+
+    Raises:
+        ConfigError: it is empty, or its samples have no places.
+    """
+    if isinstance(dataset, Mapping) or not isinstance(dataset, MapStyle):
+        raise ConfigError(
+            f"rows are planned over samples with places, which a {type(dataset).__name__} does not have: give a data "
+            "set with len() and [i], such as vlmpack.data.open_dataset(...), one split of it"
+        )
+    if not len(dataset):
+        raise ConfigError("the data set is empty: there is nothing to pack")
+    return undecoded(dataset)
 
 
-def _executor(executor: Executor, workers: int) -> Callable[..., Iterator[Any]]:
+def _executor(executor: Executor, workers: int) -> InOrder:
     if executor == "local":
-        return partial(each, workers=workers)
-    from vlmpack.offline.on_ray import each_on_ray
+        return partial(in_order, workers=workers)
+    from vlmpack.offline.on_ray import in_order_on_ray
 
-    return each_on_ray
+    return in_order_on_ray
 
 
 def _measurer(
-    executor: Executor, folder: WorkFolder, workers: int, cache: str | Path | None, progress: Progress | None
-) -> Callable[[Samples, VLMCollator], LengthTable]:
-    told = None if progress is None else partial(progress, "measure")
+    executor: Executor, folder: WorkFolder, workers: int, cache: str | Path | None, progress: Progress
+) -> Callable[[MapStyle, VLMCollator], LengthTable]:
+    told = partial(progress, "measure")
     if executor == "local":
         kept = folder.path / "lengths.sqlite" if cache is None else cache
         return partial(measure_lengths, workers=workers, cache=kept, progress=told)
@@ -116,12 +135,12 @@ def _measurer(
 class _Writing:
     """One call of `write_rows`."""
 
-    dataset: Samples
+    dataset: MapStyle
     collator: VLMCollator
     settings: StoreSettings
     folder: WorkFolder
-    each: Callable[..., Iterator[Any]]
-    measure: Callable[[Samples, VLMCollator], LengthTable]
+    in_order: InOrder
+    measure: Callable[[MapStyle, VLMCollator], LengthTable]
     progress: Progress
 
     def manifest(self, description: dict[str, Any]) -> Manifest:
@@ -164,18 +183,18 @@ class _Writing:
                 temporary.write_text(text, encoding="utf-8")
 
     def _shards(self, table: LengthTable, plan: Plan) -> tuple[Shard, ...]:
-        has_media = bool((table.images + table.videos).any())
+        jobs = _jobs(table, plan, self.settings.shard_rows)
+        shards = {**self._finished(), **{j.file: shard for j in jobs if (shard := written(self.folder, j.file))}}
         writer = ShardWriter(
             dataset=self.dataset,
             collator=self.collator,
             folder=self.folder,
             images=self.settings.images,
-            has_media=has_media,
+            has_media=bool((table.images + table.videos).any()),
+            jobs=tuple(job for job in jobs if job.file not in shards),
         )
-        jobs = _jobs(table, plan, self.settings.shard_rows)
-        shards = {**self._finished(), **{job.file: shard for job in jobs if (shard := writer.written(job))}}
         self.progress("write", len(shards), len(jobs))
-        for shard in self.each(writer, [job for job in jobs if job.file not in shards]):
+        for shard in self.in_order(writer, len(writer.jobs)):
             shards[shard.file] = shard
             self.progress("write", len(shards), len(jobs))
         return tuple(shards[job.file] for job in jobs)
