@@ -1,0 +1,501 @@
+"""Outlines: what headers tell of images and videos is what the processor makes of them; patches are cut later."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chats import chat, picture, processor_of, tokenised
+from PIL import ExifTags, Image
+from transformers import Qwen2VLImageProcessorPil
+
+from vlmpack.collate import VLMCollator
+from vlmpack.collate.encoded import Encoded, Visual
+from vlmpack.collate.holes import MediaRef
+from vlmpack.collate.media import MediaReader
+from vlmpack.collate.processor import parts_of, read_processor
+from vlmpack.collate.refusal import Refusal
+from vlmpack.collate.video import VideoSettings, load_video, outline_video
+from vlmpack.data.images import ImageLimits
+from vlmpack.data.processor import tiny_processor
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.layout import FACTS_KEY
+
+HOLE = "<|vision_start|><|image_pad|><|vision_end|>"
+SETTINGS = (
+    ("qwen2_vl", 4, 16),
+    ("qwen2_vl", 1, 9),
+    ("qwen2_5_vl", 12, 40),
+    ("qwen2_5_vl", 4, 2000),
+    ("qwen3_vl", 4, 16),
+    ("qwen3_vl", 1, 5),
+    ("qwen3_5", 20, 24),
+    ("qwen3_5", 4, 2000),
+)
+"""Family, and the fewest and most tokens of an image."""
+SIZES = 250
+"""Of each of them: 2,000 in all."""
+VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+def reader_of(processor: Any, limits: ImageLimits | None = None) -> MediaReader:
+    image_processor = parts_of(processor).image_processor
+    return MediaReader(image_processor=image_processor, facts=read_processor(processor), limits=limits or ImageLimits())
+
+
+def measured(reader: MediaReader, source: Any, kind: Any = "image", **options: Any) -> Visual:
+    return reader.measure(MediaRef(source=source, options=options), kind=kind, at=0)
+
+
+def cut(reader: MediaReader, source: Any, kind: Any = "image", **options: Any) -> Visual:
+    return reader.cut(MediaRef(source=source, options=options), kind=kind, at=0)
+
+
+def shape(visual: Visual) -> tuple[Any, ...]:
+    return visual.grid, visual.seconds, visual.timestamps
+
+
+def random_sizes(count: int, unit: int, seed: int) -> list[tuple[int, int]]:
+    """Widths and heights: tiny, thin (up to 200 : 1), on the edges where rounding turns, and any others."""
+    random = np.random.default_rng(seed)
+    sizes = []
+    while len(sizes) < count:
+        area, ratio = math.exp(random.uniform(0, math.log(60_000))), math.exp(random.uniform(0, math.log(200)))
+        sides = [max(1, round(math.sqrt(area * ratio))), max(1, round(math.sqrt(area / ratio)))]
+        if len(sizes) % 5 == 0:
+            sides = [max(1, round(side / unit * 2)) * unit // 2 for side in sides]
+        width, height = sides if random.random() < 0.5 else sides[::-1]
+        if max(sides) <= 200 * min(sides):
+            sizes.append((width, height))
+    return sizes
+
+
+def in_file(image: Image.Image, kind: str, orientation: int = 1) -> bytes:
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[ExifTags.Base.Orientation] = orientation
+    image.save(file, kind, exif=exif)
+    return file.getvalue()
+
+
+def check_equal(ours: Any, truth: Any) -> None:
+    """Two batches are the same, to the last bit of the last pixel."""
+    ours, truth = ours.to_hf(), truth.to_hf()
+    assert ours.keys() == truth.keys()
+    for name, value in truth.items():
+        same = torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours[name] == value
+        assert same, name
+
+
+# ---------------------------------------------------------------------- headers tell the processor's own sizes
+
+
+@pytest.mark.parametrize(("family", "fewest", "most"), SETTINGS)
+def test_image_tokens_are_those_of_the_processor_on_random_sizes(family: str, fewest: int, most: int) -> None:
+    unit = (28 if family.startswith("qwen2") else 32) ** 2
+    processor = tiny_processor(family, min_pixels=fewest * unit, max_pixels=most * unit)
+    reader, grids = reader_of(processor), set()
+    for size in random_sizes(SIZES, math.isqrt(unit), seed=most):
+        image = Image.new("RGB", size)
+        out = processor(images=[image], text=HOLE, return_tensors="pt")
+        grid = measured(reader, image).grid
+        assert grid == tuple(out["image_grid_thw"][0].tolist()), size
+        assert math.prod(grid) // 4 == int((out["input_ids"] == processor.image_token_id).sum()), size
+        grids.add(grid)
+    assert len(grids) > 4
+    assert {min(grid[1:]) for grid in grids} >= {2}
+
+
+def test_two_thousand_sizes_are_tried_and_some_are_extreme() -> None:
+    assert len(SETTINGS) * SIZES == 2000
+    sizes = random_sizes(SIZES, 32, seed=16)
+    assert max(max(size) / min(size) for size in sizes) > 150
+    assert sum(max(size) < 32 for size in sizes) > 10
+    assert sum(size[0] % 32 == 16 for size in sizes) > 10
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+def test_an_image_sized_by_keys_is_measured_as_it_is_cut(family: str) -> None:
+    reader, random, grids = reader_of(processor_of(family)), np.random.default_rng(0), set()
+    for width, height in random_sizes(60, 32, seed=1):
+        keys: dict[str, Any] = {
+            "min_pixels": int(random.integers(1, 9000)),
+            "max_pixels": int(random.integers(9000, 50_000)),
+        }
+        if random.random() < 0.3:
+            keys = {"resized_height": int(random.integers(1, 200)), "resized_width": int(random.integers(30, 200))}
+        image = Image.new("RGB", (width, height))
+        try:
+            expected = cut(reader, image, **keys).grid
+        except Refusal as refusal:
+            with pytest.raises(Refusal) as caught:
+                measured(reader, image, **keys)
+            assert (caught.value.reason, caught.value.message) == (refusal.reason, refusal.message)
+            continue
+        assert measured(reader, image, **keys).grid == expected
+        grids.add(expected)
+    assert len(grids) > 10
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+@pytest.mark.parametrize(
+    "kind", ["PNG", "JPEG", "WEBP", "path", "text path", "file URI", "PIL", "PIL file", "bytes and path", "data URI"]
+)
+def test_an_image_is_measured_upright_wherever_it_comes_from(tmp_path: Path, kind: str, orientation: int) -> None:
+    encoded = in_file(picture(170, 50), kind if kind.isupper() and kind != "PIL" else "JPEG", orientation)
+    path = tmp_path / "an image.jpg"
+    path.write_bytes(encoded)
+    sources = {
+        "path": path,
+        "text path": str(path),
+        "file URI": path.as_uri(),
+        "PIL": Image.open(io.BytesIO(encoded)),
+        "PIL file": Image.open(io.BytesIO(encoded)),
+        "bytes and path": {"bytes": encoded, "path": "gone.jpg"},
+        "data URI": f"data:image/jpeg;base64,{base64.b64encode(encoded).decode()}",
+    }
+    source = sources.get(kind, encoded)
+    if kind == "PIL":
+        source.load()
+    reader = reader_of(processor_of())
+    grid = measured(reader, source).grid
+    assert grid == cut(reader, source).grid == ((1, 4, 10) if orientation == 1 else (1, 10, 4))
+
+
+@pytest.mark.parametrize("family", VISION)
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"sample_fps": "1", "raw_fps": 24.0}, {"max_pixels": 40_000, "min_pixels": 1000}, {"total_pixels": 90_000}],
+)
+@pytest.mark.parametrize("frames", [1, 2, 5])
+def test_a_video_of_frames_is_measured_as_it_is_cut(family: str, keys: dict[str, Any], frames: int) -> None:
+    reader = reader_of(processor_of(family))
+    video = [picture(90, 60, seed=seed) for seed in range(frames)]
+    visual = measured(reader, video, "video", **keys)
+    assert shape(visual) == shape(cut(reader, video, "video", **keys))
+    assert visual.pixels is None
+    assert visual.grid[0] == -(-frames // 2)
+
+
+@pytest.mark.parametrize("rule", ["per_frame", "per_clip"])
+def test_a_video_is_measured_by_the_rule_that_cuts_it(rule: Any) -> None:
+    settings = VideoSettings.from_image_processor(processor_of().image_processor)
+    settings = replace(settings, size_rule=rule, min_pixels=4096, max_pixels=30_000)
+    element = {"video": [picture(150, 90, seed=seed) for seed in range(3)]}
+    outline, video = (read(element, settings=settings) for read in (outline_video, load_video))
+    assert outline.grid == video.grid
+    assert outline.grid != outline_video(element, settings=replace(settings, size_rule="qwen_vl_utils")).grid
+    with pytest.raises(Exception, match="must have one size"):
+        outline_video({"video": [picture(150, 90), picture(151, 90)]}, settings=settings)
+
+
+def test_frames_that_cannot_be_used_are_named() -> None:
+    reader = reader_of(processor_of())
+    for read in (measured, cut):
+        with pytest.raises(Refusal, match="video 0: frame 1: ") as caught:
+            read(reader, [picture(), b"no image"], "video")
+        assert caught.value.reason == "image_undecodable"
+
+
+@pytest.mark.parametrize(("width", "height", "fits"), [(64, 96, True), (65, 64, False), (48, 48, False)])
+def test_a_processor_that_does_not_resize_takes_only_what_it_can_cut(width: int, height: int, fits: bool) -> None:
+    processor = tiny_processor()
+    processor.image_processor.do_resize = False
+    reader, image = reader_of(processor), picture(width, height)
+    if fits:
+        assert measured(reader, image).grid == cut(reader, image).grid == (1, height // 16, width // 16)
+        return
+    for read in (measured, cut):
+        with pytest.raises(Refusal) as caught:
+            read(reader, image)
+        assert caught.value.reason == "image_processing"
+
+
+def test_a_new_size_of_the_processor_counts_at_once() -> None:
+    processor = tiny_processor()
+    reader = reader_of(processor)
+    before = measured(reader, picture(500, 400)).grid
+    processor.image_processor.size = {"shortest_edge": 1024, "longest_edge": 9 * 1024}
+    assert measured(reader, picture(500, 400)).grid == cut(reader, picture(500, 400)).grid != before
+
+
+# ---------------------------------------------------------------------- a processor with a rule of its own
+
+
+class RoundsUp(Qwen2VLImageProcessorPil):
+    """Resizes to the next multiple above, whatever the bounds."""
+
+    def resize(self, image: Any, size: Any, resample: Any, factor: int, **kwargs: Any) -> Any:
+        height, width = (-(-side // factor) * factor for side in image.shape[-2:])
+        return np.zeros((3, height, width), image.dtype)
+
+
+class ShrinksOtherwise(Qwen2VLImageProcessorPil):
+    """Keeps to the rule but for images that are too large, which it brings to one token."""
+
+    def resize(self, image: Any, size: Any, resample: Any, factor: int, **kwargs: Any) -> Any:
+        if image.shape[-1] * image.shape[-2] > size.longest_edge:
+            return np.zeros((3, factor, factor), image.dtype)
+        return super().resize(image, size=size, resample=resample, factor=factor, **kwargs)
+
+
+@pytest.mark.parametrize("odd", [RoundsUp, ShrinksOtherwise])
+def test_a_processor_with_a_rule_of_its_own_is_not_trusted(odd: Any) -> None:
+    processor = tiny_processor()
+    processor.image_processor = odd(patch_size=16, max_pixels=10**6)
+    collator = VLMCollator(processor)
+    with pytest.raises(ConfigError, match=f"{odd.__name__}.*where Qwen's rule gives"):
+        collator.outline(chat("?", "a", picture()))
+    assert collator.outline(chat("?", "a", picture(90, 70)), estimate=True).images[0].grid == (1, 6, 6)
+    assert collator.outline(chat("?", "a")).num_tokens
+
+
+# ---------------------------------------------------------------------- an estimate
+
+
+@pytest.mark.parametrize(("family", "unit"), [("qwen2_vl", 28), ("qwen3_vl", 32)])
+def test_an_estimate_counts_one_token_for_each_square_of_an_image(family: str, unit: int) -> None:
+    collator = VLMCollator(tiny_processor(family, max_pixels=4 * unit**2))
+    outline = collator.outline(chat("?", "a", picture(5 * unit + 1, 3 * unit)), estimate=True)
+    assert int((outline.types == 1).sum()) == 6 * 3
+    assert collator.outline(chat("?", "a", picture(5 * unit + 1, 3 * unit))).num_tokens < outline.num_tokens
+
+
+def test_an_estimate_keeps_what_is_not_the_processors_choice() -> None:
+    reader = reader_of(processor_of())
+    keyed = MediaRef(source=picture(), options={"resized_height": 96, "resized_width": 64})
+    assert reader.estimate(keyed, kind="image", at=0).grid == cut(reader, picture(), **keyed.options).grid == (1, 6, 4)
+    video = [picture(90, 60)] * 2
+    estimated = reader.estimate(MediaRef(source=video), kind="video", at=0)
+    assert shape(estimated) == shape(cut(reader, video, "video"))
+
+
+# ---------------------------------------------------------------------- materialise(outline) is collate
+
+
+def samples(family: str) -> list[dict[str, Any]]:
+    """One of every kind; images as PIL, bytes and dictionaries."""
+    text = f"<|im_start|>user\n{HOLE}?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n"
+    frames = [picture(64, 40, seed=seed) for seed in range(3)]
+    keyed = {"type": "image", "image": picture(80, 80, seed=9), "resized_height": 64, "resized_width": 96}
+    return [
+        chat("Total?", "75,000", in_file(picture(90, 61, seed=1), "PNG", 6), id="receipt"),
+        chat(
+            "Which?", "The second", picture(40, 99, seed=2), {"bytes": in_file(picture(120, 70), "PNG"), "path": None}
+        ),
+        chat("2 + 2?", "4", sample_id=77),
+        {"prompt": "2 + 3 = ", "completion": "5"},
+        {"messages": [{"role": "user", "content": [keyed, "?"]}, {"role": "assistant", "content": "a"}]},
+        {
+            "video": frames,
+            "conversations": [{"from": "human", "value": "<video>?"}, {"from": "gpt", "value": "a cat"}],
+        },
+        tokenised(family, text, picture(50, 50, seed=5)),
+    ]
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("family", VISION)
+def test_what_was_outlined_and_then_cut_is_what_is_collated_at_once(family: str, layout: Any) -> None:
+    collator = VLMCollator(processor_of(family), layout=layout)
+    outlines = [collator.outline(sample) for sample in samples(family)]
+    assert sum(visual.pixels is None for outline in outlines for visual in (*outline.images, *outline.videos)) == 5
+    batch = collator.materialise(outlines)
+    check_equal(batch, collator.collate(samples(family)))
+    assert tuple(outline.num_tokens for outline in outlines) == batch.facts.lengths
+    assert sum(outline.num_targets for outline in outlines) == batch.facts.num_targets
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_truncated_outline_is_the_truncated_sample(layout: Any) -> None:
+    turns = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "first?"}]},
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": [{"type": "text", "text": "and"}, {"type": "image"}]},
+        {"role": "assistant", "content": "two"},
+    ]
+    images = [picture(90, 60, seed=1), picture(150, 120, seed=2)]
+    sample = {"messages": turns, "images": images}
+    settings: dict[str, Any] = {"layout": layout, "max_length": 40, "overlength": "truncate"}
+    collator = VLMCollator(processor_of(), **settings)
+    outline = collator.outline(sample)
+    assert len(outline.images) == 1
+    assert 0 < outline.num_tokens <= 40 < VLMCollator(processor_of()).outline(sample).num_tokens
+    check_equal(collator.materialise([outline]), collator.collate([sample]))
+
+
+def test_an_outline_takes_the_samples_place_for_its_name() -> None:
+    collator = VLMCollator(processor_of(), layout="packed")
+    outlines = [collator.outline(sample, 40 + at) for at, sample in enumerate(samples("qwen3_vl")[:4])]
+    assert collator.materialise(outlines).facts.sample_ids == ("receipt", 41, 77, 43)
+
+
+def test_an_outline_travels_as_text_and_references(tmp_path: Path) -> None:
+    picture(900, 700).save(tmp_path / "large.png")
+    collator = VLMCollator(processor_of(), layout="packed")
+    outline = collator.outline(chat("?", "a", str(tmp_path / "large.png")))
+    sent = pickle.dumps(outline)
+    assert len(sent) < 10_000
+    check_equal(collator.materialise([pickle.loads(sent)]), collator.materialise([outline]))
+
+
+def test_nothing_to_materialise_is_a_row_with_nothing_to_learn() -> None:
+    collator = VLMCollator(processor_of(), layout="packed")
+    check_equal(collator.materialise([]), collator.collate([]))
+
+
+# ---------------------------------------------------------------------- what only pixels tell
+
+
+def changed(tmp_path: Path, collator: VLMCollator) -> Encoded:
+    """The outline of a sample whose image is replaced afterwards."""
+    path = tmp_path / "image.png"
+    picture(90, 60).save(path)
+    outline = collator.outline(chat("?", "a", path, id="r17"))
+    picture(200, 60).save(path)
+    return outline
+
+
+def damaged() -> bytes:
+    whole = in_file(picture(90, 60), "PNG")
+    return whole[: len(whole) // 2]
+
+
+def test_an_image_of_another_size_than_was_measured_is_refused_by_name(tmp_path: Path) -> None:
+    collator = VLMCollator(processor_of())
+    outlines = [collator.outline(chat("2 + 2?", "4")), changed(tmp_path, collator)]
+    with pytest.raises(
+        SampleError, match=r"sample 1 \(id 'r17'\): image 0 was measured as 1 x 4 x 6 .* 1 x 4 x 12"
+    ) as caught:
+        collator.materialise(outlines)
+    assert (caught.value.reason, caught.value.index, caught.value.sample_id) == ("image_changed", 1, "r17")
+
+
+def test_a_video_that_lost_frames_since_is_refused() -> None:
+    collator, frames = VLMCollator(processor_of()), [picture(64, 40, seed=seed) for seed in range(4)]
+    messages = [
+        {"role": "user", "content": [{"type": "video", "video": frames}]},
+        {"role": "assistant", "content": "a"},
+    ]
+    outline = collator.outline({"messages": messages})
+    del frames[2:]
+    with pytest.raises(SampleError) as caught:
+        collator.materialise([outline])
+    assert caught.value.reason == "video_changed"
+
+
+def test_another_processor_than_measured_is_found_by_its_grids(tmp_path: Path) -> None:
+    outline = VLMCollator(processor_of()).outline(chat("?", "a", picture(500, 400)))
+    other = VLMCollator(tiny_processor(max_pixels=9 * 1024))
+    with pytest.raises(SampleError, match="or the processor, was changed"):
+        other.materialise([outline])
+
+
+def test_damage_behind_a_header_is_found_when_it_is_cut_and_counted(tmp_path: Path) -> None:
+    ledger = tmp_path / "bad.jsonl"
+    collator = VLMCollator(processor_of(), layout="packed", on_bad="skip", ledger=ledger)
+    sound = [chat("Total?", "75,000", picture(90, 61, seed=1), id="a"), chat("2 + 2?", "4", id="c")]
+    outlines = [collator.outline(sample) for sample in (sound[0], chat("?", "b", damaged(), id="b"), sound[1])]
+    outlines.append(changed(tmp_path, collator))
+    assert collator.ledger.given == 0
+    row = collator.materialise(outlines)
+    assert row.facts.sample_ids == ("a", "c")
+    assert dict(collator.ledger.reasons) == {"image_undecodable": 1, "image_changed": 1}
+    assert (collator.ledger.given, collator.ledger.used) == (4, 2)
+    assert '"id": "b"' in ledger.read_text()
+    check_equal(row, VLMCollator(processor_of(), layout="packed").collate(sound))
+
+
+def test_media_that_were_cut_off_are_not_looked_at_again() -> None:
+    turns = chat("first?", "one", picture())["messages"] + chat("second?", "two", picture())["messages"]
+    sample = {"messages": turns, "images": [picture(90, 60), damaged()]}
+    collator = VLMCollator(processor_of(), max_length=30, overlength="truncate")
+    assert collator.materialise([collator.outline(sample)]).facts.num_targets
+    with pytest.raises(SampleError, match="damaged"):
+        collator.collate([sample])
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+REFUSED = {
+    "bad_row": 7,
+    "no_targets": {"messages": [{"role": "user", "content": "?"}]},
+    "image_missing": chat("?", "a", "nowhere.png"),
+    "image_remote": chat("?", "a", "https://example.org/a.png"),
+    "image_undecodable": chat("?", "a", b"no image"),
+    "image_aspect_ratio": chat("?", "a", Image.new("RGB", (2001, 10))),
+    "vision_key": {
+        "messages": [
+            {"role": "user", "content": [{"type": "image", "image": picture(), "resized_height": 3}]},
+            {"role": "assistant", "content": "a"},
+        ]
+    },
+    "overlength": chat("word " * 100, "a"),
+    "reserved_token_in_text": chat("<|image_pad|>", "a"),
+    "video_source": chat("?", "a", video="film.mp4"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_collate_refuses_an_outline_refuses_with_the_same_words(reason: str) -> None:
+    collator = VLMCollator(processor_of(), max_length=60, on_bad="skip")
+    with pytest.raises(SampleError) as ours:
+        collator.outline(REFUSED[reason], 0)
+    with pytest.raises(SampleError) as truth:
+        VLMCollator(processor_of(), max_length=60).collate([REFUSED[reason]])
+    assert (ours.value.reason, str(ours.value)) == (reason, str(truth.value))
+    assert collator.ledger.given == 0
+
+
+def test_a_sample_without_a_place_is_named_by_its_id() -> None:
+    with pytest.raises(SampleError, match="sample 'r17': none of its") as caught:
+        VLMCollator(processor_of()).outline({**REFUSED["no_targets"], "id": "r17"})
+    assert (caught.value.index, caught.value.sample_id) == (None, "r17")
+
+
+def test_images_beyond_the_limits_are_refused_by_their_headers() -> None:
+    reader = reader_of(processor_of(), ImageLimits(max_pixels=1000))
+    with pytest.raises(Refusal) as caught:
+        measured(reader, in_file(picture(90, 60), "PNG"))
+    assert caught.value.reason == "image_too_large"
+
+
+# ---------------------------------------------------------------------- text models
+
+
+def text_tokenizer() -> Any:
+    processor = tiny_processor()
+    processor.tokenizer.chat_template = processor.chat_template
+    return processor.tokenizer
+
+
+def test_a_tokenizer_alone_collates_outlines_and_materialises_text() -> None:
+    tokenizer = text_tokenizer()
+    texts = [
+        chat("2 + 2?", "4"),
+        {"prompt": "2 + 3 = ", "completion": "5"},
+        {"input_ids": [5, 6, 7], "labels": [5, 6, 7]},
+    ]
+    blind, seeing = (VLMCollator(one, layout="packed") for one in (tokenizer, processor_of()))
+    row = blind.materialise([blind.outline(text) for text in texts])
+    check_equal(row, blind.collate(texts))
+    assert torch.equal(row.input_ids, seeing.collate(texts).input_ids)
+    assert row.to_hf()[FACTS_KEY].num_targets == seeing.collate(texts).facts.num_targets
+
+
+@pytest.mark.parametrize("medium", [{"images": [picture()]}, {"video": [picture()]}])
+def test_a_tokenizer_alone_refuses_what_it_cannot_see(medium: dict[str, Any]) -> None:
+    tokenizer = text_tokenizer()
+    collator = VLMCollator(tokenizer)
+    for read in (collator.outline, lambda sample: collator.collate([sample])):
+        with pytest.raises(SampleError, match="a tokenizer reads text only") as caught:
+            read({**chat("?", "a"), **medium})
+        assert caught.value.reason == "no_vision"
