@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+from vlmpack.bench.cases.attention import AttentionShapes, measure_attention
 from vlmpack.bench.cases.collate import CollateShapes, measure_collate
 from vlmpack.bench.cases.head import measure_head
 from vlmpack.bench.cases.memory import measure_memory
@@ -42,6 +43,11 @@ CASES: Mapping[str, Case] = {
         about="join the patches of a batch, against a copy of them", run=measure_pixels, shapes=PixelShapes()
     ),
     "plan": Case(about="rows from lengths, planned ahead and from a stream", run=measure_plan, shapes=PlanShapes()),
+    "attention": Case(
+        about="attention on a row, against a padded batch and a dense mask",
+        run=measure_attention,
+        shapes=AttentionShapes(),
+    ),
     "step": Case(
         about="a training step on a row, against Hugging Face's own on the padded batch",
         run=measure_step,
@@ -53,4 +59,13 @@ CASES: Mapping[str, Case] = {
 }
 """In the order in which they are run."""
 
-__all__ = ["CASES", "Case", "CollateShapes", "PackShapes", "PixelShapes", "PlanShapes", "ReceiptShapes"]
+__all__ = [
+    "CASES",
+    "AttentionShapes",
+    "Case",
+    "CollateShapes",
+    "PackShapes",
+    "PixelShapes",
+    "PlanShapes",
+    "ReceiptShapes",
+]

@@ -11,9 +11,11 @@ head sees labelled positions only. So a share above 1 is possible, and a fair on
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from vlmpack.bench.ceilings import Ceilings
 from vlmpack.bench.figure import Figure, Target
 from vlmpack.bench.formula import step_flops
 from vlmpack.bench.settings import BenchSettings
@@ -42,18 +44,20 @@ def measure_step(settings: BenchSettings, shapes: ReceiptShapes) -> list[Figure]
     work = Work.of(pair)
     causal = causal_ideal(family, pair.model.config, pair.batch)
     peaks = pair.peaks(settings.device)
+    ceilings = Ceilings.of(pair.model, tokens=sum(shapes.lengths), hidden=shapes.hidden)
     left = settings.seconds - (time.perf_counter() - started)
-    timings = alternate(pair.steps, seconds=left, device=settings.device)
+    timings = alternate({**pair.steps, **ceilings.callables}, seconds=left, device=settings.device)
     steps, scale = ("padded", "packed"), 1 / work.ideal_speedup
     figures = [
         Figure.timed(CASE, "padded step", timings, "padded", settings),
         Figure.timed(CASE, "packed step", timings, "packed", settings),
-        _tokens_per_second(sum(shapes.lengths), timings, settings),
+        *_rates(shapes, timings, settings),
         Figure.compared(CASE, "speed-up", timings, steps, settings),
         Figure(case=CASE, name="ideal speed-up", value=work.ideal_speedup, unit="x"),
         Figure(case=CASE, name="ideal, causal pairs", value=causal, unit="x"),
         Figure(case=CASE, name="FLOPs, packed / alone", value=work.packed / work.alone, unit="x"),
         Figure.compared(CASE, "share of ideal", timings, steps, settings, scale=scale, target=target_of(family)),
+        *_limits(ceilings, work, timings, settings),
         Figure(case=CASE, name="memory, packed / padded", value=peaks["packed"] / peaks["padded"], unit="x"),
     ]
     return [replace(figure, family=family.model_type) for figure in figures]
@@ -72,9 +76,28 @@ def causal_ideal(family: Family, config: Any, batch: PaddedBatch) -> float:
     return padded.total / step_flops(family, config, lengths, grids, causal=True).total
 
 
-def _tokens_per_second(tokens: int, timings: Timings, settings: BenchSettings) -> Figure:
-    seconds = timings.of("packed", settings.clock)
-    rate = Spread(
-        median=tokens / seconds.median, low=tokens / seconds.high, high=tokens / seconds.low, rounds=seconds.rounds
+def _rates(shapes: ReceiptShapes, timings: Timings, settings: BenchSettings) -> Iterator[Figure]:
+    """What goes through in a second: real tokens and samples, and all tokens that the padded step computes."""
+    real, samples = sum(shapes.lengths), len(shapes.lengths)
+    counts = {"real tokens": (real, "tokens/s"), "samples": (samples, "samples/s")}
+    for step in ("packed", "padded"):
+        seconds = timings.of(step, settings.clock)
+        for what, (count, unit) in counts.items():
+            yield Figure.measured(CASE, f"{step}, {what}", _rate(count, seconds), unit)
+    padded = _rate(samples * max(shapes.lengths), timings.of("padded", settings.clock))
+    yield Figure.measured(CASE, "padded, tokens with padding", padded, "tokens/s")
+
+
+def _rate(count: int, seconds: Spread) -> Spread:
+    return Spread(
+        median=count / seconds.median, low=count / seconds.high, high=count / seconds.low, rounds=seconds.rounds
     )
-    return Figure.measured(CASE, "packed, real tokens", rate, "tokens/s")
+
+
+def _limits(ceilings: Ceilings, work: Work, timings: Timings, settings: BenchSettings) -> Iterator[Figure]:
+    """How far both steps are from what the machine could do, by the FLOPs of the samples alone."""
+    over = ceilings.over_roofline(work.alone, timings, "packed", settings.clock)
+    yield Figure.measured(CASE, "packed step / roofline of real work", over, "x")
+    for step in ("packed", "padded"):
+        share = ceilings.utilisation(work.alone, timings, step, settings.clock)
+        yield Figure.measured(CASE, f"{step}, utilisation on real work", share, "share")

@@ -1,0 +1,208 @@
+"""attention: forward and backward of packed attention, against the padded batch and a dense mask, as models do it.
+
+    packed       every back-end that can serve here, on [T, N, H]
+    padded       scaled_dot_product_attention on [B, N, S, H] under the mask that Hugging Face makes of the 2D mask
+    dense mask   the same on [1, N, T, H] under a block-diagonal mask: the usual way to pack without varlen kernels
+
+Language attention is causal with fewer key-value heads than heads; vision attention is full, a segment an image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.nn.functional as F
+
+from vlmpack.attention import BACKENDS, AttentionCall, explain
+from vlmpack.bench.figure import Figure, Skipped
+from vlmpack.bench.settings import BenchSettings
+from vlmpack.bench.timing import alternate
+from vlmpack.errors import VlmpackError
+from vlmpack.layout import Segments, unpack
+
+CASE = "attention"
+TOKENS = (768, 154, 680, 242, 592, 330, 505, 417)
+PATCHES = (920, 184, 816, 288, 712, 396, 604, 500)
+ORACLE = "eager_mask"
+"""The back-end that others are compared with, and that nobody would choose for its speed."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """One kind of attention layer and a row for it."""
+
+    name: str
+    """What it is."""
+    lengths: tuple[int, ...]
+    """Tokens (patches) of each sample (image)."""
+    heads: int
+    """N."""
+    kv_heads: int
+    """K."""
+    head_dim: int
+    """H."""
+    causal: bool
+    """Whether a token sees only those before it."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class AttentionShapes:
+    """Sites of Qwen3-VL-2B with a quarter of its heads, which changes no ratio on a CPU: 4 of 16 heads of 128 on 2 of 8
+    key-value heads, and 4 of 16 heads of 64 in the vision tower."""
+
+    sites: tuple[Site, ...] = (
+        Site(name="language", lengths=TOKENS, heads=4, kv_heads=2, head_dim=128, causal=True),
+        Site(name="vision", lengths=PATCHES, heads=4, kv_heads=4, head_dim=64, causal=False),
+    )
+    """8 samples at 5:1, and an image of 30 % of each."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Queries, keys and values of one row, and the gradient of the result."""
+
+    site: Site
+    segments: Segments
+    q_TNH: torch.Tensor
+    k_TKH: torch.Tensor
+    v_TKH: torch.Tensor
+    grad_TNH: torch.Tensor
+
+    @classmethod
+    def of(cls, site: Site, settings: BenchSettings, dtype: torch.dtype) -> Work:
+        """Random numbers, the same for the same seed."""
+        rng = torch.Generator().manual_seed(settings.seed)
+        tokens = sum(site.lengths)
+
+        def random(heads: int) -> torch.Tensor:
+            return torch.randn(tokens, heads, site.head_dim, generator=rng).to(settings.device, dtype)
+
+        q, k, v = random(site.heads), random(site.kv_heads), random(site.kv_heads)
+        return cls(
+            site=site,
+            segments=Segments.from_lengths(site.lengths),
+            q_TNH=q.requires_grad_(),
+            k_TKH=k.requires_grad_(),
+            v_TKH=v.requires_grad_(),
+            grad_TNH=random(site.heads),
+        )
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by."""
+        return self.site.head_dim**-0.5
+
+    @property
+    def ideal(self) -> float:
+        """Pairs of the padded batch over those that are needed: what a speed-up could be if time went with pairs."""
+        longest, count = max(self.site.lengths), len(self.site.lengths)
+        needed = sum(n * (n + 1) // 2 if self.site.causal else n * n for n in self.site.lengths)
+        return count * longest**2 / needed
+
+    def backward(self, out: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """Run the backward pass; the result of the forward pass."""
+        inputs = (self.q_TNH, self.k_TKH, self.v_TKH)
+        torch.autograd.grad(out, inputs, grad)
+        return out.detach()
+
+
+def measure_attention(settings: BenchSettings, shapes: AttentionShapes) -> list[Figure | Skipped]:
+    """Time every way at every site, once they are seen to compute the same.
+
+    Raises:
+        VlmpackError: two ways differ.
+    """
+    found: list[Figure | Skipped] = []
+    dtype = torch.float32 if settings.device == "cpu" else torch.bfloat16
+    for site in shapes.sites:
+        work = Work.of(site, settings, dtype)
+        found += _site(work, settings, seconds=settings.seconds / len(shapes.sites))
+    return found
+
+
+def _site(work: Work, settings: BenchSettings, *, seconds: float) -> Iterator[Figure | Skipped]:
+    call = AttentionCall.of(work.q_TNH, work.k_TKH)
+    reasons = explain(call)
+    packed = {name: packed_way(work, name) for name, why in reasons.items() if not why and name != ORACLE}
+    ways = {**packed, "padded": padded_way(work), "dense mask": dense_way(work)}
+    check_same({name: way() for name, way in {**ways, ORACLE: packed_way(work, ORACLE)}.items()})
+    timings = alternate(ways, seconds=seconds, device=settings.device)
+    site = work.site.name
+    yield Figure(case=CASE, name=f"{site}, ideal: padded / needed pairs", value=work.ideal, unit="x")
+    for name in packed:
+        yield Figure.timed(CASE, f"{site}, {name}", timings, name, settings)
+        for other in ("padded", "dense mask"):
+            yield Figure.compared(CASE, f"{site}, {other} / {name}", timings, (other, name), settings)
+    for name, why in reasons.items():
+        if why:
+            yield Skipped(case=CASE, name=f"{site}, {name}", why="; ".join(why))
+
+
+# ---------------------------------------------------------------------- the ways
+
+
+def packed_way(work: Work, name: str) -> Callable[[], torch.Tensor]:
+    """[T, N, H] by a back-end of vlmpack."""
+    backend, causal = BACKENDS[name], work.site.causal
+
+    def way() -> torch.Tensor:
+        out = backend(work.q_TNH, work.k_TKH, work.v_TKH, work.segments, causal=causal, scale=work.scale)
+        return work.backward(out, work.grad_TNH)
+
+    return way
+
+
+def padded_way(work: Work) -> Callable[[], torch.Tensor]:
+    """The same samples as a padded batch; its result is put into a row again, outside the backward pass."""
+    segments, longest = work.segments, max(work.site.lengths)
+    device = work.q_TNH.device
+    real_BS = torch.arange(longest, device=device) < torch.tensor(work.site.lengths, device=device)[:, None]
+    mask_B1SS = real_BS[:, None, None, :].expand(-1, 1, longest, -1)
+    if work.site.causal:
+        mask_B1SS = mask_B1SS & torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
+
+    def batch(row: torch.Tensor) -> torch.Tensor:
+        return unpack(row.detach()[None], segments).transpose(1, 2).contiguous()
+
+    q, k, v = (batch(x).requires_grad_() for x in (work.q_TNH, work.k_TKH, work.v_TKH))
+    grad = batch(work.grad_TNH)
+
+    def way() -> torch.Tensor:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1SS, scale=work.scale, enable_gqa=True)
+        torch.autograd.grad(out, (q, k, v), grad)
+        return out.detach().transpose(1, 2)[real_BS]
+
+    return way
+
+
+def dense_way(work: Work) -> Callable[[], torch.Tensor]:
+    """The row itself under a block-diagonal mask."""
+    seq_T = work.segments.seq_idx(work.q_TNH.device)
+    mask_TT = seq_T[:, None] == seq_T[None, :]
+    mask_TT = mask_TT.tril() if work.site.causal else mask_TT
+
+    def way() -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (work.q_TNH, work.k_TKH, work.v_TKH))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_TT, scale=work.scale, enable_gqa=True)
+        return work.backward(out[0].transpose(0, 1), work.grad_TNH)
+
+    return way
+
+
+def check_same(results: dict[str, torch.Tensor]) -> None:
+    """Times of ways that compute different things mean nothing.
+
+    Raises:
+        VlmpackError: a way differs from the dense oracle by more than low precision explains.
+    """
+    truth = results[ORACLE].float()
+    limit = 1e-4 if results[ORACLE].dtype == torch.float32 else 3e-2
+    for name, result in results.items():
+        if not (difference := float((result.float() - truth).abs().max())) <= limit:
+            raise VlmpackError(f"{name} differs from {ORACLE} by {difference:.1e}, more than {limit:.0e}")
