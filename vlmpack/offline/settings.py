@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import lcm
+from pathlib import Path
 from typing import Any, final
 
 from vlmpack.collate import VLMCollator
@@ -113,8 +114,21 @@ def _look(dataset: MapStyle, collator: VLMCollator) -> str:
     return digest.hexdigest()[:16]
 
 
+def finished(out: Path, description: Mapping[str, Any]) -> Manifest | None:
+    """The manifest of a folder in which this very store was finished before; None: there is none.
+
+    Raises:
+        ConfigError: another store was finished there; says in what they differ.
+    """
+    if not (out / NAME).is_file():
+        return None
+    manifest = Manifest.load(out)
+    _check_same({"settings": manifest.settings, "processor": manifest.processor}, description, out)
+    return manifest
+
+
 def claim(folder: WorkFolder, description: Mapping[str, Any]) -> None:
-    """Make sure that a folder holds this store, or parts of it, or nothing.
+    """Make sure that a folder in which no store was finished holds parts of this one, or nothing.
 
     Until there is a plan, settings may change: lengths are then measured again, out of their cache.
 
@@ -122,22 +136,27 @@ def claim(folder: WorkFolder, description: Mapping[str, Any]) -> None:
         ConfigError: it holds rows of other settings, data or processor (says which differ), or something else.
     """
     path = folder.path / "settings.json"
-    if (folder.out / NAME).is_file():
-        manifest = Manifest.load(folder.out)
-        stored = {"settings": manifest.settings, "processor": manifest.processor}
-    else:
-        stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    found = list(differences(stored, json.loads(json.dumps(description))))
-    if found and stored and (folder.out / PLAN).is_file():
-        raise ConfigError(
-            f"{folder.out} holds rows that were made otherwise: {'; '.join(found)}. Pack into another folder, or "
-            "remove this one"
-        )
-    if found:
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if stored and (folder.out / PLAN).is_file():
+        _check_same(stored, description, folder.out)
+    elif stored != _as_json(description):
         _check_empty(folder)
         for outdated in (folder.out / LENGTHS, *folder.path.glob("lengths-*")):
             outdated.unlink(missing_ok=True)
         folder.write_json(path, description)
+
+
+def _check_same(stored: Mapping[str, Any], seen: Mapping[str, Any], out: Path) -> None:
+    found = list(differences(stored, _as_json(seen)))
+    if found:
+        raise ConfigError(
+            f"{out} holds rows that were made otherwise: {'; '.join(found)}. Pack into another folder, or remove this "
+            "one"
+        )
+
+
+def _as_json(description: Mapping[str, Any]) -> Any:
+    return json.loads(json.dumps(description))
 
 
 def _check_empty(folder: WorkFolder) -> None:

@@ -21,7 +21,7 @@ from vlmpack.offline.files import WorkFolder, work_folder
 from vlmpack.offline.manifest import LEFT_OUT, LENGTHS, NAME, PLAN, Manifest, Shard
 from vlmpack.offline.measure import MapStyle, measure_lengths, undecoded
 from vlmpack.offline.planning import check_refused, count, fill, fixed_sizes, left_out, plan_rows, reasons
-from vlmpack.offline.settings import StoreSettings, check_collator, claim, described
+from vlmpack.offline.settings import StoreSettings, check_collator, claim, described, finished
 from vlmpack.offline.shards import ShardJob, ShardWriter, written
 from vlmpack.offline.workers import in_order
 from vlmpack.plan import LengthTable, Plan
@@ -77,9 +77,13 @@ def write_rows(
         raise ConfigError(f"executor={executor!r} is not known; choose one of {', '.join(EXECUTORS)}")
     check_collator(collator, settings)
     dataset = _with_places(dataset)
-    description = described(dataset, collator, settings)
-    with work_folder(Path(out)) as folder:
-        claim(folder, description)
+    description, out = described(dataset, collator, settings), Path(out)
+    before = finished(out, description)
+    if before is not None and len(_there(out, before)) == len(before.shards) and not WorkFolder(out=out).path.exists():
+        return before
+    with work_folder(out) as folder:
+        if before is None:
+            claim(folder, description)
         writing = _Writing(
             dataset=dataset,
             collator=collator,
@@ -88,10 +92,17 @@ def write_rows(
             in_order=_executor(executor, workers),
             measure=_measurer(executor, folder, workers, cache, progress),
             progress=progress,
+            there={} if before is None else _there(out, before),
         )
         manifest = writing.manifest(description)
         folder.remove()
     return manifest
+
+
+def _there(out: Path, manifest: Manifest) -> dict[str, Shard]:
+    """The files of a finished store that nobody has removed or cut since."""
+    sizes = {path.name: path.stat().st_size for path in out.iterdir()}
+    return {shard.file: shard for shard in manifest.shards if sizes.get(shard.file) == shard.bytes}
 
 
 def _with_places(dataset: Any) -> MapStyle:
@@ -142,6 +153,8 @@ class _Writing:
     in_order: InOrder
     measure: Callable[[MapStyle, VLMCollator], LengthTable]
     progress: Progress
+    there: Mapping[str, Shard]
+    """Files that were finished before the one that is written now."""
 
     def manifest(self, description: dict[str, Any]) -> Manifest:
         """Do whatever is left to do."""
@@ -184,7 +197,7 @@ class _Writing:
 
     def _shards(self, table: LengthTable, plan: Plan) -> tuple[Shard, ...]:
         jobs = _jobs(table, plan, self.settings.shard_rows)
-        shards = {**self._finished(), **{j.file: shard for j in jobs if (shard := written(self.folder, j.file))}}
+        shards = {**self.there, **{j.file: shard for j in jobs if (shard := written(self.folder, j.file))}}
         writer = ShardWriter(
             dataset=self.dataset,
             collator=self.collator,
@@ -198,14 +211,6 @@ class _Writing:
             shards[shard.file] = shard
             self.progress("write", len(shards), len(jobs))
         return tuple(shards[job.file] for job in jobs)
-
-    def _finished(self) -> dict[str, Shard]:
-        """The files of a store that was finished before, as far as they are there."""
-        if not (self.folder.out / NAME).is_file():
-            return {}
-        shards = Manifest.load(self.folder.out).shards
-        sizes = {shard.file: self.folder.out / shard.file for shard in shards}
-        return {s.file: s for s in shards if sizes[s.file].is_file() and sizes[s.file].stat().st_size == s.bytes}
 
 
 def _jobs(table: LengthTable, plan: Plan, shard_rows: int) -> Sequence[ShardJob]:
