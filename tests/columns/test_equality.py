@@ -189,6 +189,7 @@ def test_trainer_packs_samples_of_a_batch_exactly(tmp_path) -> None:
     model = enable_packing(model_of())
     data = [{"input_ids": ids, "labels": labels} for ids, labels in zip(IDS, LABELS, strict=True)]
     settings = {"per_device_train_batch_size": 7, "max_steps": 1}
-    run = Trainer(model, arguments(tmp_path, **settings), RowCollator(), data)  # pyright: ignore[reportArgumentType]
+    collator = RowCollator(bare_row="one_sample")
+    run = Trainer(model, arguments(tmp_path, **settings), collator, data)  # pyright: ignore[reportArgumentType]
     run.train()
     assert logged(run) == [pytest.approx(truth().loss.item(), rel=1e-6)]

@@ -42,15 +42,14 @@ def test_rows_may_be_lists_arrays_or_tensors(form) -> None:
 
 
 def test_samples_that_are_not_packed_yet_become_one_row() -> None:
-    batch = RowCollator()(
-        [{"input_ids": IDS[0], "labels": [-100, -100, 30]}, {"input_ids": IDS[1]}, np.asarray(IDS[2])]
-    )
+    samples = [{"input_ids": IDS[0], "labels": [-100, -100, 30]}, {"input_ids": IDS[1]}, np.asarray(IDS[2])]
+    batch = RowCollator(bare_row="one_sample")(samples)
     assert batch["cu_seqlens_q"].tolist() == [0, 3, 5, 9]
     assert batch["labels"].tolist() == [[-100, -100, 30, -100, 50, -100, 70, 80, 90]]
 
 
 def test_a_tokenizers_padding_is_left_out() -> None:
-    batch = RowCollator()([{"input_ids": [7, 8, 0, 0], "attention_mask": [1, 1, 0, 0]}])
+    batch = RowCollator(bare_row="one_sample")([{"input_ids": [7, 8, 0, 0], "attention_mask": [1, 1, 0, 0]}])
     assert batch["input_ids"].tolist() == [[7, 8]]
 
 
@@ -68,8 +67,21 @@ def test_positions_have_as_many_rows_as_the_model_takes(position_rows, shape) ->
 
 def test_positions_can_be_left_to_the_model() -> None:
     assert "position_ids" not in RowCollator(position_rows=0)(rows())
-    with pytest.raises(ConfigError, match="text models take 1, Qwen-VL models 4"):
-        RowCollator(position_rows=3)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_row_that_lost_its_boundaries_on_the_way_is_refused() -> None:
+    kept = {name: rows()[0][name] for name in ("input_ids", "labels")}
+    with pytest.raises(SampleError, match=r"sample 0: .*cannot be told apart. If a trainer removed them, set remove_"):
+        RowCollator()([kept])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"position_rows": 3}, "text models take 1, Qwen-VL models 4"), ({"bare_row": "sample"}, "refuse, one_sample")],
+)
+def test_a_setting_that_does_not_exist_is_refused(settings, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RowCollator(**settings)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +101,7 @@ def test_positions_can_be_left_to_the_model() -> None:
 )
 def test_a_bad_row_is_named(row, message: str) -> None:
     with pytest.raises(SampleError, match=f"sample 1: .*{message}"):
-        RowCollator()([{"input_ids": [1, 2]}, row])
+        RowCollator(bare_row="one_sample")([{"input_ids": [1, 2]}, row])
 
 
 def test_an_empty_batch_is_refused() -> None:

@@ -26,6 +26,9 @@ from vlmpack.layout.roll import shift_labels
 PositionRows = Literal[0, 1, 4]
 """How many rows of positions a model takes."""
 
+BareRow = Literal["refuse", "one_sample"]
+"""What a row is that comes without boundaries."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -36,23 +39,28 @@ class RowCollator:
     `position_ids`, if it makes no cache and gets no mask: the batch says so.
 
     Raises:
-        ConfigError: another number of `position_rows`.
+        ConfigError: a setting that does not exist.
     """
 
     position_rows: PositionRows = 1
     """1 for text models, 4 for Qwen-VL models, 0: no `position_ids` (models with packing enabled compute them)."""
+    bare_row: BareRow = "refuse"
+    """What a row without `position_ids` and `seq_lengths` is: an error, as trainers remove columns that they do not
+    know; or one sample, if the data set was not packed."""
 
     def __post_init__(self) -> None:
         if self.position_rows not in get_args(PositionRows):
             raise ConfigError(f"position_rows is {self.position_rows!r}; text models take 1, Qwen-VL models 4")
+        if self.bare_row not in get_args(BareRow):
+            raise ConfigError(f"bare_row is {self.bare_row!r}; choose from {', '.join(get_args(BareRow))}")
 
     def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
         """Join rows.
 
         Args:
-            features: dictionaries with `input_ids`, and as far as they are there `labels` (not shifted; None: the
-                ids), and what tells samples apart: `seq_lengths`, or `position_ids`, or neither for a row that is one
-                sample. `attention_mask` tells padding. Or token ids alone.
+            features: dictionaries with `input_ids`, perhaps `labels` (not shifted; without them all tokens are
+                learnt), and what tells samples apart: `seq_lengths` or `position_ids`. `attention_mask` tells padding.
+                Where a bare row is one sample, also token ids alone.
 
         Raises:
             SampleError: columns of a row that do not fit together; names its place in the batch.
@@ -60,7 +68,7 @@ class RowCollator:
         """
         if not features:
             raise ConfigError("there is nothing to collate: the batch is empty")
-        rows = [_Row.read(feature, index) for index, feature in enumerate(features)]
+        rows = [_Row.read(feature, index, self.bare_row) for index, feature in enumerate(features)]
         row = joined_row(
             torch.from_numpy(np.concatenate([row.input_ids for row in rows], dtype=np.int64)),
             torch.from_numpy(np.concatenate([row.labels for row in rows], dtype=np.int64)),
@@ -126,7 +134,7 @@ class _Row:
     lengths: list[int]
 
     @classmethod
-    def read(cls, feature: Any, index: int) -> _Row:
+    def read(cls, feature: Any, index: int, bare_row: BareRow) -> _Row:
         columns = feature if isinstance(feature, Mapping) else {}
         names = ("labels", "position_ids", "attention_mask", "seq_lengths")
         given = {name: vector(columns[name], name, index) for name in names if columns.get(name) is not None}
@@ -134,6 +142,13 @@ class _Row:
         for name in names[:3]:
             if name in given and len(given[name]) != len(input_ids):
                 raise _bad(f"{len(input_ids)} input_ids, but {len(given[name])} of {name}", index)
+        if bare_row == "refuse" and not {"position_ids", "seq_lengths"} & given.keys():
+            raise _bad(
+                "neither position_ids nor seq_lengths, so its samples cannot be told apart. If a trainer removed them, "
+                "set remove_unused_columns=False, or, for TRL, pack_dataset(..., seq_lengths=True); if it is one "
+                "sample, RowCollator(bare_row='one_sample')",
+                index,
+            )
         lengths = _lengths(given, index)
         real = sum(lengths)
         if not real:
