@@ -255,6 +255,12 @@ def test_media_extras_and_facts_travel_along():
     assert back.facts == replace(facts, segments=row.segments)
 
 
+def test_facts_that_do_not_know_the_boundaries_yet_learn_them():
+    batch = to_megatron(row_of([3, 2]))
+    back = from_megatron({**batch, FACTS_KEY: BatchFacts(lengths=(3, 2), sample_ids=("a", "b"))})
+    assert back.facts == BatchFacts(lengths=(3, 2), sample_ids=("a", "b"), segments=Segments.from_lengths([3, 2]))
+
+
 def test_a_batch_that_megatron_made_itself():
     params = NewerParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 3, 5]).int(), max_seqlen_q=5)
     params.cu_seqlens_kv, params.cu_seqlens_q_padded = params.cu_seqlens_q, torch.tensor([0, 3, 8]).int()

@@ -74,8 +74,7 @@ class SlotRule:
         _check_known("precision", precision, tuple(ROWS_PER_BLOCK))
         _check_known("layout", layout, ("mirrored", "contiguous"))
         shards = context * tensor if sequence_parallel else context
-        mirrored = lcm(2 * context if context > 1 else 1, shards if sequence_parallel and tensor > 1 else 1)
-        multiple = mirrored if layout == "mirrored" else 1
+        multiple = lcm(2 * context if context > 1 else 1, shards) if layout == "mirrored" else 1
         return cls(
             multiple=multiple,
             row_multiple=lcm(multiple, shards * ROWS_PER_BLOCK[precision]),
