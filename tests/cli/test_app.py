@@ -19,7 +19,7 @@ HEAVY = ("torch", "transformers", "numpy", "matplotlib", "PIL")
 def test_help_names_every_verb() -> None:
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
-    for verb in ("demo", "doctor", "probe", "bench"):
+    for verb in ("analyze", "show", "demo", "doctor", "probe", "bench"):
         assert verb in result.stdout
 
 

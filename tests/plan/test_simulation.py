@@ -119,7 +119,7 @@ class TestSimulate:
     def test_a_row_may_hold_only_so_many_patches(self) -> None:
         packed = simulate(table_of([2] * 4, patches=[6, 6, 6, 20]), 10, max_patches=12)
         assert (packed.rows, packed.samples, dict(packed.oversize)) == (2, 3, {3: 2})
-        assert packed.explain()[0].startswith("3 samples fill 2 rows of 10 tokens, 12 patches to 30.00%;")
+        assert packed.explain()[0].startswith("3 samples in 2 rows of 10 tokens, 12 patches, 30.00% full;")
 
     def test_it_refuses_what_cannot_be_planned(self) -> None:
         with pytest.raises(ConfigError, match="rows_per_device must lie between 1 and"):
@@ -134,7 +134,7 @@ class TestWords:
     def test_every_number_has_its_sentence(self) -> None:
         packed = simulation(world_size=8, per_device_batch=4, accumulation=4, patch_skew=1.5, balanced_patch_skew=1.01)
         assert packed.explain() == (
-            "972 samples fill 100 rows of 12,000 tokens to 99.00%; no packing needs fewer than 99 rows.",
+            "972 samples in 100 rows of 12,000 tokens, 99.00% full; no packing needs fewer than 99 rows.",
             "A row holds 9.72 samples on average, 30 at most.",
             "The padded recipe sees 8 x 4 x 4 = 128 samples an update (ranks x batch x accumulation). Gradient "
             "accumulation ceil(128 / (9.72 x 8 x 1)) = 2 keeps them: 155.5 samples an update, 1.22 times as many. If "
@@ -143,6 +143,11 @@ class TestWords:
             "In the vision tower, the rank with the most patches has 1.50 times the mean of all; rows handed out by "
             "balance_rows: 1.01 times.",
         )
+
+    def test_one_is_not_many(self) -> None:
+        said = simulate(table_of([5]), 10, recipe=PaddedRecipe(per_device_batch=1)).explain()
+        assert said[0] == "1 sample in 1 row of 10 tokens, 50.00% full; no packing needs fewer than 1 row."
+        assert said[-1] == "An epoch has ceil(1 / 1) = 1 step on each rank and ceil(1 / 1) = 1 update; padded it has 1."
 
     def test_rows_that_the_longest_sample_would_not_fit_are_not_advised(self) -> None:
         said = simulation(world_size=8, per_device_batch=4, accumulation=4, longest=11_000).explain()

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from vlmpack import __version__
-from vlmpack.cli import bench, demo, doctor, pack, probe
+from vlmpack.cli import analyze, bench, demo, doctor, pack, probe, show
 from vlmpack.errors import VlmpackError
 
 
@@ -30,6 +30,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
+app.command("analyze")(analyze.analyze)
+app.command("show")(show.show)
 app.command("pack")(pack.pack)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)

@@ -10,8 +10,11 @@ import typer
 from vlmpack.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from vlmpack.collate import VLMCollator
     from vlmpack.data import OpenDataset
+    from vlmpack.plan import LengthTable
 
 TINY = "tiny"
 SMALL_RECEIPTS = 0.35
@@ -91,6 +94,38 @@ def open_inputs(
     return Inputs(
         dataset=opened, collator=VLMCollator(named_processor(processor), layout="packed", **limits, **settings)
     )
+
+
+def measured(
+    inputs: Inputs, console: Console, *, workers: int = 0, cache: str | None = None, estimate: bool = False
+) -> LengthTable:
+    """The lengths of all samples, with a progress bar while they are read.
+
+    Args:
+        inputs: the data set, and what makes rows of it.
+        console: where the bar is drawn.
+        workers: processes; 0: this one alone.
+        cache: a file that keeps lengths; None: they are measured anew.
+        estimate: whether image tokens are `ceil(H/32) * ceil(W/32)`.
+
+    Raises:
+        ConfigError: no sample can be measured with these settings, or the cache cannot be used.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from vlmpack.offline.measure import measure_lengths
+
+    columns = (TextColumn("reading samples"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=len(inputs.dataset))
+        return measure_lengths(
+            inputs.dataset,
+            inputs.collator,
+            workers=workers,
+            cache=cache,
+            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+            estimate=estimate,
+        )
 
 
 def is_tiny(name: str) -> bool:

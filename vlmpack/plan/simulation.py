@@ -109,8 +109,8 @@ class Simulation:
         if not self.rows:
             return (f"No sample fits a row of {self._held}.", *self._about_oversize())
         return (
-            f"{self.samples:,} samples fill {self.rows:,} rows of {self._held} to {self.fill:.2%}; "
-            f"no packing needs fewer than {self.least_rows:,} rows.",
+            f"{_counted(self.samples, 'sample')} in {_counted(self.rows, 'row')} of {self._held}, {self.fill:.2%} "
+            f"full; no packing needs fewer than {_counted(self.least_rows, 'row')}.",
             f"A row holds {self.samples_per_row:.2f} samples on average, {self.most_samples:,} at most.",
             *self._about_updates(),
             *self._about_skew(),
@@ -131,8 +131,8 @@ class Simulation:
             f"The padded recipe sees {padded} samples an update (ranks x batch x accumulation). Gradient accumulation "
             f"ceil({target:,} / ({factors})) = {self.accumulation:,} keeps them: {self.samples_per_update:,.1f} "
             f"samples an update, {ratio:.2f} times as many.{self._instead(ratio)}",
-            f"An epoch has ceil({self.rows:,} / {self._rows_per_step}) = {self.steps:,} steps on each rank and "
-            f"ceil({self.steps:,} / {self.accumulation:,}) = {self.updates:,} updates; "
+            f"An epoch has ceil({self.rows:,} / {self._rows_per_step}) = {_counted(self.steps, 'step')} on each rank "
+            f"and ceil({self.steps:,} / {self.accumulation:,}) = {_counted(self.updates, 'update')}; "
             f"padded it has {recipe.updates(self.samples):,}.",
         )
 
@@ -236,3 +236,7 @@ def _patch_skews(patches: np.ndarray, ranks: int) -> tuple[float, float] | None:
         return None
     as_planned = balance_rows(patches, ranks=ranks, window=1, method="as_given", remainder="drop")
     return as_planned.imbalance, balance_rows(patches, ranks=ranks, remainder="drop").imbalance
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

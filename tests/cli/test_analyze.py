@@ -1,0 +1,176 @@
+"""`vlmpack analyze` from end to end on small data: what it tells, what it writes, what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from vlmpack.cli import app
+from vlmpack.cli.analyze_run import Analysis
+from vlmpack.cli.analyze_table import bars, print_analysis
+from vlmpack.plan import LengthTable, PaddedRecipe, Refused
+
+CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+LONG = [{"role": "user", "content": "again and " * 60}, {"role": "assistant", "content": "4"}]
+SEEN = [{"role": "user", "content": [{"type": "image", "image": "0.png"}]}, {"role": "assistant", "content": "red"}]
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> str:
+    """Four samples, one with an image, and two that cannot be used."""
+    Image.new("RGB", (128, 64), "red").save(tmp_path / "0.png")
+    lost = [{**SEEN[0], "content": [{"type": "image", "image": "lost.png"}]}, SEEN[1]]
+    rows = [CHAT, LONG, SEEN, lost, CHAT]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows) + "no JSON\n")
+    return str(path)
+
+
+def analyze(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["analyze", *arguments, "--processor", "tiny"], env={"COLUMNS": "100"})
+
+
+def numbers(*arguments: str) -> dict[str, Any]:
+    return json.loads(analyze(*arguments, "--json").stdout)
+
+
+def table_of(lengths: list[int], refused: tuple[Refused, ...] = ()) -> LengthTable:
+    text, zeros = np.array(lengths, np.int64), np.zeros(len(lengths), np.int64)
+    columns = dict.fromkeys(("image_tokens", "video_tokens", "images", "videos", "patches"), zeros)
+    ids = np.arange(len(text))
+    return LengthTable(sample_ids=ids, text_tokens=text, targets=text // 2, refused=refused, **columns)
+
+
+def printed(table: LengthTable, *, source: str = "mine", width: int = 80) -> str:
+    analysis = Analysis.of(table, [20], source=source, recipe=PaddedRecipe(per_device_batch=2))
+    file = io.StringIO()
+    print_analysis(analysis, Console(file=file, width=width))
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+class TestCommand:
+    def test_it_tells_lengths_and_a_recipe(self, chats: str) -> None:
+        told = " ".join(analyze(chats, "--capacity", "500").stdout.split())
+        assert "chats.jsonl: 4 samples," in told
+        assert "2 of 6 samples cannot be used: image_missing 1, row_unreadable 1" in told
+        assert "Gradient accumulation ceil(8 / (4.00 x 1 x 1)) = 2 keeps them: 8.0 samples an update" in told
+
+    def test_json_is_one_object_of_all_numbers(self, chats: str) -> None:
+        found = numbers(chats, "--capacity", "100", "--capacity", "500", "--world-size", "2")
+        assert (found["samples"], found["images"]) == (4, 1)
+        assert found["refused"]["reasons"] == {"image_missing": 1, "row_unreadable": 1}
+        assert [one["index"] for one in found["refused"]["listed"]] == [3, 5]
+        assert found["columns"]["image"]["total"] == 8  # 128 x 64 pixels, 32 x 32 a token
+        assert found["columns"]["patches"]["total"] == 32
+        assert [(one["capacity"], one["rows"]) for one in found["packed"]] == [(100, 1), (500, 1)]
+        assert [one["sample"] for one in found["packed"][0]["oversize"]] == [1]
+        assert found["padded"]["samples_per_update"] == 16
+
+    def test_by_default_three_capacities_are_tried(self, chats: str) -> None:
+        assert [one["capacity"] for one in numbers(chats)["packed"]] == [12_000, 16_000, 20_000]
+
+    def test_samples_per_update_stand_for_the_accumulation(self, chats: str) -> None:
+        found = numbers(chats, "--world-size", "2", "--per-device-batch", "4", "--samples-per-update", "32")
+        assert found["padded"]["accumulation"] == 4
+        refused = analyze(chats, "--samples-per-update", "32", "--accumulation", "4")
+        assert refused.exit_code == 1
+        assert "--samples-per-update says what --accumulation comes to; give one of them" in refused.stderr
+
+    def test_an_estimate_says_so(self, tmp_path: Path) -> None:
+        """1000 x 500 pixels are 32 x 16 squares, begun ones included; the built-in processor allows for 256."""
+        Image.new("RGB", (1000, 500), "red").save(tmp_path / "0.png")
+        (tmp_path / "one.jsonl").write_text(json.dumps({"messages": SEEN}))
+        path = str(tmp_path / "one.jsonl")
+        assert numbers(path, "--estimate")["columns"]["image"]["total"] == 512
+        assert 200 < numbers(path)["columns"]["image"]["total"] <= 256
+        assert "(image tokens are estimated)" in analyze(path, "--estimate").stdout
+
+    def test_longer_samples_are_counted(self, chats: str) -> None:
+        assert numbers(chats, "--max-length", "100")["refused"]["reasons"]["overlength"] == 1
+
+    def test_lengths_are_kept_in_a_file(self, chats: str, tmp_path: Path) -> None:
+        cache = tmp_path / "lengths"
+        first = numbers(chats, "--cache", str(cache))
+        assert cache.stat().st_size > 0
+        assert numbers(chats, "--cache", str(cache)) == first
+
+    def test_a_folder_gets_the_numbers_and_a_picture(self, chats: str, tmp_path: Path) -> None:
+        told = analyze(chats, "--out", str(tmp_path / "new" / "out")).stdout
+        written = json.loads((tmp_path / "new" / "out" / "analysis.json").read_text())
+        assert written["samples"] == 4
+        with Image.open(tmp_path / "new" / "out" / "lengths.png") as image:
+            assert image.width > 1000
+        assert "lengths.png" in told
+
+    def test_where_no_sample_can_be_used_it_fails(self, tmp_path: Path) -> None:
+        path = tmp_path / "bad.jsonl"
+        path.write_text('{"messages": []}\n')
+        failed = analyze(str(path), "--out", str(tmp_path / "out"))
+        assert failed.exit_code == 1
+        assert "1 of 1 samples cannot be used: bad_row 1" in failed.stdout
+        assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["analysis.json"]
+
+    def test_a_mistake_is_one_line(self, tmp_path: Path) -> None:
+        refused = analyze(str(tmp_path / "nowhere.jsonl"))
+        assert refused.exit_code == 1
+        assert "nowhere.jsonl' is no file or folder here and no hub id" in " ".join(refused.stderr.split("\n"))
+        assert "Traceback" not in refused.output
+
+
+class TestWords:
+    def test_padded_and_packed_side_by_side(self) -> None:
+        lines = printed(table_of([5, 15, 10, 8, 2])).splitlines()
+        found = [line.split() for line in lines if line.startswith((" padded to", " packed"))]
+        assert found == [
+            ["padded", "to", "batch", "5", "23.1%", "1", "1", "2", "3", "0"],
+            ["padded", "to", "max", "5", "46.7%", "1", "1", "2", "3", "0"],
+            ["packed,", "20", "2", "0.0%", "2.50", "1", "2.5", "2", "0"],
+        ]
+
+    def test_nothing_is_cut_on_80_columns(self) -> None:
+        told = printed(table_of([1_234_567] * 9))
+        assert "…" not in told
+        assert "1,234,567" in told
+        assert max(map(len, told.splitlines())) <= 80
+
+    def test_refused_samples_are_counted_and_the_first_are_told(self) -> None:
+        refused = tuple(
+            Refused(index=at, sample_id=f"r{at}", reason="image_missing", detail="[red] it is lost") for at in range(8)
+        )
+        told = printed(table_of([5], refused), source="[mine].jsonl")
+        assert told.startswith("[mine].jsonl: 1 samples, 5 tokens")
+        assert "8 of 9 samples cannot be used: image_missing 8" in told
+        assert [line for line in told.splitlines() if "it is lost" in line] == [
+            f"  {at} (id 'r{at}'): image_missing: [red] it is lost" for at in range(5)
+        ]
+        assert "  and 3 more (--out writes them all)" in told
+
+
+class TestBars:
+    def lines(self, lengths: list[int], *, ascii_only: bool = False) -> list[str]:
+        file = io.StringIO()
+        Console(file=file, width=60).print(bars("tokens", np.array(lengths), ascii_only=ascii_only))
+        return [line.rstrip() for line in file.getvalue().splitlines()]
+
+    def test_the_longest_bar_is_full_and_a_single_sample_can_be_seen(self) -> None:
+        assert self.lines([10] * 400 + [11] * 100 + [12]) == [
+            "tokens",
+            "10  ████████████████████ 400",
+            "11  █████                100",
+            "12+ ▏                    1",
+            "",
+        ]
+
+    def test_there_are_terminals_without_blocks(self) -> None:
+        assert self.lines([10] * 4 + [11], ascii_only=True)[1:3] == [
+            "10  #################### 4",
+            "11  #####                1",
+        ]

@@ -1,0 +1,82 @@
+"""`vlmpack show` from end to end: rows of a data set that is planned now, and of a packed folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from vlmpack.cli import app
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> str:
+    """Tokenised samples of 6, 4, 3 and 7 tokens, one of them with a name."""
+    path = tmp_path / "tokens.jsonl"
+    rows = [{"input_ids": [5] * n, "labels": [5] * n} for n in (6, 4, 3, 7)]
+    rows[1]["id"] = "second"  # pyright: ignore[reportArgumentType]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def show(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["show", *arguments], env={"COLUMNS": "90", "TERM": "dumb"})
+
+
+def said(*arguments: str) -> list[str]:
+    result = show(*arguments)
+    assert result.exit_code == 0, result.output
+    return [line.rstrip() for line in result.stdout.splitlines()]
+
+
+def test_the_first_row_of_a_planned_data_set(tokens: str) -> None:
+    assert said(tokens, "--processor", "tiny", "--capacity", "10") == [
+        f"{tokens}: 4 samples in 2 rows of 10 tokens, 100.00% full",
+        "",
+        "row 0 of 0 to 1: 10 of 10 tokens (100.0%)",
+        " 0 aaaaaabbbb",
+        "",
+        "a 0: 6   b second: 4",
+        "",
+        "10 tokens = 10 text + 0 padding (dots): 100.00% full, 2 samples. A character is a token.",
+    ]
+
+
+def test_rows_are_counted_from_the_end_too(tokens: str) -> None:
+    lines = said(tokens, "--processor", "tiny", "--capacity", "10", "--row", "-1", "--row", "0")
+    assert [line for line in lines if line.startswith((" 0 ", "row"))] == [
+        "row 1 of 0 to 1: 10 of 10 tokens (100.0%)",
+        " 0 aaabbbbbbb",
+        "row 0 of 0 to 1: 10 of 10 tokens (100.0%)",
+        " 0 aaaaaabbbb",
+    ]
+
+
+def test_what_is_in_no_row_is_counted(tokens: str) -> None:
+    with Path(tokens).open("a") as file:
+        file.write("no JSON\n")
+    first = said(tokens, "--processor", "tiny", "--capacity", "6")[0]
+    assert first.endswith("3 samples in 3 rows of 6 tokens, 72.22% full; 1 cannot be used; 1 exceed a row")
+
+
+def test_images_are_capitals() -> None:
+    lines = said("synthetic", "--processor", "tiny", "--num", "2", "--capacity", "3000", "--tokens-per-cell", "20")
+    ribbon = [line for line in lines if re.fullmatch(r" *[\d,]+ [a-zA-Z.]+", line)]
+    assert {"a", "A", "b", "B"} <= set("".join(ribbon))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--processor", "tiny", "--capacity", "10", "--row", "2"], "--row 2: there are 2 rows, 0 to 1"),
+        (["--processor", "tiny", "--capacity", "2"], "all 4 samples exceed a row of 2 tokens; raise --capacity"),
+        ([], "is no folder written by `vlmpack pack`, so it is read as a data set: that needs --processor"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(tokens: str, arguments: list[str], expected: str) -> None:
+    refused = show(tokens, *arguments)
+    assert refused.exit_code == 1
+    assert expected in refused.stderr

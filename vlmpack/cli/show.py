@@ -1,0 +1,63 @@
+"""`vlmpack show`: a packed row as a ribbon in the terminal."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from vlmpack.cli.inputs import (
+    CacheOption,
+    MaxLengthOption,
+    NumOption,
+    OverlengthOption,
+    ProcessorOption,
+    SeedOption,
+    SplitOption,
+    WorkersOption,
+)
+
+
+def show(
+    source: Annotated[str, typer.Argument(help="A data set, as for analyze; or a folder written by `vlmpack pack`.")],
+    row: Annotated[
+        list[int] | None, typer.Option(help="Which row, once or more; -1 is the last one; by default the first.")
+    ] = None,
+    processor: ProcessorOption | None = None,
+    capacity: Annotated[int, typer.Option(min=1, help="Tokens of a row; of a packed folder its own.")] = 12_000,
+    tokens_per_cell: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a character; by default as few as eight lines allow.")
+    ] = None,
+    split: SplitOption = "train",
+    num: NumOption = None,
+    seed: SeedOption = 0,
+    max_length: MaxLengthOption = None,
+    overlength: OverlengthOption = "error",
+    workers: WorkersOption = 0,
+    cache: CacheOption = None,
+) -> None:
+    """Draw packed rows: which samples share a row, where their images are, and what is padding.
+
+    A data set is planned first, from image headers; no pixel is decoded.
+    """
+    from rich.console import Console
+
+    from vlmpack.cli.show_ribbon import draw, make_ribbon
+    from vlmpack.cli.show_rows import is_store, planned, stored
+
+    console = Console()
+    if is_store(source):
+        rows = stored(source)
+    else:
+        rows = planned(
+            source, console, processor=processor, capacity=capacity, workers=workers, cache=cache, split=split, num=num,
+            seed=seed, max_length=max_length, overlength=overlength,
+        )  # fmt: skip
+    console.print(rows.told, highlight=False, markup=False, soft_wrap=True)
+    for at in row or [0]:
+        one = rows.row(at)
+        ribbon = make_ribbon(
+            one.segments, one.types, one.sample_ids, width=console.width, tokens_per_cell=tokens_per_cell
+        )
+        console.print(f"\n[bold]{one.told}[/]", highlight=False)
+        console.print(draw(ribbon, width=console.width))

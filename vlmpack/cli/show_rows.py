@@ -1,0 +1,151 @@
+"""Rows to be shown: of a data set that is planned now, or of a folder that was packed before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+from rich.console import Console
+
+from vlmpack.cli.inputs import Inputs, measured, open_inputs
+from vlmpack.collate.encoded import Encoded
+from vlmpack.errors import ConfigError
+from vlmpack.layout import Segments
+from vlmpack.offline.manifest import NAME
+from vlmpack.offline.read import PackedDataset
+from vlmpack.plan import LengthTable, Plan, plan_bins
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ShownRow:
+    """One row, without its pixels."""
+
+    told: str
+    """Its place among the rows, and how full it is."""
+    segments: Segments
+    """Where samples lie."""
+    types: np.ndarray
+    """int64 [T]: 0 text and padding, 1 image, 2 video."""
+    sample_ids: tuple[int | str, ...]
+    """Names of the samples: their own ids, or their places in the data set."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ShownRows:
+    """All rows of a source."""
+
+    told: str
+    """The source in one line."""
+    count: int
+    """Rows."""
+    capacity: int
+    """Tokens that a row may hold."""
+    samples: Callable[[int], Sequence[Encoded]]
+    """The samples of a row."""
+    lay: Callable[[Sequence[Encoded]], Segments]
+    """Where they lie in it."""
+
+    def row(self, at: int) -> ShownRow:
+        """One row; negative places count from the end.
+
+        Raises:
+            ConfigError: there is no such row.
+        """
+        if not -self.count <= at < self.count:
+            raise ConfigError(f"--row {at}: there are {self.count} rows, 0 to {self.count - 1}")
+        number = at % self.count
+        samples = self.samples(number)
+        segments = self.lay(samples)
+        types = np.zeros(segments.total, np.int64)
+        for (start, stop), sample in zip(segments.spans[: len(samples)], samples, strict=True):
+            types[start:stop] = sample.types
+        names = tuple(place if one.sample_id is None else one.sample_id for place, one in enumerate(samples))
+        return ShownRow(told=self._told(number, segments), segments=segments, types=types, sample_ids=names)
+
+    def _told(self, number: int, segments: Segments) -> str:
+        held = f"{segments.total:,} of {self.capacity:,} tokens ({segments.total / self.capacity:.1%})"
+        return f"row {number:,} of 0 to {self.count - 1:,}: {held}"
+
+
+def is_store(source: str) -> bool:
+    """Whether a folder written by `vlmpack pack` is meant."""
+    return (Path(source).expanduser() / NAME).is_file()
+
+
+def stored(source: str) -> ShownRows:
+    """The rows of a packed folder.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    dataset = PackedDataset(Path(source).expanduser())
+    counts, capacity = dataset.manifest.counts, dataset.manifest.capacity
+    return ShownRows(
+        told=f"{source}: {counts.samples:,} samples in {counts.rows:,} rows of {capacity:,} tokens, "
+        f"{dataset.manifest.fill:.2%} full{_left_out(counts.refused, counts.dropped)}",
+        count=len(dataset),
+        capacity=capacity,
+        samples=dataset.outline,
+        lay=lambda samples: Segments.from_lengths([one.num_tokens for one in samples], dataset.slots),
+    )
+
+
+def planned(
+    source: str,
+    console: Console,
+    *,
+    processor: str | None,
+    capacity: int,
+    workers: int = 0,
+    cache: str | None = None,
+    **settings: Any,
+) -> ShownRows:
+    """The rows into which a data set would be packed.
+
+    Args:
+        source: for `open_dataset`.
+        console: for the progress.
+        processor: for `named_processor`.
+        capacity: of a row, in tokens.
+        workers: processes that read samples.
+        cache: file that keeps lengths.
+        settings: further ones of `open_inputs`.
+
+    Raises:
+        ConfigError: no processor was named, or no sample can be packed.
+    """
+    if processor is None:
+        raise ConfigError(
+            f"{source} is no folder written by `vlmpack pack`, so it is read as a data set: that needs --processor "
+            "(a hub id, a folder, or tiny)"
+        )
+    inputs = open_inputs(source, processor=processor, **settings)
+    table = measured(inputs, console, workers=workers, cache=cache)
+    if not len(table):
+        raise ConfigError(f"none of {table.given} samples can be used: {table.reasons}; `vlmpack analyze` tells why")
+    plan = plan_bins(table.tokens, capacity, oversize="drop")
+    if not len(plan):
+        raise ConfigError(f"all {len(table)} samples exceed a row of {capacity} tokens; raise --capacity")
+    return ShownRows(
+        told=f"{source}: {len(plan.sample_ids):,} samples in {len(plan):,} rows of {capacity:,} tokens, "
+        f"{plan.fill:.2%} full{_left_out(len(table.refused), len(plan.dropped))}",
+        count=len(plan),
+        capacity=capacity,
+        samples=lambda row: _outlines(inputs, table, plan, row),
+        lay=lambda samples: Segments.from_lengths([one.num_tokens for one in samples]),
+    )
+
+
+def _outlines(inputs: Inputs, table: LengthTable, plan: Plan, row: int) -> list[Encoded]:
+    places = table.sample_ids[plan[row]].tolist()
+    return [inputs.collator.outline(inputs.dataset[place], place) for place in places]
+
+
+def _left_out(refused: int, too_long: int) -> str:
+    counts = {"cannot be used": refused, "exceed a row": too_long}
+    return "".join(f"; {count:,} {what}" for what, count in counts.items() if count)
