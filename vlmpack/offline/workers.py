@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, Literal, TypeVar, final
 
@@ -62,7 +63,9 @@ def in_order(
 
 def _started(loader: DataLoader, work: Any) -> Iterable[Any]:
     try:
-        return iter(loader)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Got pickle error", UserWarning)  # which is told below
+            return iter(loader)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"the data set, or the collator, cannot be sent to a worker process ({error}); define what is in it at "
