@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from vlmpack.bench.figure import Figure, Report
+from vlmpack.bench.figure import Figure, Report, Target
 
 _UNITS = {
     "s": ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")),
@@ -97,9 +97,13 @@ def _cells(figure: Figure) -> tuple[str | Text, ...]:
 def _target(figure: Figure) -> Text:
     if figure.target is None:
         return Text("")
-    sign = "≤" if figure.target.better == "lower" else "≥"
-    words = f"{sign} {figure.target.limit:g} {'reached' if figure.met else 'missed'}"
+    words = f"{target_in_words(figure.target)} {'reached' if figure.met else 'missed'}"
     return Text(words, style="green" if figure.met else "bold red")
+
+
+def target_in_words(target: Target) -> str:
+    """`≤ 1.3`."""
+    return f"{'≤' if target.better == 'lower' else '≥'} {target.limit:g}"
 
 
 def title(report: Report) -> str:
