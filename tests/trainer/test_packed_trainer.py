@@ -200,7 +200,6 @@ def test_evaluation_while_training_chooses_the_best_model_and_changes_nothing(tm
     runs = []
     for more in (settings, {}):
         run = planned(tmp_path, **more, num_train_epochs=1)
-        run.eval_plan = run.plan
         run.train()
         runs.append(run)
     evaluated, plain = runs

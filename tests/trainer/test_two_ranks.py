@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import descend, loss_sums, receipts
+from trainer.packed_runs import fingerprint, planned, scene
+from training import descend, lengths_of, loss_sums, receipts
 
 from vlmpack.families.tiny import tiny_model
 
@@ -18,8 +19,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    """(what rank 0 saw, each rank's weights)."""
+def folder(tmp_path_factory):
+    """Where both ranks left what they saw."""
     folder = tmp_path_factory.mktemp("ranks")
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     script = Path(__file__).with_name("two_ranks.py")
@@ -28,6 +29,12 @@ def ranks(tmp_path_factory):
         [*launch, str(script), str(folder)], capture_output=True, text=True, timeout=300, env=environment
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture
+def ranks(folder):
+    """(what rank 0 saw, each rank's weights)."""
     weights = [torch.load(folder / f"weights{rank}.pt") for rank in (0, 1)]
     return json.loads((folder / "result.json").read_text()), weights
 
@@ -50,3 +57,72 @@ def test_predictions_come_once_and_in_order(ranks):
     assert result["sample_targets"] == counts.tolist()
     assert result["sample_losses"] == pytest.approx((sums / counts).tolist(), rel=1e-6)
     assert result["metrics"]["eval_token_loss"] == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
+
+
+# ---------------------------------------------------------------------- planned rows and streams
+
+
+@pytest.fixture
+def packed(folder):
+    """What each rank did on planned rows."""
+    return [json.loads((folder / f"packed{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_ranks_end_together_on_an_odd_number_of_rows_and_share_every_sample_of_every_epoch(packed):
+    one, other = (rank["planned"] for rank in packed)
+    everything = sorted(lengths_of(scene()[1]))
+    assert one["steps"] == other["steps"] == len(one["rows"]) == len(other["rows"])
+    half = one["steps"] // 2
+    assert one["rows"][:half] != one["rows"][half:]  # the guard: another epoch is another order
+    for epoch in (slice(0, half), slice(half, None)):
+        assert sorted(n for rank in (one, other) for row in rank["rows"][epoch] for n in row) == everything
+
+
+def test_weights_are_equal_on_both_ranks_and_those_of_one_process_with_both_their_rows(packed, folder, tmp_path):
+    assert packed[0]["planned"]["weights"] == packed[1]["planned"]["weights"]
+    alone = planned(tmp_path, dropout=0.0, gradient_accumulation_steps=2)
+    before = {name: p.detach().clone() for name, p in alone.model.named_parameters()}
+    alone.train()
+    assert fingerprint(alone)["losses"] == pytest.approx(packed[0]["planned"]["losses"], rel=1e-5)
+    weights = torch.load(folder / "planned0.pt")
+    assert any(not torch.allclose(weights[name], p) for name, p in before.items())
+    for name, p in alone.model.named_parameters():
+        torch.testing.assert_close(weights[name], p.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_share_the_rows_of_a_stream_pass_after_pass(packed):
+    one, other = (rank["streamed"] for rank in packed)
+    assert one["steps"] == other["steps"] == 9
+    assert one["weights"] == other["weights"]
+    together = [row for pair in zip(one["rows"], other["rows"], strict=True) for row in pair]
+    lengths = [n for row in together for n in row]
+    everything = sorted(lengths_of(scene()[1]))
+    assert sorted(lengths[: len(everything)]) == everything  # the first pass
+    assert len(lengths) > len(everything)
+
+
+def test_trainer_evaluates_planned_rows_alike_on_both_ranks(packed):
+    _, samples = scene()
+    with torch.no_grad():
+        sums, counts = loss_sums(tiny_model(), samples)
+    one, other = (rank["planned"]["metrics"] for rank in packed)
+    assert one["eval_sample_loss"] == other["eval_sample_loss"]
+    assert one["eval_token_loss"] == other["eval_token_loss"]
+    assert one["eval_token_loss"] == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
+    assert one["eval_num_samples"] == len(samples)
+
+
+@pytest.mark.parametrize("case", ["ddp, few rows", "ddp, one row", "fsdp2, few rows", "fsdp2, one row"])
+def test_every_sample_is_evaluated_once_and_every_rank_has_the_whole_answer(packed, case):
+    """With one row for two ranks, one of them only keeps the other company."""
+    model = tiny_model()
+    samples = receipts(model)
+    with torch.no_grad():
+        sums, counts = loss_sums(model, samples)
+    one, other = (rank["evaluated"][case] for rank in packed)
+    assert one == other
+    assert one["sample_ids"] == list(range(7))
+    assert one["losses"] == pytest.approx((sums / counts).tolist(), rel=1e-6)
+    assert one["rows"][0] == one["rows"][1]
+    assert (one["rows"][0] == 1) == ("one row" in case)
+    assert one["real_tokens"] == sum(lengths_of(samples))

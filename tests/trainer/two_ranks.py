@@ -1,6 +1,6 @@
 """What each of two gloo ranks runs, started by test_two_ranks.py: python -m torch.distributed.run ... FOLDER.
 
-Rank 0 writes what it saw to FOLDER/result.json.
+Rank 0 writes what it saw to FOLDER/result.json, and each rank what it did on planned rows to FOLDER/packed<N>.json.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from training import Samples, logged, receipts, trainer
+from trainer.packed_runs import fingerprint, plan_of, planned, streamed
+from training import Samples, collator, lengths_of, logged, receipts, trainer
 
 from vlmpack.families.tiny import tiny_model
-from vlmpack.step import enable_packing
-from vlmpack.trainer import loss_metrics
+from vlmpack.plan import plan_bins
+from vlmpack.step import PackedStep, enable_packing
+from vlmpack.trainer import evaluate, loss_metrics
 
 
 def main(folder: Path) -> None:
@@ -32,6 +37,8 @@ def main(folder: Path) -> None:
     result |= {"sample_losses": losses.tolist(), "sample_targets": targets.tolist(), "metrics": run.evaluate()}
     if rank() == 0:
         (folder / "result.json").write_text(json.dumps(result))
+    packed = {"planned": on_a_plan(folder), "streamed": on_a_stream(folder), "evaluated": evaluated(samples)}
+    (folder / f"packed{rank()}.json").write_text(json.dumps(packed))
     torch.distributed.barrier()  # nobody leaves while another still talks
     torch.distributed.destroy_process_group()
 
@@ -46,6 +53,48 @@ def trained(model, samples, folder):
     run = trainer(model, samples, folder, "packed", **settings)
     run.train()
     return logged(run)
+
+
+def on_a_plan(folder):
+    """An odd number of rows for two epochs, and the evaluation of as many."""
+    run = planned(folder, dropout=0.0)
+    metrics = run.evaluate()
+    before = len(run.data_collator.rows)
+    run.train()
+    weights = {name: p.detach() for name, p in run.model.named_parameters()}
+    torch.save(weights, folder / f"planned{rank()}.pt")
+    return {**fingerprint(run), "rows": run.data_collator.rows[before:], "metrics": metrics}
+
+
+def on_a_stream(folder):
+    """Into the second pass."""
+    run = streamed(folder)
+    run.train()
+    return {**fingerprint(run), "rows": run.data_collator.rows}
+
+
+def evaluated(samples):
+    """The losses of the samples by `evaluate`, of a model under each wrapper; then it is trained a step."""
+    lengths = lengths_of(samples)
+    few, one = plan_of(samples), plan_bins(lengths, sum(lengths))
+    seen = {}
+    for wrapper in ("ddp", "fsdp2"):
+        model = enable_packing(tiny_model())
+        if wrapper == "ddp":
+            model = DistributedDataParallel(model, find_unused_parameters=True)
+        else:
+            for layer in (*model.model.language_model.layers, model):
+                fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+        for name, plan in (("few rows", few), ("one row", one)):
+            result = evaluate(model, Samples(samples), collator("packed"), plan=plan)
+            seen[f"{wrapper}, {name}"] = {
+                "losses": result.sample_losses.tolist(),
+                "sample_ids": result.sample_ids.tolist(),
+                "rows": [result.rows, len(plan)],
+                "real_tokens": result.work.real_tokens,
+            }
+        PackedStep(model)(collator("packed")(samples)).loss.backward()
+    return seen
 
 
 if __name__ == "__main__":

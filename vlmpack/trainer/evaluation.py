@@ -113,13 +113,16 @@ def evaluate(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[PackedStep]:
-    """A step of the model in evaluation mode without gradients; afterwards the model is as it was."""
+    """A step of the model in evaluation mode without gradients; afterwards the model is as it was.
+
+    Not in inference mode: parameters that FSDP2 gathers in it are refused by autograd in the next training step.
+    """
     modes = [(module, module.training) for module in model.modules()]
     was_packing = is_packing(model)
     try:
         step = PackedStep(model)
         model.eval()
-        with torch.inference_mode():
+        with torch.no_grad():
             yield step
     finally:
         for module, mode in modes:

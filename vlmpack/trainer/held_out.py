@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, SampleError
+from vlmpack.offline import measure_lengths
 from vlmpack.plan import EMPTY, Plan, balance_rows, plan_bins
 from vlmpack.plan.table import LengthTable, Refused
 
@@ -117,8 +118,6 @@ def hold_out(
             f"a {type(collator).__name__} cannot tell lengths ahead, as VLMCollator can; give "
             "plan=plan_bins(lengths, capacity, oversize='own_row')"
         )
-    from vlmpack.offline import measure_lengths
-
     table = measure_lengths(dataset, collator, workers=workers)
     if collator.on_bad == "raise":
         _raise_first([one for one in table.refused if not (one.reason == OVERLENGTH and collator.overlength == "drop")])

@@ -72,6 +72,9 @@ class PackedTrainer(Trainer):
         """As Trainer's."""
         found = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
         self._resumes_from = found or None
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            # The mark of an evaluation before: accelerate would wrap no DDP around the model, and ranks train apart.
+            vars(self.model).pop("_is_accelerate_prepared", None)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader:
