@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from cut_rows import owners, partitions
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import IGNORE, DepthTargets, Segments, roll_left
+from vlmpack.layout import IGNORE, DepthTargets, Segments, SlotRule, roll_left
 from vlmpack.parallel import Halo, Layout, Partition
 from vlmpack.parallel.naive import naive_halo
 
@@ -100,6 +100,7 @@ def test_parts_roll_to_what_the_whole_row_rolls_to(partition, most, data):
 
 
 @given(partition=partitions(), depth=st.integers(1, 9))
+@example(partition=Partition(segments=Segments.from_lengths([4]), ranks=2, layout="mirrored"), depth=6)
 def test_a_rank_gets_what_it_needs_and_nothing_else(partition, depth):
     segments = partition.segments
     halo = Halo(partition=partition, depth=depth)
@@ -150,6 +151,21 @@ def test_losses_of_parts_add_up_to_those_of_the_row(partition, depths):
     losses = torch.stack([part.losses(partition.cut(token_losses, rank)) for rank, part in enumerate(parts)])
     torch.testing.assert_close(losses.sum(0), whole.losses(token_losses))
     assert torch.equal(torch.stack([(part.targets != IGNORE).sum((1, 2)) for part in parts]).sum(0), whole.counts)
+
+
+def test_cutting_rolling_and_joining_compile():
+    partition = Partition(segments=Segments.from_lengths([7, 11], SlotRule(multiple=4)), ranks=2, layout="mirrored")
+    halo = Halo(partition=partition, depth=2)
+
+    def both(row, came):
+        part = partition.cut(row, 0)
+        rolled = halo.roll_left(part, came, 0, depth=2, fill=0)
+        return rolled, partition.join([part, rolled])
+
+    row = torch.arange(20)[None]
+    came = row[:, halo.places(0)]
+    for ours, theirs in zip(torch.compile(both, backend="eager")(row, came), both(row, came), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_a_halo_serves_only_what_it_was_made_for():

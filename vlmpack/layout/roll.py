@@ -75,6 +75,12 @@ def unshift_labels(shifted: torch.Tensor, segments: Segments) -> torch.Tensor:
     return torch.roll(shifted, 1, dims=-1).masked_fill_(first, IGNORE)
 
 
+def stretches(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """int64: the whole numbers of every stretch [start, start + length), one stretch after the other."""
+    before = np.cumsum(lengths) - lengths
+    return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
+
+
 def stops_of_tokens(segments: Segments) -> np.ndarray:
     """int64 [T]: where the real tokens end of the segment in whose slot each token is; 0 on the row's tail."""
     slots = (*segments.slots, segments.total - segments.stride[-1])
@@ -82,4 +88,7 @@ def stops_of_tokens(segments: Segments) -> np.ndarray:
 
 
 def _without_successor(segments: Segments, depth: int) -> np.ndarray:
-    return np.flatnonzero(np.arange(depth, segments.total + depth) >= stops_of_tokens(segments))
+    starts = np.asarray((*segments.stride, segments.total), np.int64)
+    stops = starts[:-1] + np.asarray((*segments.lengths, 0))
+    firsts = np.maximum(starts[:-1], stops - depth)
+    return stretches(firsts, starts[1:] - firsts)

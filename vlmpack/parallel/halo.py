@@ -93,11 +93,12 @@ class Halo:
         Such a token lies fewer than K places behind the start of a stretch of the row that another rank holds.
         """
         total, stops = self.partition.segments.total, stops_of_tokens(self.partition.segments)
+        depth = min(self.depth, total)
         owner = self.partition.place().numpy() // self.partition.local_total
         starts = np.flatnonzero(owner[1:] != owner[:-1]) + 1
-        tokens = (starts[:, None] + np.arange(self.depth)).ravel()
+        tokens = (starts[:, None] + np.arange(depth)).ravel()
         tokens = tokens[tokens < total, None]
-        before = tokens - np.arange(1, self.depth + 1)
+        before = tokens - np.arange(1, depth + 1)
         apart = (before >= 0) & (owner[before] != owner[tokens]) & (tokens < stops[before])
         wanted = np.zeros(self.partition.ranks * total, bool)
         wanted[(owner[before] * total + tokens)[apart]] = True
@@ -109,6 +110,7 @@ class Halo:
         source, local = np.divmod(self.partition.place().numpy()[tokens], self.partition.local_total)
         return Transfers(source=source, local=local, target=target, ranks=self.partition.ranks)
 
+    @outside_graph
     def _size(self, rank: int) -> int:
         self.partition.check_rank(rank)
         return len(self._places(rank))

@@ -21,6 +21,7 @@ import torch
 
 from vlmpack.errors import LayoutError
 from vlmpack.layout import Segments, outside_graph
+from vlmpack.layout.roll import stretches
 
 Layout = Literal["mirrored", "contiguous"]
 
@@ -106,7 +107,8 @@ class Partition:
         self._check_width(tensor, token_dim, self.segments.total, "the row")
         if self._in_order:
             return tensor.narrow(token_dim, rank * self.local_total, self.local_total)
-        return tensor.index_select(token_dim, self.index(rank, tensor.device))
+        index = self.index(rank, tensor.device)  # by itself: a compiled graph breaks there
+        return _taken(tensor, index, token_dim)
 
     def join(self, parts: Sequence[torch.Tensor], *, token_dim: int = -1) -> torch.Tensor:
         """The inverse of `cut`: the parts of all ranks, in the order of ranks, become the row. Differentiable.
@@ -119,7 +121,10 @@ class Partition:
         for rank, part in enumerate(parts):
             self._check_width(part, token_dim, self.local_total, f"the part of rank {rank}")
         laid = torch.cat(list(parts), token_dim)
-        return laid if self._in_order else laid.index_select(token_dim, self.place(laid.device))
+        if self._in_order:
+            return laid
+        place = self.place(laid.device)
+        return _taken(laid, place, token_dim)
 
     def _check_width(self, tensor: torch.Tensor, token_dim: int, expected: int, what: str) -> None:
         if tensor.shape[token_dim] != expected:
@@ -183,16 +188,17 @@ class Partition:
         )
 
 
+def _taken(tensor: torch.Tensor, index: torch.Tensor, token_dim: int) -> torch.Tensor:
+    """`index_select`; on a host `gather` takes several lines of single numbers 15 times as fast."""
+    if token_dim in (-1, tensor.ndim - 1):
+        return tensor.gather(-1, index.expand(*tensor.shape[:-1], -1))
+    return tensor.index_select(token_dim, index)
+
+
 def tail_as_segment(segments: Segments) -> Segments:
     """The same row, its tail the slot of one more segment without tokens: a mirrored cut leaves nothing over."""
     tail = segments.total - segments.stride[-1]
     return replace(segments, lengths=(*segments.lengths, 0), slots=(*segments.slots, tail))
-
-
-def stretches(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """int64: the whole numbers of every stretch [start, start + length), one stretch after the other."""
-    before = np.cumsum(lengths) - lengths
-    return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
 
 
 def _check_mirrored(segments: Segments, ranks: int) -> None:
