@@ -10,6 +10,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from vlmpack.cli import app
+from vlmpack.cli.inputs import open_inputs
+from vlmpack.layout import SlotRule
+from vlmpack.offline import StoreSettings, write_rows
 
 
 @pytest.fixture
@@ -66,6 +69,23 @@ def test_images_are_capitals() -> None:
     lines = said("synthetic", "--processor", "tiny", "--num", "2", "--capacity", "3000", "--tokens-per-cell", "20")
     ribbon = [line for line in lines if re.fullmatch(r" *[\d,]+ [a-zA-Z.]+", line)]
     assert {"a", "A", "b", "B"} <= set("".join(ribbon))
+
+
+def test_a_packed_folder_is_shown_as_it_was_packed(tokens: str, tmp_path: Path) -> None:
+    """In slots of four tokens, without the processor."""
+    pytest.importorskip("pyarrow", reason="waits for pyarrow (extra [data])")
+    inputs = open_inputs(tokens, processor="tiny", slots=SlotRule(multiple=4))
+    write_rows(inputs.dataset, tmp_path / "packed", inputs.collator, StoreSettings(capacity=12))
+    folder = str(tmp_path / "packed")
+    assert said(folder)[:6] == [
+        f"{folder}: 4 samples in 2 rows of 12 tokens, 83.33% full",
+        "",
+        "row 0 of 0 to 1: 12 of 12 tokens (100.0%)",
+        " 0 aaaaaa..bbbb",
+        "",
+        "a 0: 6   b second: 4",
+    ]
+    assert " 0 aaa.bbbbbbb." in said(folder, "--row", "1")
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def measured(
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from vlmpack.offline.measure import measure_lengths
+    from vlmpack.offline import measure_lengths
 
     columns = (TextColumn("reading samples"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

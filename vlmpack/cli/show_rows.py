@@ -14,8 +14,8 @@ from vlmpack.cli.inputs import Inputs, measured, open_inputs
 from vlmpack.collate.encoded import Encoded
 from vlmpack.errors import ConfigError
 from vlmpack.layout import Segments
+from vlmpack.offline import PackedDataset
 from vlmpack.offline.manifest import NAME
-from vlmpack.offline.read import PackedDataset
 from vlmpack.plan import LengthTable, Plan, plan_bins
 
 
