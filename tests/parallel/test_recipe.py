@@ -43,6 +43,7 @@ FIXED = SlotRule(pad_to=4096, max_segments=16)
 
 RIGHT = {
     "one rank": {},
+    "two samples, the fewest that share a row": {"micro_batch_size": 2},
     "stored rows": {"packing": "offline", "micro_batch_size": 1},
     "streamed rows": {"packing": "stream", "micro_batch_size": 1, "per_token_loss": True},
     "context parallel": CP,
