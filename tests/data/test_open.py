@@ -238,8 +238,13 @@ class TestOpening:
 
     @pytest.mark.parametrize(
         ("source", "expected"),
-        [("nowhere.jsonl", "is no file or folder here and no hub id"), (".", "holds no CORD data or table")],
+        [
+            ("nowhere.jsonl", "is no file or folder here and no hub id"),
+            (".", "holds no CORD data or table"),
+            ("rows.jsonl.gz", r"is a .gz file; give .json, .jsonl, .ndjson or .parquet, unpacked"),
+        ],
     )
     def test_what_is_no_data_set_is_refused(self, source: str, expected: str, tmp_path: Path) -> None:
+        (tmp_path / "rows.jsonl.gz").write_bytes(b"")
         with pytest.raises(ConfigError, match=expected):
             open_dataset(tmp_path / source)

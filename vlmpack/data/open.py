@@ -103,6 +103,8 @@ def _find(source: Source, split: str) -> tuple[Rows, str, Path | None]:
     path = Path(source).expanduser().absolute()
     if path.suffix in JSON_FILES and path.is_file():
         return json_rows(path), str(source), path.parent
+    if path.is_file() and path.suffix not in ("", ".parquet"):
+        raise ConfigError(f"{source} is a {path.suffix} file; give {', '.join(JSON_FILES)} or .parquet, unpacked")
     rows, name = find_stored(source, split)
     return rows, name, path if path.is_dir() else path.parent if path.is_file() else None
 
