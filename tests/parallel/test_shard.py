@@ -31,6 +31,16 @@ def tensors(row: PackedRow | LocalRow) -> dict[str, torch.Tensor]:
     return {**named, **row.extras, "moe_padding_mask": row.moe_padding_mask}
 
 
+def moved(row: PackedRow, device: str) -> PackedRow:
+    """The same row on another device."""
+    return replace(
+        row,
+        **{name: value.to(device) for name, value in vars(row).items() if isinstance(value, torch.Tensor)},
+        media=Media(**{name: tensor.to(device) for name, tensor in row.media.to_hf().items()}),
+        extras={name: tensor.to(device) for name, tensor in row.extras.items()},
+    )
+
+
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_unshard_gives_every_tensor_back(row, layout):
     parts = [tensors(part) for part in parts_of(row, layout)]
@@ -116,21 +126,27 @@ def test_a_row_of_text_needs_nothing_but_ids():
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_nothing_waits_for_a_device(row, layout):
-    def away(tensor):
-        return tensor.to("meta")  # a tensor without values: whoever reads one fails
-
-    on_meta = replace(
-        row,
-        **{name: away(value) for name, value in vars(row).items() if isinstance(value, torch.Tensor)},
-        media=Media(**{name: away(tensor) for name, tensor in row.media.to_hf().items()}),
-        extras={name: away(tensor) for name, tensor in row.extras.items()},
-    )
+    on_meta = moved(row, "meta")  # tensors without values: whoever reads one fails
     part = shard(on_meta, 0, RANKS, layout=layout)
     assert part.input_ids.device.type == part.index.device.type == part.moe_padding_mask.device.type == "meta"
     assert part.media.pixel_values is not None
     assert part.media.pixel_values.shape == (32, 3)
     with pytest.raises(NotImplementedError):
         part.input_ids.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+def test_nothing_waits_for_a_gpu(row, layout):
+    on_gpu = moved(row, "cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        parts = [tensors(part) for part in parts_of(on_gpu, layout)]
+        whole = {name: unshard([part[name] for part in parts], row.segments, layout=layout) for name in parts[0]}
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for name, tensor in tensors(row).items():
+        assert torch.equal(whole[name].cpu(), tensor)
 
 
 def test_a_row_that_cannot_be_cut_says_which_segment(row):

@@ -131,7 +131,7 @@ class Halo:
         return np.flatnonzero(index + depth >= stops_of_tokens(self.partition.segments)[index])
 
     def _source(self, rank: int, depth: int) -> np.ndarray:
-        """int64 [t]: the place, in the part with its halo behind it, of the token that follows each; itself at ends."""
+        """int64 [t]: the place, in the part with its halo behind it, of the token that follows each; 0 at ends."""
         index, halo = self.partition.index(rank).numpy(), self._places(rank)
         place = np.zeros(self.partition.segments.total + depth, np.int64)
         place[index], place[halo] = np.arange(len(index)), len(index) + np.arange(len(halo))
