@@ -344,6 +344,13 @@ def test_boundaries_that_are_wrong_are_told_what_to_set(stride, total, message):
     assert [problem for problem in found if re.search(message, problem)], found
 
 
+def test_a_decrease_is_told_as_such_and_not_as_a_slot_too():
+    found = problems(recipe(**CP2), [0, 8, 6, 14], total=14)
+    assert [problem for problem in found if "segment 1" in problem] == [
+        "boundaries must never decrease, but segment 1 runs from 8 to 6: give cumulative counts"
+    ]
+
+
 def test_boundaries_alone_end_where_the_longest_row_does():
     validate(recipe(), [0, 1000, 4096])
     assert "end at 4000" in problems(recipe(), [0, 1000, 4000])[0]
