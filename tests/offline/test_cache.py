@@ -124,8 +124,8 @@ def test_an_image_that_could_not_be_read_is_looked_at_again(tmp_path: Path) -> N
 # ---------------------------------------------------------------------- the key of a sample
 
 
-def turned(orientation: int) -> Image.Image:
-    image = picture(90, 60)
+def turned(orientation: int, height: int = 60) -> Image.Image:
+    image = picture(90, height)
     image.getexif()[ExifTags.Base.Orientation] = orientation
     return image
 
@@ -146,7 +146,7 @@ CHANGED = {
     "width": {**BASE, "images": [picture(91, 60)]},
     "height": {**BASE, "images": [picture(90, 61)]},
     "sides swapped": {**BASE, "images": [picture(60, 90)]},
-    "turned": {**BASE, "images": [turned(6)]},
+    "turned": {**BASE, "images": [turned(6, height=50)]},
     "keys": {**BASE, "images": [{"image": picture(90, 60), "max_pixels": 5000}]},
     "other keys": {**BASE, "images": [{"image": picture(90, 60), "max_pixels": 5001}]},
     "plain": PLAIN,
