@@ -57,6 +57,7 @@ RIGHT = {
     },
     "slots wider than they must be": {**CP, "slots": SlotRule(multiple=24, row_multiple=8)},
     "pretraining": {"context": 2, "finetuning": False, "slots": SlotRule.for_parallel(context=2)},
+    "rows of one width that fp8 can read": {"precision": "fp8", "slots": SlotRule(pad_to=4096)},
     "pipeline": {"pipeline": 2, "expert": 4, "slots": SlotRule(pad_to=4096)},
     "graphs of everything": {"slots": FIXED, "cuda_graphs": ("full_iteration",)},
     "graphs without attention": {"slots": SlotRule(pad_to=4096), "cuda_graphs": ("mlp",)},
