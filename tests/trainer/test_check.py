@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from trainer.packed_runs import planned, streamed
 from training import Stream, arguments, collator, receipts, trainer
 from transformers import Trainer
 
@@ -70,6 +71,26 @@ def test_a_stream_with_accelerates_defaults(tmp_path):
             assert "its default for an IterableDataset" in refusal(run)
         else:
             check_trainer(run)
+
+
+def test_rows_that_are_made_ahead_need_a_trainer_for_them(tmp_path):
+    """What accelerate does to batches does not reach them, and is no problem."""
+    settings = {"accelerator_config": {"dispatch_batches": True}, "train_sampling_strategy": "group_by_length"}
+    run = planned(tmp_path, **settings)
+    check_trainer(run)
+    run.eval_packing = False
+    assert "concatenate collated batches" in refusal(run)
+    run = streamed(tmp_path)
+    check_trainer(run)
+    theirs = Trainer(run.model, run.args, collator("packed"), run.train_dataset)
+    assert "use PackedTrainer of vlmpack.trainer" in refusal(theirs)
+    assert "for an IterableDataset" not in refusal(theirs)
+
+
+def test_a_resumed_epoch_of_planned_rows_that_would_start_anew(tmp_path):
+    run = planned(tmp_path, ignore_data_skip=True)
+    assert "starts a resumed epoch anew" in refusal(run)
+    assert streamed(tmp_path).args.ignore_data_skip  # it goes to its place by itself
 
 
 def test_several_devices(tmp_path):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from chats import chat, picture, processor_of
 from trainer.packed_runs import fingerprint, plan_of, planned, scene, streamed
 from training import Samples, Stream, arguments, collator, lengths_of, loss_sums, receipts
 from transformers import Trainer
 
+from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
 from vlmpack.plan import plan_bins
 from vlmpack.step import enable_packing
 from vlmpack.stream import PackedStream, RowSettings
-from vlmpack.trainer import PackedTrainer, loss_metrics
+from vlmpack.trainer import PackedTrainer, evaluate, loss_metrics
 from vlmpack.trainer.held_out import HeldOut
 
 torchdata_on_new_torch = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -65,6 +67,14 @@ def test_a_plan_of_another_data_set_is_refused(tmp_path):
     run = planned(tmp_path)
     run.train_dataset = Samples(run.train_dataset.samples[1:])
     with pytest.raises(ConfigError, match="the plan is of 14 samples, but train_dataset has 13; plan this one"):
+        run.train()
+
+
+@pytest.mark.parametrize("make", [planned, streamed])
+def test_ranks_that_compute_a_batch_together_are_refused(make, tmp_path, monkeypatch):
+    run = make(tmp_path)
+    monkeypatch.setattr(run, "get_cp_size", lambda: 2)
+    with pytest.raises(ConfigError, match="2 processes are to compute each batch together"):
         run.train()
 
 
@@ -238,6 +248,20 @@ def test_evaluation_of_what_cannot_be_planned_is_refused(tmp_path):
         run = PackedTrainer(model, arguments(tmp_path, **settings), collator("packed"), eval_dataset=dataset)
         with pytest.raises(ConfigError, match=message):
             run.evaluate()
+
+
+def test_evaluation_is_planned_from_headers_with_our_own_collator(tmp_path):
+    model = tiny_model("qwen3_vl", processor=processor_of())
+    samples = [chat("What is it?", f"A receipt of {at},000", picture(40 + 30 * at, 60, seed=at)) for at in range(5)]
+    samples.insert(2, chat("What is it?", "Nobody knows", {"bytes": b"no picture"}))
+    collate = VLMCollator(processor_of(), layout="packed", on_bad="skip")
+    run = PackedTrainer(enable_packing(model), arguments(tmp_path), collate, eval_dataset=samples, eval_capacity=90)
+    metrics = run.evaluate()
+    seen = evaluate(model, samples, collate, capacity=90)
+    assert metrics["eval_token_loss"] == pytest.approx(seen.token_loss, rel=1e-6)
+    assert metrics["eval_num_refused"] == 1
+    assert (run.evaluation.rows, run.evaluation.work) == (seen.rows, seen.work)
+    assert 1 < seen.rows < 5
 
 
 def test_evaluation_of_a_model_without_packing_is_refused(tmp_path):

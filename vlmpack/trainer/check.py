@@ -15,6 +15,8 @@ from transformers import Trainer
 
 from vlmpack.errors import ConfigError
 from vlmpack.step import is_packing
+from vlmpack.stream import PackedStream
+from vlmpack.trainer.packed_trainer import PackedTrainer
 
 
 def check_trainer(trainer: Trainer) -> None:
@@ -23,7 +25,7 @@ def check_trainer(trainer: Trainer) -> None:
     Raises:
         ConfigError: every such setting, what it would do, and the remedy.
     """
-    problems = [*_model(trainer), *_loss(trainer), *_batches(trainer)]
+    problems = [*_model(trainer), *_loss(trainer), *_batches(trainer), *_rows(trainer)]
     if problems:
         raise ConfigError("this Trainer does not train packed rows as their samples alone:\n- " + "\n- ".join(problems))
 
@@ -67,15 +69,44 @@ def _batches(trainer: Trainer) -> Iterator[str]:
             f"nn.DataParallel would cut each batch into {args.n_gpu} pieces: start the script with torchrun or "
             "accelerate launch, or show it one GPU (CUDA_VISIBLE_DEVICES)"
         )
-    streams = [d for d in (trainer.train_dataset, trainer.eval_dataset) if isinstance(d, IterableDataset)]
-    dispatch = trainer.accelerator.dispatch_batches
-    if dispatch or (dispatch is None and streams):
+    dealt, dispatch = _dealt(trainer), trainer.accelerator.dispatch_batches
+    if (dispatch and dealt) or (dispatch is None and any(isinstance(data, IterableDataset) for data in dealt)):
         yield (
             "accelerate would concatenate collated batches and cut them again (dispatch_batches, its default for an "
             "IterableDataset): set accelerator_config={'dispatch_batches': False}"
         )
-    if args.train_sampling_strategy == "group_by_length" and args.remove_unused_columns:
+    by_length = args.train_sampling_strategy == "group_by_length" and not _has_rows(trainer)
+    if by_length and args.remove_unused_columns:
         yield (
             f"remove_unused_columns drops the {args.length_column_name!r} column before group_by_length reads it: set "
             "remove_unused_columns=False"
         )
+
+
+def _rows(trainer: Trainer) -> Iterator[str]:
+    """Rows that were made ahead must come through as they are, and be found again."""
+    if isinstance(trainer.train_dataset, PackedStream) and not isinstance(trainer, PackedTrainer):
+        yield (
+            "it would batch the rows of a PackedStream again, and cannot continue one: use PackedTrainer of "
+            "vlmpack.trainer"
+        )
+    elif _has_rows(trainer) and trainer.args.ignore_data_skip and not isinstance(trainer.train_dataset, PackedStream):
+        yield (
+            "ignore_data_skip=True starts a resumed epoch anew, so samples are trained on twice; planned rows are "
+            "skipped without loading them: set it to False"
+        )
+
+
+def _has_rows(trainer: Trainer) -> bool:
+    """Whether it trains on rows that accelerate neither makes nor deals."""
+    return isinstance(trainer, PackedTrainer) and (
+        trainer.plan is not None or isinstance(trainer.train_dataset, PackedStream)
+    )
+
+
+def _dealt(trainer: Trainer) -> list[Any]:
+    """The data sets whose batches accelerate deals out."""
+    packs_evaluation = isinstance(trainer, PackedTrainer) and trainer.eval_packing
+    train = None if _has_rows(trainer) else trainer.train_dataset
+    held_out = None if packs_evaluation else trainer.eval_dataset
+    return [data for data in (train, held_out) if data is not None and not isinstance(data, PackedStream)]

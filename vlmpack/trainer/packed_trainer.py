@@ -82,18 +82,20 @@ class PackedTrainer(Trainer):
 
         Raises:
             ConfigError: the plan is of another data set, or the stream of other ranks; there is both; the stream ends,
-                or the checkpoint does not know its place.
+                or the checkpoint does not know its place; several processes compute each batch together.
         """
         dataset: Any = self.train_dataset
         if isinstance(dataset, PackedStream):
             if self.plan is not None:
                 raise ConfigError("a PackedStream packs by itself; leave plan= out")
+            self._check_ranks()
             loader = stream_loader(dataset, self.args, self.data_collator, **self._loading)
             if self._resumes_from is not None:
                 go_to_place(loader, self._resumes_from, self.args.process_index)
             return loader
         if self.plan is None:
             return super().get_train_dataloader()
+        self._check_ranks()
         return RowLoader(dataset, batch_sampler=self._sampler(dataset), collate_fn=self.data_collator, **self._loading)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
@@ -101,6 +103,13 @@ class PackedTrainer(Trainer):
         if self.state.global_step >= self.state.max_steps:
             return [], None
         return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def _check_ranks(self) -> None:
+        if (sharing := self.get_tp_size() * self.get_cp_size() * self.get_sp_size()) > 1:
+            raise ConfigError(
+                f"{sharing} processes are to compute each batch together (tensor, context or sequence parallelism), "
+                "but each is dealt rows of its own; leave parallelism_config out"
+            )
 
     def _sampler(self, dataset: Any) -> PackedBatchSampler:
         assert self.plan is not None
