@@ -60,6 +60,20 @@ def test_the_most_tokens_of_a_sample(chats: str) -> None:
         inputs.collator.outline(inputs.dataset[0])
 
 
+def test_the_largest_area_of_an_image_is_the_processors_own_or_the_one_given(chats: str) -> None:
+    """64 squares of 32 x 32 pixels; what is measured is what is cut."""
+    free, bound = (open_inputs("synthetic", processor="tiny", num=1, max_pixels=area) for area in (None, 64 * 32**2))
+    tokens = [int((one.collator.outline(one.dataset[0]).types != 0).sum()) for one in (free, bound)]
+    assert tokens[1] <= 64 < tokens[0]
+    pixels = bound.collator.collate([bound.dataset[0]]).media.pixel_values
+    assert pixels is not None
+    assert len(pixels) == 4 * tokens[1]
+    with pytest.raises(ConfigError, match="--max-pixels 9: the processor enlarges images to 4096 pixels at least"):
+        open_inputs(chats, processor="tiny", max_pixels=9)
+    with pytest.raises(ConfigError, match="--max-pixels 9: a text model has no images"):
+        open_inputs(chats, processor="tiny:qwen3", max_pixels=9)
+
+
 def test_what_is_not_there_is_refused(chats: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--processor .*nowhere: nothing there can be read"):
         open_inputs(chats, processor=str(tmp_path / "nowhere"))

@@ -12,6 +12,7 @@ from vlmpack.cli.inputs import (
     CacheOption,
     DatasetArgument,
     MaxLengthOption,
+    MaxPixelsOption,
     NumOption,
     OverlengthOption,
     ProcessorOption,
@@ -47,6 +48,7 @@ def analyze(
     seed: SeedOption = 0,
     max_length: MaxLengthOption = None,
     overlength: OverlengthOption = "error",
+    max_pixels: MaxPixelsOption = None,
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Count ceil(H/32) x ceil(W/32) tokens an image: no resize rule is used.")
     ] = False,
@@ -75,7 +77,14 @@ def analyze(
 
     console = Console(quiet=as_json)
     inputs = open_inputs(
-        dataset, processor=processor, split=split, num=num, seed=seed, max_length=max_length, overlength=overlength
+        dataset,
+        processor=processor,
+        split=split,
+        num=num,
+        seed=seed,
+        max_length=max_length,
+        overlength=overlength,
+        max_pixels=max_pixels,
     )
     analysis = Analysis.of(
         measured(inputs, console, workers=workers, cache=cache, estimate=estimate),

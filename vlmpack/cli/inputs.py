@@ -25,12 +25,13 @@ DatasetArgument = Annotated[
     str,
     typer.Argument(help='A JSON, JSONL or parquet file, a folder, a hub id, or "synthetic" (receipts drawn here).'),
 ]
-ProcessorOption = Annotated[
-    str,
-    typer.Option(
-        help='Hub id or folder of a model, for its processor (of a text model: its tokenizer); or "tiny", '
-        '"tiny:FAMILY": one made here.'
-    ),
+PROCESSOR_HELP = (
+    'Hub id or folder of a model, for its processor (of a text model: its tokenizer); or "tiny", "tiny:FAMILY": one '
+    "made here."
+)
+ProcessorOption = Annotated[str, typer.Option(help=PROCESSOR_HELP)]
+MaxPixelsOption = Annotated[
+    int | None, typer.Option(min=1, help="Largest area of an image, in pixels; by default the processor's own.")
 ]
 SplitOption = Annotated[str, typer.Option(help="Of a data set that has several.")]
 NumOption = Annotated[int | None, typer.Option(min=1, help="The first so many samples; by default all.")]
@@ -63,6 +64,7 @@ def open_inputs(
     seed: int = 0,
     max_length: int | None = None,
     overlength: str = "error",
+    max_pixels: int | None = None,
     **settings: Any,
 ) -> Inputs:
     """Open what was named on the command line.
@@ -75,6 +77,7 @@ def open_inputs(
         seed: of synthetic receipts.
         max_length: of a sample, in tokens.
         overlength: what happens to a longer one.
+        max_pixels: largest area that images are resized to; None: the processor's own.
         settings: further ones of `VLMCollator`.
 
     Raises:
@@ -91,9 +94,8 @@ def open_inputs(
         dataset, split=split, num=num, seed=seed, **({"scale": scale} if dataset == "synthetic" else {})
     )
     limits: dict[str, Any] = {} if max_length is None else {"max_length": max_length, "overlength": overlength}
-    return Inputs(
-        dataset=opened, collator=VLMCollator(named_processor(processor), layout="packed", **limits, **settings)
-    )
+    made = _within(named_processor(processor), max_pixels)
+    return Inputs(dataset=opened, collator=VLMCollator(made, layout="packed", **limits, **settings))
 
 
 def measured(
@@ -143,6 +145,22 @@ def named_processor(name: str) -> Any:
         ConfigError: there is none of that name. FamilyError: the model is of a family that is not supported.
     """
     return _tiny(name.partition(":")[2] or "qwen3_vl") if is_tiny(name) else _pretrained(name)
+
+
+def _within(processor: Any, max_pixels: int | None) -> Any:
+    """The processor, told the largest area of an image."""
+    from vlmpack.collate.processor import parts_of
+
+    if max_pixels is None:
+        return processor
+    images = parts_of(processor).image_processor
+    if images is None:
+        raise ConfigError(f"--max-pixels {max_pixels}: a text model has no images; leave it out")
+    least = images.size["shortest_edge"]
+    if max_pixels < least:
+        raise ConfigError(f"--max-pixels {max_pixels}: the processor enlarges images to {least} pixels at least")
+    images.size = type(images.size)(shortest_edge=least, longest_edge=max_pixels)
+    return processor
 
 
 def _tiny(family: str) -> Any:

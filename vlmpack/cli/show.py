@@ -7,11 +7,12 @@ from typing import Annotated
 import typer
 
 from vlmpack.cli.inputs import (
+    PROCESSOR_HELP,
     CacheOption,
     MaxLengthOption,
+    MaxPixelsOption,
     NumOption,
     OverlengthOption,
-    ProcessorOption,
     SeedOption,
     SplitOption,
     WorkersOption,
@@ -23,7 +24,7 @@ def show(
     row: Annotated[
         list[int] | None, typer.Option(help="Which row, once or more; -1 is the last one; by default the first.")
     ] = None,
-    processor: ProcessorOption | None = None,
+    processor: Annotated[str | None, typer.Option(help=f"{PROCESSOR_HELP} A data set needs one.")] = None,
     capacity: Annotated[int, typer.Option(min=1, help="Tokens of a row; of a packed folder its own.")] = 12_000,
     tokens_per_cell: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a character; by default as few as eight lines allow.")
@@ -33,6 +34,7 @@ def show(
     seed: SeedOption = 0,
     max_length: MaxLengthOption = None,
     overlength: OverlengthOption = "error",
+    max_pixels: MaxPixelsOption = None,
     workers: WorkersOption = 0,
     cache: CacheOption = None,
 ) -> None:
@@ -51,7 +53,7 @@ def show(
     else:
         rows = planned(
             source, console, processor=processor, capacity=capacity, workers=workers, cache=cache, split=split, num=num,
-            seed=seed, max_length=max_length, overlength=overlength,
+            seed=seed, max_length=max_length, overlength=overlength, max_pixels=max_pixels,
         )  # fmt: skip
     console.print(rows.told, highlight=False, markup=False, soft_wrap=True)
     for at in row or [0]:
