@@ -76,7 +76,8 @@ def test_labels_and_masks_say_what_is_learnt() -> None:
     labels = [[-100, 1, 2], [-100, 3], [-100, -100, 4, 5]]
     assert Samples.read(IDS, labels=labels).targets.tolist() == [-100, 1, 2, -100, 3, -100, -100, 4, 5]
     masks = [[0, 1, 1], [True, False], np.asarray([False, False, True, True])]
-    assert Samples.read(IDS, loss_mask=masks).targets.tolist() == [-100, 7, 7, 8, -100, -100, -100, 9, 9]
+    for form in (masks, pa.array([[bool(flag) for flag in mask] for mask in masks])):
+        assert Samples.read(IDS, loss_mask=form).targets.tolist() == [-100, 7, 7, 8, -100, -100, -100, 9, 9]
 
 
 def test_long_samples_are_cut_at_the_end_or_into_pieces() -> None:

@@ -1,4 +1,4 @@
-"""Rows of a plan as columns of numbers: the tokens of its samples, one copy each.
+"""Rows of a plan as columns of numbers.
 
 Two samples [7 7 7] and [8 8] in a row of 7, or in one as long as its tokens:
 
@@ -8,11 +8,14 @@ Two samples [7 7 7] and [8 8] in a row of 7, or in one as long as its tokens:
 
 Labels are Hugging Face's: not shifted, because models shift them. The first one of each sample is masked, because
 shifted it would be what the sample before it is to predict.
+
+G rows, R real tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import final
 
 import numpy as np
@@ -77,51 +80,53 @@ def fill_rows(
     bounds = plan.bounds[rows.start : rows.stop + 1]
     order = plan.sample_ids[bounds[0] : bounds[-1]]
     ends = np.concatenate([[0], np.cumsum(samples.lengths[order])])
+    ids_R, labels_R, positions_R = _joined(samples, order, ends, form, dtype)
     row_ends = ends[bounds - bounds[0]]
     used = np.diff(row_ends)
-    widths = _widths(used, plan.capacity, form)
-    starts = np.concatenate([[0], np.cumsum(widths)])
-    shift = np.repeat(starts[:-1] - row_ends[:-1], np.diff(bounds))
-    return _copied(samples, order, ends[:-1] + shift, form, dtype, bounds=starts, used=used)
-
-
-def _widths(used: np.ndarray, capacity: int, form: RowFormat) -> np.ndarray:
     if not form.pad_to_capacity:
-        return used
-    if (used > capacity).any():
+        return Rows(input_ids=ids_R, labels=labels_R, position_ids=positions_R, bounds=row_ends, used=used)
+    _check_widths(used, plan.capacity)
+    return Rows(
+        input_ids=_spread(ids_R, row_ends, plan.capacity, form.padding_value),
+        labels=_spread(labels_R, row_ends, plan.capacity, form.label_padding_value),
+        position_ids=_spread(positions_R, row_ends, plan.capacity, 0),
+        bounds=np.arange(len(rows) + 1) * plan.capacity,
+        used=used,
+    )
+
+
+def _joined(
+    samples: Samples, order: np.ndarray, ends: np.ndarray, form: RowFormat, dtype: type[np.integer]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(ids, labels, positions), each [R]: samples `order` one after the other, without padding; `ends` from 0."""
+    starts, lengths = samples.starts[order], samples.lengths[order]
+    spans = [slice(a, b) for a, b in zip(starts.tolist(), (starts + lengths).tolist(), strict=True)]
+
+    def joined(values: np.ndarray) -> np.ndarray:
+        return np.concatenate([values[span] for span in spans], dtype=dtype) if spans else np.zeros(0, dtype)
+
+    ids = joined(samples.values)
+    labels = ids.copy() if samples.targets is samples.values else joined(samples.targets)
+    if form.label_padding_value != IGNORE:
+        labels[labels == IGNORE] = form.label_padding_value
+    labels[ends[:-1]] = form.label_padding_value
+    positions = np.arange(ends[-1], dtype=dtype)
+    positions -= np.repeat(ends[:-1].astype(dtype), lengths)
+    return ids, labels, positions
+
+
+def _spread(column_R: np.ndarray, row_ends: np.ndarray, width: int, padding: int) -> np.ndarray:
+    """[G * width]: each row's part of the column, and padding up to the width."""
+    out = np.empty((len(row_ends) - 1, width), column_R.dtype)
+    for row, (a, b) in zip(out, pairwise(row_ends.tolist()), strict=True):
+        row[: b - a] = column_R[a:b]
+        row[b - a :] = padding
+    return out.ravel()
+
+
+def _check_widths(used: np.ndarray, capacity: int) -> None:
+    if used.max(initial=0) > capacity:
         raise ConfigError(
             f"a row holds {used.max()} tokens (oversize='own_row') and cannot be padded to the capacity of {capacity}; "
             "choose pad_to_capacity=False"
         )
-    return np.full(len(used), capacity)
-
-
-def _copied(
-    samples: Samples,
-    order: np.ndarray,
-    places: np.ndarray,
-    form: RowFormat,
-    dtype: type[np.integer],
-    *,
-    bounds: np.ndarray,
-    used: np.ndarray,
-) -> Rows:
-    """Copy samples `order` to their `places` in the columns, a memory copy each."""
-    total = int(bounds[-1])
-    input_ids = np.full(total, form.padding_value, dtype)
-    labels = np.full(total, form.label_padding_value, dtype)
-    position_ids = np.zeros(total, dtype)
-    lengths = samples.lengths[order]
-    count = np.arange(lengths.max(initial=0), dtype=dtype)
-    values, targets = samples.values, _targets(samples, form)
-    for at, start, n in zip(places.tolist(), samples.starts[order].tolist(), lengths.tolist(), strict=True):
-        input_ids[at : at + n] = values[start : start + n]
-        labels[at + 1 : at + n] = targets[start + 1 : start + n]
-        position_ids[at : at + n] = count[:n]
-    return Rows(input_ids=input_ids, labels=labels, position_ids=position_ids, bounds=bounds, used=used)
-
-
-def _targets(samples: Samples, form: RowFormat) -> np.ndarray:
-    if form.label_padding_value == IGNORE or samples.targets is samples.values:
-        return samples.targets
-    return np.where(samples.targets == IGNORE, np.int32(form.label_padding_value), samples.targets)

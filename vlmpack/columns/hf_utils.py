@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Mask = Literal["null", "padding"]
 """What the column `attention_mask` holds."""
 
-BLOCK = 2**22
+BLOCK = 2**20
 """Tokens of the rows that are filled at a time; each block is a chunk of the data set."""
 
 

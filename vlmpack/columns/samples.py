@@ -18,14 +18,13 @@ import numpy as np
 
 from vlmpack.columns.arrow import arrow_lists, read_arrow
 from vlmpack.errors import ConfigError, SampleError
+from vlmpack.plan.lengths import LARGEST, checked_lengths
 
 Oversize = Literal["error", "drop", "truncate", "split"]
 OVERSIZE: tuple[Oversize, ...] = ("error", "drop", "truncate", "split")
 
 IGNORE = -100
 """The label that cross-entropy leaves out: `vlmpack.layout.IGNORE`, which would bring in torch."""
-
-LARGEST = 2**31 - 1
 
 
 @final
@@ -72,13 +71,19 @@ class Samples:
         return len(self.lengths)
 
     def fitted(self, capacity: int, oversize: Oversize) -> Samples:
-        """Samples cut to at most `capacity` tokens, if `oversize` says so: at the end, or into pieces."""
+        """Samples cut to at most `capacity` tokens, if `oversize` says so: at the end, or into pieces.
+
+        Raises:
+            SampleError: a sample that is to be cut into pieces is empty; names it.
+            ConfigError: there is no such way to deal with long samples.
+        """
         if oversize not in OVERSIZE:
             raise ConfigError(f"oversize must be one of {', '.join(OVERSIZE)}, got {oversize!r}")
         if oversize == "truncate":
             return replace(self, lengths=np.minimum(self.lengths, capacity))
-        if oversize == "split":
-            pieces = np.maximum(-(-self.lengths // capacity), 1)  # an empty sample stays, and is refused by its name
+        if oversize == "split" and len(self):
+            checked_lengths(self.lengths)  # now, while a sample's place is its number
+            pieces = -(-self.lengths // capacity)
             place = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
             starts = np.repeat(self.starts, pieces) + place * capacity
             rest = np.repeat(self.lengths, pieces) - place * capacity
@@ -175,7 +180,9 @@ def _read(
 
 
 def _check_values(values: np.ndarray, lengths: np.ndarray, what: str, highest: int, besides: int | None) -> None:
-    bad = ((values < 0) | (values > highest)) & (values != (0 if besides is None else besides))
+    bad = (values < 0) | (values > highest)
+    if besides is not None:
+        bad &= values != besides
     if bad.any():
         at = int(bad.argmax())
         sample = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
