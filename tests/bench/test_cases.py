@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vlmpack.bench.cases import CASES, AttentionShapes, CollateShapes, PackShapes, PixelShapes
+from vlmpack.bench.cases import CASES, AttentionShapes, CollateShapes, LengthShapes, PackShapes, PixelShapes
 from vlmpack.bench.cases.attention import Site
 from vlmpack.bench.cases.head import all_rows, head_inputs, labelled_rows
 from vlmpack.bench.cases.pack import long_batch
@@ -27,6 +27,7 @@ SHAPES = {
     "pack": PackShapes(batches=((2, 10), (3, 7))),
     "collate": CollateShapes(samples=2, max_image_tokens=9),
     "pixels": PixelShapes(images=2, patches=3, values=5),
+    "lengths": LengthShapes(images=5, files=2, width=40, height=56, part=2, processed=2),
     "attention": AttentionShapes(
         sites=(
             Site(name="language", lengths=(7, 3, 5), heads=6, kv_heads=2, head_dim=8, causal=True),
@@ -41,6 +42,7 @@ TARGETS = {
     "pack": [3.0, 3.0],
     "collate": [1.1, 1.1],
     "pixels": [1.3, 4.0],
+    "lengths": [20.0],
     "attention": [],
     "step": [0.85],
     "memory": [0.7],

@@ -9,6 +9,7 @@ from typing import Any, final
 from vlmpack.bench.cases.attention import AttentionShapes, measure_attention
 from vlmpack.bench.cases.collate import CollateShapes, measure_collate
 from vlmpack.bench.cases.head import measure_head
+from vlmpack.bench.cases.lengths import LengthShapes, measure_headers
 from vlmpack.bench.cases.memory import measure_memory
 from vlmpack.bench.cases.pack import PackShapes, measure_pack
 from vlmpack.bench.cases.pixels import PixelShapes, measure_pixels
@@ -43,6 +44,11 @@ CASES: Mapping[str, Case] = {
         about="join the patches of a batch, against a copy of them", run=measure_pixels, shapes=PixelShapes()
     ),
     "plan": Case(about="rows from lengths, planned ahead and from a stream", run=measure_plan, shapes=PlanShapes()),
+    "lengths": Case(
+        about="lengths of samples from their images' headers, against running the processor",
+        run=measure_headers,
+        shapes=LengthShapes(),
+    ),
     "attention": Case(
         about="attention on a row, against a padded batch and a dense mask",
         run=measure_attention,
@@ -64,6 +70,7 @@ __all__ = [
     "AttentionShapes",
     "Case",
     "CollateShapes",
+    "LengthShapes",
     "PackShapes",
     "PixelShapes",
     "PlanShapes",
