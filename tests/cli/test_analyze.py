@@ -84,6 +84,9 @@ class TestCommand:
         assert refused.exit_code == 1
         assert "--samples-per-update says what --accumulation comes to; give one of them" in refused.stderr
 
+    def test_samples_are_placed_as_asked(self, chats: str) -> None:
+        assert numbers(chats, "--strategy", "nf")["packed"][0]["strategy"] == "next_fit"
+
     def test_an_estimate_says_so(self, tmp_path: Path) -> None:
         """1000 x 500 pixels are 32 x 16 squares, begun ones included; the built-in processor allows for 256."""
         Image.new("RGB", (1000, 500), "red").save(tmp_path / "0.png")

@@ -121,6 +121,19 @@ class TestSimulate:
         assert (packed.rows, packed.samples, dict(packed.oversize)) == (2, 3, {3: 2})
         assert packed.explain()[0].startswith("3 samples in 2 rows of 10 tokens, 12 patches, 30.00% full;")
 
+    def test_rows_of_short_samples_beside_rows_of_long_ones_are_told(self) -> None:
+        """Placed by falling length, short samples share the last rows."""
+        lengths = np.clip(np.random.default_rng(0).lognormal(6, 1.3, 1000), 30, 12_000).astype(int).tolist()
+        falling, rolling = (simulate(table_of(lengths), 12_000, strategy=name) for name in ("ffd", "rolling_fill"))
+        assert falling.samples_deviation > 2 * rolling.samples_deviation
+        (mixed,) = [line for line in simulation(samples_deviation=19.5).explain() if "on average" in line]
+        assert mixed.endswith(
+            "Updates see uneven numbers of samples: the strategy rolling_fill mixes long and short ones."
+        )
+        assert not any(
+            "mixes" in line for line in simulation(samples_deviation=19.5, strategy="rolling_fill").explain()
+        )
+
     def test_it_refuses_what_cannot_be_planned(self) -> None:
         with pytest.raises(ConfigError, match="rows_per_device must lie between 1 and"):
             simulate(table_of([1]), 10, rows_per_device=0)
@@ -135,7 +148,7 @@ class TestWords:
         packed = simulation(world_size=8, per_device_batch=4, accumulation=4, patch_skew=1.5, balanced_patch_skew=1.01)
         assert packed.explain() == (
             "972 samples in 100 rows of 12,000 tokens, 99.00% full; no packing needs fewer than 99 rows.",
-            "A row holds 9.72 samples on average, 30 at most.",
+            "A row holds 9.72 samples on average, 30 at most, with a standard deviation of 0.0.",
             "The padded recipe sees 8 x 4 x 4 = 128 samples an update (ranks x batch x accumulation). Gradient "
             "accumulation ceil(128 / (9.72 x 8 x 1)) = 2 keeps them: 155.5 samples an update, 1.22 times as many. If "
             "that matters, take rows of about 9,876 tokens, or accumulate 1 (0.61 times), or adapt the learning rate.",

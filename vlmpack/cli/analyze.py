@@ -41,6 +41,7 @@ def analyze(
         int | None, typer.Option(min=1, help="Samples that an update sees, instead of --accumulation.")
     ] = None,
     rows_per_device: Annotated[int, typer.Option(min=1, help="Packed rows of a batch, on each rank.")] = 1,
+    strategy: Annotated[str, typer.Option(help="How samples are placed: exact_fill, rolling_fill, ...")] = "exact_fill",
     max_patches: Annotated[int | None, typer.Option(min=1, help="Most vision patches in a row.")] = None,
     max_images: Annotated[int | None, typer.Option(min=1, help="Most images and videos in a row.")] = None,
     split: SplitOption = "train",
@@ -93,6 +94,7 @@ def analyze(
         recipe=recipe,
         is_estimate=estimate,
         rows_per_device=rows_per_device,
+        strategy=strategy,
         max_patches=max_patches,
         max_images=max_images,
     )

@@ -24,6 +24,9 @@ from vlmpack.plan.table import LengthTable
 CAPACITIES = (12_000, 16_000, 20_000)
 """Rows that are tried unless told otherwise, in tokens."""
 
+MIXING = "rolling_fill"
+"""The strategy that puts neighbours of every length into a row; those by falling length end with rows of short ones."""
+
 CLOSE = 1.1
 """An update of up to so many times the samples is called the same."""
 
@@ -51,6 +54,10 @@ class Simulation:
     """Tokens of the longest sample in a row."""
     oversize: Mapping[int, int]
     """Samples that exceed a row by themselves, and are left out: place in the data set -> tokens."""
+    samples_deviation: float = 0.0
+    """Standard deviation of the samples of a row."""
+    strategy: str = "exact_fill"
+    """How samples are placed."""
     limits: Mapping[str, int] = field(default_factory=dict)
     """What else a row may hold only so much of: "patches", "images"."""
     rows_per_device: int = 1
@@ -111,11 +118,18 @@ class Simulation:
         return (
             f"{_counted(self.samples, 'sample')} in {_counted(self.rows, 'row')} of {self._held}, {self.fill:.2%} "
             f"full; no packing needs fewer than {_counted(self.least_rows, 'row')}.",
-            f"A row holds {self.samples_per_row:.2f} samples on average, {self.most_samples:,} at most.",
+            f"A row holds {self.samples_per_row:.2f} samples on average, {self.most_samples:,} at most, with a "
+            f"standard deviation of {self.samples_deviation:.1f}.{self._mixed()}",
             *self._about_updates(),
             *self._about_skew(),
             *self._about_oversize(),
         )
+
+    def _mixed(self) -> str:
+        """What to do where some rows are full of short samples and others hold few long ones."""
+        if self.samples_deviation <= self.samples_per_row or self.strategy == MIXING:
+            return ""
+        return f" Updates see uneven numbers of samples: the strategy {MIXING} mixes long and short ones."
 
     @property
     def _held(self) -> str:
@@ -191,6 +205,7 @@ def simulate(
     *,
     recipe: PaddedRecipe | None = None,
     rows_per_device: int = 1,
+    strategy: str = "exact_fill",
     max_patches: int | None = None,
     max_images: int | None = None,
 ) -> Simulation:
@@ -201,6 +216,7 @@ def simulate(
         capacity: tokens that a row may hold.
         recipe: the padded recipe whose samples per update are to be kept.
         rows_per_device: rows of a batch, on each rank.
+        strategy: how samples are placed, see `plan_bins`.
         max_patches: most patches of the vision tower in a row; None: no limit.
         max_images: most images and videos in a row; None: no limit.
 
@@ -210,7 +226,8 @@ def simulate(
     recipe = recipe or PaddedRecipe()
     rows_per_device = checked_capacity(rows_per_device, "rows_per_device")
     budgets = table.budgets(patches=max_patches, images=max_images)
-    plan = plan_bins(table.tokens, capacity, budgets=budgets, oversize="drop")
+    plan = plan_bins(table.tokens, capacity, strategy=strategy, budgets=budgets, oversize="drop")
+    segments = np.diff(plan.bounds)
     dropped = plan.dropped
     skews = _patch_skews(plan.sums(table.patches), recipe.world_size)
     return Simulation(
@@ -220,9 +237,11 @@ def simulate(
         tokens=int(plan.tokens.sum()),
         rows=len(plan),
         least_rows=plan.lower_bound,
-        most_samples=int(np.diff(plan.bounds).max(initial=0)),
+        most_samples=int(segments.max(initial=0)),
         longest=int(plan.lengths[plan.sample_ids].max(initial=0)),
         oversize=dict(zip(table.sample_ids[dropped].tolist(), plan.lengths[dropped].tolist(), strict=True)),
+        samples_deviation=float(segments.std()) if len(plan) else 0.0,
+        strategy=plan.strategy,
         limits={budget.name: budget.limit for budget in budgets},
         rows_per_device=rows_per_device,
         patch_skew=skews[0] if skews else None,
