@@ -51,11 +51,10 @@ def pack(
     def taken(tensor: torch.Tensor | None, fill: int = 0) -> torch.Tensor | None:
         return None if tensor is None else take(tensor, fill)
 
-    labels = taken(batch.labels, IGNORE)
     return PackedRow(
         input_ids=take(batch.input_ids, pad_token_id),
         segments=segments,
-        shift_labels=None if labels is None else shift_labels(labels, segments),
+        shift_labels=None if batch.labels is None else take.targets(batch.labels),
         position_ids=taken(batch.position_ids),
         mm_token_type_ids=taken(batch.mm_token_type_ids),
         extras={name: take(tensor, 0) for name, tensor in batch.extras.items()},
@@ -191,21 +190,35 @@ class _Take:
 
     def __call__(self, tensor: torch.Tensor, fill: int) -> torch.Tensor:
         """One gather, or one copy; `fill` is what gaps get."""
-        if on_host(tensor) and tensor.dtype == torch.int64 and not self._segments.has_gaps:
+        if self._can_join(tensor):
             return self._joined(tensor)
         if self._index is None:
             self._index = self._row_index(tensor.device)
         row = tensor.flatten(-2).index_select(-1, self._index).unsqueeze(-2)
         return row.masked_fill_(self._segments.padding_mask(row.device), fill) if self._segments.has_gaps else row
 
+    def targets(self, labels: torch.Tensor) -> torch.Tensor:
+        """`shift_labels` of the row of `labels`, where they can be joined without another pass over the row."""
+        if self._can_join(labels):
+            return self._joined(labels, ahead=1)
+        return shift_labels(self(labels, IGNORE), self._segments)
+
+    def _can_join(self, tensor: torch.Tensor) -> bool:
+        return on_host(tensor) and tensor.dtype == torch.int64 and not self._segments.has_gaps
+
     @outside_graph
-    def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Whole samples copied one after the other, as fast as memory is: a host's gather is four times slower."""
+    def _joined(self, tensor: torch.Tensor, *, ahead: int = 0) -> torch.Tensor:
+        """Whole samples copied one after the other, as fast as memory is: a host's gather is four times slower.
+
+        With `ahead`, each token is the one so many places later in its sample, or -100 where there is none.
+        """
         batch = tensor.numpy()
         flat = batch.reshape(*batch.shape[:-2], -1)
-        samples = zip(self._firsts, self._segments.lengths, strict=False)
-        row = np.concatenate([flat[..., first : first + n] for first, n in samples], axis=-1)
-        return torch.from_numpy(row).unsqueeze(-2)
+        none = np.full((*flat.shape[:-1], ahead), IGNORE)
+        pieces = []
+        for first, n in zip(self._firsts, self._segments.lengths, strict=False):
+            pieces += [flat[..., first + ahead : first + n], none[..., :n]]
+        return torch.from_numpy(np.concatenate(pieces, axis=-1)).unsqueeze(-2)
 
     @outside_graph
     def _row_index(self, device: torch.device) -> torch.Tensor:
