@@ -39,7 +39,7 @@ SHAPES = {
     "head": TINY,
 }
 TARGETS = {
-    "pack": [3.0, 3.0],
+    "pack": [3.0, 2.0, 3.0, 2.0],
     "collate": [1.1, 1.1],
     "pixels": [1.3, 4.0],
     "lengths": [20.0],
