@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from stream.trainers import PackedTrainer
 from training import arguments
 
 from vlmpack.collate import VLMCollator
@@ -16,6 +15,7 @@ from vlmpack.families.tiny import tiny_model
 from vlmpack.plan import plan_bins
 from vlmpack.step import enable_packing
 from vlmpack.stream import PackedBatchSampler, PackedStream, RowSettings
+from vlmpack.trainer import PackedTrainer
 
 PROCESSOR = tiny_processor("qwen3_vl", max_pixels=64 * 32 * 32)
 COLLATOR = VLMCollator(PROCESSOR, layout="packed")
@@ -27,23 +27,22 @@ CAPACITY = 1000
 class ReceiptTrainer(PackedTrainer):
     """Keeps the ids of the samples that it trains on, row by row."""
 
+    rows: list[list[Any]]
+
     def training_step(self, model: Any, inputs: dict[str, Any], *more: Any, **settings: Any) -> torch.Tensor:
         self.rows.append(list(inputs["vlmpack"].sample_ids))
         return super().training_step(model, inputs, *more, **settings)
-
-    def note(self, features: list[Any]) -> dict[str, Any]:
-        return self.data_collator(features)
 
 
 def trainer(folder: Path, **settings: Any) -> ReceiptTrainer:
     """Two epochs of an odd number of rows, two to a step, so that each epoch ends with an empty one."""
     torch.manual_seed(0)
-    more = {"accelerator_config": {"even_batches": False}, "max_steps": -1, "num_train_epochs": 2}
-    more |= {"gradient_accumulation_steps": 2, "dataloader_num_workers": 2, "remove_unused_columns": False}
+    more = {"gradient_accumulation_steps": 2, "dataloader_num_workers": 2, "max_steps": -1, "num_train_epochs": 2}
     model = enable_packing(tiny_model(processor=PROCESSOR))
-    run = ReceiptTrainer(model, arguments(folder, **more, **settings), COLLATOR, RECEIPTS)
-    run.plan, run.rows, run.remainder = plan_bins(LENGTHS, CAPACITY), [], "empty"
-    assert len(run.plan) % 2 == 1
+    plan = plan_bins(LENGTHS, CAPACITY)
+    run = ReceiptTrainer(model, arguments(folder, **more, **settings), COLLATOR, RECEIPTS, plan=plan, remainder="empty")
+    run.rows = []
+    assert len(plan) % 2 == 1
     return run
 
 
