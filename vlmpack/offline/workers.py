@@ -49,7 +49,7 @@ def in_order(
         multiprocessing_context=start,
         generator=torch.Generator(),  # else it would draw a number from everybody's
     )
-    results = _started(loader, work)
+    results = _started(loader)
     try:
         yield from results
     except RuntimeError as error:
@@ -61,7 +61,7 @@ def in_order(
         ) from error
 
 
-def _started(loader: DataLoader, work: Any) -> Iterable[Any]:
+def _started(loader: DataLoader) -> Iterable[Any]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Got pickle error", UserWarning)  # which is told below
