@@ -75,3 +75,9 @@ def test_a_row_above_the_capacity_cannot_be_padded_to_it() -> None:
     with pytest.raises(ConfigError, match=r"holds 9 tokens .* cannot be padded to the capacity of 7"):
         fill_rows(samples, plan, RowFormat())
     assert sorted(fill_rows(samples, plan, RowFormat(pad_to_capacity=False)).used.tolist()) == [1, 9]
+
+
+@pytest.mark.parametrize("settings", [{"padding_value": -1}, {"padding_value": 2**31}, {"label_padding_value": 2**31}])
+def test_padding_that_no_column_can_hold_is_refused(settings) -> None:
+    with pytest.raises(ConfigError, match="padding_value is"):
+        RowFormat(**settings)

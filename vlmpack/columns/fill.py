@@ -9,13 +9,12 @@ Two samples [7 7 7] and [8 8] in a row of 7, or in one as long as its tokens:
 Labels are Hugging Face's: not shifted, because models shift them. The first one of each sample is masked, because
 shifted it would be what the sample before it is to predict.
 
-G rows, R real tokens.
+G rows, T tokens of row.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import final
 
 import numpy as np
@@ -23,6 +22,7 @@ import numpy as np
 from vlmpack.columns.samples import IGNORE, Samples
 from vlmpack.errors import ConfigError
 from vlmpack.plan import Plan
+from vlmpack.plan.lengths import LARGEST
 
 
 @final
@@ -36,6 +36,12 @@ class RowFormat:
     """Of labels where nothing is to be learnt."""
     pad_to_capacity: bool = True
     """Whether rows are as wide as the capacity, or as their tokens."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.padding_value <= LARGEST:
+            raise ConfigError(f"padding_value is {self.padding_value}; it is a token id, 0 or more")
+        if not -LARGEST <= self.label_padding_value <= LARGEST:
+            raise ConfigError(f"label_padding_value is {self.label_padding_value}, which is no 32-bit number")
 
 
 @final
@@ -80,53 +86,65 @@ def fill_rows(
     bounds = plan.bounds[rows.start : rows.stop + 1]
     order = plan.sample_ids[bounds[0] : bounds[-1]]
     ends = np.concatenate([[0], np.cumsum(samples.lengths[order])])
-    ids_R, labels_R, positions_R = _joined(samples, order, ends, form, dtype)
-    row_ends = ends[bounds - bounds[0]]
-    used = np.diff(row_ends)
-    if not form.pad_to_capacity:
-        return Rows(input_ids=ids_R, labels=labels_R, position_ids=positions_R, bounds=row_ends, used=used)
-    _check_widths(used, plan.capacity)
-    return Rows(
-        input_ids=_spread(ids_R, row_ends, plan.capacity, form.padding_value),
-        labels=_spread(labels_R, row_ends, plan.capacity, form.label_padding_value),
-        position_ids=_spread(positions_R, row_ends, plan.capacity, 0),
-        bounds=np.arange(len(rows) + 1) * plan.capacity,
-        used=used,
-    )
-
-
-def _joined(
-    samples: Samples, order: np.ndarray, ends: np.ndarray, form: RowFormat, dtype: type[np.integer]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(ids, labels, positions), each [R]: samples `order` one after the other, without padding; `ends` from 0."""
+    used = np.diff(ends[bounds - bounds[0]])
     starts, lengths = samples.starts[order], samples.lengths[order]
-    spans = [slice(a, b) for a, b in zip(starts.tolist(), (starts + lengths).tolist(), strict=True)]
+    padding = np.zeros(len(order), bool)
+    widths = used
+    if form.pad_to_capacity:
+        widths = _padded(used, plan.capacity)
+        behind = bounds[1:] - bounds[0]  # one piece of padding ends each row
+        starts, lengths = np.insert(starts, behind, 0), np.insert(lengths, behind, widths - used)
+        padding = np.insert(padding, behind, True)
+    pieces = _Pieces(starts=starts, lengths=lengths, padding=padding)
+    ids, labels, positions = _columns(samples, pieces, form, dtype)
+    row_bounds = np.concatenate([[0], np.cumsum(widths)])
+    return Rows(input_ids=ids, labels=labels, position_ids=positions, bounds=row_bounds, used=used)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Pieces:
+    """What lies in the rows, from the first token to the last: P samples and runs of padding."""
+
+    starts: np.ndarray
+    """int64 [P]: where each sample starts in `Samples.values`."""
+    lengths: np.ndarray
+    """int64 [P]: tokens."""
+    padding: np.ndarray
+    """bool [P]: whether it is padding."""
+
+
+def _columns(
+    samples: Samples, pieces: _Pieces, form: RowFormat, dtype: type[np.integer]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(ids, labels, positions), each [T]: every token is copied once, a piece at a time."""
+    pads = np.full(pieces.lengths[pieces.padding].max(initial=0), form.padding_value, samples.values.dtype)
+    ends = (pieces.starts + pieces.lengths).tolist()
+    spans = list(zip(map(slice, pieces.starts.tolist(), ends), pieces.padding.tolist(), strict=True))
 
     def joined(values: np.ndarray) -> np.ndarray:
-        return np.concatenate([values[span] for span in spans], dtype=dtype) if spans else np.zeros(0, dtype)
+        parts = [pads[span] if is_padding else values[span] for span, is_padding in spans]
+        return np.concatenate(parts, dtype=dtype) if parts else np.zeros(0, dtype)
 
     ids = joined(samples.values)
     labels = ids.copy() if samples.targets is samples.values else joined(samples.targets)
     if form.label_padding_value != IGNORE:
         labels[labels == IGNORE] = form.label_padding_value
-    labels[ends[:-1]] = form.label_padding_value
-    positions = np.arange(ends[-1], dtype=dtype)
-    positions -= np.repeat(ends[:-1].astype(dtype), lengths)
+    bounds = np.concatenate([[0], np.cumsum(pieces.lengths)])
+    labels[bounds[:-1][~pieces.padding]] = form.label_padding_value
+    positions = np.arange(bounds[-1], dtype=dtype)
+    positions -= np.repeat(bounds[:-1].astype(dtype), pieces.lengths)
+    for a, b in np.stack([bounds[:-1], bounds[1:]], axis=1)[pieces.padding].tolist():
+        labels[a:b] = form.label_padding_value
+        positions[a:b] = 0
     return ids, labels, positions
 
 
-def _spread(column_R: np.ndarray, row_ends: np.ndarray, width: int, padding: int) -> np.ndarray:
-    """[G * width]: each row's part of the column, and padding up to the width."""
-    out = np.empty((len(row_ends) - 1, width), column_R.dtype)
-    for row, (a, b) in zip(out, pairwise(row_ends.tolist()), strict=True):
-        row[: b - a] = column_R[a:b]
-        row[b - a :] = padding
-    return out.ravel()
-
-
-def _check_widths(used: np.ndarray, capacity: int) -> None:
+def _padded(used: np.ndarray, capacity: int) -> np.ndarray:
+    """int64 [G]: the width of each row."""
     if used.max(initial=0) > capacity:
         raise ConfigError(
             f"a row holds {used.max()} tokens (oversize='own_row') and cannot be padded to the capacity of {capacity}; "
             "choose pad_to_capacity=False"
         )
+    return np.full(len(used), capacity)
