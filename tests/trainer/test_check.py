@@ -101,6 +101,23 @@ def test_several_devices(tmp_path):
     assert "torchrun" in refusal(run)
 
 
+def test_ranks_that_would_train_apart_after_an_evaluation(tmp_path, monkeypatch):
+    model = enabled()
+    for of_ours in (False, True):
+        run = planned(tmp_path) if of_ours else trainer(model, receipts(model), tmp_path)
+        monkeypatch.setattr(type(run.args), "world_size", 2)
+        check_trainer(run)
+        monkeypatch.undo()
+        run.evaluate()
+        check_trainer(run)  # one process has nobody to part from
+        monkeypatch.setattr(type(run.args), "world_size", 2)
+        if of_ours:
+            check_trainer(run)
+        else:
+            assert "every rank trains a model of its own: evaluate afterwards" in refusal(run)
+        monkeypatch.undo()
+
+
 def test_a_model_that_was_enabled_too_late_or_never(tmp_path):
     model = tiny_model(hidden=16, heads=2, layers=1, vision_depth=1)
     run = trainer(model, receipts(model), tmp_path)

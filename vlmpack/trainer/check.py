@@ -25,7 +25,7 @@ def check_trainer(trainer: Trainer) -> None:
     Raises:
         ConfigError: every such setting, what it would do, and the remedy.
     """
-    problems = [*_model(trainer), *_loss(trainer), *_batches(trainer), *_rows(trainer)]
+    problems = [*_model(trainer), *_loss(trainer), *_ranks(trainer), *_batches(trainer), *_rows(trainer)]
     if problems:
         raise ConfigError("this Trainer does not train packed rows as their samples alone:\n- " + "\n- ".join(problems))
 
@@ -52,14 +52,25 @@ def _model(trainer: Trainer) -> Iterator[str]:
         )
 
 
+def _ranks(trainer: Trainer) -> Iterator[str]:
+    args, model = trainer.args, trainer.model
+    if args.world_size > 1 and not args.average_tokens_across_devices:
+        yield "average_tokens_across_devices=False averages the ranks' averages: set it to True"
+    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    was_evaluated = model is trainer.model_wrapped and "_is_accelerate_prepared" in vars(model)
+    if args.world_size > 1 and was_evaluated and not is_sharded and not isinstance(trainer, PackedTrainer):
+        yield (
+            "it evaluated before it trained, after which accelerate puts no DDP around the model and every rank trains "
+            "a model of its own: evaluate afterwards, or use PackedTrainer of vlmpack.trainer"
+        )
+
+
 def _loss(trainer: Trainer) -> Iterator[str]:
     if trainer.args.label_smoothing_factor:
         yield (
             "label_smoothing_factor keeps the labels from the model, and its smoother does not shift the labels of "
             "Qwen-VL models: set it to 0"
         )
-    if trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices:
-        yield "average_tokens_across_devices=False averages the ranks' averages: set it to True"
 
 
 def _batches(trainer: Trainer) -> Iterator[str]:
