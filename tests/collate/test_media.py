@@ -331,6 +331,51 @@ def test_a_truncated_outline_is_the_truncated_sample(layout: Any) -> None:
     check_equal(collator.materialise([outline]), collator.collate([sample]))
 
 
+def random_part(random: np.random.Generator) -> dict[str, Any]:
+    """A text, an image of any size with or without keys, or a video."""
+    kind, width, height = random.choice(["text", "image", "image", "video"]), *random.integers(2, 200, 2).tolist()
+    if kind == "text":
+        return {"type": "text", "text": "words and 75,000 " * int(random.integers(0, 9))}
+    keys: list[dict[str, Any]] = [{}, {"max_pixels": 20_000}, {"resized_height": 64, "resized_width": height}]
+    source = picture(width, height, seed=height)
+    if kind == "image":
+        return {"type": "image", "image": source, **keys[random.integers(3)]}
+    return {
+        "type": "video",
+        "video": [source] * int(random.integers(1, 4)),
+        **keys[random.integers(2)],
+        "min_pixels": 99,
+    }
+
+
+def random_conversation(random: np.random.Generator) -> dict[str, Any]:
+    messages = []
+    for _ in range(random.integers(1, 4)):
+        messages.append({"role": "user", "content": [random_part(random) for _ in range(random.integers(0, 4))]})
+        messages.append({"role": "assistant", "content": "a long answer " * int(random.integers(1, 9))})
+    return {"messages": messages}
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_any_conversation_is_outlined_as_it_is_collated(family: str) -> None:
+    random, outcomes = np.random.default_rng(7), set()
+    for _ in range(11):
+        sample, max_length = random_conversation(random), int(random.integers(30, 400))
+        collator = VLMCollator(processor_of(family), layout="packed", max_length=max_length, overlength="truncate")
+        try:
+            truth = collator.collate([sample])
+        except SampleError as error:
+            with pytest.raises(SampleError) as caught:
+                collator.outline(sample, 0)
+            assert str(caught.value) == str(error)
+            outcomes.add(error.reason)
+            continue
+        outline = collator.outline(sample, 0)
+        check_equal(collator.materialise([outline]), truth)
+        outcomes.add("cut" if outline.num_tokens < VLMCollator(processor_of(family)).outline(sample).num_tokens else "")
+    assert outcomes >= {"", "cut", "truncated_away"}
+
+
 def test_an_outline_takes_the_samples_place_for_its_name() -> None:
     collator = VLMCollator(processor_of(), layout="packed")
     outlines = [collator.outline(sample, 40 + at) for at, sample in enumerate(samples("qwen3_vl")[:4])]
