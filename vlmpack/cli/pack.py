@@ -105,8 +105,7 @@ def pack(
         max_bad_fraction=max_bad_fraction,
         slots=SlotRule(multiple=pad_seq_to_mult, max_segments=max_segments),
     )
-    console = Console()
-    with told(console) as progress:
+    with told(Console(stderr=True)) as progress:
         manifest = write_rows(
             inputs.dataset,
             out,
@@ -117,4 +116,4 @@ def pack(
             cache=cache,
             progress=progress,
         )
-    print_store(out, manifest, console)
+    print_store(out, manifest, Console())

@@ -95,6 +95,11 @@ def write_rows(
             there={} if before is None else _there(out, before),
         )
         manifest = writing.manifest(description)
+        if before is not None and manifest.shards != before.shards:
+            raise ConfigError(
+                f"a file of {out} that was lost has other bytes now: the data set or pyarrow was changed since; remove "
+                "the folder and pack again"
+            )
         folder.remove()
     return manifest
 

@@ -1,0 +1,130 @@
+"""`vlmpack pack`: a store from the shell, and what it tells."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chats import picture, processor_of
+from offline.stores import digests, encoded
+from typer.testing import CliRunner, Result
+
+from vlmpack.cli import app
+from vlmpack.cli.pack_table import size
+from vlmpack.offline import Manifest, PackedDataset
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight samples in a file of JSON lines with images beside it: one cannot be used, one is too long for a row."""
+    folder = tmp_path_factory.mktemp("source")
+    answers = ["yes"] * 6 + [None, "no " * 300]
+    for n in range(len(answers)):
+        (folder / f"{n}.png").write_bytes(encoded(picture(40 + 8 * n, 60, seed=n)))
+    samples = [
+        {
+            "id": f"s{n}",
+            "messages": [
+                {"role": "user", "content": [{"type": "image", "image": f"{n}.png"}, {"type": "text", "text": "?"}]},
+                *([{"role": "assistant", "content": answer}] if answer else []),
+            ],
+        }
+        for n, answer in enumerate(answers)
+    ]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    return folder / "samples.jsonl"
+
+
+def pack(*arguments: Any) -> Result:
+    """`vlmpack pack` with these arguments, in this process and on a wide terminal."""
+    return CliRunner().invoke(app, ["pack", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+GOOD = ("--processor", "tiny", "--capacity", 64, "--on-bad", "skip", "--max-bad-fraction", 0.5, "--oversize", "drop")
+
+
+def test_it_writes_a_store_and_tells_what_is_in_it(source: Path, tmp_path: Path) -> None:
+    done = pack(source, tmp_path / "rows", *GOOD)
+    assert done.exit_code == 0, done.output
+    manifest = Manifest.load(tmp_path / "rows")
+    told = {line.split("  ")[1].strip(): line for line in done.output.splitlines() if line.startswith("  ")}
+    assert f" {manifest.counts.rows} " in told["rows"]
+    assert "6   of 8" in told["samples"]
+    assert f"{manifest.fill:.2%}" in told["fill"]
+    assert size(manifest.bytes) in told["written"]
+    for name in ("longest row", "longest segment", "most segments", "most images", "most patches"):
+        assert f" {manifest.sizes.__dict__[name.replace(' ', '_')]} " in told[name]
+    assert "no_targets 1, oversize 1" in done.output
+    assert "sample 6 (id 's6'): none of its" in done.output and "sample 7: it exceeds a row by itself" in done.output
+
+
+def test_what_it_writes_can_be_trained_on(source: Path, tmp_path: Path) -> None:
+    assert pack(source, tmp_path / "rows", *GOOD, "--images", "reference").exit_code == 0
+    rows = list(PackedDataset(tmp_path / "rows", processor_of(), pad_to_max_length=True))
+    assert {row["input_ids"].shape for row in rows} == {(1, 64)}
+    assert sum(len(row["image_grid_thw"]) for row in rows) == 6
+    assert (tmp_path / "rows" / "rows-00000-of-00001.parquet").stat().st_size < source.parent.joinpath(
+        "5.png"
+    ).stat().st_size
+
+
+def test_again_it_ends_at_once_with_the_same_files(source: Path, tmp_path: Path) -> None:
+    first, files = pack(source, tmp_path / "rows", *GOOD), digests(tmp_path / "rows")
+    again = pack(source, tmp_path / "rows", *GOOD)
+    assert (again.exit_code, again.output) == (0, first.output)
+    assert digests(tmp_path / "rows") == files
+
+
+def test_the_plan_counts_multiples_of_slots_and_of_rows(source: Path, tmp_path: Path) -> None:
+    more = ("--pad-seq-to-mult", 8, "--rows-multiple", 3, "--max-segments", 2, "--shuffle", 1, "--shard-rows", 1)
+    assert pack(source, tmp_path / "rows", *GOOD, *more).exit_code == 0
+    dataset = PackedDataset(tmp_path / "rows")
+    assert len(dataset) == len(dataset.manifest.shards) == 3
+    assert all(slot % 8 == 0 for row in range(3) for slot in dataset.segments(row).slots)
+    assert dataset.manifest.sizes.most_segments == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (("--on-bad", "raise"), "vlmpack: sample 6 (id 's6'): none of its"),
+        (("--oversize", "error"), "vlmpack: sample 7: does not fit a row of 64 tokens"),
+        (("--oversize", "keep"), "vlmpack: oversize must be one of error, drop, own_row, got 'keep'"),
+        (("--images", "pixels"), "vlmpack: images must be one of bytes, reference, got 'pixels'"),
+        (("--on-bad", "ignore"), "vlmpack: --on-bad ignore: choose raise or skip"),
+        (("--train-on", "user"), "vlmpack: --train-on user: choose assistant or all"),
+        (("--pad-seq-to-mult", 7), "vlmpack: a capacity of 64 tokens is no multiple of 7"),
+        (("--processor", "nowhere"), "vlmpack: --processor nowhere"),
+    ],
+)
+def test_a_refusal_is_one_line(source: Path, tmp_path: Path, change: tuple[Any, ...], told: str) -> None:
+    failed = pack(source, tmp_path / "rows", *GOOD, *change)
+    assert failed.exit_code == 1
+    assert failed.output.strip().startswith(told)
+
+
+def test_other_settings_do_not_go_into_the_same_folder(source: Path, tmp_path: Path) -> None:
+    assert pack(source, tmp_path / "rows", *GOOD).exit_code == 0
+    failed = pack(source, tmp_path / "rows", *GOOD, "--capacity", 128)
+    assert failed.exit_code == 1
+    assert "settings.capacity was 64 and is 128" in failed.output
+
+
+def test_texts_of_a_text_model_are_packed_with_its_tokenizer(tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"prompt": "2 + 2 = ", "completion": str(n)}) + "\n" for n in range(9)))
+    done = pack(texts, tmp_path / "rows", "--processor", "tiny:qwen3", "--capacity", 32)
+    assert done.exit_code == 0, done.output
+    assert "patches" not in done.output
+
+
+def test_bytes_are_told_as_people_read_them() -> None:
+    assert [size(n) for n in (0, 1023, 1024, 1536, 5 * 2**30)] == [
+        "0 bytes",
+        "1023 bytes",
+        "1.0 KiB",
+        "1.5 KiB",
+        "5.0 GiB",
+    ]

@@ -1,0 +1,65 @@
+"""The manifest: read back as written, or refused with what is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from offline.stores import CAPACITY, store, texts
+
+from vlmpack.errors import ConfigError
+from vlmpack.offline import Manifest, PackedDataset
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """A small store."""
+    store(tmp_path, texts(4), seed=0)
+    return tmp_path
+
+
+def change(folder, **entries):
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+
+def test_it_says_how_the_rows_were_made(kept):
+    manifest = Manifest.load(kept)
+    assert manifest.capacity == manifest.settings["capacity"] == CAPACITY
+    assert manifest.settings["collator"]["train_on"] == "assistant"
+    assert manifest.settings["data"]["samples"] == manifest.counts.given == 4
+    assert manifest.processor["images"]["patch_size"] == 16
+    assert manifest.bytes == sum((kept / shard.file).stat().st_size for shard in manifest.shards)
+
+
+def test_it_names_no_path_and_no_time(kept):
+    """So that the same call gives the same bytes wherever and whenever."""
+    text = (kept / "manifest.json").read_text()
+    assert str(kept.parent) not in text
+    assert not {"time", "date", "host"} & set(json.loads(text))
+
+
+def test_a_folder_without_one_is_no_store(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no manifest.json.*`vlmpack pack`"):
+        PackedDataset(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entries", "told"),
+    [
+        ({"version": 2}, "is vlmpack.rows of version 2, and this vlmpack reads vlmpack.rows of version 1; pack again"),
+        ({"format": "vlmpack.plan"}, "is vlmpack.plan of version 1"),
+        ({"counts": {"rows": 1}}, "is damaged .TypeError"),
+        ({"shards": [{}]}, "is damaged .TypeError"),
+    ],
+)
+def test_one_that_cannot_be_read_is_named(kept, entries, told):
+    change(kept, **entries)
+    with pytest.raises(ConfigError, match=told):
+        Manifest.load(kept)
+
+
+def test_text_that_is_no_json_is_named(kept):
+    (kept / "manifest.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"manifest.json is damaged .JSONDecodeError"):
+        Manifest.load(kept)
