@@ -19,9 +19,6 @@ from vlmpack.cli.inputs import (
     WorkersOption,
 )
 from vlmpack.cli.need import need
-from vlmpack.errors import ConfigError
-
-ON_BAD = ("raise", "skip")
 
 
 def pack(
@@ -68,12 +65,6 @@ def pack(
     need("pack", "pyarrow", extra="data")
     if ray:
         need("pack --ray", "ray", extra="ray")
-    for name, value, known in (
-        ("--on-bad", on_bad, ON_BAD),
-        ("--train-on", train_on, ("assistant", "all")),
-    ):
-        if value not in known:
-            raise ConfigError(f"{name} {value}: choose {' or '.join(known)}")
 
     from rich.console import Console
 
