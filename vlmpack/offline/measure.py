@@ -1,6 +1,6 @@
 """How long every sample is, from its text and the headers of its images: no pixel is decoded.
 
-dataset ──▶ part of 64 samples ──key──▶ found in the cache? ──yes──▶ Entry ──▶ LengthTable
+dataset ──▶ part of 32 samples ──key──▶ found in the cache? ──yes──▶ Entry ──▶ LengthTable
                   │                            │ no                    ▲
                   └─────── one of several processes: outline ──────────┘
 """
@@ -33,7 +33,7 @@ from vlmpack.plan.table import LengthTable, Refused
 Told = Callable[[int, int | None], None]
 """Is told how many samples are done, and of how many; None: nobody knows."""
 
-PART = 64
+PART = 32
 """Samples that go to a worker at a time."""
 WRITE_EVERY = 2.0
 """Seconds after which new entries are written to the cache: at most this much is lost."""
