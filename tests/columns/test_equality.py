@@ -19,6 +19,7 @@ from vlmpack.columns.naive import seqpacker_columns
 from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
 from vlmpack.step import PackedStep, enable_packing
+from vlmpack.trainer import loss_metrics
 
 CAPACITY = 16
 LENGTHS = (7, 5, 3, 11, 2, 8, 6)
@@ -183,6 +184,14 @@ def test_trainer_trains_the_rows_of_a_data_set_exactly(collator, with_packing, t
     run.train()
     assert logged(run) == [pytest.approx(truth().loss.item(), rel=1e-6)]
     check_gradients(truth(), {name: g for name, g in seen.steps[0].items() if g.any()}, limits_of("qwen3"))
+
+
+def test_trainer_evaluates_row_by_row_exactly(tmp_path) -> None:
+    args = arguments(tmp_path, per_device_eval_batch_size=1)
+    run = Trainer(enable_packing(model_of()), args, RowCollator(), eval_dataset=rows(), compute_metrics=loss_metrics)
+    metrics = run.evaluate()
+    assert metrics["eval_token_loss"] == pytest.approx(truth().loss.item(), rel=1e-6)
+    assert metrics["eval_num_targets"] == sum(int((sample["labels"][1:] != -100).sum()) for sample in samples())
 
 
 def test_trainer_packs_samples_of_a_batch_exactly(tmp_path) -> None:

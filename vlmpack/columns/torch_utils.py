@@ -35,7 +35,7 @@ class PackedBatch:
     max_seqlen: int
     """Tokens of the longest sample."""
     packs: tuple[Pack, ...]
-    """The samples of each row, on the host."""
+    """The samples of each row, on the host; with `oversize="split"` their numbers count pieces."""
     label_padding_value: int = IGNORE
     """Of labels where nothing is to be learnt."""
 
