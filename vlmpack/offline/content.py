@@ -17,8 +17,6 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import tokenizers
-import transformers
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.processor import parts_of
@@ -33,6 +31,9 @@ KEY_BYTES = 16
 
 def settings_key(collator: VLMCollator, *, estimate: bool = False) -> bytes:
     """All that decides lengths besides the samples themselves."""
+    import tokenizers
+    import transformers
+
     parts = parts_of(collator.processor)
     facts = {**asdict(collator.facts), "newline_ids": sorted(collator.facts.newline_ids)}
     return _digest(
