@@ -295,6 +295,17 @@ class Fussy(Trainer):
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
 
+def test_a_prediction_step_that_goes_past_it_is_refused_and_not_an_empty_result(tmp_path):
+    class Past(PackedTrainer):
+        prediction_step = Trainer.prediction_step
+
+    model, samples, _, _ = held_out()
+    plan = plan_bins(lengths_of(samples), 500)
+    run = Past(model, arguments(tmp_path), collator("packed"), eval_dataset=Samples(samples), eval_plan=plan)
+    with pytest.raises(ConfigError, match="was never taken down: prediction_step was replaced"):
+        run.evaluate()
+
+
 def test_it_goes_before_another_subclass_of_trainer(tmp_path):
     class PackedFussy(PackedTrainer, Fussy):
         pass

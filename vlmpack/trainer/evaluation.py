@@ -173,7 +173,16 @@ class Account:
         return list(row)
 
     def total(self) -> Evaluation:
-        """What all ranks have computed; all of them have to ask."""
+        """What all ranks have computed; all of them have to ask.
+
+        Raises:
+            ConfigError: rows of this rank were not taken down.
+        """
+        if row := next(self._rows, None):
+            raise ConfigError(
+                f"the row of samples {list(row)} was never taken down: prediction_step was replaced by one that does "
+                "not ask PackedTrainer's; put PackedTrainer first among the bases, or set eval_packing=False"
+            )
         held_out = self._loader.held_out
         mine = (self._places, _floats(self._losses), _floats(self._targets), self._refused, self._work)
         places, losses, targets, refused, work = zip(*_gathered(mine), strict=True)

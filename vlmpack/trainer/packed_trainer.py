@@ -28,7 +28,7 @@ class PackedTrainer(Trainer):
     Each rank takes its own rows; accelerate deals none out. `train(resume_from_checkpoint=...)` goes on with the very
     rows that were left. `evaluate()` computes planned rows too, see `evaluation`.
 
-    With another subclass of Trainer: `class PackedSFTTrainer(PackedTrainer, SFTTrainer)`, this one first.
+    With another subclass of Trainer: `class PackedOther(PackedTrainer, Other)`, this one first.
 
     Args:
         *args: Trainer's own.
