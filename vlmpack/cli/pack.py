@@ -21,40 +21,56 @@ from vlmpack.cli.inputs import (
 from vlmpack.cli.need import need
 
 
+
+OutArgument = Annotated[Path, typer.Argument(help="Folder for the rows; one that was interrupted is continued.")]
+CapacityOption = Annotated[int, typer.Option(min=1, help="Tokens of a row.")]
+TrainOnOption = Annotated[str, typer.Option(help="What is learnt: assistant (its turns) or all.")]
+OnBadOption = Annotated[str, typer.Option(help="A bad sample: raise (stop) or skip (leave out, and list).")]
+BadFractionOption = Annotated[
+    float | None, typer.Option(min=0, max=1, help="Most samples that may be left out as bad; by default 0.01.")
+]
+OversizeOption = Annotated[
+    str, typer.Option(help="A sample that exceeds a row by itself: error, drop (and list) or own_row.")
+]
+PatchesOption = Annotated[int | None, typer.Option(min=1, help="Most vision patches in a row.")]
+ImagesOption = Annotated[int | None, typer.Option(min=1, help="Most images and videos in a row.")]
+SegmentsOption = Annotated[int | None, typer.Option(min=1, help="Most samples in a row.")]
+MultipleOption = Annotated[
+    int, typer.Option(min=1, help="Each sample takes up a multiple of this: 2 x CP under context parallelism.")
+]
+RowsOption = Annotated[
+    int, typer.Option(min=1, help="Make the number of rows a multiple of this: ranks x accumulation.")
+]
+ShuffleOption = Annotated[int | None, typer.Option(min=0, help="Seed that shuffles samples and rows.")]
+KeepOption = Annotated[str, typer.Option(help="Keep images as bytes, or as reference (path and SHA-256).")]
+ShardOption = Annotated[int, typer.Option(min=1, help="Rows of a file.")]
+RayOption = Annotated[bool, typer.Option("--ray", help="Measure and write as tasks of Ray instead of --workers.")]
+
+
 def pack(
     dataset: DatasetArgument,
-    out: Annotated[Path, typer.Argument(help="Folder for the rows; one that was interrupted is continued.")],
+    out: OutArgument,
     processor: ProcessorOption,
-    capacity: Annotated[int, typer.Option(min=1, help="Tokens of a row.")],
+    capacity: CapacityOption,
     split: SplitOption = "train",
     num: NumOption = None,
     seed: SeedOption = 0,
     max_length: MaxLengthOption = None,
     overlength: OverlengthOption = "error",
-    train_on: Annotated[str, typer.Option(help="What is learnt: assistant (its turns) or all.")] = "assistant",
-    on_bad: Annotated[str, typer.Option(help="A bad sample: raise (stop) or skip (leave out, and list).")] = "raise",
-    max_bad_fraction: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Most samples that may be left out as bad; by default 0.01.")
-    ] = None,
-    oversize: Annotated[
-        str, typer.Option(help="A sample that exceeds a row by itself: error, drop (and list) or own_row.")
-    ] = "error",
-    max_patches: Annotated[int | None, typer.Option(min=1, help="Most vision patches in a row.")] = None,
-    max_images: Annotated[int | None, typer.Option(min=1, help="Most images and videos in a row.")] = None,
-    max_segments: Annotated[int | None, typer.Option(min=1, help="Most samples in a row.")] = None,
-    pad_seq_to_mult: Annotated[
-        int, typer.Option(min=1, help="Each sample takes up a multiple of this: 2 x CP under context parallelism.")
-    ] = 1,
-    rows_multiple: Annotated[
-        int, typer.Option(min=1, help="Make the number of rows a multiple of this: ranks x accumulation.")
-    ] = 1,
-    shuffle: Annotated[
-        int | None, typer.Option(min=0, help="Seed that shuffles samples and rows; or as given.")
-    ] = None,
-    images: Annotated[str, typer.Option(help="Keep images as bytes, or as reference (path and SHA-256).")] = "bytes",
-    shard_rows: Annotated[int, typer.Option(min=1, help="Rows of a file.")] = 128,
+    train_on: TrainOnOption = "assistant",
+    on_bad: OnBadOption = "raise",
+    max_bad_fraction: BadFractionOption = None,
+    oversize: OversizeOption = "error",
+    max_patches: PatchesOption = None,
+    max_images: ImagesOption = None,
+    max_segments: SegmentsOption = None,
+    pad_seq_to_mult: MultipleOption = 1,
+    rows_multiple: RowsOption = 1,
+    shuffle: ShuffleOption = None,
+    images: KeepOption = "bytes",
+    shard_rows: ShardOption = 128,
     workers: WorkersOption = 0,
-    ray: Annotated[bool, typer.Option("--ray", help="Measure and write as tasks of Ray instead of --workers.")] = False,
+    ray: RayOption = False,
     cache: CacheOption = None,
 ) -> None:
     """Plan which samples share a row, and write the rows down: token ids, what is learnt, and images still encoded.
