@@ -20,8 +20,6 @@ from vlmpack.cli.inputs import (
 )
 from vlmpack.cli.need import need
 
-
-
 OutArgument = Annotated[Path, typer.Argument(help="Folder for the rows; one that was interrupted is continued.")]
 CapacityOption = Annotated[int, typer.Option(min=1, help="Tokens of a row.")]
 TrainOnOption = Annotated[str, typer.Option(help="What is learnt: assistant (its turns) or all.")]
