@@ -20,8 +20,7 @@ import torch
 
 from vlmpack.columns.samples import token_ids_of, vector
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.layout import IGNORE, BatchFacts, PackedRow, Segments
-from vlmpack.layout.roll import shift_labels
+from vlmpack.layout import IGNORE, BatchFacts, PackedRow, Segments, shift_labels
 
 PositionRows = Literal[0, 1, 4]
 """How many rows of positions a model takes."""
