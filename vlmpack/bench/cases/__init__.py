@@ -12,10 +12,12 @@ from vlmpack.bench.cases.head import measure_head
 from vlmpack.bench.cases.lengths import LengthShapes, measure_headers
 from vlmpack.bench.cases.memory import measure_memory
 from vlmpack.bench.cases.pack import PackShapes, measure_pack
+from vlmpack.bench.cases.peers import measure_peers
 from vlmpack.bench.cases.pixels import PixelShapes, measure_pixels
 from vlmpack.bench.cases.plan import PlanShapes, measure_plan
 from vlmpack.bench.cases.step import measure_step
 from vlmpack.bench.figure import Figure, Skipped
+from vlmpack.bench.peers import PeerShapes
 from vlmpack.bench.settings import BenchSettings
 from vlmpack.bench.workload import ReceiptShapes
 
@@ -48,6 +50,9 @@ CASES: Mapping[str, Case] = {
         about="lengths of samples from their images' headers, against running the processor",
         run=measure_headers,
         shapes=LengthShapes(),
+    ),
+    "peers": Case(
+        about="other projects on the same tokenised samples, against us", run=measure_peers, shapes=PeerShapes()
     ),
     "attention": Case(
         about="attention on a row, against a padded batch and a dense mask",
