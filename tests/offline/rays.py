@@ -29,6 +29,17 @@ ON_THIS_MACHINE: dict[str, Any] = {
 }
 
 
+def start_ray(chances: int = 3) -> None:
+    """Start it; it waits for its own processes for half a minute, which a very busy machine may need more than once."""
+    try:
+        ray.init(**ON_THIS_MACHINE)
+    except Exception as error:  # a plain one
+        if chances == 1 or "timed out during startup" not in str(error):
+            raise
+        ray.shutdown()
+        start_ray(chances - 1)
+
+
 def write(out: Path, source: Path, **settings: Any) -> dict[str, str]:
     """Write a store; its files."""
     made = StoreSettings(**{"capacity": CAPACITY, "shard_rows": 2, "seed": 1, **settings})
@@ -50,7 +61,7 @@ def main(folder: Path) -> None:
     source = folder / "samples.jsonl"
     seen: dict[str, Any] = {}
     on_ray.PART = 5  # several parts, of which one is not full
-    ray.init(**ON_THIS_MACHINE)
+    start_ray()
     seen["whole"] = write(folder / "whole", source)
     seen["others are left running"] = ray.is_initialized()
     os.truncate(folder / "whole" / sorted(seen["whole"])[-1], 10)

@@ -43,7 +43,7 @@ def seen(folder):
         [sys.executable, str(Path(__file__).with_name("rays.py")), str(folder)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-3000:]
