@@ -23,6 +23,9 @@ WIDENING = 3
 WEIGHT_PASSES = 3
 """Times that a step passes over all weights: forward, backward to the input, and the gradients it writes."""
 
+MOST_COPIED = 2**29
+"""Bytes: more than any cache, and little beside the model."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -34,21 +37,25 @@ class Ceilings:
     right: torch.Tensor
     """[D, 3 D]."""
     source: torch.Tensor
-    """As many bytes as the model's weights."""
+    """As many bytes as the model's weights, or `MOST_COPIED`."""
     target: torch.Tensor
     """Where they are copied."""
+    weight_bytes: int
+    """Of the model's weights."""
 
     @classmethod
     def of(cls, model: Any, *, tokens: int, hidden: int) -> Ceilings:
         """The ceilings of a step of this model on so many tokens, on its device and in its type."""
         weight = next(model.parameters())
         size = sum(parameter.numel() for parameter in model.parameters())
-        source = torch.zeros(size, dtype=weight.dtype, device=weight.device)
+        copied = min(size, MOST_COPIED // weight.element_size())
+        source = torch.zeros(copied, dtype=weight.dtype, device=weight.device)
         return cls(
             left=torch.randn(tokens, hidden, dtype=weight.dtype, device=weight.device),
             right=torch.randn(hidden, WIDENING * hidden, dtype=weight.dtype, device=weight.device),
             source=source,
             target=torch.empty_like(source),
+            weight_bytes=size * weight.element_size(),
         )
 
     @property
@@ -64,7 +71,7 @@ class Ceilings:
     @property
     def step_bytes(self) -> int:
         """Bytes that a step moves at the very least: its weights, and their gradients."""
-        return WEIGHT_PASSES * self.source.nbytes
+        return WEIGHT_PASSES * self.weight_bytes
 
     def over_roofline(self, flops: int, timings: Timings, step: str, clock: Clock) -> Spread:
         """How many times as long as at the ceilings a step of so many FLOPs takes, each round within itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,8 @@ from vlmpack.errors import VlmpackError
 from vlmpack.families import FAMILIES
 
 WIDTH = 120
+GPU = "gpu"
+"""The first word of the command that measures everything about one GPU, `vlmpack.bench.gpu`."""
 ALL = "all"
 """In place of a family: every one."""
 SECONDS = 60.0
@@ -33,8 +36,13 @@ def main(arguments: Sequence[str] | None = None, *, console: Console | None = No
         0: measured; 1: `--check` was given and a target was missed, or there was no time to measure it; 2: could not
         be run as asked.
     """
-    chosen = _parser().parse_args(arguments)
     console = console or _console()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == [GPU]:
+        from vlmpack.bench.gpu import main as gpu
+
+        return gpu(words[1:], console=console)
+    chosen = _parser().parse_args(words)
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
     names = chosen.cases or list(CASES)
@@ -95,7 +103,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_ABOUT = "Measure vlmpack against what it replaces, alternating in one process."
+_ABOUT = (
+    "Measure vlmpack against what it replaces, alternating in one process. "
+    "`gpu` as the first word measures everything about one GPU instead; it has a --help of its own."
+)
 
 
 def _cases_in_words() -> str:

@@ -109,6 +109,21 @@ class Skipped:
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class Failed:
+    """Something that was to be measured, and broke."""
+
+    case: str
+    """The case that it belongs to."""
+    name: str
+    """What it is, in words."""
+    why: str
+    """The error, in a line."""
+    traceback: str
+    """Where it came from."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """All figures of one run, and what is needed to repeat it."""
 
@@ -122,6 +137,8 @@ class Report:
     """Each case's sizes."""
     skipped: tuple[Skipped, ...] = ()
     """What was not measured."""
+    failed: tuple[Failed, ...] = ()
+    """What broke."""
 
     @property
     def missed(self) -> tuple[Figure, ...]:
@@ -130,13 +147,15 @@ class Report:
 
     @property
     def complete(self) -> bool:
-        """Whether every target is reached, and nothing was left out that could have been measured."""
-        return not self.missed and not any(skipped.owed for skipped in self.skipped)
+        """Whether every target is reached, nothing broke, and nothing was left out that could have been measured."""
+        return not self.missed and not self.failed and not any(skipped.owed for skipped in self.skipped)
 
     def save(self, path: str | Path) -> None:
-        """Write the report as JSON."""
+        """Write the report as JSON: whole or not at all."""
         text = json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        draft = Path(path).with_name(Path(path).name + ".part")
+        draft.write_text(text + "\n", encoding="utf-8")
+        draft.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
@@ -159,4 +178,5 @@ class Report:
             settings=found["settings"],
             shapes=found["shapes"],
             skipped=tuple(Skipped(**skipped) for skipped in found["skipped"]),
+            failed=tuple(Failed(**failed) for failed in found.get("failed", ())),
         )

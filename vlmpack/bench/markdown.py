@@ -60,7 +60,8 @@ def _run(name: str, report: Report) -> str:
         f"{where['device_name']}, {where['threads']} threads, {report.settings['clock']} clock, "
         f"seed {report.settings['seed']}"
     )
-    return "\n".join([line, *(f"  - skipped: {one.case}, {one.name}: {one.why}" for one in report.skipped)])
+    skipped = [f"  - skipped: {one.case}, {one.name}: {one.why}" for one in report.skipped]
+    return "\n".join([line, *skipped, *(f"  - failed: {one.case}, {one.name}: {one.why}" for one in report.failed)])
 
 
 def _row(*cells: str) -> str:

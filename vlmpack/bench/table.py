@@ -39,8 +39,9 @@ def tables_of_families(report: Report) -> list[Table]:
 
 
 def skipped(report: Report) -> list[Text]:
-    """A line for each thing that was left out."""
-    return [Text(f"skipped: {one.case}, {one.name}: {one.why}", style="yellow") for one in report.skipped]
+    """A line for each thing that was left out, and for each that broke."""
+    lines = [Text(f"skipped: {one.case}, {one.name}: {one.why}", style="yellow") for one in report.skipped]
+    return lines + [Text(f"failed: {one.case}, {one.name}: {one.why}", style="bold red") for one in report.failed]
 
 
 def _ratios(report: Report) -> dict[str, dict[str, list[Figure]]]:

@@ -20,7 +20,7 @@ from vlmpack.bench.figure import Figure, Target
 from vlmpack.bench.formula import step_flops
 from vlmpack.bench.settings import BenchSettings
 from vlmpack.bench.steps import StepPair, Work
-from vlmpack.bench.timing import Spread, Timings, alternate
+from vlmpack.bench.timing import Timings, alternate
 from vlmpack.bench.workload import ReceiptShapes
 from vlmpack.families import Family, family_named
 from vlmpack.layout import PaddedBatch
@@ -83,15 +83,9 @@ def _rates(shapes: ReceiptShapes, timings: Timings, settings: BenchSettings) -> 
     for step in ("packed", "padded"):
         seconds = timings.of(step, settings.clock)
         for what, (count, unit) in counts.items():
-            yield Figure.measured(CASE, f"{step}, {what}", _rate(count, seconds), unit)
-    padded = _rate(samples * max(shapes.lengths), timings.of("padded", settings.clock))
+            yield Figure.measured(CASE, f"{step}, {what}", seconds.rate(count), unit)
+    padded = timings.of("padded", settings.clock).rate(samples * max(shapes.lengths))
     yield Figure.measured(CASE, "padded, tokens with padding", padded, "tokens/s")
-
-
-def _rate(count: int, seconds: Spread) -> Spread:
-    return Spread(
-        median=count / seconds.median, low=count / seconds.high, high=count / seconds.low, rounds=seconds.rounds
-    )
 
 
 def _limits(ceilings: Ceilings, work: Work, timings: Timings, settings: BenchSettings) -> Iterator[Figure]:

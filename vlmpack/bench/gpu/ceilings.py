@@ -1,0 +1,61 @@
+"""gpu ceilings: matrix products at the models' shapes, and a copy: what nothing on this machine is faster than."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from vlmpack.bench.figure import Figure
+from vlmpack.bench.gpu.run import Cell, Lab
+from vlmpack.bench.gpu.shapes import GpuShapes
+from vlmpack.bench.timing import alternate
+
+CASE = "gpu ceilings"
+GUESS = 3.0
+
+
+def cells(shapes: GpuShapes) -> list[Cell]:
+    """One for the copy, one for each product."""
+    return [
+        Cell(case=CASE, name="copy", guess=GUESS, run=_copy),
+        *(
+            Cell(case=CASE, name=name, guess=GUESS, run=lambda lab, name=name, sizes=sizes: _product(lab, name, *sizes))
+            for name, sizes in products(shapes).items()
+        ),
+    ]
+
+
+def products(shapes: GpuShapes) -> dict[str, tuple[int, int, int]]:
+    """[M, K] times [K, N] by name: a square one, and the widest of the first model's blocks and its head."""
+    side, sizes = shapes.square, shapes.models[0].sizes
+    text, vision = sizes["hidden"], sizes["vision_hidden"]
+    head = sizes.get("vocab_size", shapes.receipts.vocab_size)
+    return {
+        "product, square": (side, side, side),
+        "product, text MLP": (shapes.tokens, text, sizes.get("intermediate", 2 * text)),
+        "product, text attention": (shapes.tokens, text, text),
+        "product, vision MLP": (shapes.tokens, vision, 4 * vision),
+        "product, head": (shapes.tokens // 4, text, head),
+    }
+
+
+def _product(lab: Lab, name: str, m: int, k: int, n: int) -> Iterator[Figure]:
+    device, dtype = lab.device.name, lab.device.dtype
+    left, right = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
+    out = torch.empty(m, n, device=device, dtype=dtype)
+    timings = alternate(
+        {"product": lambda: torch.mm(left, right, out=out)}, seconds=lab.settings.seconds / 4, device=device
+    )
+    rate = timings.of("product", lab.settings.clock).rate(2e-12 * m * k * n)
+    yield Figure.measured(CASE, f"{name}, {m} x {k} x {n}", rate, "TFLOP/s")
+
+
+def _copy(lab: Lab) -> Iterator[Figure]:
+    source = torch.randint(255, (lab.shapes.copied // 2,), dtype=torch.uint8, device=lab.device.name)
+    target = torch.empty_like(source)
+    timings = alternate(
+        {"copy": lambda: target.copy_(source)}, seconds=lab.settings.seconds / 4, device=lab.device.name
+    )
+    rate = timings.of("copy", lab.settings.clock).rate(2e-12 * source.nbytes)
+    yield Figure.measured(CASE, "copy, bytes read and written", rate, "TB/s")
