@@ -48,7 +48,7 @@ def main(arguments: Sequence[str], *, console: Console, restart: Callable[[list[
     if chosen.device == "cuda" and not torch.cuda.is_available():
         console.print("[red]PyTorch sees no CUDA device here; --device cpu --shapes tiny runs every part on a CPU[/]")
         return 2
-    _keep_to_ourselves()
+    _be_quiet()
     again = [*(word for word in arguments if word != RESUME), RESUME]
     report = _run(chosen, console, restart=lambda: (restart or _in_place)(again))
     console.print(title(report), *_lines(report), *skipped(report), sep="\n", highlight=False, soft_wrap=True)
@@ -88,9 +88,8 @@ def _lines(report: Report) -> Iterator[Text]:
             yield Text(f"{'reached' if figure.met else 'missed '}  {name}: {words}", style=style)
 
 
-def _keep_to_ourselves() -> None:
-    """No hub is asked, and transformers gives no advice."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+def _be_quiet() -> None:
+    """Without transformers' advice."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
