@@ -25,8 +25,7 @@ SAVE_EVERY, KILLED_AFTER = 3, 5
 """Steps; the last checkpoint before the end is not the one at hand."""
 
 CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "plan": (planned, {}),
-    "plan, accumulated, with a worker": (
+    "plan with a worker": (
         planned,
         {"gradient_accumulation_steps": 2, "num_train_epochs": 3, "dataloader_num_workers": 1},
     ),

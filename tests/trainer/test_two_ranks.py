@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer.packed_runs import fingerprint, planned, scene
+from trainer.packed_runs import fingerprint, fresh, planned, scene
 from training import descend, lengths_of, loss_sums, receipts
 
 from vlmpack.families.tiny import tiny_model
@@ -104,7 +104,7 @@ def test_ranks_share_the_rows_of_a_stream_pass_after_pass(packed):
 def test_trainer_evaluates_planned_rows_alike_on_both_ranks(packed):
     _, samples = scene()
     with torch.no_grad():
-        sums, counts = loss_sums(tiny_model(), samples)
+        sums, counts = loss_sums(fresh(), samples)
     one, other = (rank["planned"]["metrics"] for rank in packed)
     assert one["eval_sample_loss"] == other["eval_sample_loss"]
     assert one["eval_token_loss"] == other["eval_token_loss"]
