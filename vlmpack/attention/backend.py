@@ -63,9 +63,21 @@ class Backend(Protocol):
         causal: bool,
         scale: float,
         dropout: float = 0.0,
+        keys: Segments | None = None,
     ) -> torch.Tensor:
         """softmax(q k^T * scale) v within each segment: [T, N, H].
 
         Every row of the result, and of the gradients, is written; rows of padding are 0.
+
+        Args:
+            q_TNH: queries.
+            k_TKH: keys.
+            v_TKH: values.
+            segments: the boundaries of all three, or of the queries alone.
+            causal: whether a token sees no later one.
+            scale: of the scores.
+            dropout: probability of dropping an attention weight.
+            keys: the boundaries of keys and values where they reach back further than the queries: as many segments,
+                neither kind with gaps or empty segments; the last query of each is at the place of its last key.
         """
         ...

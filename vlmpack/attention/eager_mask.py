@@ -30,14 +30,18 @@ class EagerMask:
         causal: bool,
         scale: float,
         dropout: float = 0.0,
+        keys: Segments | None = None,
     ) -> torch.Tensor:
         """See `Backend`."""
-        pad_T11 = segments.padding_mask(q_TNH.device)[:, None, None]
+        keys = keys or segments
         # 0 * NaN is NaN: what must not be read has to be 0 before it meets a product.
-        q_NTH, k_KTH, v_KTH = (x.masked_fill(pad_T11, 0).transpose(0, 1) for x in (q_TNH, k_TKH, v_TKH))
+        q_NTH, k_KTH, v_KTH = (
+            x.masked_fill(whose.padding_mask(x.device)[:, None, None], 0).transpose(0, 1)
+            for x, whose in ((q_TNH, segments), (k_TKH, keys), (v_TKH, keys))
+        )
         group = q_NTH.shape[0] // k_KTH.shape[0]
         k_NTH, v_NTH = (x.repeat_interleave(group, dim=0) for x in (k_KTH, v_KTH))
-        hidden_TT = ~_may_attend(segments, q_TNH.device, causal=causal)
+        hidden_TT = ~_may_attend(segments, keys, q_TNH.device, causal=causal)
         at_least_float32 = torch.promote_types(q_TNH.dtype, torch.float32)
         scores_NTT = (q_NTH @ k_NTH.transpose(1, 2)).to(at_least_float32) * scale
         # Rows of padding attend to nothing: their softmax is NaN, and 0 takes its place.
@@ -46,8 +50,17 @@ class EagerMask:
         return (weights_NTT.to(v_NTH.dtype) @ v_NTH).transpose(0, 1)
 
 
-def _may_attend(segments: Segments, device: torch.device, *, causal: bool) -> torch.Tensor:
-    """bool [T, T]: query (row) may read key (column)."""
-    seq_T, real_T = segments.seq_idx(device), ~segments.padding_mask(device)
-    mask_TT = (seq_T[:, None] == seq_T[None, :]) & real_T[:, None] & real_T[None, :]
-    return mask_TT.tril() if causal else mask_TT
+def _may_attend(segments: Segments, keys: Segments, device: torch.device, *, causal: bool) -> torch.Tensor:
+    """bool [T, T']: query (row) may read key (column)."""
+    query_T, key_T = segments.seq_idx(device), keys.seq_idx(device)
+    real_T1, real_1T = ~segments.padding_mask(device)[:, None], ~keys.padding_mask(device)[None, :]
+    mask_TT = (query_T[:, None] == key_T[None, :]) & real_T1 & real_1T
+    if not causal:
+        return mask_TT
+    return mask_TT & (_places_from_end(segments, device)[:, None] >= _places_from_end(keys, device)[None, :])
+
+
+def _places_from_end(segments: Segments, device: torch.device) -> torch.Tensor:
+    """int64 [T]: how far before its segment's end each token is, as a number below 0; of padding anything."""
+    lengths = torch.tensor((*segments.lengths, 0), device=device)
+    return segments.position_in_segment(device) - lengths[segments.seq_idx(device).long()]

@@ -35,19 +35,20 @@ class FlashAttn:
         causal: bool,
         scale: float,
         dropout: float = 0.0,
+        keys: Segments | None = None,
     ) -> torch.Tensor:
         """See `Backend`."""
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportAttributeAccessIssue, reportMissingImports]
 
-        cu_seqlens, longest = segments.kernel_seqlens(q_TNH.device), segments.max_kernel_length
+        keys = keys or segments
         out_TNH = flash_attn_varlen_func(
             q_TNH,
             k_TKH,
             v_TKH,
-            cu_seqlens,
-            cu_seqlens,
-            longest,
-            longest,
+            segments.kernel_seqlens(q_TNH.device),
+            keys.kernel_seqlens(q_TNH.device),
+            segments.max_kernel_length,
+            keys.max_kernel_length,
             dropout_p=dropout,
             softmax_scale=scale,
             causal=causal,

@@ -31,11 +31,14 @@ class SdpaSegments:
         causal: bool,
         scale: float,
         dropout: float = 0.0,
+        keys: Segments | None = None,
     ) -> torch.Tensor:
         """See `Backend`."""
         sizes, real = _pieces(segments)
+        key_sizes = sizes if keys is None else _pieces(keys)[0]
         # One split a tensor: slicing each segment out would make the backward pass write G full-size gradients.
-        pieces = zip(*(x.transpose(0, 1).split_with_sizes(sizes, dim=1) for x in (q_TNH, k_TKH, v_TKH)), strict=True)
+        rows = ((q_TNH, sizes), (k_TKH, key_sizes), (v_TKH, key_sizes))
+        pieces = zip(*(x.transpose(0, 1).split_with_sizes(cut, dim=1) for x, cut in rows), strict=True)
         grouped = q_TNH.shape[1] != k_TKH.shape[1]
         out = []
         for (q_NLH, k_KLH, v_KLH), is_real in zip(pieces, real, strict=True):
@@ -46,13 +49,22 @@ class SdpaSegments:
                 q_NLH[None],
                 k_KLH[None],
                 v_KLH[None],
+                attn_mask=_last_queries(q_NLH, k_KLH) if causal else None,
                 dropout_p=dropout,
-                is_causal=causal and q_NLH.shape[1] > 1,
+                is_causal=causal and 1 < q_NLH.shape[1] == k_KLH.shape[1],
                 scale=scale,
                 enable_gqa=grouped,
             )[0]
             out.append(o_NLH.transpose(0, 1))
         return torch.cat(out)
+
+
+def _last_queries(q_NLH: torch.Tensor, k_KLH: torch.Tensor) -> torch.Tensor | None:
+    """bool [L, L']: which keys each query sees if they are the last of as many as there are keys; None: one for each."""
+    queries, keys = q_NLH.shape[1], k_KLH.shape[1]
+    if queries in (1, keys):
+        return None
+    return torch.ones(queries, keys, dtype=torch.bool, device=q_NLH.device).tril(keys - queries)
 
 
 def _pieces(segments: Segments) -> tuple[list[int], list[bool]]:

@@ -34,11 +34,12 @@ class TorchVarlen:
         causal: bool,
         scale: float,
         dropout: float = 0.0,
+        keys: Segments | None = None,
     ) -> torch.Tensor:
         """See `Backend`."""
         from torch.nn.attention.varlen import varlen_attn
 
-        cu_seqlens, longest = segments.kernel_seqlens(q_TNH.device), segments.max_kernel_length
+        keys = keys or segments
         # torch 2.11 groups heads without being asked and knows no such argument; later ones want to be asked.
         is_grouped = q_TNH.shape[1] != k_TKH.shape[1]
         grouped: dict[str, Any] = {"enable_gqa": True} if is_grouped and _WANTS_TO_BE_ASKED else {}
@@ -46,10 +47,10 @@ class TorchVarlen:
             q_TNH.contiguous(),
             k_TKH.contiguous(),
             v_TKH.contiguous(),
-            cu_seqlens,
-            cu_seqlens,
-            longest,
-            longest,
+            segments.kernel_seqlens(q_TNH.device),
+            keys.kernel_seqlens(q_TNH.device),
+            segments.max_kernel_length,
+            keys.max_kernel_length,
             scale=scale,
             window_size=(-1, 0) if causal else (-1, -1),
             **grouped,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from vlmpack.families.base import Family
 from vlmpack.families.by_sample import BySample
 from vlmpack.families.delta import Delta, keeps_zeros
+from vlmpack.families.delta_heads import DeltaHeads
 from vlmpack.families.experts import Experts
+from vlmpack.families.features import MediaFeatures, media_levels
 from vlmpack.families.fla import FlaCall, check_fla, fla_boundaries
 from vlmpack.families.qwen2_5_vl import Qwen25VL
 from vlmpack.families.qwen2_vl import Qwen2VL
@@ -19,9 +21,11 @@ __all__ = [
     "FAMILIES",
     "BySample",
     "Delta",
+    "DeltaHeads",
     "Experts",
     "Family",
     "FlaCall",
+    "MediaFeatures",
     "Qwen2VL",
     "Qwen3",
     "Qwen3Next",
@@ -37,4 +41,5 @@ __all__ = [
     "fla_boundaries",
     "grid_from_size",
     "keeps_zeros",
+    "media_levels",
 ]

@@ -137,6 +137,11 @@ class Family(ABC):
         """Every set of boundaries that blocks of the vision tower attend within, for one call with these grids."""
         return (frame_segments(grids),)
 
+    def patch_channels(self, config: Any) -> int:
+        """Numbers that make up one patch, C of `pixel_values` [P, C]."""
+        vision = self.vision_config(config)
+        return vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+
     # ------------------------------------------------------------------ parts of the model
 
     def backbone(self, model: nn.Module) -> nn.Module:

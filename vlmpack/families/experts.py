@@ -79,29 +79,41 @@ class Experts:
             torch.ones(first.shape[0], device=first.device),
         )
 
-    def balance_by_sample(
-        self, router_logits: Sequence[torch.Tensor], text_config: Any, *, sample_R: torch.Tensor, tokens_B: torch.Tensor
+    def balance_sums(
+        self, router_logits: Sequence[torch.Tensor], text_config: Any, *, sample_R: torch.Tensor, samples: int
     ) -> torch.Tensor:
-        """The same loss of each of B samples, float32 [B]; 0 for a sample without tokens.
+        """What the same loss of each of B samples is made of, float32 [2, B, E]: over the tokens of all layers, how many
+        each expert was sent, and the sum of its probabilities.
 
-        All samples at once: `balance` sample by sample would launch B times as many kernels.
+        All samples at once: `balance` sample by sample would launch B times as many kernels. Ranks that have a part of
+        the tokens each add up.
 
         Args:
             router_logits: [R, E] of each layer, the tokens of all samples.
             text_config: the text part's configuration.
             sample_R: int [R], the sample of each token.
-            tokens_B: int [B], the tokens of each sample.
+            samples: B.
         """
         E = router_logits[0].shape[-1]
-        chosen_BE = probs_BE = torch.zeros(len(tokens_B), E, device=sample_R.device)
+        chosen_BE = probs_BE = torch.zeros(samples, E, device=sample_R.device)
         for logits_RE in router_logits:
             probs_RE = logits_RE.softmax(dim=-1)
             top_RK = probs_RE.topk(text_config.num_experts_per_tok, dim=-1).indices
             ones_RE = torch.zeros_like(probs_RE, dtype=torch.float32).scatter(1, top_RK, 1.0)
             chosen_BE = chosen_BE.index_add(0, sample_R, ones_RE)
             probs_BE = probs_BE.index_add(0, sample_R, probs_RE.float())
-        rows_B1 = (len(router_logits) * tokens_B.clamp(min=1))[:, None]
-        return E * (chosen_BE / rows_B1 * probs_BE / rows_B1).sum(dim=-1)
+        return torch.stack([chosen_BE, probs_BE])
+
+    def balance_of(self, sums_2BE: torch.Tensor, *, layers: int, tokens_B: torch.Tensor) -> torch.Tensor:
+        """The load-balancing loss of each sample, float32 [B]; 0 for a sample without tokens.
+
+        Args:
+            sums_2BE: what `balance_sums` gave.
+            layers: how many layers they are of.
+            tokens_B: int [B], the tokens of each sample.
+        """
+        chosen_BE, probs_BE = sums_2BE / (layers * tokens_B.clamp(min=1))[:, None]
+        return chosen_BE.shape[-1] * (chosen_BE * probs_BE).sum(dim=-1)
 
 
 def _mixer(layer: nn.Module) -> nn.Module:

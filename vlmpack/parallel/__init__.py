@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vlmpack.parallel.gradients import sum_counts, sum_gradients
 from vlmpack.parallel.halo import Halo
 from vlmpack.parallel.media import MediaRoute, MediaShare
 from vlmpack.parallel.megatron import (
@@ -11,6 +12,7 @@ from vlmpack.parallel.megatron import (
     packed_seq_params,
     to_megatron,
 )
+from vlmpack.parallel.mesh import Parallel
 from vlmpack.parallel.partition import Layout, Partition, tail_as_segment
 from vlmpack.parallel.recipe import Engine, GraphScope, Packing, Recipe
 from vlmpack.parallel.route import Route
@@ -27,6 +29,7 @@ __all__ = [
     "MediaRoute",
     "MediaShare",
     "Packing",
+    "Parallel",
     "Partition",
     "Recipe",
     "Route",
@@ -34,6 +37,8 @@ __all__ = [
     "packed_seq_fields",
     "packed_seq_params",
     "shard",
+    "sum_counts",
+    "sum_gradients",
     "tail_as_segment",
     "to_megatron",
     "unshard",

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families import Family, family_of
 from vlmpack.layout import around_graph
+from vlmpack.parallel import Parallel
 from vlmpack.step import attention, by_sample, cut, experts
 from vlmpack.step.engine import StepConfig
 from vlmpack.step.forward import packed_forward
@@ -39,11 +40,13 @@ class PackingState:
     """Its family."""
     config: StepConfig
     """Its settings."""
+    parallel: Parallel | None
+    """How ranks work together on its rows; None: each by itself."""
     hooks: tuple[RemovableHandle, ...]
     """What keeps padding out of its experts and tells its n-gram layers the row."""
 
 
-def enable_packing(model: Model, config: StepConfig | None = None) -> Model:
+def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: Parallel | None = None) -> Model:
     """Make a Hugging Face Qwen model accept packed rows, and pack padded batches by itself.
 
     Afterwards `model(**batch)` takes three kinds of input:
@@ -67,6 +70,8 @@ def enable_packing(model: Model, config: StepConfig | None = None) -> Model:
     Args:
         model: a `...ForConditionalGeneration` or `...ForCausalLM`, or a module that holds one (a `PeftModel`).
         config: settings; None: the defaults.
+        parallel: how ranks work together on rows (one row over several, or the same calls on all); None: each rank by
+            itself.
 
     Returns:
         The same object. Enabling it again replaces the settings.
@@ -80,16 +85,19 @@ def enable_packing(model: Model, config: StepConfig | None = None) -> Model:
     family = family_of(core)
     config = config or StepConfig()
     experts.check_has_routers(family, config.z_loss_coef)
+    shared = parallel is not None
+    if is_packing(core) and (vars(core)[_STATE].parallel is not None) != shared:
+        disable_packing(core)  # other layers have to know
     enabled = is_packing(core)
     if not enabled:
         _check_own_forward(core)
-    cut.install(family, core)  # refuses, or does all
+    cut.install(family, core, shared=shared)  # refuses, or does all
     if enabled:
         _unhook(core)
     else:
         core.__class__ = _packed_class(type(core))
     hooks = experts.install(family, core) + by_sample.hook(family, core)
-    vars(core)[_STATE] = PackingState(family=family, config=config, hooks=hooks)
+    vars(core)[_STATE] = PackingState(family=family, config=config, parallel=parallel, hooks=hooks)
     _ask(core, family)
     return model
 
@@ -106,8 +114,9 @@ def disable_packing(model: Model) -> Model:
     core = find_model(model)
     if is_packing(core):
         base = base_of(core)
-        family = vars(core)[_STATE].family
-        cut.uninstall(family, core)  # refuses, or does all
+        state: PackingState = vars(core)[_STATE]
+        family = state.family
+        cut.uninstall(family, core, shared=state.parallel is not None)  # refuses, or does all
         _unhook(core)
         del vars(core)[_STATE]
         core.__class__ = base
@@ -132,7 +141,7 @@ def packing_state(core: nn.Module) -> PackingState:
     state: PackingState | None = vars(core).get(_STATE)
     if state is None:
         raise ConfigError(f"packing is not enabled on this {type(core).__name__}; call enable_packing(model) first")
-    if (layer := cut.changed_since(state.family, core)) is not None:
+    if (layer := cut.changed_since(state.family, core, shared=state.parallel is not None)) is not None:
         raise ConfigError(
             f"a {type(layer).__name__} no longer knows the boundaries of a row: its class or its forward was changed "
             "after enable_packing (use_kernels, a device_map, an offloading hook); undo that"
@@ -228,7 +237,8 @@ def _packed_class(base: type[nn.Module]) -> type[nn.Module]:
         if not is_packing(self):  # accelerate's autocast wrapper keeps this function, beyond disable_packing
             return base.forward(self, **inputs)
         state = packing_state(self)
-        return packed_forward(self, functools.partial(base.forward, self), inputs, state.family, state.config)
+        own_forward = functools.partial(base.forward, self)
+        return packed_forward(self, own_forward, inputs, state.family, state.config, state.parallel)
 
     def setstate(self: nn.Module, state: dict[str, Any]) -> None:
         base.__setstate__(self, state)

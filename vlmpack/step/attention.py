@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vlmpack.attention import AttentionCall, choose
 from vlmpack.errors import ConfigError
-from vlmpack.layout import FACTS_KEY, outside_graph
+from vlmpack.layout import FACTS_KEY, Segments, outside_graph
 from vlmpack.step.context import CONTEXT, RowContext
 
 TEXT, VISION = "vlmpack|", "vlmpack_flash|"
@@ -159,8 +159,16 @@ def _packed(
     if not segments.num_tokens:  # nothing but padding; the projections keep their place in the graph
         nothing = sum(x[:0].sum() for x in (q_TNH, k_TKH, v_TKH))
         return v_TKH.new_zeros(1, *q_TNH.shape[:2], v_TKH.shape[2]) + nothing
-    attend = choose(AttentionCall.of(q_TNH, k_TKH, dropout=dropout), row.backend)
-    return attend(q_TNH, k_TKH, v_TKH, segments, causal=vision is None, scale=scale, dropout=dropout)[None]
+
+    def attend(
+        q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, segments: Segments, **keys: Segments
+    ) -> torch.Tensor:
+        backend = choose(AttentionCall.of(q_TNH, k_TKH, dropout=dropout), row.backend)
+        return backend(q_TNH, k_TKH, v_TKH, segments, causal=vision is None, scale=scale, dropout=dropout, **keys)
+
+    if vision is not None:  # all patches of an image are on one rank
+        return attend(q_TNH, k_TKH, v_TKH, segments)[None]
+    return row.share.attention(attend, q_TNH, k_TKH, v_TKH)[None]
 
 
 def _in_autocast(x: torch.Tensor) -> torch.Tensor:

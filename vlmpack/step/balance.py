@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import nn
 from vlmpack.errors import ConfigError
 from vlmpack.families import Experts, Family
 from vlmpack.layout import Segments, outside_graph, to_device
+from vlmpack.step.shared import Share
 
 Balance = Literal["row", "sample"]
 
@@ -35,7 +36,7 @@ class RouterStatistics:
     """What the routers did with the R real tokens of one row. E experts."""
 
     logits: tuple[torch.Tensor, ...]
-    """[R, E] of each layer that has experts, in row order."""
+    """[R, E] of each layer that has experts, in row order; where ranks share the row, of this rank's tokens."""
     top_k: int
     """Experts that each token is sent to."""
     aux_loss: torch.Tensor | None
@@ -44,10 +45,14 @@ class RouterStatistics:
     """Scalar: the mean over tokens and layers of logsumexp(router logits)², not yet multiplied by its coefficient."""
     added: torch.Tensor
     """Scalar: what the two, with their coefficients, add to the row's loss."""
+    counts: torch.Tensor | None = None
+    """`expert_counts` of all ranks that share the row, who count together at once; None: one rank has it all."""
 
     @property
     def expert_counts(self) -> torch.Tensor:
         """int64 [layers, E]: how many tokens each expert was sent. Counted whenever it is asked for."""
+        if self.counts is not None:
+            return self.counts
         return torch.stack([_counts(logits_RE.detach(), self.top_k) for logits_RE in self.logits])
 
 
@@ -58,6 +63,7 @@ def router_statistics(
     segments: Segments,
     settings: RouterSettings,
     *,
+    share: Share,
     family: Family,
     model: nn.Module,
 ) -> RouterStatistics:
@@ -68,6 +74,7 @@ def router_statistics(
         hidden: what the text model gave back, [1, T, D].
         segments: the row's boundaries.
         settings: what is wanted.
+        share: how much of the row this rank has.
         family: the model's family, one with experts.
         model: the model with its head.
 
@@ -76,54 +83,57 @@ def router_statistics(
     """
     experts, text_config = family.experts, family.text_config(model.config)
     assert experts is not None
-    if not segments.num_tokens:  # the experts got padding, see `RowContext.experts`
+    if not share.segments.num_tokens:  # the experts got padding, see `RowContext.experts`
         logits = tuple(logits_RE[:0] for logits_RE in logits)
-    _check_real(logits, segments)
+    _check_real(logits, share.segments)
     if hidden.requires_grad and not any(logits_RE.requires_grad for logits_RE in logits):
         _check_not_cut_off(experts, family.language_model(model))
-    aux_loss = _aux_loss(logits, segments, experts, text_config, settings.per) if settings.balance else None
-    z_loss = _z_loss(logits, segments, settings.per)
+    aux_loss = _aux_loss(logits, segments, share, experts, text_config, settings.per) if settings.balance else None
+    z_loss = _z_loss(logits, segments, share, settings.per)
     parts = [settings.z_loss_coef * z_loss] if settings.z_loss_coef else []
     if aux_loss is not None:
         parts.append(experts.coefficient(model, text_config) * aux_loss)
-    return RouterStatistics(
+    found = RouterStatistics(
         logits=logits,
         top_k=text_config.num_experts_per_tok,
         aux_loss=aux_loss,
         z_loss=z_loss,
         added=torch.stack(parts).sum(),
     )
+    return found if share.has_all else replace(found, counts=share.sum(found.expert_counts))
 
 
 def _aux_loss(
-    logits: tuple[torch.Tensor, ...], segments: Segments, experts: Experts, text_config: Any, per: Balance
+    logits: tuple[torch.Tensor, ...], segments: Segments, share: Share, experts: Experts, text_config: Any, per: Balance
 ) -> torch.Tensor:
-    if per == "row" and segments.num_tokens:
+    if per == "row" and segments.num_tokens and share.has_all:
         return experts.balance(logits, text_config)
-    sample_R, tokens_G = _samples(segments, logits[0].device)
-    losses_G = experts.balance_by_sample(logits, text_config, sample_R=sample_R, tokens_B=tokens_G)
-    return losses_G.sum() / _num_with_tokens(segments)
+    sample_R, tokens_G = _samples(segments, share, per, logits[0].device)
+    sums_2GE = experts.balance_sums(logits, text_config, sample_R=sample_R, samples=len(tokens_G))
+    return _mean(experts.balance_of(share.sum(sums_2GE), layers=len(logits), tokens_B=tokens_G), segments, per)
 
 
-def _z_loss(logits: tuple[torch.Tensor, ...], segments: Segments, per: Balance) -> torch.Tensor:
+def _z_loss(logits: tuple[torch.Tensor, ...], segments: Segments, share: Share, per: Balance) -> torch.Tensor:
     """Zoph et al., 2022, ST-MoE, equation 5: the mean over tokens; and over layers."""
     z_R = torch.stack([logits_RE.float().logsumexp(dim=-1).square() for logits_RE in logits]).mean(dim=0)
     if per == "row":
-        return z_R.sum() / max(segments.num_tokens, 1)
-    sample_R, tokens_G = _samples(segments, z_R.device)
-    sums_G = z_R.new_zeros(len(tokens_G)).index_add(0, sample_R, z_R)
-    return (sums_G / tokens_G.clamp(min=1)).sum() / _num_with_tokens(segments)
+        return share.sum(z_R.sum()) / max(segments.num_tokens, 1)
+    sample_R, tokens_G = _samples(segments, share, per, z_R.device)
+    sums_G = share.sum(z_R.new_zeros(len(tokens_G)).index_add(0, sample_R, z_R))
+    return _mean(sums_G / tokens_G.clamp(min=1), segments, per)
 
 
-def _samples(segments: Segments, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(segment of each real token int64 [R], real tokens of each segment int64 [G])."""
-    lengths_G = np.asarray(segments.lengths, np.int64)
-    sample_R = np.repeat(np.arange(len(lengths_G)), lengths_G)
+def _samples(segments: Segments, share: Share, per: Balance, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sample of each real token that this rank has int64 [R], real tokens of each sample int64 [G]); the whole row is
+    one sample if losses are taken per row."""
+    lengths_G = np.asarray(segments.lengths if per == "sample" else (segments.num_tokens,), np.int64)
+    sample_R = np.repeat(np.arange(len(lengths_G)), lengths_G)[share.real]
     return to_device(sample_R, device), to_device(lengths_G, device)
 
 
-def _num_with_tokens(segments: Segments) -> int:
-    return max(sum(n > 0 for n in segments.lengths), 1)
+def _mean(losses_G: torch.Tensor, segments: Segments, per: Balance) -> torch.Tensor:
+    """Over the samples that have tokens."""
+    return losses_G.sum() / (max(sum(n > 0 for n in segments.lengths), 1) if per == "sample" else 1)
 
 
 def _counts(logits_RE: torch.Tensor, top_k: int) -> torch.Tensor:

@@ -78,8 +78,7 @@ def attention_class(base: type[nn.Module]) -> type[nn.Module]:
         def attend(hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
             return base.forward(self, hidden, (cos, sin), _causal_mask(self, hidden), **kwargs)[0]
 
-        assert row.by_sample is not None
-        return _on_samples(attend, row.by_sample, hidden_states, *position_embeddings), None
+        return _on_samples(attend, row, hidden_states, *position_embeddings), None
 
     return subclass(base, {"forward": around_graph(forward)}, attention_class)
 
@@ -98,23 +97,26 @@ def ngram_class(base: type[nn.Module]) -> type[nn.Module]:
         def look_up(hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
             return base.forward(self, hidden, ids, *args, **kwargs)
 
-        buckets = input_ids.row.by_sample
-        assert buckets is not None
-        return _on_samples(look_up, buckets, hidden_states, input_ids.tensor_1T)
+        return _on_samples(look_up, input_ids.row, hidden_states, input_ids.tensor_1T)
 
     return subclass(base, {"forward": around_graph(forward)}, ngram_class)
 
 
 @outside_graph
 def _on_samples(
-    layer: Callable[..., torch.Tensor], buckets: Buckets, hidden_1TD: torch.Tensor, *beside_1T: torch.Tensor
+    layer: Callable[..., torch.Tensor], row: RowContext, hidden_1tD: torch.Tensor, *beside_1t: torch.Tensor
 ) -> torch.Tensor:
-    """What the layer makes of every sample, as a row [1, T, D], zeros on padding. It stays out of compiled graphs: it
+    """What the layer makes of every sample, as a row [1, t, D], zeros on padding. It stays out of compiled graphs: it
     would be compiled again for nearly every row."""
-    rows = (hidden_1TD, *beside_1T)
+    buckets = row.by_sample
+    assert buckets is not None
     if not buckets.tokens:  # padding alone: one token of it keeps the parameters of the layer in the graph
-        return layer(*(row[:, :1] for row in rows)) * torch.zeros_like(hidden_1TD)
-    return buckets.join([layer(*parts) for parts in zip(*map(buckets.split, rows), strict=True)])
+        return layer(*(own[:, :1] for own in (hidden_1tD, *beside_1t))) * torch.zeros_like(hidden_1tD)
+
+    def on_row(*rows_1T: torch.Tensor) -> torch.Tensor:
+        return buckets.join([layer(*parts) for parts in zip(*map(buckets.split, rows_1T), strict=True)])
+
+    return row.share.by_row(on_row, hidden_1tD, *beside_1t)
 
 
 def _causal_mask(attention: nn.Module, hidden_nWD: torch.Tensor) -> torch.Tensor:

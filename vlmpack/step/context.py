@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from vlmpack.layout import Buckets, Segments, Spaced
+
+if TYPE_CHECKING:
+    from vlmpack.step.shared import Share
 
 CONTEXT = "vlmpack_row"
 """The keyword under which a `RowContext` reaches attention layers."""
@@ -64,14 +67,18 @@ class RowContext:
         self,
         *,
         segments: Segments,
+        share: Share,
         vision: VisionSegments,
         backend: str,
         experts: RealTokens | None = None,
         delta: Buckets | Spaced | None = None,
         by_sample: Buckets | None = None,
+        features_given: bool = False,
     ) -> None:
         self.segments = segments
         """The text row's boundaries."""
+        self.share = share
+        """How much of it this rank has."""
         self.vision = vision
         """The vision tower's boundaries."""
         self.backend = backend
@@ -82,6 +89,8 @@ class RowContext:
         """How gated delta layers are to compute the row; None: there are none."""
         self.by_sample = by_sample
         """How layers are to compute the row that are given each sample by itself; None: there are none."""
+        self.features_given = features_given
+        """Whether what comes as pixels are the features of this rank's tokens."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowContext:
         """Immutable: a copy is itself."""

@@ -6,17 +6,19 @@ from torch import nn
 
 from vlmpack.errors import ConfigError
 from vlmpack.families import Family
-from vlmpack.step import by_sample, delta
+from vlmpack.step import by_sample, delta, given
 from vlmpack.step.subclass import Maker, base_of, is_subclassed
 
 
-def install(family: Family, core: nn.Module) -> None:
+def install(family: Family, core: nn.Module, *, shared: bool) -> None:
     """Let every layer that would run on from one sample into the next ask for the boundaries of a row.
+
+    `shared`: ranks share rows, so the model without its head is also given features that others computed.
 
     Raises:
         ConfigError: the forward of such a layer was replaced on the object, so that ours would never be called.
     """
-    found = _layers(family, core)
+    found = _layers(family, core, shared=shared)
     for layer, _ in found:
         _check_own_forward(layer)
     for layer, maker in found:
@@ -24,23 +26,23 @@ def install(family: Family, core: nn.Module) -> None:
             layer.__class__ = maker(type(layer))
 
 
-def uninstall(family: Family, core: nn.Module) -> None:
+def uninstall(family: Family, core: nn.Module, *, shared: bool) -> None:
     """Give every such layer its class back, or none if one of them has another class by now.
 
     Raises:
         ConfigError: one has.
     """
-    for layer, base in [(layer, base_of(layer)) for layer, _ in _layers(family, core)]:
+    for layer, base in [(layer, base_of(layer)) for layer, _ in _layers(family, core, shared=shared)]:
         layer.__class__ = base
 
 
-def changed_since(family: Family, core: nn.Module) -> nn.Module | None:
+def changed_since(family: Family, core: nn.Module, *, shared: bool) -> nn.Module | None:
     """A layer that no longer asks, if there is one."""
-    changed = (layer for layer, _ in _layers(family, core) if not is_subclassed(layer) or "forward" in vars(layer))
-    return next(changed, None)
+    layers = (layer for layer, _ in _layers(family, core, shared=shared))
+    return next((layer for layer in layers if not is_subclassed(layer) or "forward" in vars(layer)), None)
 
 
-def _layers(family: Family, core: nn.Module) -> list[tuple[nn.Module, Maker]]:
+def _layers(family: Family, core: nn.Module, *, shared: bool) -> list[tuple[nn.Module, Maker]]:
     """Every such layer and what makes its new class."""
     text = family.language_model(core)
     found: list[tuple[nn.Module, Maker]] = []
@@ -49,6 +51,8 @@ def _layers(family: Family, core: nn.Module) -> list[tuple[nn.Module, Maker]]:
     if family.by_sample is not None:
         found += [(layer, by_sample.attention_class) for layer in family.by_sample.attention_layers(text)]
         found += [(layer, by_sample.ngram_class) for layer in family.by_sample.ngram_layers(text)]
+    if shared and family.has_vision:
+        found.append((family.backbone(core), given.given_class))
     return found
 
 

@@ -63,7 +63,7 @@ def cut_class(base: type[nn.Module]) -> type[nn.Module]:
         if row is None:
             check_not_bypassed(kwargs)
             return base.forward(self, hidden_states, *args, **kwargs)
-        return _computed(functools.partial(base.forward, self), self, hidden_states, row, kwargs)
+        return _computed(base.forward, self, hidden_states, row, kwargs)
 
     return subclass(base, {"forward": around_graph(forward)}, cut_class)
 
@@ -72,19 +72,24 @@ def cut_class(base: type[nn.Module]) -> type[nn.Module]:
 def _computed(
     own_forward: Callable[..., torch.Tensor],
     layer: nn.Module,
-    hidden_1TD: torch.Tensor,
+    hidden_1tD: torch.Tensor,
     row: RowContext,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """[1, T, D] through the layer, sample by sample. The layer stays out of compiled graphs: it would be compiled again
+    """[1, t, D] through the layer, sample by sample. The layer stays out of compiled graphs: it would be compiled again
     for nearly every row, and torch 2.13's aot_eager fails in its backward pass on any batch of two."""
-    assert row.delta is not None
-    if not row.delta.tokens:  # nothing but padding; the parameters up to here keep their place in the graph
-        return own_forward(hidden_1TD * 0, **kwargs)
-    if isinstance(row.delta, Spaced):
+    delta = row.delta
+    assert delta is not None
+    if not delta.tokens:  # nothing but padding; the parameters up to here keep their place in the graph
+        return own_forward(layer, hidden_1tD * 0, **kwargs)
+    if isinstance(delta, Spaced):
         _check_zeros(layer)
-        kwargs = {**kwargs, **fla_boundaries(row.delta, hidden_1TD.device)}
-    return row.delta.join([own_forward(part, **kwargs) for part in row.delta.split(hidden_1TD)])
+        kwargs = {**kwargs, **fla_boundaries(delta, hidden_1tD.device)}
+
+    def on_samples(stand_in: nn.Module, row_1TD: torch.Tensor) -> torch.Tensor:
+        return delta.join([own_forward(stand_in, part, **kwargs) for part in delta.split(row_1TD)])
+
+    return row.share.delta(on_samples, layer, hidden_1tD)
 
 
 def _check_zeros(layer: nn.Module) -> None:

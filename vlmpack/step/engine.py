@@ -24,11 +24,13 @@ from vlmpack.layout import (
     outside_graph,
     require,
 )
+from vlmpack.parallel import Parallel
 from vlmpack.step.balance import Balance, RouterSettings, RouterStatistics, router_statistics
 from vlmpack.step.context import CONTEXT
 from vlmpack.step.head import target_logprobs, target_positions
 from vlmpack.step.inputs import backbone_inputs, known_facts
 from vlmpack.step.result import StepResult, Work, sums_by_sample
+from vlmpack.step.shared import Share, share_of
 
 
 @final
@@ -67,6 +69,7 @@ def run_row(
     row: PackedRow,
     config: StepConfig,
     *,
+    parallel: Parallel | None = None,
     num_items_in_batch: torch.Tensor | int | None = None,
     rope_segments: Segments | None = None,
     logits: bool = False,
@@ -79,13 +82,15 @@ def run_row(
         family: the model's family.
         row: the row, on the model's device.
         config: back-end and head chunk.
+        parallel: how ranks work together on the row; None: this one has it to itself.
         num_items_in_batch: what the loss sum is divided by; None: this row's targets.
         rope_segments: boundaries at which MRoPE restarts; None: the row's own.
         logits: also compute logits at every position of the row, [1, T, V].
         balance: also compute the routers' load-balancing loss; it becomes part of the loss if the row has targets.
     """
     facts = known_facts(row)
-    inputs = backbone_inputs(family, row, facts, model.config, backend=config.attention, rope_segments=rope_segments)
+    share = share_of(row, parallel)
+    inputs = backbone_inputs(family, model, row, facts, share, backend=config.attention, rope_segments=rope_segments)
     recorded = balance or config.z_loss_coef > 0
     if family.experts is not None:
         inputs.update(output_router_logits=recorded, return_dict=True)  # whatever the configuration says
@@ -94,11 +99,22 @@ def run_row(
     routers = None
     if recorded:
         settings = RouterSettings(per=config.aux_loss, balance=balance, z_loss_coef=config.z_loss_coef)
-        routers = router_statistics(output.router_logits, hidden, row.segments, settings, family=family, model=model)
+        routers = router_statistics(
+            output.router_logits, hidden, row.segments, settings, share=share, family=family, model=model
+        )
     pairs = family.attended_pairs(row.segments, model.config)
     work = _work(row.segments, facts, inputs[CONTEXT].delta, pairs)
     return _result(
-        hidden, row, facts, family.head(model), config, num_items_in_batch, routers=routers, logits=logits, work=work
+        hidden,
+        row,
+        facts,
+        share,
+        family.head(model),
+        config,
+        num_items_in_batch,
+        routers=routers,
+        logits=logits,
+        work=work,
     )
 
 
@@ -107,6 +123,7 @@ def _result(
     hidden: torch.Tensor,
     row: PackedRow,
     facts: BatchFacts,
+    share: Share,
     head: nn.Module,
     config: StepConfig,
     num_items_in_batch: torch.Tensor | int | None,
@@ -115,14 +132,17 @@ def _result(
     logits: bool,
     work: Work,
 ) -> StepResult:
-    """What hidden states [1, T, D] come to: the head on labelled positions, sums and counts."""
+    """What this rank's hidden states [1, t, D] come to: the head on labelled positions; sums and counts of the row."""
     labels = row.shift_labels
     if labels is None:
         labels = torch.full_like(row.input_ids, IGNORE)
         facts = replace(facts, num_targets=0)
     _check_targets(labels, row.segments)
     index = target_positions(labels, facts.num_targets)
-    logprobs, loss_sum = _loss(hidden, labels, index, head, config.head_chunk)
+    own_index = share.targets(index)
+    own_logprobs = _logprobs(hidden, share.own(labels), own_index, head, config.head_chunk)
+    logprobs = share.all_targets(own_logprobs, own_index, index)
+    loss_sum = -logprobs.sum()
     sums, counts = sums_by_sample(logprobs, index, row.segments)
     targets = index.numel()
     items = targets if num_items_in_batch is None else num_items_in_batch
@@ -139,7 +159,7 @@ def _result(
         target_index=index,
         segments=row.segments,
         work=work,
-        row_logits=head(hidden) if logits else None,
+        row_logits=share.same(head(hidden)[0])[None] if logits else None,
         routers=routers,
     )
 
@@ -152,16 +172,15 @@ def _check_targets(labels: torch.Tensor, segments: Segments) -> None:
         require(~stray.any(), message, LayoutError)
 
 
-def _loss(
+def _logprobs(
     hidden: torch.Tensor, labels: torch.Tensor, index: torch.Tensor, head: nn.Module, chunk: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(target log-probabilities [L], loss sum)."""
+) -> torch.Tensor:
+    """float32 [L]: log-probabilities of these targets."""
     if index.numel() == 0:
         # Nothing to learn, but every parameter keeps its place in the graph: other ranks may wait for its gradient.
         nothing = hidden.float().sum() * 0 + head(hidden[:, :1]).float().sum() * 0
-        return nothing.new_zeros(0), nothing
-    logprobs = target_logprobs(hidden[0].index_select(0, index), labels[0].index_select(0, index), head, chunk=chunk)
-    return logprobs, -logprobs.sum()
+        return nothing.expand(0)
+    return target_logprobs(hidden[0].index_select(0, index), labels[0].index_select(0, index), head, chunk=chunk)
 
 
 def _work(segments: Segments, facts: BatchFacts, delta: Buckets | Spaced | None, pairs: int) -> Work:

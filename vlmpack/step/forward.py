@@ -18,11 +18,13 @@ from vlmpack.layout import (
     BatchFacts,
     PackedRow,
     PaddedBatch,
+    SlotRule,
     around_graph,
     outside_graph,
     pack,
     require,
 )
+from vlmpack.parallel import Parallel
 from vlmpack.step.engine import StepConfig, run_row
 from vlmpack.step.result import StepResult
 from vlmpack.step.rotary import rope_segments
@@ -97,7 +99,12 @@ class Sink:
 
 @around_graph
 def packed_forward(
-    model: nn.Module, own_forward: Callable[..., Any], inputs: dict[str, Any], family: Family, config: StepConfig
+    model: nn.Module,
+    own_forward: Callable[..., Any],
+    inputs: dict[str, Any],
+    family: Family,
+    config: StepConfig,
+    parallel: Parallel | None,
 ) -> Any:
     """Pack, use or pass on; see `enable_packing`."""
     is_row = _is_row(inputs)
@@ -107,13 +114,15 @@ def packed_forward(
     routers = inputs.pop("output_router_logits", None) if family.experts is not None else None
     _check_keys(inputs, is_row=is_row)
     pad_token_id = family.text_config(model.config).pad_token_id
-    row = _given_row(inputs) if is_row else _packed_batch(inputs, config, pad_token_id)
+    slots = config.slots if parallel is None else parallel.slots(config.slots)
+    row = _given_row(inputs) if is_row else _packed_batch(inputs, slots, config, pad_token_id)
     want_logits = _wants_logits(inputs)
     result = run_row(
         model,
         family,
         row,
         config,
+        parallel=parallel,
         num_items_in_batch=inputs.get("num_items_in_batch"),
         rope_segments=rope_segments(inputs.get("rope_cu_seqlens"), row.segments),
         logits=want_logits,
@@ -245,14 +254,14 @@ def _given_row(inputs: dict[str, Any]) -> PackedRow:
 
 
 @outside_graph
-def _packed_batch(inputs: dict[str, Any], config: StepConfig, pad_token_id: int | None) -> PackedRow:
+def _packed_batch(inputs: dict[str, Any], slots: SlotRule, config: StepConfig, pad_token_id: int | None) -> PackedRow:
     if inputs.get("cu_seqlens_q_padded") is not None:
         raise ConfigError(
             "cu_seqlens_q_padded belongs to a packed row, which has cu_seqlens_q too and no attention_mask; a padded "
             "batch is packed by its mask: leave cu_seqlens_q_padded out, and set StepConfig(slots=...) for gaps"
         )
     batch = PaddedBatch.from_hf(inputs)
-    row = pack(batch, rule=config.slots, keep_empty=config.keep_empty, pad_token_id=pad_token_id or 0)
+    row = pack(batch, rule=slots, keep_empty=config.keep_empty, pad_token_id=pad_token_id or 0)
     if (mask := inputs.get("moe_padding_mask")) is not None:
         _check_padding_mask(
             mask, batch.attention_mask == 0, "attention_mask; leave moe_padding_mask out, it is derived"

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import nn
 
 from vlmpack.errors import LayoutError
 from vlmpack.families import Family
@@ -15,6 +16,7 @@ from vlmpack.layout import BatchFacts, Grid, PackedRow, Segments, outside_graph,
 from vlmpack.step import by_sample, delta
 from vlmpack.step.context import CONTEXT, RealTokens, RowContext, VisionSegments
 from vlmpack.step.rotary import check_positions, check_restarts
+from vlmpack.step.shared import Share
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 
@@ -61,9 +63,10 @@ def _check_patches(pixels: torch.Tensor | None, grids: Sequence[Grid], name: str
 @outside_graph
 def backbone_inputs(
     family: Family,
+    model: nn.Module,
     row: PackedRow,
     facts: BatchFacts,
-    hf_config: Any,
+    share: Share,
     *,
     backend: str,
     rope_segments: Segments | None,
@@ -72,15 +75,17 @@ def backbone_inputs(
 
     Args:
         family: the model's family.
+        model: the model with its head.
         row: the row, on the model's device.
         facts: what `known_facts` found.
-        hf_config: the model's configuration.
+        share: how much of the row this rank has.
         backend: name of the attention back-end, or "auto".
         rope_segments: the row cut where rotary positions restart; None: at its samples.
 
     Raises:
         LayoutError: media, placeholders or positions that do not fit the row.
     """
+    hf_config: Any = model.config
     types = family.media_types(row.input_ids, hf_config)
     _check_media_tokens(types, family, facts, hf_config)
     if rope_segments is not None:
@@ -96,21 +101,23 @@ def backbone_inputs(
     if row.position_ids is not None:
         check_positions(row.position_ids, positions, family, row.segments, restarts=rope_segments)
     return {
-        "input_ids": row.input_ids,
+        "input_ids": share.own(row.input_ids),
         # A 4D mask is taken as it is, so no T x T mask is ever built; the attention function does not read it.
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.input_ids.device),
-        "position_ids": family.rotary_ids(positions),
+        "position_ids": share.own(family.rotary_ids(positions)),
         # Whatever the configuration says: a cache would be filled and thrown away.
         "use_cache": False,
-        **({"mm_token_type_ids": types} if family.has_vision else {}),
-        **row.media.to_hf(),
+        **({"mm_token_type_ids": share.own(types)} if family.has_vision else {}),
+        **share.media(family, model, row, facts, types, backend),
         CONTEXT: RowContext(
             segments=row.segments,
+            share=share,
             vision=_vision_segments(family, facts, hf_config),
             backend=backend,
-            experts=None if family.experts is None else _real_tokens(row),
+            experts=None if family.experts is None else _real_tokens(share.segments, row.input_ids.device),
             delta=delta.cut(family, row.segments, row.input_ids.device, family.text_config(hf_config)),
             by_sample=by_sample.cut(family, row.segments),
+            features_given=share.gives_features,
         ),
     }
 
@@ -120,12 +127,11 @@ def _vision_segments(family: Family, facts: BatchFacts, hf_config: Any) -> Visio
     return VisionSegments(segments for grids in calls for segments in family.vision_segments(grids, hf_config))
 
 
-def _real_tokens(row: PackedRow) -> RealTokens | None:
+def _real_tokens(segments: Segments, device: torch.device) -> RealTokens | None:
     """None: every token is real; or none is, and experts get padding so that they keep their place in the graph."""
-    segments = row.segments
     if not segments.has_gaps or not segments.num_tokens:
         return None
-    return RealTokens(index=segments.real_index(row.input_ids.device), total=segments.total)
+    return RealTokens(index=segments.real_index(device), total=segments.total)
 
 
 def _check_media_tokens(types: torch.Tensor, family: Family, facts: BatchFacts, hf_config: Any) -> None:

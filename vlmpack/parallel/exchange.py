@@ -1,0 +1,155 @@
+"""What ranks send each other: the collectives of this package, each with its exact backward pass, every byte counted.
+
+Two kinds of gathering differ in what the ranks do next, and so in what their gradients mean:
+
+    each goes on by itself (`gather`)        gradients of all ranks are added up, and each gets those of its own part
+    all go on with the same (`gather_same`)  each rank keeps the gradient of its own part, and nothing is sent
+
+R ranks, n entries of a rank along the first dimension.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import distributed as dist
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from vlmpack.parallel.route import Route
+
+
+@final
+class Exchange:
+    """The ranks of one process group, as one of them sees them."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        """`group`: the ranks; None: this process alone, to which everything is a copy and nothing is sent."""
+        self._group = group
+        self.size = 1 if group is None else dist.get_world_size(group)
+        """How many ranks there are."""
+        self.rank = 0 if group is None else dist.get_rank(group)
+        """Which of them this is."""
+        self.sent: Counter[str] = Counter()
+        """Bytes sent to other ranks since this was made or cleared, by what they were for. A gathering counts what
+        each rank hands on in a ring, (R - 1) parts; a sum what is handed on in a ring twice, 2 (R - 1) / R."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
+        """Processes cannot be copied: the copy of a model talks to the same ones."""
+        return self
+
+    # ------------------------------------------------------------------ differentiable
+
+    def scatter(
+        self, x: torch.Tensor, what: str, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Everybody to everybody: the parts of x along its first dimension go to one rank each, in order.
+
+        Args:
+            x: [n, ...].
+            what: under which name bytes are counted.
+            send: entries for each rank; None: n / R each.
+            receive: entries from each rank; None: n / R each.
+        """
+        if self.size == 1:
+            return x
+        even = [x.shape[0] // self.size] * self.size
+        return _Scatter.apply(x, self, what, list(send or even), list(receive or even))  # pyright: ignore
+
+    def along(self, route: Route, x: torch.Tensor, what: str) -> torch.Tensor:
+        """What this rank gets along a route: [n, ...] of its own to [route.received, ...]."""
+        return self.scatter(x.index_select(0, route.send.to(x.device)), what, route.send_counts, route.receive_counts)
+
+    def gather(self, x: torch.Tensor, what: str) -> torch.Tensor:
+        """[n, ...] of each rank to [R n, ...] on all of them; each goes on by itself."""
+        return x if self.size == 1 else _Gather.apply(x, self, what)  # pyright: ignore[reportReturnType]
+
+    def gather_same(self, x: torch.Tensor, what: str) -> torch.Tensor:
+        """[n, ...] of each rank to [R n, ...] on all of them; all go on with the same."""
+        return x if self.size == 1 else _GatherSame.apply(x, self, what)  # pyright: ignore[reportReturnType]
+
+    def sum_same(self, x: torch.Tensor, what: str) -> torch.Tensor:
+        """The sum over the ranks, on all of them; all go on with the same."""
+        return x if self.size == 1 else _SumSame.apply(x, self, what)  # pyright: ignore[reportReturnType]
+
+    # ------------------------------------------------------------------ plain
+
+    def add_up(self, x: torch.Tensor, what: str) -> None:
+        """The sum over the ranks, in place. No gradient."""
+        if self.size > 1:
+            self.sent[what] += 2 * (self.size - 1) * _bytes(x) // self.size
+            dist.all_reduce(x, group=self._group)
+
+    def _scatter(self, x: torch.Tensor, what: str, send: list[int], receive: list[int]) -> torch.Tensor:
+        out = x.new_empty(sum(receive), *x.shape[1:])
+        self.sent[what] += _bytes(x) - send[self.rank] * _bytes(x[:1])
+        dist.all_to_all_single(out, x.contiguous(), receive, send, group=self._group)
+        return out
+
+    def _gather(self, x: torch.Tensor, what: str) -> torch.Tensor:
+        out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        self.sent[what] += (self.size - 1) * _bytes(x)
+        dist.all_gather(list(out.chunk(self.size)), x.contiguous(), group=self._group)
+        return out
+
+    def _own(self, x: torch.Tensor) -> torch.Tensor:
+        return x.chunk(self.size)[self.rank]
+
+
+def _bytes(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+class _Scatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: Exchange, what: str, send: list[int], receive: list[int]):
+        ctx.back = (ranks, what, receive, send)
+        return ranks._scatter(x, what, send, receive)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor):
+        ranks, what, send, receive = ctx.back
+        return ranks._scatter(grad, what, send, receive), None, None, None, None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: Exchange, what: str):
+        ctx.ranks, ctx.what = ranks, what
+        return ranks._gather(x, what)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor):
+        even = [grad.shape[0] // ctx.ranks.size] * ctx.ranks.size
+        parts = ctx.ranks._scatter(grad, ctx.what, even, even)
+        return parts.unflatten(0, (ctx.ranks.size, -1)).sum(0), None, None
+
+
+class _GatherSame(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: Exchange, what: str):
+        ctx.ranks = ranks
+        return ranks._gather(x, what)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor):
+        return ctx.ranks._own(grad), None, None
+
+
+class _SumSame(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: Exchange, what: str):
+        total = x.clone()
+        ranks.add_up(total, what)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor):
+        return grad, None, None
