@@ -60,7 +60,7 @@ class SdpaSegments:
 
 
 def _last_queries(q_NLH: torch.Tensor, k_KLH: torch.Tensor) -> torch.Tensor | None:
-    """bool [L, L']: which keys each query sees if they are the last of as many as there are keys; None: one for each."""
+    """bool [L, L']: which keys each query sees that is one of the last of as many as there are keys; None: needless."""
     queries, keys = q_NLH.shape[1], k_KLH.shape[1]
     if queries in (1, keys):
         return None

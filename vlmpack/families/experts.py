@@ -82,8 +82,8 @@ class Experts:
     def balance_sums(
         self, router_logits: Sequence[torch.Tensor], text_config: Any, *, sample_R: torch.Tensor, samples: int
     ) -> torch.Tensor:
-        """What the same loss of each of B samples is made of, float32 [2, B, E]: over the tokens of all layers, how many
-        each expert was sent, and the sum of its probabilities.
+        """What the same loss of each of B samples is made of, float32 [2, B, E]: over the tokens of all layers,
+        how many each expert was sent, and the sum of its probabilities.
 
         All samples at once: `balance` sample by sample would launch B times as many kernels. Ranks that have a part of
         the tokens each add up.

@@ -1,4 +1,4 @@
-"""What a vision tower gives to its text model, as one tensor: so that it can be sent, and handed on in another place."""
+"""What a vision tower gives to its text model, as one tensor: so that it can be sent, and handed on elsewhere."""
 
 from __future__ import annotations
 

@@ -111,7 +111,8 @@ class _Scatter(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor):
+    def backward(ctx: Any, *grad_outputs: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grad_outputs
         ranks, what, send, receive = ctx.back
         return ranks._scatter(grad, what, send, receive), None, None, None, None
 
@@ -124,7 +125,8 @@ class _Gather(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor):
+    def backward(ctx: Any, *grad_outputs: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grad_outputs
         even = [grad.shape[0] // ctx.ranks.size] * ctx.ranks.size
         parts = ctx.ranks._scatter(grad, ctx.what, even, even)
         return parts.unflatten(0, (ctx.ranks.size, -1)).sum(0), None, None
@@ -138,7 +140,8 @@ class _GatherSame(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor):
+    def backward(ctx: Any, *grad_outputs: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grad_outputs
         return ctx.ranks._own(grad), None, None
 
 
@@ -151,5 +154,6 @@ class _SumSame(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor):
+    def backward(ctx: Any, *grad_outputs: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grad_outputs
         return grad, None, None
