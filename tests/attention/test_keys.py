@@ -60,7 +60,11 @@ def test_gpu_kernels_put_the_last_query_at_the_last_key(name):
     if reasons := BACKENDS[name].unsupported(AttentionCall.of(low[0], low[1])):
         pytest.skip(f"waits for {name}: {'; '.join(reasons)}")
     results = []
-    for attend, dtype in ((BACKENDS[name], torch.bfloat16), (EagerMask(), torch.bfloat16), (EagerMask(), torch.float32)):
+    for attend, dtype in (
+        (BACKENDS[name], torch.bfloat16),
+        (EagerMask(), torch.bfloat16),
+        (EagerMask(), torch.float32),
+    ):
         q, k, v = (x.to(dtype).requires_grad_() for x in low)
         out = attend(q[places.to("cuda")], k, v, queries, causal=True, scale=128**-0.5, keys=keys)
         out.float().sin().sum().backward()

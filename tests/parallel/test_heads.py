@@ -11,11 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import mixed_samples, padded
 
 from vlmpack.attention.sdpa_segments import SdpaSegments
 from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
-from vlmpack.layout import Segments, SlotRule
+from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.parallel import Parallel, Partition
 from vlmpack.parallel.heads import kv_heads
 from vlmpack.parallel.keys import attend_by_keys
@@ -111,26 +112,13 @@ def test_disabling_gives_every_class_back():
     assert [type(module) for module in model.modules()] == before
 
 
-def test_the_tower_is_called_once_whatever_the_row_holds(rows_with_and_without_media):
+def test_the_tower_is_called_once_whatever_the_row_holds():
     model = enable_packing(tiny_model(), parallel=Parallel())
     calls = []
     model.model.visual.register_forward_hook(lambda *_: calls.append(1))
-    for row in rows_with_and_without_media(model):
+    for kinds in (("text",), ("image", "images"), ("video",), ("images_and_video", "text")):
         calls.clear()
-        PackedStep(model)(row).loss.backward()
+        PackedStep(model)(pack(padded(mixed_samples(model.config, kinds=kinds)))).loss.backward()
         assert calls == [1]
         assert all(p.grad is not None for p in model.parameters())
         model.zero_grad()
-
-
-@pytest.fixture
-def rows_with_and_without_media():
-    from samples import mixed_samples, padded
-
-    from vlmpack.layout import pack
-
-    def rows(model: Any) -> list[Any]:
-        kinds = (("text",), ("image", "images"), ("video",), ("images_and_video", "text"))
-        return [pack(padded(mixed_samples(model.config, kinds=kind)), rule=SlotRule()) for kind in kinds]
-
-    return rows

@@ -7,7 +7,7 @@ from vlmpack.families.by_sample import BySample
 from vlmpack.families.delta import Delta, keeps_zeros
 from vlmpack.families.delta_heads import DeltaHeads
 from vlmpack.families.experts import Experts
-from vlmpack.families.features import MediaFeatures, media_levels
+from vlmpack.families.features import FeatureForm, media_features
 from vlmpack.families.fla import FlaCall, check_fla, fla_boundaries
 from vlmpack.families.qwen2_5_vl import Qwen25VL
 from vlmpack.families.qwen2_vl import Qwen2VL
@@ -24,8 +24,8 @@ __all__ = [
     "DeltaHeads",
     "Experts",
     "Family",
+    "FeatureForm",
     "FlaCall",
-    "MediaFeatures",
     "Qwen2VL",
     "Qwen3",
     "Qwen3Next",
@@ -41,5 +41,5 @@ __all__ = [
     "fla_boundaries",
     "grid_from_size",
     "keeps_zeros",
-    "media_levels",
+    "media_features",
 ]

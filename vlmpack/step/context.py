@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from vlmpack.families import FeatureForm
 from vlmpack.layout import Buckets, Segments, Spaced
 
 if TYPE_CHECKING:
@@ -67,18 +68,18 @@ class RowContext:
         self,
         *,
         segments: Segments,
-        share: Share,
+        share: Share | None = None,
         vision: VisionSegments,
         backend: str,
         experts: RealTokens | None = None,
         delta: Buckets | Spaced | None = None,
         by_sample: Buckets | None = None,
-        features_given: bool = False,
+        features: FeatureForm | None = None,
     ) -> None:
         self.segments = segments
         """The text row's boundaries."""
         self.share = share
-        """How much of it this rank has."""
+        """How much of it this rank has; None: the tower does not ask, to which all of its images are given."""
         self.vision = vision
         """The vision tower's boundaries."""
         self.backend = backend
@@ -89,8 +90,8 @@ class RowContext:
         """How gated delta layers are to compute the row; None: there are none."""
         self.by_sample = by_sample
         """How layers are to compute the row that are given each sample by itself; None: there are none."""
-        self.features_given = features_given
-        """Whether what comes as pixels are the features of this rank's tokens."""
+        self.features = features
+        """The form of what comes in place of pixels, the features of this rank's tokens; None: pixels come."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowContext:
         """Immutable: a copy is itself."""

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from vlmpack.families import MediaFeatures
 from vlmpack.step.context import CONTEXT, RowContext
 from vlmpack.step.subclass import subclass
 
@@ -28,9 +27,9 @@ def given_class(base: Any) -> type[nn.Module]:
         @functools.wraps(own)
         def features(self: Any, pixels: torch.Tensor, grids: torch.Tensor | None = None, **kwargs: Any) -> Any:
             row: RowContext | None = kwargs.get(CONTEXT)
-            if row is None or not row.features_given:
+            if row is None or row.features is None:
                 return own(self, pixels, grids, **kwargs)
-            return MediaFeatures.from_levels(pixels, self.config.text_config.hidden_size)
+            return row.features.split(pixels)
 
         return features
 

@@ -15,6 +15,7 @@ from vlmpack.families import Family
 from vlmpack.layout import BatchFacts, Grid, PackedRow, Segments, outside_graph, require
 from vlmpack.step import by_sample, delta
 from vlmpack.step.context import CONTEXT, RealTokens, RowContext, VisionSegments
+from vlmpack.step.media import MediaCall
 from vlmpack.step.rotary import check_positions, check_restarts
 from vlmpack.step.shared import Share
 
@@ -100,6 +101,7 @@ def backbone_inputs(
     )
     if row.position_ids is not None:
         check_positions(row.position_ids, positions, family, row.segments, restarts=rope_segments)
+    media = share.media(MediaCall(family=family, model=model, row=row, facts=facts, types=types, backend=backend))
     return {
         "input_ids": share.own(row.input_ids),
         # A 4D mask is taken as it is, so no T x T mask is ever built; the attention function does not read it.
@@ -108,7 +110,7 @@ def backbone_inputs(
         # Whatever the configuration says: a cache would be filled and thrown away.
         "use_cache": False,
         **({"mm_token_type_ids": share.own(types)} if family.has_vision else {}),
-        **share.media(family, model, row, facts, types, backend),
+        **media.inputs,
         CONTEXT: RowContext(
             segments=row.segments,
             share=share,
@@ -117,7 +119,7 @@ def backbone_inputs(
             experts=None if family.experts is None else _real_tokens(share.segments, row.input_ids.device),
             delta=delta.cut(family, row.segments, row.input_ids.device, family.text_config(hf_config)),
             by_sample=by_sample.cut(family, row.segments),
-            features_given=share.gives_features,
+            features=media.form,
         ),
     }
 

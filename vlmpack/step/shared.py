@@ -2,26 +2,25 @@
 
 The two classes answer the same questions; the rest of this room asks them and knows of no ranks.
 
-T row tokens, t = T / R of them on this rank, D features.
+T row tokens, t = T / R of them on this rank, D features, L targets of the row, l of this rank.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, final
+from collections.abc import Callable
+from typing import final
 
 import torch
 from torch import nn
 
 from vlmpack.errors import LayoutError
-from vlmpack.families import DeltaHeads, Family, media_levels
-from vlmpack.layout import BatchFacts, Grid, PackedRow, Segments
-from vlmpack.parallel import MediaShare, Parallel, Partition
+from vlmpack.families import DeltaHeads
+from vlmpack.layout import PackedRow, Segments
+from vlmpack.parallel import Parallel, Partition
 from vlmpack.parallel.heads import Attend, attend_by_heads, to_heads, to_tokens
 from vlmpack.parallel.keys import attend_by_keys
-from vlmpack.step.context import CONTEXT, RowContext, VisionSegments
+from vlmpack.step.media import MediaCall, MediaInputs, shared_media
 
 OnRow = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 """A layer and [1, T, D] to [1, T, D']."""
@@ -41,12 +40,18 @@ class Whole:
         """Which of the row's real tokens this rank has."""
         self.has_all = True
         """Whether no other rank has a part of the row."""
-        self.gives_features = False
-        """Whether `media` gives features in place of pixels."""
 
     def own(self, row: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
         """T entries of the whole row along `dim` to those of this rank."""
         return row
+
+    def media(self, call: MediaCall) -> MediaInputs:
+        """How the model without its head gets images and videos."""
+        return MediaInputs(inputs=call.row.media.to_hf())
+
+    def attention(self, attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor) -> torch.Tensor:
+        """[t, N, H], by a back-end that takes the whole row."""
+        return attend(q_tNH, k_tKH, v_tKH, self.segments)
 
     def delta(self, on_row: OnRow, layer: nn.Module, hidden_1tD: torch.Tensor) -> torch.Tensor:
         """[1, t, D] through a gated delta layer, by a function that takes it, or a stand-in, and the whole row."""
@@ -56,31 +61,21 @@ class Whole:
         """[1, t, D] through a layer that has to see the whole row, and further tensors that have no gradient."""
         return on_row(hidden_1tD, *beside_1t)
 
-    def same(self, own_t: torch.Tensor) -> torch.Tensor:
-        """[t, ...] to [T, ...], with which every rank goes on in the same way."""
-        return own_t
-
     def sum(self, own: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, with which every rank goes on in the same way."""
         return own
 
-    def attention(self, attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor) -> torch.Tensor:
-        """[t, N, H], by a back-end that takes the whole row."""
-        return attend(q_tNH, k_tKH, v_tKH, self.segments)
+    def same(self, own_t: torch.Tensor) -> torch.Tensor:
+        """[t, ...] to [T, ...], with which every rank goes on in the same way."""
+        return own_t
 
     def targets(self, index_L: torch.Tensor) -> torch.Tensor:
-        """int64: of places of the row (rising) those of this rank, counted from its first token."""
+        """int64 [l]: of places of the row (rising) those of this rank, counted from its first token."""
         return index_L
 
     def all_targets(self, own_l: torch.Tensor, own_index_l: torch.Tensor, index_L: torch.Tensor) -> torch.Tensor:
-        """What this rank found for its targets to what all ranks found for all: [l] at `targets(index_L)` to [L]."""
+        """What this rank found for its targets, [l] at `targets(index_L)`, to what all ranks found for all, [L]."""
         return own_l
-
-    def media(
-        self, family: Family, model: nn.Module, row: PackedRow, facts: BatchFacts, types: Any, backend: str
-    ) -> dict:
-        """Keyword arguments by which the model without its head gets images and videos."""
-        return row.media.to_hf()
 
 
 @final
@@ -89,27 +84,39 @@ class Shared:
 
     def __init__(self, row: PackedRow, parallel: Parallel) -> None:
         self._exchange = parallel.exchange
-        self._rank = self._exchange.rank
         self._partition = Partition(segments=row.segments, ranks=parallel.ranks, layout="contiguous")
-        self._check_same(row)
-        self._start = self._rank * self._partition.local_total
-        self.segments = self._partition.local_segments(self._rank)
-        before = sum(self._partition.local_segments(rank).num_tokens for rank in range(self._rank))
+        self._start = self._exchange.rank * self._partition.local_total
+        self.segments = self._partition.local_segments(self._exchange.rank)
+        before = sum(self._partition.local_segments(rank).num_tokens for rank in range(self._exchange.rank))
         self.real = slice(before, before + self.segments.num_tokens)
         self.has_all = parallel.ranks == 1
-        self.gives_features = True
+        if not self.has_all:
+            self._check_same(row)
 
     def own(self, row: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
         """See `Whole`."""
-        return self._partition.cut(row, self._rank, token_dim=dim)
+        return self._partition.cut(row, self._exchange.rank, token_dim=dim)
+
+    def media(self, call: MediaCall) -> MediaInputs:
+        """See `Whole`: features in place of pixels."""
+        return shared_media(call, self._partition, self._exchange)
+
+    def attention(self, attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor) -> torch.Tensor:
+        """See `Whole`. By heads, if they can be shared out; otherwise by keys."""
+        if self.has_all:
+            return attend(q_tNH, k_tKH, v_tKH, self.segments)
+        by = attend_by_keys if q_tNH.shape[1] % self._exchange.size else attend_by_heads
+        return by(attend, q_tNH, k_tKH, v_tKH, self._partition, self._exchange)
 
     def delta(self, on_row: OnRow, layer: nn.Module, hidden_1tD: torch.Tensor) -> torch.Tensor:
         """See `Whole`. By heads, if they can be shared out; otherwise each rank computes the whole row."""
+        if self.has_all:
+            return on_row(layer, hidden_1tD)
         heads = DeltaHeads(layer, self._exchange.size)
-        if self.has_all or not heads.is_possible:
+        if not heads.is_possible:
             return self.by_row(functools.partial(on_row, layer), hidden_1tD)
         row_TF = torch.cat(to_heads(heads.project(hidden_1tD[0]), self._exchange, "gated delta"), -1)
-        computed_TF = on_row(heads.stand_in(self._rank), row_TF[None])[0]
+        computed_TF = on_row(heads.stand_in(self._exchange.rank), row_TF[None])[0]
         return layer.get_submodule("out_proj")(to_tokens(computed_TF, self._exchange, "gated delta").flatten(1)[None])
 
     def by_row(self, on_row: OnTensors, hidden_1tD: torch.Tensor, *beside_1t: torch.Tensor) -> torch.Tensor:
@@ -118,24 +125,17 @@ class Shared:
         beside_1T = [self._exchange.gather_same(own[0], "whole rows")[None] for own in beside_1t]
         return self.own(on_row(row_1TD, *beside_1T), dim=1)
 
-    def same(self, own_t: torch.Tensor) -> torch.Tensor:
-        """See `Whole`."""
-        return self._exchange.gather_same(own_t, "loss")
-
     def sum(self, own: torch.Tensor) -> torch.Tensor:
         """See `Whole`."""
         return self._exchange.sum_same(own, "routers")
 
-    def attention(self, attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor) -> torch.Tensor:
+    def same(self, own_t: torch.Tensor) -> torch.Tensor:
         """See `Whole`."""
-        if self.has_all:
-            return attend(q_tNH, k_tKH, v_tKH, self.segments)
-        by = attend_by_keys if q_tNH.shape[1] % self._exchange.size else attend_by_heads
-        return by(attend, q_tNH, k_tKH, v_tKH, self._partition, self._exchange)
+        return self._exchange.gather_same(own_t, "loss")
 
     def targets(self, index_L: torch.Tensor) -> torch.Tensor:
         """See `Whole`. Waits for the device."""
-        if self._exchange.size == 1:
+        if self.has_all:
             return index_L
         edges = torch.tensor([self._start, self._start + self._partition.local_total], device=index_L.device)
         first, last = torch.searchsorted(index_L, edges).tolist()
@@ -143,64 +143,18 @@ class Shared:
 
     def all_targets(self, own_l: torch.Tensor, own_index_l: torch.Tensor, index_L: torch.Tensor) -> torch.Tensor:
         """See `Whole`."""
-        if self._exchange.size == 1:
+        if self.has_all:
             return own_l
         own_t = own_l.new_zeros(self._partition.local_total).index_add(0, own_index_l, own_l)
         return self.same(own_t).index_select(0, index_L)
 
-    def media(
-        self, family: Family, model: nn.Module, row: PackedRow, facts: BatchFacts, types: Any, backend: str
-    ) -> dict:
-        """See `Whole`: features in place of pixels.
-
-        The tower is called once, whatever the row holds: also where there is nothing for it to do.
-        """
-        if not family.has_vision:
-            return {}
-        merge = family.merge(model.config)
-        images, videos = _spread(facts, self._exchange.size, merge)
-        grids = [share.grids[i] for share in (images, videos) for i in share.items(self._rank)]
-        parts = [
-            share.take(pixels, self._rank)
-            for share, pixels in ((images, row.media.pixel_values), (videos, row.media.pixel_values_videos))
-            if pixels is not None
-        ]
-        if not grids:  # a blank image, of which nothing is read
-            grids = [(1, merge, merge)]
-            parts = [row.input_ids.new_zeros(merge**2, family.patch_channels(model.config), dtype=torch.float32)]
-        levels = media_levels(
-            family.backbone(model),
-            torch.cat(parts),
-            torch.tensor(grids, device=row.input_ids.device),
-            **{CONTEXT: _tower_context(family, grids, row.segments, model.config, backend)},
-        )
-        counts = [sum(share.features[i] for i in share.items(self._rank)) for share in (images, videos)]
-        own = levels[: sum(counts)].split(counts)
-        types = types if self._exchange.size == 1 else types.cpu()
-        return {
-            "pixel_values": self._sent(own[0], images, types, kind=1),
-            "pixel_values_videos": self._sent(own[1], videos, types, kind=2),
-        }
-
-    def _sent(self, own: torch.Tensor, share: MediaShare, types: torch.Tensor, *, kind: int) -> torch.Tensor:
-        """The features of the images that this rank computed to those of the tokens that it has, in their order."""
-        if self._exchange.size == 1 or not share.grids:
-            return own
-        going = share.route(types, kind, self._partition, self._rank)
-        got = self._exchange.along(going.route, own, "images")
-        return got.index_select(0, going.tokens.argsort().to(own.device))
-
     def _check_same(self, row: PackedRow) -> None:
-        """Every rank of the group has to be given the same row, or each would wait for what never comes."""
-        if self._exchange.size == 1:
-            return
+        """Ranks with different rows would wait for what never comes, or send each other what does not belong."""
         ids = row.input_ids
         labels = ids if row.shift_labels is None else row.shift_labels
         weights = torch.arange(1, ids.shape[1] + 1, device=ids.device)
-        boundaries = hash((row.segments.lengths, row.segments.slots, row.segments.total)) % 2**62
-        own = torch.stack(
-            [torch.tensor(boundaries, device=ids.device), (ids * weights).sum(), (labels * weights).sum()]
-        )
+        boundaries = torch.tensor(hash((row.segments.lengths, row.segments.slots)) % 2**62, device=ids.device)
+        own = torch.stack([boundaries, (ids * weights).sum(), (labels * weights).sum()])
         of_all = self._exchange.gather_same(own, "check").unflatten(0, (self._exchange.size, -1)).tolist()
         if any(other != of_all[0] for other in of_all):
             raise LayoutError(
@@ -219,24 +173,3 @@ def share_of(row: PackedRow, parallel: Parallel | None) -> Share:
         LayoutError: the row cannot be cut into as many parts of one size as there are ranks, or others have another.
     """
     return Whole(row.segments) if parallel is None else Shared(row, parallel)
-
-
-def _spread(facts: BatchFacts, ranks: int, merge: int) -> tuple[MediaShare, MediaShare]:
-    """Images and videos, spread over ranks together."""
-    both = MediaShare.spread((*facts.image_grids, *facts.video_grids), ranks=ranks, merge=merge)
-    cut = len(facts.image_grids)
-    return (
-        replace(both, grids=both.grids[:cut], rank_of=both.rank_of[:cut]),
-        replace(both, grids=both.grids[cut:], rank_of=both.rank_of[cut:]),
-    )
-
-
-def _tower_context(
-    family: Family, grids: Sequence[Grid], segments: Segments, hf_config: Any, backend: str
-) -> RowContext:
-    return RowContext(
-        segments=segments,
-        share=Whole(segments),
-        vision=VisionSegments(family.vision_segments(grids, hf_config)),
-        backend=backend,
-    )

@@ -1,0 +1,65 @@
+"""Train a Qwen-VL on packed rows that ranks share: rows too long for one GPU, in a loop of one's own, with FSDP2.
+
+    torchrun --nproc_per_node 4 examples/train_shared_rows.py --context 2
+    accelerate launch --num_processes 4 examples/train_shared_rows.py --context 2
+
+Two ranks share each row, and two groups of them have rows of their own. Without --model a tiny random model is trained
+on drawn receipts, on CPUs or GPUs.
+"""
+
+import argparse
+import os
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForImageTextToText
+
+from vlmpack import PackedStep, SlotRule, VLMCollator, enable_packing
+from vlmpack.data import load_cord, tiny_processor, to_conversation
+from vlmpack.data.pretrained import load_processor
+from vlmpack.families.tiny import tiny_model
+from vlmpack.layout import FACTS_KEY
+from vlmpack.parallel import Parallel, sum_counts
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--model", help="hub id or folder; without it, a tiny random Qwen3-VL")
+parser.add_argument("--data", default="synthetic", help='hub id, folder or parquet file of CORD, or "synthetic"')
+parser.add_argument("--context", type=int, default=2, help="ranks that share a row")
+parser.add_argument("--samples", type=int, default=4, help="samples of a row")
+parser.add_argument("--steps", type=int, default=5)
+args = parser.parse_args()
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+if device == "cuda":
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl" if device == "cuda" else "gloo")
+world = dist.get_world_size()
+mesh = init_device_mesh(device, (world // args.context, args.context), mesh_dim_names=("data", "context"))
+group, groups = mesh.get_local_rank("data"), world // args.context
+
+load_model = AutoModelForImageTextToText.from_pretrained
+processor = load_processor(args.model) if args.model else tiny_processor()
+model = load_model(args.model, dtype=torch.float32) if args.model else tiny_model(processor=processor)
+model = enable_packing(model, parallel=Parallel(mesh))
+everyone = mesh["data", "context"]._flatten("everyone")
+for part in (*model.model.visual.blocks, *model.model.language_model.layers, model):
+    fully_shard(part, mesh=everyone)
+
+records = load_cord(args.data, scale=0.35 if args.data == "synthetic" else 1.0)
+collate = VLMCollator(processor, layout="packed", slots=SlotRule(row_multiple=args.context))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if args.model else 1e-3)
+step = PackedStep(model)
+for number in range(args.steps):
+    first = (number * groups + group) * args.samples  # one row for a group: its ranks all take the same samples
+    row = collate([to_conversation(records[i % len(records)]) for i in range(first, first + args.samples)])
+    targets = sum_counts(row[FACTS_KEY].num_targets, mesh["data"])
+    result = step(row, num_items_in_batch=targets)
+    (result.loss * world).backward()  # FSDP2 and DDP take the mean over their ranks; each rank's gradient is a part
+    optimizer.step()
+    optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        print(f"step {number + 1}  loss {result.loss_sum.item() / result.num_targets:.4f}", flush=True)
+dist.barrier()  # nobody leaves while another still talks
+dist.destroy_process_group()
