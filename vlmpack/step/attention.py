@@ -168,8 +168,7 @@ def _packed(
 
     if vision is not None:  # all patches of an image are on one rank
         return attend(q_TNH, k_TKH, v_TKH, segments)[None]
-    assert row.share is not None
-    return row.share.attention(attend, q_TNH, k_TKH, v_TKH)[None]
+    return row.share.attention(attend, q_TNH, k_TKH, v_TKH, segments)[None]
 
 
 def _in_autocast(x: torch.Tensor) -> torch.Tensor:

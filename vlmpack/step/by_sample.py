@@ -109,7 +109,7 @@ def _on_samples(
     """What the layer makes of every sample, as a row [1, t, D], zeros on padding. It stays out of compiled graphs: it
     would be compiled again for nearly every row."""
     buckets = row.by_sample
-    assert buckets is not None and row.share is not None
+    assert buckets is not None
     if not buckets.tokens:  # padding alone: one token of it keeps the parameters of the layer in the graph
         return layer(*(own[:, :1] for own in (hidden_1tD, *beside_1t))) * torch.zeros_like(hidden_1tD)
 

@@ -15,6 +15,7 @@ import torch
 
 from vlmpack.families import FeatureForm
 from vlmpack.layout import Buckets, Segments, Spaced
+from vlmpack.step.whole import Whole
 
 if TYPE_CHECKING:
     from vlmpack.step.shared import Share
@@ -78,8 +79,8 @@ class RowContext:
     ) -> None:
         self.segments = segments
         """The text row's boundaries."""
-        self.share = share
-        """How much of it this rank has; None: the tower does not ask, to which all of its images are given."""
+        self.share: Share = share or Whole(segments)
+        """How much of it this rank has; all of it, if nothing else is said."""
         self.vision = vision
         """The vision tower's boundaries."""
         self.backend = backend

@@ -79,7 +79,7 @@ def _computed(
     """[1, t, D] through the layer, sample by sample. The layer stays out of compiled graphs: it would be compiled again
     for nearly every row, and torch 2.13's aot_eager fails in its backward pass on any batch of two."""
     delta = row.delta
-    assert delta is not None and row.share is not None
+    assert delta is not None
     if not delta.tokens:  # nothing but padding; the parameters up to here keep their place in the graph
         return own_forward(layer, hidden_1tD * 0, **kwargs)
     if isinstance(delta, Spaced):

@@ -15,9 +15,9 @@ from vlmpack.families import Family
 from vlmpack.layout import BatchFacts, Grid, PackedRow, Segments, outside_graph, require
 from vlmpack.step import by_sample, delta
 from vlmpack.step.context import CONTEXT, RealTokens, RowContext, VisionSegments
-from vlmpack.step.media import MediaCall
 from vlmpack.step.rotary import check_positions, check_restarts
 from vlmpack.step.shared import Share
+from vlmpack.step.whole import MediaCall
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 

@@ -3,47 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, final
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
 
-from vlmpack.families import Family, FeatureForm, media_features
-from vlmpack.layout import BatchFacts, Grid, PackedRow
+from vlmpack.families import FeatureForm, media_features
+from vlmpack.layout import Grid
 from vlmpack.parallel import MediaShare, Partition
 from vlmpack.parallel.exchange import Exchange
 from vlmpack.step.context import CONTEXT, RowContext, VisionSegments
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class MediaCall:
-    """The media of one row, and what computes them."""
-
-    family: Family
-    """The model's family."""
-    model: nn.Module
-    """The model with its head."""
-    row: PackedRow
-    """The whole row, on the model's device."""
-    facts: BatchFacts
-    """What the host knows of it."""
-    types: torch.Tensor
-    """[1, T]: 0 text, 1 image, 2 video."""
-    backend: str
-    """Name of the attention back-end, or "auto"."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class MediaInputs:
-    """How the model without its head gets images and videos."""
-
-    inputs: dict[str, torch.Tensor]
-    """Keyword arguments."""
-    form: FeatureForm | None = None
-    """The form of features that stand in them in place of pixels; None: they are pixels."""
+from vlmpack.step.whole import MediaCall, MediaInputs
 
 
 def shared_media(call: MediaCall, partition: Partition, exchange: Exchange) -> MediaInputs:

@@ -1,14 +1,8 @@
-"""How much of a row this rank has: all of it, or a stretch of it while other ranks have the rest.
-
-The two classes answer the same questions; the rest of this room asks them and knows of no ranks.
-
-T row tokens, t = T / R of them on this rank, D features, L targets of the row, l of this rank.
-"""
+"""A row that ranks share: each has a stretch of it. The same questions as in `whole`, and other answers."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import final
 
 import torch
@@ -20,62 +14,8 @@ from vlmpack.layout import PackedRow, Segments
 from vlmpack.parallel import Parallel, Partition
 from vlmpack.parallel.heads import Attend, attend_by_heads, to_heads, to_tokens
 from vlmpack.parallel.keys import attend_by_keys
-from vlmpack.step.media import MediaCall, MediaInputs, shared_media
-
-OnRow = Callable[[nn.Module, torch.Tensor], torch.Tensor]
-"""A layer and [1, T, D] to [1, T, D']."""
-
-OnTensors = Callable[..., torch.Tensor]
-"""[1, T, D], and further tensors [1, T, ...], to [1, T, D']."""
-
-
-@final
-class Whole:
-    """One rank has the whole row: nothing is cut, nothing is sent."""
-
-    def __init__(self, segments: Segments) -> None:
-        self.segments = segments
-        """The boundaries of what this rank has."""
-        self.real = slice(0, segments.num_tokens)
-        """Which of the row's real tokens this rank has."""
-        self.has_all = True
-        """Whether no other rank has a part of the row."""
-
-    def own(self, row: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
-        """T entries of the whole row along `dim` to those of this rank."""
-        return row
-
-    def media(self, call: MediaCall) -> MediaInputs:
-        """How the model without its head gets images and videos."""
-        return MediaInputs(inputs=call.row.media.to_hf())
-
-    def attention(self, attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor) -> torch.Tensor:
-        """[t, N, H], by a back-end that takes the whole row."""
-        return attend(q_tNH, k_tKH, v_tKH, self.segments)
-
-    def delta(self, on_row: OnRow, layer: nn.Module, hidden_1tD: torch.Tensor) -> torch.Tensor:
-        """[1, t, D] through a gated delta layer, by a function that takes it, or a stand-in, and the whole row."""
-        return on_row(layer, hidden_1tD)
-
-    def by_row(self, on_row: OnTensors, hidden_1tD: torch.Tensor, *beside_1t: torch.Tensor) -> torch.Tensor:
-        """[1, t, D] through a layer that has to see the whole row, and further tensors that have no gradient."""
-        return on_row(hidden_1tD, *beside_1t)
-
-    def sum(self, own: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, with which every rank goes on in the same way."""
-        return own
-
-    def same(self, own_t: torch.Tensor) -> torch.Tensor:
-        """[t, ...] to [T, ...], with which every rank goes on in the same way."""
-        return own_t
-
-    def targets(self, index_L: torch.Tensor) -> torch.Tensor:
-        """int64 [l]: of places of the row (rising) those of this rank, counted from its first token."""
-        return index_L
-
-    def all_targets(self, own_l: torch.Tensor, own_index_l: torch.Tensor, index_L: torch.Tensor) -> torch.Tensor:
-        """What this rank found for its targets, [l] at `targets(index_L)`, to what all ranks found for all, [L]."""
-        return own_l
+from vlmpack.step.media import shared_media
+from vlmpack.step.whole import MediaCall, MediaInputs, OnRow, OnTensors, Whole
 
 
 @final
@@ -101,10 +41,12 @@ class Shared:
         """See `Whole`: features in place of pixels."""
         return shared_media(call, self._partition, self._exchange)
 
-    def attention(self, attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor) -> torch.Tensor:
+    def attention(
+        self, attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor, segments: Segments
+    ) -> torch.Tensor:
         """See `Whole`. By heads, if they can be shared out; otherwise by keys."""
         if self.has_all:
-            return attend(q_tNH, k_tKH, v_tKH, self.segments)
+            return attend(q_tNH, k_tKH, v_tKH, segments)
         by = attend_by_keys if q_tNH.shape[1] % self._exchange.size else attend_by_heads
         return by(attend, q_tNH, k_tKH, v_tKH, self._partition, self._exchange)
 
