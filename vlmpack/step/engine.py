@@ -142,7 +142,7 @@ def _result(
     own_index = share.targets(index)
     own_logprobs = _logprobs(hidden, share.own(labels), own_index, head, config.head_chunk)
     logprobs = share.all_targets(own_logprobs, own_index, index)
-    loss_sum = -logprobs.sum()
+    loss_sum = (-logprobs).sum()  # 0, not -0, of none
     sums, counts = sums_by_sample(logprobs, index, row.segments)
     targets = index.numel()
     items = targets if num_items_in_batch is None else num_items_in_batch

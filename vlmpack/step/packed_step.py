@@ -11,6 +11,7 @@ from torch import nn
 
 from vlmpack.errors import ConfigError
 from vlmpack.layout import FACTS_KEY, PackedRow, PaddedBatch
+from vlmpack.parallel import Parallel
 from vlmpack.step.attach import enable_packing, find_model, is_packing
 from vlmpack.step.engine import StepConfig
 from vlmpack.step.forward import SINK, Sink
@@ -28,15 +29,15 @@ class PackedStep:
         result.loss.backward()
     """
 
-    def __init__(self, model: nn.Module, config: StepConfig | None = None) -> None:
-        """Enable packing on `model` (or the model that it holds), unless it is enabled and `config` is None.
+    def __init__(self, model: nn.Module, config: StepConfig | None = None, *, parallel: Parallel | None = None) -> None:
+        """Enable packing on `model` (or the model that it holds), unless it is enabled and nothing else is given.
 
         Raises:
             FamilyError: the model's family cannot be packed exactly.
         """
         self.model = model
-        if config is not None or not is_packing(model):
-            enable_packing(find_model(model), config)
+        if config is not None or parallel is not None or not is_packing(model):
+            enable_packing(find_model(model), config, parallel=parallel)
 
     def __call__(
         self,

@@ -95,7 +95,9 @@ class Shared:
         ids = row.input_ids
         labels = ids if row.shift_labels is None else row.shift_labels
         weights = torch.arange(1, ids.shape[1] + 1, device=ids.device)
-        boundaries = torch.tensor(hash((row.segments.lengths, row.segments.slots)) % 2**62, device=ids.device)
+        boundaries = torch.tensor(
+            hash((row.segments.lengths, row.segments.slots, row.segments.total)) % 2**62, device=ids.device
+        )
         own = torch.stack([boundaries, (ids * weights).sum(), (labels * weights).sum()])
         of_all = self._exchange.gather_same(own, "check").unflatten(0, (self._exchange.size, -1)).tolist()
         if any(other != of_all[0] for other in of_all):
