@@ -29,7 +29,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("four_ranks")
     script = Path(__file__).with_name("four_ranks.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD}"]
-    subprocess.run([*command, str(script), str(folder)], check=True, timeout=300)
+    subprocess.run([*command, str(script), str(folder)], check=True, timeout=600)
     return json.loads((folder / "result.json").read_text())
 
 

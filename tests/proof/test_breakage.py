@@ -108,10 +108,10 @@ def a_pad_for_a_token(family: str, patch: Patch) -> None:
     """As many tokens as are real go to experts, but one of them is padding."""
     honest = inputs._real_tokens
 
-    def exchanged(row: Any) -> Any:
-        real = honest(row)
+    def exchanged(segments: Segments, device: torch.device) -> Any:
+        real = honest(segments, device)
         assert real is not None
-        padding = row.segments.padding_mask("cpu").nonzero()[0]
+        padding = segments.padding_mask("cpu").nonzero()[0]
         return replace(real, index=torch.cat([real.index[:-1], padding]))
 
     patch.setattr(inputs, "_real_tokens", exchanged)
