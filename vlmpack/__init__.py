@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from vlmpack.collate import VLMCollator
     from vlmpack.errors import BackendError, ConfigError, FamilyError, LayoutError, SampleError, VlmpackError
     from vlmpack.layout import BatchFacts, Media, PackedRow, PaddedBatch, Segments, SlotRule, pack, unpack
-    from vlmpack.plan import Plan, plan_bins
+    from vlmpack.offline import PackedDataset, measure_lengths, write_rows
+    from vlmpack.parallel import Parallel
+    from vlmpack.plan import LengthTable, Plan, plan_bins
     from vlmpack.proof import probe
     from vlmpack.step import PackedStep, StepConfig, StepResult, disable_packing, enable_packing
     from vlmpack.stream import PackedBatchSampler, PackedStream, RowSettings, StreamPacker
+    from vlmpack.trainer import PackedTrainer, evaluate
 
 __version__ = "0.1.0"
 
@@ -30,12 +33,16 @@ __all__ = [
     "ConfigError",
     "FamilyError",
     "LayoutError",
+    "LengthTable",
     "Media",
     "PackedBatchSampler",
+    "PackedDataset",
     "PackedRow",
     "PackedStep",
     "PackedStream",
+    "PackedTrainer",
     "PaddedBatch",
+    "Parallel",
     "Plan",
     "RowSettings",
     "SampleError",
@@ -48,20 +55,26 @@ __all__ = [
     "VlmpackError",
     "disable_packing",
     "enable_packing",
+    "evaluate",
+    "measure_lengths",
     "pack",
     "plan_bins",
     "probe",
     "unpack",
+    "write_rows",
 ]
 
 _ROOM = {
     "collate": ("VLMCollator",),
     "errors": ("BackendError", "ConfigError", "FamilyError", "LayoutError", "SampleError", "VlmpackError"),
     "layout": ("BatchFacts", "Media", "PackedRow", "PaddedBatch", "Segments", "SlotRule", "pack", "unpack"),
-    "plan": ("Plan", "plan_bins"),
+    "offline": ("PackedDataset", "measure_lengths", "write_rows"),
+    "parallel": ("Parallel",),
+    "plan": ("LengthTable", "Plan", "plan_bins"),
     "proof": ("probe",),
     "step": ("PackedStep", "StepConfig", "StepResult", "disable_packing", "enable_packing"),
     "stream": ("PackedBatchSampler", "PackedStream", "RowSettings", "StreamPacker"),
+    "trainer": ("PackedTrainer", "evaluate"),
 }
 _HOME = {name: f"vlmpack.{room}" for room, names in _ROOM.items() for name in names}
 
