@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vlmpack.layout import Layout
 from vlmpack.parallel.gradients import sum_counts, sum_gradients
 from vlmpack.parallel.halo import Halo
 from vlmpack.parallel.media import MediaRoute, MediaShare
@@ -13,7 +14,7 @@ from vlmpack.parallel.megatron import (
     to_megatron,
 )
 from vlmpack.parallel.mesh import Parallel
-from vlmpack.parallel.partition import Layout, Partition, tail_as_segment
+from vlmpack.parallel.partition import Partition, tail_as_segment
 from vlmpack.parallel.recipe import Engine, GraphScope, Packing, Recipe
 from vlmpack.parallel.route import Route
 from vlmpack.parallel.shard import LocalRow, shard, unshard

@@ -14,16 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Literal, final, get_args
+from typing import final, get_args
 
 import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import Segments, outside_graph
+from vlmpack.layout import Layout, Segments, outside_graph
 from vlmpack.layout.roll import stretches
-
-Layout = Literal["mirrored", "contiguous"]
 
 
 @final
