@@ -90,7 +90,7 @@ class Bodies:
     @contextmanager
     def recomputing(self, wanted: bool) -> Iterator[None]:
         """With gradient checkpointing in all ways, or without; afterwards without, and without gradients."""
-        bodies = (self.model, *(step.model for step in self.steps.values())) if wanted else ()
+        bodies: tuple[Any, ...] = (self.model, *(step.model for step in self.steps.values())) if wanted else ()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # transformers will call it something else
             for body in bodies:
