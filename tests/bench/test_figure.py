@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from vlmpack.bench.figure import SCHEMA, Figure, Report, Skipped, Target
+from vlmpack.bench.figure import SCHEMA, Failed, Figure, Report, Skipped, Target
 from vlmpack.bench.settings import BenchSettings
 from vlmpack.bench.timing import Timings
 from vlmpack.errors import ConfigError
@@ -44,7 +44,7 @@ def test_a_report_survives_the_trip_through_json(report, tmp_path):
 def test_the_json_says_where_and_how(report, tmp_path):
     report.save(tmp_path / "bench.json")
     found = json.loads((tmp_path / "bench.json").read_text())
-    assert found.keys() == {"schema", "figures", "environment", "settings", "shapes", "skipped"}
+    assert found.keys() == {"schema", "figures", "environment", "settings", "shapes", "skipped", "failed"}
     assert found["schema"] == SCHEMA
     assert found["figures"][1] == {
         "case": "step",
@@ -77,6 +77,8 @@ def test_a_report_is_complete_if_no_target_is_missed_and_nothing_that_could_be_m
     assert reached.complete
     assert replace(reached, skipped=(Skipped(case="plan", name="another library", why="not installed"),)).complete
     assert not replace(reached, skipped=report.skipped).complete
+    broken = Failed(case="step", name="qwen3", why="ValueError: no", traceback="")
+    assert not replace(reached, failed=(broken,)).complete
     assert not replace(reached, figures=report.figures).complete
 
 
