@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -31,14 +32,11 @@ KEY_BYTES = 16
 
 def settings_key(collator: VLMCollator, *, estimate: bool = False) -> bytes:
     """All that decides lengths besides the samples themselves."""
-    import tokenizers
-    import transformers
-
     parts = parts_of(collator.processor)
     facts = {**asdict(collator.facts), "newline_ids": sorted(collator.facts.newline_ids)}
     return _digest(
         {
-            "versions": [RULES, transformers.__version__, tokenizers.__version__],
+            "versions": [RULES, version("transformers"), version("tokenizers")],
             "processor": type(collator.processor).__name__,
             "chat_template": collator.processor.chat_template,
             "special_tokens": {name: str(token) for name, token in parts.tokenizer.special_tokens_map.items()},
