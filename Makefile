@@ -20,8 +20,10 @@ PINS   := constraints.txt
 BUILD  := pip hatchling editables
 PIP    := -m pip --disable-pip-version-check --quiet
 
-# The rooms that meet transformers, and must work with the oldest that we support; in one process.
-CORE_TESTS := tests/families tests/step tests/trainer tests/proof tests/test_traps.py -m "not dist"
+# What meets transformers, and must work with the oldest that we support: every family, each mechanism, HF Trainer.
+CORE_STEP    := $(addprefix tests/step/test_,attach.py balance.py delta.py equality.py experts.py forward.py generation.py)
+CORE_TRAINER := $(addprefix tests/trainer/test_,end_to_end.py evaluate.py loss.py)
+CORE_TESTS   := tests/families $(CORE_STEP) $(CORE_TRAINER) tests/test_traps.py -m "not dist"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
