@@ -27,7 +27,7 @@ from vlmpack.errors import LayoutError
 from vlmpack.families import FAMILIES
 from vlmpack.families.base import Family
 from vlmpack.families.tiny import tiny_model
-from vlmpack.layout import Buckets, Segments, SlotRule, pack
+from vlmpack.layout import IGNORE, Buckets, Segments, SlotRule, pack
 from vlmpack.step import (
     PackedStep,
     StepConfig,
@@ -240,10 +240,10 @@ def images_attend_to_each_other(monkeypatch):
 
 
 def first_labels_are_learnt(monkeypatch):
-    def across(labels, segments):
-        return torch.roll(labels, -1, dims=-1)
+    def across(take, labels):
+        return torch.roll(take(labels, IGNORE), -1, dims=-1)
 
-    monkeypatch.setattr(sys.modules["vlmpack.layout.pack"], "shift_labels", across)
+    monkeypatch.setattr(sys.modules["vlmpack.layout.pack"]._Take, "targets", across)
 
 
 def experts_see_padding(monkeypatch):
