@@ -19,6 +19,8 @@ OLDEST := .venv-oldest
 PINS   := constraints.txt
 BUILD  := pip hatchling editables
 PIP    := -m pip --disable-pip-version-check --quiet
+# Tests of one file share what takes long to make: processes, models, results.
+PYTEST := -n $(JOBS) --dist loadfile
 
 # What meets transformers, and must work with the oldest that we support: every family, each mechanism, HF Trainer.
 CORE_STEP    := $(addprefix tests/step/test_,attach.py balance.py delta.py equality.py experts.py forward.py generation.py)
@@ -36,7 +38,7 @@ demo: $(VENV)/.demo ## Train on receipts, padded and packed in turn; a table and
 	$(VENV)/bin/vlmpack demo $(ARGS)
 
 test: $(VENV)/.test ## Run the test suite
-	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
+	$(VENV)/bin/python -m pytest $(PYTEST) $(ARGS)
 
 lint: $(VENV)/.dev ## Check style, types and who imports whom
 	$(VENV)/bin/ruff check .
@@ -49,7 +51,7 @@ format: $(VENV)/.dev ## Rewrite the files in the house style
 	$(VENV)/bin/ruff format .
 
 test-oldest: $(OLDEST)/.test ## Run the core rooms' tests with the oldest supported transformers
-	$(OLDEST)/bin/python -m pytest -n $(JOBS) $(CORE_TESTS) $(ARGS)
+	$(OLDEST)/bin/python -m pytest $(PYTEST) $(CORE_TESTS) $(ARGS)
 
 constraints: $(VENV)/.dev ## Work out constraints.txt anew, for every supported Python (ARGS=--upgrade: newest versions)
 	$(VENV)/bin/python $(PIP) install uv

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,14 @@ FEW = ("qwen3_vl", "qwen3_5")
 
 
 @pytest.fixture
-def few_families(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_families() -> Iterator[None]:
     """Two families for all: `tests/proof` probes every one."""
-    for name in set(FAMILIES) - set(FEW):
-        monkeypatch.delitem(registry.FAMILIES, name)
+    every = dict(FAMILIES)
+    for name in every.keys() - set(FEW):
+        del registry.FAMILIES[name]
+    yield
+    registry.FAMILIES.clear()
+    registry.FAMILIES.update(every)  # in their order
 
 
 @pytest.fixture(autouse=True)

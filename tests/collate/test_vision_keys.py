@@ -99,7 +99,7 @@ def video_cases(count: int) -> list[dict]:
             if rng.random() < 0.1:
                 keys[key] = rng.randint(1, 30)
         frames = rng.randint(250, 900) if rng.random() < 0.05 else rng.randint(1, 40)
-        cases.append({"element": keys, "patch_size": patch, "num_frames": frames, **random_shape(rng, 1500)})
+        cases.append({"element": keys, "patch_size": patch, "num_frames": frames, **random_shape(rng, 800)})
     return cases
 
 

@@ -51,7 +51,7 @@ def test_gated_delta_layers_leak_without_a_cache_too() -> None:
     assert (row.verdict, row.causes) == ("leaks", ("conv taps", "recurrent state", "loss count"))
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl_moe", "qwen3_next"])
 def test_leaks_show_at_a_models_own_initialisation_too(family: str, tmp_path: Path) -> None:
     """Weights of 0.02 leak little; the mechanisms by themselves tell."""
     tiny_config(family).save_pretrained(tmp_path)

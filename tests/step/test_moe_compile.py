@@ -37,12 +37,14 @@ def text_row(model, seed, multiple):
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen4_exp"])
-def test_a_compiled_step_is_the_step(family):
-    """Experts beside attention alone, and beside every other kind of layer that there is."""
+def test_a_compiled_step_is_the_step_and_rows_of_other_lengths_and_gaps_are_not_compiled_anew(family):
+    """Experts beside attention alone, and beside every other kind of layer that there is. Nothing is compiled after one
+    row without gaps and one with, and one of another length of each."""
     config = StepConfig(z_loss_coef=0.25)
     model, plain = small(family), small(family)
     step, reference = PackedStep(torch.compile(model, backend="aot_eager"), config), PackedStep(plain, config)
-    for seed, multiple in ((1, 1), (2, 8)):
+    graphs = []
+    for seed, multiple in ((1, 1), (2, 8), (3, 1), (4, 8), (5, 1), (6, 16), (7, 4)):
         row = text_row(model, seed, multiple)
         ours, theirs = (each(row, output_router_logits=True) for each in (step, reference))
         for each in (ours, theirs):
@@ -51,16 +53,8 @@ def test_a_compiled_step_is_the_step(family):
         assert torch.isclose(ours.aux_loss, theirs.aux_loss, rtol=1e-6, atol=0)
         assert torch.equal(ours.expert_counts, theirs.expert_counts)
         assert [len(logits) for logits in ours.router_logits] == [row.segments.num_tokens] * 2
-    assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
-    assert distance(gradients(plain), gradients(model)) <= 1e-5
-
-
-def test_rows_of_other_lengths_and_gaps_are_not_compiled_anew():
-    """After one row without gaps and one with, and one of another length of each, nothing is."""
-    model = small("qwen3_vl_moe")
-    step, graphs = PackedStep(torch.compile(model, backend="aot_eager")), []
-    for seed, multiple in ((1, 1), (2, 8), (3, 1), (4, 8), (5, 1), (6, 16), (7, 4)):
-        step(text_row(model, seed, multiple), output_router_logits=True).loss.backward()
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > 0, "nothing was compiled"
-    assert graphs[3:] == graphs[3:4] * 4
+    if family != "qwen4_exp":  # its indexer scores token by token
+        assert graphs[3:] == graphs[3:4] * 4
+    assert distance(gradients(plain), gradients(model)) <= 1e-5
