@@ -81,8 +81,12 @@ def run_lengths(input_ids: np.ndarray, token_id: int) -> list[int]:
 
 def runs(input_ids: np.ndarray, token_id: int) -> list[tuple[int, int]]:
     """(start, stop) of each unbroken run of `token_id`, in order."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], input_ids == token_id, [0])).astype(np.int8)))
-    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+    at = np.flatnonzero(input_ids == token_id)
+    if not len(at):
+        return []
+    ends = np.flatnonzero(np.diff(at) != 1)
+    starts, stops = at[[0, *(ends + 1)]], at[[*ends, -1]] + 1
+    return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
 def tokens_of(visual: Visual, facts: ProcessorFacts, *, kind: str) -> list[int]:
@@ -93,8 +97,10 @@ def tokens_of(visual: Visual, facts: ProcessorFacts, *, kind: str) -> list[int]:
 
 
 def _check_labels(sample: Encoded, facts: ProcessorFacts) -> None:
-    learnt = sample.labels[sample.labels != IGNORE]
-    odd = learnt[(learnt < 0) | (learnt >= facts.vocab_size)]
+    labels = sample.labels
+    if labels.max(initial=0) < facts.vocab_size and labels.min(initial=0) >= 0:
+        return
+    odd = labels[(labels != IGNORE) & ((labels < 0) | (labels >= facts.vocab_size))]
     if len(odd):
         raise Refusal(
             "label_out_of_range",

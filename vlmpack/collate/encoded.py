@@ -58,4 +58,4 @@ class Encoded:
     @property
     def num_targets(self) -> int:
         """Labelled next-token targets: the first token is nobody's next token."""
-        return int((self.labels[1:] != IGNORE).sum())
+        return int(np.count_nonzero(self.labels[1:] != IGNORE))

@@ -54,7 +54,9 @@ def make_labels(
 
 def mask_media(labels: np.ndarray, input_ids: np.ndarray, facts: ProcessorFacts) -> np.ndarray:
     """A copy of `labels` with -100 on placeholders, on the tokens around them, and on the first token."""
-    labels = np.where(np.isin(input_ids, facts.media_ids), IGNORE, labels)
+    labels = labels.copy()
+    for token_id in facts.media_ids:
+        labels[input_ids == token_id] = IGNORE
     labels[:1] = IGNORE
     return labels
 

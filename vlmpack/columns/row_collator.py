@@ -98,7 +98,7 @@ def joined_row(
     shifted_1T = shift_labels(labels[None], segments)
     facts = BatchFacts(
         lengths=tuple(lengths),
-        num_targets=int((shifted_1T != IGNORE).sum()),
+        num_targets=int(np.count_nonzero(shifted_1T.numpy() != IGNORE)),
         sample_ids=sample_ids,
         segments=segments,
     )

@@ -9,9 +9,10 @@ A sample is a span of `values`, so cutting samples short or in pieces copies not
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from struct import error as StructError
+from struct import pack
 from typing import Any, Literal, final
 
 import numpy as np
@@ -135,8 +136,9 @@ def vector(values: Any, what: str, index: int) -> np.ndarray:
         SampleError: not one-dimensional, or not whole numbers below 2^31.
     """
     try:
-        found = np.asarray(array("i", values) if isinstance(values, (list, tuple)) else values)
-    except (TypeError, OverflowError, ValueError, RuntimeError) as error:
+        listed = isinstance(values, (list, tuple))
+        found = np.frombuffer(pack(f"{len(values)}i", *values), np.int32) if listed else np.asarray(values)
+    except (TypeError, OverflowError, ValueError, RuntimeError, StructError) as error:
         message = f"the {what} are not a vector of whole numbers: {error}"
         raise SampleError(message, index=index, reason="bad_tokens") from error
     if found.ndim != 1 or found.dtype.kind not in "iub":

@@ -71,8 +71,16 @@ def shift_labels(labels: torch.Tensor, segments: Segments) -> torch.Tensor:
 
 def unshift_labels(shifted: torch.Tensor, segments: Segments) -> torch.Tensor:
     """The inverse of `shift_labels`; each segment's first label, which predicts nothing, becomes -100."""
-    first = (segments.position_in_segment(shifted.device) == 0) | segments.padding_mask(shifted.device)
-    return torch.roll(shifted, 1, dims=-1).masked_fill_(first, IGNORE)
+    return torch.roll(shifted, 1, dims=-1).index_fill_(-1, _without_predecessor(segments, shifted.device), IGNORE)
+
+
+@outside_graph
+def _without_predecessor(segments: Segments, device: torch.device | str) -> torch.Tensor:
+    """int64 [n]: first tokens, and all padding."""
+    if not segments.has_gaps:
+        return segments.first_tokens(device)
+    place = segments.position_in_segment
+    return segments.derived("without_predecessor", device, lambda: np.flatnonzero(place().numpy() == 0))
 
 
 def stretches(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -88,6 +96,8 @@ def stops_of_tokens(segments: Segments) -> np.ndarray:
 
 
 def _without_successor(segments: Segments, depth: int) -> np.ndarray:
+    if depth == 1 and not segments.has_gaps:
+        return segments.last_tokens().numpy()
     starts = np.asarray((*segments.stride, segments.total), np.int64)
     stops = starts[:-1] + np.asarray((*segments.lengths, 0))
     firsts = np.maximum(starts[:-1], stops - depth)

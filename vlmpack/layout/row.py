@@ -12,7 +12,7 @@ from vlmpack.errors import LayoutError
 from vlmpack.layout.batch import FACTS_KEY, BatchFacts, Media
 from vlmpack.layout.boundaries import checked_boundaries
 from vlmpack.layout.device import require
-from vlmpack.layout.roll import IGNORE, shift_labels, unshift_labels
+from vlmpack.layout.roll import IGNORE, shift_labels, unshift_labels, without_successor
 from vlmpack.layout.segments import Segments
 
 
@@ -110,9 +110,10 @@ class PackedRow:
         )
 
     def _unshifted(self, shift_labels: torch.Tensor) -> torch.Tensor:
-        lost = (shift_labels[0] != IGNORE) & self.segments.last_mask(shift_labels.device)
+        ends = without_successor(self.segments, 1, shift_labels.device)
+        kept = shift_labels[0].index_select(0, ends) == IGNORE
         message = "the last token of a segment has a target; pass shift_labels to the model instead of labels"
-        require(~lost.any(), message, LayoutError)
+        require(kept.all(), message, LayoutError)
         return unshift_labels(shift_labels, self.segments)
 
     @property

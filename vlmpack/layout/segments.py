@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
+from vlmpack.layout import arrays
 from vlmpack.layout.boundaries import checked_boundaries
 from vlmpack.layout.device import outside_graph, to_device
 from vlmpack.layout.slots import PAD_PIECE, SlotRule, kernel_bound, missing_segments, round_up, row_width
@@ -192,39 +193,43 @@ class Segments:
 
     def cu_seqlens(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """`real` as int32 [G + 1]."""
-        return self._tensor("real", device)
+        return self._tensor(arrays.real, device)
 
     def cu_seqlens_padded(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """`stride` as int32 [G + 1]."""
-        return self._tensor("stride", device)
+        return self._tensor(arrays.stride, device)
 
     def kernel_seqlens(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """`kernel` as int32 [any]."""
-        return self._tensor("kernel", device)
+        return self._tensor(arrays.kernel, device)
 
     def seq_idx(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """int32 [T]: the segment whose slot holds each token; G (one past the last) on the row's tail."""
-        return self._tensor("seq_idx", device)
+        return self._tensor(arrays.seq_idx, device)
 
     def padding_mask(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """bool [T]: True where the row holds padding."""
-        return self._tensor("padding", device)
+        return self._tensor(arrays.padding, device)
 
     def real_index(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """int64 [R]: where in the row its real tokens are, in order."""
-        return self._tensor("real_index", device)
+        return self._tensor(arrays.real_index, device)
 
     def position_in_segment(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """int64 [T]: 0, 1, 2, ... from each slot's start; 0 on padding."""
-        return self._tensor("position", device)
+        return self._tensor(arrays.position, device)
+
+    def first_tokens(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """int64 [at most G]: where in the row each segment has its first real token; empty segments have none."""
+        return self._tensor(arrays.first_tokens, device)
 
     def last_tokens(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """int64 [at most G]: where in the row each segment has its last real token; empty segments have none."""
-        return self._tensor("last_tokens", device)
+        return self._tensor(arrays.last_tokens, device)
 
     def last_mask(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """bool [T]: True where a token has no successor in its own segment: last tokens and padding."""
-        return self._tensor("last", device)
+        return self._tensor(arrays.last, device)
 
     @cached_property
     def _tensors(self) -> dict[tuple[Hashable, torch.device], torch.Tensor]:
@@ -232,8 +237,8 @@ class Segments:
         return {}
 
     @outside_graph
-    def _tensor(self, name: str, device: torch.device | str) -> torch.Tensor:
-        return self.derived(name, device, partial(self._array, name))
+    def _tensor(self, make: Callable[[Segments], np.ndarray], device: torch.device | str) -> torch.Tensor:
+        return self.derived(make, device, partial(make, self))
 
     @outside_graph
     def derived(self, key: Hashable, device: torch.device | str, make: Callable[[], np.ndarray]) -> torch.Tensor:
@@ -242,25 +247,6 @@ class Segments:
         if place not in self._tensors:
             self._tensors[place] = to_device(make(), place[1])
         return self._tensors[place]
-
-    def _array(self, name: str) -> np.ndarray:
-        """The numpy form of one fact: no python loop over tokens."""
-        if name in ("real", "stride", "kernel"):
-            return np.asarray({"real": self.real, "stride": self.stride, "kernel": self.kernel}[name], np.int32)
-        if name == "real_index":
-            return np.flatnonzero(~self._array("padding"))
-        if name == "last_tokens":
-            return np.asarray([stop - 1 for start, stop in self.spans if stop > start], np.int64)
-        if name in ("padding", "last"):
-            mask = np.ones(self.total, bool)
-            for start, stop in self.spans:
-                mask[start : max(start, stop - (name == "last"))] = False
-            return mask
-        slots = (*self.slots, self.total - sum(self.slots))
-        if name == "seq_idx":
-            return np.repeat(np.arange(len(slots), dtype=np.int32), slots)
-        position = np.arange(self.total) - np.repeat(self.stride, slots)
-        return np.where(self._array("padding"), 0, position) if self.has_gaps else position
 
     def __getstate__(self) -> dict[str, Any]:
         """Tensors are made again on the other side: a DataLoader worker ships a few ints."""

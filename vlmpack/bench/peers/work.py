@@ -19,6 +19,8 @@ FIRST_WORD = 64
 """Ids below this may be special tokens of tiny processors."""
 WORDS = 128
 """Ids are drawn from so many."""
+PATCH_SIZE = 2
+"""Pixels a side of a patch: few, as it is ids and what belongs to them that is measured; see `pixels` for the rest."""
 
 
 @final
@@ -64,6 +66,7 @@ class PeerWork:
         rng = torch.Generator().manual_seed(seed)
         processor = tiny_processor(FAMILY)
         config = tiny_config(FAMILY)
+        processor.image_processor.patch_size = config.vision_config.patch_size = PATCH_SIZE
         config.image_token_id, config.video_token_id = processor.image_token_id, processor.video_token_id
         ids = [torch.randint(FIRST_WORD, FIRST_WORD + WORDS, (n,), generator=rng) for n in shapes.lengths]
         tensors = tuple(_labelled(one) for one in ids)
