@@ -10,7 +10,7 @@ import torch
 
 from vlmpack.bench.cases import CASES, AttentionShapes, CollateShapes, LengthShapes, PackShapes, PixelShapes
 from vlmpack.bench.cases.attention import Site
-from vlmpack.bench.cases.head import all_rows, head_inputs, labelled_rows
+from vlmpack.bench.cases.head import all_rows, head_inputs, labelled_rows, measure_chunks
 from vlmpack.bench.cases.pack import long_batch
 from vlmpack.bench.cases.step import target_of
 from vlmpack.bench.figure import Figure, Skipped
@@ -108,6 +108,16 @@ def test_both_heads_give_the_same_loss_and_gradients():
         assert inputs.hidden.grad is not None
         found.append((value, inputs.hidden.grad.clone()))
     torch.testing.assert_close(found[0], found[1])
+
+
+def test_chunks_of_the_head_take_less_memory_than_all_rows_at_once(monkeypatch):
+    monkeypatch.setattr("vlmpack.bench.cases.head.CHUNKS", (100, 300, 10_000))
+    shapes = replace(TINY, longest=400, vocab_size=1310)  # logits outweigh the weight and its gradient
+    found = named(list(measure_chunks(head_inputs(shapes, QUICK), QUICK)))
+    rows = sum(shapes.lengths)
+    few, more = (found[f"memory, chunks of {chunk} / {rows} at once"].value for chunk in (100, 300))
+    assert few < more < 1
+    assert not any("10000" in name for name in found)
 
 
 def test_the_batch_to_pack_has_the_ratio_that_was_asked_for():

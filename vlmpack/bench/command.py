@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vlmpack.bench.cases import CASES
-from vlmpack.bench.run import run_cases, units_of
+from vlmpack.bench.run import Unit, run_cases, units_of
 from vlmpack.bench.settings import CLOCKS, BenchSettings
 from vlmpack.bench.table import skipped, table, tables_of_families, title
 from vlmpack.errors import VlmpackError
@@ -51,13 +54,8 @@ def main(arguments: Sequence[str] | None = None, *, console: Console | None = No
         units = len(units_of(names, families))
         budget = SECONDS * units if chosen.budget is None else chosen.budget
         settings = BenchSettings(device=chosen.device, seconds=budget / units, clock=chosen.clock, seed=chosen.seed)
-        with console.status("") as status:
-            report = run_cases(
-                names,
-                settings,
-                families=families,
-                before=lambda unit: status.update(f"[bold]{unit}[/]: {CASES[unit.case].about}"),
-            )
+        with _bar(console, units) as before:
+            report = run_cases(names, settings, families=families, before=before)
     except VlmpackError as error:
         console.print(f"[red]{error}[/]")
         return 2
@@ -65,6 +63,21 @@ def main(arguments: Sequence[str] | None = None, *, console: Console | None = No
     if chosen.json:
         report.save(chosen.json)
     return 1 if chosen.check and not report.complete else 0
+
+
+@contextmanager
+def _bar(console: Console, units: int) -> Iterator[Callable[[Unit], None]]:
+    """A progress bar over units; gives a function that is told each before it starts."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=units)
+        begun = count()
+
+        def before(unit: Unit) -> None:
+            about = f"[bold]{unit}[/]: {CASES[unit.case].about}"
+            progress.update(bar, description=about, completed=next(begun))
+
+        yield before
 
 
 def _console() -> Console:

@@ -42,8 +42,9 @@ def run_cases(
 ) -> Report:
     """Run the named cases, or all of them, each for every family if it measures families.
 
-    The first unit of every case is always measured. After it, units whose turn comes when `settings.seconds` for each
-    unit have passed are skipped, and the report says so.
+    A unit gets an even share of the time that is left when its turn comes. The first unit of every case is always
+    measured. After it, units whose turn comes when `settings.seconds` for each unit have passed are skipped, and the
+    report says so.
 
     Args:
         names: keys of `CASES`; none: all, in its order.
@@ -59,13 +60,15 @@ def run_cases(
     units = units_of(names, families)
     figures, skipped = [], []
     ends = time.perf_counter() + settings.seconds * len(units)
-    for unit in units:
-        if not unit.first and time.perf_counter() > ends:
+    for turn, unit in enumerate(units):
+        left = ends - time.perf_counter()
+        if not unit.first and left < 0:
             skipped.append(Skipped(case=unit.case, name=unit.family or unit.case, why=OUT_OF_TIME, owed=True))
             continue
         before(unit)
-        case = CASES[unit.case]
-        for found in case.run(replace(settings, family=unit.family or settings.family), case.shapes):
+        case, seconds = CASES[unit.case], max(left, 0.0) / (len(units) - turn)
+        its_own = replace(settings, family=unit.family or settings.family, seconds=seconds)
+        for found in case.run(its_own, case.shapes):
             (figures if isinstance(found, Figure) else skipped).append(found)
     return Report(
         figures=tuple(figures),

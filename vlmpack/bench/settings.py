@@ -19,7 +19,8 @@ class BenchSettings:
     family: str = "qwen3_vl"
     """`config.model_type` of the model, for cases that measure one family at a time."""
     seconds: float = 60.0
-    """Time that one case may take (for one family), in seconds; it always gets its least number of rounds."""
+    """Time that one case may take (for one family), in seconds; it always gets its least number of rounds. A run of
+    several hands it out anew before each, by what is left."""
     clock: Clock = "wall"
     """Which clock decides: "wall", or "cpu" (time of all threads of this process) on a machine that others use too."""
     seed: int = 0

@@ -1,7 +1,8 @@
-"""head: logits and cross-entropy of labelled rows only, against those of all rows, in time and in memory."""
+"""head: logits and cross-entropy of labelled rows only, against those of all rows; and in chunks, against one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
@@ -22,6 +23,8 @@ from vlmpack.step.head import target_logprobs
 CASE = "head"
 SHARES = (0.1, 0.5)
 """Labelled tokens of all tokens."""
+CHUNKS = (256, 512, 1024)
+"""Rows of logits alive at a time, against all labelled rows at once."""
 PROPORTIONAL = Target(limit=1.1, better="lower")
 MEMORY_SHARES = (0.25, 0.5, 0.75, 1.0)
 """The same for memory. With very few of them the weight's gradient outweighs all logits."""
@@ -46,9 +49,9 @@ class HeadInputs:
 
 
 def measure_head(settings: BenchSettings, shapes: ReceiptShapes) -> list[Figure]:
-    """Time both heads at several shares of labelled tokens, and weigh what a labelled token costs."""
+    """Time both heads at several shares of labelled tokens, weigh what a labelled token costs, and a row in chunks."""
     inputs = head_inputs(shapes, settings)
-    return [*_times(inputs, settings), *_memory(inputs, settings)]
+    return [*_times(inputs, settings), *_memory(inputs, settings), *measure_chunks(inputs, settings)]
 
 
 def _times(inputs: HeadInputs, settings: BenchSettings) -> list[Figure]:
@@ -61,7 +64,7 @@ def _times(inputs: HeadInputs, settings: BenchSettings) -> list[Figure]:
                 "labelled": lambda count=count: labelled_rows(inputs, count, chunk=StepConfig().head_chunk),
                 "all": lambda count=count: all_rows(inputs, count),
             },
-            seconds=settings.seconds / len(SHARES),
+            seconds=settings.seconds / (len(SHARES) + 1),
             device=settings.device,
         )
         name = f"{share:.0%} labelled"
@@ -82,6 +85,27 @@ def _memory(inputs: HeadInputs, settings: BenchSettings) -> list[Figure]:
         Figure(case=CASE, name="memory, a labelled token", value=sum(slopes) / len(slopes), unit="bytes"),
         Figure(case=CASE, name="memory, dearest / cheapest token", value=ratio, unit="x", target=PROPORTIONAL),
     ]
+
+
+def measure_chunks(inputs: HeadInputs, settings: BenchSettings, *, case: str = CASE) -> Iterator[Figure]:
+    """All rows labelled: time and memory of their logits in chunks, which are computed twice, against all at once."""
+    rows = len(inputs.targets)
+    ways = {
+        chunk: lambda chunk=chunk: labelled_rows(inputs, rows, chunk=chunk)
+        for chunk in (*(chunk for chunk in CHUNKS if chunk < rows), rows)
+    }
+    held = [inputs.hidden, inputs.targets, inputs.head.weight]
+    peaks = {chunk: peak_bytes(way, held=held, device=settings.device) for chunk, way in ways.items()}
+    timings = alternate(
+        {str(chunk): way for chunk, way in ways.items()},
+        seconds=settings.seconds / (len(SHARES) + 1),
+        device=settings.device,
+    )
+    yield Figure.timed(case, f"{rows} labelled rows at once", timings, str(rows), settings)
+    for chunk in list(ways)[:-1]:
+        name = f"chunks of {chunk} / {rows} at once"
+        yield Figure.compared(case, name, timings, (str(chunk), str(rows)), settings)
+        yield Figure(case=case, name=f"memory, {name}", value=peaks[chunk] / peaks[rows], unit="x")
 
 
 def _peak(inputs: HeadInputs, count: int, settings: BenchSettings) -> int:

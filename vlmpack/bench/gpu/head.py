@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from vlmpack.bench.cases.head import SHARES, HeadInputs, all_rows, labelled_rows
+from vlmpack.bench.cases.head import SHARES, HeadInputs, all_rows, labelled_rows, measure_chunks
 from vlmpack.bench.figure import Figure, Skipped
 from vlmpack.bench.gpu.device import if_it_fits
 from vlmpack.bench.gpu.run import Cell, Found, Lab
@@ -23,10 +23,11 @@ GUESS = 4.0
 def cells(shapes: GpuShapes) -> list[Cell]:
     """One for each share of labelled rows."""
     guess = GUESS + shapes.cell_seconds / len(SHARES)
-    return [
+    labelled = [
         Cell(case=CASE, name=f"{share:.0%} labelled", guess=guess, run=lambda lab, share=share: _measure(lab, share))
         for share in SHARES
     ]
+    return [*labelled, Cell(case=CASE, name="chunks", guess=guess, run=_chunks)]
 
 
 def _measure(lab: Lab, share: float) -> Found:
@@ -53,6 +54,16 @@ def _measure(lab: Lab, share: float) -> Found:
     yield Figure.compared(CASE, f"{name}, labelled / all rows", timings, ("labelled rows", "all rows"), lab.settings)
     ratio = peaks["labelled rows"] / peaks["all rows"]
     yield Figure(case=CASE, name=f"{name}, labelled / all rows, peak memory", value=ratio, unit="x")
+
+
+def _chunks(lab: Lab) -> Found:
+    lab.device.release()
+    inputs = _inputs(lab)
+    chunks = if_it_fits(lambda: list(measure_chunks(inputs, lab.settings, case=CASE)), lab.device)
+    if chunks is None:
+        yield Skipped(case=CASE, name="chunks", why="all rows at once do not fit into memory")
+        return
+    yield from chunks
 
 
 def _peak(function: Callable[[], object], held: list[torch.Tensor], lab: Lab) -> int:
