@@ -7,10 +7,11 @@ from trainer.packed_runs import planned, streamed
 from training import Stream, arguments, collator, receipts, trainer
 from transformers import Trainer
 
+from vlmpack.columns import RowCollator, pack_dataset
 from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
 from vlmpack.step import enable_packing
-from vlmpack.trainer import check_trainer
+from vlmpack.trainer import check_trainer, loss_metrics
 
 
 def refusal(run) -> str:
@@ -71,6 +72,20 @@ def test_a_stream_with_accelerates_defaults(tmp_path):
             assert "its default for an IterableDataset" in refusal(run)
         else:
             check_trainer(run)
+
+
+def test_metrics_of_packed_rows_that_do_not_fill_the_last_batch(tmp_path):
+    """Trainer alone counts rows where there are samples; see `test_metrics.py` for what it then keeps of them."""
+    model = enable_packing(tiny_model("qwen3", hidden=16, heads=2, layers=1))
+    rows = pack_dataset([[5] * n for n in (3, 4, 5, 2, 4, 3)], 7)
+    settings = {"compute_metrics": loss_metrics, "eval_dataset": rows, "data_collator": RowCollator()}
+    assert len(rows) == 3
+    run = Trainer(model, arguments(tmp_path, per_device_eval_batch_size=2), **settings)
+    assert "cut the last batch of its evaluation to 1 samples" in refusal(run)
+    assert run.evaluate()["eval_num_samples"] < 6  # the guard: that is what happens
+    run = Trainer(model, arguments(tmp_path, per_device_eval_batch_size=3), **settings)
+    check_trainer(run)
+    assert run.evaluate()["eval_num_samples"] == 6
 
 
 def test_rows_that_are_made_ahead_need_a_trainer_for_them(tmp_path):

@@ -13,7 +13,9 @@ from typing import Any
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
+from vlmpack.columns import RowCollator
 from vlmpack.errors import ConfigError
+from vlmpack.offline import PackedDataset
 from vlmpack.step import is_packing
 from vlmpack.stream import PackedStream
 from vlmpack.trainer.packed_trainer import PackedTrainer
@@ -25,7 +27,14 @@ def check_trainer(trainer: Trainer) -> None:
     Raises:
         ConfigError: every such setting, what it would do, and the remedy.
     """
-    problems = [*_model(trainer), *_loss(trainer), *_ranks(trainer), *_batches(trainer), *_rows(trainer)]
+    problems = [
+        *_model(trainer),
+        *_loss(trainer),
+        *_ranks(trainer),
+        *_batches(trainer),
+        *_rows(trainer),
+        *_metrics(trainer),
+    ]
     if problems:
         raise ConfigError("this Trainer does not train packed rows as their samples alone:\n- " + "\n- ".join(problems))
 
@@ -106,6 +115,22 @@ def _rows(trainer: Trainer) -> Iterator[str]:
             "ignore_data_skip=True starts a resumed epoch anew, so samples are trained on twice; planned rows are "
             "skipped without loading them: set it to False"
         )
+
+
+def _metrics(trainer: Trainer) -> Iterator[str]:
+    """What is left of the last batch of an evaluation: accelerate takes a row of samples for one."""
+    if trainer.compute_metrics is None or (isinstance(trainer, PackedTrainer) and trainer.eval_packing):
+        return
+    held_out = trainer.eval_dataset
+    joined = isinstance(trainer.data_collator, RowCollator) and trainer.data_collator.bare_row == "refuse"
+    at_once = trainer.args.eval_batch_size * trainer.args.world_size
+    for data in held_out.values() if isinstance(held_out, dict) else [held_out]:
+        if (joined or isinstance(data, PackedDataset)) and len(data) % at_once:
+            yield (
+                f"accelerate would cut the last batch of its evaluation to {len(data) % at_once} samples, which is the "
+                f"number of packed rows left for it ({len(data)} rows, {at_once} at a time), and compute_metrics would "
+                "miss the others: use PackedTrainer of vlmpack.trainer, or evaluate of vlmpack"
+            )
 
 
 def _has_rows(trainer: Trainer) -> bool:
