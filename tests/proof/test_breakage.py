@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -115,7 +114,7 @@ def a_pad_for_a_token(family: str, patch: Patch) -> None:
         real = honest(segments, device)
         assert real is not None
         padding = segments.padding_mask("cpu").nonzero()[0]
-        return replace(real, index=torch.cat([real.index[:-1], padding]))
+        return torch.cat([real[:-1], padding])
 
     patch.setattr(inputs, "_real_tokens", exchanged)
 

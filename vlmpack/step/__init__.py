@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vlmpack.step.attach import PackingState, disable_packing, enable_packing, find_model, is_packing
 from vlmpack.step.balance import RouterStatistics
+from vlmpack.step.compiling import compile_layers
 from vlmpack.step.engine import StepConfig, run_row
 from vlmpack.step.forward import PackedOutput
 from vlmpack.step.packed_step import PackedStep
@@ -17,6 +18,7 @@ __all__ = [
     "StepConfig",
     "StepResult",
     "Work",
+    "compile_layers",
     "disable_packing",
     "enable_packing",
     "find_model",

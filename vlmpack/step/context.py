@@ -8,7 +8,6 @@ alive at a time.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -48,17 +47,6 @@ class VisionSegments:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class RealTokens:
-    """Which tokens of a row with gaps are real."""
-
-    index: torch.Tensor
-    """int64 [R]: their positions in the row."""
-    total: int
-    """Width T of the row."""
-
-
-@final
 class RowContext:
     """One row, as its layers see it.
 
@@ -72,7 +60,7 @@ class RowContext:
         share: Share | None = None,
         vision: VisionSegments,
         backend: str,
-        experts: RealTokens | None = None,
+        experts: torch.Tensor | None = None,
         delta: Buckets | Spaced | None = None,
         by_sample: Buckets | None = None,
         features: FeatureForm | None = None,
@@ -86,7 +74,7 @@ class RowContext:
         self.backend = backend
         """Name of the attention back-end, or "auto"."""
         self.experts = experts
-        """The tokens that go to experts; None: all of them, or there are no experts."""
+        """int64 [R]: places of the tokens that go to experts; None: all of them go, or there are no experts."""
         self.delta = delta
         """How gated delta layers are to compute the row; None: there are none."""
         self.by_sample = by_sample

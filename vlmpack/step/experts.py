@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from vlmpack.errors import ConfigError
 from vlmpack.families import Family
 from vlmpack.families.experts import ExpertLayer
-from vlmpack.step.context import CONTEXT, RealTokens, RowContext
+from vlmpack.step.context import CONTEXT, RowContext
 
 
 def install(family: Family, core: nn.Module) -> tuple[RemovableHandle, ...]:
@@ -75,7 +75,8 @@ class _Gate:
     """What one layer remembers from its mixer to its experts."""
 
     def __init__(self) -> None:
-        self._real: RealTokens | None = None
+        self._real: torch.Tensor | None = None
+        self._width = 0
 
     def tell(self, mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         row: RowContext | None = kwargs.get(CONTEXT)
@@ -86,11 +87,12 @@ class _Gate:
         if self._real is None:
             return None
         (hidden,) = args
-        return (hidden.index_select(1, self._real.index),)
+        self._width = hidden.shape[1]  # not the row's: a number that is known beforehand would be compiled in
+        return (hidden.index_select(1, self._real),)
 
     def put_back(self, block: nn.Module, args: Any, output: torch.Tensor | None) -> torch.Tensor | None:
         """[1, R, D] to [1, T, D], zeros on padding."""
         real, self._real = self._real, None
         if real is None or output is None:
             return None
-        return output.new_zeros(1, real.total, output.shape[-1]).index_copy_(1, real.index, output)
+        return output.new_zeros(1, self._width, output.shape[-1]).index_copy_(1, real, output)

@@ -14,7 +14,7 @@ from vlmpack.errors import LayoutError
 from vlmpack.families import Family
 from vlmpack.layout import BatchFacts, Grid, PackedRow, Segments, outside_graph, require
 from vlmpack.step import by_sample, delta
-from vlmpack.step.context import CONTEXT, RealTokens, RowContext, VisionSegments
+from vlmpack.step.context import CONTEXT, RowContext, VisionSegments
 from vlmpack.step.rotary import check_positions, check_restarts
 from vlmpack.step.shared import Share
 from vlmpack.step.whole import MediaCall
@@ -129,11 +129,12 @@ def _vision_segments(family: Family, facts: BatchFacts, hf_config: Any) -> Visio
     return VisionSegments(segments for grids in calls for segments in family.vision_segments(grids, hf_config))
 
 
-def _real_tokens(segments: Segments, device: torch.device) -> RealTokens | None:
-    """None: every token is real; or none is, and experts get padding so that they keep their place in the graph."""
+def _real_tokens(segments: Segments, device: torch.device) -> torch.Tensor | None:
+    """int64 [R]: places of the real tokens. None: every token is real; or none is, and experts get padding so that they
+    keep their place in the graph."""
     if not segments.has_gaps or not segments.num_tokens:
         return None
-    return RealTokens(index=segments.real_index(device), total=segments.total)
+    return segments.real_index(device)
 
 
 def _check_media_tokens(types: torch.Tensor, family: Family, facts: BatchFacts, hf_config: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any, final
 
 from vlmpack.bench.cases.attention import AttentionShapes, measure_attention
 from vlmpack.bench.cases.collate import CollateShapes, measure_collate
+from vlmpack.bench.cases.compiled import CompileShapes, measure_compiled
 from vlmpack.bench.cases.head import measure_head
 from vlmpack.bench.cases.lengths import LengthShapes, measure_headers
 from vlmpack.bench.cases.memory import measure_memory
@@ -67,6 +68,12 @@ CASES: Mapping[str, Case] = {
     ),
     "memory": Case(about="peak memory of those two steps", run=measure_memory, shapes=ReceiptShapes(), by_family=True),
     "head": Case(about="the head on labelled rows, against all rows", run=measure_head, shapes=ReceiptShapes()),
+    "compile": Case(
+        about="rows of many lengths through compiled layers: how often they are compiled again",
+        run=measure_compiled,
+        shapes=CompileShapes(),
+        by_family=True,
+    ),
 }
 """In the order in which they are run."""
 
@@ -75,6 +82,7 @@ __all__ = [
     "AttentionShapes",
     "Case",
     "CollateShapes",
+    "CompileShapes",
     "LengthShapes",
     "PackShapes",
     "PixelShapes",

@@ -1,0 +1,81 @@
+"""compile: how often layers under torch.compile are compiled again while rows of many lengths go through them.
+
+Counted, not timed: guards are the same whatever the compiler does with a graph, so none of it is run (`aot_eager`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import final
+
+import torch
+from torch._dynamo.utils import counters
+
+from vlmpack.bench.figure import Figure, Target
+from vlmpack.bench.settings import BenchSettings
+from vlmpack.bench.workload import ReceiptShapes, on_device, receipt_batch, receipt_config, receipt_model
+from vlmpack.families import family_named
+from vlmpack.layout import PaddedBatch
+from vlmpack.step import PackedStep, compile_layers
+
+CASE = "compile"
+AGAIN = Target(limit=3, better="lower")
+NONE = Target(limit=0, better="lower")
+READS_VALUES = ("Data dependent", "Dynamic shape operator", "Tensor.item", "_local_scalar_dense")
+"""What PyTorch says where a graph has to end because the host needs a value from the device."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CompileShapes:
+    """Rows that differ in everything."""
+
+    receipts: ReceiptShapes = field(
+        default_factory=lambda: ReceiptShapes(hidden=64, layers=2, kv_heads=2, vision_hidden=64, vision_depth=2)
+    )
+    """Of the model; `samples` and `longest` are drawn for every row."""
+    steps: int = 100
+    """Forward and backward passes."""
+    samples: tuple[int, int] = (1, 6)
+    """Fewest and most of a row."""
+    longest: tuple[int, int] = (20, 120)
+    """Tokens of the longest sample of a row, at least and at most."""
+
+
+def measure_compiled(settings: BenchSettings, shapes: CompileShapes) -> list[Figure]:
+    """Count steps after the first that compile anything, and what makes graphs end."""
+    family = family_named(settings.family)
+    model = receipt_model(family, shapes.receipts, seed=settings.seed, device=settings.device)
+    step, graphs = PackedStep(compile_layers(model, backend="aot_eager")), []
+    torch.compiler.reset()
+    counters.clear()
+    for batch in _batches(settings, shapes):
+        step(batch).loss.backward()
+        graphs.append(counters["stats"]["unique_graphs"])
+    breaks = counters["graph_break"]
+    waits = sum(count for why, count in breaks.items() if any(words in why for words in READS_VALUES))
+    torch.compiler.reset()
+    again = sum(after > before for before, after in zip(graphs, graphs[1:], strict=False))
+    last = max((i for i in range(1, len(graphs)) if graphs[i] > graphs[i - 1]), default=0)
+    return [
+        Figure(case=CASE, name=name, value=value, unit=unit, family=family.model_type, target=target)
+        for name, value, unit, target in (
+            (f"steps of {len(graphs)} that compile again", again, "steps", AGAIN),
+            ("the last of them", last + 1, "step", None),
+            ("graphs in the end", graphs[-1], "graphs", None),
+            ("graphs that end because the host needs a value", waits, "graphs", NONE),
+        )
+    ]
+
+
+def _batches(settings: BenchSettings, shapes: CompileShapes) -> Iterator[PaddedBatch]:
+    """Rows of other lengths each, and as many samples and images as it happens."""
+    family, random = family_named(settings.family), Random(settings.seed)
+    config = receipt_config(family, shapes.receipts)
+    for seed in range(shapes.steps):
+        drawn = replace(
+            shapes.receipts, samples=random.randint(*shapes.samples), longest=random.randint(*shapes.longest)
+        )
+        yield on_device(receipt_batch(family, config, drawn, seed=seed), settings.device)

@@ -1,0 +1,51 @@
+"""torch.compile around the layers of a model, and not around the code between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from torch import nn
+
+from vlmpack.errors import FamilyError
+from vlmpack.families import Family, family_of
+from vlmpack.step.attach import find_model
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def compile_layers(model: Model, **settings: Any) -> Model:
+    """Compile every layer of the text model and every block of the vision tower, each in its place.
+
+    `torch.compile(model)` also compiles the code between them, which goes through lists of images, and is compiled
+    again for every number of images and every size that it has not met. Layers only see a row's width and the number of
+    its patches: two or three rows, and nothing is compiled any more. All layers of a kind share what is compiled.
+
+    Call it before the model is wrapped or sharded. Parameters, their names and what is saved stay as they are.
+
+    Args:
+        model: a `...ForConditionalGeneration` or `...ForCausalLM`, or a module that holds one, with or without packing.
+        settings: of `torch.compile`: `backend`, `mode`, `dynamic`, ...
+
+    Returns:
+        The same object.
+
+    Raises:
+        FamilyError: the model's family is not supported.
+    """
+    core = find_model(model)
+    for layer in _layers(core, family_of(core)):
+        layer.compile(**settings)
+    return model
+
+
+def _layers(core: nn.Module, family: Family) -> Iterator[nn.Module]:
+    vision = family.vision_tower(core)
+    towers = {"layers": family.language_model(core), "blocks": vision}
+    for name, tower in towers.items():
+        if tower is None:
+            continue
+        stack = getattr(tower, name, None)
+        if not isinstance(stack, nn.ModuleList):
+            raise FamilyError(f"a {type(tower).__name__} has no list of {name} that could be compiled one by one")
+        yield from stack
