@@ -60,6 +60,12 @@ CASES: Mapping[str, Case] = {
         run=measure_attention,
         shapes=AttentionShapes(),
     ),
+    "compile": Case(
+        about="rows of many lengths through compiled layers: how often they are compiled again",
+        run=measure_compiled,
+        shapes=CompileShapes(),
+        by_family=True,
+    ),
     "step": Case(
         about="a training step on a row, against Hugging Face's own on the padded batch",
         run=measure_step,
@@ -68,12 +74,6 @@ CASES: Mapping[str, Case] = {
     ),
     "memory": Case(about="peak memory of those two steps", run=measure_memory, shapes=ReceiptShapes(), by_family=True),
     "head": Case(about="the head on labelled rows, against all rows", run=measure_head, shapes=ReceiptShapes()),
-    "compile": Case(
-        about="rows of many lengths through compiled layers: how often they are compiled again",
-        run=measure_compiled,
-        shapes=CompileShapes(),
-        by_family=True,
-    ),
 }
 """In the order in which they are run."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from random import Random
 from typing import final
 
@@ -57,13 +58,12 @@ def measure_compiled(settings: BenchSettings, shapes: CompileShapes) -> list[Fig
     breaks = counters["graph_break"]
     waits = sum(count for why, count in breaks.items() if any(words in why for words in READS_VALUES))
     torch.compiler.reset()
-    again = sum(after > before for before, after in zip(graphs, graphs[1:], strict=False))
-    last = max((i for i in range(1, len(graphs)) if graphs[i] > graphs[i - 1]), default=0)
+    again = [step for step, (before, after) in enumerate(pairwise(graphs), 2) if after > before]
     return [
         Figure(case=CASE, name=name, value=value, unit=unit, family=family.model_type, target=target)
         for name, value, unit, target in (
-            (f"steps of {len(graphs)} that compile again", again, "steps", AGAIN),
-            ("the last of them", last + 1, "step", None),
+            (f"steps of {len(graphs)} that compile again", len(again), "steps", AGAIN),
+            ("the last of them", max(again, default=1), "step", None),
             ("graphs in the end", graphs[-1], "graphs", None),
             ("graphs that end because the host needs a value", waits, "graphs", NONE),
         )
