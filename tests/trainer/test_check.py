@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 from trainer.packed_runs import planned, streamed
 from training import Stream, arguments, collator, receipts, trainer
@@ -10,7 +13,7 @@ from transformers import Trainer
 from vlmpack.columns import RowCollator, pack_dataset
 from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
-from vlmpack.step import enable_packing
+from vlmpack.step import enable_packing, packing_state
 from vlmpack.trainer import check_trainer, loss_metrics
 
 
@@ -72,6 +75,16 @@ def test_a_stream_with_accelerates_defaults(tmp_path):
             assert "its default for an IterableDataset" in refusal(run)
         else:
             check_trainer(run)
+
+
+def test_ranks_that_share_rows_are_given_different_ones(tmp_path, monkeypatch):
+    model = enabled()
+    run, state = trainer(model, receipts(model), tmp_path), packing_state(model)
+    monkeypatch.setattr("vlmpack.step.cut.changed_since", lambda *args, **settings: None)  # nobody shares anything here
+    vars(model)["_vlmpack_state"] = replace(state, parallel=SimpleNamespace(ranks=2))
+    assert "gives every rank a batch of its own: write a loop of your own" in refusal(run)
+    vars(model)["_vlmpack_state"] = replace(state, parallel=SimpleNamespace(ranks=1))
+    check_trainer(run)
 
 
 def test_metrics_of_packed_rows_that_do_not_fill_the_last_batch(tmp_path):

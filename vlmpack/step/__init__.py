@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmpack.step.attach import PackingState, disable_packing, enable_packing, find_model, is_packing
+from vlmpack.step.attach import PackingState, disable_packing, enable_packing, find_model, is_packing, packing_state
 from vlmpack.step.balance import RouterStatistics
 from vlmpack.step.compiling import compile_layers
 from vlmpack.step.engine import StepConfig, run_row
@@ -23,5 +23,6 @@ __all__ = [
     "enable_packing",
     "find_model",
     "is_packing",
+    "packing_state",
     "run_row",
 ]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from torch import nn
 
-from vlmpack.errors import FamilyError
-from vlmpack.families import Family, family_of
+from vlmpack.families import family_of
 from vlmpack.step.attach import find_model
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -34,18 +32,10 @@ def compile_layers(model: Model, **settings: Any) -> Model:
         FamilyError: the model's family is not supported.
     """
     core = find_model(model)
-    for layer in _layers(core, family_of(core)):
+    family = family_of(core)
+    vision = family.vision_tower(core)
+    layers = list(family.language_model(core).get_submodule("layers").children())
+    layers += [] if vision is None else vision.get_submodule("blocks").children()
+    for layer in layers:
         layer.compile(**settings)
     return model
-
-
-def _layers(core: nn.Module, family: Family) -> Iterator[nn.Module]:
-    vision = family.vision_tower(core)
-    towers = {"layers": family.language_model(core), "blocks": vision}
-    for name, tower in towers.items():
-        if tower is None:
-            continue
-        stack = getattr(tower, name, None)
-        if not isinstance(stack, nn.ModuleList):
-            raise FamilyError(f"a {type(tower).__name__} has no list of {name} that could be compiled one by one")
-        yield from stack

@@ -7,7 +7,7 @@ the loss is weighted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -16,7 +16,7 @@ from transformers import Trainer
 from vlmpack.columns import RowCollator
 from vlmpack.errors import ConfigError
 from vlmpack.offline import PackedDataset
-from vlmpack.step import is_packing
+from vlmpack.step import find_model, is_packing, packing_state
 from vlmpack.stream import PackedStream
 from vlmpack.trainer.packed_trainer import PackedTrainer
 
@@ -62,7 +62,13 @@ def _model(trainer: Trainer) -> Iterator[str]:
 
 
 def _ranks(trainer: Trainer) -> Iterator[str]:
-    args, model = trainer.args, trainer.model
+    args = trainer.args
+    model: Any = trainer.model
+    if is_packing(model) and (parallel := packing_state(find_model(model)).parallel) and parallel.ranks > 1:
+        yield (
+            f"its ranks share rows ({parallel.ranks} of them one), but it gives every rank a batch of its own: write a "
+            "loop of your own, as examples/train_shared_rows.py does, or enable packing without parallel="
+        )
     if args.world_size > 1 and not args.average_tokens_across_devices:
         yield "average_tokens_across_devices=False averages the ranks' averages: set it to True"
     is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
@@ -121,15 +127,17 @@ def _metrics(trainer: Trainer) -> Iterator[str]:
     """What is left of the last batch of an evaluation: accelerate takes a row of samples for one."""
     if trainer.compute_metrics is None or (isinstance(trainer, PackedTrainer) and trainer.eval_packing):
         return
-    held_out = trainer.eval_dataset
+    held_out: Any = trainer.eval_dataset
     joined = isinstance(trainer.data_collator, RowCollator) and trainer.data_collator.bare_row == "refuse"
     at_once = trainer.args.eval_batch_size * trainer.args.world_size
     for data in held_out.values() if isinstance(held_out, dict) else [held_out]:
-        if (joined or isinstance(data, PackedDataset)) and len(data) % at_once:
+        if not (joined or isinstance(data, PackedDataset)) or not isinstance(data, Sized):
+            continue
+        if left := len(data) % at_once:
             yield (
-                f"accelerate would cut the last batch of its evaluation to {len(data) % at_once} samples, which is the "
-                f"number of packed rows left for it ({len(data)} rows, {at_once} at a time), and compute_metrics would "
-                "miss the others: use PackedTrainer of vlmpack.trainer, or evaluate of vlmpack"
+                f"accelerate would cut the last batch of its evaluation to {left} samples, the number of packed rows that "
+                f"are left for it ({len(data)} rows, {at_once} at a time), and compute_metrics would miss the others: "
+                "use PackedTrainer of vlmpack.trainer, or evaluate of vlmpack"
             )
 
 

@@ -41,7 +41,7 @@ class LengthShapes:
     """Largest image that the processor leaves, in tokens."""
     part: int = 1000
     """Samples that are measured in one round against the processor; each round takes the next ones."""
-    processed: int = 4
+    processed: int = 12
     """Samples that the processor is run on in one round."""
 
 
