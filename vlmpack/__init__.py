@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vlmpack.parallel import Parallel
     from vlmpack.plan import LengthTable, Plan, plan_bins
     from vlmpack.proof import probe
-    from vlmpack.step import PackedStep, StepConfig, StepResult, disable_packing, enable_packing
+    from vlmpack.step import PackedStep, StepConfig, StepResult, compile_layers, disable_packing, enable_packing
     from vlmpack.stream import PackedBatchSampler, PackedStream, RowSettings, StreamPacker
     from vlmpack.trainer import PackedTrainer, evaluate
 
@@ -53,6 +53,7 @@ __all__ = [
     "StreamPacker",
     "VLMCollator",
     "VlmpackError",
+    "compile_layers",
     "disable_packing",
     "enable_packing",
     "evaluate",
@@ -72,7 +73,7 @@ _ROOM = {
     "parallel": ("Parallel",),
     "plan": ("LengthTable", "Plan", "plan_bins"),
     "proof": ("probe",),
-    "step": ("PackedStep", "StepConfig", "StepResult", "disable_packing", "enable_packing"),
+    "step": ("PackedStep", "StepConfig", "StepResult", "compile_layers", "disable_packing", "enable_packing"),
     "stream": ("PackedBatchSampler", "PackedStream", "RowSettings", "StreamPacker"),
     "trainer": ("PackedTrainer", "evaluate"),
 }

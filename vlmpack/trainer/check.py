@@ -135,9 +135,9 @@ def _metrics(trainer: Trainer) -> Iterator[str]:
             continue
         if left := len(data) % at_once:
             yield (
-                f"accelerate would cut the last batch of its evaluation to {left} samples, the number of packed rows that "
-                f"are left for it ({len(data)} rows, {at_once} at a time), and compute_metrics would miss the others: "
-                "use PackedTrainer of vlmpack.trainer, or evaluate of vlmpack"
+                f"accelerate would cut the last batch of its evaluation to {left} samples, the number of packed rows "
+                f"that are left for it ({len(data)} rows, {at_once} at a time), and compute_metrics would miss the "
+                "others: use PackedTrainer of vlmpack.trainer, or evaluate of vlmpack"
             )
 
 
