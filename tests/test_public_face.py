@@ -35,6 +35,7 @@ PUBLIC = [
     "StreamPacker",
     "VLMCollator",
     "VlmpackError",
+    "compile_layers",
     "disable_packing",
     "enable_packing",
     "evaluate",
