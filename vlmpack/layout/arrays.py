@@ -44,7 +44,7 @@ def padding(row: Segments) -> np.ndarray:
 
 def real_index(row: Segments) -> np.ndarray:
     """int64 [R]: where the real tokens are, in order."""
-    return np.flatnonzero(~row.padding_mask().numpy())
+    return np.flatnonzero(~padding(row))
 
 
 def position(row: Segments) -> np.ndarray:
@@ -53,7 +53,7 @@ def position(row: Segments) -> np.ndarray:
         place = np.arange(row.max_length)
         return np.concatenate([place[:n] for n in row.lengths])
     place = np.arange(row.total) - np.repeat(row.stride, _slots_and_tail(row))
-    return np.where(row.padding_mask().numpy(), 0, place)
+    return np.where(padding(row), 0, place)
 
 
 def first_tokens(row: Segments) -> np.ndarray:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
+from vlmpack.layout import arrays
 from vlmpack.layout.device import outside_graph
 from vlmpack.layout.segments import Segments
 
@@ -79,8 +80,7 @@ def _without_predecessor(segments: Segments, device: torch.device | str) -> torc
     """int64 [n]: first tokens, and all padding."""
     if not segments.has_gaps:
         return segments.first_tokens(device)
-    place = segments.position_in_segment
-    return segments.derived("without_predecessor", device, lambda: np.flatnonzero(place().numpy() == 0))
+    return segments.derived("without_predecessor", device, lambda: np.flatnonzero(arrays.position(segments) == 0))
 
 
 def stretches(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -97,7 +97,7 @@ def stops_of_tokens(segments: Segments) -> np.ndarray:
 
 def _without_successor(segments: Segments, depth: int) -> np.ndarray:
     if depth == 1 and not segments.has_gaps:
-        return segments.last_tokens().numpy()
+        return arrays.last_tokens(segments)
     starts = np.asarray((*segments.stride, segments.total), np.int64)
     stops = starts[:-1] + np.asarray((*segments.lengths, 0))
     firsts = np.maximum(starts[:-1], stops - depth)
