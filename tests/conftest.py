@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -51,6 +53,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def same_random_numbers() -> None:
     """A test that forgets to seed still sees the same numbers whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing is compiled yet, and nothing was counted."""
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
 
 
 @pytest.fixture(autouse=True)

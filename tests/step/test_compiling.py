@@ -8,6 +8,7 @@ import pytest
 import torch
 from moe import samples_of
 from samples import padded
+from torch._dynamo import config
 from torch._dynamo.utils import counters
 from training import distance, gradients
 
@@ -17,6 +18,7 @@ from vlmpack.layout import SlotRule, pack
 from vlmpack.step import PackedStep, compile_layers, disable_packing, enable_packing
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore::UserWarning:torch"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
 ]
@@ -31,20 +33,13 @@ ROWS = [
 """Kinds of samples and a multiple for their slots: other numbers of samples and images, with gaps and without."""
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch.compiler.reset()
-    counters.clear()
-    yield
-    torch.compiler.reset()
-
-
 def small(family):
     sizes = {"layers": 2} | ({"vision_depth": 1} if family_named(family).has_vision else {})
     return tiny_model(family, **sizes)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "qwen4_exp"])
+@config.patch(fail_on_recompile_limit_hit=True)  # PyTorch would go on without a word
 def test_every_row_is_what_it_is_without_and_rows_of_kinds_that_were_seen_compile_nothing(family):
     model, plain = small(family), small(family)
     step, reference = PackedStep(compile_layers(model, backend="aot_eager")), PackedStep(plain)

@@ -87,8 +87,8 @@ def test_ranks_that_share_rows_are_given_different_ones(tmp_path, monkeypatch):
     check_trainer(run)
 
 
-def test_metrics_of_packed_rows_that_do_not_fill_the_last_batch(tmp_path):
-    """Trainer alone counts rows where there are samples; see `test_metrics.py` for what it then keeps of them."""
+def test_metrics_of_packed_rows(tmp_path, monkeypatch):
+    """Trainer alone counts rows where there are samples."""
     model = enable_packing(tiny_model("qwen3", hidden=16, heads=2, layers=1))
     rows = pack_dataset([[5] * n for n in (3, 4, 5, 2, 4, 3)], 7)
     settings = {"compute_metrics": loss_metrics, "eval_dataset": rows, "data_collator": RowCollator()}
@@ -99,6 +99,8 @@ def test_metrics_of_packed_rows_that_do_not_fill_the_last_batch(tmp_path):
     run = Trainer(model, arguments(tmp_path, per_device_eval_batch_size=3), **settings)
     check_trainer(run)
     assert run.evaluate()["eval_num_samples"] == 6
+    monkeypatch.setattr(type(run.args), "world_size", 2)
+    assert "packed rows hold other numbers of samples, at which the processes end" in refusal(run)
 
 
 def test_rows_that_are_made_ahead_need_a_trainer_for_them(tmp_path):

@@ -14,17 +14,10 @@ from vlmpack.step import PackedStep, enable_packing
 
 SMALL = {"layers": 1, "vision_depth": 1}
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore::UserWarning:torch"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch.compiler.reset()
-    counters.clear()
-    yield
-    torch.compiler.reset()
 
 
 def test_trainer_with_torch_compile(tmp_path):

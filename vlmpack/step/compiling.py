@@ -17,13 +17,15 @@ def compile_layers(model: Model, **settings: Any) -> Model:
 
     `torch.compile(model)` also compiles the code between them, which goes through lists of images, and is compiled
     again for every number of images and every size that it has not met. Layers only see a row's width and the number of
-    its patches: two or three rows, and nothing is compiled any more. All layers of a kind share what is compiled.
+    its patches, so with `dynamic=True`, the default here, one row is enough. Layers of a kind share what is compiled.
 
     Call it before the model is wrapped or sharded. Parameters, their names and what is saved stay as they are.
 
     Args:
         model: a `...ForConditionalGeneration` or `...ForCausalLM`, or a module that holds one, with or without packing.
-        settings: of `torch.compile`: `backend`, `mode`, `dynamic`, ...
+        settings: of `torch.compile`: `backend`, `mode`, ... With `dynamic=None` each length is first taken for the only
+            one; Qwen3.5, which has layers of several kinds, then reaches PyTorch's limit of eight ways to compile one
+            function, and goes on without.
 
     Returns:
         The same object.
@@ -37,5 +39,5 @@ def compile_layers(model: Model, **settings: Any) -> Model:
     layers = list(family.language_model(core).get_submodule("layers").children())
     layers += [] if vision is None else vision.get_submodule("blocks").children()
     for layer in layers:
-        layer.compile(**settings)
+        layer.compile(**{"dynamic": True, **settings})
     return model

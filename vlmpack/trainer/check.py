@@ -124,20 +124,25 @@ def _rows(trainer: Trainer) -> Iterator[str]:
 
 
 def _metrics(trainer: Trainer) -> Iterator[str]:
-    """What is left of the last batch of an evaluation: accelerate takes a row of samples for one."""
+    """Accelerate takes a row of samples for one: where it gathers, and where it cuts the last batch."""
     if trainer.compute_metrics is None or (isinstance(trainer, PackedTrainer) and trainer.eval_packing):
         return
     held_out: Any = trainer.eval_dataset
     joined = isinstance(trainer.data_collator, RowCollator) and trainer.data_collator.bare_row == "refuse"
-    at_once = trainer.args.eval_batch_size * trainer.args.world_size
+    at_once, remedy = trainer.args.eval_batch_size, "use PackedTrainer of vlmpack.trainer, or evaluate of vlmpack"
     for data in held_out.values() if isinstance(held_out, dict) else [held_out]:
         if not (joined or isinstance(data, PackedDataset)) or not isinstance(data, Sized):
             continue
-        if left := len(data) % at_once:
+        if trainer.args.world_size > 1:
+            yield (
+                "accelerate would gather as many losses from every rank of its evaluation, but packed rows hold other "
+                f"numbers of samples, at which the processes end: {remedy}"
+            )
+        elif left := len(data) % at_once:
             yield (
                 f"accelerate would cut the last batch of its evaluation to {left} samples, the number of packed rows "
                 f"that are left for it ({len(data)} rows, {at_once} at a time), and compute_metrics would miss the "
-                "others: use PackedTrainer of vlmpack.trainer, or evaluate of vlmpack"
+                f"others: {remedy}"
             )
 
 

@@ -71,8 +71,7 @@ def _pair(batch: Any) -> tuple[np.ndarray, np.ndarray]:
     if isinstance(batch, tuple) and len(batch) >= 2:
         losses, targets = (np.asarray(values) for values in batch[-2:])
         if losses.ndim == 1 and losses.shape == targets.shape and np.issubdtype(targets.dtype, np.integer):
-            whole = targets >= 0  # ranks that had fewer samples in their batch are filled up with -100
-            return losses[whole], targets[whole]
+            return losses, targets
     seen = [list(np.shape(part)) for part in batch] if isinstance(batch, tuple) else list(np.shape(batch))
     raise ConfigError(
         f"loss_metrics needs one loss and one target count a sample, got predictions of shape {seen}; train with "

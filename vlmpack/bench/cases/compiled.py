@@ -1,6 +1,6 @@
 """compile: how often layers under torch.compile are compiled again while rows of many lengths go through them.
 
-Counted, not timed: guards are the same whatever the compiler does with a graph, so none of it is run (`aot_eager`).
+Counted, not timed: guards are the same whatever a compiler makes of a graph, so no machine code is made (`aot_eager`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from random import Random
 from typing import final
 
 import torch
+from torch._dynamo import config as compiler
 from torch._dynamo.utils import counters
 
 from vlmpack.bench.figure import Figure, Target
@@ -46,19 +47,24 @@ class CompileShapes:
 
 
 def measure_compiled(settings: BenchSettings, shapes: CompileShapes) -> list[Figure]:
-    """Count steps after the first that compile anything, and what makes graphs end."""
+    """Count steps after the first that compile anything, and what makes graphs end.
+
+    Raises:
+        FailOnRecompileLimitHit: PyTorch would compile no more and go on without, so that there is nothing to count.
+    """
     family = family_named(settings.family)
     model = receipt_model(family, shapes.receipts, seed=settings.seed, device=settings.device)
     step, graphs = PackedStep(compile_layers(model, backend="aot_eager")), []
     torch.compiler.reset()
     counters.clear()
-    for batch in _batches(settings, shapes):
-        step(batch).loss.backward()
-        graphs.append(counters["stats"]["unique_graphs"])
+    with compiler.patch(fail_on_recompile_limit_hit=True):
+        for batch in _batches(settings, shapes):
+            step(batch).loss.backward()
+            graphs.append(counters["stats"]["unique_graphs"])
     breaks = counters["graph_break"]
     waits = sum(count for why, count in breaks.items() if any(words in why for words in READS_VALUES))
     torch.compiler.reset()
-    again = [step for step, (before, after) in enumerate(pairwise(graphs), 2) if after > before]
+    again = [at for at, (before, after) in enumerate(pairwise(graphs), 2) if after > before]
     return [
         Figure(case=CASE, name=name, value=value, unit=unit, family=family.model_type, target=target)
         for name, value, unit, target in (
