@@ -24,6 +24,7 @@ from vlmpack.bench.cases.step import target_of
 from vlmpack.bench.figure import Figure, Skipped
 from vlmpack.bench.settings import BenchSettings
 from vlmpack.bench.workload import ReceiptShapes
+from vlmpack.errors import VlmpackError
 from vlmpack.families import FAMILIES, family_named
 from vlmpack.layout import lengths_from_mask
 
@@ -131,6 +132,12 @@ def test_chunks_of_the_head_take_less_memory_than_all_rows_at_once(monkeypatch):
     few, more = (found[f"memory, chunks of {chunk} / {rows} at once"].value for chunk in (100, 300))
     assert few < more < 1
     assert not any("10000" in name for name in found)
+
+
+def test_layers_that_are_not_compiled_are_not_counted_as_compiled_once(monkeypatch):
+    monkeypatch.setattr("vlmpack.bench.cases.compiled.compile_layers", lambda model, **settings: model)
+    with pytest.raises(VlmpackError, match="no layer was compiled"):
+        CASES["compile"].run(QUICK, SHAPES["compile"])
 
 
 def test_the_batch_to_pack_has_the_ratio_that_was_asked_for():

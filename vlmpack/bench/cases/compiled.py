@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from vlmpack.bench.figure import Figure, Target
 from vlmpack.bench.settings import BenchSettings
 from vlmpack.bench.workload import ReceiptShapes, on_device, receipt_batch, receipt_config, receipt_model
+from vlmpack.errors import VlmpackError
 from vlmpack.families import family_named
 from vlmpack.layout import PaddedBatch
 from vlmpack.step import PackedStep, compile_layers
@@ -50,6 +51,7 @@ def measure_compiled(settings: BenchSettings, shapes: CompileShapes) -> list[Fig
     """Count steps after the first that compile anything, and what makes graphs end.
 
     Raises:
+        VlmpackError: nothing was compiled at all.
         FailOnRecompileLimitHit: PyTorch would compile no more and go on without, so that there is nothing to count.
     """
     family = family_named(settings.family)
@@ -61,6 +63,8 @@ def measure_compiled(settings: BenchSettings, shapes: CompileShapes) -> list[Fig
         for batch in _batches(settings, shapes):
             step(batch).loss.backward()
             graphs.append(counters["stats"]["unique_graphs"])
+    if not graphs[0]:
+        raise VlmpackError("no layer was compiled, so that none could be compiled again; is TORCHDYNAMO_DISABLE set?")
     breaks = counters["graph_break"]
     waits = sum(count for why, count in breaks.items() if any(words in why for words in READS_VALUES))
     torch.compiler.reset()
