@@ -35,7 +35,7 @@ TINY = ReceiptShapes(
 SHAPES = {
     "pack": PackShapes(batches=((2, 10), (3, 7))),
     "collate": CollateShapes(samples=2, max_image_tokens=9),
-    "pixels": PixelShapes(images=2, patches=3, values=5),
+    "pixels": PixelShapes(images=2, grid=(1, 2, 4), patch_size=3, words=5),
     "lengths": LengthShapes(images=5, files=2, width=40, height=56, part=2, processed=2),
     "attention": AttentionShapes(
         sites=(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from vlmpack.collate.buffers import Lent, PixelBuffers, _lend
+from vlmpack.collate.buffers import PIECE, Lent, NotFinite, PixelBuffers, _lend
 
 WIDTH = 5
 
@@ -116,6 +117,62 @@ def test_blocks_do_not_travel_with_it() -> None:
     joined = buffers.join(parts(3, 4), torch.float32)
     copy = pickle.loads(pickle.dumps(buffers))
     assert (copy.most, copy.kept, buffers.held, len(joined)) == (3, 0, 1, 7)
+
+
+# ---------------------------------------------------------------------- looked at on the way
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A DataLoader's worker has one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+LONG = PIECE // WIDTH + 3
+"""Rows of a part that ends in a second, shorter piece."""
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("source", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("rows", [(LONG, 2, LONG), (LONG,)])
+def test_every_piece_is_copied(rows: tuple[int, ...], dtype: torch.dtype, source: torch.dtype) -> None:
+    torch.manual_seed(0)
+    given = [torch.randn(n, WIDTH).to(source) for n in rows]
+    assert torch.equal(PixelBuffers(8).join(given, dtype), torch.cat(given).to(dtype))
+
+
+@pytest.mark.usefixtures("threads")
+def test_parts_that_do_not_lie_in_one_piece_are_copied() -> None:
+    columns, gaps = torch.randn(WIDTH, LONG).T, torch.randn(2 * LONG, WIDTH)[::2]
+    assert torch.equal(PixelBuffers(8).join([columns, gaps], torch.float32), torch.cat((columns, gaps)))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("at", [0, LONG // 2, LONG - 1])
+@pytest.mark.parametrize("source", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_part_that_is_not_finite_is_named(count: int, source: torch.dtype, at: int, value: float) -> None:
+    given = [torch.randn(LONG, WIDTH).to(source) for _ in range(count)]
+    buffers = PixelBuffers(8)
+    buffers.join(given, torch.float32)
+    given[-1][at, WIDTH - 1] = value
+    with pytest.raises(NotFinite) as caught:
+        buffers.join(given, torch.float32)
+    assert caught.value.part == count - 1
+    del caught
+    assert buffers.held == 0
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("source", [torch.float32, torch.float16])
+def test_large_values_whose_sum_overflows_are_still_finite(source: torch.dtype) -> None:
+    given = [torch.full((LONG, WIDTH), torch.finfo(source).max, dtype=source)] * 2
+    assert PixelBuffers(8).join(given, source).isfinite().all()
 
 
 # ---------------------------------------------------------------------- from a worker

@@ -175,6 +175,54 @@ def test_skipped_samples_are_counted_written_down_and_never_replaced(tmp_path):
     ]
 
 
+def broken_pixels(seed=1, **others):
+    """Two images, one value of the second is NaN."""
+    hole = "<|vision_start|><|image_pad|><|vision_end|>"
+    text = f"<|im_start|>user\n{hole}{hole}?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n"
+    sample = tokenised("qwen3_vl", text, picture(50, 50, seed=seed), picture(64, 40, seed=seed))
+    sample["pixel_values"][-1, 3] = float("nan")
+    return {**sample, **others}
+
+
+def test_a_sample_with_broken_pixels_is_named():
+    collator = VLMCollator(processor_of())
+    with pytest.raises(SampleError, match=r"sample 1 \(id 'r7'\): its pixels hold NaN or infinity") as caught:
+        collator([chat("1", "2", picture()), broken_pixels(id="r7"), chat()])
+    assert (caught.value.index, caught.value.sample_id, caught.value.reason) == (1, "r7", "pixels_not_finite")
+    assert (collator.ledger.used, collator.ledger.reasons) == (1, {"pixels_not_finite": 1})
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_samples_with_broken_pixels_are_skipped_in_their_place(layout, tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    collator = VLMCollator(processor_of(), layout=layout, on_bad="skip", ledger=path)
+    good = [chat("1", "2", picture()), chat("3", "4", picture(90, 61)), chat()]
+    features = [broken_pixels(id=0), good[0], BROKEN, broken_pixels(), good[1], {"messages": 5}, good[2]]
+    batch, without = collator(features), VLMCollator(processor_of(), layout=layout)(good)
+    for name, value in without.items():
+        if name != FACTS_KEY:
+            assert torch.equal(batch[name], value), name
+    assert batch[FACTS_KEY].sample_ids == (1, 4, 6)
+    assert [(line["index"], line["id"], line["reason"], line["seen"]) for line in read_ledger(path)] == [
+        (0, 0, "pixels_not_finite", 1),
+        (2, None, "no_targets", 3),
+        (3, None, "pixels_not_finite", 4),
+        (5, None, "bad_row", 6),
+    ]
+    assert collator.ledger.used == 3
+
+
+def test_a_batch_of_broken_pixels_leaves_no_sample_and_no_memory_held():
+    collator = VLMCollator(processor_of(), on_bad="skip", ceiling=Ceiling(max_consecutive_bad=4))
+    batch = collator([broken_pixels(1), broken_pixels(2), broken_pixels(3)])
+    assert batch[FACTS_KEY].sample_ids == ()
+    assert torch.isfinite(batch["pixel_values"]).all()
+    del batch
+    assert collator.buffers.held == 0
+    with pytest.raises(ConfigError, match=r"4 samples in a row .* pixels_not_finite 4"):
+        collator([broken_pixels()])
+
+
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_the_others_are_what_they_would_be_without_the_skipped_one(layout):
     collator = VLMCollator(processor_of(), layout=layout, on_bad="skip")

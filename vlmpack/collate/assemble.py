@@ -4,17 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import final
 
 import numpy as np
 import torch
 
-from vlmpack.collate.buffers import PixelBuffers
+from vlmpack.collate.buffers import NotFinite, PixelBuffers
 from vlmpack.collate.encoded import IMAGE, Encoded, Visual
 from vlmpack.collate.processor import ProcessorFacts
 from vlmpack.layout import IGNORE, BatchFacts, Media, PackedRow, PaddedBatch, Segments, SlotRule, shift_labels
 
 NO_BUFFERS = PixelBuffers(0)
 """New memory for every batch."""
+
+
+@final
+class BrokenPixels(Exception):  # noqa: N818 (never leaves the room: the collator refuses the sample)
+    """An image or a video holds NaN or infinity.
+
+    Args:
+        visual: which one.
+    """
+
+    def __init__(self, visual: Visual) -> None:
+        super().__init__("its pixels hold NaN or infinity; the image is broken or was normalised by 0")
+        self.visual = visual
+
+    def is_of(self, sample: Encoded) -> bool:
+        """Whether it is this sample's."""
+        return any(visual is self.visual for visual in (*sample.images, *sample.videos))
+
 
 UNTOLD_SECONDS = 1.0
 """Seconds per video grid where a sample does not tell: what Qwen2.5-VL's model assumes."""
@@ -27,7 +46,11 @@ def to_padded(
     pixel_dtype: torch.dtype | None = None,
     buffers: PixelBuffers = NO_BUFFERS,
 ) -> PaddedBatch:
-    """[B, S], padded on the right; S is the longest sample."""
+    """[B, S], padded on the right; S is the longest sample.
+
+    Raises:
+        BrokenPixels: pixels of a sample are not finite.
+    """
     width = max(sample.num_tokens for sample in samples)
     starts = [row * width for row in range(len(samples))]
 
@@ -56,6 +79,7 @@ def to_packed(
 
     Raises:
         LayoutError: the samples do not fit the rule's fixed row width or number of segments.
+        BrokenPixels: pixels of a sample are not finite.
     """
     segments = Segments.from_lengths([sample.num_tokens for sample in samples], rule)
     starts = segments.stride[: len(samples)]
@@ -144,4 +168,7 @@ def _join(visuals: Sequence[Visual], dtype: torch.dtype | None, buffers: PixelBu
         return None
     parts = [visual.pixels.detach() for visual in visuals if visual.pixels is not None]
     assert len(parts) == len(visuals), "an outline has no pixels: fill it first"
-    return buffers.join(parts, dtype or reduce(torch.promote_types, (part.dtype for part in parts)))
+    try:
+        return buffers.join(parts, dtype or reduce(torch.promote_types, (part.dtype for part in parts)))
+    except NotFinite as found:
+        raise BrokenPixels(visuals[found.part]) from found

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.processor import ProcessorFacts
@@ -81,12 +80,10 @@ def run_lengths(input_ids: np.ndarray, token_id: int) -> list[int]:
 
 def runs(input_ids: np.ndarray, token_id: int) -> list[tuple[int, int]]:
     """(start, stop) of each unbroken run of `token_id`, in order."""
-    at = np.flatnonzero(input_ids == token_id)
-    if not len(at):
-        return []
-    ends = np.flatnonzero(np.diff(at) != 1)
-    starts, stops = at[[0, *(ends + 1)]], at[[*ends, -1]] + 1
-    return list(zip(starts.tolist(), stops.tolist(), strict=True))
+    hit = input_ids == token_id
+    changes = (np.flatnonzero(hit[1:] != hit[:-1]) + 1).tolist()
+    edges = [0] * bool(hit[:1].any()) + changes + [len(hit)] * bool(hit[-1:].any())
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def tokens_of(visual: Visual, facts: ProcessorFacts, *, kind: str) -> list[int]:
@@ -109,7 +106,7 @@ def _check_labels(sample: Encoded, facts: ProcessorFacts) -> None:
 
 
 def check_pixels(visual: Visual, facts: ProcessorFacts) -> None:
-    """Patches, where they were cut, are those of the grid, and numbers that a model can learn from."""
+    """Patches, where they were cut, are floats of the grid's shape; that they are finite is seen as they are joined."""
     if visual.pixels is None:
         return
     frames, rows, columns = visual.grid
@@ -124,10 +121,6 @@ def check_pixels(visual: Visual, facts: ProcessorFacts) -> None:
         raise Refusal(
             "pixel_dtype", f"pixels are {visual.pixels.dtype}; they must be the processor's normalised floats"
         )
-    if not _all_finite(visual.pixels):
-        raise Refusal(
-            "pixels_not_finite", "its pixels hold NaN or infinity; the image is broken or was normalised by 0"
-        )
 
 
 def _check_grid(visual: Visual, facts: ProcessorFacts) -> None:
@@ -138,12 +131,6 @@ def _check_grid(visual: Visual, facts: ProcessorFacts) -> None:
             f"the grid {frames} x {rows} x {columns} (frames, rows, columns of patches) cannot be merged: rows and "
             f"columns must be positive multiples of {facts.merge_size}; use this processor's image_grid_thw unchanged",
         )
-
-
-def _all_finite(pixels: torch.Tensor) -> bool:
-    """One pass without a mask as large as the pixels: a sum is finite only if no NaN or infinity went into it."""
-    total = pixels.sum(dtype=torch.float32)
-    return bool(torch.isfinite(total)) or bool(torch.isfinite(pixels).all())
 
 
 def _some(numbers: Sequence[int], most: int = 8) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Literal, final, get_args
 
 import torch
 
-from vlmpack.collate.assemble import filler, to_packed, to_padded
+from vlmpack.collate.assemble import BrokenPixels, filler, to_packed, to_padded
 from vlmpack.collate.buffers import PixelBuffers
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import Encoded
@@ -111,8 +111,7 @@ class VLMCollator:
             ConfigError: no sample of this kind can be used, or more were refused than the ceiling allows.
             LayoutError: the samples do not fit the fixed sizes of `slots`.
         """
-        taken = (self._keep(lambda f=feature, i=index: self._encoded(f, i)) for index, feature in enumerate(features))
-        return self._assemble(taken)
+        return self._assemble(lambda f=feature, i=index: self._encoded(f, i) for index, feature in enumerate(features))
 
     def outline(self, feature: Mapping[str, Any], index: int | None = None, *, estimate: bool = False) -> Encoded:
         """One sample without its pixels: token ids, labels, and the grid of each image from its header.
@@ -142,12 +141,30 @@ class VLMCollator:
         Raises:
             SampleError, ConfigError, LayoutError: as `collate`.
         """
-        return self._assemble(
-            self._keep(lambda o=outline, i=index: self._filled(o, i)) for index, outline in enumerate(outlines)
-        )
+        return self._assemble(lambda o=outline, i=index: self._filled(o, i) for index, outline in enumerate(outlines))
 
-    def _assemble(self, taken: Iterable[Encoded | None]) -> PaddedBatch | PackedRow:
-        samples = [sample for sample in taken if sample is not None] or [filler(self.facts)]
+    def _assemble(self, makers: Iterable[Callable[[], Encoded]]) -> PaddedBatch | PackedRow:
+        """The batch of what can be used; all samples are counted, in their order, once that is known."""
+        outcomes: list[Encoded | SampleError] = []
+        for make in makers:
+            outcomes.append(_outcome(make))
+            if self._is_fatal(outcomes[-1]):
+                self._count(outcomes)  # raises
+        batch = self._lay_out(outcomes)
+        self._count(outcomes)
+        return batch
+
+    def _lay_out(self, outcomes: list[Encoded | SampleError]) -> PaddedBatch | PackedRow:
+        """The batch. A sample whose pixels turn out to be broken as they are joined becomes its error in `outcomes`."""
+        usable = [(at, sample) for at, sample in enumerate(outcomes) if isinstance(sample, Encoded)]
+        try:
+            return self._joined([_with_id(sample, at) for at, sample in usable] or [filler(self.facts)])
+        except BrokenPixels as broken:
+            at, sample = next((at, sample) for at, sample in usable if broken.is_of(sample))
+            outcomes[at] = SampleError(str(broken), index=at, reason="pixels_not_finite", sample_id=sample.sample_id)
+        return self._lay_out(outcomes)
+
+    def _joined(self, samples: Sequence[Encoded]) -> PaddedBatch | PackedRow:
         settings: dict[str, Any] = {
             "pad_token_id": self.facts.pad_token_id,
             "pixel_dtype": self.pixel_dtype,
@@ -160,12 +177,11 @@ class VLMCollator:
     # ------------------------------------------------------------------ one sample
 
     def _encoded(self, feature: Mapping[str, Any], index: int) -> Encoded:
-        sample = self._checked(feature, index, lambda: self._fitted(self._encoder.encode(feature)))
-        return _with_id(sample, index)
+        return self._checked(feature, index, lambda: self._fitted(self._encoder.encode(feature)))
 
     def _filled(self, outline: Encoded, index: int) -> Encoded:
         named = {} if outline.sample_id is None else {"id": outline.sample_id}
-        return _with_id(self._checked(named, index, lambda: self._encoder.fill(outline)), index)
+        return self._checked(named, index, lambda: self._encoder.fill(outline))
 
     def _fitted(self, sample: Encoded) -> Encoded:
         return fit(sample, self.facts, max_length=self.max_length, overlength=self.overlength)
@@ -179,26 +195,37 @@ class VLMCollator:
             named = index is not None or sample_id is None
             message = refusal.message if named else f"sample {sample_id!r}: {refusal.message}"
             raise SampleError(message, index=index, reason=refusal.reason, sample_id=sample_id) from refusal
-        return replace(sample, sample_id=sample_id)
+        return sample if sample.sample_id == sample_id else replace(sample, sample_id=sample_id)
 
-    def _keep(self, make: Callable[[], Encoded]) -> Encoded | None:
-        """A sample that can be used, counted; None if it is left out."""
-        try:
-            sample = make()
-        except SampleError as error:
-            self._refuse(error)
-            return None
-        self.ledger.use()
-        return sample
+    # ------------------------------------------------------------------ the account
 
-    def _refuse(self, error: SampleError) -> None:
-        if error.reason == OVERLENGTH and self.overlength == "drop":
-            self.ledger.note(error)
-        elif self.on_bad == "skip":
-            self.ledger.refuse(error)
-        else:
-            self.ledger.note(error)
-            raise error
+    def _count(self, outcomes: Iterable[Encoded | SampleError]) -> None:
+        """Tell the ledger; raises the first error that is not to be skipped."""
+        for outcome in outcomes:
+            if not isinstance(outcome, SampleError):
+                self.ledger.use()
+            elif self._is_fatal(outcome):
+                self.ledger.note(outcome)
+                raise outcome
+            elif self._is_dropped(outcome):
+                self.ledger.note(outcome)
+            else:
+                self.ledger.refuse(outcome)
+
+    def _is_fatal(self, outcome: Encoded | SampleError) -> bool:
+        return isinstance(outcome, SampleError) and self.on_bad == "raise" and not self._is_dropped(outcome)
+
+    def _is_dropped(self, error: SampleError) -> bool:
+        """Left out because the settings say so, not because it is bad."""
+        return error.reason == OVERLENGTH and self.overlength == "drop"
+
+
+def _outcome(make: Callable[[], Encoded]) -> Encoded | SampleError:
+    """A sample, or why there is none: without its traceback, which would hold on to all that holds the error."""
+    try:
+        return make()
+    except SampleError as error:
+        return error.with_traceback(None)
 
 
 def _with_id(sample: Encoded, index: int) -> Encoded:
