@@ -15,6 +15,7 @@ from vlmpack.attention.eager_mask import EagerMask
 from vlmpack.attention.flash_attn import FlashAttn
 from vlmpack.attention.sdpa_segments import SdpaSegments
 from vlmpack.attention.torch_varlen import TorchVarlen
+from vlmpack.bench.gpu.correctness import ALLOWED
 from vlmpack.layout import Segments, SlotRule
 
 HEADS, KV_HEADS, DIM = 6, 3, 11
@@ -190,5 +191,5 @@ def test_gpu_kernels_are_as_close_to_float32_as_low_precision_can_be(name, heads
         out = attend(*qkv, segments, causal=causal, scale=dim**-0.5)
         out.float().sin().sum().backward()
         results.append([out, *(x.grad for x in qkv)])
-    for ours, plain_low, truth in zip(*results, strict=True):
-        assert (ours.float() - truth).abs().max() <= 2 * (plain_low.float() - truth).abs().max() + 1e-5
+    for times, ours, plain_low, truth in zip(ALLOWED, *results, strict=True):
+        assert (ours.float() - truth).abs().max() <= times * (plain_low.float() - truth).abs().max() + 1e-5

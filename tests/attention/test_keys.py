@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from vlmpack.attention import BACKENDS, AttentionCall
 from vlmpack.attention.eager_mask import EagerMask
 from vlmpack.attention.sdpa_segments import SdpaSegments
+from vlmpack.bench.gpu.correctness import ALLOWED
 from vlmpack.layout import Segments
 
 HEADS, KV_HEADS, DIM = 6, 3, 11
@@ -69,5 +70,5 @@ def test_gpu_kernels_put_the_last_query_at_the_last_key(name):
         out = attend(q[places.to("cuda")], k, v, queries, causal=True, scale=128**-0.5, keys=keys)
         out.float().sin().sum().backward()
         results.append([out, q.grad, k.grad, v.grad])
-    for ours, plain_low, truth in zip(*results, strict=True):
-        assert (ours.float() - truth).abs().max() <= 2 * (plain_low.float() - truth).abs().max() + 1e-5
+    for times, ours, plain_low, truth in zip(ALLOWED, *results, strict=True):
+        assert (ours.float() - truth).abs().max() <= times * (plain_low.float() - truth).abs().max() + 1e-5

@@ -16,7 +16,7 @@ from rich.console import Console
 from vlmpack.bench import BenchSettings, Figure, Report, main, markdown
 from vlmpack.bench.gpu import attention, ceilings, correctness, equality, head, memory, models, step, waits
 from vlmpack.bench.gpu.device import Cpu, if_it_fits, is_out_of_memory
-from vlmpack.bench.gpu.models import FIXED, LONGEST, PACKED, SLOTS, Models, config_of, twin
+from vlmpack.bench.gpu.models import FIXED, FLASH, LONGEST, PACKED, SLOTS, Models, config_of, twin
 from vlmpack.bench.gpu.parts import all_cells
 from vlmpack.bench.gpu.run import Cell, Journal, Lab, run_cells
 from vlmpack.bench.gpu.shapes import FULL, TINY
@@ -119,6 +119,11 @@ class TestWholeCommand:
         ends = "largest micro-batch (larger ones were not tried)"
         assert figures[f"all activations kept, {PACKED}, {ends}"].value == TINY.largest
         assert figures[f"recomputed, largest micro-batch, packed / {FIXED}"].value == 1.0
+
+    def test_the_way_that_is_not_there_is_named_once_with_the_reason(self, run: tuple[int, str, Path]) -> None:
+        missing = [one for one in Report.load(run[2]).skipped if one.name == FLASH]
+        assert [(one.case, one.owed) for one in missing] == [(step.CASE, False)]
+        assert "transformers finds no flash_attn" in missing[0].why
 
     def test_equality_holds(self, run: tuple[int, str, Path]) -> None:
         for family in FAMILIES:
@@ -261,6 +266,42 @@ class TestMemory:
         assert f"micro-batch 3, {PACKED}, time" in names
         assert f"micro-batch 3, {FIXED}, time" not in names
 
+    @pytest.mark.parametrize("refused", [0, 1])
+    def test_a_convolution_without_an_engine_lacks_memory_only_if_some_was_refused(
+        self, refused: int, monkeypatch: Any
+    ) -> None:
+        counts = iter([5, 5 + refused])
+        monkeypatch.setattr(Cpu, "refusals", lambda _: next(counts))
+
+        def convolve() -> None:
+            raise RuntimeError("GET was unable to find an engine to execute this computation")
+
+        if refused:
+            assert if_it_fits(convolve, Cpu()) is None
+        else:
+            with pytest.raises(RuntimeError, match="unable to find an engine"):
+                if_it_fits(convolve, Cpu())
+
+    def test_a_way_that_does_not_fit_beside_the_ceilings_is_left_out_and_the_rest_is_measured(
+        self, monkeypatch: Any
+    ) -> None:
+        """The one with the highest peak is."""
+        whole, tries = step.alternate, []
+
+        def full_at_first(callables: Any, **settings: Any) -> Any:
+            tries.append(list(callables))
+            if len(tries) == 1:
+                raise torch.OutOfMemoryError("out of memory")
+            return whole(callables, **settings)
+
+        monkeypatch.setattr(step, "alternate", full_at_first)
+        kept = list(step.cells(TINY, TINY.models[0], [3])[0].run(lab()))
+        (missing,) = [one for one in kept if not isinstance(one, Figure)]
+        assert missing.name == "qwen3_vl, micro-batch 3, padded to width"
+        assert missing.why.startswith("it does not fit into memory beside the product")
+        assert set(tries[0]) - set(tries[1]) == {FIXED}
+        assert f"micro-batch 3, {LONGEST} / {PACKED}, speed-up" in {one.name for one in kept}
+
     def test_the_search_stops_at_the_first_size_that_does_not_fit(self, monkeypatch: Any) -> None:
         own = self.where_more_than(2, FIXED, monkeypatch)
         (search,) = memory.cells(TINY, TINY.models[0])
@@ -305,6 +346,19 @@ class TestModels:
         assert type(model) is before and type(other) is not before
         pairs = list(zip(model.parameters(), other.parameters(), strict=True))
         assert pairs and all(a is b for a, b in pairs)
+
+    def test_flash_attention_is_one_more_padded_way_where_it_is_there(self, monkeypatch: Any) -> None:
+        """Transformers' own dense attention stands in for it: the wiring is what is seen."""
+        monkeypatch.setattr(models, "why_no_flash", lambda: None)
+        monkeypatch.setattr(models, "FLASH_ATTENTION", "eager")
+        own = lab()
+        bodies = own.models.get(TINY.models[0])
+        assert bodies.model.config._attn_implementation == "sdpa"
+        assert bodies.flash.config._attn_implementation == "eager"
+        figures = {one.name: one.value for one in step.cells(TINY, TINY.models[0], [3])[0].run(own)}
+        ideal = figures[f"micro-batch 3, {LONGEST}, ideal speed-up"]
+        assert figures[f"micro-batch 3, {FLASH}, ideal speed-up"] == ideal
+        assert figures[f"micro-batch 3, {FLASH} / {PACKED}, share of ideal"] > 0
 
     def test_ways_of_different_losses_are_refused(self) -> None:
         models.check_losses({"a": torch.tensor(11.9), "b": torch.tensor(11.95)})

@@ -9,6 +9,7 @@ import torch
 from samples import kinds_of, mixed_samples, padded
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from waiting import waits_are_errors
 
 from vlmpack.families import FAMILIES, Qwen25VL
 from vlmpack.families.tiny import tiny_config
@@ -116,9 +117,6 @@ def test_a_compiled_step_is_not_compiled_again_for_other_lengths() -> None:
 def test_a_gpu_is_not_waited_for_and_gives_the_same(name: str) -> None:
     row, config = row_of(name)
     types = None if row.mm_token_type_ids is None else row.mm_token_type_ids.cuda()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         found = positions(row, name, config, types)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(found.cpu(), positions(row, name, config, row.mm_token_type_ids))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cut_rows import ALL_LAYOUTS, row_with_images
+from waiting import waits_are_errors
 
 from vlmpack.errors import LayoutError
 from vlmpack.layout import IGNORE, Media, PackedRow, Segments, SlotRule
@@ -139,12 +140,9 @@ def test_nothing_waits_for_a_device(row, layout):
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_nothing_waits_for_a_gpu(row, layout):
     on_gpu = moved(row, "cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         parts = [tensors(part) for part in parts_of(on_gpu, layout)]
         whole = {name: unshard([part[name] for part in parts], row.segments, layout=layout) for name in parts[0]}
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for name, tensor in tensors(row).items():
         assert torch.equal(whole[name].cpu(), tensor)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from samples import VISION, mixed_samples, padded
 from torch.utils._python_dispatch import TorchDispatchMode
+from waiting import waits_are_errors
 
 import vlmpack
 from vlmpack.families import FAMILIES
@@ -104,8 +105,5 @@ def test_no_wait_on_a_gpu():
     batch = padded(mixed_samples(model.config, kinds=("text", "text", "text")))
     inputs = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in batch.to_hf().items()}
     model(**inputs, num_items_in_batch=7).loss.backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         model(**inputs, num_items_in_batch=7).loss.backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

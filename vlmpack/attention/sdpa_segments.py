@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vlmpack.attention.backend import AttentionCall
 from vlmpack.layout import Segments
+
+WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @final
@@ -45,18 +49,24 @@ class SdpaSegments:
             if not is_real:
                 out.append(q_NLH.new_zeros(q_NLH.shape[1], q_NLH.shape[0], v_KLH.shape[2]))
                 continue
-            o_NLH = F.scaled_dot_product_attention(
-                q_NLH[None],
-                k_KLH[None],
-                v_KLH[None],
-                attn_mask=_last_queries(q_NLH, k_KLH) if causal else None,
-                dropout_p=dropout,
-                is_causal=causal and 1 < q_NLH.shape[1] == k_KLH.shape[1],
-                scale=scale,
-                enable_gqa=grouped,
-            )[0]
-            out.append(o_NLH.transpose(0, 1))
+            with _kernels(q_NLH.device):
+                o_1NLH = F.scaled_dot_product_attention(
+                    q_NLH[None],
+                    k_KLH[None],
+                    v_KLH[None],
+                    attn_mask=_last_queries(q_NLH, k_KLH) if causal else None,
+                    dropout_p=dropout,
+                    is_causal=causal and 1 < q_NLH.shape[1] == k_KLH.shape[1],
+                    scale=scale,
+                    enable_gqa=grouped,
+                )
+            out.append(o_1NLH.squeeze(0).transpose(0, 1))
         return torch.cat(out)
+
+
+def _kernels(device: torch.device) -> AbstractContextManager[object]:
+    """On a GPU all but cuDNN's, which plans anew for every length: that takes longer than the attention itself."""
+    return sdpa_kernel(WITHOUT_PLANS) if device.type == "cuda" else nullcontext()
 
 
 def _last_queries(q_NLH: torch.Tensor, k_KLH: torch.Tensor) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ import torch
 from vlmpack.bench.flops import count_flops
 from vlmpack.bench.memory import peak_bytes
 from vlmpack.bench.settings import BenchSettings
-from vlmpack.bench.workload import ReceiptShapes, alone, hf_inputs, on_device, receipt_batch, receipt_model
+from vlmpack.bench.workload import ReceiptShapes, alone, hf_inputs, receipt_batch, receipt_model
 from vlmpack.errors import VlmpackError
 from vlmpack.families import family_named
 from vlmpack.layout import PaddedBatch
@@ -42,8 +42,8 @@ class StepPair:
         """
         family = family_named(settings.family)
         models = [receipt_model(family, shapes, seed=settings.seed, device=settings.device) for _ in range(2)]
-        batch = receipt_batch(family, models[0].config, shapes, seed=settings.seed)
-        return cls(model=models[0], packed_step=PackedStep(models[1]), batch=on_device(batch, settings.device))
+        batch = receipt_batch(family, models[0].config, shapes, seed=settings.seed, device=settings.device)
+        return cls(model=models[0], packed_step=PackedStep(models[1]), batch=batch)
 
     @property
     def steps(self) -> dict[str, Callable[[], torch.Tensor]]:

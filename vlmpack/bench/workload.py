@@ -117,10 +117,12 @@ def receipt_model(family: Family, shapes: ReceiptShapes, *, seed: int = 0, devic
     return model.train().to(device)
 
 
-def receipt_batch(family: Family, config: Any, shapes: ReceiptShapes, *, seed: int = 0) -> PaddedBatch:
-    """The samples of `shapes` as one right-padded batch, with what a collator would know of it.
+def receipt_batch(
+    family: Family, config: Any, shapes: ReceiptShapes, *, seed: int = 0, device: str = "cpu"
+) -> PaddedBatch:
+    """The samples of `shapes` as one right-padded batch on a device, with what a collator would know of it.
 
-    To a family without vision they are text of the same lengths.
+    To a family without vision they are text of the same lengths. Pixels are drawn where they will lie.
     """
     rng = torch.Generator().manual_seed(seed)
     width = max(shapes.lengths)
@@ -136,7 +138,10 @@ def receipt_batch(family: Family, config: Any, shapes: ReceiptShapes, *, seed: i
         labels=labels,
         facts=BatchFacts(lengths=shapes.lengths, num_targets=int((labels[:, 1:] != IGNORE).sum())),
     )
-    return _with_images(batch, family, config, shapes, rng) if family.has_vision else batch
+    if not family.has_vision:
+        return on_device(batch, device)
+    drawn = rng if device == "cpu" else torch.Generator(device).manual_seed(seed)
+    return on_device(_with_images(batch, family, config, shapes, drawn), device)
 
 
 def _with_images(
@@ -200,5 +205,5 @@ def _grid(tokens: int, merge: int) -> Grid:
 
 def _media(vision: Any, grids: Sequence[Grid], rng: torch.Generator) -> Media:
     channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels = torch.randn(sum(map(prod, grids)), channels, generator=rng)
+    pixels = torch.randn(sum(map(prod, grids)), channels, generator=rng, device=rng.device)
     return Media(pixel_values=pixels, image_grid_thw=torch.tensor(grids))

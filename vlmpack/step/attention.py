@@ -155,7 +155,7 @@ def _packed(
 ) -> torch.Tensor:
     """transformers' [1, N, T, H] in, its [1, T, N, H] out. `vision`: boundaries of a vision block; None: text."""
     segments = row.segments if vision is None else row.vision.find(vision, query.shape[2])
-    q_TNH, k_TKH, v_TKH = (_in_autocast(x[0].transpose(0, 1)) for x in (query, key, value))
+    q_TNH, k_TKH, v_TKH = (_in_autocast(x.squeeze(0).transpose(0, 1)) for x in (query, key, value))
     if not segments.num_tokens:  # nothing but padding; the projections keep their place in the graph
         nothing = sum(x[:0].sum() for x in (q_TNH, k_TKH, v_TKH))
         return v_TKH.new_zeros(1, *q_TNH.shape[:2], v_TKH.shape[2]) + nothing

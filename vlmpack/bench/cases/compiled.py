@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 from vlmpack.bench.figure import Figure, Target
 from vlmpack.bench.settings import BenchSettings
-from vlmpack.bench.workload import ReceiptShapes, on_device, receipt_batch, receipt_config, receipt_model
+from vlmpack.bench.workload import ReceiptShapes, receipt_batch, receipt_config, receipt_model
 from vlmpack.errors import VlmpackError
 from vlmpack.families import family_named
 from vlmpack.layout import PaddedBatch
@@ -88,4 +88,4 @@ def _batches(settings: BenchSettings, shapes: CompileShapes) -> Iterator[PaddedB
         drawn = replace(
             shapes.receipts, samples=random.randint(*shapes.samples), longest=random.randint(*shapes.longest)
         )
-        yield on_device(receipt_batch(family, config, drawn, seed=seed), settings.device)
+        yield receipt_batch(family, config, drawn, seed=seed, device=settings.device)

@@ -1,10 +1,16 @@
-"""gpu ceilings: matrix products at the models' shapes, and a copy: what nothing on this machine is faster than."""
+"""gpu ceilings: matrix products at the models' shapes, and a copy: what nothing on this machine is faster than.
+
+And the patch embedding of Qwen's vision towers, a convolution whose windows do not overlap: a matrix product in other
+words, unless the machine's library has no good kernel for it. All ways of a step pay for it alike.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from vlmpack.bench.figure import Figure
 from vlmpack.bench.gpu.run import Cell, Lab
@@ -13,6 +19,11 @@ from vlmpack.bench.timing import alternate
 
 CASE = "gpu ceilings"
 GUESS = 3.0
+PATCHES = "patch embedding"
+TEMPORAL = 2
+"""Frames of a patch."""
+PIXEL_SIDE = 16
+"""Of a patch, where the model has no size of its own."""
 
 
 def cells(shapes: GpuShapes) -> list[Cell]:
@@ -23,6 +34,7 @@ def cells(shapes: GpuShapes) -> list[Cell]:
             Cell(case=CASE, name=name, guess=GUESS, run=lambda lab, name=name, sizes=sizes: _product(lab, name, *sizes))
             for name, sizes in products(shapes).items()
         ),
+        Cell(case=CASE, name=PATCHES, guess=GUESS, run=_patch_embedding),
     ]
 
 
@@ -49,6 +61,30 @@ def _product(lab: Lab, name: str, m: int, k: int, n: int) -> Iterator[Figure]:
     )
     rate = timings.of("product", lab.settings.clock).rate(2e-12 * m * k * n)
     yield Figure.measured(CASE, f"{name}, {m} x {k} x {n}", rate, "TFLOP/s")
+
+
+def _patch_embedding(lab: Lab) -> Iterator[Figure]:
+    """Forward and backward to the weight, of the model's own convolution and of the product that it amounts to."""
+    device, dtype, sizes = lab.device.name, lab.device.dtype, lab.shapes.models[0].sizes
+    window = (TEMPORAL, *[sizes.get("patch_size", PIXEL_SIDE)] * 2)
+    convolution = nn.Conv3d(3, sizes["vision_hidden"], window, stride=window, bias=False, device=device, dtype=dtype)
+    pixels = torch.randn(lab.shapes.tokens, 3, *window, device=device, dtype=dtype)
+    weight = convolution.weight
+
+    def gradient(out: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(out.sum(), weight)[0]
+
+    timings = alternate(
+        {
+            "convolution": lambda: gradient(convolution(pixels)),
+            "product": lambda: gradient(F.linear(pixels.flatten(1), weight.flatten(1))),
+        },
+        seconds=lab.settings.seconds / 4,
+        device=device,
+    )
+    name = f"{PATCHES}, {len(pixels)} patches, convolution"
+    yield Figure.timed(CASE, name, timings, "convolution", lab.settings)
+    yield Figure.compared(CASE, f"{name} / product", timings, ("convolution", "product"), lab.settings)
 
 
 def _copy(lab: Lab) -> Iterator[Figure]:

@@ -1,7 +1,8 @@
 """gpu correctness: every back-end against float32, forward and backward, with segments of none and NaN in the gaps.
 
-The truth is dense attention in float32 on the same numbers. A back-end may be wrong by twice what dense attention in
-bfloat16 is wrong by. One that cannot serve a call is refused with its reasons, as in training.
+The truth is dense attention in float32 on the same numbers. A back-end's output may be wrong by twice what dense
+attention in bfloat16 is wrong by, and its gradients by three times, as FlashAttention's own tests have it. One that
+cannot serve a call is refused with its reasons, as in training.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from vlmpack.layout import Segments, SlotRule
 CASE = "gpu correctness"
 LOW = torch.bfloat16
 RULE = SlotRule(multiple=8, row_multiple=128)
-PASSED = Target(limit=2.0, better="lower")
-"""Error over that of dense attention in the same type."""
-SEEN = Target(limit=4.0, better="higher")
+ALLOWED = (2.0, 3.0, 3.0, 3.0)
+"""Error over that of dense attention in the same type: of the output, and of the gradients."""
+PASSED = Target(limit=1.0, better="lower")
+"""Error over what is allowed."""
+SEEN = Target(limit=2.0, better="higher")
 """The same number where boundaries are ignored: what is held to `PASSED` has to see that."""
 FLOOR = 5e-6
 """Added to both errors: rounding of numbers that are exact by chance."""
@@ -107,7 +110,7 @@ def _run(attend: Attend, row: list[torch.Tensor], segments: Segments, dtype: tor
 
 
 def _worst(ours: Results, plain: Results, truth: Results) -> float:
-    """The largest error of output and gradients, over that of plain low precision.
+    """The largest error of output and gradients, over what is allowed.
 
     Raises:
         VlmpackError: something is not finite.
@@ -115,7 +118,10 @@ def _worst(ours: Results, plain: Results, truth: Results) -> float:
     names = ("output", "gradient of queries", "gradient of keys", "gradient of values")
     if broken := [name for name, x in zip(names, ours, strict=True) if not x.isfinite().all()]:
         raise VlmpackError(f"not finite: {', '.join(broken)}; padding, or memory that nobody wrote, is read")
-    return max((_error(a, t) + FLOOR) / (_error(b, t) + FLOOR) for a, b, t in zip(ours, plain, truth, strict=True))
+    return max(
+        (_error(a, t) + FLOOR) / (_error(b, t) + FLOOR) / times
+        for a, b, t, times in zip(ours, plain, truth, ALLOWED, strict=True)
+    )
 
 
 def _error(low: torch.Tensor, truth: torch.Tensor) -> float:

@@ -23,9 +23,12 @@ R = TypeVar("R")
 
 PACKAGES = ("triton", "fla-core", "flash-linear-attention", "causal-conv1d", "flash-attn", "kernels", "accelerate")
 """What changes how a GPU computes a model, where it is installed."""
-ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_CUDNN_SDPA_DEPRIORITIZED")
+"""What else does, in the environment."""
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_consecutive")
 """Operations whose result the host has to wait for on a GPU."""
+NO_ENGINE = "unable to find an engine"
+"""What a convolution of cuDNN says, among other things, when no plan of it finds room for its workspace."""
 TORCH = str(Path(torch.__file__).parent)
 
 
@@ -53,6 +56,10 @@ class Device(Protocol):
         """How often the allocator had to give back its cache to find room, so far."""
         ...
 
+    def refusals(self) -> int:
+        """How often the allocator found no room, so far."""
+        ...
+
     def answers(self) -> bool:
         """Whether it can still be used: a kernel that failed takes the whole process with it."""
         ...
@@ -78,7 +85,8 @@ class Cuda:
             "multiprocessors": found.multi_processor_count,
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
-            "allocator": {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ},
+            "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled(),
+            "environment": {name: os.environ[name] for name in SETTINGS if name in os.environ},
             **_packages(),
         }
 
@@ -94,6 +102,10 @@ class Cuda:
     def retries(self) -> int:
         """See `Device`."""
         return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+
+    def refusals(self) -> int:
+        """See `Device`."""
+        return int(torch.cuda.memory_stats().get("num_ooms", 0))
 
     def answers(self) -> bool:
         """See `Device`."""
@@ -148,6 +160,10 @@ class Cpu:
         """See `Device`."""
         return 0
 
+    def refusals(self) -> int:
+        """See `Device`."""
+        return 0
+
     def answers(self) -> bool:
         """See `Device`."""
         return True
@@ -174,10 +190,11 @@ def host_seconds(function: Callable[[], object], device: Device) -> float:
 
 def if_it_fits(function: Callable[[], R], device: Device) -> R | None:
     """What a call returns; None: there is not enough memory for it, all of which is free again."""
+    before = device.refusals()
     try:
         return function()
     except RuntimeError as error:
-        if not is_out_of_memory(error):
+        if not is_out_of_memory(error) and not (NO_ENGINE in str(error) and device.refusals() > before):
             raise
         traceback.clear_frames(error.__traceback__)  # their variables hold what filled the memory
     device.release()

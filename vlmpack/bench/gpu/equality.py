@@ -14,7 +14,7 @@ import torch
 from vlmpack.bench.figure import Figure, Target
 from vlmpack.bench.gpu.run import Cell, Lab
 from vlmpack.bench.gpu.shapes import GpuShapes
-from vlmpack.bench.workload import alone, on_device, receipt_batch
+from vlmpack.bench.workload import alone, receipt_batch
 from vlmpack.families import family_named
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule
@@ -39,15 +39,15 @@ def _family(lab: Lab, name: str) -> Iterator[Figure]:
     model, family = tiny_model(name, seed=lab.settings.seed, dtype=LOW, **lab.shapes.small), family_named(name)
     model = model.to(lab.device.name)
     receipts = replace(lab.shapes.receipts, samples=SAMPLES, vocab_size=family.text_config(model.config).vocab_size)
-    batch = receipt_batch(family, model.config, receipts, seed=lab.settings.seed)
+    batch = receipt_batch(family, model.config, receipts, seed=lab.settings.seed, device=lab.device.name)
     pixels = batch.media.pixel_values
     assert pixels is not None
     batch = replace(batch, media=replace(batch.media, pixel_values=pixels.to(LOW)))
-    samples = alone(on_device(batch, lab.device.name))
+    samples = alone(batch)
     with torch.no_grad():
         plain = _logits(model, samples)
         step = PackedStep(model, StepConfig(slots=SlotRule(multiple=8)))
-        result = step(on_device(batch, lab.device.name), logits=True)
+        result = step(batch, logits=True)
         assert result.row_logits is not None
         packed = result.row_logits[0][result.segments.real_index(lab.device.name)].float()
         exact = tiny_model(name, seed=lab.settings.seed, **lab.shapes.small).to(lab.device.name)

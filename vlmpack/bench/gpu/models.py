@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from vlmpack.bench.formula import StepFlops, step_flops
 from vlmpack.bench.gpu.device import Device
 from vlmpack.bench.gpu.shapes import GpuShapes, ModelShape
-from vlmpack.bench.workload import hf_inputs, on_device, receipt_batch
+from vlmpack.bench.workload import hf_inputs, receipt_batch
 from vlmpack.errors import VlmpackError
 from vlmpack.families import Family, family_named
 from vlmpack.families.tiny import tiny_config
@@ -27,7 +27,10 @@ from vlmpack.layout import IGNORE, PaddedBatch, SlotRule
 from vlmpack.step import PackedStep, StepConfig
 
 LONGEST, FIXED, PACKED, SLOTS = "padded to longest", "padded to width", "packed", "packed, slots of 8"
-PADDED_WAYS, PACKED_WAYS = (LONGEST, FIXED), (PACKED, SLOTS)
+FLASH = "padded to longest, flash"
+PADDED_WAYS, PACKED_WAYS = (LONGEST, FIXED, FLASH), (PACKED, SLOTS)
+FLASH_ATTENTION = "flash_attention_2"
+"""What transformers calls it: it takes padding out of the batch for attention, and puts it back."""
 SAME = 2e-2
 """Relative difference of two losses above which two ways did not compute the same, in low precision."""
 
@@ -58,6 +61,13 @@ def twin(model: Any) -> Any:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
+def why_no_flash() -> str | None:
+    """Why unmodified models cannot run on FlashAttention here; None: they can."""
+    from transformers.utils.import_utils import is_flash_attn_2_available
+
+    return None if is_flash_attn_2_available() else "transformers finds no flash_attn of 2.3.3 or later that has a GPU"
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Bodies:
@@ -68,7 +78,9 @@ class Bodies:
     family: Family
     """Its family."""
     model: Any
-    """Unmodified."""
+    """Unmodified, on sdpa."""
+    flash: Any | None
+    """Unmodified, on FlashAttention; None: it is not there."""
     steps: Mapping[str, PackedStep]
     """By the names in `PACKED_WAYS`, on twins of the model."""
 
@@ -78,7 +90,10 @@ class Bodies:
         model = random_model(shape, device, seed=seed)
         configs = {PACKED: StepConfig(), SLOTS: StepConfig(slots=SlotRule(multiple=8))}
         steps = {name: PackedStep(twin(model), config) for name, config in configs.items()}
-        return cls(shape=shape, family=family_named(shape.family), model=model, steps=steps)
+        flash = None if why_no_flash() else twin(model)
+        if flash is not None:
+            flash.set_attn_implementation(FLASH_ATTENTION)
+        return cls(shape=shape, family=family_named(shape.family), model=model, flash=flash, steps=steps)
 
     @property
     def weights(self) -> int:
@@ -88,7 +103,8 @@ class Bodies:
     @contextmanager
     def recomputing(self, wanted: bool) -> Iterator[None]:
         """With gradient checkpointing in all ways, or without; afterwards without, and without gradients."""
-        bodies: tuple[Any, ...] = (self.model, *(step.model for step in self.steps.values())) if wanted else ()
+        packed: list[Any] = [step.model for step in self.steps.values()]
+        bodies: list[Any] = [body for body in (self.model, self.flash, *packed) if wanted and body is not None]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # transformers will call it something else
             for body in bodies:
@@ -112,29 +128,27 @@ class Ways:
     batch: PaddedBatch
     """Padded to its longest sample."""
     wide: PaddedBatch
-    """Padded to a fixed width."""
+    """Padded to a fixed width; the same pixels."""
 
     @classmethod
     def of(cls, bodies: Bodies, shapes: GpuShapes, samples: int, device: Device, *, seed: int) -> Ways:
         """The ways of a receipt-like batch of so many samples."""
         receipts = replace(shapes.receipts, samples=samples, vocab_size=_vocabulary(bodies))
-        batch = receipt_batch(bodies.family, bodies.model.config, receipts, seed=seed)
+        batch = receipt_batch(bodies.family, bodies.model.config, receipts, seed=seed, device=device.name)
         batch = replace(batch, media=_cast(batch, device.dtype))
-        return cls(
-            bodies=bodies,
-            batch=on_device(batch, device.name),
-            wide=on_device(widened(batch, shapes.width), device.name),
-        )
+        return cls(bodies=bodies, batch=batch, wide=widened(batch, shapes.width))
 
     @property
     def steps(self) -> dict[str, Callable[[], torch.Tensor]]:
-        """All ways by name."""
-        return {
-            LONGEST: lambda: self._padded(self.batch),
-            FIXED: lambda: self._padded(self.wide),
+        """All ways that there are here, by name."""
+        model, flash = self.bodies.model, self.bodies.flash
+        steps: dict[str, Callable[[], torch.Tensor]] = {
+            LONGEST: lambda: self._padded(model, self.batch),
+            FIXED: lambda: self._padded(model, self.wide),
             PACKED: lambda: self._packed(PACKED),
             SLOTS: lambda: self._packed(SLOTS),
         }
+        return steps if flash is None else {**steps, FLASH: lambda: self._padded(flash, self.batch)}
 
     @property
     def held(self) -> list[torch.Tensor]:
@@ -157,16 +171,16 @@ class Ways:
 
     def padded(self, way: str) -> StepFlops:
         """What the unmodified model computes in one of `PADDED_WAYS`."""
-        rows, width = (self.batch if way == LONGEST else self.wide).input_ids.shape
+        rows, width = (self.wide if way == FIXED else self.batch).input_ids.shape
         return self._flops([width] * rows)
 
     def _flops(self, lengths: Any, **more: Any) -> StepFlops:
         assert self.batch.facts is not None
         return step_flops(self.bodies.family, self.bodies.model.config, lengths, self.batch.facts.image_grids, **more)
 
-    def _padded(self, batch: PaddedBatch) -> torch.Tensor:
+    def _padded(self, model: Any, batch: PaddedBatch) -> torch.Tensor:
         self.clear()
-        loss = self.bodies.model(**hf_inputs(batch), use_cache=False).loss
+        loss = model(**hf_inputs(batch), use_cache=False).loss
         loss.backward()
         return loss.detach()
 

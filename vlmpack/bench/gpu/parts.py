@@ -13,6 +13,7 @@ FIRST = 3
 def all_cells(shapes: GpuShapes) -> list[Cell]:
     """Every cell of a run, in order. A model stays on the device for all that follows one another about it."""
     found = [*ceilings.cells(shapes), *correctness.cells(shapes), *equality.cells(shapes)]
+    found.append(step.flash())
     for shape in shapes.models:
         found += step.cells(shapes, shape, shapes.micro_batches[:FIRST])
         found += waits.cells(shapes, shape)
