@@ -31,8 +31,6 @@ DENSE = Target(limit=0.95, better="higher")
 SPARSE = Target(limit=0.85, better="higher")
 """Share of ideal of families with experts or gated delta layers: samples that are cut out, or spread over experts, make
 more and smaller products than a padded batch does."""
-BY_SAMPLE = Target(limit=0.75, better="higher")
-"""Share of ideal of families whose attention, too, is given each sample by itself."""
 
 
 def measure_step(settings: BenchSettings, shapes: ReceiptShapes) -> list[Figure]:
@@ -67,8 +65,6 @@ def measure_step(settings: BenchSettings, shapes: ReceiptShapes) -> list[Figure]
 
 def target_of(family: Family) -> Target:
     """What share of the ideal speed-up the family must reach."""
-    if family.by_sample is not None:
-        return BY_SAMPLE
     return DENSE if family.experts is None and family.delta is None else SPARSE
 
 
