@@ -38,6 +38,10 @@ def mixed(family="qwen3_vl"):
     ]
 
 
+def tensors(batch):
+    return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+
+
 def targets(batch):
     labels = batch["labels"]
     return int((labels[..., 1:] != -100).sum())
@@ -57,9 +61,9 @@ def test_a_packed_row_is_the_padded_batch_packed(family, multiple):
     packed, expected = row.to_hf(), truth.to_hf()
     assert packed.keys() == expected.keys()
     assert len(packed) >= 8
-    for name, value in expected.items():
-        same = torch.equal(packed[name], value) if isinstance(value, torch.Tensor) else packed[name] == value
-        assert same, name
+    assert packed[FACTS_KEY] == expected[FACTS_KEY]
+    for name, value in tensors(expected).items():
+        assert torch.equal(packed[name], value), name
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -199,9 +203,8 @@ def test_samples_with_broken_pixels_are_skipped_in_their_place(layout, tmp_path)
     good = [chat("1", "2", picture()), chat("3", "4", picture(90, 61)), chat()]
     features = [broken_pixels(id=0), good[0], BROKEN, broken_pixels(), good[1], {"messages": 5}, good[2]]
     batch, without = collator(features), VLMCollator(processor_of(), layout=layout)(good)
-    for name, value in without.items():
-        if name != FACTS_KEY:
-            assert torch.equal(batch[name], value), name
+    for name, value in tensors(without).items():
+        assert torch.equal(batch[name], value), name
     assert batch[FACTS_KEY].sample_ids == (1, 4, 6)
     assert [(line["index"], line["id"], line["reason"], line["seen"]) for line in read_ledger(path)] == [
         (0, 0, "pixels_not_finite", 1),
@@ -228,9 +231,8 @@ def test_the_others_are_what_they_would_be_without_the_skipped_one(layout):
     collator = VLMCollator(processor_of(), layout=layout, on_bad="skip")
     good = [chat("1", "2", picture()), chat("3", "4")]
     with_bad, without = collator([good[0], BROKEN, good[1]]), collator(good)
-    for name, value in without.items():
-        if name != FACTS_KEY:
-            assert torch.equal(with_bad[name], value), name
+    for name, value in tensors(without).items():
+        assert torch.equal(with_bad[name], value), name
     assert with_bad[FACTS_KEY].sample_ids == (0, 2)
 
 
@@ -264,6 +266,16 @@ def test_columns_that_a_trainer_dropped_stop_the_run_even_if_bad_samples_are_ski
     collator = VLMCollator(processor_of(), on_bad="skip")
     with pytest.raises(ConfigError, match=r"set TrainingArguments\(remove_unused_columns=False\)"):
         collator([{"image_id": 5}])
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "seq_lengths", "seq_idx"])
+def test_rows_that_are_packed_already_stop_the_run_instead_of_becoming_one_sample(name):
+    row = VLMCollator(processor_of(), layout="packed")([chat("1", "2", picture()), chat("3", "4")])
+    bare = {column: row[column] for column in ("input_ids", "labels", "pixel_values", "image_grid_thw")}
+    collator = VLMCollator(processor_of(), layout="packed", on_bad="skip")
+    assert collator([bare])[FACTS_KEY].sample_ids == (0,)  # nothing says that these are two
+    with pytest.raises(ConfigError, match=rf"bring {name}.*packed rows already.*data_collator=dataset.collate"):
+        collator([{**bare, name: row["cu_seqlens_q"]}])
 
 
 def test_what_is_skipped_does_not_depend_on_the_run():

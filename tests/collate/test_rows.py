@@ -38,6 +38,13 @@ ONE_IMAGE_ROWS = {
         "image": A,
         "messages": [{"role": "user", "content": "Total?"}, {"role": "assistant", "content": [text("5")]}],
     },
+    "LLaMA-Factory, a marker in the text": {
+        "images": [A],
+        "messages": [
+            {"role": "user", "content": "<image>Total?"},
+            {"role": "assistant", "content": [text("5")]},
+        ],
+    },
     "prompt and completion": {
         "images": [A],
         "prompt": [{"role": "user", "content": "Total?"}],
@@ -94,6 +101,29 @@ def test_every_shape_gives_the_same_conversation(feature):
     )
     assert sources(row.images) == [A]
     assert row.videos == ()
+
+
+def test_markers_of_messages_are_holes_and_the_text_around_them_stays_as_it_is():
+    row = read_row(
+        {
+            "images": [A, B],
+            "videos": ["a.mp4"],
+            "messages": [
+                {"role": "system", "content": "Be short."},
+                {"role": "user", "content": "<image>\nand <video> or <image>? "},
+                {"role": "assistant", "content": "No."},
+            ],
+        }
+    )
+    assert row.messages == (
+        {"role": "system", "content": "Be short."},
+        {
+            "role": "user",
+            "content": [HOLE, text("\nand "), {"type": "video"}, text(" or "), HOLE, text("? ")],
+        },
+        {"role": "assistant", "content": "No."},
+    )
+    assert (sources(row.images), sources(row.videos)) == ([A, B], ["a.mp4"])
 
 
 def test_qwen_rows_put_images_where_their_markers_stand_and_strip_the_text_between():
@@ -277,11 +307,16 @@ BAD_ROWS = {
         "media_count_mismatch",
         "1 image(s), but no user message to put them in",
     ),
-    "a marker where markers do not count": (
-        {"images": [A], "messages": [{"role": "user", "content": "<image> Total?"}]},
+    "a marker too few": (
+        {"images": [A, B], "messages": [{"role": "user", "content": "<image> Total?"}]},
         "ambiguous_media",
-        "the messages hold the text '<image>' and no image part, so it is not clear where the column's 1 go; write "
-        "{'type': 'image'} parts, or use a `conversations` column, where markers count",
+        "the messages hold the text '<image>' 1 time(s), 0 of them in the assistant's turns, for 2 image(s) of the "
+        "column, so it is not clear where these go; write one '<image>' for each outside the assistant's turns",
+    ),
+    "a marker in an answer": (
+        {"images": [A], "messages": [*USER, {"role": "assistant", "content": "<image> is the tag"}]},
+        "ambiguous_media",
+        "the messages hold the text '<image>' 1 time(s), 1 of them in the assistant's turns, for 1 image(s)",
     ),
     "two image columns": (
         {"images": [A], "image": A, "messages": USER},

@@ -158,6 +158,20 @@ def test_a_subclass_is_of_the_family() -> None:
     assert isinstance(family_of(model), Qwen2VL)
 
 
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_change_with_the_longest_sample_are_refused(name: str, kind: str) -> None:
+    model = tiny_model(name)
+    text_config = family_of(model).text_config(model.config)
+    for static in ("yarn", "linear", "default"):
+        text_config.rope_parameters = {**text_config.rope_parameters, "rope_type": static}
+        family_of(model)
+    text_config.rope_parameters = {**text_config.rope_parameters, "rope_type": kind}
+    text = refusal(model)
+    assert f"rope_type is '{kind}'" in text
+    assert "use 'yarn'" in text
+
+
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3"])
 def test_sliding_windows_are_refused(name: str) -> None:
     model = tiny_model(name)

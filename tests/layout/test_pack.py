@@ -22,7 +22,7 @@ samples_lists = st.lists(st.integers(1, 11), min_size=1, max_size=7).map(
 
 
 def padded(samples, *, side="right", width=None, fill=-7, **fields):
-    """A batch of these id lists; labels are ids + 50000; padding holds a value that must never show up."""
+    """A batch of these id lists; labels are ids + 50000; padding holds an id that must never show up."""
     width = width or max(map(len, samples))
     ids = torch.full((len(samples), width), fill)
     mask = torch.zeros(len(samples), width, dtype=torch.long)
@@ -30,7 +30,7 @@ def padded(samples, *, side="right", width=None, fill=-7, **fields):
         start = 0 if side == "right" else width - len(sample)
         ids[row, start : start + len(sample)] = torch.tensor(sample, dtype=torch.long)
         mask[row, start : start + len(sample)] = 1
-    return PaddedBatch(input_ids=ids, attention_mask=mask, labels=ids + 50000, **fields)
+    return PaddedBatch(input_ids=ids, attention_mask=mask, labels=(ids + 50000).masked_fill(mask == 0, -100), **fields)
 
 
 @given(samples=samples_lists, multiple=st.integers(1, 5), side=st.sampled_from(["right", "left"]))
@@ -67,7 +67,8 @@ def test_labels_shift_inside_each_segment_as_in_the_vectors():
     width = max(map(len, case["rows"]))
     ids = torch.tensor([r + [0] * (width - len(r)) for r in case["rows"]])
     mask = torch.tensor([[1] * len(r) + [0] * (width - len(r)) for r in case["rows"]])
-    row = pack(PaddedBatch(input_ids=ids, attention_mask=mask, labels=ids), rule=SlotRule(pad_to=case["row_width"]))
+    labels = ids.masked_fill(mask == 0, -100)
+    row = pack(PaddedBatch(input_ids=ids, attention_mask=mask, labels=labels), rule=SlotRule(pad_to=case["row_width"]))
     assert row.input_ids[0].tolist() == case["input_ids"]
     assert row.shift_labels is not None
     assert row.shift_labels[0].tolist() == case["shift_labels"]
@@ -125,6 +126,7 @@ def test_one_gather_a_tensor_and_no_host_sync_when_the_lengths_are_known():
     with CountOps() as silent:
         pack(on_fake_device(known))
     assert silent.calls["aten::index_select"] == 2
+    assert silent.calls["aten::_assert_async"] == 1  # no label stands on padding
     assert not silent.syncs
     with CountOps() as asking:  # the guard: the counter does see a sync when the lengths are not known
         pack(on_fake_device(batch))
@@ -215,6 +217,7 @@ def test_media_of_an_empty_row_are_an_error():
         ({"extras": {"advantages": torch.ones(3, 3)}}, r"advantages is \[3, 3\]"),
         ({"facts": BatchFacts(lengths=(3,))}, "do not describe this attention_mask.*dispatch_batches=False"),
         ({"facts": BatchFacts(lengths=(3, 3))}, r"the host's lengths \[3, 3\] do not describe"),
+        ({"labels": torch.tensor([[1, 2, 3], [4, 5, 6]])}, "row 1: labels hold targets where attention_mask is 0"),
     ],
 )
 def test_a_batch_that_contradicts_itself_is_refused(change, message):
@@ -229,6 +232,28 @@ def test_unpack_refuses_what_is_not_a_row_of_these_segments():
         unpack(torch.zeros(2, 5), segments)
     with pytest.raises(LayoutError, match="row 0: 3 tokens do not fit width 2"):
         unpack(torch.zeros(1, 5), segments, width=2)
+    with pytest.raises(LayoutError, match="1 offsets for the 2 samples"):
+        unpack(torch.zeros(1, 5), segments, offsets=(0,))
+
+
+def test_a_batch_that_was_cut_after_its_lengths_were_noted_is_refused_on_a_device_too():
+    batch = padded([[1, 2, 3, 4], [5]])
+    cut = {name: x[:, :3] for name, x in vars(batch).items() if isinstance(x, torch.Tensor)}
+    stale = PaddedBatch(**{**vars(batch), **cut, "facts": BatchFacts(lengths=(4, 1))})
+    with pytest.raises(LayoutError, match=r"the host's lengths \[4, 1\] do not describe"):
+        pack(on_fake_device(stale))
+
+
+def test_targets_of_no_sample_of_a_row_are_refused():
+    row = pack(padded([[1, 2, 3], [4, 5]]), rule=SlotRule(multiple=4)).to_hf()
+    del row["vlmpack"]
+    row["labels"][0, 6] = 9
+    with pytest.raises(LayoutError, match="between its samples or behind the last one"):
+        PackedRow.from_hf(row)
+    whole = pack(padded([[1, 2, 3], [4, 5]])).to_hf()
+    bare = {"input_ids": whole["input_ids"], "labels": whole["labels"], "cu_seqlens_q": [0, 3]}
+    with pytest.raises(LayoutError, match="give the boundary that is missing in cu_seqlens_q"):
+        PackedRow.from_hf(bare)
 
 
 @given(samples=samples_lists, multiple=st.integers(1, 5))

@@ -1,6 +1,7 @@
 """enable_packing keeps the model the object it was. (What disable_packing leaves: test_contract_disable.)"""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from samples import mixed_samples, padded
 from torch import nn
 
 from vlmpack.errors import ConfigError, FamilyError
+from vlmpack.families import FAMILIES
 from vlmpack.families.tiny import tiny_model
-from vlmpack.layout import SlotRule
+from vlmpack.layout import SlotRule, pack
 from vlmpack.step import PackedStep, StepConfig, disable_packing, enable_packing, is_packing
 
 
@@ -91,6 +93,21 @@ def test_a_class_of_the_users_own_is_found_by_what_it_comes_from():
     assert type(disable_packing(model)) is own
 
 
+def test_a_forward_or_a_loss_of_ones_own_is_refused():
+    """Packed rows would go past both, and learn something else without a word."""
+    model = tiny_model("qwen3_vl")
+    model.__class__ = type("Mine", (type(model),), {"forward": lambda self, **inputs: None})
+    with pytest.raises(ConfigError, match=r"Mine has a forward of its own over Qwen3VLForConditionalGeneration's"):
+        enable_packing(model)
+    assert not is_packing(model)
+    model = enable_packing(tiny_model("qwen3_vl"))
+    model.loss_function = lambda **_: torch.zeros(())
+    with pytest.raises(ConfigError, match=r"loss_function of its own.*`del model._loss_function`"):
+        model(**padded(mixed_samples(model.config)).to_hf())
+    del model._loss_function
+    assert torch.isfinite(model(**padded(mixed_samples(model.config)).to_hf()).loss)
+
+
 def test_a_wrapped_model_is_found():
     wrapped = nn.Sequential(tiny_model("qwen3_vl"))
     enable_packing(wrapped)
@@ -111,3 +128,18 @@ def test_an_exchanged_attention_implementation_is_noticed():
     assert torch.isfinite(model(**batch).loss)
     disable_packing(model)
     assert model.model.language_model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+def test_a_row_that_reaches_a_model_without_packing_is_refused(family, checkpointed):
+    """It would be one sample to it, without a word."""
+    model = tiny_model(family)
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    row = pickle.loads(pickle.dumps(pack(padded(mixed_samples(model.config))).to_hf()))
+    row = {name: value.to("cpu") for name, value in row.items()}
+    with pytest.raises(ConfigError, match=r"a packed row reached a model without.* enable_packing\(model\)"):
+        model(**row)
+    assert torch.isfinite(enable_packing(model)(**row).loss)

@@ -1,5 +1,7 @@
 """The three inputs of an enabled model, and what it refuses instead of ignoring."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from samples import mixed_samples, padded
@@ -139,6 +141,7 @@ def test_empty_rows_are_refused_or_kept_as_configured(model, samples):
     batch = padded(samples, facts=False)
     mask = torch.cat([batch.attention_mask, torch.zeros_like(batch.attention_mask[:1])])
     grown = {k: torch.cat([x, x[1:2]]) for k, x in batch.to_hf().items() if k in ("input_ids", "labels")}
+    grown["labels"][-1] = IGNORE
     grown = {**grown, "attention_mask": mask, **batch.media.to_hf()}
     with pytest.raises(LayoutError, match="row 4: attention_mask is all zeros"):
         model(**grown)
@@ -199,6 +202,20 @@ def test_boundaries_of_a_row_beside_the_mask_of_a_padded_batch_are_refused(model
         model(**batch, cu_seqlens_q_padded=[0, 3])
 
 
+def test_shifted_labels_of_a_padded_batch_are_refused(model, samples):
+    batch = padded(samples).to_hf()
+    with pytest.raises(ConfigError, match=r"shift_labels belong to a packed row; give a padded batch its labels"):
+        model(**batch, shift_labels=batch["labels"])
+
+
+@pytest.mark.parametrize("name", ["cu_seqlen_q", "cu_seqlens_k", "seq_lengths", "packed_seq_params", "document_ids"])
+def test_boundaries_under_another_name_are_refused(model, row, name):
+    """transformers would ignore them, and the row would be one sample."""
+    bare = {"input_ids": row["input_ids"], "labels": row["labels"], name: row["cu_seqlens_q"]}
+    with pytest.raises(ConfigError, match=f"{name} would be ignored and the samples of the row mixed"):
+        model(**bare)
+
+
 def test_a_padding_mask_beside_the_mask_of_a_padded_batch_has_to_say_the_same(model, samples):
     batch = padded(samples).to_hf()
     padding = batch["attention_mask"] == 0
@@ -238,6 +255,14 @@ def test_labels_changed_behind_the_hosts_back_are_noticed(model, row):
 def test_packed_step_refuses_what_it_cannot_pack(model, samples):
     with pytest.raises(ConfigError, match=r"cannot be packed: give a 2D attention_mask .* it has \['input_ids'"):
         PackedStep(model)({"input_ids": samples[1]["input_ids"][None]})
+
+
+def test_packed_step_leaves_extras_to_their_owner(model, samples):
+    batch = padded(samples)
+    plain = PackedStep(model)(batch)
+    rich = replace(batch, extras={"advantages": torch.ones(batch.input_ids.shape)})
+    for given in (rich, pack(rich)):
+        assert torch.equal(PackedStep(model)(given).loss, plain.loss)
 
 
 def test_packed_step_takes_a_hand_made_row(model):

@@ -30,7 +30,9 @@ class MediaRef:
 def fill_holes(messages: list[dict[str, Any]], present: Mapping[str, Any], kind: Kind) -> tuple[MediaRef, ...]:
     """The media of one kind in the order of their holes, from the parts themselves and from the columns.
 
-    Without any hole the column's media are put in front of the first user message, which is changed in place.
+    Without any hole in the messages, which are changed in place, text markers (`<image>`, `<video>`) outside the
+    assistant's turns are the holes if there is one for each of the column's media; if there is none at all, the media
+    are put in front of the first user message.
 
     Raises:
         Refusal: holes and media differ in number, or it is not clear where the media go.
@@ -38,7 +40,8 @@ def fill_holes(messages: list[dict[str, Any]], present: Mapping[str, Any], kind:
     column = column_media(present, kind)
     holes = [part for message in messages for part in _parts(message) if part["type"] == kind]
     if column and not holes:
-        _insert_holes(messages, kind, len(column))
+        if not _split_at_markers(messages, kind, len(column)):
+            _insert_holes(messages, kind, len(column))
         return column
     return _fill(holes, column, kind)
 
@@ -61,15 +64,42 @@ def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
+def _split_at_markers(messages: list[dict[str, Any]], kind: Kind, count: int) -> bool:
+    """As LLaMA-Factory and ms-swift do it: a marker is a hole, the text around it stays. False: nothing was changed.
+
+    Raises:
+        Refusal: there are markers, but not one for each medium, or one in an assistant's turn.
+    """
+    marker = f"<{kind}>"
+    found = [sum(part.get("text", "").count(marker) for part in _parts(message)) for message in messages]
+    if not any(found):
+        return False
+    answers = sum(n for n, message in zip(found, messages, strict=True) if message["role"] == "assistant")
+    if answers or sum(found) != count:
+        raise Refusal(
+            "ambiguous_media",
+            f"the messages hold the text {marker!r} {sum(found)} time(s), {answers} of them in the assistant's turns, "
+            f"for {count} {kind}(s) of the column, so it is not clear where these go; write one {marker!r} for each "
+            f"outside the assistant's turns, or {{'type': {kind!r}}} parts",
+        )
+    for n, message in zip(found, messages, strict=True):
+        if n:
+            message["content"] = [piece for part in _parts(message) for piece in _pieces(part, marker, kind)]
+    return True
+
+
+def _pieces(part: dict[str, Any], marker: str, kind: Kind) -> list[dict[str, Any]]:
+    if part["type"] != "text" or marker not in part["text"]:
+        return [part]
+    first, *rest = part["text"].split(marker)
+    pieces = [{"type": "text", "text": first}]
+    for text in rest:
+        pieces += [{"type": kind}, {"type": "text", "text": text}]
+    return [piece for piece in pieces if piece.get("text") != ""]
+
+
 def _insert_holes(messages: list[dict[str, Any]], kind: Kind, count: int) -> None:
     """As TRL does it: without any placeholder, all media go in front of the first user message's text."""
-    for message in messages:
-        if any(f"<{kind}>" in part.get("text", "") for part in _parts(message)):
-            raise Refusal(
-                "ambiguous_media",
-                f"the messages hold the text '<{kind}>' and no {kind} part, so it is not clear where the column's "
-                f"{count} go; write {{'type': '{kind}'}} parts, or use a `conversations` column, where markers count",
-            )
     for message in messages:
         if message["role"] == "user":
             message["content"] = [{"type": kind} for _ in range(count)] + _parts(message)

@@ -6,8 +6,9 @@
 
 A message's content is a string or a list of parts; a part is a text, or an image or video with its source inside
 (`{"type": "image", "image": PIL | path | bytes | {"bytes", "path"}}`) or without one, which then comes from the
-`images` / `image` / `videos` / `video` column, in order. Keys that are None, or structs of None, count as absent:
-Arrow writes them.
+`images` / `image` / `videos` / `video` column, in order. Where no message has such a part, `<image>` and `<video>` in
+the text of users are the places of the column's media, if there are as many. Keys that are None, or structs of None,
+count as absent: Arrow writes them.
 """
 
 from __future__ import annotations

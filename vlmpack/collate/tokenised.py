@@ -14,11 +14,14 @@ from vlmpack.collate.encoded import IMAGE, TEXT, VIDEO, Encoded, Visual
 from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels, mask_media
 from vlmpack.collate.processor import ProcessorFacts
 from vlmpack.collate.refusal import Refusal
-from vlmpack.errors import LayoutError
+from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout import IGNORE, lengths_from_mask
 
 LABEL_COLUMNS = ("labels", "completion_mask", "assistant_masks")
 """What a tokenised sample may say about its labels; the masks are TRL's, 0 where nothing is learnt."""
+
+BOUNDARIES = ("cu_seqlens_q", "cu_seqlens", "cu_seq_lens_q", "seq_lengths", "seq_idx")
+"""What a row of several samples brings; as one sample it would let them see each other."""
 
 
 def read_tokenised(feature: Mapping[str, Any], facts: ProcessorFacts, *, train_on: TrainOn) -> Encoded:
@@ -30,7 +33,14 @@ def read_tokenised(feature: Mapping[str, Any], facts: ProcessorFacts, *, train_o
 
     Raises:
         Refusal: fields that contradict each other.
+        ConfigError: it is a packed row already.
     """
+    if found := [name for name in BOUNDARIES if feature.get(name) is not None]:
+        raise ConfigError(
+            f"samples bring {', '.join(found)}, so they are packed rows already, and would be taken for one sample "
+            "each; give rows to the collator of what made them (PackedDataset: data_collator=dataset.collate; rows of "
+            "text: RowCollator), or remove the column if each is one sample"
+        )
     ids = _tokens(feature, "input_ids")
     keep = _kept(feature, len(ids))
     ids = ids[keep]

@@ -95,7 +95,7 @@ class Experts:
             samples: B.
         """
         E = router_logits[0].shape[-1]
-        chosen_BE = probs_BE = torch.zeros(samples, E, device=sample_R.device)
+        chosen_BE = probs_BE = torch.zeros(samples, E, dtype=torch.float32, device=sample_R.device)
         for logits_RE in router_logits:
             probs_RE = logits_RE.softmax(dim=-1)
             top_RK = probs_RE.topk(text_config.num_experts_per_tok, dim=-1).indices

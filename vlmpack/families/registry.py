@@ -28,6 +28,9 @@ _REFUSED = {
     "qwen3_omni_moe_thinker": f"{_OMNI}; and {_ROUTER}",
 }
 
+_ROPE_BY_LENGTH = ("dynamic", "longrope")
+"""transformers' `dynamic_rope_update` looks at the largest position of the whole call."""
+
 
 def family_of(model: Any) -> Family:
     """The family of a Hugging Face `...ForConditionalGeneration` model, by its `config.model_type`.
@@ -36,7 +39,7 @@ def family_of(model: Any) -> Family:
 
     Raises:
         FamilyError: an unknown family, one that would leak (the message says where), a model without its head or
-            inside a wrapper, or sliding-window attention.
+            inside a wrapper, sliding-window attention, or rotary frequencies that change with the length of the input.
     """
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)
@@ -56,6 +59,13 @@ def family_of(model: Any) -> Family:
         raise FamilyError(
             f"{model_type}: use_sliding_window is on in its text configuration, but packed attention reaches over "
             "whole segments; a sample longer than the window would get other logits: set it to False"
+        )
+    rope = getattr(family.text_config(config), "rope_parameters", None) or {}
+    if (kind := rope.get("rope_type")) in _ROPE_BY_LENGTH:
+        raise FamilyError(
+            f"{model_type}: rope_type is {kind!r} in its text configuration, whose frequencies change with the longest "
+            "sample of a call, so that a long sample would change the others of its row; use 'yarn', 'linear' or "
+            "'default'"
         )
     return family
 

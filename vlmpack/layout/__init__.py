@@ -9,7 +9,7 @@ from vlmpack.layout.depths import DepthTargets
 from vlmpack.layout.device import around_graph, nothing_on_host, on_host, outside_graph, require, to_device
 from vlmpack.layout.pack import pack, unpack
 from vlmpack.layout.roll import IGNORE, roll_left, shift_labels, unshift_labels, without_successor
-from vlmpack.layout.row import PackedRow
+from vlmpack.layout.row import OnlyPacked, PackedRow
 from vlmpack.layout.segments import Segments
 from vlmpack.layout.slots import Layout, Precision, SlotRule
 from vlmpack.layout.spaced import Spaced
@@ -25,6 +25,7 @@ __all__ = [
     "Layout",
     "MaskSpans",
     "Media",
+    "OnlyPacked",
     "PackedRow",
     "PaddedBatch",
     "Precision",

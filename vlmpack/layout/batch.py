@@ -45,6 +45,10 @@ class BatchFacts:
     segments: Segments | None = None
     """The boundaries of the packed row; None for a padded batch."""
 
+    def to(self, *_: Any, **__: Any) -> BatchFacts:
+        """Itself, so that a loop may move whatever a batch holds: facts stay on the host."""
+        return self
+
 
 @final
 @dataclass(frozen=True, kw_only=True)

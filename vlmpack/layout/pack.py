@@ -11,7 +11,7 @@ import torch
 
 from vlmpack.errors import LayoutError
 from vlmpack.layout.batch import BatchFacts, MaskSpans, PaddedBatch, check_is_tensor, lengths_from_mask
-from vlmpack.layout.device import on_host, outside_graph, to_device
+from vlmpack.layout.device import on_host, outside_graph, require, to_device
 from vlmpack.layout.roll import IGNORE, shift_labels
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments
@@ -36,10 +36,13 @@ def pack(
 
     Raises:
         LayoutError: the mask is not a usable 2D mask, disagrees with `input_ids` or with `batch.facts`, has an
-            all-zero row (with `keep_empty`: nothing else), or hides media. Names the row, what was seen and the remedy.
+            all-zero row (with `keep_empty`: nothing else), or hides media or labels. Names the row, what was seen and
+            the remedy.
     """
     spans = _spans(batch)
     _check_empty_rows(batch, spans, keep_empty=keep_empty)
+    if batch.labels is not None and sum(spans.lengths) < batch.labels.numel():
+        _check_labels(batch.labels, batch.attention_mask)
     segments = Segments.from_lengths(spans.lengths, rule)
     if not segments.total:
         raise LayoutError(
@@ -131,9 +134,10 @@ def _check_shapes(batch: PaddedBatch) -> None:
 
 
 def _check_facts(batch: PaddedBatch, spans: MaskSpans) -> None:
-    """On the host the facts are compared with the mask; on a device only the shapes are, so as not to wait."""
-    rows = batch.input_ids.shape[0]
-    agree = len(spans.lengths) == rows
+    """On the host the facts are compared with the mask; on a device only with the shapes, so as not to wait."""
+    rows, width = batch.input_ids.shape
+    ends = [offset + length for offset, length in zip(spans.offsets, spans.lengths, strict=False)]
+    agree = len(spans.lengths) == len(spans.offsets) == rows and max(ends, default=0) <= width
     if agree and on_host(batch.attention_mask):
         agree = lengths_from_mask(batch.attention_mask) == spans
     if not agree:
@@ -168,6 +172,16 @@ def _check_hidden_media(types: torch.Tensor, mask: torch.Tensor) -> None:
             f"row {int(hidden.int().argmax())}: attention_mask hides image or video tokens, but their pixels would "
             "still be used; leave the sample's media out, or unmask its tokens"
         )
+
+
+@outside_graph
+def _check_labels(labels: torch.Tensor, mask: torch.Tensor) -> None:
+    """A label on padding would be lost here, but counted by a trainer, and learnt by the padded model."""
+    what = "labels hold targets where attention_mask is 0, which belong to no sample; set them to -100 there"
+    stray = (labels != IGNORE) & (mask == 0)
+    if on_host(stray) and stray.any():
+        raise LayoutError(f"row {int(stray.any(1).int().argmax())}: {what} (labels.masked_fill(mask == 0, -100))")
+    require(~stray.any(), what, LayoutError)
 
 
 def _row_facts(facts: BatchFacts | None, spans: MaskSpans, segments: Segments) -> BatchFacts:
@@ -234,6 +248,8 @@ def _batch_index(
     segments: Segments, offsets: tuple[int, ...], *, width: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(index, padding), both [B * S]: the row position that each batch position comes from, and whether none does."""
+    if offsets and len(offsets) != segments.num_samples:
+        raise LayoutError(f"unpack: {len(offsets)} offsets for the {segments.num_samples} samples of the row")
     columns = np.asarray(offsets or (0,) * segments.num_samples, np.int64)
     ends = columns + np.asarray(segments.lengths[: segments.num_samples], np.int64)
     if ends.size and ends.max() > width:

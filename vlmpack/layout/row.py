@@ -8,12 +8,38 @@ from typing import Any, final
 
 import torch
 
-from vlmpack.errors import LayoutError
+from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout.batch import FACTS_KEY, BatchFacts, Media
 from vlmpack.layout.boundaries import checked_boundaries
 from vlmpack.layout.device import require
 from vlmpack.layout.roll import IGNORE, shift_labels, unshift_labels, without_successor
 from vlmpack.layout.segments import Segments
+
+
+@final
+class OnlyPacked:
+    """Stands under `use_cache` in the dictionary of a row, and stops a model that does not know rows.
+
+    Models of transformers accept every keyword that they do not know, so that a row would be one sample to a model
+    without packing. But each asks whether `use_cache` is true; an enabled one does not.
+    """
+
+    def __bool__(self) -> bool:
+        """Refuse to tell.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "a packed row reached a model without passing through the packed forward, which would mix its samples: "
+            "call enable_packing(model) first. If you did, the model's forward was replaced, or its backbone called "
+            "directly, afterwards (Liger's fused cross-entropy, TRL's fused head): switch that off. A plain text model "
+            "takes rows of RowCollator"
+        )
+
+    def to(self, *_: Any, **__: Any) -> OnlyPacked:
+        """Itself: it lies on no device."""
+        return self
 
 
 @final
@@ -56,7 +82,8 @@ class PackedRow:
         """A dictionary for a DataLoader and for `model(**batch)` of a model with packing enabled.
 
         Labels are given back unshifted, with each segment's first one masked, so that a trainer which counts
-        `labels[..., 1:]` counts every target once.
+        `labels[..., 1:]` counts every target once. A model without packing refuses it (`OnlyPacked`), unless it is one
+        sample without gaps, which such a model takes as it is.
 
         Raises:
             LayoutError: the last token of a segment has a target, which unshifted labels cannot express.
@@ -65,7 +92,8 @@ class PackedRow:
         shifted = batch.pop("shift_labels")
         if shifted is not None:
             batch["labels"] = self._unshifted(shifted)
-        return batch
+        alone = self.segments.num_samples == 1 and not self.segments.has_gaps
+        return batch if alone else {**batch, "use_cache": OnlyPacked()}
 
     def step_inputs(self) -> dict[str, Any]:
         """The same dictionary with the row's own `shift_labels` instead of labels; `input_ids` comes first."""
@@ -153,4 +181,11 @@ def _shifted(batch: Mapping[str, Any], segments: Segments) -> torch.Tensor | Non
     if batch.get("shift_labels") is not None:
         return batch["shift_labels"]
     labels = batch.get("labels")
+    if labels is not None and segments.has_gaps:
+        stray = (labels != IGNORE) & segments.padding_mask(labels.device)
+        message = (
+            "labels of the row hold targets between its samples or behind the last one, which belong to none; set them "
+            "to -100 there, or give the boundary that is missing in cu_seqlens_q"
+        )
+        require(~stray.any(), message, LayoutError)
     return None if labels is None else shift_labels(labels, segments)

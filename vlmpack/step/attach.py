@@ -79,7 +79,8 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     Raises:
         FamilyError: the model's family cannot be packed exactly, and which part of it leaks.
         ConfigError: the forward of the model, or of a layer that has to know the boundaries, was replaced on the
-            object, so that ours would never be called; or a router loss for a model without experts.
+            object, so that ours would never be called; the model has a forward or a loss of its own, which would never
+            be; or a router loss for a model without experts.
     """
     core = find_model(model)
     family = family_of(core)
@@ -90,7 +91,8 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
         disable_packing(core)  # other layers have to know
     enabled = is_packing(core)
     if not enabled:
-        _check_own_forward(core)
+        _check_own_forward(core, family)
+    _check_own_loss(core)
     cut.install(family, core, shared=shared)  # refuses, or does all
     if enabled:
         _unhook(core)
@@ -135,8 +137,8 @@ def packing_state(core: nn.Module) -> PackingState:
     """The state of an enabled model.
 
     Raises:
-        ConfigError: packing is not enabled; or the attention implementation, gated delta layers or blocks of experts
-            were exchanged after it was.
+        ConfigError: packing is not enabled; or the attention implementation, the loss, gated delta layers or blocks of
+            experts were exchanged after it was.
     """
     state: PackingState | None = vars(core).get(_STATE)
     if state is None:
@@ -146,6 +148,7 @@ def packing_state(core: nn.Module) -> PackingState:
             f"a {type(layer).__name__} no longer knows the boundaries of a row: its class or its forward was changed "
             "after enable_packing (use_kernels, a device_map, an offloading hook); undo that"
         )
+    _check_own_loss(core)
     if not by_sample.is_installed(state.family, core):
         raise ConfigError(
             "n-gram layers are no longer told the row: the text model was exchanged or lost its hooks after "
@@ -200,7 +203,22 @@ def _unhook(core: nn.Module) -> None:
         handle.remove()
 
 
-def _check_own_forward(core: nn.Module) -> None:
+def _check_own_loss(core: nn.Module) -> None:
+    if vars(core).get("_loss_function") is not None:
+        raise ConfigError(
+            f"this {type(core).__name__} was given a loss_function of its own, which packed rows would not be asked "
+            "for: they take cross-entropy of the labelled positions. Compute yours from PackedStep's target_logprobs "
+            "or row_logits, and `del model._loss_function`"
+        )
+
+
+def _check_own_forward(core: nn.Module, family: Family) -> None:
+    own = next(klass for klass in type(core).__mro__ if klass.__name__ == family.model_class)
+    if type(core).forward is not own.forward:
+        raise ConfigError(
+            f"{type(core).__name__} has a forward of its own over {own.__name__}'s, which packed rows would go past; "
+            f"enable packing on a {own.__name__}, and compute what yours adds from PackedStep's result"
+        )
     if "forward" in vars(core):
         raise ConfigError(
             f"the forward of this {type(core).__name__} was replaced on the object itself, so packing would never be "

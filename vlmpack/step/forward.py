@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -16,6 +17,7 @@ from vlmpack.families import Family
 from vlmpack.layout import (
     FACTS_KEY,
     BatchFacts,
+    OnlyPacked,
     PackedRow,
     PaddedBatch,
     SlotRule,
@@ -51,16 +53,9 @@ _SETTLED_KEYS = frozenset(
 
 
 _LOST_BOUNDARIES = (
-    "cu_seqlens_q_padded",
-    "rope_cu_seqlens",
-    "moe_padding_mask",
-    "cu_seqlens",
-    "max_seqlen",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "seq_idx",
+    *("cu_seqlens_q_padded", "cu_seqlens_k", "cu_seqlens_kv", "cu_seqlens_kv_padded", "cu_seqlens", "max_seqlen"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "rope_cu_seqlens", "moe_padding_mask"),
+    *("seq_idx", "seq_lengths", "sequence_ids", "document_ids", "packed_seq_params"),
 )
 """Names under which boundaries are given elsewhere, or to us with `cu_seqlens_q` forgotten."""
 
@@ -107,6 +102,7 @@ def packed_forward(
     parallel: Parallel | None,
 ) -> Any:
     """Pack, use or pass on; see `enable_packing`."""
+    inputs = {name: None if isinstance(value, OnlyPacked) else value for name, value in inputs.items()}
     is_row = _is_row(inputs)
     if not is_row and _is_foreign(inputs):
         _check_boundaries_kept(inputs)
@@ -188,7 +184,7 @@ def _is_foreign(inputs: dict[str, Any]) -> bool:
 
 def _check_boundaries_kept(inputs: dict[str, Any]) -> None:
     """transformers' own attention ignores boundaries under most of their names, and says nothing."""
-    lost = [name for name in _LOST_BOUNDARIES if inputs.get(name) is not None]
+    lost = [name for name, value in inputs.items() if value is not None and _looks_like_boundaries(name)]
     if lost:
         raise ConfigError(f"{', '.join(lost)} {_MIXED}")
     if inputs["attention_mask"] is not None:
@@ -208,6 +204,12 @@ def _check_boundaries_kept(inputs: dict[str, Any]) -> None:
             f"position_ids that restart are how others mark the samples of a row: they {_MIXED}",
             ConfigError,
         )
+
+
+@functools.cache
+def _looks_like_boundaries(name: str) -> bool:
+    """One of those names, or misspelt."""
+    return bool(difflib.get_close_matches(name, ("cu_seqlens_q", *_LOST_BOUNDARIES), n=1, cutoff=0.88))
 
 
 _MIXED = (
@@ -259,6 +261,11 @@ def _packed_batch(inputs: dict[str, Any], slots: SlotRule, config: StepConfig, p
         raise ConfigError(
             "cu_seqlens_q_padded belongs to a packed row, which has cu_seqlens_q too and no attention_mask; a padded "
             "batch is packed by its mask: leave cu_seqlens_q_padded out, and set StepConfig(slots=...) for gaps"
+        )
+    if inputs.get("shift_labels") is not None:
+        raise ConfigError(
+            "shift_labels belong to a packed row; give a padded batch its labels, not shifted: each sample's targets "
+            "are shifted when its place in the row is known"
         )
     batch = PaddedBatch.from_hf(inputs)
     row = pack(batch, rule=slots, keep_empty=config.keep_empty, pad_token_id=pad_token_id or 0)

@@ -77,9 +77,10 @@ class PackedStep:
 
 
 def _inputs_of(batch: PaddedBatch | PackedRow | Mapping[str, Any]) -> dict[str, Any]:
+    """What the model takes: extras are the caller's."""
     if isinstance(batch, PackedRow):
-        return batch.step_inputs()
-    return batch.to_hf() if isinstance(batch, PaddedBatch) else dict(batch)
+        return replace(batch, extras={}).step_inputs()
+    return replace(batch, extras={}).to_hf() if isinstance(batch, PaddedBatch) else dict(batch)
 
 
 def _travels(name: str) -> bool:
