@@ -116,6 +116,8 @@ def test_a_wrapped_model_is_found():
         FamilyError, match=r"no ...ForConditionalGeneration or ...ForCausalLM found in a Linear; give the model that"
     ):
         enable_packing(nn.Linear(2, 2))
+    with pytest.raises(FamilyError, match=r"a str is no model; load it first"):
+        enable_packing("Qwen/Qwen3-VL-2B-Instruct")
 
 
 def test_an_exchanged_attention_implementation_is_noticed():

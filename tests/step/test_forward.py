@@ -257,6 +257,11 @@ def test_packed_step_refuses_what_it_cannot_pack(model, samples):
         PackedStep(model)({"input_ids": samples[1]["input_ids"][None]})
 
 
+def test_packed_step_says_that_samples_are_collated_first(model):
+    with pytest.raises(ConfigError, match=r"a list is no batch; collate first: step\(collator.collate"):
+        PackedStep(model)([{"messages": []}])
+
+
 def test_packed_step_leaves_extras_to_their_owner(model, samples):
     batch = padded(samples)
     plain = PackedStep(model)(batch)

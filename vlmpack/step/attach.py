@@ -173,6 +173,10 @@ def find_model(model: nn.Module) -> nn.Module:
     Raises:
         FamilyError: there is none, with what was given.
     """
+    if not isinstance(model, nn.Module):
+        raise FamilyError(
+            f"a {type(model).__name__} is no model; load it first: AutoModelForImageTextToText.from_pretrained(...)"
+        )
     for module in model.modules():
         if not isinstance(module, PreTrainedModel):  # PeftModelForCausalLM is only a wrapper, whatever its name says
             continue

@@ -80,6 +80,8 @@ def _inputs_of(batch: PaddedBatch | PackedRow | Mapping[str, Any]) -> dict[str, 
     """What the model takes: extras are the caller's."""
     if isinstance(batch, PackedRow):
         return replace(batch, extras={}).step_inputs()
+    if not isinstance(batch, PaddedBatch | Mapping):
+        raise ConfigError(f"a {type(batch).__name__} is no batch; collate first: step(collator.collate(samples))")
     return replace(batch, extras={}).to_hf() if isinstance(batch, PaddedBatch) else dict(batch)
 
 
