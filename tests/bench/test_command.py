@@ -106,3 +106,71 @@ def test_an_unknown_case_is_refused_with_those_that_there_are(cases):
     assert "there is no case 'speed'; choose from good, bad" in text
     with pytest.raises(ConfigError, match="no case 'speed'"):
         run_cases(["speed"])
+
+
+def test_the_folder_of_the_json_file_is_made(cases, tmp_path):
+    printed(["good", "--json", str(tmp_path / "new" / "folder" / "bench.json")])
+    assert len(Report.load(tmp_path / "new" / "folder" / "bench.json").figures) == 1
+
+
+@pytest.mark.parametrize("words", [["good"], ["gpu", "--device", "cpu", "--shapes", "tiny"]], ids=["cases", "gpu"])
+@pytest.mark.parametrize(
+    ("place", "seen"), [("a file/bench.json", r"its folder cannot be made (File exists)"), (".", "is a folder")]
+)
+def test_a_path_that_cannot_be_written_is_refused_before_anything_is_measured(words, place, seen, cases, tmp_path):
+    (tmp_path / "a file").write_text("")
+    status, text = printed([*words, "--json", str(tmp_path / place)])
+    assert status == 2
+    assert text.startswith(f"--json {tmp_path / place}") and seen in text
+    assert cases["good"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "seen"),
+    [
+        (["--device", "foo"], "--device foo: PyTorch sees cpu"),
+        (["--device", "cuda:99"], "--device cuda:99: PyTorch sees cpu"),
+        (["--threads", "-1"], "--threads -1: give 1 or more"),
+        (["--threads", "0"], "--threads 0: give 1 or more"),
+        (["--budget", "nan"], "--budget nan: give seconds"),
+        (["--budget", "inf"], "--budget inf: give seconds"),
+        (["--budget", "-1"], "--budget -1: give seconds"),
+        (["--seed", "-1"], "--seed -1: give a whole number from 0"),
+    ],
+)
+def test_settings_that_cannot_be_measured_with_are_refused_in_one_line(words, seen, cases):
+    status, text = printed(["good", *words])
+    assert status == 2
+    assert text.startswith(seen) and len(text.splitlines()) == 1
+    assert cases["good"] == []
+
+
+@pytest.mark.parametrize("words", [["--budget", "nan"], ["--budget", "-1"], ["--seed", "-1"]])
+def test_a_gpu_is_not_measured_with_them_either(words, tmp_path):
+    path = tmp_path / "gpu.json"
+    status, text = printed(["gpu", "--device", "cpu", "--shapes", "tiny", "--json", str(path), *words])
+    assert status == 2
+    assert text.startswith(f"{' '.join(words)}: give ")
+    assert not path.exists()
+
+
+def test_going_on_from_a_damaged_file_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "gpu.json"
+    path.write_text('{"schema"')
+    status, text = printed(["gpu", "--device", "cpu", "--shapes", "tiny", "--json", str(path), "--resume"])
+    assert status == 2
+    assert text.startswith(f"{path} is no benchmark report") and len(text.splitlines()) == 1
+
+
+def test_the_figures_are_kept_before_they_are_printed(cases, tmp_path):
+    console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"), width=110)
+    with pytest.raises(UnicodeEncodeError):  # the sign for "at most" in its target
+        main(["good", "--json", str(tmp_path / "bench.json")], console=console)
+    assert len(Report.load(tmp_path / "bench.json").figures) == 1
+
+
+def test_a_terminal_without_the_signs_gets_escapes(cases, monkeypatch):
+    page = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(page, encoding="ascii", write_through=True))
+    assert main(["good"]) == 0
+    assert rb"\u2264 3 reached" in page.getvalue()

@@ -92,3 +92,26 @@ def test_a_figure_is_of_the_clock_that_counts_and_keeps_the_other():
     figure = Figure.timed("step", "packed", timings, "a", BenchSettings(clock="cpu"))
     assert figure.value == 3.0
     assert figure.clocks == {"wall": 5.0, "cpu": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("content", "seen"),
+    [
+        (b"", "no benchmark report: it is no JSON"),
+        (b'{"schema": 2, "figures": [', "no benchmark report: it is no JSON"),
+        (b"\xff\xfe{}", "no benchmark report: it is no JSON .*utf-8"),
+        (b"[" * 100_000, "no benchmark report: it is no JSON"),
+        (b'{"schema": 2}', r"no whole benchmark report of schema 2 \(KeyError: 'figures'\)"),
+        (b'{"schema": 2, "figures": [{"target": null, "colour": "red"}]}', "no whole benchmark report .*'colour'"),
+        (b'{"schema": 2, "figures": 7}', "no whole benchmark report"),
+    ],
+)
+def test_a_file_that_is_not_whole_is_refused(content, seen, tmp_path):
+    (tmp_path / "other.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"other.json is {seen}.*; measure again"):
+        Report.load(tmp_path / "other.json")
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"other.json cannot be read \(No such file or directory\)"):
+        Report.load(tmp_path / "other.json")

@@ -81,7 +81,7 @@ class TestCommand:
         found = numbers(chats, "--world-size", "2", "--per-device-batch", "4", "--samples-per-update", "32")
         assert found["padded"]["accumulation"] == 4
         refused = analyze(chats, "--samples-per-update", "32", "--accumulation", "4")
-        assert refused.exit_code == 1
+        assert refused.exit_code == 2
         assert "--samples-per-update says what --accumulation comes to; give one of them" in refused.stderr
 
     def test_samples_are_placed_as_asked(self, chats: str) -> None:
@@ -113,6 +113,17 @@ class TestCommand:
             assert image.width > 1000
         assert "lengths.png" in told
 
+    @pytest.mark.parametrize("place", ["a file", "a file/below"])
+    def test_a_folder_that_cannot_be_is_refused_before_anything_is_measured(
+        self, place: str, chats: str, tmp_path: Path
+    ) -> None:
+        (tmp_path / "a file").write_text("")
+        refused = analyze(chats, "--out", str(tmp_path / place))
+        assert refused.exit_code == 2
+        assert refused.stdout == ""
+        assert f"vlmpack: --out {tmp_path / place} cannot be a folder (" in refused.stderr
+        assert "Traceback" not in refused.stderr
+
     def test_where_no_sample_can_be_used_it_fails(self, tmp_path: Path) -> None:
         path = tmp_path / "bad.jsonl"
         path.write_text('{"messages": []}\n')
@@ -123,7 +134,7 @@ class TestCommand:
 
     def test_a_mistake_is_one_line(self, tmp_path: Path) -> None:
         refused = analyze(str(tmp_path / "nowhere.jsonl"))
-        assert refused.exit_code == 1
+        assert refused.exit_code == 2
         assert "nowhere.jsonl' is no file or folder here and no hub id" in " ".join(refused.stderr.split("\n"))
         assert "Traceback" not in refused.output
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from vlmpack import __version__
-from vlmpack.cli import app
+from vlmpack.cli import app, main
 
 HEAVY = ("torch", "transformers", "numpy", "matplotlib", "PIL")
 
@@ -50,7 +54,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(importlib.util, "find_spec", without_accelerate)
     result = CliRunner().invoke(app, ["demo"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "`vlmpack demo` needs accelerate, not installed here: pip install 'vlmpack[demo]'" in result.stderr
     assert "Traceback" not in result.output
 
@@ -59,7 +63,7 @@ def test_the_module_can_be_run() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "vlmpack.cli", "demo", "--dtype", "int8"], capture_output=True, text=True
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.strip() == "vlmpack: --dtype int8: choose float32 or bfloat16"
 
 
@@ -80,3 +84,63 @@ def test_bench_shows_its_own_help() -> None:
     result = CliRunner().invoke(app, ["bench", "--help"])
     assert result.exit_code == 0
     assert "usage: vlmpack bench" in result.stdout
+
+
+def run_on_a_terminal(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, whose terminal has some other encoding."""
+    return subprocess.run(
+        [sys.executable, "-m", "vlmpack.cli", *arguments],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "200", **environment},
+    )
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}],
+    ids=["ascii", "C locale"],
+)
+def test_letters_that_the_terminal_lacks_are_escaped(environment: dict[str, str], tmp_path: Path) -> None:
+    """What is packed, shown and refused here has Greek names, and a text with half a character."""
+    rows = [
+        {"id": "μῆνιν", "prompt": "ἄειδε", "completion": "θεά"},
+        {"id": "ᾅδης", "prompt": "a\ud83d", "completion": "b"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with_tiny = ("--processor", "tiny", "--capacity", "64")
+    for told, *arguments in (
+        (r"(id '\u1f85\u03b4\u03b7\u03c2'): bad_text", "analyze", "rows.jsonl", *with_tiny),
+        (r"a \u03bc\u1fc6\u03bd\u03b9\u03bd: ", "show", "rows.jsonl", *with_tiny),
+        (
+            r"(id '\u1f85\u03b4\u03b7\u03c2')",
+            "pack",
+            "rows.jsonl",
+            "out",
+            *with_tiny,
+            "--on-bad",
+            "skip",
+            "--max-bad-fraction",
+            "1",
+        ),
+    ):
+        done = run_on_a_terminal(tmp_path, *arguments, **environment)
+        assert done.returncode == 0, done.stderr
+        assert told in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("strict", "backslashreplace"), ("surrogateescape", "backslashreplace"), ("replace", "replace")],
+)
+def test_a_way_to_write_other_letters_that_was_asked_for_is_kept(
+    before: str, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors=before)
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "argv", ["vlmpack", "--version"])
+    with pytest.raises(SystemExit):
+        main()
+    assert stream.errors == after

@@ -41,10 +41,25 @@ def test_table_and_picture_are_written(runs: list[str], tmp_path: Path) -> None:
 
 def test_a_missing_file_is_named_with_what_writes_one(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "no.json")])
-    assert shown.exit_code == 1
+    assert shown.exit_code == 2
     assert "there is no file" in shown.output and "--json" in shown.output
 
 
 def test_a_file_named_twice_is_refused(runs: list[str]) -> None:
     shown = CliRunner().invoke(app, ["bench", "report", runs[0], runs[0]])
-    assert shown.exit_code == 1 and "named twice" in shown.output
+    assert shown.exit_code == 2 and "named twice" in shown.output
+
+
+@pytest.mark.parametrize("content", [b"", b'{"schema": 2, ', b"\xff\xfe\x00", b'{"schema": 2}'])
+def test_a_file_that_is_no_report_is_refused_in_one_line(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_bytes(content)
+    shown = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "run.json")])
+    assert shown.exit_code == 2
+    assert shown.stderr.startswith(f"vlmpack: {tmp_path / 'run.json'} is no ") and "measure again" in shown.stderr
+    assert len(shown.stderr.splitlines()) == 1
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(runs: list[str], tmp_path: Path) -> None:
+    shown = CliRunner().invoke(app, ["bench", "report", *runs, "--out", runs[0]])
+    assert shown.exit_code == 2
+    assert f"vlmpack: --out {runs[0]} cannot be a folder (" in shown.stderr

@@ -85,9 +85,17 @@ def test_bfloat16_runs(small: Path, tmp_path: Path) -> None:
 
 def test_too_few_records_are_refused_in_one_line(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["demo", "--data", str(tmp_path / "nothing"), "--out", str(tmp_path)])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr.startswith("vlmpack: ")
     assert "nothing" in result.stderr
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"vlmpack: --out {tmp_path / 'out'} cannot be a folder (")
+    assert (tmp_path / "out").read_text() == "mine"
 
 
 # ---------------------------------------------------------------------- the proof can fail

@@ -98,14 +98,14 @@ def test_the_configuration_of_a_users_model_is_probed_small(family: str, tmp_pat
 def test_a_model_of_another_family_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_omni"}))
     result = CliRunner().invoke(app, ["doctor", "--device", "cpu", "--model", str(tmp_path)])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "qwen2_5_omni cannot be packed exactly yet" in " ".join(result.stderr.split())
     assert "Traceback" not in result.output
 
 
 def test_a_device_that_is_not_there_is_refused_in_one_line() -> None:
     result = CliRunner().invoke(app, ["doctor", "--device", "tpu"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "--device tpu: choose cpu or cuda" in result.stderr
 
 

@@ -57,7 +57,8 @@ def test_it_writes_a_store_and_tells_what_is_in_it(source: Path, tmp_path: Path)
     for name in ("longest row", "longest segment", "most segments", "most images", "most patches"):
         assert f" {manifest.sizes.__dict__[name.replace(' ', '_')]} " in told[name]
     assert "no_targets 1, oversize 1" in done.output
-    assert "sample 6 (id 's6'): none of its" in done.output and "sample 7: it exceeds a row by itself" in done.output
+    assert "sample 6 (id 's6'): none of its" in done.output
+    assert "sample 7 (id 's7'): it exceeds a row by itself" in done.output
 
 
 def test_what_it_writes_can_be_trained_on(source: Path, tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ def test_the_plan_counts_multiples_of_slots_and_of_rows(source: Path, tmp_path: 
     ("change", "told"),
     [
         (("--on-bad", "raise"), "vlmpack: sample 6 (id 's6'): none of its"),
-        (("--oversize", "error"), "vlmpack: sample 7: does not fit a row of 64 tokens"),
+        (("--oversize", "error"), "vlmpack: sample 7 (id 's7'): does not fit a row of 64 tokens"),
         (("--oversize", "keep"), "vlmpack: oversize must be one of error, drop, own_row, got 'keep'"),
         (("--images", "pixels"), "vlmpack: images must be one of bytes, reference, got 'pixels'"),
         (("--on-bad", "ignore"), "vlmpack: on_bad='ignore' is not known; choose one of 'raise', 'skip'"),
@@ -101,14 +102,14 @@ def test_the_plan_counts_multiples_of_slots_and_of_rows(source: Path, tmp_path: 
 )
 def test_a_refusal_is_one_line(source: Path, tmp_path: Path, change: tuple[Any, ...], told: str) -> None:
     failed = pack(source, tmp_path / "rows", *GOOD, *change)
-    assert failed.exit_code == 1
+    assert failed.exit_code == 2
     assert failed.output.strip().startswith(told)
 
 
 def test_other_settings_do_not_go_into_the_same_folder(source: Path, tmp_path: Path) -> None:
     assert pack(source, tmp_path / "rows", *GOOD).exit_code == 0
     failed = pack(source, tmp_path / "rows", *GOOD, "--capacity", 128)
-    assert failed.exit_code == 1
+    assert failed.exit_code == 2
     assert "settings.capacity was 64 and is 128" in failed.output
 
 

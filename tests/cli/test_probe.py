@@ -97,14 +97,22 @@ def test_a_tiny_copy_a_back_end_and_a_precision_can_be_asked_for(tmp_path: Path)
 )
 def test_what_cannot_be_done_is_one_clear_line(arguments: list[str], said: str) -> None:
     result = run(*arguments)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert said in words(result.stderr)
+    assert "Traceback" not in result.output
+
+
+def test_weights_that_are_cut_off_are_no_answer_about_leaks(folder: str) -> None:
+    (Path(folder) / "model.safetensors").write_bytes(b"cut")
+    result = run(folder)
+    assert result.exit_code == 2
+    assert "its weights cannot be read; --tiny probes a small copy" in words(result.stderr)
     assert "Traceback" not in result.output
 
 
 def test_a_back_end_that_cannot_serve_says_why(folder: str) -> None:
     result = run(folder, "--attn", "torch_varlen")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "it runs on CUDA only" in words(result.stderr)
 
 

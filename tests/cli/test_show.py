@@ -98,5 +98,5 @@ def test_a_packed_folder_is_shown_as_it_was_packed(tokens: str, tmp_path: Path) 
 )
 def test_what_cannot_be_shown_is_refused(tokens: str, arguments: list[str], expected: str) -> None:
     refused = show(tokens, *arguments)
-    assert refused.exit_code == 1
+    assert refused.exit_code == 2
     assert expected in refused.stderr

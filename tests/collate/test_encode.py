@@ -1,17 +1,21 @@
 """Encoding: the same ids and patches as the processor gives, one sample at a time."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from chats import FAMILIES, chat, learnt, picture, processor_of, tokenised
 from transformers.video_utils import VideoMetadata
 
+from vlmpack.collate import VLMCollator
 from vlmpack.collate.encode import Encoder
+from vlmpack.collate.ledger import Ceiling
 from vlmpack.collate.processor import read_processor
 from vlmpack.collate.refusal import Refusal
 from vlmpack.collate.video import VideoSettings, load_video
 from vlmpack.data.images import ImageLimits
-from vlmpack.data.processor import tiny_processor
+from vlmpack.data.processor import CHAT_TEMPLATE, tiny_processor
 from vlmpack.errors import ConfigError, FamilyError
 
 
@@ -240,6 +244,39 @@ def test_plain_prompts_whose_video_placeholders_do_not_match_are_refused(family,
     error = refusal({"prompt": prompt, "completion": "b", "videos": [[picture(64, 64)] * 2] * videos}, family=family)
     assert error.reason == "placeholder_mismatch"
     assert f"its text has {prompt.count('pad')} video placeholder(s) for {videos} video" in str(error)
+
+
+HALF = json.loads(r'"a smile: \ud83d, halved"')
+BAD_TEXTS = [
+    chat(question=HALF),
+    chat(answer=HALF),
+    {"prompt": HALF, "completion": "b"},
+    {"prompt": "a", "completion": HALF},
+    {**chat(), "chat_template_kwargs": {"signature": HALF}},
+]
+
+
+@pytest.mark.parametrize("estimate", [False, True])
+@pytest.mark.parametrize(
+    "feature", BAD_TEXTS, ids=["question", "answer", "prompt", "completion", "template's argument"]
+)
+def test_half_a_character_is_refused_wherever_it_comes_from(feature, estimate):
+    processor = tiny_processor(chat_template=CHAT_TEMPLATE + "{{- signature -}}")
+    with pytest.raises(Refusal, match=r"holds '\\ud83d', half of a surrogate pair, in '.*a smile: \\ud83d, ") as caught:
+        encoder(processor).outline(feature, estimate=estimate)
+    assert caught.value.reason == "bad_text"
+
+
+def test_a_whole_surrogate_pair_in_json_is_a_character():
+    smile = json.loads(r'"\ud83d\ude00"')
+    assert len(encode(chat(question=smile)).input_ids)
+
+
+def test_of_several_samples_only_the_one_with_half_a_character_is_left_out():
+    collator = VLMCollator(processor_of(), layout="packed", on_bad="skip", ceiling=Ceiling(min_seen=9))
+    row = collator.collate([chat(), {**chat(question=HALF), "id": "torn"}, chat()])
+    assert row.facts.sample_ids == (0, 2)
+    assert dict(collator.ledger.reasons) == {"bad_text": 1}
 
 
 def test_a_template_that_forgets_the_images_is_noticed():

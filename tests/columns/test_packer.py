@@ -123,7 +123,13 @@ def test_a_bad_length_names_its_sample(lengths, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"capacity": 0}, {"capacity": 8, "strategy": "best"}, {"capacity": 8, "seed": -1}]
+    "settings",
+    [
+        {"capacity": 0},
+        {"capacity": 8, "strategy": "best"},
+        {"capacity": 8, "strategy": None},
+        {"capacity": 8, "seed": -1},
+    ],
 )
 def test_a_bad_setting_is_refused_when_the_packer_is_made(settings) -> None:
     with pytest.raises(ConfigError):

@@ -53,6 +53,74 @@ def test_a_tokenizers_padding_is_left_out() -> None:
     assert batch["input_ids"].tolist() == [[7, 8]]
 
 
+@pytest.mark.parametrize("name", ["loss_mask", "completion_mask", "assistant_masks"])
+def test_a_mask_says_what_is_learnt(name) -> None:
+    sample = {"input_ids": [1, 2, 3, 4, 0], name: [0, 0, 1, 0, 1], "attention_mask": [1, 1, 1, 1, 0]}
+    batch = RowCollator(bare_row="one_sample")([sample, {"input_ids": [5, 6], name: None}])
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6]]
+    assert batch["labels"].tolist() == [[-100, -100, 3, -100, -100, 6]]
+
+
+def test_a_mask_of_a_packed_row_says_what_is_learnt() -> None:
+    row = {"input_ids": [1, 2, 3, 4, 5, 0], "seq_lengths": [3, 2], "completion_mask": [0, 1, 0, 1, 1, 0]}
+    batch = RowCollator()([row])
+    assert batch["labels"].tolist() == [[-100, 2, -100, -100, 5]]
+
+
+def test_columns_that_agree_are_one_row() -> None:
+    told = {
+        "labels": [-100, 2, 3, -100, 5, -100, -100],
+        "position_ids": [0, 1, 2, 0, 1, 0, 0],
+        "attention_mask": [1, 1, 1, 1, 1, 0, 0],
+        "seq_lengths": [3, 2],
+    }
+    columns = [{}, {"attention_mask"}, {"position_ids"}, {"labels"}, {"attention_mask", "labels"}, {"seq_lengths"}]
+    for left_out in columns:
+        row = {"input_ids": [1, 2, 3, 4, 5, 0, 0], **{name: told[name] for name in told if name not in left_out}}
+        assert RowCollator()([row])["cu_seqlens_q"].tolist() == [0, 3, 5]
+
+
+def test_positions_of_padding_may_be_whatever_a_mask_says_is_padding() -> None:
+    row = {"input_ids": [1, 2, 0, 0], "position_ids": [0, 1, 2, 3], "attention_mask": [1, 1, 0, 0], "seq_lengths": [2]}
+    assert RowCollator()([row])["cu_seqlens_q"].tolist() == [0, 2]
+
+
+SIX = [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"seq_lengths": [4], "labels": SIX}, r"2 tokens to be learnt behind the last of seq_lengths \[4\]"),
+        ({"seq_lengths": [4]}, r"2 tokens to be learnt behind"),
+        ({"seq_lengths": [4], "loss_mask": [0, 0, 0, 0, 0, 1]}, "1 tokens to be learnt behind"),
+        ({"seq_lengths": [], "labels": [-100] * 6}, "no tokens"),
+        (
+            {"seq_lengths": [2, 4], "attention_mask": [1, 1, 1, 0, 0, 0]},
+            r"\[2, 4\] of 6 tokens, .*_mask of 3",
+        ),
+        ({"seq_lengths": [2], "attention_mask": [1, 1, 1, 0, 0, 0]}, r"\[2\] of 2 tokens, but an attention_mask of 3"),
+        ({"seq_lengths": [2, 4], "position_ids": [0, 1, 2, 0, 1, 2]}, r"\[2, 4\], but position_ids .* \[3, 3\] tokens"),
+        ({"seq_lengths": [3], "position_ids": [0, 1, 2, 0, 1, 2]}, r"\[3\], but position_ids of samples of \[3, 3\]"),
+        ({"seq_lengths": [6], "position_ids": [0, 1, 2, 0, 1, 2]}, r"\[6\], but position_ids of samples of \[3, 3\]"),
+        (
+            {"seq_lengths": [3, 3], "position_ids": [0, 1, 2, 3, 4, 5]},
+            r"\[3, 3\], but position_ids .* \[6\] tokens",
+        ),
+        ({"seq_lengths": [3, 3], "position_ids": [0, 1, 2, 0, 1, 9]}, "position_ids that neither count on nor restart"),
+        ({"attention_mask": [1, 1, 2, 2, 0, 0]}, "has 2 in attention_mask, which is 1 on tokens and 0 on padding"),
+        ({"attention_mask": [1, 1, 1, 1, -1, 0]}, "has -1 in attention_mask"),
+        ({"loss_mask": [0, 1, 2, 1, 1, 1]}, "has 2 in loss_mask, which is 1 on tokens that are learnt and 0"),
+        ({"labels": SIX, "completion_mask": [1] * 6}, "labels and completion_mask, and each says what is to be learnt"),
+        ({"completion_mask": [1] * 6, "assistant_masks": [1] * 6}, "completion_mask and assistant_masks, and each"),
+        ({"loss_mask": [1] * 5}, "6 input_ids, but 5 of loss_mask"),
+    ],
+)
+def test_columns_that_contradict_each_other_are_refused(columns, message: str) -> None:
+    with pytest.raises(SampleError, match=f"sample 1: .*{message}"):
+        RowCollator(bare_row="one_sample")([{"input_ids": [1, 2]}, {"input_ids": SIX, **columns}])
+
+
 def test_a_sample_of_one_token_at_the_end_is_taken_for_padding_unless_told() -> None:
     ids = [[1, 2, 3], [4]]
     assert RowCollator()(list(pack_dataset(ids, 6)))["input_ids"].tolist() == [[1, 2, 3]]

@@ -65,7 +65,9 @@ def test_a_finished_packer_says_so() -> None:
             call()
 
 
-@pytest.mark.parametrize("settings", [{"strategy": "obfd"}, {"strategy": "hk", "k": 0}, {"capacity": 0}])
+@pytest.mark.parametrize(
+    "settings", [{"strategy": "obfd"}, {"strategy": None}, {"strategy": "hk", "k": 0}, {"capacity": 0}]
+)
 def test_settings_that_cannot_be_are_refused(settings) -> None:
     with pytest.raises(ConfigError):
         StreamPacker(**{"capacity": 10, **settings})

@@ -60,6 +60,21 @@ def test_a_label_padding_value_of_your_own_is_not_learnt() -> None:
     assert torch.equal(batch.to_hf()["labels"], batch_of().to_hf()["labels"])
 
 
+def test_a_label_that_equals_the_padding_value_is_learnt() -> None:
+    samples = [{"input_ids": [5, 0, 7, 0], "labels": [-100, 0, 7, -100]}, {"input_ids": [3, 4], "labels": [3, 4]}]
+    batch = packed_collate_fn(7, label_padding_value=0)(samples)
+    assert batch.labels.tolist() == [[0, 0, 7, 0, 0, 4, 0]]
+    assert batch.to_hf()["labels"].tolist() == [[-100, 0, 7, -100, -100, 4]]
+    assert packed_collate_fn(7)(samples).learnt is None  # -100 is no label of a token, so nothing has to be kept
+
+
+def test_a_batch_of_which_all_samples_were_dropped_has_no_row() -> None:
+    batch = packed_collate_fn(2, oversize="drop")([[1, 2, 3]])
+    assert batch.input_ids.shape == (0, 2)
+    with pytest.raises(ConfigError, match=r"no sample: each exceeds the capacity of 2 tokens.*raise the capacity"):
+        batch.to_hf()
+
+
 def test_one_row_for_the_model_has_all_samples_and_no_padding() -> None:
     row = batch_of().to_row()
     assert row.segments.lengths == (3, 1, 2, 4)
@@ -99,6 +114,50 @@ def test_samples_may_be_dictionaries_with_labels_of_their_own() -> None:
     assert labels.tolist() == [[-100, -100, 30, -100, -100, -100], [-100, 50, -100, -100, -100, 90]]
     with pytest.raises(ConfigError, match="3 of 4 samples have labels"):
         packed_collate_fn(6)([*masked[:3], {"input_ids": [1]}])
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "completion_mask", "assistant_masks"])
+def test_a_mask_says_what_is_learnt(name) -> None:
+    samples = [
+        {"input_ids": [1, 2, 3], name: [0, 0, 1]},
+        {"input_ids": torch.tensor([4, 5]), name: torch.tensor([True] * 2)},
+    ]
+    assert packed_collate_fn(6)(samples).labels.tolist() == [[-100, -100, 3, -100, 5, -100]]
+
+
+def test_padding_of_a_tokenizer_is_left_out() -> None:
+    samples = [
+        {"input_ids": [1, 2, 0, 0], "attention_mask": [1, 1, 0, 0], "labels": [1, 2, 0, 0]},
+        {"input_ids": [3, 4], "attention_mask": None, "labels": [3, -100]},
+    ]
+    batch = packed_collate_fn(8)(samples)
+    assert batch.cu_seqlens[0].tolist() == [0, 2, 4]
+    assert batch.to_hf()["input_ids"].tolist() == [[1, 2, 3, 4]]
+    assert batch.to_hf()["labels"].tolist() == [[-100, 2, -100, -100]]
+    bare = packed_collate_fn(8)([{"input_ids": [1, 2, 0, 0], "attention_mask": [1, 1, 0, 0], "labels": None}])
+    assert bare.labels.tolist() == [[-100, 2, *[-100] * 6]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"labels": [1, 2], "loss_mask": [1, 1]}, "sample 1: has labels and loss_mask, and each says what is to be"),
+        ({"attention_mask": [1, 2]}, "sample 1: has 2 in attention_mask"),
+        ({"attention_mask": [0, 1]}, "sample 1: .* pad on the right"),
+        ({"attention_mask": [1]}, "sample 1: has 2 input_ids, but 1 of attention_mask"),
+        ({"attention_mask": [1, 1], "loss_mask": [1]}, "sample 1: has 2 input_ids, but 1 of loss_mask"),
+        ({"loss_mask": [1, 2]}, "1 of 2 samples have loss_mask; give loss_mask for all, or for none"),
+    ],
+)
+def test_columns_that_contradict_each_other_are_refused(columns, message: str) -> None:
+    with pytest.raises((SampleError, ConfigError), match=message):
+        packed_collate_fn(6)([{"input_ids": [1, 2]}, {"input_ids": [1, 2], **columns}])
+
+
+def test_all_samples_of_a_batch_say_it_by_the_same_column() -> None:
+    samples = [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1, 2], "loss_mask": [1, 1]}]
+    with pytest.raises(ConfigError, match="1 of 2 samples have labels, 1 of 2 samples have loss_mask; say by one of"):
+        packed_collate_fn(6)(samples)
 
 
 @pytest.mark.parametrize(("oversize", "tokens"), [("drop", 6), ("truncate", 9), ("split", 10)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from PIL import Image
 from vlmpack.collate import VLMCollator
 from vlmpack.data import load_cord, open_dataset, tiny_processor, to_conversation
 from vlmpack.data.json_rows import json_rows
+from vlmpack.data.open import OpenDataset
 from vlmpack.errors import ConfigError, SampleError
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
@@ -88,6 +90,34 @@ class TestJson:
         assert (seen.value.index, seen.value.reason) == (3, "row_unreadable")
         with pytest.raises(SampleError, match=r"sample 4: .* is a list"):
             dataset[4]
+
+    def test_a_line_that_is_nested_too_deeply_is_a_bad_sample(self, tmp_path: Path) -> None:
+        path = tmp_path / "rows.jsonl"
+        path.write_bytes(lines(ROWS) + b"[" * 100_000 + b"]" * 100_000 + b"\n" + lines(ROWS))
+        dataset = open_dataset(path)
+        with pytest.raises(SampleError, match=r"^sample 3: .* is nested too deeply to be read: '\[\[") as seen:
+            dataset[3]
+        assert (seen.value.index, seen.value.reason) == (3, "row_unreadable")
+        assert dataset[4]["id"] == "a"
+
+    def test_so_are_media_that_json_can_just_hold(self, tmp_path: Path) -> None:
+        deep: list[Any] = []
+        for _ in range(sys.getrecursionlimit()):
+            deep = [deep]
+        dataset = OpenDataset(
+            rows=[{"messages": CHAT, "images": deep}], name="mine", are_receipts=False, folder=tmp_path
+        )
+        with pytest.raises(SampleError, match=r"^sample 0: its images or videos, in mine, are nested too dee") as seen:
+            dataset[0]
+        assert seen.value.reason == "row_unreadable"
+
+    def test_an_array_with_such_a_sample_is_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "rows.json"
+        path.write_bytes(b"[" * 100_000 + b"]" * 100_000)
+        with pytest.raises(
+            ConfigError, match=r"rows.json holds a sample that is nested too deeply to be read; write a"
+        ):
+            open_dataset(path)
 
     @pytest.mark.parametrize(
         ("text", "expected"),

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from chats import FAMILIES
+from chats import FAMILIES, chat
 from PIL import Image
+from transformers import Trainer, TrainingArguments
 
+from vlmpack import enable_packing
+from vlmpack.collate import VLMCollator
 from vlmpack.data import tiny_processor
 from vlmpack.data.pretrained import load_processor, save_processor
-from vlmpack.errors import FamilyError
-from vlmpack.families.tiny import tiny_config
+from vlmpack.errors import ConfigError, FamilyError
+from vlmpack.families.tiny import tiny_config, tiny_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -42,3 +48,66 @@ def test_another_family_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(FamilyError, match="a llama; there are qwen2_vl, qwen2_5_vl, qwen3_vl"):
         load_processor(str(tmp_path))
+
+
+def loads_again(folder: Path, processor: Any) -> None:
+    again = load_processor(str(folder))
+    assert again.chat_template == processor.chat_template
+    assert again.tokenizer.get_vocab() == processor.tokenizer.get_vocab()
+    assert again.image_processor.to_dict() == processor.image_processor.to_dict()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_processor_saves_itself_as_others_do(family: str, tmp_path: Path) -> None:
+    processor = tiny_processor(family)
+    tiny_config(family, processor=processor).save_pretrained(tmp_path / "new")
+    processor.save_pretrained(save_directory=tmp_path / "new")
+    loads_again(tmp_path / "new", processor)
+    load_processor(str(tmp_path / "new")).save_pretrained(tmp_path / "new")
+    loads_again(tmp_path / "new", processor)
+
+
+def test_a_checkpoint_of_trainer_holds_the_processor(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="waits for accelerate (extra [train])")
+    processor = tiny_processor()
+    arguments = TrainingArguments(
+        str(tmp_path),
+        max_steps=1,
+        save_steps=1,
+        remove_unused_columns=False,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    Trainer(
+        model=enable_packing(tiny_model(processor=processor)),
+        args=arguments,
+        data_collator=VLMCollator(processor, layout="packed"),
+        train_dataset=[chat(), chat()],  # pyright: ignore[reportArgumentType]
+        processing_class=processor,
+    ).train()
+    loads_again(tmp_path / "checkpoint-1", processor)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"])
+def test_a_copy_saves_itself_and_not_what_it_was_copied_from(copied: Any, tmp_path: Path) -> None:
+    processor = copied(tiny_processor())
+    processor.tokenizer.add_tokens(["<|mine|>"])
+    processor.chat_template = "{{- messages -}}"
+    tiny_config(processor=processor).save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    loads_again(tmp_path, processor)
+
+
+def test_a_processor_without_a_template_is_saved_too(tmp_path: Path) -> None:
+    processor = tiny_processor()
+    processor.chat_template = None
+    tiny_config(processor=processor).save_pretrained(tmp_path)
+    save_processor(processor, tmp_path)
+    loads_again(tmp_path, processor)
+
+
+def test_it_is_not_sent_to_the_hub_while_it_is_saved(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="call push_to_hub of the processor"):
+        tiny_processor().save_pretrained(tmp_path, push_to_hub=True)

@@ -157,17 +157,18 @@ def test_a_sample_that_exceeds_a_row_is_listed_or_alone(tmp_path, oversize):
         assert [0] in places(PackedDataset(tmp_path)) and not listed
         return
     assert (manifest.counts.dropped, manifest.counts.samples, manifest.reasons) == (1, 4, {"oversize": 1})
-    assert [(one["index"], one["reason"]) for one in listed] == [(0, "oversize")]
+    assert [(one["index"], one["sample_id"], one["reason"]) for one in listed] == [(0, "long", "oversize")]
     assert "a row holds 96" in listed[0]["detail"]
 
 
 def test_a_sample_that_exceeds_a_row_stops_by_default_and_is_named_by_its_place(tmp_path):
-    samples = [BROKEN, *texts(4), chat("?", "a " * 200)]
+    samples = [BROKEN, *texts(4), chat("?", "a " * 200, id="long")]
     collator = packing(on_bad="skip", max_bad_fraction=0.5)
     with pytest.raises(
-        SampleError, match=r"sample 5: does not fit a row of 96 tokens. 1 of 6 samples do not: 5 \(\d+ "
-    ):
+        SampleError, match=r"sample 5 \(id 'long'\): does not fit a row of 96 tokens. 1 of 6 samples do not: 5 \(\d+ "
+    ) as caught:
         store(tmp_path, samples, collator)
+    assert (caught.value.index, caught.value.sample_id, caught.value.reason) == (5, "long", "overlength")
     made = store(tmp_path, samples, collator, oversize="drop")  # other settings may follow until there is a plan
     assert made.reasons == {"no_targets": 1, "oversize": 1}
 
@@ -292,6 +293,7 @@ def test_a_folder_with_other_things_in_it_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(ConfigError, match=r"no store and not empty \(thesis.tex\)"):
         store(tmp_path, texts())
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 # ---------------------------------------------------------------------- again

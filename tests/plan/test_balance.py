@@ -92,6 +92,7 @@ def test_the_same_seed_gives_the_same_schedule():
 @pytest.mark.parametrize(
     ("costs", "settings", "message"),
     [
+        (["a"], {}, "costs must be one finite number of at least 0 a row: could not convert string to float: 'a'"),
         ([1.0, -1.0], {}, "costs must be one finite number"),
         ([1.0, float("nan")], {}, "costs must be one finite number"),
         ([1.0], {"ranks": 0}, "ranks must lie between 1 and 2147483647, got 0"),
@@ -105,7 +106,7 @@ def test_the_same_seed_gives_the_same_schedule():
 )
 def test_what_cannot_be_balanced_is_refused(costs, settings, message):
     with pytest.raises(ConfigError, match=message):
-        balance_rows(np.asarray(costs), **{"ranks": 2, **settings})
+        balance_rows(costs, **{"ranks": 2, **settings})
 
 
 def test_the_cost_of_a_sample_is_the_formula_written_out():

@@ -77,6 +77,21 @@ def test_a_seed_gives_the_same_plan_in_another_process():
     assert there == plan_bins([*range(1, 400)] * 3, 1000, seed=11).digest
 
 
+def test_numbers_of_numpys_give_the_plan_of_pythons(tmp_path):
+    lengths, costs = [5, 3, 4, 2, 6], [1, 1, 2, 1, 1]
+
+    def made(number):
+        return plan_bins(
+            lengths, number(10), seed=number(3), budgets=[Budget(name="images", costs=costs, limit=number(3))]
+        )
+
+    plan = made(np.int64)
+    assert plan == made(int)
+    plan.save(tmp_path / "numpy")
+    made(int).save(tmp_path / "python")
+    assert (tmp_path / "numpy").read_bytes() == (tmp_path / "python").read_bytes()
+
+
 def test_a_seed_leaves_no_trace_of_length_in_the_order_of_rows():
     lengths = LENGTH_SETS["CORD"].lengths(4000)
 
@@ -143,6 +158,9 @@ def test_a_length_that_makes_no_sense_names_its_sample(lengths, message, reason)
         ([[3, 4]], r"got 2 dimensions of int64"),
         ([[3], [4, 5]], "the length of a sample must be one whole number: .*inhomogeneous"),
         (["a", "b"], "expected a vector of integers"),
+        ((n for n in [3, 4]), "expected a list or vector of integers, got a generator"),
+        (None, "expected a list or vector of integers, got a NoneType"),
+        (np.array(5), r"expected a list or vector of integers, got a ndarray \(len\(\) of unsized object\)"),
         ([True, False], "expected a vector of integers"),
     ],
 )
@@ -160,6 +178,7 @@ def test_a_capacity_is_a_whole_number_of_at_least_1(capacity):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"strategy": None}, r"a strategy is given by its name, got None; choose from exact_fill"),
         ({"strategy": "best"}, r"no strategy 'best'; choose from exact_fill, .* obfd"),
         ({"oversize": "truncate"}, r"oversize must be one of error, drop, own_row, got 'truncate'"),
         ({"seed": -1}, r"the seed must be a whole number of at least 0"),

@@ -80,6 +80,25 @@ def test_nothing_there_is_said_in_one_line(tmp_path: Path) -> None:
         load(str(tmp_path / "nowhere"), device=CPU, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("size", [0, 20, 5000])
+def test_weights_that_are_cut_off_are_said_in_one_line(size: int, tmp_path: Path) -> None:
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(
+        ConfigError, match=r"its weights cannot be read; --tiny probes a small copy\. \w+: .+"
+    ) as caught:
+        load(str(tmp_path), device=CPU, dtype=torch.float32)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_weights_of_another_model_are_said_in_one_line(tmp_path: Path) -> None:
+    tiny_model("qwen3", hidden=64).save_pretrained(tmp_path)
+    tiny_config("qwen3", hidden=96).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="its weights cannot be read; --tiny probes a small copy"):
+        load(str(tmp_path), device=CPU, dtype=torch.float32)
+
+
 def test_a_family_that_would_leak_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_omni"}))
     with pytest.raises(FamilyError, match="qwen2_5_omni"):

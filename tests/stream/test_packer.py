@@ -205,6 +205,32 @@ def test_tokens_are_counted_from_a_length_or_from_ids():
         token_count({"text": "three"})
 
 
+@pytest.mark.parametrize("make", [list, tuple, np.array, torch.tensor])
+def test_ids_with_a_batch_dimension_are_as_many_as_without(make):
+    assert token_count({"input_ids": make([5, 6, 7])}) == token_count({"input_ids": make([[5, 6, 7]])}) == 3
+    assert token_count({"input_ids": [make([5, 6, 7])]}) == 3
+    assert token_count({"input_ids": make([])}) == 0
+    packer = StreamPacker(RowSettings(capacity=10))
+    packed = packer.pack({"input_ids": make([[1] * 6])} for _ in range(3))
+    assert [len(row) for row in packed] == [1, 1, 1]  # 6 of 10: no two share a row
+
+
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor])
+@pytest.mark.parametrize(("ids", "shape"), [([[1, 2], [3, 4]], r"\[2, 2\]"), ([[[1, 2]]], r"\[1, 1, 2\]")])
+def test_ids_of_several_samples_are_refused_by_name(make, ids, shape):
+    packer = StreamPacker(RowSettings(capacity=10))
+    packer.add({"input_ids": [1, 2]})
+    with pytest.raises(SampleError, match=rf"sample 1: input_ids have shape {shape}; .* or a function `len") as caught:
+        packer.add({"input_ids": make(ids)})
+    assert caught.value.reason == "bad_shape"
+
+
+@pytest.mark.parametrize("ids", [None, 3, "three"])
+def test_ids_that_are_no_numbers_in_a_row_are_refused_by_name(ids):
+    with pytest.raises(SampleError, match=f"sample 0: input_ids have no shape, they are {ids!r}"):
+        StreamPacker(RowSettings(capacity=10)).add({"input_ids": ids})
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -229,14 +255,16 @@ def test_lengths_may_be_numbers_of_numpy_or_torch(kind):
     assert other.pack(lengths) == plain.pack(lengths)
 
 
-@pytest.mark.parametrize("length", [2.5, float("nan")])
-def test_a_length_that_is_no_whole_number_names_its_sample(length):
-    packer = StreamPacker(RowSettings(capacity=10), length=lambda sample: sample)
+@pytest.mark.parametrize("oversize", ["error", "drop", "own_row"])
+@pytest.mark.parametrize("length", [2.5, 10.5, float("nan"), float("inf"), None, "3"])
+def test_a_length_that_is_no_whole_number_names_its_sample(length, oversize):
+    packer = StreamPacker(RowSettings(capacity=10, oversize=oversize), length=lambda sample: sample)
     packer.add(4)
     with pytest.raises(SampleError, match=r"sample 1: has a length and costs of .* must be whole numbers") as caught:
         packer.add(length)
     assert caught.value.reason == "not_whole"
     assert packer.flush() == [[4]]
+    assert packer.dropped == 0
 
 
 def test_costs_that_lack_something_that_is_limited_are_refused():

@@ -212,6 +212,28 @@ def test_a_collator_that_is_told_to_raise_does_so_before_the_first_row():
     assert caught.value.index == 2
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_damage_that_is_found_late_is_of_the_sample_in_the_data_set(workers):
+    faults = receipts_with_faults()
+    samples = [faults[0], faults[1], faults[4], faults[5], faults[1], faults[3]]
+    plan = plan_bins([30] * 6, 61)
+    assert next(row.tolist().index(5) for row in plan if 5 in row) == 1  # the guard: its place in its row is another
+    model, collate = tiny_model("qwen3_vl", processor=processor_of()), VLMCollator(processor_of())
+    with pytest.raises(SampleError, match=r"sample 5 \(id 'half'\): .*") as caught:
+        evaluate(model, samples, collate, plan=plan, workers=workers)
+    if not workers:  # torch hands on no more than the text
+        assert (caught.value.index, caught.value.sample_id) == (5, "half")
+        assert "5" not in caught.value.detail
+
+
+def test_damage_of_a_sample_without_a_name_is_named_by_its_place():
+    samples = receipts_with_faults()[:4]
+    del samples[3]["id"]
+    model, collate = tiny_model("qwen3_vl", processor=processor_of()), VLMCollator(processor_of())
+    with pytest.raises(SampleError, match=r"^sample 3: "):
+        evaluate(model, [*samples[:2], samples[1], samples[3]], collate, plan=plan_bins([30] * 4, 61))
+
+
 def test_what_the_collator_drops_on_purpose_is_listed_and_not_raised():
     model, samples = tiny_model("qwen3_vl", processor=processor_of()), receipts_with_faults()
     collate = VLMCollator(processor_of(), max_length=60, overlength="drop")

@@ -232,7 +232,7 @@ def test_several_evaluation_sets_are_planned_once_each(tmp_path, monkeypatch):
         return HeldOut.planned(plan_bins(lengths, capacity), dataset)
 
     monkeypatch.setattr("vlmpack.trainer.packed_trainer.hold_out", hold_out)
-    run.eval_dataset = sets
+    run.eval_dataset, run.eval_plan = sets, None
     metrics = run.evaluate()
     assert metrics == {**metrics, **{name: run.evaluate()[name] for name in metrics if name.endswith("token_loss")}}
     assert {"eval_one_token_loss", "eval_other_token_loss"} <= metrics.keys()

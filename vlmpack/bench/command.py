@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,12 +12,14 @@ from itertools import count
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from vlmpack.bench.cases import CASES
+from vlmpack.bench.figure import place_for
 from vlmpack.bench.run import Unit, run_cases, units_of
-from vlmpack.bench.settings import CLOCKS, BenchSettings
+from vlmpack.bench.settings import CLOCKS, BenchSettings, check_budget, check_seed
 from vlmpack.bench.table import skipped, table, tables_of_families, title
-from vlmpack.errors import VlmpackError
+from vlmpack.errors import ConfigError, VlmpackError
 from vlmpack.families import FAMILIES
 
 WIDTH = 120
@@ -41,28 +44,51 @@ def main(arguments: Sequence[str] | None = None, *, console: Console | None = No
     """
     console = console or _console()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == [GPU]:
-        from vlmpack.bench.gpu import main as gpu
+    try:
+        if words[:1] == [GPU]:
+            from vlmpack.bench.gpu import main as gpu
 
-        return gpu(words[1:], console=console)
-    chosen = _parser().parse_args(words)
+            return gpu(words[1:], console=console)
+        return _measure(_parser().parse_args(words), console)
+    except VlmpackError as error:
+        console.print(Text(str(error), style="red"), soft_wrap=True)
+        return 2
+
+
+def _measure(chosen: argparse.Namespace, console: Console) -> int:
+    _check(chosen)
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
     names = chosen.cases or list(CASES)
     families = list(FAMILIES) if ALL in chosen.family else chosen.family or [BenchSettings.family]
+    units = len(units_of(names, families))
+    budget = SECONDS * units if chosen.budget is None else chosen.budget
+    settings = BenchSettings(device=chosen.device, seconds=budget / units, clock=chosen.clock, seed=chosen.seed)
+    path = place_for(chosen.json, option="--json") if chosen.json else None
+    with _bar(console, units) as before:
+        report = run_cases(names, settings, families=families, before=before)
     try:
-        units = len(units_of(names, families))
-        budget = SECONDS * units if chosen.budget is None else chosen.budget
-        settings = BenchSettings(device=chosen.device, seconds=budget / units, clock=chosen.clock, seed=chosen.seed)
-        with _bar(console, units) as before:
-            report = run_cases(names, settings, families=families, before=before)
-    except VlmpackError as error:
-        console.print(f"[red]{error}[/]")
-        return 2
-    console.print(title(report), table(report), *tables_of_families(report), *skipped(report), sep="\n")
-    if chosen.json:
-        report.save(chosen.json)
+        if path is not None:
+            report.save(path)
+    finally:  # figures that took minutes are told and kept, whichever of the two cannot be done
+        console.print(title(report), table(report), *tables_of_families(report), *skipped(report), sep="\n")
     return 1 if chosen.check and not report.complete else 0
+
+
+def _check(chosen: argparse.Namespace) -> None:
+    """Numbers and a device that can be measured with.
+
+    Raises:
+        ConfigError: one of them cannot.
+    """
+    there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if chosen.device not in (*there, *(["cuda"] if torch.cuda.is_available() else [])):
+        raise ConfigError(f"--device {chosen.device}: PyTorch sees {', '.join(there)} here; choose from these")
+    if chosen.threads is not None and chosen.threads < 1:
+        raise ConfigError(f"--threads {chosen.threads}: give 1 or more, or leave it out for PyTorch's own choice")
+    if chosen.budget is not None:
+        check_budget(chosen.budget)
+    check_seed(chosen.seed)
 
 
 @contextmanager
@@ -81,7 +107,9 @@ def _bar(console: Console, units: int) -> Iterator[Callable[[Unit], None]]:
 
 
 def _console() -> Console:
-    """The terminal; a file or a pipe gets lines wide enough for the table."""
+    """The terminal; a file or a pipe gets lines wide enough for the table. What it cannot write comes as an escape."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="backslashreplace")
     console = Console()
     return console if console.is_terminal else Console(width=WIDTH)
 

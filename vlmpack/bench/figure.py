@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -162,21 +163,60 @@ class Report:
         """Read back what `save` wrote.
 
         Raises:
-            ConfigError: the file is not a report, or of another schema.
+            ConfigError: the file cannot be read, is not a report, not a whole one, or of another schema.
         """
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = _json_in(Path(path))
         if not isinstance(found, dict) or found.get("schema") != SCHEMA:
             seen = found.get("schema") if isinstance(found, dict) else type(found).__name__
             raise ConfigError(f"{path} is no benchmark report of schema {SCHEMA} (it has {seen!r}); measure again")
+        try:
+            return cls._of(found)
+        except (KeyError, TypeError) as error:  # a part is missing, or there is one that is not known
+            message = f"{path} is no whole benchmark report of schema {SCHEMA} ({type(error).__name__}: {error})"
+            raise ConfigError(f"{message}; measure again") from error
+
+    @classmethod
+    def _of(cls, found: Mapping[str, Any]) -> Report:
         figures = tuple(
             Figure(**{**figure, "target": None if figure["target"] is None else Target(**figure["target"])})
             for figure in found["figures"]
         )
         return cls(
             figures=figures,
-            environment=found["environment"],
-            settings=found["settings"],
-            shapes=found["shapes"],
+            environment=dict(found["environment"]),
+            settings=dict(found["settings"]),
+            shapes=dict(found["shapes"]),
             skipped=tuple(Skipped(**skipped) for skipped in found["skipped"]),
             failed=tuple(Failed(**failed) for failed in found.get("failed", ())),
         )
+
+
+def _json_in(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); give what `bench --json` wrote") from error
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError too
+        raise ConfigError(f"{path} is no benchmark report: it is no JSON ({error}); measure again") from error
+
+
+def place_for(path: str | Path, *, option: str) -> Path:
+    """Where a file is going to be written. Its folder is made now: a path that cannot be is found before measuring.
+
+    Args:
+        path: the file.
+        option: of the command, for the error.
+
+    Raises:
+        ConfigError: it is a folder, or its folder can neither be made nor written to.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"{option} {path}: its folder cannot be made ({error.strerror}); name a file in one that can"
+        raise ConfigError(message) from error
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        seen = "is a folder" if path.is_dir() else "is in a folder that cannot be written to"
+        raise ConfigError(f"{option} {path} {seen}; name a file that can be written")
+    return path

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, final
+
+from vlmpack.errors import ConfigError
 
 Clock = Literal["wall", "cpu"]
 CLOCKS: tuple[Clock, ...] = ("wall", "cpu")
@@ -25,3 +28,23 @@ class BenchSettings:
     """Which clock decides: "wall", or "cpu" (time of all threads of this process) on a machine that others use too."""
     seed: int = 0
     """Of weights, ids and pixels."""
+
+
+def check_budget(seconds: float) -> None:
+    """Refuse a time that never ends, or is none.
+
+    Raises:
+        ConfigError: it is negative, infinite or not a number.
+    """
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ConfigError(f"--budget {seconds:g}: give seconds, 0 for as few rounds as can be")
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that not every source of random numbers takes.
+
+    Raises:
+        ConfigError: it is negative, or has more than 32 bits.
+    """
+    if not 0 <= seed < 2**32:
+        raise ConfigError(f"--seed {seed}: give a whole number from 0 to {2**32 - 1}")

@@ -63,7 +63,7 @@ def analyze(
     Images are measured by their headers; no pixel is decoded, no model is read. The padded recipe (ranks, batch,
     accumulation) is the one you would train with otherwise: the packed one keeps its samples per update.
 
-    The exit status is 1 if no sample can be used, 0 otherwise.
+    The exit status is 1 if no sample can be used, 2 if it cannot be run as asked, 0 otherwise.
     """
     if out is not None:
         need("analyze --out", "matplotlib", extra="plots")
@@ -73,6 +73,7 @@ def analyze(
 
     from vlmpack.cli.analyze_run import Analysis
     from vlmpack.cli.analyze_table import print_analysis
+    from vlmpack.cli.folder import made_folder
     from vlmpack.cli.inputs import measured, open_inputs
     from vlmpack.plan import CAPACITIES
 
@@ -87,6 +88,8 @@ def analyze(
         overlength=overlength,
         max_pixels=max_pixels,
     )
+    if out is not None:
+        made_folder("--out", out)
     analysis = Analysis.of(
         measured(inputs, console, workers=workers, cache=cache, estimate=estimate),
         capacity or CAPACITIES,
@@ -121,7 +124,6 @@ def _recipe(
 
 def _save(analysis: Analysis, folder: Path) -> list[Path]:
     """Write the numbers, and the picture where there are samples."""
-    folder.mkdir(parents=True, exist_ok=True)
     numbers = folder / "analysis.json"
     numbers.write_text(json.dumps(analysis.to_dict(), indent=2) + "\n", encoding="utf-8")
     if not len(analysis.table):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +15,10 @@ from vlmpack.errors import VlmpackError
 
 
 class ClearErrors(TyperGroup):
-    """A refusal of vlmpack is one clear line and exit status 1; anything else is a bug and keeps its traceback."""
+    """A refusal of vlmpack is one clear line and exit status 2; anything else is a bug and keeps its traceback.
+
+    2 as for an option that does not exist: status 1 is the answer of a verb, such as `probe`'s that something leaks.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         """Run the verb."""
@@ -21,7 +26,7 @@ class ClearErrors(TyperGroup):
             return super().invoke(ctx)
         except VlmpackError as error:
             typer.secho(f"vlmpack: {error}", err=True, fg=typer.colors.RED)
-            raise typer.Exit(1) from error
+            raise typer.Exit(2) from error
 
 
 app = typer.Typer(
@@ -56,4 +61,14 @@ def options(
 
 def main() -> None:
     """What the `vlmpack` script runs."""
+    _write_anything()
     app(prog_name="vlmpack")
+
+
+def _write_anything() -> None:
+    """What the terminal's encoding lacks, in somebody's texts and ids, is written as an escape, as in error messages.
+
+    Raising there would end a verb after its work is done. An error handler that was asked for is left alone.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="backslashreplace")

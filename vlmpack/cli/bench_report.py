@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlmpack.cli.folder import made_folder
 from vlmpack.cli.need import need
 from vlmpack.errors import ConfigError
 
@@ -35,7 +36,7 @@ def report(
     if out is None:
         typer.echo(text, nl=False)
         return
-    out.mkdir(parents=True, exist_ok=True)
+    made_folder("--out", out)
     (out / TABLE).write_text(text, encoding="utf-8")
     typer.echo(f"{out / TABLE}")
     if any(_ratios(one) for one in reports.values()):

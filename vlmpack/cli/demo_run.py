@@ -18,6 +18,7 @@ from vlmpack.cli.contest import Layout, Run, Schedule, run
 from vlmpack.cli.contestants import Contestants, contestants
 from vlmpack.cli.demo_table import comparison, notes
 from vlmpack.cli.device import checked_device, quiet_transformers
+from vlmpack.cli.folder import made_folder
 from vlmpack.cli.gradients import Agreement, packed_against_alone
 from vlmpack.collate import VLMCollator
 from vlmpack.layout import PackedRow, PaddedBatch
@@ -53,7 +54,7 @@ def run_demo(settings: DemoSettings) -> None:
     """Run it and print what comes out."""
     console = Console()
     device = checked_device(settings.device)
-    settings.out.mkdir(parents=True, exist_ok=True)
+    made_folder("--out", settings.out)
     with quiet_transformers():
         with console.status("making model and receipts"):
             given = contestants(

@@ -36,7 +36,7 @@ def doctor(
 ) -> None:
     """Show versions, devices and attention back-ends, and probe whether packed samples leak into each other here.
 
-    The exit status is 0 if nothing leaks, 1 otherwise.
+    The exit status is 0 if nothing leaks, 1 if something does, 2 if it cannot be run as asked.
     """
     from rich.console import Console
 

@@ -34,7 +34,7 @@ def probe(
     of each sample alone; work is counted; and plain transformers is given the same row. Where the weights do not fit, a
     tiny random copy of the model's configuration is probed.
 
-    The exit status is 0 if everything is exact, 1 otherwise.
+    The exit status is 0 if everything is exact, 1 if not, 2 if it cannot be run as asked.
     """
     from rich.console import Console
 

@@ -21,6 +21,9 @@ from vlmpack.collate.tokenised import read_tokenised, token_types
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import ConfigError
 
+SHOWN = 20
+"""Characters on either side of one that cannot be used, in an error."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +177,8 @@ class Encoder:
         return np.concatenate((before, after)), [(len(before), len(before) + len(after))]
 
     def _ids(self, text: str) -> np.ndarray:
+        """Of everything that is tokenised, so that nothing that comes to the text by way of the template is missed."""
+        _check_characters(text)
         return np.asarray(parts_of(self.processor).tokenizer(text)["input_ids"], np.int64)
 
     # ------------------------------------------------------------------ placeholders
@@ -211,6 +216,19 @@ class Encoder:
                 f"its text has {text.count(facts.video_token)} video placeholder(s) for {len(videos)} video(s)",
             )
         return re.sub(re.escape(facts.video_token), lambda _: next(written), text)
+
+
+def _check_characters(text: str) -> None:
+    """JSON can write half a character, one of two surrogates, which is legal in a `str` and in no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        seen = text[max(error.start - SHOWN, 0) : error.end + SHOWN]
+        raise Refusal(
+            "bad_text",
+            f"its text holds {text[error.start]!r}, half of a surrogate pair, in {seen!r}: that is no character, and "
+            "no tokenizer takes it; remove it, or put '?' in its place with text.encode(errors='replace').decode()",
+        ) from error
 
 
 def _joined(content: Any) -> str:

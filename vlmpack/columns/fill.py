@@ -24,6 +24,9 @@ from vlmpack.errors import ConfigError
 from vlmpack.plan import Plan
 from vlmpack.plan.lengths import LARGEST
 
+ORDINARY = {"padding_value": "the tokenizer's pad_token_id", "label_padding_value": IGNORE}
+"""What padding is most often."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +41,18 @@ class RowFormat:
     """Whether rows are as wide as the capacity, or as their tokens."""
 
     def __post_init__(self) -> None:
+        for name in ("padding_value", "label_padding_value"):
+            value = self.__dict__[name]
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise ConfigError(f"{name} is {value!r}; it is a whole number, such as {ORDINARY[name]}")
+            object.__setattr__(self, name, int(value))
         if not 0 <= self.padding_value <= LARGEST:
             raise ConfigError(f"padding_value is {self.padding_value}; it is a token id, 0 or more")
         if not -LARGEST <= self.label_padding_value <= LARGEST:
-            raise ConfigError(f"label_padding_value is {self.label_padding_value}, which is no 32-bit number")
+            raise ConfigError(
+                f"label_padding_value is {self.label_padding_value}, which is no 32-bit number; choose {IGNORE}, or "
+                "another number below 0"
+            )
 
 
 @final

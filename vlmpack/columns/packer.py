@@ -11,6 +11,7 @@ import numpy as np
 
 from vlmpack.columns.result import PackResult
 from vlmpack.plan import ALIASES, Plan, check_seed, checked_capacity, plan_bins, strategy_name
+from vlmpack.plan.strategies import small_letters
 
 FULL_NAMES = {
     "nextfit": "nf",
@@ -87,7 +88,8 @@ class Packer:
 
     @property
     def _short_name(self) -> str:
-        return FULL_NAMES.get(self.strategy.lower(), self.strategy.lower())
+        small = small_letters(self.strategy)
+        return FULL_NAMES.get(small, small)
 
     @property
     def _shuffle_seed(self) -> int | None:

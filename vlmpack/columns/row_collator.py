@@ -18,6 +18,7 @@ from typing import Any, Literal, final, get_args
 import numpy as np
 import torch
 
+from vlmpack.columns.learnt import learnt_column, masked_labels, real_tokens
 from vlmpack.columns.samples import token_ids_of, vector
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import IGNORE, BatchFacts, PackedRow, Segments, shift_labels
@@ -27,6 +28,9 @@ PositionRows = Literal[0, 1, 4]
 
 BareRow = Literal["refuse", "one_sample"]
 """What a row is that comes without boundaries."""
+
+SHOWN = 9
+"""Lengths that a message lists."""
 
 
 @final
@@ -57,12 +61,14 @@ class RowCollator:
         """Join rows.
 
         Args:
-            features: dictionaries with `input_ids`, perhaps `labels` (not shifted; without them all tokens are
-                learnt), and what tells samples apart: `seq_lengths` or `position_ids`. `attention_mask` tells padding.
-                Where a bare row is one sample, also token ids alone.
+            features: dictionaries with `input_ids`, and what tells samples apart: `seq_lengths` or `position_ids`.
+                `attention_mask` tells padding (on the right). What is learnt is told by one of `labels`, `loss_mask`,
+                `completion_mask` and `assistant_masks`, not shifted; without them all tokens are. Where a bare row is
+                one sample, also token ids alone.
 
         Raises:
-            SampleError: columns of a row that do not fit together; names its place in the batch.
+            SampleError: columns of a row that do not fit together, or contradict each other; names its place in the
+                batch.
             ConfigError: no rows.
         """
         if not features:
@@ -135,12 +141,15 @@ class _Row:
     @classmethod
     def read(cls, feature: Any, index: int, bare_row: BareRow) -> _Row:
         columns = feature if isinstance(feature, Mapping) else {}
-        names = ("labels", "position_ids", "attention_mask", "seq_lengths")
+        learnt = learnt_column(columns, index)
+        names = ("position_ids", "attention_mask", "seq_lengths")
         given = {name: vector(columns[name], name, index) for name in names if columns.get(name) is not None}
         input_ids = given["input_ids"] = vector(token_ids_of(feature, index), "input_ids", index)
-        for name in names[:3]:
-            if name in given and len(given[name]) != len(input_ids):
-                raise _bad(f"{len(input_ids)} input_ids, but {len(given[name])} of {name}", index)
+        if learnt is not None:
+            given[learnt] = vector(columns[learnt], learnt, index)
+        for name, column in given.items():
+            if name != "seq_lengths" and len(column) != len(input_ids):
+                raise _bad(f"{len(input_ids)} input_ids, but {len(column)} of {name}", index)
         if bare_row == "refuse" and not {"position_ids", "seq_lengths"} & given.keys():
             raise _bad(
                 "neither position_ids nor seq_lengths, so its samples cannot be told apart. If a trainer removed them, "
@@ -152,36 +161,78 @@ class _Row:
         real = sum(lengths)
         if not real:
             raise _bad("no tokens; leave it out", index)
-        return cls(input_ids=input_ids[:real], labels=given.get("labels", input_ids)[:real], lengths=lengths)
+        labels = _labels(given, learnt, index)
+        if real < len(labels) and "seq_lengths" in given:
+            _check_rest(given, labels[real:], learnt, index)
+        return cls(input_ids=input_ids[:real], labels=labels[:real], lengths=lengths)
+
+
+def _labels(given: Mapping[str, np.ndarray], learnt: str | None, index: int) -> np.ndarray:
+    """Of every token of a row, padding included."""
+    if learnt is None or learnt == "labels":
+        return given[learnt or "input_ids"]
+    return masked_labels(given["input_ids"], given[learnt], learnt, index)
 
 
 def _lengths(given: Mapping[str, np.ndarray], index: int) -> list[int]:
-    """Tokens of each sample of a row."""
-    width = len(given["input_ids"])
+    """Tokens of each sample of a row; columns that tell of them have to agree."""
+    width, mask = len(given["input_ids"]), given.get("attention_mask")
+    real = None if mask is None else real_tokens(mask, index)
     if "seq_lengths" in given:
         lengths = given["seq_lengths"]
-        if lengths.min(initial=1) < 1 or lengths.sum() > width:
-            raise _bad(f"seq_lengths {lengths.tolist()[:9]}, but {width} input_ids", index)
+        told = int(lengths.sum())
+        if lengths.min(initial=1) < 1 or told > width:
+            raise _bad(f"seq_lengths {lengths.tolist()[:SHOWN]}, but {width} input_ids", index)
+        if real not in (None, told):
+            raise _bad(
+                f"seq_lengths {lengths.tolist()[:SHOWN]} of {told} tokens, but an attention_mask of {real}; leave out "
+                "the column that is wrong",
+                index,
+            )
+        if "position_ids" in given:
+            _check_positions(given["position_ids"], lengths, index, padding_told=real is not None)
         return lengths.tolist()
-    real = _real_tokens(given.get("attention_mask"), width, index)
     if "position_ids" not in given:
         return [width if real is None else real]
-    positions = given["position_ids"][:real]
-    starts = np.flatnonzero(positions == 0)
-    runs_on = np.diff(positions) == 1
-    if len(positions) and not (positions[0] == 0 and (runs_on | (positions[1:] == 0)).all()):
-        raise _bad("position_ids that neither count on nor restart at 0", index)
-    lengths = np.diff(starts, append=len(positions))
+    lengths = _restarts(given["position_ids"][:real], index)
     return lengths.tolist() if real is not None else _without_padding(lengths)
 
 
-def _real_tokens(mask: np.ndarray | None, width: int, index: int) -> int | None:
-    if mask is None:
-        return None
-    real = int(np.count_nonzero(mask))
-    if not mask[:real].all():
-        raise _bad("an attention_mask whose ones are not one run at the start; pad on the right", index)
-    return real
+def _restarts(positions: np.ndarray, index: int) -> np.ndarray:
+    """The lengths that positions tell of: each sample begins at 0."""
+    runs_on = np.diff(positions) == 1
+    if len(positions) and not (positions[0] == 0 and (runs_on | (positions[1:] == 0)).all()):
+        raise _bad("position_ids that neither count on nor restart at 0", index)
+    return np.diff(np.flatnonzero(positions == 0), append=len(positions))
+
+
+def _check_positions(positions: np.ndarray, lengths: np.ndarray, index: int, *, padding_told: bool) -> None:
+    """Do nothing if positions tell of these samples, and of none behind them."""
+    ends = lengths.cumsum()
+    starts, told = ends - lengths, int(ends[-1]) if len(ends) else 0
+    seen = positions[:told] if padding_told else positions
+    restarts = np.count_nonzero(seen[1:] - seen[:-1] != 1)  # at samples but the first one, and on padding
+    if restarts != len(lengths) - 1 + len(seen) - told or positions[starts].any():
+        raise _bad(
+            f"seq_lengths {lengths.tolist()[:SHOWN]}, but position_ids of samples of "
+            f"{_restarts(seen, index).tolist()[:SHOWN]} tokens; leave out the column that is wrong",
+            index,
+        )
+
+
+def _check_rest(given: Mapping[str, np.ndarray], labels: np.ndarray, learnt: str | None, index: int) -> None:
+    """Do nothing if something says that the tokens behind the last of `seq_lengths` are padding.
+
+    A mask that agreed has said so, and so have positions where no column tells what is learnt.
+    """
+    if "attention_mask" in given or (learnt is None and "position_ids" in given):
+        return
+    if count := int(np.count_nonzero(labels != IGNORE)):
+        raise _bad(
+            f"{count} tokens to be learnt behind the last of seq_lengths {given['seq_lengths'].tolist()[:SHOWN]}; give "
+            "the lengths of all samples, or labels of -100 on padding",
+            index,
+        )
 
 
 def _without_padding(lengths: np.ndarray) -> list[int]:

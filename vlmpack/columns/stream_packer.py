@@ -9,6 +9,7 @@ from vlmpack.columns.result import Pack
 from vlmpack.errors import ConfigError
 from vlmpack.plan import WaitingRoom, checked_capacity
 from vlmpack.plan.rolling import ROWS_WAITING, WAITING
+from vlmpack.plan.strategies import small_letters
 
 NEXT_FIT, ROLLING = "nf", "hk"
 
@@ -29,7 +30,7 @@ class StreamPacker:
     """
 
     def __init__(self, capacity: int, strategy: str = "nf", k: int | None = None) -> None:
-        name = strategy.lower().replace("_", "")
+        name = small_letters(strategy).replace("_", "")
         self._strategy = FULL_NAMES.get(name, name)
         if self._strategy not in (NEXT_FIT, ROLLING):
             raise ConfigError(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import numpy as np
 import torch
 
 from vlmpack.columns.fill import RowFormat, fill_rows
+from vlmpack.columns.learnt import read_batch
 from vlmpack.columns.packer import Packer
 from vlmpack.columns.result import Pack, PackResult
 from vlmpack.columns.row_collator import PositionRows, joined_row, model_inputs
-from vlmpack.columns.samples import IGNORE, Oversize, Samples, token_ids_of
+from vlmpack.columns.samples import IGNORE, Oversize, Samples
 from vlmpack.errors import ConfigError
 from vlmpack.layout import PackedRow
 from vlmpack.plan import Plan
@@ -38,6 +39,9 @@ class PackedBatch:
     """The samples of each row, on the host; with `oversize="split"` their numbers count pieces."""
     label_padding_value: int = IGNORE
     """Of labels where nothing is to be learnt."""
+    learnt: torch.Tensor | None = None
+    """bool [G, W]: where there is a label; None: where it is not `label_padding_value`, which is then below 0 and no
+    label of a token."""
 
     @property
     def attention_mask(self) -> torch.Tensor:
@@ -60,9 +64,20 @@ class PackedBatch:
         return shifted
 
     def to_row(self, *, position_rows: PositionRows = 1) -> PackedRow:
-        """All samples in one row [1, T] without padding, on the host."""
+        """All samples in one row [1, T] without padding, on the host.
+
+        Raises:
+            ConfigError: there is no sample.
+        """
+        if not self.packs:
+            raise ConfigError(
+                f"the batch holds no sample: each exceeds the capacity of {self.input_ids.shape[1]} tokens, and "
+                "oversize='drop' left it out; skip batches without packs, raise the capacity, or choose "
+                "oversize='truncate' or 'split'"
+            )
         used = [pack.used for pack in self.packs]
-        labels = self.labels.masked_fill(self.labels == self.label_padding_value, IGNORE)
+        learnt = self.labels != self.label_padding_value if self.learnt is None else self.learnt
+        labels = self.labels.masked_fill(~learnt, IGNORE)
 
         def joined(rows: torch.Tensor) -> torch.Tensor:
             return torch.cat([row[:n] for row, n in zip(rows.cpu(), used, strict=True)])
@@ -150,34 +165,41 @@ class PackedCollate:
     """What becomes of samples above the capacity."""
 
     def __call__(self, batch: Sequence[Any]) -> PackedBatch:
-        """Pack samples: token ids (list, vector or tensor), or dictionaries with `input_ids` and perhaps `labels`.
+        """Pack samples: token ids (list, vector or tensor), or dictionaries with `input_ids`.
+
+        Beside them may stand `attention_mask`, which tells padding (on the right), and one of `labels`, `loss_mask`,
+        `completion_mask` and `assistant_masks`, not shifted, which tells what is learnt; without them all of it is.
 
         Raises:
-            SampleError: a sample that is no vector of token ids, is empty, too long, or has other labels; names it.
-            ConfigError: no samples, or labels for some of them only.
+            SampleError: a sample that is no vector of token ids, is empty, too long, or has columns that do not fit
+                together; names it.
+            ConfigError: no samples, or labels or a mask for some of them only.
         """
-        token_ids = [token_ids_of(sample, index) for index, sample in enumerate(batch)]
-        labels = [sample["labels"] for sample in batch if isinstance(sample, Mapping) and "labels" in sample]
-        if labels and len(labels) != len(batch):
-            raise ConfigError(f"{len(labels)} of {len(batch)} samples have labels; give labels for all, or for none")
-        samples = Samples.read(token_ids, labels=labels or None).fitted(self.packer.capacity, self.oversize)
+        samples = read_batch(batch).fitted(self.packer.capacity, self.oversize)
         return _tensors(samples, self.packer.plan(samples.lengths, drop_oversize=self.oversize == "drop"), self.form)
 
 
 def _tensors(samples: Samples, plan: Plan, form: RowFormat, device: torch.device | str | None = None) -> PackedBatch:
-    filled = fill_rows(samples, plan, form, dtype=np.int64)
+    value = form.label_padding_value
+    may_be_label = value >= 0  # then only what stands beside the labels can tell padding from a token of that id
+    filled = fill_rows(
+        samples, plan, replace(form, label_padding_value=IGNORE) if may_be_label else form, dtype=np.int64
+    )
     packs = tuple(PackResult(plan=plan).packs)
     width = plan.capacity
 
     def tensor(column: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(column).view(len(plan), width).to(device)
 
+    labels = tensor(filled.labels)
+    learnt = labels != IGNORE if may_be_label else None
     return PackedBatch(
         input_ids=tensor(filled.input_ids),
         position_ids=tensor(filled.position_ids),
-        labels=tensor(filled.labels),
+        labels=labels if learnt is None else labels.masked_fill(~learnt, value),
         cu_seqlens=[torch.tensor([0, *np.cumsum(pack.lengths)], dtype=torch.int32, device=device) for pack in packs],
         max_seqlen=int(plan.lengths[plan.sample_ids].max(initial=0)),
         packs=packs,
-        label_padding_value=form.label_padding_value,
+        label_padding_value=value,
+        learnt=learnt,
     )

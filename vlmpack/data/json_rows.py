@@ -52,6 +52,8 @@ class JsonRows:
             row = json.loads(text)
         except ValueError as error:  # UnicodeDecodeError is one too
             raise self._unreadable(index, f"is no JSON ({error})", text) from error
+        except RecursionError as error:
+            raise self._unreadable(index, "is nested too deeply to be read", text) from error
         if not isinstance(row, dict):
             raise self._unreadable(index, f"is a {type(row).__name__}", text)
         return row
@@ -107,6 +109,9 @@ def _array_spans(path: Path) -> np.ndarray:
     try:
         text = data.decode("utf-8-sig")
         spans = _item_spans(text)
+    except RecursionError as error:
+        message = f"{path} holds a sample that is nested too deeply to be read; write a sample a line, or leave it out"
+        raise ConfigError(message) from error
     except ValueError as error:
         raise ConfigError(f"{path} begins like a JSON array and is none ({error}); write it again") from error
     edges = spans.reshape(-1)

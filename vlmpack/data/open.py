@@ -20,7 +20,7 @@ from vlmpack.data.conversation import to_conversation
 from vlmpack.data.json_rows import json_rows
 from vlmpack.data.receipts import SyntheticReceipts
 from vlmpack.data.sources import COLUMNS, ImageFolder, Rows, Source, StoredRows, complete_row, find_stored
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, SampleError
 
 CONVERSATIONS = ("messages", "conversations", "conversation", "prompt", "completion")
 """Columns that hold a sample's text; a tokenised one has `input_ids` instead."""
@@ -86,7 +86,11 @@ class OpenDataset:
         row = self.rows[at]
         if self.are_receipts:
             return to_conversation(complete_row(row, self.name, index=at), index=at)
-        return _from_folder(row, self.folder) if self.folder is not None else dict(row)
+        try:
+            return _from_folder(row, self.folder) if self.folder is not None else dict(row)
+        except RecursionError as error:  # JSON is read a little deeper than Python calls itself
+            message = f"its images or videos, in {self.name}, are nested too deeply; give a list of paths"
+            raise SampleError(message, index=at, reason="row_unreadable") from error
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[index] for index in range(len(self)))

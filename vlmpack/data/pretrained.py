@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from vlmpack.data.processor import PATCH_SIZES, processor_class, without_video
+from vlmpack.data.processor import PATCH_SIZES, processor_class, save_processor, without_video
 from vlmpack.errors import FamilyError
+
+__all__ = ["load_processor", "save_processor"]
 
 
 def load_processor(source: str) -> Any:
@@ -35,10 +36,3 @@ def load_processor(source: str) -> Any:
         tokenizer=tokenizer,
         chat_template=tokenizer.chat_template,
     )
-
-
-def save_processor(processor: Any, folder: str | Path) -> None:
-    """Write what `load_processor` reads: tokenizer, image processor and chat template (the video part is left out)."""
-    processor.image_processor.save_pretrained(folder)
-    processor.tokenizer.save_pretrained(folder)
-    Path(folder, "chat_template.jinja").write_text(processor.chat_template, encoding="utf-8")

@@ -9,9 +9,11 @@ than bytes.
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 from vlmpack.errors import ConfigError
@@ -78,8 +80,7 @@ def tiny_processor(
     """Build a real Qwen processor offline.
 
     It works with and without torchvision, and is the same in both cases: images go through PIL, and there is no
-    video processor (`vlmpack.collate` prepares videos itself). Because of that, `save_pretrained` of the whole
-    object is not available; `vlmpack.data.pretrained.save_processor` writes its parts.
+    video processor (`vlmpack.collate` prepares videos itself). Its `save_pretrained` is `save_processor`.
 
     Args:
         family: a vision-language family, such as "qwen2_vl", "qwen2_5_vl", "qwen3_vl" or "qwen3_5".
@@ -113,8 +114,9 @@ def without_video(processor_class: Any, *, image_processor: Any, tokenizer: Any,
     """Make a processor of a shipped class that has no video processor.
 
     transformers checks the type of every part in the constructor, and that check cannot run without torchvision when
-    a part is None. Here the one new object is told to accept its parts; the class is left alone, so that the object
-    is of exactly that class and can be pickled for DataLoader workers.
+    a part is None, and asks every part for a setting when it saves them, which None does not have. Here the one new
+    object is told to accept its parts and how to save them; the class is left alone, so that the object is of exactly
+    that class and can be pickled for DataLoader workers.
     """
     processor = processor_class.__new__(processor_class)
     processor.check_argument_for_proper_class = _accept
@@ -126,7 +128,28 @@ def without_video(processor_class: Any, *, image_processor: Any, tokenizer: Any,
         chat_template=chat_template,
     )
     del processor.check_argument_for_proper_class
+    processor.save_pretrained = partial(_save_pretrained, processor)
     return processor
+
+
+def save_processor(processor: Any, folder: str | os.PathLike[str]) -> None:
+    """Write tokenizer, image processor and chat template; the video part is left out.
+
+    `load_processor` reads them again where the model's configuration is too, as in a checkpoint of Trainer.
+    """
+    processor.image_processor.save_pretrained(folder)
+    processor.tokenizer.save_pretrained(folder)
+    if isinstance(processor.chat_template, str):  # None, or several by name: the tokenizer has written what it has
+        Path(folder, "chat_template.jinja").write_text(processor.chat_template, encoding="utf-8")
+
+
+def _save_pretrained(
+    processor: Any, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **_: Any
+) -> None:
+    """`save_processor`, called as transformers calls it; its `push_to_hub` method saves by this, then uploads."""
+    if push_to_hub:
+        raise ConfigError("save_pretrained(push_to_hub=True) is not supported here; call push_to_hub of the processor")
+    save_processor(processor, save_directory)
 
 
 def _accept(argument_name: str, argument: Any) -> None:

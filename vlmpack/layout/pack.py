@@ -42,7 +42,7 @@ def pack(
     spans = _spans(batch)
     _check_empty_rows(batch, spans, keep_empty=keep_empty)
     if batch.labels is not None and sum(spans.lengths) < batch.labels.numel():
-        _check_labels(batch.labels, batch.attention_mask)
+        _check_labels(batch.labels, batch.attention_mask, spans)
     segments = Segments.from_lengths(spans.lengths, rule)
     if not segments.total:
         raise LayoutError(
@@ -175,13 +175,20 @@ def _check_hidden_media(types: torch.Tensor, mask: torch.Tensor) -> None:
 
 
 @outside_graph
-def _check_labels(labels: torch.Tensor, mask: torch.Tensor) -> None:
+def _check_labels(labels: torch.Tensor, mask: torch.Tensor, spans: MaskSpans) -> None:
     """A label on padding would be lost here, but counted by a trainer, and learnt by the padded model."""
     what = "labels hold targets where attention_mask is 0, which belong to no sample; set them to -100 there"
-    stray = (labels != IGNORE) & (mask == 0)
-    if on_host(stray) and stray.any():
-        raise LayoutError(f"row {int(stray.any(1).int().argmax())}: {what} (labels.masked_fill(mask == 0, -100))")
-    require(~stray.any(), what, LayoutError)
+    if not on_host(labels):
+        require(~((labels != IGNORE) & (mask == 0)).any(), what, LayoutError)
+        return
+    padding = [
+        piece
+        for row, offset, n in zip(labels.numpy(), spans.offsets, spans.lengths, strict=True)
+        for piece in (row[:offset], row[offset + n :])
+    ]
+    if (np.concatenate(padding) != IGNORE).any():
+        row = next(at for at, piece in enumerate(padding) if (piece != IGNORE).any()) // 2
+        raise LayoutError(f"row {row}: {what} (labels.masked_fill(mask == 0, -100))")
 
 
 def _row_facts(facts: BatchFacts | None, spans: MaskSpans, segments: Segments) -> BatchFacts:

@@ -80,10 +80,13 @@ def work_folder(out: Path) -> Iterator[WorkFolder]:
     """The work folder of a store, for this process alone; what a killed run left unfinished is removed.
 
     Raises:
-        ConfigError: another process writes the same store.
+        ConfigError: another process writes the same store, or there can be no such folder.
     """
     folder = WorkFolder(out=out)
-    folder.path.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise ConfigError(f"{out} cannot be made a folder of rows: {error}; name another one") from error
     with (folder.path / "lock").open("w") as lock:
         _take(lock, out)
         shutil.rmtree(folder.unfinished, ignore_errors=True)
@@ -98,6 +101,19 @@ def _take(lock: IO[str], out: Path) -> None:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not `flock`, which a forked worker would go on holding
     except (BlockingIOError, PermissionError) as error:
         raise ConfigError(f"another process is writing to {out}; wait for it, or choose another folder") from error
+
+
+def json_text(content: Any) -> str:
+    """JSON in one line that people can read, in whatever letters; what UTF-8 cannot hold is escaped.
+
+    Half of a surrogate pair is legal in JSON and in a string of Python's, and in no file.
+    """
+    text = json.dumps(content, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(content)
+    return text
 
 
 def sha256_of(path: Path) -> str:

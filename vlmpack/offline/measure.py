@@ -191,10 +191,10 @@ class _PartOf:
 
     def __call__(self, part: int) -> list[Found]:
         places = range(part * PART, min((part + 1) * PART, len(self.dataset)))
-        return self.measurer.measure([_sample(self.dataset, place) for place in places])
+        return self.measurer.measure([sample_at(self.dataset, place) for place in places])
 
 
-def _sample(dataset: Any, place: int) -> Any:
+def sample_at(dataset: Any, place: int) -> Any:
     """One sample, or why the data set has none to give."""
     try:
         return dataset[place]

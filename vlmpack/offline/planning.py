@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from vlmpack.collate import Ledger, VLMCollator
+from vlmpack.collate.collator import own_id
 from vlmpack.collate.length import OVERLENGTH
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import SlotRule
 from vlmpack.offline.manifest import Counts, FixedSizes
+from vlmpack.offline.measure import MapStyle, sample_at
 from vlmpack.offline.settings import StoreSettings
 from vlmpack.plan import Budget, LengthTable, Plan, Refused, plan_bins
 from vlmpack.plan.lengths import refuse_too_large, too_large
@@ -53,10 +55,10 @@ def _with_count(error: SampleError, count: int) -> SampleError:
     return SampleError(detail, index=error.index, reason=error.reason, sample_id=error.sample_id)
 
 
-def plan_rows(table: LengthTable, settings: StoreSettings, slots: SlotRule) -> Plan:
+def plan_rows(table: LengthTable, settings: StoreSettings, slots: SlotRule, dataset: MapStyle) -> Plan:
     """Which samples share a row; a sample's id in the plan is its place in the table.
 
-    Samples count as long as their slots are.
+    Samples count as long as their slots are. The data set is asked for the id of a sample that is refused.
 
     Raises:
         SampleError: samples exceed a row by themselves, and `oversize` is "error"; lists their places.
@@ -67,7 +69,7 @@ def plan_rows(table: LengthTable, settings: StoreSettings, slots: SlotRule) -> P
     if slots.max_segments is not None:
         budgets = (*budgets, Budget(name="samples", costs=np.ones_like(lengths), limit=slots.max_segments))
     if settings.oversize == "error":
-        _refuse_too_large(table, lengths, settings.capacity, budgets)
+        _refuse_too_large(table, lengths, settings.capacity, budgets, dataset)
     plan = plan_bins(
         lengths,
         settings.capacity,
@@ -81,11 +83,22 @@ def plan_rows(table: LengthTable, settings: StoreSettings, slots: SlotRule) -> P
     return split_rows(plan, settings.rows_multiple)
 
 
-def _refuse_too_large(table: LengthTable, lengths: np.ndarray, capacity: int, budgets: tuple[Budget, ...]) -> None:
+def _refuse_too_large(
+    table: LengthTable, lengths: np.ndarray, capacity: int, budgets: tuple[Budget, ...], dataset: MapStyle
+) -> None:
     """As `plan_bins` does it, with the samples' places in the data set instead of those in the table."""
     by_place = [dataclasses.replace(one, costs=_by_place(table, one.costs)) for one in budgets]
     lengths = _by_place(table, lengths)
-    refuse_too_large(too_large(lengths, capacity, by_place), lengths, capacity, by_place)
+    try:
+        refuse_too_large(too_large(lengths, capacity, by_place), lengths, capacity, by_place)
+    except SampleError as error:
+        name = None if error.index is None else _id_at(dataset, error.index)
+        raise SampleError(error.detail, index=error.index, reason=error.reason, sample_id=name) from None
+
+
+def _id_at(dataset: MapStyle, place: int) -> int | str | None:
+    """The id that a sample brings: a table of lengths has none of those that can be used."""
+    return own_id(sample_at(dataset, place))
 
 
 def _by_place(table: LengthTable, values: np.ndarray) -> np.ndarray:
@@ -97,19 +110,26 @@ def _by_place(table: LengthTable, values: np.ndarray) -> np.ndarray:
 # ---------------------------------------------------------------------- what it comes to
 
 
-def left_out(table: LengthTable, plan: Plan) -> list[dict[str, Any]]:
-    """One entry for each sample that is in no row, by its place."""
+def left_out(table: LengthTable, plan: Plan, dataset: MapStyle | None = None) -> list[dict[str, Any]]:
+    """One entry for each sample that is in no row, by its place.
+
+    Args:
+        table: with the refused ones.
+        plan: with those that exceed a row.
+        dataset: of which the ids of these are read; None: they are left open.
+    """
     refused = [dataclasses.asdict(one) for one in table.refused]
-    return sorted([*refused, *_dropped(table, plan)], key=lambda one: one["index"])
+    return sorted([*refused, *_dropped(table, plan, dataset)], key=lambda one: one["index"])
 
 
-def _dropped(table: LengthTable, plan: Plan) -> Iterator[dict[str, Any]]:
+def _dropped(table: LengthTable, plan: Plan, dataset: MapStyle | None) -> Iterator[dict[str, Any]]:
     limits = [("tokens", plan.lengths, plan.capacity), *((b.name, b.costs, b.limit) for b in plan.budgets)]
     for at in plan.dropped.tolist():
         over = ", ".join(f"{costs[at]} {name} (a row holds {most})" for name, costs, most in limits if costs[at] > most)
+        place = int(table.sample_ids[at])
         yield {
-            "index": int(table.sample_ids[at]),
-            "sample_id": None,
+            "index": place,
+            "sample_id": None if dataset is None else _id_at(dataset, place),
             "reason": "oversize",
             "detail": f"it exceeds a row by itself: {over}; raise the limit, or choose oversize='own_row'",
         }

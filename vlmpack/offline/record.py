@@ -30,6 +30,7 @@ from vlmpack.data.images import DEFAULT_LIMITS, ImageLimits
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout import Grid
 from vlmpack.offline.arrow import pyarrow
+from vlmpack.offline.files import json_text
 from vlmpack.offline.media import StoredImage, kept_options, readable
 
 TOKENS = ("input_ids", "labels", "cu_seqlens", "places", "sample_ids")
@@ -89,7 +90,7 @@ def record_of(samples: Sequence[Encoded], places: Sequence[int], store: Store) -
         "labels": np.concatenate([sample.labels for sample in samples]).astype(np.int32),
         "cu_seqlens": [0, *accumulate(sample.num_tokens for sample in samples)],
         "places": list(places),
-        "sample_ids": [json.dumps(sample.sample_id, ensure_ascii=False) for sample in samples],
+        "sample_ids": [json_text(sample.sample_id) for sample in samples],
         "images_per_sample": [len(sample.images) for sample in samples],
         "videos_per_sample": [len(sample.videos) for sample in samples],
         "image_info": [_facts(image) for image, _ in images],

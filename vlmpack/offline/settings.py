@@ -10,6 +10,8 @@ from math import lcm
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
+
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.offline.files import WorkFolder
@@ -19,6 +21,8 @@ from vlmpack.offline.measure import MapStyle
 from vlmpack.offline.media import IMAGES, Images
 from vlmpack.plan import OVERSIZE, Oversize, check_seed, checked_capacity, strategy_name
 
+STARTED = "settings.json"
+"""In the work folder: what is being made."""
 LOOKED_AT = 8
 """Samples by which a data set is known again."""
 
@@ -50,8 +54,9 @@ class StoreSettings:
     def __post_init__(self) -> None:
         for name in ("capacity", "max_patches", "max_images", "rows_multiple", "shard_rows"):
             if (value := self.__dict__[name]) is not None:
-                checked_capacity(value, f"StoreSettings.{name}")
+                object.__setattr__(self, name, checked_capacity(value, f"StoreSettings.{name}"))
         check_seed(self.seed)
+        object.__setattr__(self, "seed", None if self.seed is None else int(self.seed))
         object.__setattr__(self, "strategy", strategy_name(self.strategy))
         if self.oversize not in OVERSIZE:
             raise ConfigError(f"oversize must be one of {', '.join(OVERSIZE)}, got {self.oversize!r}")
@@ -87,7 +92,7 @@ def described(dataset: MapStyle, collator: VLMCollator, settings: StoreSettings)
     slots = {name: value for name, value in asdict(collator.slots).items() if name != "pad_to"}
     made = {"max_length": collator.max_length, "overlength": collator.overlength, "train_on": collator.train_on}
     limits = {**asdict(collator.limits), "formats": list(collator.limits.formats)}
-    return {
+    made_of = {
         "settings": {
             **asdict(settings),
             "slots": slots,
@@ -96,6 +101,14 @@ def described(dataset: MapStyle, collator: VLMCollator, settings: StoreSettings)
         },
         "processor": fingerprint(collator),
     }
+    return json.loads(json.dumps(made_of, default=_number))
+
+
+def _number(value: Any) -> Any:
+    """A number of numpy's, which settings of a collator may be, as Python has it."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{value!r} is a {type(value).__name__}, and settings are numbers and texts")
 
 
 def _look(dataset: MapStyle, collator: VLMCollator) -> str:
@@ -127,19 +140,33 @@ def finished(out: Path, description: Mapping[str, Any]) -> Manifest | None:
     return manifest
 
 
+def check_free(out: Path) -> None:
+    """Do nothing if a store may be begun or continued in a folder: nothing is made in somebody else's.
+
+    Raises:
+        ConfigError: it is a file, or holds something that is no part of a store.
+    """
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is a file, and a store is a folder; name one that is empty or not there yet")
+    folder = WorkFolder(out=out)
+    if out.is_dir() and not (folder.path / STARTED).is_file():
+        _check_empty(folder)
+
+
 def claim(folder: WorkFolder, description: Mapping[str, Any]) -> None:
     """Make sure that a folder in which no store was finished holds parts of this one, or nothing.
 
-    Until there is a plan, settings may change: lengths are then measured again, out of their cache.
+    `check_free` has looked before there was a work folder. Until there is a plan, settings may change: lengths are then
+    measured again, out of their cache.
 
     Raises:
         ConfigError: it holds rows of other settings, data or processor (says which differ), or something else.
     """
-    path = folder.path / "settings.json"
+    path = folder.path / STARTED
     stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if stored and (folder.out / PLAN).is_file():
         _check_same(stored, description, folder.out)
-    elif stored != _as_json(description):
+    elif stored != description:
         _check_empty(folder)
         for outdated in (folder.out / LENGTHS, *folder.path.glob("lengths-*")):
             outdated.unlink(missing_ok=True)
@@ -147,16 +174,12 @@ def claim(folder: WorkFolder, description: Mapping[str, Any]) -> None:
 
 
 def _check_same(stored: Mapping[str, Any], seen: Mapping[str, Any], out: Path) -> None:
-    found = list(differences(stored, _as_json(seen)))
+    found = list(differences(stored, seen))
     if found:
         raise ConfigError(
             f"{out} holds rows that were made otherwise: {'; '.join(found)}. Pack into another folder, or remove this "
             "one"
         )
-
-
-def _as_json(description: Mapping[str, Any]) -> Any:
-    return json.loads(json.dumps(description))
 
 
 def _check_empty(folder: WorkFolder) -> None:

@@ -17,11 +17,12 @@ from typing import Any, Literal, final
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
-from vlmpack.offline.files import WorkFolder, work_folder
+from vlmpack.offline.files import WorkFolder, json_text, work_folder
 from vlmpack.offline.manifest import LEFT_OUT, LENGTHS, NAME, PLAN, Manifest, Shard
 from vlmpack.offline.measure import MapStyle, measure_lengths, undecoded
 from vlmpack.offline.planning import check_refused, count, fill, fixed_sizes, left_out, plan_rows, reasons
-from vlmpack.offline.settings import StoreSettings, check_collator, claim, described, finished
+from vlmpack.offline.repair import lost_files, whole_shards
+from vlmpack.offline.settings import StoreSettings, check_collator, check_free, claim, described, finished
 from vlmpack.offline.shards import ShardJob, ShardWriter, written
 from vlmpack.offline.workers import in_order
 from vlmpack.plan import LengthTable, Plan
@@ -79,11 +80,16 @@ def write_rows(
     dataset = _with_places(dataset)
     description, out = described(dataset, collator, settings), Path(out)
     before = finished(out, description)
-    if before is not None and len(_there(out, before)) == len(before.shards) and not WorkFolder(out=out).path.exists():
+    if before is None:
+        check_free(out)
+    elif _is_whole(out, before):
         return before
     with work_folder(out) as folder:
         if before is None:
             claim(folder, description)
+        else:
+            for name in lost_files(out, before):
+                (out / name).unlink(missing_ok=True)  # damaged: made anew like those that are gone
         writing = _Writing(
             dataset=dataset,
             collator=collator,
@@ -92,22 +98,18 @@ def write_rows(
             in_order=_executor(executor, workers),
             measure=_measurer(executor, folder, workers, cache, progress),
             progress=progress,
-            there={} if before is None else _there(out, before),
+            before=before,
+            there={} if before is None else whole_shards(out, before),
         )
         manifest = writing.manifest(description)
-        if before is not None and manifest.shards != before.shards:
-            raise ConfigError(
-                f"a file of {out} that was lost has other bytes now: the data set or pyarrow was changed since; remove "
-                "the folder and pack again"
-            )
         folder.remove()
     return manifest
 
 
-def _there(out: Path, manifest: Manifest) -> dict[str, Shard]:
-    """The files of a finished store that nobody has removed or cut since."""
-    sizes = {path.name: path.stat().st_size for path in out.iterdir()}
-    return {shard.file: shard for shard in manifest.shards if sizes.get(shard.file) == shard.bytes}
+def _is_whole(out: Path, manifest: Manifest) -> bool:
+    """Whether a store was finished, and has lost nothing since."""
+    shards_are_there = len(whole_shards(out, manifest)) == len(manifest.shards)
+    return shards_are_there and not WorkFolder(out=out).path.exists() and not lost_files(out, manifest)
 
 
 def _with_places(dataset: Any) -> MapStyle:
@@ -158,6 +160,8 @@ class _Writing:
     in_order: InOrder
     measure: Callable[[MapStyle, VLMCollator], LengthTable]
     progress: Progress
+    before: Manifest | None
+    """Of the store, if it was finished before, and files of it are lost."""
     there: Mapping[str, Shard]
     """Files that were finished before the one that is written now."""
 
@@ -165,9 +169,10 @@ class _Writing:
         """Do whatever is left to do."""
         table = self._kept(LENGTHS, LengthTable, self._measured)
         check_refused(table, self.collator)
-        plan = self._kept(PLAN, Plan, lambda: plan_rows(table, self.settings, self.collator.slots))
-        entries = left_out(table, plan)
-        self._write_text(LEFT_OUT, "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries))
+        plan = self._kept(PLAN, Plan, lambda: self._planned(table))
+        is_listed = (self.folder.out / LEFT_OUT).is_file()
+        entries = left_out(table, plan, None if is_listed else self.dataset)
+        self._write_text(LEFT_OUT, "".join(json_text(entry) + "\n" for entry in entries))
         manifest = Manifest(
             settings=description["settings"],
             processor=description["processor"],
@@ -178,11 +183,27 @@ class _Writing:
             sizes=fixed_sizes(table, plan, self.collator.slots),
             shards=self._shards(table, plan),
         )
+        if self.before is not None and manifest.shards != self.before.shards:
+            raise self._changed("has other bytes now: the data set or pyarrow")
         self._write_text(NAME, json.dumps(manifest.to_json(), indent=2, ensure_ascii=False) + "\n")
         return manifest
 
     def _measured(self) -> LengthTable:
-        return self.measure(self.dataset, self.collator)
+        table = self.measure(self.dataset, self.collator)
+        if self.before is not None:
+            self._planned(table)  # before the table gets its name
+        return table
+
+    def _planned(self, table: LengthTable) -> Plan:
+        plan = plan_rows(table, self.settings, self.collator.slots, self.dataset)
+        if self.before is not None and plan.digest != self.before.plan:
+            raise self._changed("cannot be made again: the data set")
+        return plan
+
+    def _changed(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"a file of {self.folder.out} that was lost {what} was changed since; remove the folder and pack again"
+        )
 
     def _kept(self, name: str, kind: Any, make: Callable[[], Any]) -> Any:
         """What a file holds; made and saved first where there is none."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,17 @@ VERSION = 1
 MANIFEST = "manifest.json"
 FIRST_DATE = (1980, 1, 1, 0, 0, 0)
 """What a zip file says when nothing is said: the same bytes every time."""
+DAMAGE = (
+    zipfile.BadZipFile,
+    ValueError,  # text that is no JSON, bytes that are no array
+    RuntimeError,  # a flipped bit that says: encrypted, or (NotImplementedError) compressed in another way
+    OSError,  # a place that lies before the file
+    EOFError,  # ... or behind it
+    zlib.error,
+    struct.error,
+    TypeError,  # an array of something else than numbers
+)
+"""What reading a damaged file raises."""
 
 
 def write(path: str | Path, manifest: Mapping[str, Any], arrays: Mapping[str, np.ndarray], *, kind: str = PLAN) -> None:
@@ -55,13 +68,15 @@ def read(path: str | Path, *, kind: str = PLAN) -> tuple[dict[str, Any], dict[st
             arrays = {
                 name.removesuffix(".npy"): _array(members, name) for name in members.namelist() if name != MANIFEST
             }
-    except (zipfile.BadZipFile, ValueError) as error:  # ValueError: text that is no JSON, bytes that are no array
-        raise LayoutError(f"{path} is damaged ({error}); write it again") from error
+    except DAMAGE as error:
+        raise LayoutError(f"{path} is damaged ({str(error) or type(error).__name__}); write it again") from error
     return manifest, arrays
 
 
 def _manifest(members: zipfile.ZipFile, path: str | Path, kind: str) -> dict[str, Any]:
     manifest = json.loads(members.read(MANIFEST)) if MANIFEST in members.namelist() else {}
+    if not isinstance(manifest, dict):
+        raise ValueError(f"its {MANIFEST} holds a {type(manifest).__name__}")
     seen = manifest.get("format"), manifest.get("version")
     if seen != (kind, VERSION):
         raise ConfigError(f"{path} is no {kind} of version {VERSION}: it says {seen}. Write it again with this vlmpack")

@@ -79,7 +79,10 @@ def balance_rows(
         ConfigError: a number that is not whole or below 1, a seed below 0, a method that does not exist, or costs that
             are negative or not finite.
     """
-    costs = np.asarray(costs, np.float64)
+    try:
+        costs = np.asarray(costs, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"costs must be one finite number of at least 0 a row: {error}") from error
     _check(
         costs,
         {"ranks": ranks, "accumulation": accumulation, "window": 1 if window is None else window},

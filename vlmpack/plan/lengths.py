@@ -33,7 +33,7 @@ class Budget:
     """The most that a row may hold."""
 
     def __post_init__(self) -> None:
-        checked_capacity(self.limit, f"the limit of budget {self.name!r}")
+        object.__setattr__(self, "limit", checked_capacity(self.limit, f"the limit of budget {self.name!r}"))
         costs = whole_numbers(self.costs, f"{self.name} of a sample")
         if (negative := costs < 0).any():
             at = int(negative.argmax())
@@ -74,6 +74,11 @@ def whole_numbers(values: Sequence[int] | np.ndarray, what: str) -> np.ndarray:
         found = np.asarray(values) if len(values) else np.zeros(0, np.int64)
     except ValueError as error:
         raise ConfigError(f"the {what} must be one whole number: {error}") from error
+    except (TypeError, RuntimeError) as error:  # no length; a tensor on a device, or one with a gradient
+        raise ConfigError(
+            f"the {what} must be one whole number: expected a list or vector of integers, got a "
+            f"{type(values).__name__} ({error})"
+        ) from error
     if found.ndim != 1 or found.dtype.kind not in "iuf":
         raise ConfigError(
             f"the {what} must be one whole number: expected a vector of integers, got "

@@ -65,7 +65,8 @@ def plan_bins(
         bin_of[fitting] = _place(sizes, capacity, name, budgets, fitting)
     if oversize == "own_row":
         bin_of[over] = bin_of.max(initial=-1) + 1 + np.arange(over.sum())
-    settings = {"capacity": capacity, "budgets": budgets, "oversize": oversize, "strategy": name, "seed": seed}
+    settings = {"capacity": capacity, "budgets": budgets, "oversize": oversize, "strategy": name}
+    settings["seed"] = None if seed is None else int(seed)  # JSON knows no numbers of numpy's
     plan = Plan.from_assignment(bin_of, order, lengths=sizes, **settings)
     return plan if shuffle is None else plan.rearranged(shuffle.permutation(len(plan)))
 

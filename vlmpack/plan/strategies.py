@@ -40,13 +40,25 @@ ALIASES: Mapping[str, str] = {
 """SeqPacker's short name -> ours. Where it has a variant that we have not, ours is the one that needs no more bins."""
 
 
+def small_letters(name: object) -> str:
+    """The name of a strategy in small letters.
+
+    Raises:
+        ConfigError: it is no name.
+    """
+    if not isinstance(name, str):
+        raise ConfigError(f"a strategy is given by its name, got {name!r}; choose from {', '.join(STRATEGIES)}")
+    return name.lower()
+
+
 def strategy_name(name: str) -> str:
     """Our name for a strategy, from ours or a short one, in any case.
 
     Raises:
         ConfigError: there is no such strategy.
     """
-    found = ALIASES.get(name.lower(), name.lower())
+    small = small_letters(name)
+    found = ALIASES.get(small, small)
     if found not in STRATEGIES:
         raise ConfigError(
             f"there is no strategy {name!r}; choose from {', '.join(STRATEGIES)}, or by a short name from "

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, final
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from vlmpack.data.pretrained import load_processor
@@ -21,6 +23,8 @@ BYTES_A_WEIGHT = 12
 SPARE = 1 << 30
 """Room for activations, in bytes."""
 WEIGHT_FILES = ("*.safetensors", "*.bin")
+UNREADABLE = (OSError, RuntimeError, ValueError, EOFError, UnpicklingError, SafetensorError)
+"""What transformers, safetensors and torch raise on files that are cut off, of another kind or of another shape."""
 
 
 @final
@@ -56,7 +60,7 @@ def load(model_id: str, *, device: torch.device, dtype: torch.dtype, tiny: bool 
         return Loaded(model=model.to(device), processor=None, weights=f"a tiny copy with random weights: {reason}")
     try:
         model = auto_class(family).from_pretrained(model_id, dtype=dtype, attn_implementation="sdpa")
-    except OSError as error:
+    except UNREADABLE as error:
         message = f"{model_id}: its weights cannot be read; --tiny probes a small copy. {said(error)}"
         raise ConfigError(message) from error
     processor = _processor(model_id) if family.has_vision else None

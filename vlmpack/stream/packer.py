@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import index as whole
 from typing import Any, Generic, TypeVar, final
+
+import numpy as np
 
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan import WaitingRoom
@@ -14,16 +17,36 @@ Row = list[Sample]
 
 
 def token_count(sample: Mapping[str, Any]) -> int:
-    """Tokens of a sample dict: its `length`, or else the number of its `input_ids`.
+    """Tokens of a sample dict: its `length`, or else the number of its `input_ids`, which are [n] or [1, n].
 
     Raises:
         ConfigError: it has neither.
+        SampleError: its `input_ids` have another shape.
     """
     if "length" in sample:
         return sample["length"]
     if "input_ids" in sample:
-        return len(sample["input_ids"])
+        return _number_of(sample["input_ids"])
     raise ConfigError(f"a sample has no 'length' and no 'input_ids', only {list(sample)}; give a function `length`")
+
+
+def _number_of(ids: Any) -> int:
+    """n of token ids of shape [n] or [1, n]."""
+    shape = _shape(ids)
+    if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1):
+        return shape[-1]
+    seen = f"shape {list(shape)}" if shape else f"no shape, they are {ids!r:.40}"
+    raise SampleError(
+        f"input_ids have {seen}; one sample's are [n] (or [1, n]). Give each sample by itself, or a function `length`",
+        reason="bad_shape",
+    )
+
+
+def _shape(ids: Any) -> tuple[int, ...]:
+    """Of an array or tensor, or of a list, of which only the first items are looked at: lists are slow to convert."""
+    if isinstance(ids, list | tuple):
+        return (len(ids), *(_shape(ids[0]) if ids else ()))
+    return tuple(np.shape(ids))
 
 
 @final
@@ -79,12 +102,12 @@ class StreamPacker(Generic[Sample]):
         """Take a sample in.
 
         Raises:
-            SampleError: its length or a cost is no whole number, it has no tokens, or it exceeds a row by itself and
-                `oversize` is "error"; names it by its number in the stream.
+            SampleError: its length or a cost is no whole number, it has no tokens, its `input_ids` are no row of
+                numbers, or it exceeds a row by itself and `oversize` is "error"; names it by its number in the stream.
             ConfigError: `costs` does not tell everything that is limited.
         """
         at, self.seen = self.seen, self.seen + 1
-        needs = self.needs(sample)
+        needs = self._named_needs(at, sample)
         over = any(need > limit for need, limit in zip(needs, self._room.limits, strict=True))
         if over and self.settings.oversize == "drop":
             self.dropped += 1
@@ -146,13 +169,27 @@ class StreamPacker(Generic[Sample]):
 
         Raises:
             ConfigError: `costs` does not tell everything that is limited.
+            SampleError: one of them is no whole number, or `input_ids` are no row of numbers.
         """
-        if self._costs is None:
-            return (self._length(sample),)
-        costs = self._costs(sample)
+        costs = {} if self._costs is None else self._costs(sample)
         if missing := [name for name in self.settings.limits if name not in costs]:
             raise ConfigError(f"{', '.join(missing)} are limited, but `costs` tells only {list(costs)} of a sample")
-        return (self._length(sample), *(costs[name] for name in self.settings.limits))
+        needs = (self._length(sample), *(costs[name] for name in self.settings.limits))
+        try:
+            return tuple(map(whole, needs))
+        except TypeError as error:
+            raise SampleError(
+                f"has a length and costs of {needs}; they must be whole numbers", reason="not_whole"
+            ) from error
+
+    def _named_needs(self, at: int, sample: Sample) -> tuple[int, ...]:
+        """`needs`, refused under the sample's number in the stream where nobody has named it."""
+        try:
+            return self.needs(sample)
+        except SampleError as error:
+            if error.index is not None:
+                raise
+            raise SampleError(error.detail, index=at, reason=error.reason, sample_id=error.sample_id) from error
 
     def _take(self, *, at_least: float = 0.0) -> Row:
         """One row, or nothing if it would hold fewer tokens."""
@@ -187,7 +224,7 @@ class StreamPacker(Generic[Sample]):
         self._samples = dict(state["waiting"])
         try:
             for at, sample in self._samples.items():
-                self._room.add(at, *self.needs(sample))
+                self._room.add(at, *self._named_needs(at, sample))
         except SampleError as error:
             raise ConfigError(f"the state is of samples that are measured otherwise: {error}") from error
         self._alone = [list(row) for row in state["alone"]]

@@ -12,20 +12,10 @@ from vlmpack.errors import ConfigError
 from vlmpack.plan import checked_capacity
 from vlmpack.stream.ending import even_out
 from vlmpack.stream.packer import StreamPacker, token_count
+from vlmpack.stream.place import END, Place, Resumable
 from vlmpack.stream.sampler import REMAINDERS, Remainder
 from vlmpack.stream.settings import RowSettings
 from vlmpack.stream.whole import whole
-
-END = object()
-"""After the last sample."""
-
-
-@runtime_checkable
-class Resumable(Protocol):
-    """A source that knows where it is: an iterable data set of `datasets`, or of one's own."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
 @runtime_checkable
@@ -84,8 +74,7 @@ class PackedStream(IterableDataset[list[Any]]):
         self.repeat = repeat
         self._length, self._costs = length, costs
         self._resumed = False
-        self._source_start = source.state_dict() if isinstance(source, Resumable) else None
-        self._source_moved = False
+        self._place = Place(source) if isinstance(source, Resumable) else None
         self._reader: object = None
         self._start()
 
@@ -96,7 +85,6 @@ class PackedStream(IterableDataset[list[Any]]):
         self._rounds = rounds
         self._ended = False
         self._uneven = 0
-        self._source_state: dict[str, Any] | None = None
 
     @property
     def dropped(self) -> int:
@@ -116,6 +104,8 @@ class PackedStream(IterableDataset[list[Any]]):
                 it is to repeat a source that makes no row.
         """
         if not self._resumed:
+            if self._place is not None and not self._ended:
+                self._place.load_state_dict(None)  # in a pass that was given up
             self._start()
         self._resumed = False
         self._reader = reader = object()
@@ -172,26 +162,13 @@ class PackedStream(IterableDataset[list[Any]]):
         """The source from where it was left: by its own means, by number, or read again up to there."""
         if self._ended:
             return iter(())
-        if isinstance(self.source, Resumable) and (state := self._place_to_load()) is not None:
-            self.source.load_state_dict(state)
-            return whole(self.source)
         start = self._packer.seen
+        if self._place is not None:
+            return self._place.samples(is_new_pass=not start)
         if isinstance(self.source, Indexed) and not isinstance(self.source, IterableDataset):
             source = self.source
             return (source[at] for at in range(start, len(source)))
         return islice(whole(self.source), start, None)
-
-    def _place_to_load(self) -> dict[str, Any] | None:
-        """Where the source has to be told to start; None: it does so by itself.
-
-        A source that was once told a place may start there ever after: a new epoch tells it the first one again.
-        """
-        place, self._source_state = self._source_state, None
-        if place is None and self._source_moved:
-            self._source_moved = False
-            return self._source_start
-        self._source_moved = self._source_moved or place is not None
-        return place
 
     # ------------------------------------------------------------------ to continue elsewhere
 
@@ -208,7 +185,7 @@ class PackedStream(IterableDataset[list[Any]]):
             "uneven": self._uneven,
             "ranks": self.ranks,
             "remainder": self.remainder,
-            "source": self.source.state_dict() if isinstance(self.source, Resumable) else None,
+            "source": None if self._place is None else self._place.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -227,5 +204,6 @@ class PackedStream(IterableDataset[list[Any]]):
         self._packer.load_state_dict(state["packer"])
         self._rows = [list(row) for row in state["rows"]]
         self._rounds, self._ended, self._uneven = state["rounds"], state["ended"], state["uneven"]
-        self._source_state = state["source"]
+        if self._place is not None:
+            self._place.load_state_dict(state["source"])
         self._resumed = True

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from vlmpack.collate import VLMCollator
+from vlmpack.collate.collator import own_id
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.offline import measure_lengths
 from vlmpack.plan import EMPTY, Plan, balance_rows, plan_bins
@@ -131,7 +132,7 @@ def _raise_first(refused: Sequence[Refused]) -> None:
 
 @final
 class Placed(Dataset[Any]):
-    """A data set whose samples go by their places, so that it can be told which of them a collator left out."""
+    """A data set of (place, sample): collators get samples that go by their places, errors those that have names."""
 
     def __init__(self, dataset: MapStyle) -> None:
         self.dataset = dataset
@@ -139,9 +140,31 @@ class Placed(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, place: int) -> Any:
-        sample = self.dataset[place]
-        return {**sample, "id": place} if isinstance(sample, Mapping) else sample
+    def __getitem__(self, place: int) -> tuple[int, Any]:
+        return place, self.dataset[place]
+
+
+@final
+class CollatePlaced:
+    """A collator of such samples, which can be told which of them it left out: their ids are their places."""
+
+    def __init__(self, collator: Collator) -> None:
+        self._collator = collator
+
+    def __call__(self, placed: Sequence[tuple[int, Any]]) -> Mapping[str, Any]:
+        """The batch.
+
+        Raises:
+            SampleError: a sample cannot be used, by its place in the data set and the id that it has there. Here, and
+                not where the batch arrives: of an error of a worker only the text does.
+        """
+        try:
+            return self._collator([{**s, "id": at} if isinstance(s, Mapping) else s for at, s in placed])
+        except SampleError as error:
+            if error.index is None or error.index not in range(len(placed)):
+                raise
+            place, sample = placed[error.index]
+            raise SampleError(error.detail, index=place, reason=error.reason, sample_id=own_id(sample)) from error
 
 
 @final
@@ -150,7 +173,8 @@ class HeldOutLoader(DataLoader[Any]):
 
     def __init__(self, dataset: MapStyle, collator: Collator, held_out: HeldOut, share: Share, **settings: Any) -> None:
         rows = [list(row) for row in share.rows]
-        settings |= {"batch_sampler": rows, "collate_fn": collator, "generator": torch.Generator()}
+        collate = CollatePlaced(collator)
+        settings |= {"batch_sampler": rows, "collate_fn": collate, "generator": torch.Generator()}
         super().__init__(Placed(dataset), **settings)
         self.held_out, self.share = held_out, share
         self.names_samples = isinstance(collator, VLMCollator)

@@ -16,6 +16,7 @@ from vlmpack.step.forward import SINK, Sink
 from vlmpack.stream import PackedBatchSampler, PackedStream, Remainder
 from vlmpack.trainer.evaluation import Account, Evaluation
 from vlmpack.trainer.held_out import HeldOut, HeldOutLoader, hold_out
+from vlmpack.trainer.plan_rows import PlanPlace, RowLoader, check_plan
 from vlmpack.trainer.stream_rows import StreamPlace, go_to_place, stream_loader
 
 
@@ -37,9 +38,12 @@ class PackedTrainer(Trainer):
         costs: [N] what each sample of the plan costs to compute, for the balance over ranks; None: its length.
         remainder: what becomes of rows that do not fill the last step, see `PackedBatchSampler`.
         eval_packing: evaluate in planned rows; False: in batches, as Trainer does.
-        eval_plan: rows of `eval_dataset`; None: its lengths are measured by the collator, once.
+        eval_plan: rows of `eval_dataset`, if it is a single one; None: its lengths are measured by the collator, once.
         eval_capacity: tokens of a row of evaluation; None: as in training.
         **kwargs: Trainer's own.
+
+    Raises:
+        ConfigError: an `eval_plan` and several data sets to evaluate.
     """
 
     def __init__(
@@ -60,11 +64,13 @@ class PackedTrainer(Trainer):
         self.evaluation: Evaluation | None = None
         """Of the last evaluation in planned rows: the loss of every sample, in the data set's order."""
         self._account: Account | None = None
-        self._held_out: list[tuple[Any, HeldOut]] = []
+        self._held_out: list[tuple[Any, int, HeldOut]] = []
         self._resumes_from: str | None = None
         if isinstance(self.train_dataset, PackedStream):
             self.args.ignore_data_skip = True  # it goes to its place by itself, without reading what lies before
             self.add_callback(StreamPlace)
+        self.add_callback(PlanPlace)
+        self._check_eval_plan()
 
     # ------------------------------------------------------------------ training
 
@@ -82,7 +88,8 @@ class PackedTrainer(Trainer):
 
         Raises:
             ConfigError: the plan is of another data set, or the stream of other ranks; there is both; the stream ends,
-                or the checkpoint does not know its place; several processes compute each batch together.
+                or the checkpoint does not know its place, or is of another plan; several processes compute each batch
+                together.
         """
         dataset: Any = self.train_dataset
         if isinstance(dataset, PackedStream):
@@ -96,7 +103,10 @@ class PackedTrainer(Trainer):
         if self.plan is None:
             return super().get_train_dataloader()
         self._check_ranks()
-        return RowLoader(dataset, batch_sampler=self._sampler(dataset), collate_fn=self.data_collator, **self._loading)
+        sampler = self._sampler(dataset)
+        if self._resumes_from is not None and not self.args.ignore_data_skip:
+            check_plan(sampler, self._resumes_from)
+        return RowLoader(dataset, batch_sampler=sampler, collate_fn=self.data_collator, **self._loading)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Trainer's; nothing once all steps are done: a finished run that is resumed would train one more."""
@@ -163,20 +173,31 @@ class PackedTrainer(Trainer):
 
     def _hold_out(self, dataset: Any) -> HeldOut:
         """Its rows, planned when they are first asked for."""
-        for known, held_out in self._held_out:
-            if known is dataset:
-                return held_out
         if isinstance(dataset, IterableDataset) or self.args.batch_eval_metrics:
             raise ConfigError(
                 "evaluation in planned rows needs a data set with a length, and gives metrics of the whole set, not a "
                 "batch at a time (batch_eval_metrics); set eval_packing=False"
             )
+        self._check_eval_plan()
+        for known, size, held_out in self._held_out:
+            if known is dataset and size == len(dataset):
+                return held_out
         plan = self.eval_plan if dataset is self.eval_dataset else None
         capacity = None if plan is not None else self._capacity()
         workers = self.args.dataloader_num_workers
         held_out = hold_out(dataset, self._collator, plan=plan, capacity=capacity, workers=workers)
-        self._held_out.append((dataset, held_out))
+        others = [entry for entry in self._held_out if entry[0] is not dataset]
+        self._held_out = [*others, (dataset, len(dataset), held_out)]
         return held_out
+
+    def _check_eval_plan(self) -> None:
+        if self.eval_plan is not None and isinstance(self.eval_dataset, dict):
+            names = ", ".join(map(str, self.eval_dataset))
+            raise ConfigError(
+                f"eval_plan has the rows of one data set, but eval_dataset has {len(self.eval_dataset)}: {names}; "
+                "leave eval_plan out (eval_capacity= is the tokens of a row), or evaluate each by "
+                "vlmpack.trainer.evaluate(..., plan=)"
+            )
 
     def _capacity(self) -> int:
         """Tokens of a row of evaluation."""
@@ -236,13 +257,3 @@ class PackedTrainer(Trainer):
             raise ConfigError("evaluation in planned rows needs PackedTrainer(model=enable_packing(model), ...)")
         self._account.add(inputs, sink.result)
         return None, None, None
-
-
-class RowLoader(DataLoader[Any]):
-    """The rows of a `PackedBatchSampler`. Trainer tells it the epoch, also the one in which a run is resumed."""
-
-    batch_sampler: PackedBatchSampler  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch."""
-        self.batch_sampler.set_epoch(epoch)

@@ -14,7 +14,7 @@ from vlmpack.bench.figure import Figure, Target
 from vlmpack.bench.settings import BenchSettings
 from vlmpack.bench.timing import alternate, one_thread
 from vlmpack.bench.workload import on_device
-from vlmpack.layout import BatchFacts, PaddedBatch, lengths_from_mask, pack
+from vlmpack.layout import IGNORE, BatchFacts, PaddedBatch, lengths_from_mask, pack
 
 CASE = "pack"
 FROM_MASK = Target(limit=3.0, better="lower")
@@ -75,9 +75,10 @@ def long_batch(samples: int, width: int, *, ratio: float = 5.0, seed: int = 0) -
     rng = torch.Generator().manual_seed(seed)
     lengths = torch.linspace(width / ratio, width, samples).long()[torch.randperm(samples, generator=rng)]
     ids = torch.randint(1, 1000, (samples, width), generator=rng)
+    mask = torch.arange(width) < lengths[:, None]
     return PaddedBatch(
         input_ids=ids,
-        attention_mask=(torch.arange(width) < lengths[:, None]).long(),
-        labels=ids.clone(),
+        attention_mask=mask.long(),
+        labels=ids.masked_fill(~mask, IGNORE),
         position_ids=torch.arange(width).expand(4, samples, width).contiguous(),
     )

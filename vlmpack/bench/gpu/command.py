@@ -13,14 +13,14 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from vlmpack.bench.figure import Report
+from vlmpack.bench.figure import Report, place_for
 from vlmpack.bench.gpu.device import DEVICES
 from vlmpack.bench.gpu.models import Models
 from vlmpack.bench.gpu.parts import all_cells
 from vlmpack.bench.gpu.run import Cell, Journal, Lab, run_cells
 from vlmpack.bench.gpu.shapes import SHAPES
 from vlmpack.bench.markdown import markdown
-from vlmpack.bench.settings import BenchSettings
+from vlmpack.bench.settings import BenchSettings, check_budget, check_seed
 from vlmpack.bench.table import readable, skipped, target_in_words, title
 from vlmpack.bench.timing import new_garbage_only
 from vlmpack.families.tiny import tiny_model
@@ -43,17 +43,25 @@ def main(arguments: Sequence[str], *, console: Console, restart: Callable[[list[
     Returns:
         0: measured; 1: something broke, or `--check` was given and a target was missed or left out; 2: could not be
         run as asked.
+
+    Raises:
+        ConfigError: a number or a path that cannot be used.
     """
     chosen = _parser().parse_args(arguments)
     if chosen.device == "cuda" and not torch.cuda.is_available():
         console.print("[red]PyTorch sees no CUDA device here; --device cpu --shapes tiny runs every part on a CPU[/]")
         return 2
+    check_budget(chosen.budget)
+    check_seed(chosen.seed)
+    place_for(chosen.json, option="--json")
+    if chosen.markdown:
+        place_for(chosen.markdown, option="--markdown")
     _be_quiet()
     again = [*(word for word in arguments if word != RESUME), RESUME]
     report = _run(chosen, console, restart=lambda: (restart or _in_place)(again))
-    console.print(title(report), *_lines(report), *skipped(report), sep="\n", highlight=False, soft_wrap=True)
     if chosen.markdown:
         Path(chosen.markdown).write_text(markdown({report.environment["device_name"]: report}), encoding="utf-8")
+    console.print(title(report), *_lines(report), *skipped(report), sep="\n", highlight=False, soft_wrap=True)
     return 1 if report.failed or (chosen.check and not report.complete) else 0
 
 

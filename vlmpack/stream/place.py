@@ -1,0 +1,92 @@
+"""A source that knows where it is: told to go on there, and afterwards to begin anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any, Protocol, final, runtime_checkable
+
+import numpy as np
+import torch
+
+from vlmpack.stream.whole import whole
+
+END = object()
+"""After the last sample."""
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A source that knows where it is: an iterable data set of `datasets`, or of one's own."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@final
+class Place:
+    """Pass after pass of a source, the first of them from a place that was loaded.
+
+    The source may count its passes, so it is left to begin each by itself wherever it does: only what was told a place
+    is watched in the pass after that. There are three kinds:
+
+        gives the next pass                              nothing to do
+        was told its own end, so it gives nothing        asked once more, it gives the next pass
+        starts where it was told ever after, as data     told where it was when the stream was made
+        sets of `datasets` do: the same first sample
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._begin = deepcopy(source.state_dict())
+        self._to_tell: dict[str, Any] | None = None
+        self._after_first: dict[str, Any] | None = None
+        """Where the source was after the first sample from the place that it was told, while it is watched."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the source is, or goes before its next sample: those of `datasets` tell only where they have been."""
+        return self._source.state_dict() if self._to_tell is None else self._to_tell
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Where the source goes when it is next asked for a sample; None: nowhere, it is where it is."""
+        self._to_tell = state
+
+    def samples(self, *, is_new_pass: bool) -> Iterator[Any]:
+        """The rest of the pass at hand, or a new one."""
+        if self._to_tell is None:
+            yield from whole(self._source) if self._after_first is None else self._anew()
+            return
+        self._source.load_state_dict(self._to_tell)
+        samples = whole(self._source)
+        first = next(samples, END)
+        self._to_tell, self._after_first = None, deepcopy(self._source.state_dict())
+        if first is not END:
+            yield first
+            yield from samples
+        elif is_new_pass:
+            yield from self._anew()
+
+    def _anew(self) -> Iterator[Any]:
+        """A new pass of a source that was told a place in the one before."""
+        told, self._after_first = self._after_first, None
+        samples = whole(self._source)
+        first = next(samples, END)
+        if first is END or _same(self._source.state_dict(), told):
+            self._source.load_state_dict(self._begin)
+            yield from whole(self._source)
+            return
+        yield first
+        yield from samples
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two states are equal, whatever arrays or tensors are in them."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray | torch.Tensor):
+        return one.shape == other.shape and bool((one == other).all())
+    return bool(one == other)

@@ -1,0 +1,74 @@
+"""The rows of a plan in Trainer: a checkpoint knows of which plan its steps were, and no other one is gone on with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, final
+
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from vlmpack.errors import ConfigError
+from vlmpack.stream import PackedBatchSampler
+
+PLAN_FILE = "packed_plan.json"
+"""In a checkpoint: which plan its steps were of, and how it was dealt."""
+
+
+class RowLoader(DataLoader[Any]):
+    """The rows of a `PackedBatchSampler`. Trainer tells it the epoch, also the one in which a run is resumed."""
+
+    batch_sampler: PackedBatchSampler  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch."""
+        self.batch_sampler.set_epoch(epoch)
+
+
+def check_plan(sampler: PackedBatchSampler, checkpoint: str | Path) -> None:
+    """Trainer skips as many rows as there were steps, so they have to be the rows that were trained on.
+
+    Checkpoints without a word on their plan are taken: those of another Trainer, or of the time before there was one.
+
+    Raises:
+        ConfigError: the steps of the checkpoint were of another plan, or dealt in another way.
+    """
+    file = Path(checkpoint) / PLAN_FILE
+    if not file.exists():
+        return
+    theirs, ours = json.loads(file.read_text(encoding="utf-8"))["of"], sampler.state_dict()["of"]
+    if theirs == ours:
+        return
+    differing = [pair for pair in zip(theirs.split(", "), ours.split(", "), strict=False) if pair[0] != pair[1]]
+    was, now = (", ".join(part) for part in zip(*(differing or [(theirs, ours)]), strict=True))
+    raise ConfigError(
+        f"{checkpoint} was trained on rows of {was}, but these are of {now}: some samples would be trained on twice "
+        "and others never. Plan and deal as before (capacity and seed of the plan, seed, gradient_accumulation_steps, "
+        "ranks, costs, remainder), or begin a new run from its weights: from_pretrained(checkpoint)"
+    )
+
+
+@final
+class PlanPlace(TrainerCallback):
+    """Writes into each checkpoint which plan its steps were of."""
+
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        train_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Whole, or not there; once, since it is the same for every rank."""
+        if not isinstance(train_dataloader, RowLoader) or args.save_only_model or args.output_dir is None:
+            return
+        if not args.should_save:
+            return
+        file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / PLAN_FILE
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps({"of": train_dataloader.batch_sampler.state_dict()["of"]}), encoding="utf-8")
+        unfinished.replace(file)
