@@ -56,7 +56,7 @@ class Case:
     @property
     def bare_row(self) -> dict[str, Any]:
         """The row without host facts: boundaries as tensors only."""
-        return {name: value for name, value in self.row.items() if name != "vlmpack"}
+        return {name: value for name, value in self.row.items() if isinstance(value, torch.Tensor)}
 
     @property
     def stock_row(self) -> dict[str, torch.Tensor]:
@@ -204,7 +204,7 @@ def test_trap_06_flash_attention_boundaries_are_ignored_by_other_implementations
 
 
 def test_trap_07_real_boundaries_on_a_row_with_gaps():
-    """Both boundaries travel, and never the one for the other; leaving one out contradicts the padding mask."""
+    """Both boundaries travel, and never the one for the other; leaving one out contradicts labels and padding mask."""
     case = Case(rule=SlotRule(multiple=8))
     assert case.packed.segments.has_gaps
     case.enable()
@@ -212,6 +212,9 @@ def test_trap_07_real_boundaries_on_a_row_with_gaps():
     assert case.error(**case.bare_row, output_logits=True) < EXACT
 
     real_only = {name: value for name, value in case.bare_row.items() if name != "cu_seqlens_q_padded"}
+    with pytest.raises(LayoutError, match=r"labels of the row hold targets between its samples.*cu_seqlens_q_padded"):
+        case.model(**real_only)
+    real_only.pop("labels")
     with pytest.raises(LayoutError, match=r"does not fit the boundaries.*both cu_seqlens_q and cu_seqlens_q_padded"):
         case.model(**real_only)
     real_only.pop("moe_padding_mask")

@@ -62,7 +62,7 @@ def test_a_part_knows_where_its_tokens_live(row, layout):
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_labels_are_shifted_before_they_are_cut(row, layout):
-    labels = torch.arange(row.segments.total)[None]
+    labels = torch.arange(row.segments.total)[None].masked_fill(row.moe_padding_mask, IGNORE)
     shifted = PackedRow.from_hf({**row.step_inputs(), "shift_labels": None, "labels": labels}).shift_labels
     parts = parts_of(replace(row, shift_labels=shifted), layout)
     ends = set(row.segments.last_mask().nonzero()[:, 0].tolist())

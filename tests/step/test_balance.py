@@ -152,6 +152,7 @@ def test_sample_by_sample_they_are_the_means_of_the_samples_alone(family, share)
 def test_a_segment_of_length_0_has_no_say(family):
     batch = stock(batch_of(fresh(family)))
     grown = {**batch, **{k: torch.cat([batch[k], batch[k][1:2]]) for k in ("input_ids", "labels")}}
+    grown["labels"][-1] = -100
     grown["attention_mask"] = torch.cat([batch["attention_mask"], torch.zeros_like(batch["attention_mask"][:1])])
     for inputs in (batch, grown):
         inputs.pop("mm_token_type_ids", None)

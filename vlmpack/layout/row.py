@@ -17,6 +17,7 @@ from vlmpack.layout.segments import Segments
 
 
 @final
+@dataclass(frozen=True)
 class OnlyPacked:
     """Stands under `use_cache` in the dictionary of a row, and stops a model that does not know rows.
 
@@ -185,7 +186,8 @@ def _shifted(batch: Mapping[str, Any], segments: Segments) -> torch.Tensor | Non
         stray = (labels != IGNORE) & segments.padding_mask(labels.device)
         message = (
             "labels of the row hold targets between its samples or behind the last one, which belong to none; set them "
-            "to -100 there, or give the boundary that is missing in cu_seqlens_q"
+            "to -100 there, or give the boundary that is missing in cu_seqlens_q (and, of a row with gaps, "
+            "cu_seqlens_q_padded)"
         )
         require(~stray.any(), message, LayoutError)
     return None if labels is None else shift_labels(labels, segments)
