@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from torch.utils.data import DataLoader
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import load_cord, open_dataset, tiny_processor, to_conversation
@@ -90,6 +91,19 @@ class TestJson:
         assert (seen.value.index, seen.value.reason) == (3, "row_unreadable")
         with pytest.raises(SampleError, match=r"sample 4: .* is a list"):
             dataset[4]
+
+    def test_a_loader_hands_it_to_the_collator_which_skips_it(self, tmp_path: Path) -> None:
+        path = tmp_path / "rows.jsonl"
+        path.write_bytes(lines([{"messages": CHAT, "id": "whole"}]) + b'{"messages": \n')
+        dataset = open_dataset(path)
+        skipping = VLMCollator(tiny_processor(), on_bad="skip")
+        (batch,) = DataLoader(dataset, batch_size=2, collate_fn=skipping)
+        assert batch["vlmpack"].sample_ids == ("whole",)
+        assert skipping.ledger.reasons == {"row_unreadable": 1}
+        loader = DataLoader(dataset, batch_size=1, sampler=[1], collate_fn=VLMCollator(tiny_processor()))
+        with pytest.raises(SampleError, match=r"^sample 0 \(id 1\): what stands at byte \d+ of .* is no JSON") as seen:
+            list(loader)
+        assert seen.value.reason == "row_unreadable"
 
     def test_a_line_that_is_nested_too_deeply_is_a_bad_sample(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"

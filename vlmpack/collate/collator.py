@@ -94,12 +94,12 @@ class VLMCollator:
         """Counts of given, used and refused samples, by reason."""
         self._encoder = Encoder(processor=processor, facts=self.facts, limits=self.limits, train_on=train_on)
 
-    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def __call__(self, features: Sequence[Mapping[str, Any] | SampleError]) -> dict[str, Any]:
         """The batch as a dictionary for `model(**batch)`, host facts under the key "vlmpack"."""
         return self.collate(features).to_hf()
 
-    def collate(self, features: Sequence[Mapping[str, Any]]) -> PaddedBatch | PackedRow:
-        """The batch as an object.
+    def collate(self, features: Sequence[Mapping[str, Any] | SampleError]) -> PaddedBatch | PackedRow:
+        """The batch as an object. A feature may be an error, as an `OpenDataset` gives it: it is refused as any other.
 
         `facts.sample_ids` names the samples that are in it, by their own id (`id` or `sample_id`) or else by their
         place in `features`. It is empty where there are none, because every sample was refused or no features were
@@ -176,7 +176,10 @@ class VLMCollator:
 
     # ------------------------------------------------------------------ one sample
 
-    def _encoded(self, feature: Mapping[str, Any], index: int) -> Encoded:
+    def _encoded(self, feature: Mapping[str, Any] | SampleError, index: int) -> Encoded:
+        if isinstance(feature, SampleError):
+            place = feature.index if feature.sample_id is None else feature.sample_id
+            raise SampleError(feature.detail, index=index, reason=feature.reason, sample_id=place) from feature
         return self._checked(feature, index, lambda: self._fitted(self._encoder.encode(feature)))
 
     def _filled(self, outline: Encoded, index: int) -> Encoded:

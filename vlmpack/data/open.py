@@ -11,7 +11,7 @@ Paths of images and videos that are not absolute are meant from the folder of th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -91,6 +91,20 @@ class OpenDataset:
         except RecursionError as error:  # JSON is read a little deeper than Python calls itself
             message = f"its images or videos, in {self.name}, are nested too deeply; give a list of paths"
             raise SampleError(message, index=at, reason="row_unreadable") from error
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any] | SampleError]:
+        """What a DataLoader takes for a batch: a row that cannot be read is its error, for the collator to refuse.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        return [self._sample_or_error(index) for index in indices]
+
+    def _sample_or_error(self, index: int) -> dict[str, Any] | SampleError:
+        try:
+            return self[index]
+        except SampleError as error:
+            return error.with_traceback(None)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[index] for index in range(len(self)))

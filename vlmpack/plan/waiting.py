@@ -62,9 +62,10 @@ class WaitingRoom:
         if len(needs) != len(self.limits):
             raise ConfigError(f"sample {sample_id} has {len(costs)} costs, but a row has {len(self.limits) - 1} limits")
         if length < 1 or any(need > limit for need, limit in zip(needs, self.limits, strict=True)):
+            more, most = (f" and needs {list(costs)}", f" and {list(self.limits[1:])}") if costs else ("", "")
             raise SampleError(
-                f"has {length} tokens and needs {list(costs)}; a row holds from 1 to {self.limits[0]} tokens and "
-                f"{list(self.limits[1:])}. Leave it out, or give it a row of its own",
+                f"has {length} tokens{more}; a row holds from 1 to {self.limits[0]} tokens{most}. Leave it out, or "
+                "plan larger rows",
                 index=sample_id,
                 reason="overlength" if length > 0 else "empty",
             )
