@@ -81,6 +81,11 @@ class TestJson:
         assert len(sent) < 2000
         assert pickle.loads(sent)[19]["messages"] == CHAT
 
+    def test_a_file_that_is_not_there_is_no_hub_id(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(ConfigError, match=r"'data/rows.jsonl' is no file or folder here and no hub id"):
+            open_dataset("data/rows.jsonl")
+
     def test_a_bad_line_is_a_bad_sample(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
         path.write_bytes(lines(ROWS) + b'{"messages": \n[]\n')

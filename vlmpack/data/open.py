@@ -19,14 +19,13 @@ from typing import Any, final
 from vlmpack.data.conversation import to_conversation
 from vlmpack.data.json_rows import json_rows
 from vlmpack.data.receipts import SyntheticReceipts
-from vlmpack.data.sources import COLUMNS, ImageFolder, Rows, Source, StoredRows, complete_row, find_stored
+from vlmpack.data.sources import COLUMNS, JSON_FILES, ImageFolder, Rows, Source, StoredRows, complete_row, find_stored
 from vlmpack.errors import ConfigError, SampleError
 
 CONVERSATIONS = ("messages", "conversations", "conversation", "prompt", "completion")
 """Columns that hold a sample's text; a tokenised one has `input_ids` instead."""
 MEDIA = ("image", "images", "video", "videos", "image_url", "video_url", "url", "path")
 """Keys that may hold where an image or a video is."""
-JSON_FILES = (".json", ".jsonl", ".ndjson")
 
 
 def open_dataset(

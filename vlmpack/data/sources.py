@@ -25,6 +25,7 @@ from vlmpack.errors import ConfigError, SampleError
 COLUMNS = ("image", "ground_truth")
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
+JSON_FILES = (".json", ".jsonl", ".ndjson")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _ALIASES = {"train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test"}
 
@@ -85,7 +86,7 @@ def find_stored(source: Source, split: str) -> tuple[StoredRows | ImageFolder, s
         return _folder_rows(path, split), str(source)
     if path.is_file() or path.suffix == ".parquet":
         return _parquet_rows([path], split), str(source)
-    if isinstance(source, str) and _HUB_ID.fullmatch(source):
+    if isinstance(source, str) and _HUB_ID.fullmatch(source) and path.suffix not in JSON_FILES:
         return _hub_rows(source, split), source
     raise ConfigError(
         f"{str(source)!r} is no file or folder here and no hub id; give 'synthetic', a folder, parquet files, "
