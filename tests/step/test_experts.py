@@ -284,6 +284,20 @@ def test_a_copy_keeps_padding_from_its_own_experts(family, duplicate):
     assert {name.rpartition(".")[2] for name, _ in left} <= {"experts", "gate", "visual"}, "only dispatched's"
 
 
+def test_hooks_of_others_stay_also_one_that_brought_our_number_from_another_process():
+    """A pickled model keeps the numbers of its hooks, and PyTorch does not know that they are taken."""
+    model, called = fresh("qwen3_next"), []
+    first, second = (layer.mlp for layer in decoder_layers(model)[:2])
+    first._forward_hooks[experts._NUMBER] = lambda block, args, output: called.append("first")
+    second.register_forward_hook(lambda block, args, output: called.append("second"))
+    before = hooks(model)
+    loss = PackedStep(model)(row_of(model)).loss
+    assert torch.isclose(loss, truth("qwen3_next")[0], rtol=1e-6)
+    assert called == ["first", "second"]
+    left = hooks(disable_packing(model))
+    assert {key: left[key] for key in before} == before
+
+
 @every_family
 def test_a_block_that_was_left_half_way_is_as_before(family):
     """Checkpointing leaves a layer by an exception once it has seen enough; a block called by itself is not gated."""

@@ -1,4 +1,12 @@
-"""torch.compile around the layers of a model, and not around the code between them."""
+"""torch.compile around the parts of a model's layers, and not around the code between them.
+
+    layer       checkpoint ( norm · mixer · + · norm · MLP or experts · + )
+    compiled                 ^^^^   ^^^^^       ^^^^   ^^^^^^^^^^^^^^
+
+The mixer calls attention for packed rows, which stays out of graphs. Gradient checkpointing, which transformers 5.23
+does in a layer's forward, allows no such break inside of it: PyTorch gives a whole layer up without a word, and
+compiles nothing. So checkpointing stays around what is compiled. Additions are all that is left between the parts.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +21,20 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def compile_layers(model: Model, **settings: Any) -> Model:
-    """Compile every layer of the text model and every block of the vision tower, each in its place.
+    """Compile every part of every layer of the text model and every block of the vision tower, each in its place.
 
     `torch.compile(model)` also compiles the code between them, which goes through lists of images, and is compiled
     again for every number of images and every size that it has not met. Layers only see a row's width and the number of
-    its patches, so with `dynamic=True`, the default here, one row is enough. Layers of a kind share what is compiled.
+    its patches, so with `dynamic=True`, the default here, one row is enough. Parts of a kind share what is compiled,
+    however many layers there are.
 
-    Call it before the model is wrapped or sharded. Parameters, their names and what is saved stay as they are.
+    Call it before the model is wrapped or sharded. Gradient checkpointing may be switched on before or after, and off.
+    Parameters, their names and what is saved stay as they are.
 
     Args:
         model: a `...ForConditionalGeneration` or `...ForCausalLM`, or a module that holds one, with or without packing.
         settings: of `torch.compile`: `backend`, `mode`, ... With `dynamic=None` each length is first taken for the only
-            one; Qwen3.5, which has layers of several kinds, then reaches PyTorch's limit of eight ways to compile one
-            function, and goes on without.
+            one, so everything is compiled at least twice.
 
     Returns:
         The same object.
@@ -38,6 +47,6 @@ def compile_layers(model: Model, **settings: Any) -> Model:
     vision = family.vision_tower(core)
     layers = list(family.language_model(core).get_submodule("layers").children())
     layers += [] if vision is None else vision.get_submodule("blocks").children()
-    for layer in layers:
-        layer.compile(**{"dynamic": True, **settings})
+    for part in (part for layer in layers for part in layer.children()):
+        part.compile(**{"dynamic": True, **settings})
     return model

@@ -15,6 +15,7 @@ leaves them out of that.)
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from types import MethodType
 from typing import Any, final
 
@@ -26,6 +27,11 @@ from vlmpack.errors import ConfigError
 from vlmpack.families import Family
 from vlmpack.families.experts import ExpertLayer
 from vlmpack.step.context import CONTEXT, RowContext
+
+_NUMBER = RemovableHandle(OrderedDict()).id
+"""What PyTorch looks our hooks up by, on every module. Every hook gets a number of its own, and compilers guard on it:
+each layer would be compiled for itself, until the limit of eight, and again whenever packing is enabled. This number
+was drawn from PyTorch as any hook's is, which gives each number once in a process: no other hook has it."""
 
 
 def install(family: Family, core: nn.Module) -> tuple[RemovableHandle, ...]:
@@ -56,12 +62,27 @@ def check_has_routers(family: Family, z_loss_coef: float) -> None:
 
 def _hook(layer: ExpertLayer) -> tuple[RemovableHandle, ...]:
     gate = _Gate()
-    return (
+    handles = (
         layer.mixer.register_forward_pre_hook(gate.tell, with_kwargs=True),
         layer.block.register_forward_pre_hook(gate.take),
         # also when checkpointing has seen enough and leaves the block half-way by an exception
         layer.block.register_forward_hook(gate.put_back, always_call=True),
     )
+    for handle in handles:
+        _number(handle)
+    return handles
+
+
+def _number(handle: RemovableHandle) -> None:
+    """Let a hook go by our number, unless one that came from another process (in a pickled model) has it."""
+    hooks, *told_apart = (ref() for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref))
+    assert hooks is not None
+    if _NUMBER in hooks:
+        return
+    for numbers in (hooks, *told_apart):
+        if numbers is not None and handle.id in numbers:
+            numbers[_NUMBER] = numbers.pop(handle.id)
+    handle.id = _NUMBER
 
 
 def _gates(module: nn.Module) -> set[int]:

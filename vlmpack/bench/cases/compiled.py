@@ -36,9 +36,10 @@ class CompileShapes:
     """Rows that differ in everything."""
 
     receipts: ReceiptShapes = field(
-        default_factory=lambda: ReceiptShapes(hidden=64, layers=2, kv_heads=2, vision_hidden=64, vision_depth=2)
+        default_factory=lambda: ReceiptShapes(hidden=64, layers=10, kv_heads=2, vision_hidden=64, vision_depth=2)
     )
-    """Of the model; `samples` and `longest` are drawn for every row."""
+    """Of the model: more layers than the eight ways in which PyTorch compiles one function. `samples` and `longest` are
+    drawn for every row."""
     steps: int = 100
     """Forward and backward passes."""
     samples: tuple[int, int] = (1, 6)
