@@ -41,7 +41,8 @@ def measure_pack(settings: BenchSettings, shapes: PackShapes) -> list[Figure]:
     for samples, width in shapes.batches:
         batch = long_batch(samples, width, ratio=shapes.ratio, seed=settings.seed)
         batch = on_device(batch, settings.device)
-        told = replace(batch, facts=BatchFacts(lengths=lengths_from_mask(batch.attention_mask).lengths))
+        lengths = lengths_from_mask(batch.attention_mask).lengths
+        told = replace(batch, facts=BatchFacts(lengths=lengths, num_targets=sum(lengths) - len(lengths)))
         sources = list(batch.to_hf().values())
         targets = [torch.empty_like(source) for source in sources]
 
