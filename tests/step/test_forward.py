@@ -252,6 +252,16 @@ def test_labels_changed_behind_the_hosts_back_are_noticed(model, row):
         model(**row)
 
 
+def test_a_count_that_holds_labels_on_padding_is_noticed(model, samples):
+    """Where targets were counted before, padding is not looked through again: the count tells."""
+    batch = padded(samples)
+    stray = batch.labels.masked_fill(batch.attention_mask == 0, 5)
+    count = int((stray[:, 1:] != IGNORE).sum())
+    assert count > batch.facts.num_targets
+    with pytest.raises(LayoutError, match=rf"counted {count} targets but the row has another number"):
+        PackedStep(model)(replace(batch, labels=stray, facts=replace(batch.facts, num_targets=count)))
+
+
 def test_packed_step_refuses_what_it_cannot_pack(model, samples):
     with pytest.raises(ConfigError, match=r"cannot be packed: give a 2D attention_mask .* it has \['input_ids'"):
         PackedStep(model)({"input_ids": samples[1]["input_ids"][None]})

@@ -96,7 +96,7 @@ class PixelBuffers:
         in_worker = get_worker_info() is not None
         if len(parts) == 1 and not in_worker:
             joined = parts[0].detach().to(dtype)
-            finite = [is_finite(parts[0].detach())]
+            finite = [_is_finite(parts[0].detach())]
         else:
             joined = self._take((sum(map(len, parts)), parts[0].shape[1]), dtype, shared=in_worker)
             places = joined.split([len(part) for part in parts])
@@ -145,12 +145,12 @@ def _copy(part: torch.Tensor, place: torch.Tensor) -> bool:
     """
     if torch.get_num_threads() > 1:
         place.copy_(part)  # `torch.cat` into another type would go through a third tensor
-        return is_finite(part)
+        return _is_finite(part)
     values, place = part.contiguous().view(-1), place.view(-1)
     pieces = _as_bytes(values, place) if values.dtype == place.dtype else _as_values(values, place)
     with torch.inference_mode():
         total = sum(piece.sum().item() for piece in pieces)
-    return isfinite(total) or is_finite(part)
+    return isfinite(total) or _is_finite(part)
 
 
 def _as_values(part: torch.Tensor, place: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -169,7 +169,7 @@ def _as_bytes(part: torch.Tensor, place: torch.Tensor) -> Iterator[torch.Tensor]
         yield piece
 
 
-def is_finite(pixels: torch.Tensor) -> bool:
+def _is_finite(pixels: torch.Tensor) -> bool:
     """One pass without a mask as large as the pixels: a sum is finite only if no NaN or infinity went into it."""
     return isfinite(pixels.sum(dtype=torch.float32)) or bool(pixels.isfinite().all())
 

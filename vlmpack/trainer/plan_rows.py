@@ -11,6 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from vlmpack.errors import ConfigError
 from vlmpack.stream import PackedBatchSampler
+from vlmpack.trainer.checkpoints import checkpoint_folder, write_whole
 
 PLAN_FILE = "packed_plan.json"
 """In a checkpoint: which plan its steps were of, and how it was dealt."""
@@ -63,12 +64,8 @@ class PlanPlace(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Whole, or not there; once, since it is the same for every rank."""
-        if not isinstance(train_dataloader, RowLoader) or args.save_only_model or args.output_dir is None:
+        folder = checkpoint_folder(args, state)
+        if folder is None or not args.should_save or not isinstance(train_dataloader, RowLoader):
             return
-        if not args.should_save:
-            return
-        file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / PLAN_FILE
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps({"of": train_dataloader.batch_sampler.state_dict()["of"]}), encoding="utf-8")
-        unfinished.replace(file)
+        plan = json.dumps({"of": train_dataloader.batch_sampler.state_dict()["of"]})
+        write_whole(folder / PLAN_FILE, lambda file: file.write_text(plan, encoding="utf-8"))

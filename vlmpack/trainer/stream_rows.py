@@ -12,6 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from vlmpack.errors import ConfigError
 from vlmpack.stream import PackedStream
+from vlmpack.trainer.checkpoints import checkpoint_folder, write_whole
 
 
 def stream_loader(
@@ -84,10 +85,6 @@ class StreamPlace(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """The last file of a checkpoint, written by every rank: whole, or not there."""
-        if args.save_only_model or args.output_dir is None:
-            return
-        file = place_file(Path(args.output_dir) / f"checkpoint-{state.global_step}", args.process_index)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_suffix(".unfinished")
-        torch.save(train_dataloader.state_dict(), unfinished)
-        unfinished.replace(file)
+        if folder := checkpoint_folder(args, state):
+            place = place_file(folder, args.process_index)
+            write_whole(place, lambda file: torch.save(train_dataloader.state_dict(), file))
