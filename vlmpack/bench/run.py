@@ -14,7 +14,7 @@ from vlmpack.bench.settings import BenchSettings
 from vlmpack.errors import ConfigError
 from vlmpack.families import FAMILIES
 
-HANDED_OUT = 0.93
+HANDED_OUT = 0.91
 """Share of the time that units get; the rest is for what they set up before they look at a clock."""
 OUT_OF_TIME = "the time was used up before its turn; give a larger --budget, or name it alone"
 

@@ -73,7 +73,7 @@ def _here(settings: BenchSettings, parts: list[torch.Tensor], collate: Callable[
         "collated": "whole samples collated / one copy of their pixels",
     }
     for name, title in titles.items():
-        target = OVER_A_COPY if name == "used again" else None
+        target = OVER_A_COPY if name in ("used again", "collated") else None
         yield Figure.compared(CASE, title, timings, (name, "copy"), settings, target=target)
 
 
