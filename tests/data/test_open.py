@@ -97,6 +97,22 @@ class TestJson:
         with pytest.raises(SampleError, match=r"sample 4: .* is a list"):
             dataset[4]
 
+    @pytest.mark.parametrize("name", [{"id": "a"}, {"sample_id": 7}, {"id": None, "sample_id": "b"}])
+    def test_samples_keep_their_names(self, name: dict[str, object], tmp_path: Path) -> None:
+        path = tmp_path / "rows.jsonl"
+        path.write_bytes(lines([{"messages": CHAT, **name}]))
+        assert open_dataset(path)[0] == {"messages": CHAT, **name}
+
+    def test_a_sample_without_a_name_is_called_by_its_place_in_the_data_set(self, tmp_path: Path) -> None:
+        path = tmp_path / "rows.jsonl"
+        path.write_bytes(lines([{"messages": CHAT}, {"messages": []}, {"messages": CHAT}]))
+        dataset = open_dataset(path)
+        loader = DataLoader(dataset, batch_size=1, sampler=[2, 1], collate_fn=VLMCollator(tiny_processor()).collate)
+        batches = iter(loader)
+        assert next(batches).facts.sample_ids == (2,)
+        with pytest.raises(SampleError, match=r"^sample 0 \(id 1\): "):
+            next(batches)
+
     def test_a_loader_hands_it_to_the_collator_which_skips_it(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
         path.write_bytes(lines([{"messages": CHAT, "id": "whole"}]) + b'{"messages": \n')
@@ -203,7 +219,7 @@ class TestPaths:
             "images": ["data:image/png;base64,AAAA", "http://a/0.png", "file:///a/0.png"],
             "url": 3,
         }
-        assert self.opened(tmp_path, row) == row
+        assert self.opened(tmp_path, row) == {**row, "id": 0}
 
     def test_a_collator_finds_the_image(self, tmp_path: Path) -> None:
         (tmp_path / "pictures").mkdir()

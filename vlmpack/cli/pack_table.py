@@ -78,7 +78,7 @@ def _print_left_out(out: Path, manifest: Manifest, console: Console) -> None:
     with (out / LEFT_OUT).open(encoding="utf-8") as lines:
         for line in islice(lines, LISTED):
             one = json.loads(line)
-            name = "" if one["sample_id"] is None else f" (id {one['sample_id']!r})"
+            name = "" if one["sample_id"] in (None, one["index"]) else f" (id {one['sample_id']!r})"
             console.print(escape(f"  sample {one['index']}{name}: {one['detail']}"), highlight=False)
 
 

@@ -73,7 +73,7 @@ class OpenDataset:
         return len(self.rows) if self.num is None else self.num
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """One sample.
+        """One sample; where it brings no `id` or `sample_id`, its id is its place in the data set.
 
         Raises:
             IndexError: there is no such sample.
@@ -86,10 +86,12 @@ class OpenDataset:
         if self.are_receipts:
             return to_conversation(complete_row(row, self.name, index=at), index=at)
         try:
-            return _from_folder(row, self.folder) if self.folder is not None else dict(row)
+            sample = _from_folder(row, self.folder) if self.folder is not None else dict(row)
         except RecursionError as error:  # JSON is read a little deeper than Python calls itself
             message = f"its images or videos, in {self.name}, are nested too deeply; give a list of paths"
             raise SampleError(message, index=at, reason="row_unreadable") from error
+        has_name = sample.get("id") is not None or sample.get("sample_id") is not None
+        return sample if has_name else {**sample, "id": at}
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any] | SampleError]:
         """What a DataLoader takes for a batch: a row that cannot be read is its error, for the collator to refuse.
