@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.errors import ConfigError, LayoutError, SampleError
 from vlmpack.plan import LengthTable, Plan, Refused, plan_bins
 from vlmpack.plan.table import COLUMNS
 
@@ -37,9 +37,32 @@ def test_every_sample_that_was_looked_at_is_a_length_or_is_listed(table: LengthT
 
 def test_its_limits_go_into_a_plan(table: LengthTable) -> None:
     budgets = table.budgets(patches=1100, images=2)
-    plan = plan_bins(table.tokens, 400, budgets=budgets).check()
+    plan = plan_bins(table, 400, budgets=budgets).check()
     assert [budget.name for budget in budgets] == ["patches", "images"]
-    assert sorted(plan.bins) == [(0, 1), (2,)]
+    assert sorted(plan.bins) == [(0, 2), (3,)]
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_its_plan_is_of_the_places_in_the_data_set(table: LengthTable, seed: int | None, tmp_path: Path) -> None:
+    plan = plan_bins(table, 300, seed=seed).check()
+    assert plan.lengths.tolist() == table.by_place(table.tokens).tolist() == [12, 0, 276, 71]
+    assert sorted(map(sorted, plan.bins)) == [[0, 2], [3]]
+    assert plan.dropped.tolist() == [1]
+    assert plan.lower_bound == 2
+    plan.save(tmp_path / "plan")
+    assert Plan.load(tmp_path / "plan") == plan
+
+
+def test_its_plan_names_samples_that_are_too_long_by_their_places(table: LengthTable) -> None:
+    with pytest.raises(SampleError, match=r"^sample 2: .* 1 of 4 samples do not: 2 \(276 tokens, 1024 patches\)"):
+        plan_bins(table, 100, budgets=table.budgets(patches=2000))
+    assert plan_bins(table, 100, oversize="drop").dropped.tolist() == [1, 2]
+    assert sorted(plan_bins(table, 100, oversize="own_row").bins) == [(0, 3), (2,)]
+
+
+def test_its_plan_is_that_of_its_tokens_if_none_was_refused() -> None:
+    table = LengthTable.from_rows([row | {"sample_ids": at} for at, row in enumerate(ROWS)])
+    assert plan_bins(table, 300, seed=3) == plan_bins(table.tokens, 300, seed=3)
 
 
 def test_no_limit_is_no_budget(table: LengthTable) -> None:

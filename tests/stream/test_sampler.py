@@ -45,7 +45,7 @@ def test_ranks_have_as_many_rows_and_between_them_every_sample_once(lengths, ran
 
 
 def test_all_ranks_in_turn_are_what_accelerate_deals_out():
-    together = [*sampler(ranks=3, accumulation=2)]
+    together = [*sampler(ranks=3, accumulation=2, rank="all")]
     assert [together[rank::3] for rank in range(3)] == [[*sampler(ranks=3, accumulation=2, rank=r)] for r in range(3)]
 
 
@@ -57,7 +57,7 @@ def test_empty_rows_fill_the_last_step_when_asked():
 
 
 def test_dropped_rows_are_others_every_epoch():
-    one = sampler(ranks=2, remainder="drop")
+    one = sampler(ranks=2, rank="all", remainder="drop")
     missing = [set(range(len(LENGTHS))) - {sample for row in one for sample in row} for _ in range(3)]
     assert all(missing)
     assert missing[0] != missing[1]
@@ -167,10 +167,16 @@ def test_the_state_of_one_rank_is_that_of_every_other():
 def test_the_state_of_another_plan_or_of_other_shuffles_is_refused():
     state = sampler().state_dict()
     sampler().load_state_dict(state)
-    others = ({"ranks": 2}, {"seed": 1}, {"accumulation": 3}, {"remainder": "drop"}, {"costs": np.ones(len(LENGTHS))})
-    for other in (*others, {"rank": 0}):  # rows of one rank are counted otherwise than those of all in turn
+    others = (
+        {"ranks": 2, "rank": 0},
+        {"seed": 1},
+        {"accumulation": 3},
+        {"remainder": "drop"},
+        {"costs": np.ones(len(LENGTHS))},
+    )
+    for other in (*others, {"rank": "all"}):  # rows of one rank are counted otherwise than those of all in turn
         with pytest.raises(
-            ConfigError, match=r"the state is of plan \w+, costs \w+, seed 0, 1 ranks in turn.* but this is plan"
+            ConfigError, match=r"the state is of plan \w+, costs \w+, seed 0, 1 ranks, .* but this is plan"
         ):
             sampler(**other).load_state_dict(state)
     with pytest.raises(ConfigError, match="plan and deal as before"):
@@ -180,8 +186,9 @@ def test_the_state_of_another_plan_or_of_other_shuffles_is_refused():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ranks": 2, "rank": 2}, "rank must lie between 0 and 1, or be None for all; got 2"),
-        ({"ranks": 2, "rank": 0.5}, r"rank must lie between 0 and 1, or be None for all; got 0\.5"),
+        ({"ranks": 2, "rank": 2}, "rank must lie between 0 and 1, got 2"),
+        ({"ranks": 2, "rank": 0.5}, r"rank must lie between 0 and 1, got 0\.5"),
+        ({"ranks": 2}, "ranks=2, but rank= was left out: every process would train on the same rows"),
         ({"ranks": 0}, "ranks must lie between 1 and 2147483647, got 0"),
         ({"accumulation": 1.5}, r"accumulation must be a whole number, got 1\.5"),
         ({"seed": -1}, "the seed must be a whole number of at least 0"),
@@ -189,10 +196,10 @@ def test_the_state_of_another_plan_or_of_other_shuffles_is_refused():
         ({"remainder": "repeat"}, "remainder must be one of split, empty, drop, got 'repeat'"),
         ({"costs": np.ones(3)}, "3 costs for 101 samples"),
         (
-            {"ranks": 500, "remainder": "drop"},
+            {"ranks": 500, "rank": 0, "remainder": "drop"},
             r"\d+ rows make no step of 500 ranks with accumulation 1 and remainder 'drop'",
         ),
-        ({"ranks": 500}, "101 samples cannot fill 500 rows, the next multiple of 500"),
+        ({"ranks": 500, "rank": 0}, "101 samples cannot fill 500 rows, the next multiple of 500"),
     ],
 )
 def test_what_cannot_be_dealt_is_refused(settings, message):

@@ -240,13 +240,13 @@ def test_a_stateful_data_loader_continues_in_the_middle_of_an_epoch(source, work
 
 
 def test_the_state_of_other_ranks_is_refused():
-    state = PackedStream(Samples(), SETTINGS, ranks=2).state_dict()
+    state = PackedStream(Samples(), SETTINGS, ranks=2, rank=0).state_dict()
     with pytest.raises(ConfigError, match="the state is of 2 ranks with remainder 'split', this stream is of 1 with"):
         PackedStream(Samples(), SETTINGS).load_state_dict(state)
     with pytest.raises(ConfigError, match="this stream is of 2 with 'drop'; deal as before"):
-        PackedStream(Samples(), SETTINGS, ranks=2, remainder="drop").load_state_dict(state)
+        PackedStream(Samples(), SETTINGS, ranks=2, rank=0, remainder="drop").load_state_dict(state)
     with pytest.raises(ConfigError, match="the state is of RowSettings"):
-        PackedStream(Samples(), RowSettings(capacity=5000), ranks=2).load_state_dict(state)
+        PackedStream(Samples(), RowSettings(capacity=5000), ranks=2, rank=0).load_state_dict(state)
 
 
 def test_two_who_iterate_one_stream_do_not_share_its_rows_out_unnoticed():
@@ -263,6 +263,8 @@ def test_two_who_iterate_one_stream_do_not_share_its_rows_out_unnoticed():
 def test_a_rank_or_remainder_that_does_not_exist_is_refused():
     with pytest.raises(ConfigError, match="rank must lie between 0 and 1, got 2"):
         PackedStream(Samples(), SETTINGS, ranks=2, rank=2)
+    with pytest.raises(ConfigError, match="ranks=2, but rank= was left out: every process would train on the same"):
+        PackedStream(Samples(), SETTINGS, ranks=2)
     with pytest.raises(ConfigError, match="ranks must lie between 1 and"):
         PackedStream(Samples(), SETTINGS, ranks=0)
     with pytest.raises(ConfigError, match="remainder must be one of split, empty, drop, got 'pad'"):

@@ -12,6 +12,7 @@ from transformers import Trainer
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
+from vlmpack.offline import measure_lengths
 from vlmpack.plan import plan_bins
 from vlmpack.step import enable_packing
 from vlmpack.stream import PackedStream, RowSettings
@@ -61,6 +62,29 @@ def test_without_plan_or_stream_it_is_trainer(tmp_path):
     batches = [[batch["input_ids"].tolist() for batch in each.get_train_dataloader()] for each in (run, theirs)]
     assert batches[0] == batches[1]
     assert len(batches[0]) > 1
+
+
+def test_a_plan_of_a_table_leaves_out_what_cannot_be_used_and_nothing_else(tmp_path):
+    samples = [chat(answer=f"The total is {n}", id=n) for n in range(6)]
+    samples[2] = {"messages": [], "id": 2}
+    trained = []
+
+    def noting(features):
+        trained.extend(feature["id"] for feature in features)
+        return collate(features)
+
+    collate = VLMCollator(processor_of(), layout="packed")
+    table = measure_lengths(samples, collate)
+    run = PackedTrainer(
+        enable_packing(tiny_model(processor=processor_of(), hidden=16, heads=2, layers=1, vision_depth=1)),
+        arguments(tmp_path, max_steps=-1, num_train_epochs=1, dataloader_pin_memory=False),
+        noting,
+        samples,
+        plan=plan_bins(table, 2 * max(table.tokens)),
+    )
+    run.train()
+    assert sorted(trained) == [0, 1, 3, 4, 5]
+    assert [one.index for one in table.refused] == [2]
 
 
 def test_a_plan_of_another_data_set_is_refused(tmp_path):
@@ -128,7 +152,10 @@ def test_a_checkpoint_of_the_model_alone_has_no_place(tmp_path):
 @pytest.mark.parametrize(
     ("stream", "message"),
     [
-        ({"ranks": 2, "repeat": True}, r"for rank 0 of 2, but this is rank 0 of 1: PackedStream\(..., ranks="),
+        (
+            {"ranks": 2, "rank": 0, "repeat": True},
+            r"for rank 0 of 2, but this is rank 0 of 1: PackedStream\(..., ranks=",
+        ),
         ({}, r"let it go on until max_steps are done: PackedStream\(..., repeat=True\)"),
     ],
 )

@@ -10,13 +10,13 @@ from typing import Any, final
 import numpy as np
 from rich.console import Console
 
-from vlmpack.cli.inputs import Inputs, measured, open_inputs
+from vlmpack.cli.inputs import measured, open_inputs
 from vlmpack.collate.encoded import Encoded
 from vlmpack.errors import ConfigError
 from vlmpack.layout import Segments
 from vlmpack.offline import PackedDataset
 from vlmpack.offline.manifest import NAME
-from vlmpack.plan import LengthTable, Plan, plan_bins
+from vlmpack.plan import plan_bins
 
 
 @final
@@ -128,22 +128,17 @@ def planned(
     table = measured(inputs, console, workers=workers, cache=cache)
     if not len(table):
         raise ConfigError(f"none of {table.given} samples can be used: {table.reasons}; `vlmpack analyze` tells why")
-    plan = plan_bins(table.tokens, capacity, oversize="drop")
+    plan = plan_bins(table, capacity, oversize="drop")
     if not len(plan):
         raise ConfigError(f"all {len(table)} samples exceed a row of {capacity} tokens; raise --capacity")
     return ShownRows(
         told=f"{source}: {len(plan.sample_ids):,} samples in {len(plan):,} rows of {capacity:,} tokens, "
-        f"{plan.fill:.2%} full{_left_out(len(table.refused), len(plan.dropped))}",
+        f"{plan.fill:.2%} full{_left_out(len(table.refused), len(plan.dropped) - len(table.refused))}",
         count=len(plan),
         capacity=capacity,
-        samples=lambda row: _outlines(inputs, table, plan, row),
+        samples=lambda row: [inputs.collator.outline(inputs.dataset[place], place) for place in plan.bins[row]],
         lay=lambda samples: Segments.from_lengths([one.num_tokens for one in samples]),
     )
-
-
-def _outlines(inputs: Inputs, table: LengthTable, plan: Plan, row: int) -> list[Encoded]:
-    places = table.sample_ids[plan[row]].tolist()
-    return [inputs.collator.outline(inputs.dataset[place], place) for place in places]
 
 
 def _left_out(refused: int, too_long: int) -> str:

@@ -87,8 +87,8 @@ def _refuse_too_large(
     table: LengthTable, lengths: np.ndarray, capacity: int, budgets: tuple[Budget, ...], dataset: MapStyle
 ) -> None:
     """As `plan_bins` does it, with the samples' places in the data set instead of those in the table."""
-    by_place = [dataclasses.replace(one, costs=_by_place(table, one.costs)) for one in budgets]
-    lengths = _by_place(table, lengths)
+    by_place = [dataclasses.replace(one, costs=table.by_place(one.costs)) for one in budgets]
+    lengths = table.by_place(lengths)
     try:
         refuse_too_large(too_large(lengths, capacity, by_place), lengths, capacity, by_place)
     except SampleError as error:
@@ -99,12 +99,6 @@ def _refuse_too_large(
 def _id_at(dataset: MapStyle, place: int) -> int | str | None:
     """The id that a sample brings: a table of lengths has none of those that can be used."""
     return own_id(sample_at(dataset, place))
-
-
-def _by_place(table: LengthTable, values: np.ndarray) -> np.ndarray:
-    spread = np.zeros(table.given, np.int64)
-    spread[table.sample_ids] = values
-    return spread
 
 
 # ---------------------------------------------------------------------- what it comes to

@@ -35,7 +35,7 @@ NO_SAMPLES = np.zeros(0, np.int64)
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """Rows of sample ids. A sample's id is its place in `lengths`.
+    """Rows of sample ids. A sample's id is its place in `lengths`: in the data set, if a table was planned.
 
     Samples lie in a row in the order in which they were planned: as given, or shuffled by the seed.
     """
@@ -45,9 +45,9 @@ class Plan:
     bounds: np.ndarray
     """int64 [G + 1]: where each row starts in `sample_ids`, and where the last one ends."""
     lengths: np.ndarray
-    """int64 [N]: tokens of every sample that was to be planned."""
+    """int64 [N]: tokens of every sample that was to be planned; 0 for one that a table refuses."""
     dropped: np.ndarray
-    """int64 [D]: samples in no row, because they exceed a row alone, rising."""
+    """int64 [D]: samples in no row, because they exceed a row alone or were refused before, rising."""
     capacity: int
     """Tokens that a row may hold."""
     budgets: tuple[Budget, ...] = ()

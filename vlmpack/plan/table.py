@@ -6,6 +6,8 @@
     image         0  256   64
     tokens       12  276   71             text + image + video
 
+    by_place(tokens)   12   0  276   71   as `plan_bins(table, ...)` plans them: by their places in the data set
+
 N samples that can be used.
 """
 
@@ -89,6 +91,13 @@ class LengthTable:
         """int64 [N]: the length of each sample."""
         return self.text_tokens + self.image_tokens + self.video_tokens
 
+    def by_place(self, values: np.ndarray) -> np.ndarray:
+        """Something that each sample of the table has, [N], by the places in the data set: 0 for those refused."""
+        last = max((*self.sample_ids[-1:].tolist(), *(one.index for one in self.refused)), default=-1)
+        spread = np.zeros(last + 1, values.dtype)
+        spread[self.sample_ids] = values
+        return spread
+
     @property
     def given(self) -> int:
         """Samples that were looked at."""
@@ -100,7 +109,7 @@ class LengthTable:
         return dict(Counter(one.reason for one in self.refused).most_common())
 
     def budgets(self, *, patches: int | None = None, images: int | None = None) -> tuple[Budget, ...]:
-        """Limits of a row besides tokens, for `plan_bins(table.tokens, capacity, budgets=...)`.
+        """Limits of a row besides tokens, for `plan_bins(table, capacity, budgets=...)`.
 
         Args:
             patches: most patches of the vision tower in a row; None: no limit.

@@ -27,8 +27,8 @@ class PackedBatchSampler(Sampler[list[int]]):
     Args:
         plan: from `plan_bins`.
         ranks: processes that train together.
-        rank: whose rows to yield; None: those of all ranks in turn, for whoever deals batches out himself, as
-            accelerate does.
+        rank: whose rows to yield: that of this process, which may be left out if there is one only; "all": those of
+            all ranks in turn, for a loader that deals batches out itself, as accelerate's does.
         accumulation: rows that a rank computes before ranks wait for each other; they are balanced together.
         costs: [N] what each sample costs to compute, for the balance: `CostModel.of_samples`; None: its length.
         remainder: what becomes of rows that do not fill the last step: "split" cuts rows of many samples in two until
@@ -49,7 +49,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         plan: Plan,
         *,
         ranks: int = 1,
-        rank: int | None = None,
+        rank: int | Literal["all"] | None = None,
         accumulation: int = 1,
         costs: np.ndarray | None = None,
         remainder: Remainder = "split",
@@ -57,17 +57,19 @@ class PackedBatchSampler(Sampler[list[int]]):
     ) -> None:
         ranks, accumulation = checked_capacity(ranks, "ranks"), checked_capacity(accumulation, "accumulation")
         check_seed(seed)
-        if rank is not None and rank not in range(ranks):
-            raise ConfigError(f"rank must lie between 0 and {ranks - 1}, or be None for all; got {rank}")
         if remainder not in REMAINDERS:
             raise ConfigError(f"remainder must be one of {', '.join(REMAINDERS)}, got {remainder!r}")
-        self.ranks, self.rank, self.accumulation, self.seed = ranks, rank, accumulation, seed
+        self.ranks, self.accumulation, self.seed = ranks, accumulation, seed
+        self.rank: int | Literal["all"] = "all" if rank == "all" else checked_rank(rank, ranks)
         self.remainder: Remainder = remainder
         self.plan = split_rows(plan, ranks * accumulation) if remainder == "split" else plan
         """What is dealt: the plan given, with rows split where that was needed."""
         self._costs = np.asarray(plan.lengths if costs is None else costs, np.float64)
         if len(self._costs) != len(plan.lengths):
-            raise ConfigError(f"{len(self._costs)} costs for {len(plan.lengths)} samples")
+            raise ConfigError(
+                f"{len(self._costs)} costs for {len(plan.lengths)} samples; of a plan of a table with refused samples, "
+                "give table.by_place(costs)"
+            )
         self._twins = _kinds([plan.lengths, *(budget.costs for budget in plan.budgets), self._costs])
         self.epoch = 0
         """The epoch that is yielded, or will be next."""
@@ -120,7 +122,7 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     def _order(self, schedule: Schedule) -> np.ndarray:
         """int64: rows in the order in which they are yielded."""
-        if self.rank is not None:
+        if self.rank != "all":
             return schedule.rows[:, self.rank].reshape(-1)
         return schedule.rows.transpose(0, 2, 1).reshape(-1)
 
@@ -135,7 +137,7 @@ class PackedBatchSampler(Sampler[list[int]]):
     @cached_property
     def _identity(self) -> str:
         """What has to be the same to continue; which of the ranks this one is does not."""
-        whose = f"{self.ranks} ranks" + (" in turn" if self.rank is None else "")
+        whose = f"{self.ranks} ranks" + (" in turn" if self.rank == "all" else "")
         how = f"seed {self.seed}, {whose}, accumulation {self.accumulation}, remainder {self.remainder!r}"
         costs = hashlib.sha256(self._costs.astype("<f8").tobytes()).hexdigest()
         return f"plan {self.plan.digest[:16]}, costs {costs[:16]}, {how}"
@@ -149,6 +151,22 @@ class PackedBatchSampler(Sampler[list[int]]):
         if state["of"] != self._identity:
             raise ConfigError(f"the state is of {state['of']}, but this is {self._identity}; plan and deal as before")
         self.epoch, self._done, self._start = state["epoch"], state["rows"], state["rows"]
+
+
+def checked_rank(rank: int | None, ranks: int) -> int:
+    """This process's rank; 0 where there is no other.
+
+    Raises:
+        ConfigError: it is not among the ranks, or it was left out, so that all of them would train on the same rows.
+    """
+    if rank is None and ranks > 1:
+        raise ConfigError(
+            f"ranks={ranks}, but rank= was left out: every process would train on the same rows; give this one's, such "
+            "as rank=torch.distributed.get_rank()"
+        )
+    if rank is not None and rank not in range(ranks):
+        raise ConfigError(f"rank must lie between 0 and {ranks - 1}, got {rank!r}")
+    return rank or 0
 
 
 def _kinds(columns: list[np.ndarray]) -> np.ndarray:

@@ -13,7 +13,7 @@ from vlmpack.plan import checked_capacity
 from vlmpack.stream.ending import even_out
 from vlmpack.stream.packer import StreamPacker, token_count
 from vlmpack.stream.place import END, Place, Resumable
-from vlmpack.stream.sampler import REMAINDERS, Remainder
+from vlmpack.stream.sampler import REMAINDERS, Remainder, checked_rank
 from vlmpack.stream.settings import RowSettings
 from vlmpack.stream.whole import whole
 
@@ -41,7 +41,7 @@ class PackedStream(IterableDataset[list[Any]]):
         length: tokens of a sample.
         costs: what else a sample needs, by the names of `settings.limits`.
         ranks: processes that train together.
-        rank: this one.
+        rank: this one, which may be left out if there is no other.
         remainder: what becomes of the last rows where they do not suffice for all ranks: "split" cuts rows of many
             samples in two (and drops them where there are too few samples), "empty" gives rows of no samples to the
             others, "drop" leaves them out and counts their samples.
@@ -59,17 +59,15 @@ class PackedStream(IterableDataset[list[Any]]):
         length: Callable[[Any], int] = token_count,
         costs: Callable[[Any], Mapping[str, int]] | None = None,
         ranks: int = 1,
-        rank: int = 0,
+        rank: int | None = None,
         remainder: Remainder = "split",
         repeat: bool = False,
     ) -> None:
         ranks = checked_capacity(ranks, "ranks")
-        if rank not in range(ranks):
-            raise ConfigError(f"rank must lie between 0 and {ranks - 1}, got {rank}")
         if remainder not in REMAINDERS:
             raise ConfigError(f"remainder must be one of {', '.join(REMAINDERS)}, got {remainder!r}")
         self.source, self.settings = source, settings
-        self.ranks, self.rank = ranks, rank
+        self.ranks, self.rank = ranks, checked_rank(rank, ranks)
         self.remainder: Remainder = remainder
         self.repeat = repeat
         self._length, self._costs = length, costs

@@ -73,9 +73,8 @@ class HeldOut:
                 f"the plan is of {len(plan.lengths)} samples, but the data set has {len(dataset)}; plan this one, or "
                 "give capacity= alone"
             )
-        detail = f"the plan left it out: it exceeds a row of {plan.capacity} tokens"
-        dropped = [Refused(index=at, sample_id=None, reason=OVERLENGTH, detail=detail) for at in plan.dropped.tolist()]
-        return cls(rows=plan.bins, tokens=plan.tokens, refused=tuple(dropped))
+        refused = tuple(_left_out(plan, at) for at in plan.dropped.tolist())
+        return cls(rows=plan.bins, tokens=plan.tokens, refused=refused)
 
     @classmethod
     def measured(cls, table: LengthTable, capacity: int) -> HeldOut:
@@ -86,10 +85,8 @@ class HeldOut:
         """
         if not len(table):
             raise ConfigError(f"no sample of the evaluation set can be used: {table.reasons or 'it is empty'}")
-        plan = plan_bins(table.tokens, capacity, oversize="own_row")
-        places = table.sample_ids.tolist()
-        rows = tuple(tuple(places[at] for at in row) for row in plan.bins)
-        return cls(rows=rows, tokens=plan.tokens, refused=table.refused)
+        plan = plan_bins(table, capacity, oversize="own_row")
+        return cls(rows=plan.bins, tokens=plan.tokens, refused=table.refused)
 
     def share(self, rank: int, ranks: int) -> Share:
         """What one of so many ranks computes."""
@@ -123,6 +120,14 @@ def hold_out(
     if collator.on_bad == "raise":
         _raise_first([one for one in table.refused if not (one.reason == OVERLENGTH and collator.overlength == "drop")])
     return HeldOut.measured(table, capacity)
+
+
+def _left_out(plan: Plan, at: int) -> Refused:
+    if plan.lengths[at]:
+        detail = f"the plan left it out: it exceeds a row of {plan.capacity} tokens"
+        return Refused(index=at, sample_id=None, reason=OVERLENGTH, detail=detail)
+    detail = "it was refused when its length was measured: LengthTable.refused says why"
+    return Refused(index=at, sample_id=None, reason="refused_before", detail=detail)
 
 
 def _raise_first(refused: Sequence[Refused]) -> None:

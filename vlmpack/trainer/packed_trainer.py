@@ -33,8 +33,8 @@ class PackedTrainer(Trainer):
 
     Args:
         *args: Trainer's own.
-        plan: rows of `train_dataset`, planned from the lengths of all its samples; None: it is a `PackedStream`, or
-            batches are made as Trainer does and packed inside.
+        plan: rows of `train_dataset`, planned from the lengths of all its samples or their `LengthTable`; None: it is
+            a `PackedStream`, or batches are made as Trainer does and packed inside.
         costs: [N] what each sample of the plan costs to compute, for the balance over ranks; None: its length.
         remainder: what becomes of rows that do not fill the last step, see `PackedBatchSampler`.
         eval_packing: evaluate in planned rows; False: in batches, as Trainer does.
@@ -126,7 +126,8 @@ class PackedTrainer(Trainer):
         if len(self.plan.lengths) != len(dataset):
             raise ConfigError(
                 f"the plan is of {len(self.plan.lengths)} samples, but train_dataset has {len(dataset)}; plan this "
-                "one, or train on Subset(dataset, table.sample_ids) if the plan is of a LengthTable"
+                "one: plan_bins(table, capacity) of its LengthTable, which knows of refused samples, as table.tokens "
+                "does not"
             )
         return PackedBatchSampler(
             self.plan,
