@@ -58,5 +58,15 @@ class ConfigError(VlmpackError):
     """Settings that contradict each other, or a trainer set up in a way that would corrupt packed rows."""
 
 
+def check_kind(name: str, value: object, kind: type, such_as: str) -> None:
+    """Do nothing if the argument `name` is of its type; Python itself would only miss an attribute, far from here.
+
+    Raises:
+        ConfigError: it is not; says what would be.
+    """
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} has to be a {kind.__name__}, such as {such_as}, got a {type(value).__name__}")
+
+
 def _rebuild_sample_error(message: str, index: int | None, reason: str, sample_id: str | int | None) -> SampleError:
     return SampleError(message, index=index, reason=reason, sample_id=sample_id)

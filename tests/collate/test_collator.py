@@ -381,7 +381,9 @@ def test_it_can_be_pickled():
         ),
         ({"pixel_dtype": torch.uint8}, "pixel_dtype=torch.uint8 would cut the normalised pixels off to whole numbers"),
         ({"overlength": "drop"}, "overlength='drop' needs max_length="),
-        ({"max_length": 1}, "max_length=1 leaves nothing to learn; it must be at least 2"),
+        ({"max_length": 1}, "max_length=1 is no length to learn from; it is a whole number of at least 2"),
+        ({"max_length": 2.5}, "max_length=2.5 is no length to learn from"),
+        ({"layout": "packed", "slots": 4}, "slots has to be a SlotRule, such as SlotRule(multiple=4), got a int"),
         ({"ceiling": Ceiling(), "max_bad_fraction": 0.1}, "max_bad_fraction is short for ceiling="),
     ],
 )
@@ -389,6 +391,11 @@ def test_settings_without_meaning_are_refused(settings, message):
     with pytest.raises(ConfigError) as caught:
         VLMCollator(processor_of(), **settings)
     assert message in str(caught.value)
+
+
+def test_one_sample_in_the_place_of_a_list_is_refused():
+    with pytest.raises(ConfigError, match=r"a batch of a list of samples, got one sample: give \[sample\]"):
+        VLMCollator(processor_of())(chat())
 
 
 def test_a_row_of_fixed_size_that_is_too_small_is_an_error_of_the_batch():

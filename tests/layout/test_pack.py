@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vlmpack.errors import LayoutError
+from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout import BatchFacts, Media, PackedRow, PaddedBatch, Segments, SlotRule, pack, unpack
 from vlmpack.layout.naive import naive_pack, naive_unpack
 
@@ -171,6 +171,14 @@ def test_packing_compiles():
         given = (batch.input_ids, batch.attention_mask, batch.labels)
         for ours, theirs in zip(compiled(*given), ids_and_labels(*given), strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_what_is_no_padded_batch_is_refused():
+    ids = torch.ones(1, 3, dtype=torch.long)
+    with pytest.raises(ConfigError, match=r"batch has to be a PaddedBatch, such as PaddedBatch.from_hf.*, got a dict"):
+        pack({"input_ids": ids, "attention_mask": ids})
+    with pytest.raises(ConfigError, match="got a PackedRow"):
+        pack(pack(PaddedBatch(input_ids=ids, attention_mask=ids)))
 
 
 def test_an_all_zero_row_is_refused_or_kept_as_an_empty_segment():

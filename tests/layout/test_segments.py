@@ -155,6 +155,7 @@ def test_trailing_repeated_boundaries_are_not_samples():
     [
         (lambda: Segments.from_lengths([]), "at least one sample"),
         (lambda: Segments.from_lengths([3, -1]), "row 1: a length cannot be negative, got -1"),
+        (lambda: Segments.from_lengths([3.0]), r"lengths are whole numbers of tokens, got \(?\[?3.0"),
         (lambda: Segments.from_lengths([3, 5], SlotRule(pad_to=7)), "take 8 tokens of row but pad_to=7; raise pad_to"),
         (lambda: Segments.from_lengths([1, 1], SlotRule(max_segments=1)), "2 samples but max_segments=1; raise"),
         (lambda: SlotRule(multiple=0), "SlotRule.multiple must be a whole number of at least 1, got 0"),

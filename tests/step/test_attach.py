@@ -24,6 +24,11 @@ def test_a_model_of_any_attention_implementation_packs(attention):
     assert torch.isclose(PackedStep(model)(padded(samples)).loss, expected, rtol=1e-6)
 
 
+def test_settings_are_a_step_config():
+    with pytest.raises(ConfigError, match=r"config has to be a StepConfig, such as StepConfig\(.*\), got a dict"):
+        enable_packing(tiny_model("qwen3_vl"), {"attention": "auto"})
+
+
 def test_the_class_keeps_its_name_and_signature():
     model = tiny_model("qwen3_vl")
     own = type(model)

@@ -190,10 +190,18 @@ def test_a_row_of_no_tokens_is_refused(model):
         model(input_ids=torch.zeros(1, 0, dtype=torch.long), cu_seqlens_q=[0, 0])
 
 
-@pytest.mark.parametrize("head_chunk", [0, -1])
-def test_a_chunk_of_the_head_has_rows(head_chunk):
-    with pytest.raises(ConfigError, match=f"head_chunk is {head_chunk}; it is a number of rows, 1 or more"):
-        StepConfig(head_chunk=head_chunk)
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"head_chunk": 0}, "head_chunk is 0; it is a number of rows, 1 or more"),
+        ({"head_chunk": -1}, "head_chunk is -1; it is a number of rows, 1 or more"),
+        ({"slots": 4}, r"slots has to be a SlotRule, such as SlotRule\(multiple=4\), got a int"),
+        ({"attention": "flash"}, "attention is 'flash'; it is one of auto, torch_varlen, flash_attn, sdpa_segments, "),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        StepConfig(**setting)
 
 
 def test_boundaries_of_a_row_beside_the_mask_of_a_padded_batch_are_refused(model, samples):

@@ -19,7 +19,7 @@ from vlmpack.collate.length import OVERLENGTH, Overlength, fit
 from vlmpack.collate.processor import read_processor
 from vlmpack.collate.refusal import Refusal
 from vlmpack.data.images import ImageLimits
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.errors import ConfigError, SampleError, check_kind
 from vlmpack.layout import PackedRow, PaddedBatch, SlotRule
 
 Layout = Literal["padded", "packed"]
@@ -111,6 +111,8 @@ class VLMCollator:
             ConfigError: no sample of this kind can be used, or more were refused than the ceiling allows.
             LayoutError: the samples do not fit the fixed sizes of `slots`.
         """
+        if isinstance(features, Mapping):
+            raise ConfigError("collate makes a batch of a list of samples, got one sample: give [sample]")
         return self._assemble(lambda f=feature, i=index: self._encoded(f, i) for index, feature in enumerate(features))
 
     def outline(self, feature: Mapping[str, Any], index: int | None = None, *, estimate: bool = False) -> Encoded:
@@ -250,6 +252,8 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _check_lengths(layout: Layout, slots: SlotRule | None, max_length: int | None, overlength: Overlength) -> None:
+    if slots is not None:
+        check_kind("slots", slots, SlotRule, "SlotRule(multiple=4)")
     if layout == "padded" and slots is not None:
         raise ConfigError(
             "slots say how samples lie in a packed row, but layout='padded'; choose layout='packed', or give the slots "
@@ -257,8 +261,8 @@ def _check_lengths(layout: Layout, slots: SlotRule | None, max_length: int | Non
         )
     if max_length is None and overlength != "error":
         raise ConfigError(f"overlength={overlength!r} needs max_length=, the most tokens a sample may have")
-    if max_length is not None and max_length < 2:
-        raise ConfigError(f"max_length={max_length} leaves nothing to learn; it must be at least 2")
+    if max_length is not None and (not isinstance(max_length, int) or max_length < 2):
+        raise ConfigError(f"max_length={max_length!r} is no length to learn from; it is a whole number of at least 2")
 
 
 def _check_pixels(dtype: torch.dtype | None, buffers: int) -> None:

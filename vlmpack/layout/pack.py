@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 import torch
 
-from vlmpack.errors import LayoutError
+from vlmpack.errors import LayoutError, check_kind
 from vlmpack.layout.batch import BatchFacts, MaskSpans, PaddedBatch, check_is_tensor, lengths_from_mask
 from vlmpack.layout.device import on_host, outside_graph, require, to_device
 from vlmpack.layout.roll import IGNORE, shift_labels
@@ -39,9 +39,11 @@ def pack(
             all-zero row (with `keep_empty`: nothing else), or hides media or labels. Names the row, what was seen and
             the remedy.
     """
+    check_kind("batch", batch, PaddedBatch, "PaddedBatch.from_hf(processor(...))")
     spans = _spans(batch)
     _check_empty_rows(batch, spans, keep_empty=keep_empty)
-    counted = batch.facts is not None and batch.facts.num_targets is not None  # which the step compares with the row's
+    counted = batch.facts is not None and batch.facts.num_targets is not None
+    # A count that is given is compared with the row's targets in the step, which finds labels that stood on padding.
     if batch.labels is not None and not counted and sum(spans.lengths) < batch.labels.numel():
         _check_labels(batch.labels, batch.attention_mask, spans)
     segments = Segments.from_lengths(spans.lengths, rule)

@@ -13,9 +13,10 @@ G segments, T row tokens (`total`), R real tokens (`num_tokens`).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
+from operator import index
 from typing import Any, final
 
 import numpy as np
@@ -54,10 +55,14 @@ class Segments:
         """Lay samples of these lengths (tokens) one after the other by `rule`.
 
         Raises:
-            LayoutError: no or negative lengths, more samples than `max_segments`, or more tokens than `pad_to`.
+            LayoutError: no lengths, or some that are negative or not whole; more samples than `max_segments`, or more
+                tokens than `pad_to`.
         """
         rule = rule or SlotRule()
-        lengths = tuple(int(n) for n in lengths)
+        try:
+            lengths = tuple(index(n) for n in lengths)
+        except TypeError:
+            raise LayoutError(f"lengths are whole numbers of tokens, got {lengths!r:.80}") from None
         if not lengths:
             raise LayoutError("a row needs at least one sample, got an empty list of lengths")
         if min(lengths) < 0:
@@ -125,22 +130,22 @@ class Segments:
 
     # ------------------------------------------------------------------ facts on the host
 
-    @property
+    @cached_property
     def real(self) -> tuple[int, ...]:
         """Cumulative real tokens, G + 1 values: what `cu_seqlens` means."""
         return (0, *accumulate(self.lengths))
 
-    @property
+    @cached_property
     def stride(self) -> tuple[int, ...]:
         """Where each slot starts in the row, G + 1 values: what `cu_seqlens_padded` means."""
         return (0, *accumulate(self.slots))
 
-    @property
+    @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) in the row of each segment's real tokens, G pairs."""
         return tuple((start, start + n) for start, n in zip(self.stride, self.lengths, strict=False))
 
-    @property
+    @cached_property
     def kernel(self) -> tuple[int, ...]:
         """Boundaries for varlen attention kernels: they cover the whole row, pad runs as segments of their own.
 
@@ -164,7 +169,7 @@ class Segments:
         """Widest slot in tokens."""
         return max(self.slots)
 
-    @property
+    @cached_property
     def max_kernel_length(self) -> int:
         """Longest stretch between two boundaries of `kernel`, in tokens."""
         return max(b - a for a, b in pairwise(self.kernel))
@@ -249,8 +254,8 @@ class Segments:
         return self._tensors[place]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Tensors are made again on the other side: a DataLoader worker ships a few ints."""
-        return {name: value for name, value in self.__dict__.items() if name != "_tensors"}
+        """What follows from the fields is made again on the other side: a DataLoader worker ships a few ints."""
+        return {field.name: self.__dict__[field.name] for field in fields(self)}
 
 
 def _pad_edges(start: int, stop: int) -> list[int]:

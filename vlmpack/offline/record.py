@@ -34,7 +34,6 @@ from vlmpack.offline.files import json_text
 from vlmpack.offline.media import StoredImage, kept_options, readable
 
 TOKENS = ("input_ids", "labels", "cu_seqlens", "places", "sample_ids")
-MEDIA_FACTS = ("images_per_sample", "videos_per_sample", "image_info", "video_info")
 MEDIA = ("images", "videos")
 COMPRESSION = dict.fromkeys(("input_ids.list.element", "labels.list.element"), "ZSTD")
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from vlmpack.errors import ConfigError, FamilyError
+from vlmpack.errors import ConfigError, FamilyError, check_kind
 from vlmpack.families import Family, family_of
 from vlmpack.layout import around_graph
 from vlmpack.parallel import Parallel
@@ -85,6 +85,7 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     core = find_model(model)
     family = family_of(core)
     config = config or StepConfig()
+    check_kind("config", config, StepConfig, 'StepConfig(attention="sdpa_segments")')
     experts.check_has_routers(family, config.z_loss_coef)
     shared = parallel is not None
     if is_packing(core) and (vars(core)[_STATE].parallel is not None) != shared:

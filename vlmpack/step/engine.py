@@ -9,8 +9,8 @@ from typing import final
 import torch
 from torch import nn
 
-from vlmpack.attention import AUTO
-from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.attention import AUTO, BACKENDS
+from vlmpack.errors import ConfigError, LayoutError, check_kind
 from vlmpack.families import Family
 from vlmpack.layout import (
     IGNORE,
@@ -54,6 +54,9 @@ class StepConfig:
     """What the routers' z-loss is multiplied by before it is added to the loss; transformers has none, so 0."""
 
     def __post_init__(self) -> None:
+        check_kind("slots", self.slots, SlotRule, "SlotRule(multiple=4)")
+        if self.attention not in (AUTO, *BACKENDS):
+            raise ConfigError(f"attention is {self.attention!r}; it is one of {', '.join((AUTO, *BACKENDS))}")
         if self.head_chunk < 1:
             raise ConfigError(f"head_chunk is {self.head_chunk!r}; it is a number of rows, 1 or more")
         if self.aux_loss not in ("row", "sample"):
