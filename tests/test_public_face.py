@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -12,8 +15,13 @@ import vlmpack
 PUBLIC = [
     "BackendError",
     "BatchFacts",
+    "Budget",
+    "Ceiling",
     "ConfigError",
+    "CostModel",
+    "Evaluation",
     "FamilyError",
+    "ImageLimits",
     "LayoutError",
     "LengthTable",
     "Media",
@@ -32,17 +40,22 @@ PUBLIC = [
     "SlotRule",
     "StepConfig",
     "StepResult",
+    "StoreSettings",
     "StreamPacker",
     "VLMCollator",
     "VlmpackError",
+    "check_trainer",
     "compile_layers",
     "disable_packing",
     "enable_packing",
     "evaluate",
+    "loss_metrics",
     "measure_lengths",
+    "open_dataset",
     "pack",
     "plan_bins",
     "probe",
+    "sum_counts",
     "unpack",
     "write_rows",
 ]
@@ -83,6 +96,35 @@ def test_every_public_name_loads_and_is_the_one_its_room_has(name: str) -> None:
     home = sys.modules[public.__module__]
     assert public.__module__.startswith("vlmpack.")
     assert vars(home)[name] is public
+
+
+PROTOCOLS = {"MapStyle"}
+"""What a caller's own object has to look like; nobody makes one of ours."""
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_what_a_public_name_takes_is_public_too(name: str) -> None:
+    public = vlmpack.__getattr__(name)
+    taken = public.__init__ if inspect.isclass(public) else public
+    hints = get_type_hints(taken)
+    ours = {kind.__name__ for parameter, hint in hints.items() if parameter != "return" for kind in _ours(hint)}
+    assert ours <= {*PUBLIC, *PROTOCOLS} | RESULTS.get(name, set())
+
+
+RESULTS = {
+    "Evaluation": {"Refused", "Work"},
+    "LengthTable": {"Refused"},
+    "StepResult": {"RouterStatistics", "Work"},
+}
+"""Value objects that we make: they hold others, which are read and not made by a caller."""
+
+
+def _ours(hint: Any) -> Iterator[type]:
+    """The classes of vlmpack in a type."""
+    if inspect.isclass(hint) and hint.__module__.startswith("vlmpack."):
+        yield hint
+    for part in get_args(hint):
+        yield from _ours(part)
 
 
 def test_a_name_is_looked_up_once() -> None:

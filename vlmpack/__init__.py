@@ -14,24 +14,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vlmpack.collate import VLMCollator
+    from vlmpack.collate import Ceiling, VLMCollator
+    from vlmpack.data import ImageLimits, open_dataset
     from vlmpack.errors import BackendError, ConfigError, FamilyError, LayoutError, SampleError, VlmpackError
     from vlmpack.layout import BatchFacts, Media, PackedRow, PaddedBatch, Segments, SlotRule, pack, unpack
-    from vlmpack.offline import PackedDataset, measure_lengths, write_rows
-    from vlmpack.parallel import Parallel
-    from vlmpack.plan import LengthTable, Plan, plan_bins
+    from vlmpack.offline import PackedDataset, StoreSettings, measure_lengths, write_rows
+    from vlmpack.parallel import Parallel, sum_counts
+    from vlmpack.plan import Budget, CostModel, LengthTable, Plan, plan_bins
     from vlmpack.proof import probe
     from vlmpack.step import PackedStep, StepConfig, StepResult, compile_layers, disable_packing, enable_packing
     from vlmpack.stream import PackedBatchSampler, PackedStream, RowSettings, StreamPacker
-    from vlmpack.trainer import PackedTrainer, evaluate
+    from vlmpack.trainer import Evaluation, PackedTrainer, check_trainer, evaluate, loss_metrics
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BackendError",
     "BatchFacts",
+    "Budget",
+    "Ceiling",
     "ConfigError",
+    "CostModel",
+    "Evaluation",
     "FamilyError",
+    "ImageLimits",
     "LayoutError",
     "LengthTable",
     "Media",
@@ -50,32 +56,39 @@ __all__ = [
     "SlotRule",
     "StepConfig",
     "StepResult",
+    "StoreSettings",
     "StreamPacker",
     "VLMCollator",
     "VlmpackError",
+    "check_trainer",
     "compile_layers",
     "disable_packing",
     "enable_packing",
     "evaluate",
+    "loss_metrics",
     "measure_lengths",
+    "open_dataset",
     "pack",
     "plan_bins",
     "probe",
+    "sum_counts",
     "unpack",
     "write_rows",
 ]
 
 _ROOM = {
-    "collate": ("VLMCollator",),
+    "collate": ("Ceiling", "VLMCollator"),
+    "data.images": ("ImageLimits",),
+    "data.open": ("open_dataset",),
     "errors": ("BackendError", "ConfigError", "FamilyError", "LayoutError", "SampleError", "VlmpackError"),
     "layout": ("BatchFacts", "Media", "PackedRow", "PaddedBatch", "Segments", "SlotRule", "pack", "unpack"),
-    "offline": ("PackedDataset", "measure_lengths", "write_rows"),
-    "parallel": ("Parallel",),
-    "plan": ("LengthTable", "Plan", "plan_bins"),
+    "offline": ("PackedDataset", "StoreSettings", "measure_lengths", "write_rows"),
+    "parallel": ("Parallel", "sum_counts"),
+    "plan": ("Budget", "CostModel", "LengthTable", "Plan", "plan_bins"),
     "proof": ("probe",),
     "step": ("PackedStep", "StepConfig", "StepResult", "compile_layers", "disable_packing", "enable_packing"),
     "stream": ("PackedBatchSampler", "PackedStream", "RowSettings", "StreamPacker"),
-    "trainer": ("PackedTrainer", "evaluate"),
+    "trainer": ("Evaluation", "PackedTrainer", "check_trainer", "evaluate", "loss_metrics"),
 }
 _HOME = {name: f"vlmpack.{room}" for room, names in _ROOM.items() for name in names}
 
