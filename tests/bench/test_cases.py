@@ -51,7 +51,7 @@ SHAPES = {
 TARGETS = {
     "pack": [3.0, 2.0, 3.0, 2.0],
     "collate": [1.1, 1.1],
-    "pixels": [1.3, 4.0],
+    "pixels": [1.3, 1.3, 4.0],
     "lengths": [20.0],
     "attention": [],
     "step": [0.95],

@@ -98,37 +98,35 @@ def run_on_a_terminal(folder: Path, *arguments: str, **environment: str) -> subp
     )
 
 
+ASCII = {"PYTHONIOENCODING": "ascii"}
+C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
+
+
 @pytest.mark.parametrize(
-    "environment",
-    [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}],
-    ids=["ascii", "C locale"],
+    ("environment", "told", "arguments"),
+    [
+        (ASCII, r"(id '\u1f85\u03b4\u03b7\u03c2'): bad_text", ("analyze", "rows.jsonl")),
+        (C_LOCALE, r"a \u03bc\u1fc6\u03bd\u03b9\u03bd: ", ("show", "rows.jsonl")),
+        (
+            ASCII,
+            r"(id '\u1f85\u03b4\u03b7\u03c2')",
+            ("pack", "rows.jsonl", "out", "--on-bad", "skip", "--max-bad-fraction", "1"),
+        ),
+    ],
+    ids=["analyze", "show", "pack"],
 )
-def test_letters_that_the_terminal_lacks_are_escaped(environment: dict[str, str], tmp_path: Path) -> None:
+def test_letters_that_the_terminal_lacks_are_escaped(
+    environment: dict[str, str], told: str, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
     """What is packed, shown and refused here has Greek names, and a text with half a character."""
     rows = [
         {"id": "μῆνιν", "prompt": "ἄειδε", "completion": "θεά"},
         {"id": "ᾅδης", "prompt": "a\ud83d", "completion": "b"},
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with_tiny = ("--processor", "tiny", "--capacity", "64")
-    for told, *arguments in (
-        (r"(id '\u1f85\u03b4\u03b7\u03c2'): bad_text", "analyze", "rows.jsonl", *with_tiny),
-        (r"a \u03bc\u1fc6\u03bd\u03b9\u03bd: ", "show", "rows.jsonl", *with_tiny),
-        (
-            r"(id '\u1f85\u03b4\u03b7\u03c2')",
-            "pack",
-            "rows.jsonl",
-            "out",
-            *with_tiny,
-            "--on-bad",
-            "skip",
-            "--max-bad-fraction",
-            "1",
-        ),
-    ):
-        done = run_on_a_terminal(tmp_path, *arguments, **environment)
-        assert done.returncode == 0, done.stderr
-        assert told in done.stdout
+    done = run_on_a_terminal(tmp_path, *arguments, "--processor", "tiny", "--capacity", "64", **environment)
+    assert done.returncode == 0, done.stderr
+    assert told in done.stdout
 
 
 @pytest.mark.parametrize(
