@@ -5,13 +5,17 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import get_context
 from multiprocessing.reduction import ForkingPickler
+from threading import Barrier, BrokenBarrierError
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from vlmpack.collate.buffers import PIECE, Lent, NotFinite, PixelBuffers, _lend
+from vlmpack.collate.buffers import PIECE, Lent, NotFinite, PixelBuffers, _is_free, _lend
 
 WIDTH = 5
 
@@ -242,3 +246,38 @@ def test_a_second_receiver_gets_a_copy() -> None:
     assert lent.eq(7).all() and not second.eq(7).any()
     del lent, first
     assert not block[:2].any()
+
+
+def forget(batches: list[dict]) -> None:
+    batches.clear()
+
+
+@pytest.mark.dist
+def test_a_child_that_drops_what_it_inherited_gives_nobody_s_block_away() -> None:
+    batches = iter(loader(persistent_workers=True))
+    kept = [next(batches) for _ in range(4)]
+    child = get_context("fork").Process(target=forget, args=(kept,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert all(is_right(next(batches)) for _ in range(16))
+    assert all(map(is_right, kept))
+
+
+def test_threads_are_lent_different_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both look for a free block at the same time, and would find the same."""
+    buffers = PixelBuffers(8)
+    first = buffers.join(parts(3, 4), torch.float32)
+    del first
+    together = Barrier(2)
+
+    def slowly(block: torch.Tensor) -> bool:
+        with suppress(BrokenBarrierError):
+            together.wait(timeout=0.2)
+        return _is_free(block)
+
+    monkeypatch.setattr("vlmpack.collate.buffers._is_free", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda start: buffers.join(parts(3, 4, start=start), torch.float32), (0, 100))
+    assert torch.equal(one, torch.cat(parts(3, 4)))
+    assert torch.equal(other, torch.cat(parts(3, 4, start=100)))

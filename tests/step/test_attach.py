@@ -1,6 +1,7 @@
 """enable_packing keeps the model the object it was. (What disable_packing leaves: test_contract_disable.)"""
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -22,6 +23,21 @@ def test_a_model_of_any_attention_implementation_packs(attention):
     expected = PackedStep(reference)(padded(samples)).loss
     model = tiny_model("qwen3_vl", attn_implementation=attention)
     assert torch.isclose(PackedStep(model)(padded(samples)).loss, expected, rtol=1e-6)
+
+
+def test_of_several_models_none_is_picked():
+    policy, reference = tiny_model("qwen3_vl"), tiny_model("qwen2_5_vl")
+    with pytest.raises(ConfigError, match=r"a ModuleDict holds several models \(Qwen3VL\w+, Qwen2_5_VL\w+\): enable"):
+        enable_packing(nn.ModuleDict({"policy": policy, "reference": reference}))
+    assert not is_packing(policy)
+
+
+def test_the_forward_names_what_a_row_brings_so_that_trainer_does_not_remove_it():
+    parameters = inspect.signature(enable_packing(tiny_model("qwen3_vl")).forward).parameters
+    assert {"cu_seqlens_q", "cu_seqlens_q_padded", "moe_padding_mask", "use_cache", "vlmpack"} <= set(parameters)
+    own = inspect.signature(type(tiny_model("qwen3_vl")).forward).parameters
+    assert [name for name in parameters if name in own] == [name for name in own if name != "self"]
+    assert [name for name in parameters if "label" in name] == ["labels"]  # Trainer takes all of them for labels
 
 
 def test_settings_are_a_step_config():

@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from training import checkpointing, collator, descend, distance, receipts, train, weights
 
+from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
 from vlmpack.step import disable_packing, enable_packing, is_packing
 
@@ -100,3 +101,14 @@ def test_merging_and_disabling_leave_a_plain_model():
     assert merged(**row).loss.item() == pytest.approx(loss, rel=1e-5)
     assert not is_packing(disable_packing(merged))
     assert weights(merged).keys() == weights(tiny_model()).keys()
+
+
+@pytest.mark.parametrize("first", ["adapter", "packing"])
+def test_an_adapter_that_is_activated_by_tokens_is_refused(first):
+    settings = LoraConfig(task_type="CAUSAL_LM", target_modules=LANGUAGE, alora_invocation_tokens=[5, 6])
+    with pytest.raises(ConfigError, match="'default' is activated by tokens .* one sample alone would have it"):
+        if first == "adapter":
+            enable_packing(get_peft_model(tiny_model(), settings))
+        else:
+            model = get_peft_model(enable_packing(tiny_model()), settings)
+            model(**collator("packed")(receipts(model)[:2]))

@@ -34,6 +34,7 @@ from transformers import Trainer
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families.tiny import tiny_model
+from vlmpack.offline import PackedDataset, StoreSettings, write_rows
 from vlmpack.step import disable_packing, enable_packing
 
 
@@ -76,6 +77,20 @@ def test_columns_of_a_hub_dataset_are_trainers_own_refusal(tmp_path):
     args = arguments(tmp_path, remove_unused_columns=True)
     with pytest.raises(ValueError, match="remove_unused_columns=False"):
         Trainer(model, args, VLMCollator(processor_of(), layout="packed"), rows).train()
+
+
+def test_rows_written_before_keep_their_boundaries_under_trainers_default(tmp_path):
+    collate = VLMCollator(processor_of(), layout="packed")
+    samples = [chat(answer=f"The total is {n}", id=n) for n in range(4)]
+    write_rows(samples, tmp_path / "rows", collate, StoreSettings(capacity=200))
+    rows = PackedDataset(tmp_path / "rows", processor_of())
+    model = enable_packing(tiny_model(processor=processor_of()))
+    run = Trainer(model, arguments(tmp_path, dataloader_pin_memory=False), rows.collate, rows)
+    assert run.args.remove_unused_columns
+    batch = next(iter(run.get_train_dataloader()))
+    at = next(at for at in range(len(rows)) if torch.equal(rows[at]["input_ids"], batch["input_ids"]))
+    assert len(rows) > 1 and len(rows.plan[at]) > 1
+    assert model(**batch).loss == model(**rows[at]).loss
 
 
 # ---------------------------------------------------------------------- batches cut up on their way

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+from functools import cache
+from importlib.util import find_spec
 from typing import final
 
 import torch
@@ -21,8 +22,8 @@ class FlashAttn:
     def unsupported(self, call: AttentionCall) -> list[str]:
         """The package's absence, and FlashAttention's limits."""
         reasons = flash_reasons(call)
-        if importlib.util.find_spec("flash_attn") is None:
-            reasons.append("the package flash-attn is not installed")
+        if (why := _missing()) is not None:
+            reasons.append(why)
         return reasons
 
     def __call__(
@@ -54,3 +55,16 @@ class FlashAttn:
             causal=causal,
         )
         return zero_padding(out_TNH, segments)
+
+
+@cache
+def _missing() -> str | None:
+    """Why the kernel is not there, looked up once; None: it is. Being found is not enough: FlashAttention 4 alone has
+    another kernel under the name, and a build for another PyTorch cannot be loaded."""
+    if find_spec("flash_attn") is None:
+        return "the package flash-attn is not installed"
+    try:
+        from flash_attn import flash_attn_varlen_func  # noqa: F401  # pyright: ignore
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"the package flash-attn has no kernel for this PyTorch ({type(error).__name__}: {error})"
+    return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from inspect import signature
 from typing import Any, final
 
 import torch
@@ -40,9 +42,8 @@ class TorchVarlen:
         from torch.nn.attention.varlen import varlen_attn
 
         keys = keys or segments
-        # torch 2.11 groups heads without being asked and knows no such argument; later ones want to be asked.
         is_grouped = q_TNH.shape[1] != k_TKH.shape[1]
-        grouped: dict[str, Any] = {"enable_gqa": True} if is_grouped and _WANTS_TO_BE_ASKED else {}
+        grouped: dict[str, Any] = {"enable_gqa": True} if is_grouped and _wants_to_be_asked() else {}
         out_TNH = varlen_attn(
             q_TNH.contiguous(),
             k_TKH.contiguous(),
@@ -59,4 +60,9 @@ class TorchVarlen:
         return zero_padding(out_TNH, segments)
 
 
-_WANTS_TO_BE_ASKED = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
+@cache
+def _wants_to_be_asked() -> bool:
+    """torch 2.11 groups heads without being asked and knows no such argument; later ones want to be asked."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters

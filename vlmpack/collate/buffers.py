@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from functools import partial
 from math import isfinite, prod
 from multiprocessing.reduction import ForkingPickler
+from threading import Lock
 from typing import Any, final
 
 import numpy as np
@@ -68,6 +69,7 @@ class PixelBuffers:
         self.most = most
         self._blocks: list[torch.Tensor] = []
         self._owner = os.getpid()
+        self._taking = Lock()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"most": self.most}
@@ -110,8 +112,9 @@ class PixelBuffers:
     def _take(self, shape: tuple[int, int], dtype: torch.dtype, *, shared: bool) -> torch.Tensor:
         if self._owner != os.getpid():  # forked: these blocks belong to the parent, which cannot see what we do to them
             self.__init__(self.most)
-        block = self._free_block(HEADER + prod(shape) * dtype.itemsize, shared=shared)
-        return torch.empty(shape, dtype=dtype) if block is None else _lend(block, shape, dtype, shared=shared)
+        with self._taking:  # of two threads that find the same block free, one would overwrite the other's pixels
+            block = self._free_block(HEADER + prod(shape) * dtype.itemsize, shared=shared)
+            return torch.empty(shape, dtype=dtype) if block is None else _lend(block, shape, dtype, shared=shared)
 
     def _free_block(self, size: int, *, shared: bool) -> torch.Tensor | None:
         """A free block of at least so many bytes; a new one if there may be one more, or in place of one too small."""
@@ -210,12 +213,14 @@ def _hold(block: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, *, ho
     memory = block.numpy()
     memory[holder] = 1
     array = memory[HEADER : HEADER + prod(shape) * dtype.itemsize]
-    weakref.finalize(array, partial(_let_go, memory[: THERE + 1], holder)).atexit = False
+    weakref.finalize(array, partial(_let_go, memory[: THERE + 1], holder, os.getpid())).atexit = False
     return torch.from_numpy(array).view(dtype).view(shape)
 
 
-def _let_go(header: np.ndarray, holder: int) -> None:
-    header[holder] = 0
+def _let_go(header: np.ndarray, holder: int, process: int) -> None:
+    """Not in a child of a fork, which inherits batches: the process that was given this one still looks at it."""
+    if os.getpid() == process:
+        header[holder] = 0
 
 
 def _send(lent: Lent) -> tuple[Any, ...]:

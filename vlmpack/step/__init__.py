@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from vlmpack.step.attach import PackingState, disable_packing, enable_packing, find_model, is_packing, packing_state
+from vlmpack.step.attach import PackingState, disable_packing, enable_packing, is_packing, packing_state
 from vlmpack.step.balance import RouterStatistics
 from vlmpack.step.compiling import compile_layers
 from vlmpack.step.engine import StepConfig, run_row
 from vlmpack.step.forward import PackedOutput
+from vlmpack.step.models import find_model
 from vlmpack.step.packed_step import PackedStep
 from vlmpack.step.result import StepResult, Work
 

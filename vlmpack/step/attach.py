@@ -8,6 +8,8 @@ copying and `torch.compile` go on working, and taking the classes back leaves no
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 from weakref import WeakSet
@@ -15,15 +17,15 @@ from weakref import WeakSet
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
 
-from vlmpack.errors import ConfigError, FamilyError, check_kind
+from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families import Family, family_of
 from vlmpack.layout import around_graph
 from vlmpack.parallel import Parallel
 from vlmpack.step import attention, by_sample, cut, experts
 from vlmpack.step.engine import StepConfig
-from vlmpack.step.forward import packed_forward
+from vlmpack.step.forward import ROW_KEYS, packed_forward
+from vlmpack.step.models import check_adapters, check_is_only_one, check_own_forward, check_own_loss, find_model
 from vlmpack.step.subclass import base_of, subclass
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -83,6 +85,8 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
             be; or a router loss for a model without experts.
     """
     core = find_model(model)
+    check_is_only_one(model)
+    check_adapters(core)
     family = family_of(core)
     config = config or StepConfig()
     check_kind("config", config, StepConfig, 'StepConfig(attention="sdpa_segments")')
@@ -92,8 +96,8 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
         disable_packing(core)  # other layers have to know
     enabled = is_packing(core)
     if not enabled:
-        _check_own_forward(core, family)
-    _check_own_loss(core)
+        check_own_forward(core, family)
+    check_own_loss(core)
     cut.install(family, core, shared=shared)  # refuses, or does all
     if enabled:
         _unhook(core)
@@ -149,7 +153,8 @@ def packing_state(core: nn.Module) -> PackingState:
             f"a {type(layer).__name__} no longer knows the boundaries of a row: its class or its forward was changed "
             "after enable_packing (use_kernels, a device_map, an offloading hook); undo that"
         )
-    _check_own_loss(core)
+    check_own_loss(core)
+    check_adapters(core)
     if not by_sample.is_installed(state.family, core):
         raise ConfigError(
             "n-gram layers are no longer told the row: the text model was exchanged or lost its hooks after "
@@ -166,27 +171,6 @@ def packing_state(core: nn.Module) -> PackingState:
             "so that layers no longer know the boundaries of a row; call enable_packing(model) again afterwards"
         )
     return state
-
-
-def find_model(model: nn.Module) -> nn.Module:
-    """The `...ForConditionalGeneration` or `...ForCausalLM` inside wrappers such as `PeftModel` or DDP.
-
-    Raises:
-        FamilyError: there is none, with what was given.
-    """
-    if not isinstance(model, nn.Module):
-        raise FamilyError(
-            f"a {type(model).__name__} is no model; load it first: AutoModelForImageTextToText.from_pretrained(...)"
-        )
-    for module in model.modules():
-        if not isinstance(module, PreTrainedModel):  # PeftModelForCausalLM is only a wrapper, whatever its name says
-            continue
-        if any(base.__name__.endswith(("ForConditionalGeneration", "ForCausalLM")) for base in type(module).__mro__):
-            return module
-    raise FamilyError(
-        f"no ...ForConditionalGeneration or ...ForCausalLM found in a {type(model).__name__}; give the model that "
-        "AutoModelForImageTextToText (or AutoModelForCausalLM) .from_pretrained returns, or a wrapper around it"
-    )
 
 
 _enabled: WeakSet[nn.Module] = WeakSet()
@@ -206,31 +190,6 @@ def _towers(core: nn.Module) -> tuple[nn.Module | None, ...]:
 def _unhook(core: nn.Module) -> None:
     for handle in vars(core)[_STATE].hooks:
         handle.remove()
-
-
-def _check_own_loss(core: nn.Module) -> None:
-    if vars(core).get("_loss_function") is not None:
-        raise ConfigError(
-            f"this {type(core).__name__} was given a loss_function of its own, which packed rows would not be asked "
-            "for: they take cross-entropy of the labelled positions. Compute yours from PackedStep's target_logprobs "
-            "or row_logits, and `del model._loss_function`"
-        )
-
-
-def _check_own_forward(core: nn.Module, family: Family) -> None:
-    own = next(klass for klass in type(core).__mro__ if klass.__name__ == family.model_class)
-    if type(core).forward is not own.forward:
-        raise ConfigError(
-            f"{type(core).__name__} has a forward of its own over {own.__name__}'s, which packed rows would go past; "
-            f"enable packing on a {own.__name__}, and compute what yours adds from PackedStep's result"
-        )
-    if "forward" in vars(core):
-        raise ConfigError(
-            f"the forward of this {type(core).__name__} was replaced on the object itself, so packing would never be "
-            "asked: enable packing first, before Liger or TRL patch the model or accelerate prepares it (afterwards: "
-            "accelerator.unwrap_model(model, keep_fp32_wrapper=False)), and load it without a device_map that spreads "
-            "it over several devices"
-        )
 
 
 @functools.cache
@@ -263,6 +222,8 @@ def _packed_class(base: type[nn.Module]) -> type[nn.Module]:
         own_forward = functools.partial(base.forward, self)
         return packed_forward(self, own_forward, inputs, state.family, state.config, state.parallel)
 
+    vars(forward)["__signature__"] = _signature(base.forward)
+
     def setstate(self: nn.Module, state: dict[str, Any]) -> None:
         base.__setstate__(self, state)
         _ask(self, vars(self)[_STATE].family)
@@ -274,3 +235,13 @@ def _packed_class(base: type[nn.Module]) -> type[nn.Module]:
         "accepts_loss_kwargs": True,
     }
     return subclass(base, body, _packed_class)
+
+
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    """That of the model's own forward and what a row brings with it: HF Trainer removes what it does not find here from
+    samples (`remove_unused_columns`), and a row that lost its boundaries would be taken for one sample."""
+    own = inspect.signature(forward)
+    brought = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in ROW_KEYS]
+    added = [parameter for parameter in brought if parameter.name not in own.parameters]
+    ordered = sorted((*own.parameters.values(), *added), key=lambda parameter: parameter.kind)
+    return own.replace(parameters=ordered)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from vlmpack.families import family_of
-from vlmpack.step.attach import find_model
+from vlmpack.step.models import find_model
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -34,29 +34,24 @@ from vlmpack.step.rotary import rope_segments
 SINK = "vlmpack_sink"
 """The keyword under which `PackedStep` asks for the whole `StepResult`."""
 
-_BATCH_KEYS = frozenset(
-    (
-        *("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "mm_token_type_ids"),
-        *("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"),
-        *("cu_seqlens_q", "cu_seqlens_q_padded", "rope_cu_seqlens", "moe_padding_mask"),
-        *("num_items_in_batch", "output_logits", FACTS_KEY, SINK),
-    )
-)
+_BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_q_padded", "rope_cu_seqlens", "moe_padding_mask")
+_TOKENS = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "mm_token_type_ids")
+_MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
-_SETTLED_KEYS = frozenset(
-    (
-        *("past_key_values", "inputs_embeds", "use_cache", "return_dict", "logits_to_keep", "mm_encoder_outputs"),
-        *("output_attentions", "output_hidden_states", "output_router_logits", "rope_deltas"),
-    )
-)
+ROW_KEYS = (*_BOUNDARIES, FACTS_KEY, "use_cache", "output_logits")
+"""What a packed row brings with it, or a batch asks for, that the model's own forward may not have."""
+
+_BATCH_KEYS = frozenset((*_TOKENS, *_MEDIA, *_BOUNDARIES, "num_items_in_batch", "output_logits", FACTS_KEY, SINK))
+
+_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+_GENERATION = ("past_key_values", "inputs_embeds", "use_cache", "logits_to_keep", "mm_encoder_outputs", "rope_deltas")
+_SETTLED_KEYS = frozenset((*_GENERATION, *_OUTPUTS, "return_dict"))
 """Arguments of the model's own forward that a packed pass has settled: only their defaults go through it."""
 
-
-_LOST_BOUNDARIES = (
-    *("cu_seqlens_q_padded", "cu_seqlens_k", "cu_seqlens_kv", "cu_seqlens_kv_padded", "cu_seqlens", "max_seqlen"),
-    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "rope_cu_seqlens", "moe_padding_mask"),
-    *("seq_idx", "seq_lengths", "sequence_ids", "document_ids", "packed_seq_params"),
-)
+_OF_MEGATRON = ("cu_seqlens_kv", "cu_seqlens_kv_padded", "cu_seqlens", "max_seqlen", "packed_seq_params")
+_OF_TRANSFORMERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cu_seqlens_k")
+_OF_OTHERS = ("seq_lengths", "sequence_ids", "document_ids")
+_LOST_BOUNDARIES = (*_BOUNDARIES[1:], *_OF_MEGATRON, *_OF_TRANSFORMERS, *_OF_OTHERS)
 """Names under which boundaries are given elsewhere, or to us with `cu_seqlens_q` forgotten."""
 
 
@@ -195,9 +190,8 @@ def _check_boundaries_kept(inputs: dict[str, Any]) -> None:
             "that the collator made"
         )
     if (positions := inputs["position_ids"]) is not None and inputs.get("past_key_values") is None:
-        first = (
-            positions[0] if positions.ndim == 3 else positions
-        )  # the place in the sample, or time: neither goes back
+        # The place in the sample, or time: neither goes back.
+        first = positions[0] if positions.ndim == 3 else positions
         goes_back = (first[..., 1:] < first[..., :-1]).any()
         require(
             ~goes_back,

@@ -8,6 +8,7 @@ from typing import final
 import torch
 
 from vlmpack.layout import Segments, unpack
+from vlmpack.layout.device import on_host
 from vlmpack.step.balance import RouterStatistics
 
 
@@ -63,6 +64,13 @@ class StepResult:
     offsets: tuple[int, ...] = ()
     """First column of each sample in that batch."""
 
+    def __repr__(self) -> str:
+        work = self.work
+        return (
+            f"StepResult(loss {_said(self.loss)}, {self.num_targets} targets, {self.segments.num_samples} samples, "
+            f"{work.real_tokens} tokens in a row of {work.physical_tokens}, {work.vision_patches} patches)"
+        )
+
     @property
     def aux_loss(self) -> torch.Tensor | None:
         """Scalar: the routers' load-balancing loss; None: not asked for, or no experts."""
@@ -101,6 +109,16 @@ class StepResult:
         if self.row_logits is None:
             return None
         return unpack(self.row_logits, self.segments, width=self.width, offsets=self.offsets)
+
+
+def _said(loss: torch.Tensor) -> str:
+    """A loss in words; one on a device is not waited for."""
+    if not on_host(loss):
+        return f"on {loss.device}"
+    try:
+        return f"{loss.item():.4f}"
+    except RuntimeError:  # inside a transform of functions, or of a tensor that stands for one
+        return "not known"
 
 
 def sums_by_sample(
