@@ -229,7 +229,32 @@ def test_a_placeholder_in_a_plain_completion_is_refused():
     assert refusal({"prompt": "a", "completion": "<|image_pad|>"}).reason == "reserved_token_in_text"
 
 
-@pytest.mark.parametrize(("prompt", "images", "seen"), [("a", 1, "0 image"), ("<|image_pad|>", 0, "1 image")])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_markers_of_a_plain_prompt_become_placeholders(family):
+    media = {"image": picture(64, 64), "videos": [[picture(64, 64, seed=1)] * 2]}
+    marked = encode({"prompt": "<image> or <video>?", "completion": "5", **media}, family)
+    holes = [f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")]
+    written = encode({"prompt": f"{holes[0]} or {holes[1]}?", "completion": "5", **media}, family)
+    assert marked.input_ids.tolist() == written.input_ids.tolist()
+    assert (marked.types == 1).any()
+    assert (marked.types == 2).any()
+
+
+def test_a_plain_completion_may_speak_of_markers():
+    sample = encode({"prompt": "<image>", "completion": "<image>", "image": picture(64, 64)})
+    assert learnt(processor_of(), sample.labels) == "<image><|im_end|>"
+
+
+@pytest.mark.parametrize(("prompt", "count"), [("a", 0), ("<image><image>", 2)])
+def test_plain_prompts_without_a_marker_for_each_image_are_refused(prompt, count):
+    error = refusal({"prompt": prompt, "completion": "b", "image": picture()})
+    assert error.reason == "media_count_mismatch"
+    assert f"its prompt holds '<image>' {count} time(s) for 1 image(s); write one for each" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images", "seen"), [("<|image_pad|>" * 2, 1, "2 image"), ("<|image_pad|>", 0, "1 image")]
+)
 def test_plain_prompts_whose_placeholders_do_not_match_are_refused(prompt, images, seen):
     error = refusal({"prompt": prompt, "completion": "b", "images": [picture()] * images or None})
     assert error.reason == "placeholder_mismatch"
@@ -238,7 +263,7 @@ def test_plain_prompts_whose_placeholders_do_not_match_are_refused(prompt, image
     )
 
 
-@pytest.mark.parametrize(("prompt", "videos"), [("a", 1), ("<|video_pad|>", 0), ("<|video_pad|><|video_pad|>", 1)])
+@pytest.mark.parametrize(("prompt", "videos"), [("<|video_pad|>", 0), ("<|video_pad|><|video_pad|>", 1)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain_prompts_whose_video_placeholders_do_not_match_are_refused(family, prompt, videos):
     error = refusal({"prompt": prompt, "completion": "b", "videos": [[picture(64, 64)] * 2] * videos}, family=family)

@@ -6,7 +6,6 @@ from PIL import Image
 
 from vlmpack.collate.refusal import Refusal
 from vlmpack.collate.rows import read_row
-from vlmpack.errors import ConfigError
 
 A, B, C = (picture(20 + i, 30, seed=i) for i in range(3))
 HOLE = {"type": "image"}
@@ -242,7 +241,7 @@ def test_only_the_turns_of_the_completion_are_learnt():
             "completion": [{"role": "assistant", "content": "4"}],
         }
     )
-    assert row.trained_turns == 1
+    assert row.trained_turns == (False, True)
     assert [message["content"] for message in row.messages] == ["1", "2", "3", "4"]
 
 
@@ -318,6 +317,31 @@ BAD_ROWS = {
         "ambiguous_media",
         "the messages hold the text '<image>' 1 time(s), 1 of them in the assistant's turns, for 1 image(s)",
     ),
+    "a hole, and a column of another name": (
+        {"imgs": [A], "messages": [{"role": "user", "content": [HOLE]}]},
+        "media_count_mismatch",
+        "give each placeholder its image; it also has: imgs",
+    ),
+    "images in the messages and the same in a column": (
+        {"image": A, **ONE_IMAGE_ROWS["inline"]},
+        "media_count_mismatch",
+        "but the columns hold 1 image(s); every image is in its message already: remove the column",
+    ),
+    "the attributes of a picture that was stored as JSON": (
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": {"im": 0, "mode": "RGB", "size": []}}]}]},
+        "image_source",
+        "the attributes of a PIL image, without its pixels, as datasets.map stores an image inside messages; make",
+    ),
+    "a misspelt key beside an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": A, "max_pixel": 9}]}]},
+        "vision_key",
+        "stands the key 'max_pixel', which is not known; did you mean 'max_pixels'?",
+    ),
+    "a misspelt key in a column": (
+        {"videos": [{"video": [A], "total-pixels": 9}], "messages": [{"role": "user", "content": "?"}]},
+        "vision_key",
+        "stands the key 'total-pixels', which is not known; did you mean 'total_pixels'?",
+    ),
     "two image columns": (
         {"images": [A], "image": A, "messages": USER},
         "ambiguous_media",
@@ -328,7 +352,7 @@ BAD_ROWS = {
     "a message without a role": (
         {"messages": [{"content": "hi"}]},
         "bad_row",
-        "messages[0] must be a mapping with a role and a content, got dict",
+        "messages[0] must be a mapping with a role and a content, got dict with the keys content",
     ),
     "a message that is text": ({"messages": [USER[0], "hi"]}, "bad_row", "messages[1] must be a mapping with a role"),
     "sound": (
@@ -349,7 +373,7 @@ BAD_ROWS = {
     "a Qwen turn without a value": (
         {"conversations": [{"from": "human", "text": "hi"}]},
         "bad_row",
-        "conversations[0] must have a from and a value, got dict",
+        "conversations[0] must have a from and a value, got dict with the keys from, text",
     ),
     "a prompt of text and a completion of messages": (
         {"prompt": "hi", "completion": USER},
@@ -357,6 +381,51 @@ BAD_ROWS = {
         "prompt and completion must both be strings or both be lists of messages",
     ),
 }
+
+
+MARKED = {"messages": [{"role": "user", "content": "<image>Total?"}, {"role": "assistant", "content": "5"}]}
+UNFILLED = {
+    "no column": (MARKED, "it has no column image or images); give it in a column image or images"),
+    "a column of another name": ({**MARKED, "img": A}, "it has no column image or images); it also has: img; give"),
+    "an empty column": ({**MARKED, "images": []}, "(its images is empty); give"),
+    "a column of None": ({**MARKED, "image": None}, "(its image is None); give"),
+    "a text part": (
+        {"messages": [{"role": "user", "content": [text("<image>"), text("?")]}]},
+        "holds '<image>' 1 time",
+    ),
+    "a prompt of messages": (
+        {"prompt": MARKED["messages"][:1], "completion": MARKED["messages"][1:]},
+        "holds '<image>' 1 time(s), but the sample has no image",
+    ),
+    "a plain prompt": ({"prompt": "<image>Total?", "completion": "5", "pic": A}, "it also has: pic; give"),
+    "images, but no video": (
+        {"image": A, "messages": [{"role": "user", "content": "<image> or <video>?"}]},
+        "holds '<video>' 1 time(s), but the sample has no video to put there (it has no column video or videos)",
+    ),
+    "Qwen's turns": (
+        {"conversations": [{"from": "human", "value": "<image>?"}], "img": A},
+        "the columns hold 0 image(s); give each placeholder its image; it also has: img",
+    ),
+}
+
+
+@pytest.mark.parametrize(("feature", "message"), UNFILLED.values(), ids=UNFILLED)
+def test_a_marker_that_nothing_fills_is_not_learnt_as_text(feature, message):
+    with pytest.raises(Refusal) as caught:
+        read_row(feature)
+    assert caught.value.reason == "media_count_mismatch"
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("feature", [MARKED, {"prompt": "<image>Total?", "completion": "5"}])
+def test_to_a_text_model_a_marker_is_text(feature):
+    row = read_row(feature, has_vision=False)
+    assert "<image>Total?" in (row.plain or row.texts())
+
+
+def test_an_answer_may_speak_of_markers():
+    answer = {"role": "assistant", "content": "The tag is <image>."}
+    assert read_row({"messages": [*USER, answer]}).messages[1] == answer
 
 
 @pytest.mark.parametrize(("feature", "reason", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
@@ -379,16 +448,3 @@ def test_one_sample_s_empty_column_is_its_own_fault(feature, seen):
     with pytest.raises(Refusal, match=seen) as caught:
         read_row(feature)
     assert caught.value.reason == "bad_row"
-
-
-@pytest.mark.parametrize("feature", [{}, {"image": A, "ground_truth": "{}"}, {"prompt": "a"}])
-def test_a_feature_without_a_conversation_is_a_mistake_of_the_setup(feature):
-    with pytest.raises(ConfigError) as caught:
-        read_row(feature)
-    message = str(caught.value)
-    assert (
-        "has none of the columns input_ids, messages, conversations, conversation, prompt (with completion)" in message
-    )
-    assert "set TrainingArguments(remove_unused_columns=False)" in message
-    assert "TRL's trainers keep only messages, prompt, completion, image and images" in message
-    assert all(column in message for column in feature)

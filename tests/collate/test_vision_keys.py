@@ -15,10 +15,12 @@ import transformers
 from PIL import Image
 
 from vlmpack.collate.vision_keys import (
+    KNOWN_KEYS,
     first_frame_size,
     has_image_keys,
     has_video_keys,
     image_size,
+    misspelt_key,
     number,
     per_clip_size,
     per_frame_size,
@@ -251,6 +253,28 @@ def test_none_is_absent_and_text_is_a_number():
     assert not has_video_keys({**absent, "fps": 2})
     assert has_video_keys({"total_pixels": 1})
     assert number({"sample_fps": "1.5"}, "sample_fps", 2.0) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_pixel", "max_pixels"),
+        ("maxPixels", "max_pixels"),
+        ("MIN_PIXELS", "min_pixels"),
+        ("total-pixels", "total_pixels"),
+        ("resize_height", "resized_height"),
+        ("nframe", "nframes"),
+    ],
+)
+def test_a_name_that_is_nearly_a_key_is_recognised(name, meant):
+    assert misspelt_key(name) == meant
+
+
+@pytest.mark.parametrize(
+    "name", [*KNOWN_KEYS, "height", "width", "video_id", "detail", "caption", "num_frames", "size"]
+)
+def test_keys_and_notes_are_not(name):
+    assert misspelt_key(name) is None
 
 
 # ---------------------------------------------------------------- refusals

@@ -77,7 +77,7 @@ class Encoder:
         if feature.get("input_ids") is not None:
             sample = read_tokenised(feature, self.facts, train_on=self.train_on)
         else:
-            sample = self._encode_row(read_row(feature), read)
+            sample = self._encode_row(read_row(feature, has_vision=self.facts.has_vision), read)
         check_sample(sample, self.facts)
         return sample
 
@@ -132,7 +132,9 @@ class Encoder:
             return ids, []
         spans = assistant_spans(ids, self.facts)
         self._check_turns(spans, sum(message["role"] == "assistant" for message in row.messages))
-        return ids, spans if row.trained_turns is None else spans[len(spans) - row.trained_turns :]
+        if row.trained_turns is None:
+            return ids, spans
+        return ids, [span for span, learnt in zip(spans, row.trained_turns, strict=True) if learnt]
 
     def _render(self, row: Row) -> str:
         if self.processor.chat_template is None:
@@ -170,11 +172,27 @@ class Encoder:
         self, plain: tuple[str, str], images: Sequence[Visual], videos: Sequence[Visual]
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """(ids, learnt span) of prompt and completion, tokenised apart as generation will do it; the end is learnt."""
-        prompt, completion = plain
+        prompt, completion = self._marked(plain[0], images, videos), plain[1]
         if not completion.rstrip().endswith(self.facts.eos_token):
             completion += self.facts.eos_token
         before, after = self._expand(prompt, images, videos), self._ids(completion)
         return np.concatenate((before, after)), [(len(before), len(before) + len(after))]
+
+    def _marked(self, prompt: str, images: Sequence[Visual], videos: Sequence[Visual]) -> str:
+        """A plain prompt with its `<image>` and `<video>` as placeholders, if it does not hold these itself."""
+        kinds = (("image", self.facts.image_token, len(images)), ("video", self.facts.video_token, len(videos)))
+        for kind, token, count in kinds:
+            marker = f"<{kind}>"
+            if not count or token in prompt:
+                continue
+            if prompt.count(marker) != count:
+                raise Refusal(
+                    "media_count_mismatch",
+                    f"its prompt holds {marker!r} {prompt.count(marker)} time(s) for {count} {kind}(s); write one for "
+                    "each, where it belongs in the text, or give prompt and completion as lists of messages",
+                )
+            prompt = prompt.replace(marker, f"{self.facts.vision_start}{token}{self.facts.vision_end}")
+        return prompt
 
     def _ids(self, text: str) -> np.ndarray:
         """Of everything that is tokenised, so that nothing that comes to the text by way of the template is missed."""

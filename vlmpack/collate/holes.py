@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
+from vlmpack.collate.absent import also_has
 from vlmpack.collate.refusal import Refusal
+from vlmpack.collate.vision_keys import misspelt_key
 
 Kind = Literal["image", "video"]
 
@@ -43,7 +45,32 @@ def fill_holes(messages: list[dict[str, Any]], present: Mapping[str, Any], kind:
         if not _split_at_markers(messages, kind, len(column)):
             _insert_holes(messages, kind, len(column))
         return column
-    return _fill(holes, column, kind)
+    return _fill(holes, column, present, kind)
+
+
+def check_markers(texts: Iterable[str], feature: Mapping[str, Any], *, found: Mapping[Kind, int]) -> None:
+    """Do nothing if users' texts hold no marker of a kind of which the sample has `found` none.
+
+    Raises:
+        Refusal: they do, so the marker would be learnt as text and the medium it stands for is missing.
+    """
+    whole = "\n".join(texts)
+    for kind, count in found.items():
+        marker = f"<{kind}>"
+        if marker in whole and not count:
+            raise Refusal(
+                "media_count_mismatch",
+                f"the user's text holds {marker!r} {whole.count(marker)} time(s), but the sample has no {kind} to put "
+                f"there ({_columns_of(kind, feature)}){also_has(feature)}; give it in a column {kind} or {kind}s, take "
+                "the marker out, or write it otherwise where it is meant as text",
+            )
+
+
+def _columns_of(kind: Kind, feature: Mapping[str, Any]) -> str:
+    """Why the columns of a kind hold nothing."""
+    there = [name for name in (kind, f"{kind}s") if name in feature]
+    said = [f"its {name} is {'None' if feature[name] is None else 'empty'}" for name in there]
+    return " and ".join(said) or f"it has no column {kind} or {kind}s"
 
 
 def column_media(present: Mapping[str, Any], kind: Kind) -> tuple[MediaRef, ...]:
@@ -107,14 +134,21 @@ def _insert_holes(messages: list[dict[str, Any]], kind: Kind, count: int) -> Non
     raise Refusal("media_count_mismatch", f"{count} {kind}(s), but no user message to put them in")
 
 
-def _fill(holes: list[dict[str, Any]], column: tuple[MediaRef, ...], kind: Kind) -> tuple[MediaRef, ...]:
+def _fill(
+    holes: list[dict[str, Any]], column: tuple[MediaRef, ...], present: Mapping[str, Any], kind: Kind
+) -> tuple[MediaRef, ...]:
     own = [_reference(part, kind) for part in holes]
     missing = own.count(None)
     if missing != len(column):
+        remedy = (
+            f"give each placeholder its {kind}{also_has(present) if missing > len(column) else ''}"
+            if missing
+            else f"every {kind} is in its message already: remove the column"
+        )
         raise Refusal(
             "media_count_mismatch",
             f"the messages have {missing} {kind} placeholder(s) without a source of their own, but the columns hold "
-            f"{len(column)} {kind}(s); give each placeholder its {kind}",
+            f"{len(column)} {kind}(s); {remedy}",
         )
     rest = iter(column)
     return tuple(_merge(next(rest), part) if ref is None else ref for part, ref in zip(holes, own, strict=True))
@@ -142,10 +176,34 @@ def _reference(item: Any, kind: Kind) -> MediaRef | None:
     source = {"bytes": item["bytes"], "path": item.get("path")} if item.get("bytes") is not None else item[key]
     if isinstance(source, Mapping) and "url" in source:
         source = source["url"]
+    if isinstance(source, Mapping):
+        _check_is_encoded(source, kind)
     return MediaRef(source=source, options=_options(item))
 
 
+def _check_is_encoded(source: Mapping[str, Any], kind: Kind) -> None:
+    """`Dataset.map` writes a PIL image that is nested in messages down as JSON of its attributes, without pixels."""
+    if {"mode", "size"} <= set(source) and not {"bytes", "path"} & set(source):
+        raise Refusal(
+            f"{kind}_source",
+            f"an {kind} is a dict of the attributes of a PIL image, without its pixels, as datasets.map stores an "
+            "image inside messages; make conversations when a sample is asked for (dataset.with_transform), or keep "
+            "images in a column of their own",
+        )
+
+
 def _options(item: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that say how the medium wants to be resized or sampled."""
+    """The keys that say how the medium wants to be resized or sampled.
+
+    Raises:
+        Refusal: one of them is nearly a known key, and would change nothing.
+    """
     taken = {"type", "text", "bytes", *_SOURCE_KEYS["image"], *_SOURCE_KEYS["video"]}
-    return {name: value for name, value in item.items() if name not in taken and value is not None}
+    options = {name: value for name, value in item.items() if name not in taken and value is not None}
+    for name in options:
+        if meant := misspelt_key(str(name)):
+            raise Refusal(
+                "vision_key",
+                f"beside an image or video stands the key {name!r}, which is not known; did you mean {meant!r}?",
+            )
+    return options

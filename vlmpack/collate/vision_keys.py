@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from PIL import Image
@@ -39,6 +40,11 @@ IMAGE_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 """Keys of an image element that choose its size."""
 VIDEO_KEYS = (*IMAGE_KEYS, "total_pixels")
 """The same for a video element."""
+KNOWN_KEYS = (
+    *VIDEO_KEYS,
+    *("sample_fps", "raw_fps", "fps", "nframes", "min_frames", "max_frames", "video_start", "video_end"),
+)
+"""All keys that qwen-vl-utils reads."""
 
 MAX_ASPECT_RATIO = 200
 IMAGE_TOKENS = (4, 16384)
@@ -62,6 +68,14 @@ def has_image_keys(element: Mapping[str, Any]) -> bool:
 def has_video_keys(element: Mapping[str, Any]) -> bool:
     """Whether the element chooses the size of its video's frames."""
     return any(element.get(key) is not None for key in VIDEO_KEYS)
+
+
+def misspelt_key(name: str) -> str | None:
+    """The key that a name is nearly; None: it is one itself, or like none (`height` and `video_id` are notes)."""
+    if name in KNOWN_KEYS:
+        return None
+    near = get_close_matches(name.lower().replace("-", "_"), KNOWN_KEYS, n=1, cutoff=0.85)
+    return near[0] if near else None
 
 
 def number(element: Mapping[str, Any], key: str, default: float) -> float:

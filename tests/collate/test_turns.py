@@ -1,0 +1,163 @@
+"""Turns: every one says something, in a role that is known, and is learnt unless its own flag says otherwise."""
+
+import pytest
+from chats import learnt, processor_of
+
+from vlmpack.collate import VLMCollator
+from vlmpack.collate.refusal import Refusal
+from vlmpack.collate.rows import read_row
+from vlmpack.collate.turns import ALIASES
+from vlmpack.errors import SampleError
+
+ASK = {"role": "user", "content": "2 + 2?"}
+SAY = {"role": "assistant", "content": "4"}
+SYSTEM = {"role": "system", "content": "Be short."}
+
+
+def refusal(feature):
+    with pytest.raises(Refusal) as caught:
+        read_row(feature)
+    assert caught.value.reason == "bad_row"
+    return str(caught.value)
+
+
+def learnt_text(feature, **settings):
+    labels = VLMCollator(processor_of(), **settings)([feature])["labels"]
+    return learnt(processor_of(), labels[0].numpy())
+
+
+# ---------------------------------------------------------------------- content
+
+
+def test_a_message_without_content_is_refused_with_the_keys_it_has():
+    message = refusal({"messages": [ASK, {"role": "assistant", "text": "4", "content": None}]})
+    assert message.startswith("messages[1] (assistant) has no content, and would be an empty turn; it has the keys")
+    assert "role, text, content (None): write what it says under 'content'" in message
+
+
+@pytest.mark.parametrize("key", ["tool_calls", "reasoning_content"])
+def test_an_answer_may_call_tools_or_think_without_content(key):
+    row = read_row({"messages": [ASK, {"role": "assistant", key: ["x"]}]})
+    assert row.messages[1] == {"role": "assistant", "content": "", key: ["x"]}
+    refusal({"messages": [ASK, {"role": "assistant", "content": None, key: []}]})
+
+
+# ---------------------------------------------------------------------- roles
+
+
+@pytest.mark.parametrize(("alias", "role"), ALIASES.items())
+def test_other_names_of_roles_are_understood_in_either_shape(alias, role):
+    assert read_row({"messages": [{"role": alias, "content": "x"}]}).messages[0]["role"] == role
+    assert read_row({"conversations": [{"from": alias, "value": "x"}]}).messages[0]["role"] == role
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        {"messages": [ASK, {"role": "Assistant", "content": "4"}]},
+        {"conversations": [{"from": "user", "value": "2 + 2?"}, {"from": "Assistant", "value": "4"}]},
+    ],
+)
+def test_an_unknown_role_is_refused_with_those_seen_and_those_known(feature):
+    message = refusal(feature)
+    assert "has a turn of the role 'Assistant', which is not known (did you mean 'assistant'?)" in message
+    assert "its roles are user, Assistant, and those that can be used system, user, assistant, tool, human" in message
+
+
+# ---------------------------------------------------------------------- the column `system`
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        {"messages": [ASK, SAY]},
+        {"messages": [SYSTEM, ASK, SAY]},
+        {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]},
+        {"prompt": [ASK], "completion": [SAY]},
+    ],
+    ids=["messages", "messages that say it too", "Qwen", "prompt and completion"],
+)
+def test_a_system_column_goes_in_front(turns):
+    assert read_row({"system": "Be short.", **turns}).messages == (SYSTEM, ASK, SAY)
+
+
+def test_an_empty_system_column_says_nothing():
+    assert read_row({"system": "", "messages": [SYSTEM, ASK]}).messages == (SYSTEM, ASK)
+    assert read_row({"system": "", "messages": [ASK]}).messages == (ASK,)
+
+
+@pytest.mark.parametrize(
+    ("feature", "seen"),
+    [
+        ({"messages": [SYSTEM, ASK]}, "the column system says 'Talk.' and the system message 'Be short.'; keep one"),
+        ({"prompt": "2 + 2?", "completion": "4"}, "a column system, str 'Talk.', which has no place in plain strings"),
+    ],
+)
+def test_a_system_column_that_has_no_place_is_refused(feature, seen):
+    assert seen in refusal({"system": "Talk.", **feature})
+
+
+def test_a_system_column_that_is_no_text_is_refused():
+    assert "the column system must be a text, got list" in refusal({"system": [SYSTEM], "messages": [ASK]})
+
+
+# ---------------------------------------------------------------------- what is learnt
+
+FLAGS = [("weight", 0), ("weight", 0.0), ("loss", False), ("loss", 0), ("train", False)]
+ON = [("weight", 1), ("loss", True), ("loss", 1), ("train", True), ("loss", None)]
+
+
+def two_answers(first=(), second=()):
+    answers = [{"role": "assistant", "content": "four", **dict([first] if first else [])}]
+    answers += [{"role": "assistant", "content": "six", **dict([second] if second else [])}]
+    return {"messages": [ASK, answers[0], {"role": "user", "content": "3 + 3?"}, answers[1]]}
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_an_answer_may_say_that_it_is_not_learnt(flag):
+    assert learnt_text(two_answers(first=flag)) == "six<|im_end|>"
+    assert learnt_text(two_answers(second=flag)) == "four<|im_end|>"
+    turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "a", **dict([flag])}]
+    assert read_row({"conversations": [*turns, {"from": "gpt", "value": "b"}]}).trained_turns == (False, True)
+
+
+@pytest.mark.parametrize("flag", ON)
+def test_or_that_it_is(flag):
+    assert read_row(two_answers(flag, flag)) == read_row(two_answers())
+    assert read_row(two_answers()).trained_turns is None
+
+
+def test_flags_hold_within_a_completion_and_do_not_bring_its_prompt_back():
+    turns = two_answers(second=("weight", 0))["messages"]
+    row = read_row({"prompt": [ASK, {**SAY, "weight": 1}, ASK], "completion": turns[1:]})
+    assert row.trained_turns == (False, True, False)
+
+
+def test_flags_do_not_reach_the_template():
+    assert [set(message) for message in read_row(two_answers(("loss", 0))).messages] == [{"role", "content"}] * 4
+
+
+def test_learning_everything_learns_them_too():
+    assert learnt_text(two_answers(first=("weight", 0)), train_on="all") == learnt_text(two_answers(), train_on="all")
+
+
+def test_with_no_answer_left_there_is_nothing_to_learn():
+    with pytest.raises(SampleError) as caught:
+        learnt_text(two_answers(("weight", 0), ("weight", 0)))
+    assert caught.value.reason == "no_targets"
+
+
+@pytest.mark.parametrize("value", [2, -1, 0.5, "0", "false", [0], float("nan")])
+def test_another_value_is_refused(value):
+    assert f"messages[1].weight is {value!r}; it says whether the turn is learnt" in refusal(
+        two_answers(first=("weight", value))
+    )
+
+
+def test_flags_that_contradict_each_other_are_refused():
+    answer = {**SAY, "weight": 0, "train": True}
+    assert "messages[1] has {'weight': 0, 'train': True}, which contradict" in refusal({"messages": [ASK, answer]})
+
+
+def test_flags_of_other_turns_say_nothing():
+    assert read_row({"messages": [{**ASK, "weight": 0.5}, SAY]}).messages == (ASK, SAY)

@@ -1,0 +1,82 @@
+"""What to say where a column is not there, or is called something else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from vlmpack.collate.refusal import Refusal
+
+CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "prompt")
+"""A feature with none of these and no `input_ids` is not a sample."""
+
+MEDIA_COLUMNS = ("image", "images", "video", "videos")
+_RECEIPT_COLUMNS = ("image", "ground_truth")
+_TEXT_COLUMNS = ("input_ids", *CONVERSATION_COLUMNS, "completion")
+_READ = {*_TEXT_COLUMNS, *MEDIA_COLUMNS, "system", "tools", "chat_template_kwargs", "id", "sample_id"}
+_KEPT = {*MEDIA_COLUMNS, "id", "sample_id", "length", "label", "labels", "label_ids", "attention_mask", "position_ids"}
+"""All that HF Trainer or TRL may leave of a sample whose text they dropped."""
+_MANY = 12
+"""Columns that are named in an error."""
+
+
+def check_columns_filled(feature: Mapping[str, Any]) -> None:
+    """A column that is there but None is this sample's fault; one that is not there at all is the setup's.
+
+    Raises:
+        Refusal: `bad_row`, with the columns that are None.
+    """
+    empty = [name for name in _TEXT_COLUMNS if feature.get(name, "") is None]
+    if empty:
+        raise Refusal("bad_row", f"its {' and '.join(empty)} is None; fill it, or leave the sample out of the data set")
+
+
+def no_columns(feature: Mapping[str, Any]) -> str:
+    """The error of a feature with none of the columns that hold a sample's text."""
+    return (
+        f"a feature has none of the columns input_ids, {', '.join(CONVERSATION_COLUMNS)} (with completion); it has: "
+        f"{_listed(feature) or 'none at all'}. {_remedy(feature)}"
+    )
+
+
+def also_has(feature: Mapping[str, Any]) -> str:
+    """The columns that nothing reads, one of which may be a misspelt one, at the end of an error; mostly nothing."""
+    unread = {name: value for name, value in feature.items() if name not in _READ and value is not None}
+    return f"; it also has: {_listed(unread)}" if unread else ""
+
+
+def _remedy(feature: Mapping[str, Any]) -> str:
+    if all(name in feature for name in _RECEIPT_COLUMNS):
+        return (
+            "These are receipts as CORD has them: make a conversation of each with vlmpack.data.to_conversation, or "
+            "let open_dataset read them"
+        )
+    near = [f"{name!r}: did you mean {meant!r}?" for name in feature if (meant := _meant(str(name)))]
+    if near:
+        return f"{' '.join(near)} Rename the column"
+    if "prompt" in feature or "completion" in feature:
+        return "A prompt comes with its completion: give both, or write them as messages"
+    if not any(_may_be_text(value) for name, value in feature.items() if name not in _KEPT):
+        return (
+            "HF Trainer drops dataset columns that the model's forward does not name before the collator sees "
+            "them: set TrainingArguments(remove_unused_columns=False). TRL's trainers keep only messages, prompt, "
+            "completion, image and images even then: rename a `conversation` column to `messages`, and write videos "
+            "into the messages"
+        )
+    return "Rename the column with the conversation to messages, or make messages of your columns: a list of turns"
+
+
+def _meant(name: str) -> str:
+    """The column of a sample's text that a name is nearly, and not quite."""
+    near = get_close_matches(name.lower(), _TEXT_COLUMNS, n=1, cutoff=0.8)
+    return near[0] if near and name not in _TEXT_COLUMNS else ""
+
+
+def _may_be_text(value: Any) -> bool:
+    return isinstance(value, str | list | tuple | Mapping)
+
+
+def _listed(feature: Mapping[str, Any]) -> str:
+    names = sorted(map(str, feature))
+    return ", ".join(names[:_MANY]) + (f" and {len(names) - _MANY} more" if len(names) > _MANY else "")
