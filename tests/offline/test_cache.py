@@ -151,11 +151,13 @@ CHANGED = {
     "other keys": {**BASE, "images": [{"image": picture(90, 60), "max_pixels": 5001}]},
     "plain": PLAIN,
     "plain prompt": {**PLAIN, "prompt": "2 + 3 ="},
-    "only its last turn is learnt": {
+    "both its answers are learnt": {**BASE, "messages": 2 * BASE["messages"], "images": 2 * [picture(90, 60)]},
+    "only its last answer is learnt": {
         **BASE,
         "messages": None,
-        "prompt": BASE["messages"][:1],
+        "prompt": (2 * BASE["messages"])[:3],
         "completion": BASE["messages"][1:],
+        "images": 2 * [picture(90, 60)],
     },
     "a video": {**chat("?", "a"), "video": [picture(90, 60)]},
     "a longer video": {**chat("?", "a"), "video": [picture(90, 60)] * 2},
