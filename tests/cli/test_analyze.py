@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from vlmpack.cli import app
-from vlmpack.cli.analyze_run import Analysis
+from vlmpack.cli.analyze_run import Analysis, Packing
 from vlmpack.cli.analyze_table import bars, print_analysis
 from vlmpack.plan import LengthTable, PaddedRecipe, Refused
 
@@ -50,7 +50,8 @@ def table_of(lengths: list[int], refused: tuple[Refused, ...] = ()) -> LengthTab
 
 
 def printed(table: LengthTable, *, source: str = "mine", width: int = 80) -> str:
-    analysis = Analysis.of(table, [20], source=source, recipe=PaddedRecipe(per_device_batch=2))
+    packing = Packing(capacities=(20,), recipe=PaddedRecipe(per_device_batch=2))
+    analysis = Analysis.of(table, packing, source=source)
     file = io.StringIO()
     print_analysis(analysis, Console(file=file, width=width))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
@@ -123,6 +124,31 @@ class TestCommand:
         assert refused.stdout == ""
         assert f"vlmpack: --out {tmp_path / place} cannot be a folder (" in refused.stderr
         assert "Traceback" not in refused.stderr
+
+    @pytest.mark.parametrize(
+        ("arguments", "told"),
+        [
+            (["--strategy", "typo"], "vlmpack: there is no strategy 'typo'; choose from exact_fill, "),
+            (["--strategy", "nf", "--max-images", "2"], "vlmpack: next_fit knows tokens only, not images; choose "),
+            (["--overlength", "drp"], "vlmpack: --overlength drp: choose error, drop or truncate"),
+            (["--overlength", "drop"], "vlmpack: --overlength drop needs --max-length, the most tokens"),
+            (["--split", "test"], "vlmpack: --split test: "),
+        ],
+    )
+    def test_what_cannot_be_asked_for_is_refused_before_anything_is_measured(
+        self, arguments: list[str], told: str, chats: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("vlmpack.offline.measure_lengths", None)
+        refused = analyze(chats, *arguments)
+        assert refused.exit_code == 2
+        assert refused.stderr.startswith(told)
+
+    def test_a_json_file_has_no_splits(self, chats: str) -> None:
+        assert "a JSON file, which is one split, whatever it is called" in analyze(chats, "--split", "test").stderr
+
+    def test_what_is_told_of_samples_names_options(self, chats: str) -> None:
+        told = " ".join(analyze(chats, "--max-length", "100").stdout.split())
+        assert "but --max-length 100; raise --max-length, lower --max-pixels, or choose --overlength drop or" in told
 
     def test_where_no_sample_can_be_used_it_fails(self, tmp_path: Path) -> None:
         path = tmp_path / "bad.jsonl"

@@ -89,6 +89,18 @@ def test_too_few_records_are_refused_in_one_line(tmp_path: Path) -> None:
     assert "nothing" in result.stderr
 
 
+def test_a_file_that_holds_no_receipts_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "2 + 2?", "completion": "4"}')
+    result = CliRunner().invoke(app, ["demo", "--data", str(tmp_path / "chats.jsonl")])
+    assert result.exit_code == 2
+    assert "the demo trains on receipts alone, with the columns image and ground_truth of CORD" in result.stderr
+
+
+def test_a_device_that_there_is_not_is_refused_in_one_line() -> None:
+    result = CliRunner().invoke(app, ["demo", "--device", "gpu"])
+    assert (result.exit_code, result.stderr) == (2, "vlmpack: --device gpu: choose cpu or cuda\n")
+
+
 def test_a_file_in_the_place_of_the_folder_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("mine")
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "out")])

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from vlmpack.cli.inputs import named_processor, open_inputs
+from vlmpack.cli.inputs import InputOptions, Inputs, open_inputs
+from vlmpack.cli.processors import named_processor
 from vlmpack.data import tiny_processor
 from vlmpack.data.pretrained import save_processor
 from vlmpack.errors import ConfigError, FamilyError, SampleError
 from vlmpack.families.tiny import tiny_config
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+
+
+def opened(dataset: str, **options: Any) -> Inputs:
+    return open_inputs(InputOptions(dataset=dataset, **options))
 
 
 @pytest.fixture
@@ -29,7 +35,7 @@ def test_the_built_in_processor_is_that_of_a_family() -> None:
 
 
 def test_receipts_for_it_are_small() -> None:
-    inputs = open_inputs("synthetic", processor="tiny", num=2, seed=5)
+    inputs = opened("synthetic", processor="tiny", num=2, seed=5)
     assert len(inputs.dataset) == 2
     assert inputs.dataset[0]["conversation"][0]["content"][0]["image"].width < 500
     assert inputs.collator.outline(inputs.dataset[0]).num_tokens > 100
@@ -37,7 +43,7 @@ def test_receipts_for_it_are_small() -> None:
 
 @pytest.mark.parametrize("processor", ["tiny", "tiny:qwen3"])
 def test_texts_go_with_a_vision_model_and_with_a_text_model(chats: str, processor: str) -> None:
-    inputs = open_inputs(chats, processor=processor)
+    inputs = opened(chats, processor=processor)
     outlines = [inputs.collator.outline(inputs.dataset[at]) for at in range(3)]
     assert all(outline.num_targets > 0 for outline in outlines)
 
@@ -51,33 +57,36 @@ def test_a_folder_of_a_vision_model_and_one_of_a_text_model(tmp_path: Path) -> N
     tiny_config("qwen3").save_pretrained(tmp_path / "blind")
     named_processor("tiny:qwen3").save_pretrained(tmp_path / "blind")
     assert type(named_processor(str(tmp_path / "seeing"))) is type(processor)
+    (tmp_path / "seeing" / "config.json").unlink()
+    assert type(named_processor(str(tmp_path / "seeing"))) is type(processor)
     assert "<|im_start|>assistant" in named_processor(str(tmp_path / "blind")).apply_chat_template(CHAT, tokenize=False)
 
 
 def test_the_most_tokens_of_a_sample(chats: str) -> None:
-    inputs = open_inputs(chats, processor="tiny", max_length=5)
+    inputs = opened(chats, processor="tiny", max_length=5)
     with pytest.raises(SampleError, match="max_length=5"):
         inputs.collator.outline(inputs.dataset[0])
 
 
 def test_the_largest_area_of_an_image_is_the_processors_own_or_the_one_given(chats: str) -> None:
     """64 squares of 32 x 32 pixels; what is measured is what is cut."""
-    free, bound = (open_inputs("synthetic", processor="tiny", num=1, max_pixels=area) for area in (None, 64 * 32**2))
+    free, bound = (opened("synthetic", processor="tiny", num=1, max_pixels=area) for area in (None, 64 * 32**2))
     tokens = [int((one.collator.outline(one.dataset[0]).types != 0).sum()) for one in (free, bound)]
     assert tokens[1] <= 64 < tokens[0]
     pixels = bound.collator.collate([bound.dataset[0]]).media.pixel_values
     assert pixels is not None
     assert len(pixels) == 4 * tokens[1]
     with pytest.raises(ConfigError, match="--max-pixels 9: the processor enlarges images to 4096 pixels at least"):
-        open_inputs(chats, processor="tiny", max_pixels=9)
+        opened(chats, processor="tiny", max_pixels=9)
     with pytest.raises(ConfigError, match="--max-pixels 9: a text model has no images"):
-        open_inputs(chats, processor="tiny:qwen3", max_pixels=9)
+        opened(chats, processor="tiny:qwen3", max_pixels=9)
 
 
 def test_what_is_not_there_is_refused(chats: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--processor .*nowhere: nothing there can be read"):
-        open_inputs(chats, processor=str(tmp_path / "nowhere"))
+        opened(chats, processor=str(tmp_path / "nowhere"))
     with pytest.raises(FamilyError, match="llama: unknown family"):
         named_processor("tiny:llama")
-    with pytest.raises(ConfigError, match="--overlength cut: choose error, drop, truncate"):
-        open_inputs(chats, processor="tiny", max_length=5, overlength="cut")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=rf"--processor .*config.json is a file; give its folder: {tmp_path}$"):
+        named_processor(str(tmp_path / "config.json"))

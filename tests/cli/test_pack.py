@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from chats import picture, processor_of
 from offline.stores import digests, encoded
 from typer.testing import CliRunner, Result
 
+from vlmpack import plan
 from vlmpack.cli import app
+from vlmpack.cli.options import OVERLENGTH
+from vlmpack.cli.pack import IMAGES, ON_BAD, OVERSIZE, TRAIN_ON
 from vlmpack.cli.pack_table import size
-from vlmpack.offline import Manifest, PackedDataset
+from vlmpack.collate.collator import OnBad, Overlength, TrainOn
+from vlmpack.offline import Manifest, PackedDataset, media
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +96,10 @@ def test_the_plan_counts_multiples_of_slots_and_of_rows(source: Path, tmp_path: 
     [
         (("--on-bad", "raise"), "vlmpack: sample 6 (id 's6'): none of its"),
         (("--oversize", "error"), "vlmpack: sample 7 (id 's7'): does not fit a row of 64 tokens"),
-        (("--oversize", "keep"), "vlmpack: oversize must be one of error, drop, own_row, got 'keep'"),
-        (("--images", "pixels"), "vlmpack: images must be one of bytes, reference, got 'pixels'"),
-        (("--on-bad", "ignore"), "vlmpack: on_bad='ignore' is not known; choose one of 'raise', 'skip'"),
-        (("--train-on", "user"), "vlmpack: train_on='user' is not known; choose one of 'assistant', 'all'"),
+        (("--oversize", "keep"), "vlmpack: --oversize keep: choose error, drop or own_row"),
+        (("--images", "pixels"), "vlmpack: --images pixels: choose bytes or reference"),
+        (("--on-bad", "ignore"), "vlmpack: --on-bad ignore: choose raise or skip"),
+        (("--train-on", "user"), "vlmpack: --train-on user: choose assistant or all"),
         (("--pad-seq-to-mult", 7), "vlmpack: a capacity of 64 tokens is no multiple of 7"),
         (("--processor", "nowhere"), "vlmpack: --processor nowhere"),
     ],
@@ -104,6 +108,41 @@ def test_a_refusal_is_one_line(source: Path, tmp_path: Path, change: tuple[Any, 
     failed = pack(source, tmp_path / "rows", *GOOD, *change)
     assert failed.exit_code == 2
     assert failed.output.strip().startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (("--on-bad", "raise"), "1 sample(s) cannot be used in all; --on-bad skip leaves them out and lists them"),
+        (("--oversize", "error"), "or choose --oversize drop or --oversize own_row"),
+    ],
+)
+def test_a_refusal_names_options_where_the_library_names_arguments(
+    source: Path, tmp_path: Path, change: tuple[Any, ...], told: str
+) -> None:
+    assert told in pack(source, tmp_path / "rows", *GOOD, *change).stderr
+
+
+def test_so_does_what_is_told_of_samples_left_out(source: Path, tmp_path: Path) -> None:
+    assert "raise the limit, or choose --oversize own_row" in pack(source, tmp_path / "rows", *GOOD).stdout
+
+
+def test_pictures_in_no_file_are_refused_before_any_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vlmpack.offline.write_rows", None)
+    few = ("--processor", "tiny", "--capacity", 3000, "--num", 2, "--images", "reference")
+    refused = pack("synthetic", tmp_path / "rows", *few)
+    assert refused.exit_code == 2
+    assert "lies in no file that a store could refer to; keep --images bytes" in refused.stderr
+
+
+def test_the_words_of_options_are_those_of_the_library() -> None:
+    assert OVERSIZE == plan.OVERSIZE
+    assert IMAGES == media.IMAGES
+    assert get_args(OnBad) == ON_BAD
+    assert get_args(TrainOn) == TRAIN_ON
+    assert get_args(Overlength) == OVERLENGTH
 
 
 def test_other_settings_do_not_go_into_the_same_folder(source: Path, tmp_path: Path) -> None:

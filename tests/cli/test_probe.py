@@ -81,7 +81,7 @@ def test_json_is_the_whole_report(folder: str) -> None:
 
 def test_a_tiny_copy_a_back_end_and_a_precision_can_be_asked_for(tmp_path: Path) -> None:
     tiny_config("qwen3", hidden=192, layers=5).save_pretrained(tmp_path)
-    result = run(str(tmp_path), "--tiny", "--dtype", "bfloat16", "--attn", "eager_mask")
+    result = run(str(tmp_path), "--tiny", "--dtype", "bfloat16", "--attention", "eager_mask")
     assert result.exit_code == 0, result.output
     assert "a tiny copy with random weights: as asked" in words(result.stdout)
     assert "cpu, bfloat16, attention by eager_mask" in result.stdout
@@ -93,6 +93,7 @@ def test_a_tiny_copy_a_back_end_and_a_precision_can_be_asked_for(tmp_path: Path)
         (["nowhere/at-all"], "no configuration can be read there"),
         (["--dtype", "int8", "x"], "--dtype int8: choose float32 or bfloat16"),
         (["--device", "tpu", "x"], "--device tpu: choose cpu or cuda"),
+        (["--attention", "flash", "x"], "--attention flash; it is one of auto, "),
     ],
 )
 def test_what_cannot_be_done_is_one_clear_line(arguments: list[str], said: str) -> None:
@@ -100,6 +101,29 @@ def test_what_cannot_be_done_is_one_clear_line(arguments: list[str], said: str) 
     assert result.exit_code == 2
     assert said in words(result.stderr)
     assert "Traceback" not in result.output
+
+
+def test_the_file_of_a_model_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    result = run(str(tmp_path / "config.json"))
+    assert result.exit_code == 2
+    assert result.stderr == f"vlmpack: {tmp_path / 'config.json'} is a file; give its folder: {tmp_path}\n"
+
+
+@pytest.mark.parametrize(("name", "family"), [("tiny", "qwen3_vl"), ("tiny:qwen3", "qwen3")])
+def test_a_model_can_be_made_here(name: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def noted(model: Any, processor: Any, **settings: Any) -> Report:
+        given.extend((model, processor, settings["weights"]))
+        return report_of()
+
+    monkeypatch.setattr("vlmpack.proof.probe", noted)
+    assert run(name).exit_code == 0
+    model, processor, weights = given
+    assert model.config.model_type == family
+    assert (processor is not None) == (family == "qwen3_vl")
+    assert weights == "made here with random weights"
 
 
 def test_weights_that_are_cut_off_are_no_answer_about_leaks(folder: str) -> None:

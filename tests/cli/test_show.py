@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from vlmpack.cli import app
-from vlmpack.cli.inputs import open_inputs
+from vlmpack.cli.inputs import InputOptions, open_inputs
 from vlmpack.layout import SlotRule
 from vlmpack.offline import StoreSettings, write_rows
 
@@ -74,7 +74,7 @@ def test_images_are_capitals() -> None:
 def test_a_packed_folder_is_shown_as_it_was_packed(tokens: str, tmp_path: Path) -> None:
     """In slots of four tokens, without the processor."""
     pytest.importorskip("pyarrow", reason="waits for pyarrow (extra [data])")
-    inputs = open_inputs(tokens, processor="tiny", slots=SlotRule(multiple=4))
+    inputs = open_inputs(InputOptions(dataset=tokens, processor="tiny"), slots=SlotRule(multiple=4))
     write_rows(inputs.dataset, tmp_path / "packed", inputs.collator, StoreSettings(capacity=12))
     folder = str(tmp_path / "packed")
     assert said(folder)[:6] == [
@@ -86,6 +86,32 @@ def test_a_packed_folder_is_shown_as_it_was_packed(tokens: str, tmp_path: Path) 
         "a 0: 6   b second: 4",
     ]
     assert " 0 aaa.bbbbbbb." in said(folder, "--row", "1")
+    assert show(folder, "--row", "0", "--row", "2").stdout == ""
+
+
+@pytest.mark.parametrize("verb", [["analyze"], ["pack", "out", "--capacity", "9"]])
+def test_a_packed_folder_is_no_data_set(verb: list[str], tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    refused = CliRunner().invoke(app, [verb[0], str(tmp_path), *verb[1:], "--processor", "tiny"])
+    assert refused.exit_code == 2
+    assert refused.stderr == (
+        f"vlmpack: {tmp_path} is packed already: `vlmpack pack` wrote it. `vlmpack show {tmp_path}` shows its rows; "
+        "give the data set that it was made of\n"
+    )
+
+
+def test_what_is_not_there_is_said_to_be_missing_with_a_processor_and_without(tmp_path: Path) -> None:
+    lost = str(tmp_path / "lost")
+    assert f"there is no file or folder {lost} here" in show(lost).stderr
+    assert f"'{lost}' is no file or folder here and no hub id" in show(lost, "--processor", "tiny").stderr
+
+
+def test_a_row_for_which_there_are_too_few_samples_is_refused_before_they_are_measured(
+    tokens: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vlmpack.offline.measure_lengths", None)
+    refused = show(tokens, "--processor", "tiny", "--row", "4")
+    assert refused.stderr == "vlmpack: --row 4: there are at most 4 rows, 0 to 3\n"
 
 
 @pytest.mark.parametrize(

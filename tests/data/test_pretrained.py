@@ -58,6 +58,31 @@ def loads_again(folder: Path, processor: Any) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_loaded_processor_is_saved_and_loaded_without_its_model(family: str, tmp_path: Path) -> None:
+    processor = tiny_processor(family)
+    tiny_config(family, processor=processor).save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    load_processor(tmp_path / "model").save_pretrained(tmp_path / "alone")
+    assert not (tmp_path / "alone" / "config.json").exists()
+    assert type(load_processor(tmp_path / "alone")) is type(processor)
+    loads_again(tmp_path / "alone", processor)
+
+
+def test_the_patches_tell_the_class_where_there_is_only_one_for_them(tmp_path: Path) -> None:
+    for family in ("qwen3_vl", "qwen2_vl"):
+        tiny_processor(family).save_pretrained(tmp_path / family)
+    assert type(load_processor(tmp_path / "qwen3_vl")) is type(tiny_processor("qwen3_vl"))
+    with pytest.raises(ConfigError, match=r"may hold Qwen2VLProcessor or Qwen2_5_VLProcessor: .* copy the config.json"):
+        load_processor(tmp_path / "qwen2_vl")
+
+
+def test_a_processor_of_another_class_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "LlavaProcessor"}))
+    with pytest.raises(FamilyError, match=r"no LlavaProcessor is known here, .* there are Qwen2VLProcessor, "):
+        load_processor(tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_processor_saves_itself_as_others_do(family: str, tmp_path: Path) -> None:
     processor = tiny_processor(family)
     tiny_config(family, processor=processor).save_pretrained(tmp_path / "new")

@@ -8,55 +8,70 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlmpack.cli.inputs import (
+from vlmpack.cli.need import need
+from vlmpack.cli.options import (
     CacheOption,
     DatasetArgument,
+    ImagesOption,
+    JsonOption,
     MaxLengthOption,
     MaxPixelsOption,
     NumOption,
     OverlengthOption,
+    PatchesOption,
     ProcessorOption,
     SeedOption,
     SplitOption,
     WorkersOption,
 )
-from vlmpack.cli.need import need
+from vlmpack.cli.refusal import in_options
 from vlmpack.errors import ConfigError
 
 if TYPE_CHECKING:
     from vlmpack.cli.analyze_run import Analysis
     from vlmpack.plan import PaddedRecipe
 
+CapacitiesOption = Annotated[
+    list[int] | None, typer.Option(min=1, help="Tokens of a row, once or more; by default 12000, 16000 and 20000.")
+]
+RanksOption = Annotated[int, typer.Option(min=1, help="Ranks.")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Samples of a padded batch, on each rank.")]
+AccumulationOption = Annotated[int | None, typer.Option(min=1, help="Padded batches that are added up.")]
+UpdateOption = Annotated[
+    int | None, typer.Option(min=1, help="Samples that an update sees, instead of --accumulation.")
+]
+RowsOption = Annotated[int, typer.Option(min=1, help="Packed rows of a batch, on each rank.")]
+StrategyOption = Annotated[str, typer.Option(help="How samples are placed: exact_fill, rolling_fill, ...")]
+EstimateOption = Annotated[
+    bool, typer.Option("--estimate", help="Count ceil(H/32) x ceil(W/32) tokens an image: no resize rule is used.")
+]
+OutOption = Annotated[Path | None, typer.Option(help="Folder for a PNG of the histograms, and all numbers.")]
+
 
 def analyze(
+    ctx: typer.Context,
     dataset: DatasetArgument,
     processor: ProcessorOption,
-    capacity: Annotated[
-        list[int] | None, typer.Option(min=1, help="Tokens of a row, once or more; by default 12000, 16000 and 20000.")
-    ] = None,
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks.")] = 1,
-    per_device_batch: Annotated[int, typer.Option(min=1, help="Samples of a padded batch, on each rank.")] = 8,
-    accumulation: Annotated[int | None, typer.Option(min=1, help="Padded batches that are added up.")] = None,
-    samples_per_update: Annotated[
-        int | None, typer.Option(min=1, help="Samples that an update sees, instead of --accumulation.")
-    ] = None,
-    rows_per_device: Annotated[int, typer.Option(min=1, help="Packed rows of a batch, on each rank.")] = 1,
-    strategy: Annotated[str, typer.Option(help="How samples are placed: exact_fill, rolling_fill, ...")] = "exact_fill",
-    max_patches: Annotated[int | None, typer.Option(min=1, help="Most vision patches in a row.")] = None,
-    max_images: Annotated[int | None, typer.Option(min=1, help="Most images and videos in a row.")] = None,
+    capacity: CapacitiesOption = None,
+    world_size: RanksOption = 1,
+    per_device_batch: BatchOption = 8,
+    accumulation: AccumulationOption = None,
+    samples_per_update: UpdateOption = None,
+    rows_per_device: RowsOption = 1,
+    strategy: StrategyOption = "exact_fill",
+    max_patches: PatchesOption = None,
+    max_images: ImagesOption = None,
     split: SplitOption = "train",
     num: NumOption = None,
     seed: SeedOption = 0,
     max_length: MaxLengthOption = None,
     overlength: OverlengthOption = "error",
     max_pixels: MaxPixelsOption = None,
-    estimate: Annotated[
-        bool, typer.Option("--estimate", help="Count ceil(H/32) x ceil(W/32) tokens an image: no resize rule is used.")
-    ] = False,
+    estimate: EstimateOption = False,
     workers: WorkersOption = 0,
     cache: CacheOption = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for a PNG of the histograms, and all numbers.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    out: OutOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure how long samples are, and simulate packing them: what it saves, and the gradient accumulation to set.
 
@@ -67,47 +82,34 @@ def analyze(
     """
     if out is not None:
         need("analyze --out", "matplotlib", extra="plots")
-    recipe = _recipe(world_size, per_device_batch, accumulation, samples_per_update)
 
     from rich.console import Console
 
-    from vlmpack.cli.analyze_run import Analysis
+    from vlmpack.cli.analyze_run import Analysis, Packing
     from vlmpack.cli.analyze_table import print_analysis
     from vlmpack.cli.folder import made_folder
-    from vlmpack.cli.inputs import measured, open_inputs
-    from vlmpack.plan import CAPACITIES
+    from vlmpack.cli.inputs import InputOptions, measured, open_inputs
 
-    console = Console(quiet=as_json)
-    inputs = open_inputs(
-        dataset,
-        processor=processor,
-        split=split,
-        num=num,
-        seed=seed,
-        max_length=max_length,
-        overlength=overlength,
-        max_pixels=max_pixels,
-    )
+    packing = Packing(
+        capacities=tuple(capacity or Packing.capacities), rows_per_device=rows_per_device, strategy=strategy,
+        recipe=_recipe(world_size, per_device_batch, accumulation, samples_per_update),
+        max_patches=max_patches, max_images=max_images,
+    )  # fmt: skip
+    inputs = open_inputs(InputOptions(
+        dataset=dataset, processor=processor, split=split, num=num, seed=seed, max_length=max_length,
+        overlength=overlength, max_pixels=max_pixels,
+    ))  # fmt: skip
     if out is not None:
         made_folder("--out", out)
-    analysis = Analysis.of(
-        measured(inputs, console, workers=workers, cache=cache, estimate=estimate),
-        capacity or CAPACITIES,
-        source=dataset,
-        recipe=recipe,
-        is_estimate=estimate,
-        rows_per_device=rows_per_device,
-        strategy=strategy,
-        max_patches=max_patches,
-        max_images=max_images,
-    )
-    print_analysis(analysis, console)
-    if out is not None:
-        for path in _save(analysis, out):
-            console.print(f"written: {path}", highlight=False, markup=False)
+    console = Console(quiet=as_json)
+    table = measured(inputs, console, workers=workers, cache=cache, estimate=estimate)
+    analysis = Analysis.of(table, packing, source=dataset, is_estimate=estimate)
+    print_analysis(analysis, console, say=in_options(ctx.command))
+    for path in _save(analysis, out) if out is not None else ():
+        console.print(f"written: {path}", highlight=False, markup=False)
     if as_json:
         typer.echo(json.dumps(analysis.to_dict(), indent=2))
-    raise typer.Exit(0 if len(analysis.table) else 1)
+    raise typer.Exit(0 if len(table) else 1)
 
 
 def _recipe(

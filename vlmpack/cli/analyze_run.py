@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
 import numpy as np
 
-from vlmpack.plan import LengthTable, PaddedRecipe, Padding, Simulation, Summary, simulate, summary
+from vlmpack.plan import CAPACITIES, LengthTable, PaddedRecipe, Padding, Simulation, Summary, simulate, summary
 
 DRAWN = ("tokens", "text", "image", "video")
 """Columns that are drawn as histograms."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """How samples would be packed. Settings that cannot be are refused here, before a sample is measured."""
+
+    recipe: PaddedRecipe
+    """How they would be trained without packing: its samples per update are kept."""
+    capacities: tuple[int, ...] = CAPACITIES
+    """Of rows, in tokens; each is tried."""
+    rows_per_device: int = 1
+    """Rows of a batch, on each rank."""
+    strategy: str = "exact_fill"
+    """How samples are placed, see `plan_bins`."""
+    max_patches: int | None = None
+    """Most patches of the vision tower in a row; None: no limit."""
+    max_images: int | None = None
+    """Most images and videos in a row; None: no limit."""
+
+    def __post_init__(self) -> None:
+        one, zero = np.ones(1, np.int64), np.zeros(1, np.int64)
+        columns = dict.fromkeys(("image_tokens", "video_tokens", "images", "videos", "patches", "targets"), zero)
+        self.of(LengthTable(sample_ids=zero, text_tokens=one, **columns))
+
+    def of(self, table: LengthTable) -> tuple[Simulation, ...]:
+        """The table packed into rows of every capacity; a table without samples is packed into none.
+
+        Raises:
+            ConfigError: a setting that is not known, below 1, or contradicts another.
+        """
+        settings = {name: value for name, value in vars(self).items() if name != "capacities"}
+        return tuple(simulate(table, each, **settings) for each in self.capacities) if len(table) else ()
 
 
 @final
@@ -31,35 +63,20 @@ class Analysis:
     """Whether image tokens are estimated by their size alone."""
 
     @classmethod
-    def of(
-        cls,
-        table: LengthTable,
-        capacities: Sequence[int],
-        *,
-        source: str,
-        recipe: PaddedRecipe,
-        is_estimate: bool = False,
-        **settings: Any,
-    ) -> Analysis:
-        """Pack the table into rows of every capacity; a table without samples is packed into none.
+    def of(cls, table: LengthTable, packing: Packing, *, source: str, is_estimate: bool = False) -> Analysis:
+        """Pack the table.
 
         Args:
             table: what is known of the samples.
-            capacities: of rows, in tokens.
+            packing: how they are packed.
             source: what the data set is called.
-            recipe: how they would be trained without packing.
             is_estimate: whether image tokens are estimated.
-            settings: further ones of `simulate`.
-
-        Raises:
-            ConfigError: a number that is not whole or below 1.
         """
-        simulations = (simulate(table, each, recipe=recipe, **settings) for each in capacities)
         return cls(
             source=source,
             table=table,
-            recipe=recipe,
-            simulations=tuple(simulations) if len(table) else (),
+            recipe=packing.recipe,
+            simulations=packing.of(table),
             is_estimate=is_estimate,
         )
 

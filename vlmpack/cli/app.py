@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from vlmpack import __version__
 from vlmpack.cli import analyze, bench, demo, doctor, pack, probe, show
+from vlmpack.cli.refusal import in_options
 from vlmpack.errors import VlmpackError
 
 
@@ -25,7 +26,8 @@ class ClearErrors(TyperGroup):
         try:
             return super().invoke(ctx)
         except VlmpackError as error:
-            typer.secho(f"vlmpack: {error}", err=True, fg=typer.colors.RED)
+            said = in_options(self.commands[ctx.invoked_subcommand])(str(error))
+            typer.secho(f"vlmpack: {said}", err=True, fg=typer.colors.RED)
             raise typer.Exit(2) from error
 
 

@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from vlmpack.cli.need import need
+from vlmpack.cli.options import DEVICES, DTYPES, one_of
+from vlmpack.cli.processors import refuse_file
 from vlmpack.errors import ConfigError
 
-DTYPES = ("float32", "bfloat16")
 Steps = Annotated[int, typer.Option(min=1, help="Optimiser steps of each training.")]
 BatchSize = Annotated[int, typer.Option(min=2, help="Samples in a step.")]
 Model = Annotated[
@@ -26,9 +27,12 @@ def demo(
         str,
         typer.Option(help='"synthetic" draws receipts; or a hub id (naver-clova-ix/cord-v2), folder or parquet file.'),
     ] = "synthetic",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(callback=one_of(*DEVICES), help="cpu or cuda.")] = "cpu",
     dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16; by default bfloat16 for a given model on cuda.")
+        str | None,
+        typer.Option(
+            callback=one_of(*DTYPES), help="float32 or bfloat16; by default bfloat16 for a given model on cuda."
+        ),
     ] = None,
     steps: Steps = 20,
     batch_size: BatchSize = 8,
@@ -40,12 +44,13 @@ def demo(
     By default: a small Qwen3-VL, drawn receipts, no GPU, no network, about a minute on two cores.
     """
     need("demo", "accelerate", "matplotlib", extra="demo")
+    _check_receipts(data)
+    if model is not None:
+        refuse_file("--model", model)
     # Read when torch is first imported. On a machine that others use too, threads that spin while they wait for each
     # other make every step several times slower; where nobody else is, this costs little.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     dtype = dtype or ("bfloat16" if model is not None and device == "cuda" else "float32")
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype}: choose {' or '.join(DTYPES)}")
 
     from vlmpack.cli.demo_run import DemoSettings, run_demo
 
@@ -61,3 +66,17 @@ def demo(
             out=out,
         )
     )
+
+
+def _check_receipts(data: str) -> None:
+    """Do nothing unless a file is given that can hold no receipts.
+
+    Raises:
+        ConfigError: it is neither parquet nor without a suffix.
+    """
+    path = Path(data).expanduser()
+    if path.is_file() and path.suffix not in ("", ".parquet"):
+        raise ConfigError(
+            f"--data {data}: the demo trains on receipts alone, with the columns image and ground_truth of CORD: give "
+            "synthetic, a hub id, a folder or a parquet file; `vlmpack analyze` and `vlmpack pack` read other data"
+        )

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vlmpack.cli.options import BestDeviceOption, JsonOption
+from vlmpack.cli.processors import refuse_file
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -31,13 +34,16 @@ def doctor(
             help="Hub id or folder: probe a small random copy of this model's configuration, not each supported family."
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    device: BestDeviceOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show versions, devices and attention back-ends, and probe whether packed samples leak into each other here.
 
     The exit status is 0 if nothing leaks, 1 if something does, 2 if it cannot be run as asked.
     """
+    if model is not None:
+        refuse_file("--model", model)
+
     from rich.console import Console
 
     from vlmpack.cli import environment

@@ -1,12 +1,12 @@
-"""What the verbs that read a data set share: its options, the processor by its name, and the collator."""
+"""What the verbs that read a data set make of their options: samples, and the collator that makes rows of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
 
-import typer
-
+from vlmpack.cli.processors import named_processor, tiny_family, within
 from vlmpack.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,32 +16,32 @@ if TYPE_CHECKING:
     from vlmpack.data import OpenDataset
     from vlmpack.plan import LengthTable
 
-TINY = "tiny"
 SMALL_RECEIPTS = 0.35
 """Scale of receipts drawn for the built-in processor, whose images have at most 256 tokens."""
-OVERLENGTH = ("error", "drop", "truncate")
+DEFAULT_SPLIT = "train"
 
-DatasetArgument = Annotated[
-    str,
-    typer.Argument(help='A JSON, JSONL or parquet file, a folder, a hub id, or "synthetic" (receipts drawn here).'),
-]
-PROCESSOR_HELP = (
-    'Hub id or folder of a model, for its processor (of a text model: its tokenizer); or "tiny", "tiny:FAMILY": one '
-    "made here."
-)
-ProcessorOption = Annotated[str, typer.Option(help=PROCESSOR_HELP)]
-MaxPixelsOption = Annotated[
-    int | None, typer.Option(min=1, help="Largest area of an image, in pixels; by default the processor's own.")
-]
-SplitOption = Annotated[str, typer.Option(help="Of a data set that has several.")]
-NumOption = Annotated[int | None, typer.Option(min=1, help="The first so many samples; by default all.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Of synthetic receipts.")]
-MaxLengthOption = Annotated[int | None, typer.Option(min=2, help="Most tokens of a sample; by default any.")]
-OverlengthOption = Annotated[
-    str, typer.Option(help="What happens to a longer one: error, drop (left out) or truncate (between messages).")
-]
-WorkersOption = Annotated[int, typer.Option(min=0, help="Processes that read samples; 0: this one alone.")]
-CacheOption = Annotated[str | None, typer.Option(help="File that keeps the lengths, so that they are measured once.")]
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class InputOptions:
+    """What the command line says about a data set, its processor, and the length of its samples."""
+
+    dataset: str
+    """For `open_dataset`."""
+    processor: str
+    """For `named_processor`."""
+    split: str = DEFAULT_SPLIT
+    """Of the data set."""
+    num: int | None = None
+    """The first so many samples; None: all."""
+    seed: int = 0
+    """Of synthetic receipts."""
+    max_length: int | None = None
+    """Of a sample, in tokens; None: any."""
+    overlength: str = "error"
+    """What happens to a longer one: one of `OVERLENGTH`."""
+    max_pixels: int | None = None
+    """Largest area that images are resized to; None: the processor's own."""
 
 
 @final
@@ -55,29 +55,11 @@ class Inputs:
     """With the processor in it."""
 
 
-def open_inputs(
-    dataset: str,
-    *,
-    processor: str,
-    split: str = "train",
-    num: int | None = None,
-    seed: int = 0,
-    max_length: int | None = None,
-    overlength: str = "error",
-    max_pixels: int | None = None,
-    **settings: Any,
-) -> Inputs:
+def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
     """Open what was named on the command line.
 
     Args:
-        dataset: for `open_dataset`.
-        processor: for `named_processor`.
-        split: of the data set.
-        num: the first so many samples.
-        seed: of synthetic receipts.
-        max_length: of a sample, in tokens.
-        overlength: what happens to a longer one.
-        max_pixels: largest area that images are resized to; None: the processor's own.
+        options: what and how.
         settings: further ones of `VLMCollator`.
 
     Raises:
@@ -87,15 +69,42 @@ def open_inputs(
     from vlmpack.collate import VLMCollator
     from vlmpack.data import open_dataset
 
-    if overlength not in OVERLENGTH:
-        raise ConfigError(f"--overlength {overlength}: choose {', '.join(OVERLENGTH)}")
-    scale = SMALL_RECEIPTS if is_tiny(processor) else 1.0
-    opened = open_dataset(
-        dataset, split=split, num=num, seed=seed, **({"scale": scale} if dataset == "synthetic" else {})
-    )
-    limits: dict[str, Any] = {} if max_length is None else {"max_length": max_length, "overlength": overlength}
-    made = _within(named_processor(processor), max_pixels)
+    _check_dataset(options)
+    drawn: dict[str, Any] = {}
+    if options.dataset == "synthetic" and tiny_family(options.processor) is not None:
+        drawn = {"scale": SMALL_RECEIPTS}
+    opened = open_dataset(options.dataset, split=options.split, num=options.num, seed=options.seed, **drawn)
+    limits: dict[str, Any] = {"max_length": options.max_length, "overlength": options.overlength}
+    made = within(named_processor(options.processor), options.max_pixels)
     return Inputs(dataset=opened, collator=VLMCollator(made, layout="packed", **limits, **settings))
+
+
+def is_store(source: str) -> bool:
+    """Whether a folder written by `vlmpack pack` is meant."""
+    from vlmpack.offline.manifest import NAME
+
+    return (Path(source).expanduser() / NAME).is_file()
+
+
+def _check_dataset(options: InputOptions) -> None:
+    """Refuse what would be taken for something else.
+
+    Raises:
+        ConfigError: rows that are packed already, or a split of a file that has none.
+    """
+    from vlmpack.data.sources import JSON_FILES
+
+    path = Path(options.dataset).expanduser()
+    if is_store(options.dataset):
+        raise ConfigError(
+            f"{options.dataset} is packed already: `vlmpack pack` wrote it. `vlmpack show {options.dataset}` shows its "
+            "rows; give the data set that it was made of"
+        )
+    if options.split != DEFAULT_SPLIT and path.suffix in JSON_FILES and path.is_file():
+        raise ConfigError(
+            f"--split {options.split}: {options.dataset} is a JSON file, which is one split, whatever it is called; "
+            "leave --split out"
+        )
 
 
 def measured(
@@ -128,66 +137,3 @@ def measured(
             progress=lambda done, total: progress.update(bar, completed=done, total=total),
             estimate=estimate,
         )
-
-
-def is_tiny(name: str) -> bool:
-    """Whether the built-in processor is meant."""
-    return name.partition(":")[0] == TINY
-
-
-def named_processor(name: str) -> Any:
-    """A processor, or of a text model its tokenizer.
-
-    Args:
-        name: a hub id, a folder, "tiny" (Qwen3-VL's) or "tiny:FAMILY".
-
-    Raises:
-        ConfigError: there is none of that name. FamilyError: the model is of a family that is not supported.
-    """
-    return _tiny(name.partition(":")[2] or "qwen3_vl") if is_tiny(name) else _pretrained(name)
-
-
-def _within(processor: Any, max_pixels: int | None) -> Any:
-    """The processor, told the largest area of an image."""
-    from vlmpack.collate.processor import parts_of
-
-    if max_pixels is None:
-        return processor
-    images = parts_of(processor).image_processor
-    if images is None:
-        raise ConfigError(f"--max-pixels {max_pixels}: a text model has no images; leave it out")
-    least = images.size["shortest_edge"]
-    if max_pixels < least:
-        raise ConfigError(f"--max-pixels {max_pixels}: the processor enlarges images to {least} pixels at least")
-    images.size = type(images.size)(shortest_edge=least, longest_edge=max_pixels)
-    return processor
-
-
-def _tiny(family: str) -> Any:
-    from vlmpack.data.processor import CHAT_TEMPLATE, tiny_processor
-    from vlmpack.families import family_named
-
-    if family_named(family).has_vision:
-        return tiny_processor(family)
-    tokenizer = tiny_processor().tokenizer
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
-
-
-def _pretrained(name: str) -> Any:
-    from transformers import AutoConfig, AutoTokenizer
-
-    from vlmpack.cli.device import quiet_transformers
-    from vlmpack.data.pretrained import load_processor
-    from vlmpack.families import family_named
-
-    try:
-        with quiet_transformers():
-            model_type = AutoConfig.from_pretrained(name).model_type
-            has_vision = family_named(model_type).has_vision
-            return load_processor(name) if has_vision else AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:  # transformers' own, for what is not there and for what it does not know
-        raise ConfigError(
-            f"--processor {name}: nothing there can be read ({error}); give a hub id, a folder with config.json and "
-            "tokenizer, or tiny for one made here"
-        ) from error

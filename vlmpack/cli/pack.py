@@ -3,35 +3,54 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlmpack.cli.inputs import (
+from vlmpack.cli.need import need
+from vlmpack.cli.options import (
     CacheOption,
     DatasetArgument,
+    ImagesOption,
     MaxLengthOption,
     NumOption,
     OverlengthOption,
+    PatchesOption,
     ProcessorOption,
     SeedOption,
     SplitOption,
     WorkersOption,
+    one_of,
 )
-from vlmpack.cli.need import need
+from vlmpack.cli.refusal import in_options
+
+if TYPE_CHECKING:
+    from vlmpack.cli.inputs import Inputs
+
+TRAIN_ON = ("assistant", "all")
+ON_BAD = ("raise", "skip")
+OVERSIZE = ("error", "drop", "own_row")
+IMAGES = ("bytes", "reference")
+LOOKED_AT = 8
+"""Samples whose images are looked for before all are measured."""
 
 OutArgument = Annotated[Path, typer.Argument(help="Folder for the rows; one that was interrupted is continued.")]
 CapacityOption = Annotated[int, typer.Option(min=1, help="Tokens of a row.")]
-TrainOnOption = Annotated[str, typer.Option(help="What is learnt: assistant (its turns) or all.")]
-OnBadOption = Annotated[str, typer.Option(help="A bad sample: raise (stop) or skip (leave out, and list).")]
+TrainOnOption = Annotated[
+    str, typer.Option(callback=one_of(*TRAIN_ON), help="What is learnt: assistant (its turns) or all.")
+]
+OnBadOption = Annotated[
+    str, typer.Option(callback=one_of(*ON_BAD), help="A bad sample: raise (stop) or skip (leave out, and list).")
+]
 BadFractionOption = Annotated[
     float | None, typer.Option(min=0, max=1, help="Most samples that may be left out as bad; by default 0.01.")
 ]
 OversizeOption = Annotated[
-    str, typer.Option(help="A sample that exceeds a row by itself: error, drop (and list) or own_row.")
+    str,
+    typer.Option(
+        callback=one_of(*OVERSIZE), help="A sample that exceeds a row by itself: error, drop (and list) or own_row."
+    ),
 ]
-PatchesOption = Annotated[int | None, typer.Option(min=1, help="Most vision patches in a row.")]
-ImagesOption = Annotated[int | None, typer.Option(min=1, help="Most images and videos in a row.")]
 SegmentsOption = Annotated[int | None, typer.Option(min=1, help="Most samples in a row.")]
 MultipleOption = Annotated[
     int, typer.Option(min=1, help="Each sample takes up a multiple of this: 2 x CP under context parallelism.")
@@ -40,12 +59,15 @@ RowsOption = Annotated[
     int, typer.Option(min=1, help="Make the number of rows a multiple of this: ranks x accumulation.")
 ]
 ShuffleOption = Annotated[int | None, typer.Option(min=0, help="Seed that shuffles samples and rows.")]
-KeepOption = Annotated[str, typer.Option(help="Keep images as bytes, or as reference (path and SHA-256).")]
+KeepOption = Annotated[
+    str, typer.Option(callback=one_of(*IMAGES), help="Keep images as bytes, or as reference (path and SHA-256).")
+]
 ShardOption = Annotated[int, typer.Option(min=1, help="Rows of a file.")]
 RayOption = Annotated[bool, typer.Option("--ray", help="Measure and write as tasks of Ray instead of --workers.")]
 
 
 def pack(
+    ctx: typer.Context,
     dataset: DatasetArgument,
     out: OutArgument,
     processor: ProcessorOption,
@@ -82,43 +104,49 @@ def pack(
 
     from rich.console import Console
 
-    from vlmpack.cli.inputs import open_inputs
+    from vlmpack.cli.inputs import InputOptions, open_inputs
     from vlmpack.cli.pack_table import print_store, told
     from vlmpack.layout import SlotRule
     from vlmpack.offline import StoreSettings, write_rows
 
     settings = StoreSettings(
-        capacity=capacity,
-        max_patches=max_patches,
-        max_images=max_images,
+        capacity=capacity, max_patches=max_patches, max_images=max_images, seed=shuffle, rows_multiple=rows_multiple,
         oversize=oversize,  # pyright: ignore[reportArgumentType]
-        seed=shuffle,
-        rows_multiple=rows_multiple,
         images=images,  # pyright: ignore[reportArgumentType]
         shard_rows=shard_rows,
-    )
-    inputs = open_inputs(
-        dataset,
-        processor=processor,
-        split=split,
-        num=num,
-        seed=seed,
-        max_length=max_length,
+    )  # fmt: skip
+    options = InputOptions(
+        dataset=dataset, processor=processor, split=split, num=num, seed=seed, max_length=max_length,
         overlength=overlength,
-        train_on=train_on,
-        on_bad=on_bad,
-        max_bad_fraction=max_bad_fraction,
-        slots=SlotRule(multiple=pad_seq_to_mult, max_segments=max_segments),
-    )
+    )  # fmt: skip
+    slots = SlotRule(multiple=pad_seq_to_mult, max_segments=max_segments)
+    inputs = open_inputs(options, train_on=train_on, on_bad=on_bad, max_bad_fraction=max_bad_fraction, slots=slots)
+    if images == "reference":
+        _check_files(inputs)
     with told(Console(stderr=True)) as progress:
         manifest = write_rows(
-            inputs.dataset,
-            out,
-            inputs.collator,
-            settings,
-            workers=workers,
-            executor="ray" if ray else "local",
-            cache=cache,
-            progress=progress,
-        )
-    print_store(out, manifest, Console())
+            inputs.dataset, out, inputs.collator, settings, workers=workers, executor="ray" if ray else "local",
+            cache=cache, progress=progress,
+        )  # fmt: skip
+    print_store(out, manifest, Console(), say=in_options(ctx.command))
+
+
+def _check_files(inputs: Inputs) -> None:
+    """Do nothing if the images of the first samples lie in files; a bad sample is left to be refused with the others.
+
+    Raises:
+        ConfigError: one of them lies in none.
+    """
+    from vlmpack.data.images import ImageError
+    from vlmpack.errors import SampleError
+    from vlmpack.offline.measure import undecoded
+    from vlmpack.offline.media import stored_image
+
+    dataset = undecoded(inputs.dataset)
+    for place in range(min(LOOKED_AT, len(dataset))):
+        try:
+            for visual in inputs.collator.outline(dataset[place], place).images:
+                if visual.source is not None:
+                    stored_image(visual.source.source, "reference", inputs.collator.limits)
+        except (SampleError, ImageError):
+            continue

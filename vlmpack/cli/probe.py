@@ -7,26 +7,33 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vlmpack.errors import ConfigError
+from vlmpack.cli.options import DTYPES, BestDeviceOption, JsonOption, one_of
+from vlmpack.cli.processors import named_processor, refuse_file, tiny_family
 
 if TYPE_CHECKING:
     import torch
 
-DTYPES = ("float32", "bfloat16")
+    from vlmpack.proof.weights import Loaded
 
 
 def probe(
-    model: Annotated[str, typer.Argument(help="Hub id or folder of a model.")],
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    attn: Annotated[
+    model: Annotated[
+        str, typer.Argument(help='Hub id or folder of a model; or "tiny", "tiny:FAMILY": a small random one made here.')
+    ],
+    device: BestDeviceOption = None,
+    dtype: Annotated[str, typer.Option(callback=one_of(*DTYPES), help="float32 or bfloat16.")] = "float32",
+    attention: Annotated[
         str | None,
-        typer.Option(help="Attention back-end (`vlmpack doctor` lists them); by default the first that can."),
+        typer.Option(
+            "--attention",
+            "--attn",
+            help="Attention back-end (`vlmpack doctor` lists them); by default the first that can.",
+        ),
     ] = None,
     tiny: Annotated[
         bool, typer.Option("--tiny", help="Probe a tiny copy of the configuration even if the weights fit.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Prove that packed samples are what they are alone, mechanism by mechanism; name the cause if they are not.
 
@@ -36,23 +43,25 @@ def probe(
 
     The exit status is 0 if everything is exact, 1 if not, 2 if it cannot be run as asked.
     """
+    refuse_file("", model)
+
     from rich.console import Console
 
     from vlmpack.cli.device import checked_device, quiet_transformers
     from vlmpack.cli.probe_table import print_report
-    from vlmpack.proof import load
     from vlmpack.proof import probe as examine
+    from vlmpack.step import StepConfig
 
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype}: choose {' or '.join(DTYPES)}")
+    if attention is not None:
+        StepConfig(attention=attention)  # refuses a name that there is not, before a model is read
     where = checked_device(device or _best_device())
     console = Console(quiet=as_json)
     with quiet_transformers(), console.status("reading the model") as status:
-        loaded = load(model, device=where, dtype=_dtype(dtype), tiny=tiny)
+        loaded = _loaded(model, where, _dtype(dtype), tiny=tiny)
         report = examine(
             loaded.model,
             loaded.processor,
-            attention=attn,
+            attention=attention,
             weights=loaded.weights,
             progress=lambda part: status.update(f"probing: {part}"),
         )
@@ -61,6 +70,24 @@ def probe(
         result: dict[str, Any] = report.to_dict()
         typer.echo(json.dumps(result, indent=2))
     raise typer.Exit(0 if report.verdict == "exact" else 1)
+
+
+def _loaded(name: str, device: torch.device, dtype: torch.dtype, *, tiny: bool) -> Loaded:
+    """The model to be probed: one that is made here with its processor, or what the name stands for.
+
+    Raises:
+        ConfigError: nothing can be read there. FamilyError: the family cannot be packed exactly, or is not known.
+    """
+    from vlmpack.data.processor import PATCH_SIZES
+    from vlmpack.families.tiny import tiny_model
+    from vlmpack.proof.weights import Loaded, load
+
+    family = tiny_family(name)
+    if family is None:
+        return load(name, device=device, dtype=dtype, tiny=tiny)
+    processor = named_processor(name) if family in PATCH_SIZES else None  # a text model is not asked for one
+    model = tiny_model(family, dtype=dtype, processor=processor)
+    return Loaded(model=model.to(device), processor=processor, weights="made here with random weights")
 
 
 def _best_device() -> str:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from vlmpack.cli.inputs import (
+from vlmpack.cli.options import (
     PROCESSOR_HELP,
     CacheOption,
     MaxLengthOption,
@@ -44,20 +44,22 @@ def show(
     """
     from rich.console import Console
 
+    from vlmpack.cli.inputs import InputOptions, is_store
     from vlmpack.cli.show_ribbon import draw, make_ribbon
-    from vlmpack.cli.show_rows import is_store, planned, stored
+    from vlmpack.cli.show_rows import checked_processor, planned, stored
 
-    console = Console()
+    console, asked = Console(), row or [0]
     if is_store(source):
         rows = stored(source)
     else:
-        rows = planned(
-            source, console, processor=processor, capacity=capacity, workers=workers, cache=cache, split=split, num=num,
-            seed=seed, max_length=max_length, overlength=overlength, max_pixels=max_pixels,
+        options = InputOptions(
+            dataset=source, processor=checked_processor(source, processor), split=split, num=num, seed=seed,
+            max_length=max_length, overlength=overlength, max_pixels=max_pixels,
         )  # fmt: skip
+        rows = planned(options, console, asked=asked, capacity=capacity, workers=workers, cache=cache)
+    shown = [rows.row(at) for at in asked]
     console.print(rows.told, highlight=False, markup=False, soft_wrap=True)
-    for at in row or [0]:
-        one = rows.row(at)
+    for one in shown:
         ribbon = make_ribbon(
             one.segments, one.types, one.sample_ids, width=console.width, tokens_per_cell=tokens_per_cell
         )

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import numpy as np
 from rich.console import Console
 
-from vlmpack.cli.inputs import measured, open_inputs
+from vlmpack.cli.inputs import InputOptions, measured, open_inputs
 from vlmpack.collate.encoded import Encoded
 from vlmpack.errors import ConfigError
 from vlmpack.layout import Segments
 from vlmpack.offline import PackedDataset
-from vlmpack.offline.manifest import NAME
 from vlmpack.plan import plan_bins
 
 
@@ -56,8 +55,7 @@ class ShownRows:
         Raises:
             ConfigError: there is no such row.
         """
-        if not -self.count <= at < self.count:
-            raise ConfigError(f"--row {at}: there are {self.count} rows, 0 to {self.count - 1}")
+        check_row(at, self.count)
         number = at % self.count
         samples = self.samples(number)
         segments = self.lay(samples)
@@ -72,9 +70,38 @@ class ShownRows:
         return f"row {number:,} of 0 to {self.count - 1:,}: {held}"
 
 
-def is_store(source: str) -> bool:
-    """Whether a folder written by `vlmpack pack` is meant."""
-    return (Path(source).expanduser() / NAME).is_file()
+def check_row(at: int, count: int, *, most: str = "") -> None:
+    """Do nothing if a row is one of so many.
+
+    Args:
+        at: its place; negative ones count from the end.
+        count: rows.
+        most: "at most " where there may be fewer.
+
+    Raises:
+        ConfigError: there is no such row.
+    """
+    if not -count <= at < count:
+        raise ConfigError(f"--row {at}: there are {most}{count} rows, 0 to {count - 1}")
+
+
+def checked_processor(source: str, processor: str | None) -> str:
+    """The processor of a data set.
+
+    Raises:
+        ConfigError: it needs one, and none was named; or nothing of the data set's name is here.
+    """
+    if processor is not None:
+        return processor
+    if source != "synthetic" and not Path(source).expanduser().exists():
+        raise ConfigError(
+            f"there is no file or folder {source} here; give a folder written by `vlmpack pack`, or a data set and its "
+            "--processor (a hub id, a folder, or tiny)"
+        )
+    raise ConfigError(
+        f"{source} is no folder written by `vlmpack pack`, so it is read as a data set: that needs --processor "
+        "(a hub id, a folder, or tiny)"
+    )
 
 
 def stored(source: str) -> ShownRows:
@@ -96,35 +123,30 @@ def stored(source: str) -> ShownRows:
 
 
 def planned(
-    source: str,
+    options: InputOptions,
     console: Console,
     *,
-    processor: str | None,
+    asked: Sequence[int],
     capacity: int,
     workers: int = 0,
     cache: str | None = None,
-    **settings: Any,
 ) -> ShownRows:
     """The rows into which a data set would be packed.
 
     Args:
-        source: for `open_dataset`.
+        options: of the data set and its processor.
         console: for the progress.
-        processor: for `named_processor`.
+        asked: rows that will be shown: those that there cannot be are refused before a sample is measured.
         capacity: of a row, in tokens.
         workers: processes that read samples.
         cache: file that keeps lengths.
-        settings: further ones of `open_inputs`.
 
     Raises:
-        ConfigError: no processor was named, or no sample can be packed.
+        ConfigError: no sample can be packed, or there are fewer samples than a row that is asked for needs.
     """
-    if processor is None:
-        raise ConfigError(
-            f"{source} is no folder written by `vlmpack pack`, so it is read as a data set: that needs --processor "
-            "(a hub id, a folder, or tiny)"
-        )
-    inputs = open_inputs(source, processor=processor, **settings)
+    inputs = open_inputs(options)
+    for at in asked:
+        check_row(at, len(inputs.dataset), most="at most ")
     table = measured(inputs, console, workers=workers, cache=cache)
     if not len(table):
         raise ConfigError(f"none of {table.given} samples can be used: {table.reasons}; `vlmpack analyze` tells why")
@@ -132,7 +154,7 @@ def planned(
     if not len(plan):
         raise ConfigError(f"all {len(table)} samples exceed a row of {capacity} tokens; raise --capacity")
     return ShownRows(
-        told=f"{source}: {len(plan.sample_ids):,} samples in {len(plan):,} rows of {capacity:,} tokens, "
+        told=f"{options.dataset}: {len(plan.sample_ids):,} samples in {len(plan):,} rows of {capacity:,} tokens, "
         f"{plan.fill:.2%} full{_left_out(len(table.refused), len(plan.dropped) - len(table.refused))}",
         count=len(plan),
         capacity=capacity,
