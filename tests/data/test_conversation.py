@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from vlmpack.collate import VLMCollator
+from vlmpack.data import tiny_processor
 from vlmpack.data.conversation import DEEPEST, json2token, to_conversation, token2json
 from vlmpack.data.receipts import SyntheticReceipts
 from vlmpack.errors import SampleError
@@ -163,3 +167,40 @@ class TestConversation:
         with pytest.raises(SampleError, match=f"sample 0: ground_truth is {seen}; it must be a JSON string") as caught:
             to_conversation({"image": None, "ground_truth": text})
         assert caught.value.reason == "ground_truth_unreadable"
+
+    def test_a_record_without_its_columns_is_refused(self) -> None:
+        with pytest.raises(
+            SampleError, match=r"^sample 3: the record has no ground_truth \(it has image, text\)"
+        ) as seen:
+            to_conversation({"image": None, "text": "x"}, index=3)
+        assert seen.value.reason == "missing_column"
+
+
+class TestDatasets:
+    """A table of receipts of the datasets library."""
+
+    @pytest.fixture
+    def receipts(self) -> Any:
+        datasets = pytest.importorskip("datasets", reason="waits for the datasets library (extra [data])")
+        datasets.disable_progress_bars()
+        return datasets.Dataset.from_list(list(SyntheticReceipts(split="train", num=2, seed=0, scale=0.25)))
+
+    def test_the_recipe_makes_conversations_when_they_are_asked_for(self, receipts: Any) -> None:
+        readme = Path(__file__).parents[2] / "vlmpack" / "data" / "README.md"
+        (recipe,) = re.findall(r"```py\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
+        names: dict[str, Any] = {"receipts": receipts}
+        exec(compile(recipe, str(readme), "exec"), names)
+        chats = names["chats"]
+        batch = VLMCollator(tiny_processor()).collate([chats[0], chats[1]])
+        truth = VLMCollator(tiny_processor()).collate([to_conversation(record) for record in receipts])
+        assert batch.input_ids.tolist() == truth.input_ids.tolist()
+
+    @pytest.mark.parametrize("removed", [[], ["image", "ground_truth"]])
+    def test_what_map_leaves_of_them_is_refused_with_the_way_out(self, receipts: Any, removed: list[str]) -> None:
+        mapped = receipts.map(to_conversation, remove_columns=removed)
+        with pytest.raises(
+            SampleError, match=r"attributes of a PIL image, without its pixels, as datasets.map"
+        ) as seen:
+            VLMCollator(tiny_processor()).collate([mapped[0]])
+        assert seen.value.reason == "image_source"
+        assert "(dataset.with_transform)" in str(seen.value)

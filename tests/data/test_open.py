@@ -228,6 +228,78 @@ class TestPaths:
         batch = VLMCollator(tiny_processor())([self.opened(tmp_path, {"messages": answered})])
         assert len(batch["image_grid_thw"]) == 1
 
+    def test_they_may_start_elsewhere(self, tmp_path: Path) -> None:
+        path = tmp_path / "annotations" / "rows.jsonl"
+        path.parent.mkdir()
+        path.write_bytes(lines([{"messages": SEEN, "image": "0.png"}, {"messages": CHAT, "image": "/1.png"}]))
+        (tmp_path / "coco").mkdir()
+        for root in (tmp_path / "coco", str(tmp_path / "coco")):
+            first, second = open_dataset(path, image_root=root)
+            assert first["image"] == str(tmp_path / "coco" / "0.png")
+            assert first["messages"][0]["content"][0]["image"] == str(tmp_path / "coco" / "pictures" / "0.png")
+            assert second["image"] == "/1.png"
+            assert open_dataset([path, path], image_root=root)[2] == {**first, "id": 2}
+
+    @pytest.mark.parametrize(
+        ("root", "expected"),
+        [("nowhere", r"image_root='.*nowhere' is no folder here"), (3, "has to be the path of a folder, got a int")],
+    )
+    def test_elsewhere_has_to_be_a_folder(self, root: Any, expected: str, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=expected):
+            open_dataset(tmp_path / "rows.jsonl", image_root=tmp_path / root if isinstance(root, str) else root)
+
+    def test_samples_without_paths_have_no_elsewhere(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="image_root is where paths in the samples start, and synthetic names no"):
+            open_dataset("synthetic", image_root=tmp_path)
+
+    def test_receipts_in_a_file_of_json_name_them_too(self, tmp_path: Path) -> None:
+        (tmp_path / "pictures").mkdir()
+        (tmp_path / "pictures" / "0.png").write_bytes(png())
+        receipt = {"image": "pictures/0.png", "ground_truth": json.dumps({"gt_parse": {"total": {"cash": "5"}}})}
+        sample = self.opened(tmp_path, receipt)
+        assert sample == to_conversation({**receipt, "image": str(tmp_path / "pictures" / "0.png")})
+        assert len(VLMCollator(tiny_processor())([sample])["image_grid_thw"]) == 1
+
+
+class TestSeveralFiles:
+    def files(self, tmp_path: Path) -> list[Path]:
+        """Two rows that name an image, in a folder each; the second file has a broken one too."""
+        paths = [tmp_path / name / "rows.jsonl" for name in ("a", "b")]
+        for path in paths:
+            path.parent.mkdir()
+            path.write_bytes(lines([{"messages": CHAT, "image": "0.png"}, {"messages": CHAT, "id": "named"}]))
+        paths[1].write_bytes(paths[1].read_bytes() + b"{\n")
+        return paths
+
+    def test_they_follow_each_other_and_each_names_its_own_images(self, tmp_path: Path) -> None:
+        dataset = pickle.loads(pickle.dumps(open_dataset(self.files(tmp_path))))
+        assert len(dataset) == 5
+        assert [row["id"] for row in dataset[:4]] == [0, "named", 2, "named"]
+        assert [row["image"] for row in dataset[:4:2]] == [str(tmp_path / name / "0.png") for name in ("a", "b")]
+        assert repr(dataset) == "OpenDataset(5 samples of 2 files)"
+
+    def test_a_bad_row_is_called_by_its_place_among_all(self, tmp_path: Path) -> None:
+        with pytest.raises(
+            SampleError, match=r"^sample 4: what stands at byte \d+ of .*b/rows.jsonl is no JSON"
+        ) as seen:
+            open_dataset(self.files(tmp_path))[4]
+        assert (seen.value.index, seen.value.reason) == (4, "row_unreadable")
+
+    def test_files_that_do_not_belong_together_are_refused(self, tmp_path: Path) -> None:
+        first, _ = self.files(tmp_path)
+        receipts = tmp_path / "receipts.json"
+        receipts.write_text(json.dumps([{"image": "0.png", "ground_truth": "{}"}]))
+        with pytest.raises(
+            ConfigError, match=r"of 2 files, these hold receipts and the others do not: .*receipts.json"
+        ):
+            open_dataset([first, receipts])
+        with pytest.raises(ConfigError, match=r"a list holds rows.jsonl and x.parquet; give files of JSON, or parquet"):
+            open_dataset([first, tmp_path / "x.parquet"])
+        with pytest.raises(ConfigError, match=r"no such file: .*gone.jsonl; check the path"):
+            open_dataset([first, tmp_path / "gone.jsonl"])
+        with pytest.raises(ConfigError, match="the list is empty"):
+            open_dataset([])
+
 
 class TestTables:
     def rows(self) -> list[dict[str, Any]]:
@@ -300,6 +372,54 @@ class TestOpening:
             dataset[2]
         with pytest.raises(ConfigError, match=r"num is 4, but .*rows.jsonl holds 3 samples; ask for at most that many"):
             open_dataset(path, num=4)
+
+    def test_a_slice_is_a_list_of_samples(self, tmp_path: Path) -> None:
+        path = tmp_path / "rows.jsonl"
+        path.write_bytes(lines(ROWS))
+        dataset = open_dataset(path, num=2)
+        assert dataset[0:9] == [dataset[0], dataset[1]]
+        assert dataset[::-1] == [dataset[-1], dataset[-2]]
+
+    @pytest.mark.parametrize("index", ["messages", [0, 1], 1.0, None])
+    def test_samples_are_taken_by_their_place_alone(self, index: Any) -> None:
+        with pytest.raises(
+            TypeError, match=r"samples are taken by their place, dataset\[0\] or dataset\[0:2\], not by"
+        ):
+            open_dataset("synthetic", num=2, scale=0.25)[index]
+
+    @pytest.mark.parametrize(
+        ("source", "seen"),
+        [
+            (None, "got a NoneType"),
+            (ROWS, "got a list of dict"),
+            (b"rows.jsonl", "got a bytes"),
+            ({"train": "rows.jsonl"}, "got a dict"),
+        ],
+    )
+    def test_samples_in_memory_are_not_opened(self, source: Any, seen: str) -> None:
+        with pytest.raises(
+            ConfigError, match=rf"{seen}\. Samples that are in memory, .* give them to VLMCollator, to a"
+        ):
+            open_dataset(source)
+
+    def test_nor_is_a_table(self, datasets: Any) -> None:
+        with pytest.raises(ConfigError, match=r"got a Dataset\. Samples that are in memory"):
+            open_dataset(datasets.Dataset.from_list([{"input_ids": [1]}]))
+
+    def test_of_a_folder_of_json_the_files_are_named(self, tmp_path: Path) -> None:
+        for name in ("train.jsonl", "notes.json"):
+            (tmp_path / name).write_bytes(lines(ROWS))
+        with pytest.raises(
+            ConfigError, match=r"holds notes.json, train.jsonl, and .* name the file, such as .*notes.js"
+        ):
+            open_dataset(tmp_path)
+
+    @pytest.mark.parametrize("indent", [None, 2])
+    def test_of_a_list_under_a_key_the_key_is_named(self, indent: int | None, tmp_path: Path) -> None:
+        path = tmp_path / "rows.json"
+        path.write_text(json.dumps({"data": ROWS}, indent=indent))
+        with pytest.raises(ConfigError, match=r"the list under its key 'data'.* write that list alone"):
+            open_dataset(path)
 
     @pytest.mark.parametrize(
         ("source", "expected"),

@@ -69,14 +69,25 @@ def to_conversation(
     Of several parses (`gt_parses`, as in question-answering sets) the first is taken, not a random one: a global random
     choice would differ between ranks and after a restart.
 
+    Not for `datasets.Dataset.map`, which stores what it gets and loses images inside messages: see the room's README.
+
     Args:
         record: `{"image": PIL image, "ground_truth": JSON string}`, as `load_cord` gives it.
         prompt: what the user asks.
         index: the record's position, for error messages.
 
     Raises:
-        SampleError: the ground truth cannot be read, or holds neither `gt_parse` nor `gt_parses`.
+        SampleError: a column is missing, or the ground truth cannot be read, or holds neither `gt_parse` nor
+            `gt_parses`.
     """
+    missing = [name for name in ("image", "ground_truth") if name not in record]
+    if missing:
+        raise SampleError(
+            f"the record has no {' and '.join(missing)} (it has {', '.join(map(str, record)) or 'nothing'}); a CORD "
+            "record has an image and a ground_truth",
+            index=index,
+            reason="missing_column",
+        )
     answer = json2token(parse_of(record["ground_truth"], index=index))
     question = [{"type": "image", "image": record["image"]}, {"type": "text", "text": prompt}]
     return {

@@ -9,6 +9,7 @@ A file that begins with `[` is one array of rows; every other one has a row a li
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, final
@@ -19,6 +20,8 @@ from vlmpack.errors import ConfigError, SampleError
 
 CHUNK = 2**24
 """Bytes of a JSONL file that are looked at together."""
+HEAD = 256
+"""Bytes of a file that show what it is."""
 NEWLINE, BRACE = b"\n{"
 WHITE = " \t\r\n"
 MARK = b"\xef\xbb\xbf"
@@ -75,7 +78,7 @@ def json_rows(path: Path) -> JsonRows:
         ConfigError: the file holds no rows, is not JSON, or its first row is no object.
     """
     with path.open("rb") as file:
-        head = file.read(64).removeprefix(MARK).lstrip()
+        head = file.read(HEAD).removeprefix(MARK).lstrip()
         spans = _array_spans(path) if head.startswith(b"[") else _line_spans(file)
     rows = JsonRows(path=path, spans=spans)
     if not len(rows):
@@ -83,8 +86,19 @@ def json_rows(path: Path) -> JsonRows:
     try:
         rows[0]
     except SampleError as error:
-        raise ConfigError(error.detail) from error
+        raise ConfigError(f"{error.detail}{_hint(head)}") from error
     return rows
+
+
+def _hint(head: bytes) -> str:
+    """Where a file begins like an object of several lines: it is one sample, or all of them under a key."""
+    key = re.match(rb'\{\s*"([^"]+)"\s*:\s*\[', head)
+    if key is None:
+        return ""
+    name = key.group(1).decode(errors="replace")
+    return (
+        f". If all samples are the list under its key {name!r}, write that list alone; if it is one, give it one line"
+    )
 
 
 def _line_spans(file: BinaryIO) -> np.ndarray:

@@ -5,21 +5,35 @@
     file of JSON, JSONL   messages, conversations, prompt + completion, input_ids ─┐                     ├──▶ samples
     the same, stored      parquet, `save_to_disk` folder, hub id: `sources`       ─┴──▶ as it stands ────┘
 
-Paths of images and videos that are not absolute are meant from the folder of the file that names them.
+Paths of images and videos that are not absolute are meant from the folder of the file that names them, or from
+`image_root`.
 """
 
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import index as whole
 from pathlib import Path
-from typing import Any, final
+from typing import Any, final, overload
 
 from vlmpack.data.conversation import to_conversation
-from vlmpack.data.json_rows import json_rows
+from vlmpack.data.json_rows import JsonRows, json_rows
 from vlmpack.data.receipts import SyntheticReceipts
-from vlmpack.data.sources import COLUMNS, JSON_FILES, ImageFolder, Rows, Source, StoredRows, complete_row, find_stored
+from vlmpack.data.sources import (
+    COLUMNS,
+    JSON_FILES,
+    ImageFolder,
+    Rows,
+    Source,
+    StoredRows,
+    check_source,
+    complete_row,
+    find_stored,
+)
 from vlmpack.errors import ConfigError, SampleError
 
 CONVERSATIONS = ("messages", "conversations", "conversation", "prompt", "completion")
@@ -29,28 +43,41 @@ MEDIA = ("image", "images", "video", "videos", "image_url", "video_url", "url", 
 
 
 def open_dataset(
-    source: Source, *, split: str = "train", num: int | None = None, seed: int = 0, scale: float = 1.0
+    source: Source,
+    *,
+    split: str = "train",
+    num: int | None = None,
+    seed: int = 0,
+    scale: float = 1.0,
+    image_root: str | Path | None = None,
 ) -> OpenDataset:
     """Samples as a map-style data set: `len()`, and `[i]` -> a mapping that `VLMCollator` takes.
 
     Args:
-        source: `"synthetic"`, a file of JSON or JSONL, parquet files or a folder of them, a folder written by
-            `save_to_disk`, an unpacked CORD archive, or a hub id.
+        source: `"synthetic"`, a file of JSON or JSONL or a list of them, parquet files or a folder of them, a folder
+            written by `save_to_disk`, an unpacked CORD archive, or a hub id.
         split: of a source that has several. A JSON file is one split, whatever it is called.
         num: the first so many samples; None: all of them.
         seed: of synthetic receipts. Stored samples keep their order.
         scale: of the text of synthetic receipts; 0.35 draws small pictures.
+        image_root: folder at which paths of images and videos start that are not absolute; None: at the folder of the
+            file that names them.
 
     Raises:
-        ConfigError: the source, split or number do not fit what is there; it holds no samples; or an extra is missing.
+        ConfigError: the source, split or number do not fit what is there; it holds no samples; `image_root` is no
+            folder, or the source names no paths; or an extra is missing.
     """
+    check_source(source)
+    root = None if image_root is None else _root(image_root)
     if isinstance(source, str) and source == "synthetic":
         receipts = SyntheticReceipts(split=split, num=num, seed=seed, scale=scale)
+        _check_names_paths(receipts, source, root)
         return OpenDataset(rows=receipts, name=source, are_receipts=True)
-    rows, name, folder = _find(source, split)
+    rows, name, folder = _find(source, split, root)
+    _check_names_paths(rows, name, root)
     if num is not None and not 0 <= num <= len(rows):
         raise ConfigError(f"num is {num}, but {name} holds {len(rows)} samples; ask for at most that many")
-    return OpenDataset(rows=rows, name=name, folder=folder, num=num, are_receipts=_are_receipts(rows, name))
+    return OpenDataset(rows=rows, name=name, folder=root or folder, num=num, are_receipts=_are_receipts(rows, name))
 
 
 @final
@@ -65,31 +92,47 @@ class OpenDataset:
     are_receipts: bool
     """Whether a row is an image and its ground truth, and not a conversation."""
     folder: Path | None = None
-    """Where paths in the rows start; None: where the process runs."""
+    """Where paths in the rows start; None: where the process runs, unless the rows know better."""
     num: int | None = None
     """Use the first so many; None: all."""
 
     def __len__(self) -> int:
         return len(self.rows) if self.num is None else self.num
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """One sample; where it brings no `id` or `sample_id`, its id is its place in the data set.
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        """One sample, or a list of them; where one brings no `id` or `sample_id`, its id is its place in the data set.
 
         Raises:
             IndexError: there is no such sample.
+            TypeError: the index is no place, such as the name of a column.
             SampleError: its row cannot be read, or is no receipt where all others are.
         """
+        if isinstance(index, slice):
+            return [self._sample(at) for at in range(len(self))[index]]
+        try:
+            index = whole(index)
+        except TypeError:
+            raise TypeError(
+                f"samples are taken by their place, dataset[0] or dataset[0:2], not by {index!r}; of a column: "
+                "[sample['id'] for sample in dataset]"
+            ) from None
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} in {self.name}")
-        at = int(index) % len(self)
-        row = self.rows[at]
-        if self.are_receipts:
-            return to_conversation(complete_row(row, self.name, index=at), index=at)
+        return self._sample(index % len(self))
+
+    def _sample(self, at: int) -> dict[str, Any]:
         try:
+            row = self.rows[at]
             sample = _from_folder(row, self.folder) if self.folder is not None else dict(row)
         except RecursionError as error:  # JSON is read a little deeper than Python calls itself
             message = f"its images or videos, in {self.name}, are nested too deeply; give a list of paths"
             raise SampleError(message, index=at, reason="row_unreadable") from error
+        if self.are_receipts:
+            return to_conversation(complete_row(sample, self.name, index=at), index=at)
         has_name = sample.get("id") is not None or sample.get("sample_id") is not None
         return sample if has_name else {**sample, "id": at}
 
@@ -114,11 +157,39 @@ class OpenDataset:
         return f"OpenDataset({len(self)} samples of {self.name})"
 
 
-def _find(source: Source, split: str) -> tuple[Rows, str, Path | None]:
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JoinedRows:
+    """Rows of several files of JSON, one file after the other; paths start at each file's own folder, or at one."""
+
+    files: tuple[JsonRows, ...]
+    """In the order given."""
+    root: Path | None
+    """Where paths of all of them start; None: at the folder of each."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self.files))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """One row.
+
+        Raises:
+            SampleError: it is no JSON object.
+        """
+        starts = [0, *accumulate(map(len, self.files))]
+        which = bisect_right(starts, index) - 1
+        file = self.files[which]
+        try:
+            row = file[index - starts[which]]
+        except SampleError as error:
+            raise SampleError(error.detail, index=index, reason=error.reason) from error
+        return _from_folder(row, self.root or file.path.parent)
+
+
+def _find(source: Source, split: str, root: Path | None) -> tuple[Rows, str, Path | None]:
     """(rows, their name, the folder in which their paths start)."""
     if not isinstance(source, str | os.PathLike):
-        rows, name = find_stored(source, split)
-        return rows, name, Path(source[0]).expanduser().absolute().parent
+        return _find_list(source, split, root)
     path = Path(source).expanduser().absolute()
     if path.suffix in JSON_FILES and path.is_file():
         return json_rows(path), str(source), path.parent
@@ -128,9 +199,47 @@ def _find(source: Source, split: str) -> tuple[Rows, str, Path | None]:
     return rows, name, path if path.is_dir() else path.parent if path.is_file() else None
 
 
+def _find_list(
+    source: Sequence[str | os.PathLike[str]], split: str, root: Path | None
+) -> tuple[Rows, str, Path | None]:
+    paths = [Path(path).expanduser().absolute() for path in source]
+    json_files = [path for path in paths if path.suffix in JSON_FILES]
+    if not json_files:
+        rows, name = find_stored(source, split)
+        return rows, name, paths[0].parent
+    if other := next((path for path in paths if path not in json_files), None):
+        raise ConfigError(f"a list holds {json_files[0].name} and {other.name}; give files of JSON, or parquet files")
+    if absent := [str(path) for path in paths if not path.is_file()]:
+        raise ConfigError(f"no such file: {', '.join(absent)}; check the path")
+    return JoinedRows(files=tuple(map(json_rows, paths)), root=root), f"{len(paths)} files", None
+
+
+def _root(image_root: str | Path) -> Path:
+    if not isinstance(image_root, str | os.PathLike):
+        raise ConfigError(f"image_root has to be the path of a folder, got a {type(image_root).__name__}")
+    root = Path(image_root).expanduser().absolute()
+    if not root.is_dir():
+        raise ConfigError(
+            f"image_root={str(image_root)!r} is no folder here; give the one at which images' paths start"
+        )
+    return root
+
+
+def _check_names_paths(rows: Rows, name: str, root: Path | None) -> None:
+    if root is not None and isinstance(rows, SyntheticReceipts | ImageFolder):
+        raise ConfigError(f"image_root is where paths in the samples start, and {name} names none; leave it out")
+
+
 def _are_receipts(rows: Rows, name: str) -> bool:
+    """Whether rows are receipts, as their columns tell; of several files all have to be."""
     if isinstance(rows, ImageFolder):
         return True
+    if isinstance(rows, JoinedRows):
+        kinds = {str(file.path): _are_receipts(file, str(file.path)) for file in rows.files}
+        if len(set(kinds.values())) > 1:
+            found = ", ".join(path for path, are_receipts in kinds.items() if are_receipts)
+            raise ConfigError(f"of {name}, these hold receipts and the others do not: {found}; open them apart")
+        return next(iter(kinds.values()))
     if not len(rows):
         raise ConfigError(f"{name} holds no samples")
     columns = rows.columns if isinstance(rows, StoredRows) else list(rows[0])
@@ -140,8 +249,16 @@ def _are_receipts(rows: Rows, name: str) -> bool:
         return True
     raise ConfigError(
         f"{name} holds {', '.join(map(str, columns)) or 'nothing'}, and none of input_ids, {', '.join(CONVERSATIONS)}; "
-        f"rename the column with the conversation, or give receipts as {' and '.join(COLUMNS)}"
+        f"{_remedy(rows)}"
     )
+
+
+def _remedy(rows: Rows) -> str:
+    """A file of one object may hold all samples under a key."""
+    lists = [name for name, value in rows[0].items() if _is_list(value)] if isinstance(rows, JsonRows) else []
+    if len(rows) == 1 and lists:
+        return f"if the samples are the list under its key {lists[0]!r}, write that list alone into a file"
+    return f"rename the column with the conversation, or give receipts as {' and '.join(COLUMNS)}"
 
 
 # ---------------------------------------------------------------------- paths

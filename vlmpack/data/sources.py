@@ -77,8 +77,27 @@ def find_rows(source: Source, split: str) -> tuple[Rows, str]:
     return (rows.only(COLUMNS, name) if isinstance(rows, StoredRows) else rows), name
 
 
+def check_source(source: Any) -> None:
+    """Do nothing if this can be the name of a data set.
+
+    Raises:
+        ConfigError: it is samples, or nothing.
+    """
+    is_list = isinstance(source, Sequence) and not isinstance(source, bytes | bytearray)
+    if isinstance(source, str | os.PathLike) or (is_list and all(isinstance(p, str | os.PathLike) for p in source)):
+        return
+    of = f" of {type(source[0]).__name__}" if is_list else ""
+    raise ConfigError(
+        "what is opened is 'synthetic', a file, a list of files, a folder or a hub id, each by its name; got a "
+        f"{type(source).__name__}{of}. Samples that are in memory, such as a list of dicts or a datasets.Dataset, need "
+        "no opening: give them to VLMCollator, to a DataLoader or to the trainer as they are (receipts: what "
+        "to_conversation makes of them)"
+    )
+
+
 def find_stored(source: Source, split: str) -> tuple[StoredRows | ImageFolder, str]:
     """The rows of a real source, whatever their columns, and its name for messages."""
+    check_source(source)
     if not isinstance(source, str | os.PathLike):
         return _parquet_rows([Path(path).expanduser() for path in source], split), f"{len(source)} parquet files"
     path = Path(source).expanduser()
@@ -125,10 +144,16 @@ def _folder_rows(folder: Path, split: str) -> StoredRows | ImageFolder:
     for name in (split, written, "."):
         if (folder / name / "image").is_dir() and (folder / name / "json").is_dir():
             return _image_rows(folder / name, split)
+    json_files = sorted(path.name for path in folder.iterdir() if path.suffix in JSON_FILES)
+    if json_files:
+        raise ConfigError(
+            f"{folder} holds {', '.join(json_files[:6])}{', ...' if len(json_files) > 6 else ''}, and which of them "
+            f"are samples is not known: name the file, such as {folder / json_files[0]}, or give a list of files"
+        )
     seen = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     raise ConfigError(
         f"{folder} holds no CORD data or table for split {split!r} (it holds: {seen}); expected a dataset saved by "
-        f"datasets, {split}-*.parquet files, or {written}/image with {written}/json. A JSON file is named itself"
+        f"datasets, {split}-*.parquet files, or {written}/image with {written}/json"
     )
 
 
