@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, final, get_args
 
@@ -21,6 +22,7 @@ from vlmpack.collate.refusal import Refusal
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import ConfigError, SampleError, check_kind
 from vlmpack.layout import PackedRow, PaddedBatch, SlotRule
+from vlmpack.layout.slots import round_up
 
 Layout = Literal["padded", "packed"]
 OnBad = Literal["raise", "skip"]
@@ -94,6 +96,11 @@ class VLMCollator:
         """Counts of given, used and refused samples, by reason."""
         self._encoder = Encoder(processor=processor, facts=self.facts, limits=self.limits, train_on=train_on)
 
+    def __repr__(self) -> str:
+        names = ("layout", "slots", "max_length", "overlength", "train_on", "on_bad", "ledger")
+        given = (f"{name}={self.__dict__[name]!r}" for name in names if self.__dict__[name] not in (None, SlotRule()))
+        return f"VLMCollator({type(self.processor).__name__}, {', '.join(given)})"
+
     def __call__(self, features: Sequence[Mapping[str, Any] | SampleError]) -> dict[str, Any]:
         """The batch as a dictionary for `model(**batch)`, host facts under the key "vlmpack"."""
         return self.collate(features).to_hf()
@@ -133,6 +140,19 @@ class VLMCollator:
         """
         sample = self._checked(feature, index, lambda: self._fitted(self._encoder.outline(feature, estimate=estimate)))
         return sample if index is None else _with_id(sample, index)
+
+    def length(self, feature: Mapping[str, Any]) -> int:
+        """Tokens of row that a sample takes up, its slot's included, as `outline` tells: `length` of a `PackedStream`.
+
+        A sample that `collate` leaves out takes up one slot, so that a stream brings it there, where it is counted.
+
+        Raises:
+            SampleError, ConfigError: as `outline`; the first only if `on_bad` is "raise".
+        """
+        outcome = _outcome(lambda: self.outline(feature))
+        if isinstance(outcome, SampleError) and self._is_fatal(outcome):
+            raise outcome
+        return round_up(outcome.num_tokens if isinstance(outcome, Encoded) else 1, self.slots.multiple)
 
     def materialise(self, outlines: Sequence[Encoded]) -> PaddedBatch | PackedRow:
         """The batch of samples that `outline` gave: their media are read and cut into patches now.
@@ -261,7 +281,7 @@ def _check_lengths(layout: Layout, slots: SlotRule | None, max_length: int | Non
         )
     if max_length is None and overlength != "error":
         raise ConfigError(f"overlength={overlength!r} needs max_length=, the most tokens a sample may have")
-    if max_length is not None and (not isinstance(max_length, int) or max_length < 2):
+    if max_length is not None and (not isinstance(max_length, Integral) or max_length < 2):
         raise ConfigError(f"max_length={max_length!r} is no length to learn from; it is a whole number of at least 2")
 
 

@@ -55,6 +55,11 @@ class Ledger:
         self._noted = 0
         self._consecutive = 0
 
+    def __repr__(self) -> str:
+        why = "".join(f", {reason} {count}" for reason, count in self.reasons.most_common())
+        where = "" if self.path is None else f"; written down in {str(self.path)!r}"
+        return f"Ledger({self.given} given, {self.used} used, {self.refused} refused{why}{where})"
+
     @property
     def refused(self) -> int:
         """Samples that went into no batch."""

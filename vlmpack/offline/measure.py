@@ -24,11 +24,12 @@ from vlmpack.collate import VLMCollator
 from vlmpack.collate.collator import own_id
 from vlmpack.collate.encoded import Encoded
 from vlmpack.data.sources import StoredRows
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.errors import SampleError, check_kind
 from vlmpack.offline.cache import Entry, LengthCache
 from vlmpack.offline.content import sample_key, settings_key
 from vlmpack.offline.workers import Start, in_order
 from vlmpack.plan.table import LengthTable, Refused
+from vlmpack.stream.source import check_samples
 
 Told = Callable[[int, int | None], None]
 """Is told how many samples are done, and of how many; None: nobody knows."""
@@ -80,8 +81,11 @@ def measure_lengths(
         One entry a sample, in the order of the data set, the same whatever the number of workers.
 
     Raises:
-        ConfigError: no sample can be measured so, the workers or the cache fail.
+        ConfigError: something else than samples (a path) and a collator, or no sample can be measured so; the workers
+            or the cache fail.
     """
+    check_samples(dataset)
+    check_kind("collator", collator, VLMCollator, "VLMCollator(processor)")
     store = None if cache is None else LengthCache(cache)
     settings = b"" if store is None else settings_key(collator, estimate=estimate)
     measurer = Measurer(collator=collator, estimate=estimate, cache=store, settings=settings)
@@ -212,11 +216,6 @@ def undecoded(dataset: Any) -> Any:
 
 def _length(dataset: Any) -> int | None:
     """Samples of a map-style data set; None: it can only be iterated over."""
-    if isinstance(dataset, Mapping):
-        raise ConfigError(
-            f"a data set is needed, not a {type(dataset).__name__} with the keys "
-            f"{', '.join(map(repr, list(dataset)[:8]))}; if they are splits, give one of them"
-        )
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, MapStyle):
         return None
     return len(dataset)

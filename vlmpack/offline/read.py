@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
+from operator import index
 from pathlib import Path
-from typing import Any, final
+from typing import Any, SupportsIndex, final, overload
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -31,7 +33,8 @@ DECIDED = ("layout", "slots", "max_length", "overlength", "train_on", "vocab_siz
 
 @final
 class PackedDataset(Dataset[dict[str, Any]]):
-    """Rows of a store. `dataset[row]` is a batch for `model(**batch)`, `dataset.row(row)` the same as an object.
+    """Rows of a store. `dataset[row]` is a batch for `model(**batch)`, `dataset.row(row)` the same as an object, and
+    `dataset[2:5]` a list of batches.
 
     Equal to what `VLMCollator(layout="packed")` makes of the same samples: images are decoded and cut into patches when
     a row is asked for. Files are opened by each process when it needs them first.
@@ -63,6 +66,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         verify: bool = False,
         **settings: Any,
     ) -> None:
+        _check_kinds(path, processor)
         self.path = Path(path).absolute()
         self.manifest = Manifest.load(path)
         """Counts, and the fixed sizes that CUDA graphs need."""
@@ -83,20 +87,35 @@ class PackedDataset(Dataset[dict[str, Any]]):
         """Rows."""
         return self.manifest.counts.rows
 
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        """A row as a dictionary for `model(**batch)`.
+    def __repr__(self) -> str:
+        counts = self.manifest.counts
+        return (
+            f"PackedDataset({str(self.path)!r}, {counts.rows} rows of {self.manifest.capacity} tokens, "
+            f"{self.manifest.fill:.2%} full, {counts.samples} samples, {counts.images} images, {counts.videos} videos"
+            f"{', no processor' if self.collator is None else ''})"
+        )
+
+    @overload
+    def __getitem__(self, row: SupportsIndex) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, row: SupportsIndex | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        """A row as a dictionary for `model(**batch)`; of a slice, as many, in a list.
 
         Raises:
+            TypeError: rows have numbers, and this is none (the name of a column).
             IndexError: there is no such row.
             SampleError: an image cannot be used, and `on_bad` is "raise"; names file, row and sample.
             ConfigError: a file is damaged, or there is no processor.
         """
+        if isinstance(row, slice):
+            return [self[at] for at in range(len(self))[row]]
         return self.row(row).to_hf()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[row] for row in range(len(self)))
 
-    def row(self, row: int) -> PackedRow:
+    def row(self, row: SupportsIndex) -> PackedRow:
         """A row as an object; raises as `dataset[row]`."""
         if self.collator is None:
             raise ConfigError(f"the rows of {self.path} need the processor: PackedDataset(path, processor)")
@@ -108,7 +127,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         assert isinstance(packed, PackedRow), "the collator packs"
         return packed
 
-    def outline(self, row: int) -> tuple[Encoded, ...]:
+    def outline(self, row: SupportsIndex) -> tuple[Encoded, ...]:
         """The samples of a row without their images: token ids, labels, grids. Needs no processor.
 
         Raises:
@@ -117,7 +136,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         """
         return tuple(sample for _, sample in self._read(row, without=MEDIA))
 
-    def segments(self, row: int) -> Segments:
+    def segments(self, row: SupportsIndex) -> Segments:
         """Where the samples of a row lie; raises as `outline`."""
         return Segments.from_lengths([sample.num_tokens for sample in self.outline(row)], self.slots)
 
@@ -166,7 +185,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             )
         return collator
 
-    def _read(self, row: int, *, without: Sequence[str] = ()) -> tuple[tuple[int, Encoded], ...]:
+    def _read(self, row: SupportsIndex, *, without: Sequence[str] = ()) -> tuple[tuple[int, Encoded], ...]:
         """(place in the data set, sample) of every sample of a row."""
         file, at = self._where(row)
         tokens = self.manifest.processor["tokens"]
@@ -177,18 +196,42 @@ class PackedDataset(Dataset[dict[str, Any]]):
         except LayoutError as error:
             raise ConfigError(f"row {at} of {self.path / file} contradicts itself: {error}") from error
 
-    def _where(self, row: int) -> tuple[str, int]:
+    def _where(self, row: SupportsIndex) -> tuple[str, int]:
         """The file of a row, and its number in there."""
-        row = range(len(self))[row]
-        shard = bisect_right(self._starts, row) - 1
-        return self.manifest.shards[shard].file, row - self._starts[shard]
+        at = _number(row, len(self))
+        shard = bisect_right(self._starts, at) - 1
+        return self.manifest.shards[shard].file, at - self._starts[shard]
 
-    def _named(self, error: SampleError, row: int, places: Sequence[int]) -> SampleError:
+    def _named(self, error: SampleError, row: SupportsIndex, places: Sequence[int]) -> SampleError:
         """The refusal of a sample, by its place in the data set and in the store."""
         file, at = self._where(row)
         place = None if error.index is None else places[error.index]
         detail = f"{error.detail} (row {row} of the store: row {at} of {self.path / file})"
         return SampleError(detail, index=place, reason=error.reason, sample_id=error.sample_id)
+
+
+def _number(row: SupportsIndex, rows: int) -> int:
+    """The number of a row, counted from the start."""
+    try:
+        at = index(row)
+    except TypeError:
+        raise TypeError(
+            f"rows of a store have numbers, got the {type(row).__name__} {row!r:.40}; a row is dataset[0], and a "
+            'column of it dataset[0]["input_ids"]'
+        ) from None
+    if not -rows <= at < rows:
+        raise IndexError(f"row {at} of {rows}")
+    return at % rows
+
+
+def _check_kinds(path: object, processor: object) -> None:
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"path has to be the folder that write_rows wrote, got a {type(path).__name__}")
+    if isinstance(processor, VLMCollator):
+        raise ConfigError(
+            "a store has a collator of its own, and needs the processor only: give PackedDataset(path, "
+            "collator.processor), and further settings by name, such as on_bad='skip'"
+        )
 
 
 def _check_files(folder: Path, manifest: Manifest, *, verify: bool) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from vlmpack.collate import VLMCollator
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, check_kind
 from vlmpack.offline.files import WorkFolder, json_text, work_folder
 from vlmpack.offline.manifest import LEFT_OUT, LENGTHS, NAME, PLAN, Manifest, Shard
 from vlmpack.offline.measure import MapStyle, measure_lengths, undecoded
@@ -26,6 +26,7 @@ from vlmpack.offline.settings import StoreSettings, check_collator, check_free, 
 from vlmpack.offline.shards import ShardJob, ShardWriter, written
 from vlmpack.offline.workers import in_order
 from vlmpack.plan import LengthTable, Plan
+from vlmpack.stream.source import check_samples
 
 Executor = Literal["local", "ray"]
 EXECUTORS: tuple[Executor, ...] = ("local", "ray")
@@ -71,11 +72,13 @@ def write_rows(
     Raises:
         SampleError: a sample cannot be used and the collator's `on_bad` is "raise", or one exceeds a row and
             `oversize` is "error".
-        ConfigError: settings that contradict each other or what is in the folder, too many bad samples, a full disk, a
-            worker that died, or an extra that is missing.
+        ConfigError: something of another kind (a path, a processor), settings that contradict each other or what is in
+            the folder, too many bad samples, a full disk, a worker that died, or an extra that is missing.
     """
     if executor not in EXECUTORS:
         raise ConfigError(f"executor={executor!r} is not known; choose one of {', '.join(EXECUTORS)}")
+    check_kind("collator", collator, VLMCollator, 'VLMCollator(processor, layout="packed")')
+    check_kind("settings", settings, StoreSettings, "StoreSettings(capacity=4096)")
     check_collator(collator, settings)
     dataset = _with_places(dataset)
     description, out = described(dataset, collator, settings), Path(out)
@@ -116,9 +119,10 @@ def _with_places(dataset: Any) -> MapStyle:
     """The data set, images left encoded.
 
     Raises:
-        ConfigError: it is empty, or its samples have no places.
+        ConfigError: it is a path or empty, or its samples have no places.
     """
-    if isinstance(dataset, Mapping) or not isinstance(dataset, MapStyle):
+    check_samples(dataset)
+    if not isinstance(dataset, MapStyle):
         raise ConfigError(
             f"rows are planned over samples with places, which a {type(dataset).__name__} does not have: give a data "
             "set with len() and [i], such as vlmpack.data.open_dataset(...), one split of it"

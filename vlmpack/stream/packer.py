@@ -8,26 +8,34 @@ from typing import Any, Generic, TypeVar, final
 
 import numpy as np
 
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.errors import ConfigError, SampleError, check_kind
 from vlmpack.plan import WaitingRoom
 from vlmpack.stream.settings import RowSettings
 
 Sample = TypeVar("Sample")
 Row = list[Sample]
+LENGTH = "length=collator.length of the VLMCollator that will make the rows, or a function of your own"
+"""What to give where samples do not tell their length."""
 
 
 def token_count(sample: Mapping[str, Any]) -> int:
     """Tokens of a sample dict: its `length`, or else the number of its `input_ids`, which are [n] or [1, n].
 
     Raises:
-        ConfigError: it has neither.
+        ConfigError: it has neither, or is no dict.
         SampleError: its `input_ids` have another shape.
     """
+    if not isinstance(sample, Mapping):
+        raise ConfigError(
+            f"a sample is a {type(sample).__name__}, and not a dict; tell its tokens by `length`: {LENGTH}"
+        )
     if "length" in sample:
         return sample["length"]
     if "input_ids" in sample:
         return _number_of(sample["input_ids"])
-    raise ConfigError(f"a sample has no 'length' and no 'input_ids', only {list(sample)}; give a function `length`")
+    raise ConfigError(
+        f"a sample has no 'length' and no 'input_ids', only {list(sample)}; tell its tokens by `length`: {LENGTH}"
+    )
 
 
 def _number_of(ids: Any) -> int:
@@ -60,11 +68,11 @@ class StreamPacker(Generic[Sample]):
 
     Args:
         settings: of the rows.
-        length: tokens of a sample.
+        length: tokens of a sample; of one that is not tokenised yet, `VLMCollator.length` tells them.
         costs: what else a sample needs, by the names of `settings.limits`.
 
     Raises:
-        ConfigError: limits without a function that tells costs.
+        ConfigError: settings of another kind, or limits without a function that tells costs.
     """
 
     def __init__(
@@ -74,6 +82,7 @@ class StreamPacker(Generic[Sample]):
         length: Callable[[Sample], int] = token_count,
         costs: Callable[[Sample], Mapping[str, int]] | None = None,
     ) -> None:
+        check_kind("settings", settings, RowSettings, "RowSettings(capacity=4096)")
         if settings.limits and costs is None:
             raise ConfigError(f"limits of {', '.join(settings.limits)} need a function `costs` that tells them")
         self.settings = settings
@@ -92,6 +101,12 @@ class StreamPacker(Generic[Sample]):
     def __len__(self) -> int:
         """Samples that wait, those with a row of their own included."""
         return len(self._samples) + len(self._alone)
+
+    def __repr__(self) -> str:
+        return (
+            f"StreamPacker(rows of {self.settings.capacity} tokens, {self.seen} samples seen, {len(self)} waiting "
+            f"({self.tokens} tokens), {self.dropped} dropped, {self.left_out} left out)"
+        )
 
     @property
     def tokens(self) -> int:
@@ -130,8 +145,11 @@ class StreamPacker(Generic[Sample]):
         A sample whose best row is below `min_fill` waits for the next call, but not for the one after it.
 
         Raises:
-            SampleError, ConfigError: as `add`; then none of these samples was taken in, and the packer is as it was.
+            SampleError, ConfigError: as `add`, or one sample was given and no list of them; then none of these samples
+                was taken in, and the packer is as it was.
         """
+        if isinstance(samples, Mapping | str):
+            raise ConfigError(f"pack takes a list of samples, got a {type(samples).__name__}; of one give [sample]")
         before = self.state_dict()
         try:
             for sample in samples:

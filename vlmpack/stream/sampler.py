@@ -10,7 +10,7 @@ from typing import Any, Literal, final
 import numpy as np
 from torch.utils.data import Sampler
 
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, check_kind
 from vlmpack.plan import EMPTY, Plan, Schedule, balance_rows, check_seed, checked_capacity, split_rows
 
 Remainder = Literal["split", "empty", "drop"]
@@ -20,6 +20,9 @@ REMAINDERS: tuple[Remainder, ...] = ("split", "empty", "drop")
 @final
 class PackedBatchSampler(Sampler[list[int]]):
     """Yield rows, each a list of sample ids: the `batch_sampler` of a DataLoader over a map-style dataset.
+
+    It goes under `DataLoader(dataset, batch_sampler=...)`, and not under `sampler=`, which would ask the data set for a
+    list of samples as if that were a place ("list indices must be integers").
 
     Every rank gets the same number of rows, and every epoch has as many. Each epoch shuffles which rows meet in a step,
     and exchanges samples of equal length between rows, so that no row gets longer.
@@ -36,8 +39,9 @@ class PackedBatchSampler(Sampler[list[int]]):
         seed: of all shuffles; None: the plan's order, every epoch.
 
     Raises:
-        ConfigError: a number that is not whole or below 1, a seed below 0, costs that are negative or not finite, a
-            rank or remainder that does not exist, too few samples to split, or too few rows for a single step.
+        ConfigError: no plan, a number that is not whole or below 1, a seed below 0, costs that are negative or not
+            finite, a rank or remainder that does not exist, too few samples to split, or too few rows for a single
+            step.
     """
 
     batch_size = None
@@ -55,6 +59,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         remainder: Remainder = "split",
         seed: int | None = 0,
     ) -> None:
+        check_kind("plan", plan, Plan, "plan_bins(lengths, capacity=4096)")
         ranks, accumulation = checked_capacity(ranks, "ranks"), checked_capacity(accumulation, "accumulation")
         check_seed(seed)
         if remainder not in REMAINDERS:
@@ -84,6 +89,14 @@ class PackedBatchSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         """Rows of a whole epoch, wherever this one was continued."""
         return self._rows_an_epoch
+
+    def __repr__(self) -> str:
+        rank = "all ranks" if self.rank == "all" else f"rank {self.rank}"
+        return (
+            f"PackedBatchSampler({len(self)} rows an epoch of up to {self.plan.capacity} tokens, "
+            f"{len(self.plan.sample_ids)} samples, {rank} of {self.ranks}, accumulation {self.accumulation}, remainder "
+            f"{self.remainder!r}, seed {self.seed}; epoch {self.epoch}, {self._done} rows done)"
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; nothing happens if it is the one at hand, so that a resumed one goes on."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, check_kind
 from vlmpack.plan import OVERSIZE, Oversize, checked_capacity
 
 ROWS_WAITING = 4
@@ -33,6 +33,7 @@ class RowSettings:
 
     def __post_init__(self) -> None:
         checked_capacity(self.capacity)
+        check_kind("limits", self.limits, Mapping, '{"images": 8}')
         for name, limit in self.limits.items():
             checked_capacity(limit, f"the limit of {name!r}")
         if self.buffer_tokens is not None and not self.buffer_tokens >= 0:

@@ -8,13 +8,14 @@ from typing import Any, Protocol, final, runtime_checkable
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, check_kind
 from vlmpack.plan import checked_capacity
 from vlmpack.stream.ending import even_out
 from vlmpack.stream.packer import StreamPacker, token_count
 from vlmpack.stream.place import END, Place, Resumable
 from vlmpack.stream.sampler import REMAINDERS, Remainder, checked_rank
 from vlmpack.stream.settings import RowSettings
+from vlmpack.stream.source import check_samples
 from vlmpack.stream.whole import whole
 
 
@@ -38,7 +39,7 @@ class PackedStream(IterableDataset[list[Any]]):
     Args:
         source: the samples; iterated anew every epoch.
         settings: of the rows.
-        length: tokens of a sample.
+        length: tokens of a sample; of one that is not tokenised yet, `VLMCollator.length` tells them.
         costs: what else a sample needs, by the names of `settings.limits`.
         ranks: processes that train together.
         rank: this one, which may be left out if there is no other.
@@ -48,7 +49,7 @@ class PackedStream(IterableDataset[list[Any]]):
         repeat: start over when the source ends, for ever: for trainers that count steps instead of epochs.
 
     Raises:
-        ConfigError: a rank or remainder that does not exist.
+        ConfigError: a source or settings of another kind (a path), or a rank or remainder that does not exist.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class PackedStream(IterableDataset[list[Any]]):
         remainder: Remainder = "split",
         repeat: bool = False,
     ) -> None:
+        check_samples(source)
+        check_kind("settings", settings, RowSettings, "RowSettings(capacity=4096)")
         ranks = checked_capacity(ranks, "ranks")
         if remainder not in REMAINDERS:
             raise ConfigError(f"remainder must be one of {', '.join(REMAINDERS)}, got {remainder!r}")
@@ -83,6 +86,12 @@ class PackedStream(IterableDataset[list[Any]]):
         self._rounds = rounds
         self._ended = False
         self._uneven = 0
+
+    def __repr__(self) -> str:
+        rows = f"a {type(self.source).__name__} in rows of {self.settings.capacity} tokens"
+        end = "for ever" if self.repeat else f"remainder {self.remainder!r}"
+        done = f"{self._packer.seen} samples read, {self.dropped} dropped, {self.left_out} left out"
+        return f"PackedStream({rows}, rank {self.rank} of {self.ranks}, {end}; {done})"
 
     @property
     def dropped(self) -> int:

@@ -1,0 +1,23 @@
+"""What is no data set, though it can be iterated over like one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from vlmpack.errors import ConfigError
+
+
+def check_samples(dataset: object) -> None:
+    """Do nothing if a data set was given, and not a path, of whose letters samples would be made, or several sets.
+
+    Raises:
+        ConfigError: it is a path, or a mapping; says what to give.
+    """
+    if isinstance(dataset, str | bytes | os.PathLike):
+        raise ConfigError(f"{os.fsdecode(dataset)!r:.99} is a path: open it with vlmpack.open_dataset(path)")
+    if isinstance(dataset, Mapping):
+        raise ConfigError(
+            f"a data set is needed, not a {type(dataset).__name__} with the keys "
+            f"{', '.join(map(repr, list(dataset)[:8]))}; if they are splits, give one of them"
+        )
