@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, final
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar, final
 
 import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
+from vlmpack.layout.device import on_host
 from vlmpack.layout.segments import Segments
 
 Grid = tuple[int, int, int]
@@ -66,6 +67,13 @@ class Media:
     second_per_grid_ts: torch.Tensor | None = None
     """[N] seconds from one grid of a video to the next (Qwen2.5-VL)."""
 
+    def __repr__(self) -> str:
+        return f"Media({', '.join(f'{name} {shape_of(value)}' for name, value in self.to_hf().items())})"
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Media:
+        """The same on a device; `non_blocking`: without waiting for it, from pinned memory."""
+        return moved(self, device, non_blocking=non_blocking)
+
     def to_hf(self) -> dict[str, torch.Tensor]:
         """The tensors that are there, by name."""
         return {f.name: self.__dict__[f.name] for f in fields(self) if self.__dict__[f.name] is not None}
@@ -102,6 +110,13 @@ class PaddedBatch:
     facts: BatchFacts | None = None
     """What the host knows; None: read from the mask, which waits for the device once."""
 
+    def __repr__(self) -> str:
+        return f"PaddedBatch({shape_of(self.input_ids)}{_tokens(self)}{media_of(self.media)})"
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PaddedBatch:
+        """The same on a device: tensors and media; facts stay on the host. `non_blocking`: without waiting for it."""
+        return moved(self, device, non_blocking=non_blocking)
+
     def to_hf(self) -> dict[str, Any]:
         """A dictionary for a DataLoader and for `model(**batch)`; `input_ids` comes first."""
         tensors = {name: self.__dict__[name] for name in TOKEN_KEYS if self.__dict__[name] is not None}
@@ -120,6 +135,53 @@ class PaddedBatch:
 
 
 TOKEN_KEYS = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "position_ids")
+
+
+# ---------------------------------------------------------------------- on a device, and in words
+
+Moved = TypeVar("Moved", bound=Any)
+
+
+def moved(value: Moved, device: torch.device | str | int, *, non_blocking: bool) -> Moved:
+    """A value object with its tensors on a device, those in media and mappings too; what is no tensor stays."""
+
+    def on_device(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return part.to(device, non_blocking=non_blocking)
+        if isinstance(part, Media):
+            return moved(part, device, non_blocking=non_blocking)
+        return {name: on_device(one) for name, one in part.items()} if isinstance(part, Mapping) else part
+
+    return replace(value, **{one.name: on_device(value.__dict__[one.name]) for one in fields(value)})
+
+
+def shape_of(value: Any) -> str:
+    """The shape of a tensor, in words; of anything else, of which no batch should be, its type."""
+    return str(list(value.shape)) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+
+
+def media_of(media: Media) -> str:
+    """How many images and videos there are, in words; nothing of a text."""
+    if not isinstance(media, Media):
+        return f", media {shape_of(media)}"
+    grids: dict[str, Any] = {"images": media.image_grid_thw, "videos": media.video_grid_thw}
+    there = {name: grid for name, grid in grids.items() if isinstance(grid, torch.Tensor) and grid.ndim}
+    return "".join(f", {len(grid)} {name}" for name, grid in there.items())
+
+
+def _tokens(batch: PaddedBatch) -> str:
+    """How many tokens are real, in words; nothing where only a device knows, or nobody."""
+    ids, mask = batch.input_ids, batch.attention_mask
+    try:
+        if batch.facts is None and not on_host(mask):
+            return ""
+        real = int(mask.count_nonzero()) if batch.facts is None else sum(batch.facts.lengths)
+        return f", {real} tokens, {real / max(ids.numel(), 1):.2%} full"
+    except (AttributeError, RuntimeError):  # no tensors, or some without values: a repr has to go on
+        return ""
+
+
+# ---------------------------------------------------------------------- its mask
 
 
 @final

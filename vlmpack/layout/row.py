@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout.batch import FACTS_KEY, BatchFacts, Media
+from vlmpack.layout.batch import FACTS_KEY, BatchFacts, Media, media_of, moved, shape_of
 from vlmpack.layout.boundaries import checked_boundaries
 from vlmpack.layout.device import require
 from vlmpack.layout.roll import IGNORE, shift_labels, unshift_labels, without_successor
@@ -73,6 +73,18 @@ class PackedRow:
                 f"{list(self.input_ids.shape)}; was the batch split or concatenated on its way "
                 "(accelerate: set dispatch_batches=False)?"
             )
+
+    def __repr__(self) -> str:
+        where = self.segments
+        return (
+            f"PackedRow({shape_of(self.input_ids)}, {where.num_samples} samples, {where.num_tokens} tokens, "
+            f"{where.fill:.2%} full{media_of(self.media)})"
+        )
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PackedRow:
+        """The same on a device: tensors and media; boundaries and facts stay on the host. `non_blocking`: without
+        waiting for it."""
+        return moved(self, device, non_blocking=non_blocking)
 
     @property
     def moe_padding_mask(self) -> torch.Tensor:

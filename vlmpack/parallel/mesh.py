@@ -38,6 +38,10 @@ class Parallel:
         self.exchange = Exchange(None if mesh is None else _group(mesh, context))
         """The ranks that share a row."""
 
+    def __repr__(self) -> str:
+        shared = f"{self.ranks} ranks share a row, this is rank {self.exchange.rank}"
+        return f"Parallel({shared if self.ranks > 1 else 'each rank has rows of its own'})"
+
     @property
     def ranks(self) -> int:
         """How many ranks share a row."""

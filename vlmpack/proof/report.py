@@ -109,11 +109,23 @@ class Report:
         """Plain values, for JSON, which has no infinity: the largest float stands for it."""
         return _finite({"verdict": self.verdict, "causes": list(self.causes), **asdict(self)})
 
+    def __repr__(self) -> str:
+        bad = sum(check.is_bad for check in self.checks)
+        causes = f" ({', '.join(self.causes)})" if bad else ""
+        return f"Report({self._head}{causes}; {len(self.checks)} checks, {bad} bad)"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What a notebook shows: the table."""
+        printer.text(str(self))
+
+    @property
+    def _head(self) -> str:
+        return f"{self.model} ({self.weights}), {self.device}, {self.dtype}, {self.attention}: {self.verdict}"
+
     def __str__(self) -> str:
-        head = f"{self.model} ({self.weights}), {self.device}, {self.dtype}, {self.attention}: {self.verdict}"
         lines = [f"  {check.part:<10} {check.name:<40} {check.finding:<12} {check.detail}" for check in self.checks]
         causes = [f"cause: {', '.join(self.causes)}"] if self.causes else []
-        return "\n".join(line.rstrip() for line in (head, *causes, *lines))
+        return "\n".join(line.rstrip() for line in (self._head, *causes, *lines))
 
 
 def _finite(value: Any) -> Any:

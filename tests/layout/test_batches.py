@@ -1,0 +1,117 @@
+"""Batches and rows as objects: they move to a device whole, and tell what they are without their tensors."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from vlmpack.layout import BatchFacts, Media, PackedRow, PaddedBatch, SlotRule, pack
+
+MEDIA = Media(pixel_values=torch.ones(12, 3), image_grid_thw=torch.tensor([[1, 2, 2], [1, 2, 4]]))
+MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+
+
+def batch(**more: Any) -> PaddedBatch:
+    advantages = {"advantages": torch.ones(2, 5)}
+    ids = torch.arange(10).view(2, 5)
+    return PaddedBatch(**{"input_ids": ids, "attention_mask": MASK, "media": MEDIA, "extras": advantages, **more})
+
+
+def row() -> PackedRow:
+    return pack(batch(facts=BatchFacts(lengths=(3, 5), sample_ids=("a", "b"))), rule=SlotRule(multiple=4))
+
+
+def tensors(one: PaddedBatch | PackedRow) -> dict[str, torch.Tensor]:
+    found = {**one.__dict__, **one.extras, **one.media.to_hf()}
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+# ---------------------------------------------------------------------- on a device
+
+
+@pytest.mark.parametrize("make", [batch, row])
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_all_tensors_move_and_what_the_host_knows_stays(make: Any, non_blocking: bool) -> None:
+    here = make()
+    there = here.to("meta", non_blocking=non_blocking)
+    assert type(there) is type(here)
+    assert {name: value.device.type for name, value in tensors(there).items()} == dict.fromkeys(tensors(here), "meta")
+    assert {"input_ids", "advantages", "pixel_values", "image_grid_thw"} <= tensors(here).keys()
+    assert there.facts is here.facts
+
+
+def test_the_boundaries_of_a_row_are_host_values_on_any_device() -> None:
+    here = row()
+    assert here.to("meta").segments is here.segments
+    assert here.to("meta").segments.lengths == (3, 5)
+
+
+def test_moving_to_where_it_is_changes_nothing() -> None:
+    here = row()
+    there = here.to(torch.device("cpu"))
+    assert tensors(there).keys() == tensors(here).keys()
+    assert all(torch.equal(value, tensors(here)[name]) for name, value in tensors(there).items())
+
+
+def test_media_move_by_themselves() -> None:
+    assert {value.device.type for value in MEDIA.to("meta").to_hf().values()} == {"meta"}
+    assert MEDIA.to("meta").video_grid_thw is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [batch, row])
+def test_all_tensors_move_to_a_gpu_and_back(make: Any) -> None:
+    here = make()
+    there = here.to("cuda", non_blocking=True)
+    assert {value.device.type for value in tensors(there).values()} == {"cuda"}
+    assert all(torch.equal(value, tensors(here)[name]) for name, value in tensors(there.to("cpu")).items())
+
+
+# ---------------------------------------------------------------------- in words
+
+
+def test_a_row_tells_its_shape_samples_tokens_and_media() -> None:
+    assert repr(row()) == "PackedRow([1, 12], 2 samples, 8 tokens, 66.67% full, 2 images)"
+
+
+@pytest.mark.parametrize("facts", [None, BatchFacts(lengths=(3, 5))])
+def test_a_batch_tells_its_shape_tokens_and_media(facts: BatchFacts | None) -> None:
+    assert repr(batch(facts=facts)) == "PaddedBatch([2, 5], 8 tokens, 80.00% full, 2 images)"
+
+
+def test_media_tell_their_shapes() -> None:
+    assert repr(MEDIA) == "Media(pixel_values [12, 3], image_grid_thw [2, 3])"
+    assert repr(Media()) == "Media()"
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (lambda: batch().to("meta"), "PaddedBatch([2, 5], 2 images)"),
+        (lambda: batch(attention_mask=[[1, 1]]), "PaddedBatch([2, 5], 2 images)"),
+        (lambda: batch(attention_mask=None, media=None), "PaddedBatch([2, 5], media a NoneType)"),
+        (lambda: batch(input_ids=[[1, 2]]), "PaddedBatch(a list, 2 images)"),
+        (lambda: batch(media=Media(image_grid_thw=torch.tensor(1))), "PaddedBatch([2, 5], 8 tokens, 80.00% full)"),
+        (lambda: batch(input_ids=torch.ones(0, 0), attention_mask=torch.ones(0, 0)), "PaddedBatch([0, 0], 0 tokens, "),
+        (lambda: row().to("meta"), "PackedRow([1, 12], 2 samples, 8 tokens, 66.67% full, 2 images)"),
+    ],
+)
+def test_they_tell_what_they_can_of_tensors_without_values_and_of_other_things(made: Any, told: str) -> None:
+    assert repr(made()).startswith(told)
+
+
+def test_a_batch_without_values_under_a_transform_of_functions_is_told_by_its_shape() -> None:
+    seen = []
+    torch.func.vmap(lambda mask: seen.append(repr(batch(attention_mask=mask))) or mask)(MASK)
+    assert seen == ["PaddedBatch([2, 5], 2 images)"]
+
+
+@pytest.mark.parametrize("make", [batch, row])
+def test_equality_and_pickling_are_those_of_the_fields(make: Any) -> None:
+    here = make()
+    there = pickle.loads(pickle.dumps(here))
+    assert here == here.__class__(**here.__dict__)
+    assert all(torch.equal(value, tensors(here)[name]) for name, value in tensors(there).items())
