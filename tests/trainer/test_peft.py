@@ -106,7 +106,7 @@ def test_merging_and_disabling_leave_a_plain_model():
 @pytest.mark.parametrize("first", ["adapter", "packing"])
 def test_an_adapter_that_is_activated_by_tokens_is_refused(first):
     settings = LoraConfig(task_type="CAUSAL_LM", target_modules=LANGUAGE, alora_invocation_tokens=[5, 6])
-    with pytest.raises(ConfigError, match="'default' is activated by tokens .* one sample alone would have it"):
+    with pytest.raises(ConfigError, match=r"'default' is activated by tokens .* one sample alone would have it"):
         if first == "adapter":
             enable_packing(get_peft_model(tiny_model(), settings))
         else:

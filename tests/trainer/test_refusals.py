@@ -82,14 +82,14 @@ def test_columns_of_a_hub_dataset_are_trainers_own_refusal(tmp_path):
 def test_rows_written_before_keep_their_boundaries_under_trainers_default(tmp_path):
     collate = VLMCollator(processor_of(), layout="packed")
     samples = [chat(answer=f"The total is {n}", id=n) for n in range(4)]
-    write_rows(samples, tmp_path / "rows", collate, StoreSettings(capacity=200))
+    write_rows(samples, tmp_path / "rows", collate, StoreSettings(capacity=60))
     rows = PackedDataset(tmp_path / "rows", processor_of())
     model = enable_packing(tiny_model(processor=processor_of()))
-    run = Trainer(model, arguments(tmp_path, dataloader_pin_memory=False), rows.collate, rows)
+    run = Trainer(model, arguments(tmp_path, per_device_train_batch_size=1), rows.collate, rows)
     assert run.args.remove_unused_columns
     batch = next(iter(run.get_train_dataloader()))
     at = next(at for at in range(len(rows)) if torch.equal(rows[at]["input_ids"], batch["input_ids"]))
-    assert len(rows) > 1 and len(rows.plan[at]) > 1
+    assert len(rows) > 1 and rows.segments(at).num_samples > 1
     assert model(**batch).loss == model(**rows[at]).loss
 
 

@@ -1,4 +1,5 @@
-"""RowCollator: rows of a packed data set, or samples, as one row that any model trains exactly.
+"""RowCollator: rows of a packed data set, or samples, as one row for models with packing enabled, and for plain ones of
+attention alone.
 
 input_ids      7 7 7 8 8 . .       two rows of a data set
 position_ids   0 1 2 0 1 0 0
@@ -39,7 +40,8 @@ class RowCollator:
     """Joins the rows of a batch into one row [1, T] without padding; give it to HF Trainer as `data_collator`.
 
     A model with packing enabled keeps samples apart by their boundaries. A plain transformers model does so by
-    `position_ids`, if it makes no cache and gets no mask: the batch says so.
+    `position_ids`, if it makes no cache and gets no mask: the batch says so. But only its attention layers do: in one
+    with gated delta layers (Qwen3-Next, Qwen3.5, Qwen4-exp) samples see each other, and nothing tells.
 
     Raises:
         ConfigError: a setting that does not exist.

@@ -23,7 +23,8 @@ from vlmpack.plan import Plan
 @final
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """G rows of one width W as tensors. `model(**batch.to_hf())` trains them exactly, with packing enabled or not."""
+    """G rows of one width W as tensors. `model(**batch.to_hf())` trains them exactly, with packing enabled, or without
+    it if all layers of the model are attention."""
 
     input_ids: torch.Tensor
     """[G, W] int64."""
