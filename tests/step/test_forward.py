@@ -298,3 +298,54 @@ def test_packed_step_takes_a_hand_made_row(model):
     assert result.work.attended_pairs == 6 + 3
     with pytest.raises(LayoutError, match=r"last token of a segment has a target.*shift_labels"):
         row.to_hf()
+
+
+# ---------------------------------------------------------------------- counts that cannot be
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (0, "num_items_in_batch is 0, but this batch alone has .* targets; count them all"),
+        (-3, "num_items_in_batch is -3, but"),
+        (torch.tensor(0), "num_items_in_batch is 0, but"),
+        (float("nan"), "num_items_in_batch is nan, but"),
+        ("12", "num_items_in_batch is a number, of the targets of all batches of a step; got '12'"),
+        (torch.ones(2), "num_items_in_batch is a number"),
+    ],
+)
+def test_targets_are_counted_by_a_positive_number(model, samples, count, message):
+    with pytest.raises(ConfigError, match=message):
+        PackedStep(model)(padded(samples), num_items_in_batch=count)
+
+
+def test_labels_of_first_tokens_that_trainer_counts_are_refused(model, samples):
+    """It counts all labels but those of the first column, which here are not first tokens."""
+    labelled = [{**sample, "labels": sample["input_ids"]} for sample in samples]
+    right, left = padded(labelled).to_hf(), padded(labelled, side="left").to_hf()
+    row = pack(padded(labelled)).to_hf()
+    row = {**row, "labels": row["input_ids"], "shift_labels": None}
+    for batch in (left, row):
+        with pytest.raises(
+            LayoutError, match="the first token of a sample has a label, which no token predicts"
+        ):
+            model(**batch, num_items_in_batch=100)
+    expected = model(**right, num_items_in_batch=100).loss
+    for batch in (left, row):  # a step counts targets itself
+        assert torch.isclose(PackedStep(model)(batch, num_items_in_batch=100).loss, expected, rtol=1e-6)
+
+
+def test_patches_of_another_model_s_processor_are_refused(model, samples):
+    batch = padded(samples).to_hf()
+    batch["pixel_values"] = batch["pixel_values"][:, :-6]
+    with pytest.raises(
+        LayoutError, match=r"a patch of pixel_values has \d+ values, but \d+ in this \w+ model"
+    ):
+        model(**batch)
+
+
+def test_a_step_gives_logits_to_a_batch_that_asks_for_them(model, samples):
+    batch = padded(samples).to_hf()
+    expected = PackedStep(model)(batch, logits=True).logits
+    assert torch.equal(PackedStep(model)({**batch, "output_logits": True}).logits, expected)
+    assert torch.equal(PackedStep(model)(batch, output_logits=True).logits, expected)

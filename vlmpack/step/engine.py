@@ -148,7 +148,7 @@ def _result(
     loss_sum = (-logprobs).sum()  # 0, not -0, of none
     sums, counts = sums_by_sample(logprobs, index, row.segments)
     targets = index.numel()
-    items = targets if num_items_in_batch is None else num_items_in_batch
+    items = _items(num_items_in_batch, targets)
     loss = loss_sum / items if targets else loss_sum  # 0: not 0 / 0 where no row of the whole step has targets
     if routers is not None and targets:
         loss = loss + routers.added.to(loss.device)
@@ -165,6 +165,22 @@ def _result(
         row_logits=share.same(head(hidden)[0])[None] if logits else None,
         routers=routers,
     )
+
+
+def _items(given: torch.Tensor | float | None, targets: int) -> torch.Tensor | float:
+    """What the loss is divided by. A tensor on a device is believed, as looking would wait for it.
+
+    Raises:
+        ConfigError: no number, or one that these targets cannot be among.
+    """
+    if given is None:
+        return targets
+    if not isinstance(given, torch.Tensor | int | float) or (isinstance(given, torch.Tensor) and given.numel() != 1):
+        raise ConfigError(f"num_items_in_batch is a number, of the targets of all batches of a step; got {given!r:.80}")
+    on_host = not isinstance(given, torch.Tensor) or given.device.type == "cpu"
+    if on_host and targets and not given > 0:
+        raise ConfigError(f"num_items_in_batch is {given}, but this batch alone has {targets} targets; count them all")
+    return given
 
 
 def _check_targets(labels: torch.Tensor, segments: Segments) -> None:

@@ -16,6 +16,7 @@ from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import Family
 from vlmpack.layout import (
     FACTS_KEY,
+    IGNORE,
     BatchFacts,
     OnlyPacked,
     PackedRow,
@@ -108,6 +109,7 @@ def packed_forward(
     slots = config.slots if parallel is None else parallel.slots(config.slots)
     row = _given_row(inputs) if is_row else _packed_batch(inputs, slots, config, pad_token_id)
     want_logits = _wants_logits(inputs)
+    _check_counted(inputs, row, is_row=is_row)
     result = run_row(
         model,
         family,
@@ -139,6 +141,27 @@ def _wants_logits(inputs: dict[str, Any]) -> bool:
             "compute_loss_func: let the collator put output_logits=True into the batch if you need it"
         )
     return not has_labels
+
+
+@outside_graph
+def _check_counted(inputs: dict[str, Any], row: PackedRow, *, is_row: bool) -> None:
+    """Trainer counts every label but those of the first column; that of a sample's first token is never a target."""
+    labels = inputs["labels"]
+    if labels is None or inputs.get("num_items_in_batch") is None or inputs.get(SINK) is not None:
+        return
+    if is_row:
+        if inputs.get("shift_labels") is not None:  # which Trainer counts instead
+            return
+        first = labels[0].index_select(0, row.segments.first_tokens(labels.device)[1:])
+    else:
+        assert row.facts is not None
+        first = torch.stack([labels[0, 0], *(labels[i, at] for i, at in enumerate(row.facts.offsets) if at)])[1:]
+    require(
+        (first == IGNORE).all(),
+        "the first token of a sample has a label, which no token predicts, but it was counted (num_items_in_batch), so "
+        "the loss would be divided by too many: set the labels of first tokens to -100",
+        LayoutError,
+    )
 
 
 def _wants_balance(family: Family, model: nn.Module, asked: bool | None) -> bool:

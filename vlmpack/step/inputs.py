@@ -87,6 +87,7 @@ def backbone_inputs(
         LayoutError: media, placeholders or positions that do not fit the row.
     """
     hf_config: Any = model.config
+    _check_patch_size(family, row, hf_config)
     types = family.media_types(row.input_ids, hf_config)
     _check_media_tokens(types, family, facts, hf_config)
     if rope_segments is not None:
@@ -135,6 +136,16 @@ def _real_tokens(segments: Segments, device: torch.device) -> torch.Tensor | Non
     if not segments.has_gaps or not segments.num_tokens:
         return None
     return segments.real_index(device)
+
+
+def _check_patch_size(family: Family, row: PackedRow, hf_config: Any) -> None:
+    """Patches were cut for this model."""
+    for pixels, name in ((row.media.pixel_values, "pixel_values"), (row.media.pixel_values_videos, "videos")):
+        if pixels is not None and pixels.shape[-1] != (channels := family.patch_channels(hf_config)):
+            raise LayoutError(
+                f"a patch of {name} has {pixels.shape[-1]} values, but {channels} in this {family.model_type} model; "
+                "use the processor that belongs to the model"
+            )
 
 
 def _check_media_tokens(types: torch.Tensor, family: Family, facts: BatchFacts, hf_config: Any) -> None:

@@ -54,7 +54,7 @@ class PackedStep:
             batch: a padded batch, a packed row, or the dictionary of either, on any device.
             num_items_in_batch: targets of all batches that make up one optimiser step; None: this one's own.
             logits: also return logits.
-            **inputs: further inputs by name, such as `rope_cu_seqlens`.
+            **inputs: further inputs by name, such as `rope_cu_seqlens`; they win over the batch's.
 
         Raises:
             LayoutError: the batch contradicts itself.
@@ -66,6 +66,7 @@ class PackedStep:
             name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) and _travels(name) else value
             for name, value in {**given, **inputs}.items()
         }
+        logits = bool(given.pop("output_logits", False)) or logits  # as a batch asks a model for them
         sink = Sink()
         output = self.model(**given, num_items_in_batch=num_items_in_batch, output_logits=logits, **{SINK: sink})
         if sink.result is None:
