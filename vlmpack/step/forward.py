@@ -149,9 +149,9 @@ def _check_counted(inputs: dict[str, Any], row: PackedRow, *, is_row: bool) -> N
     labels = inputs["labels"]
     if labels is None or inputs.get("num_items_in_batch") is None or inputs.get(SINK) is not None:
         return
+    if is_row and inputs.get("shift_labels") is not None:  # which Trainer counts instead
+        return
     if is_row:
-        if inputs.get("shift_labels") is not None:  # which Trainer counts instead
-            return
         first = labels[0].index_select(0, row.segments.first_tokens(labels.device)[1:])
     else:
         assert row.facts is not None
