@@ -326,9 +326,7 @@ def test_labels_of_first_tokens_that_trainer_counts_are_refused(model, samples):
     row = pack(padded(labelled)).to_hf()
     row = {**row, "labels": row["input_ids"], "shift_labels": None}
     for batch in (left, row):
-        with pytest.raises(
-            LayoutError, match="the first token of a sample has a label, which no token predicts"
-        ):
+        with pytest.raises(LayoutError, match="the first token of a sample has a label, which no token predicts"):
             model(**batch, num_items_in_batch=100)
     expected = model(**right, num_items_in_batch=100).loss
     for batch in (left, row):  # a step counts targets itself
@@ -338,9 +336,7 @@ def test_labels_of_first_tokens_that_trainer_counts_are_refused(model, samples):
 def test_patches_of_another_model_s_processor_are_refused(model, samples):
     batch = padded(samples).to_hf()
     batch["pixel_values"] = batch["pixel_values"][:, :-6]
-    with pytest.raises(
-        LayoutError, match=r"a patch of pixel_values has \d+ values, but \d+ in this \w+ model"
-    ):
+    with pytest.raises(LayoutError, match=r"a patch of pixel_values has \d+ values, but \d+ in this \w+ model"):
         model(**batch)
 
 

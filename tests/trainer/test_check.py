@@ -6,10 +6,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from chats import chat, processor_of
 from trainer.packed_runs import planned, streamed
 from training import Stream, arguments, collator, receipts, trainer
 from transformers import Trainer
 
+from vlmpack.collate import VLMCollator
 from vlmpack.columns import RowCollator, pack_dataset
 from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
@@ -146,6 +148,35 @@ def test_ranks_that_would_train_apart_after_an_evaluation(tmp_path, monkeypatch)
         else:
             assert "every rank trains a model of its own: evaluate afterwards" in refusal(run)
         monkeypatch.undo()
+
+
+def test_columns_that_trainer_removes_before_a_collator_reads_them(tmp_path):
+    tokens = {"input_ids": [5, 6, 7], "labels": [5, 6, 7]}
+    vlm = VLMCollator(processor_of(), layout="packed", train_on="all")
+    for collate, sample, lost in (
+        (vlm, chat(id="a"), "'messages', 'id'"),
+        (vlm, {**tokens, "assistant_masks": [0, 1, 1]}, "'assistant_masks'"),
+        (RowCollator(), {**tokens, "position_ids": [0, 1, 0], "completion_mask": [0, 1, 0]}, "'completion_mask'"),
+    ):
+        model = enable_packing(tiny_model(processor=processor_of(), hidden=16, heads=2, layers=1, vision_depth=1))
+        seen = f"remove_unused_columns drops {lost} before {type(collate).__name__} reads it: set remove_unused_columns"
+        assert seen in refusal(Trainer(model, arguments(tmp_path, remove_unused_columns=True), collate, [sample]))
+        check_trainer(Trainer(model, arguments(tmp_path, remove_unused_columns=False), collate, [sample]))
+    check_trainer(Trainer(model, arguments(tmp_path, remove_unused_columns=True), vlm, [tokens]))
+
+
+def test_a_processor_of_another_model(tmp_path):
+    model = enable_packing(tiny_model("qwen3_vl", processor=processor_of("qwen3_vl"), hidden=16, heads=2, layers=1))
+    other = VLMCollator(processor_of("qwen2_5_vl"), layout="packed")
+    message = refusal(Trainer(model, arguments(tmp_path, remove_unused_columns=False), other, [chat()]))
+    assert "its collator's processor belongs to another model (" in message
+    assert "values of a patch 1176, the model's 1536" in message
+
+
+def test_no_collator(tmp_path):
+    model = enabled()
+    samples = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}]
+    assert "it was given no data_collator" in refusal(Trainer(model, arguments(tmp_path), None, samples))
 
 
 def test_a_model_that_was_enabled_too_late_or_never(tmp_path):

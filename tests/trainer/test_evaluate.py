@@ -280,3 +280,8 @@ def test_a_collator_that_cannot_measure_needs_a_plan():
     model, samples = scene()
     with pytest.raises(ConfigError, match="a function cannot tell lengths ahead, as VLMCollator can; give plan="):
         evaluate(model, Samples(samples), collator("packed"), capacity=100)
+
+
+def test_a_path_is_not_a_data_set():
+    with pytest.raises(ConfigError, match=r"'chats.jsonl' is a path: open it with vlmpack.open_dataset\(path\)"):
+        evaluate(tiny_model(), "chats.jsonl", VLMCollator(processor_of()), capacity=100)

@@ -12,8 +12,8 @@ from transformers import Trainer
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
-from vlmpack.offline import measure_lengths
-from vlmpack.plan import plan_bins
+from vlmpack.offline import PackedDataset, StoreSettings, measure_lengths, write_rows
+from vlmpack.plan import LengthTable, plan_bins
 from vlmpack.step import enable_packing
 from vlmpack.stream import PackedStream, RowSettings
 from vlmpack.trainer import PackedTrainer, evaluate, loss_metrics
@@ -85,6 +85,30 @@ def test_a_plan_of_a_table_leaves_out_what_cannot_be_used_and_nothing_else(tmp_p
     run.train()
     assert sorted(trained) == [0, 1, 3, 4, 5]
     assert [one.index for one in table.refused] == [2]
+
+
+@pytest.mark.parametrize("plan", [[[0, 1]], LengthTable.from_rows([])])
+def test_a_plan_is_a_plan(plan, tmp_path):
+    model, samples = scene()
+    with pytest.raises(ConfigError, match=r"plan has to be a Plan, such as plan_bins\(table, 8192\), got a"):
+        PackedTrainer(model, arguments(tmp_path), collator("packed"), Samples(samples), plan=plan)
+
+
+def test_a_stream_of_samples_has_no_plan(tmp_path):
+    model, samples = scene()
+    run = PackedTrainer(model, arguments(tmp_path), collator("packed"), Stream(samples), plan=plan_of(samples))
+    with pytest.raises(ConfigError, match="those of a Stream have none: leave plan= out and pack them as they come"):
+        run.get_train_dataloader()
+
+
+def test_rows_that_were_written_before_bring_their_collator(tmp_path):
+    packed = VLMCollator(processor_of(), layout="packed")
+    write_rows([chat(), chat()], tmp_path / "rows", packed, StoreSettings(capacity=200))
+    rows = PackedDataset(tmp_path / "rows", processor_of())
+    model = enable_packing(tiny_model(processor=processor_of(), hidden=16, heads=2, layers=1, vision_depth=1))
+    run = PackedTrainer(model, arguments(tmp_path, max_steps=1), train_dataset=rows, plan=rows.plan)
+    run.train()
+    assert run.state.log_history[0]["loss"] == pytest.approx(float(model.train()(**rows[0]).loss), abs=0.3)
 
 
 def test_a_plan_of_another_data_set_is_refused(tmp_path):

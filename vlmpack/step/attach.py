@@ -24,7 +24,8 @@ from vlmpack.layout import around_graph
 from vlmpack.parallel import Parallel
 from vlmpack.step import attention, by_sample, cut, experts
 from vlmpack.step.engine import StepConfig
-from vlmpack.step.forward import ROW_KEYS, packed_forward
+from vlmpack.step.forward import packed_forward
+from vlmpack.step.keys import ROW_KEYS
 from vlmpack.step.models import check_adapters, check_is_only_one, check_own_forward, check_own_loss, find_model
 from vlmpack.step.subclass import base_of, subclass
 

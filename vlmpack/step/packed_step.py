@@ -14,7 +14,8 @@ from vlmpack.layout import FACTS_KEY, PackedRow, PaddedBatch
 from vlmpack.parallel import Parallel
 from vlmpack.step.attach import enable_packing, is_packing
 from vlmpack.step.engine import StepConfig
-from vlmpack.step.forward import SINK, Sink
+from vlmpack.step.forward import Sink
+from vlmpack.step.keys import SINK
 from vlmpack.step.models import find_model
 from vlmpack.step.result import StepResult
 

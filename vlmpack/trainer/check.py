@@ -7,18 +7,28 @@ the loss is weighted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+import inspect
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
+from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import Trainer
+from transformers import Trainer, default_data_collator
 
+from vlmpack.collate import VLMCollator
+from vlmpack.collate.processor import ProcessorFacts
 from vlmpack.columns import RowCollator
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, SampleError
 from vlmpack.offline import PackedDataset
 from vlmpack.step import find_model, is_packing, packing_state
 from vlmpack.stream import PackedStream
 from vlmpack.trainer.packed_trainer import PackedTrainer
+
+READ = (
+    *("messages", "conversations", "conversation", "prompt", "completion", "images", "image", "videos", "video"),
+    *("tools", "system", "completion_mask", "assistant_masks", "loss_mask", "seq_lengths", "id", "sample_id"),
+)
+"""Columns that our collators read and no model does."""
 
 
 def check_trainer(trainer: Trainer) -> None:
@@ -29,6 +39,7 @@ def check_trainer(trainer: Trainer) -> None:
     """
     problems = [
         *_model(trainer),
+        *_collator(trainer),
         *_loss(trainer),
         *_ranks(trainer),
         *_batches(trainer),
@@ -59,6 +70,59 @@ def _model(trainer: Trainer) -> Iterator[str]:
             "neftune_noise_alpha scales its noise by the width of the row, not of the sample, so a packed row gets "
             "less: leave it out"
         )
+
+
+def _collator(trainer: Trainer) -> Iterator[str]:
+    collator: Any = trainer.data_collator
+    model: Any = trainer.model
+    if collator is default_data_collator and not isinstance(trainer.train_dataset, PackedDataset):
+        yield (
+            "it was given no data_collator, so samples are stacked as they are: data_collator=VLMCollator(processor, "
+            "layout='packed')"
+        )
+    elif collator is default_data_collator:
+        yield "it was given no data_collator for rows that were packed before: data_collator=train_dataset.collate"
+    if isinstance(collator, VLMCollator) and is_packing(model):
+        yield from _processor(collator.facts, find_model(model))
+    lost = _lost_columns(trainer) if isinstance(collator, VLMCollator | RowCollator) else []
+    if lost:
+        yield (
+            f"remove_unused_columns drops {', '.join(map(repr, lost))} before {type(collator).__name__} reads it: set "
+            "remove_unused_columns=False"
+        )
+
+
+def _processor(facts: ProcessorFacts, core: nn.Module) -> Iterator[str]:
+    """What the collator's processor writes has to be what the model reads."""
+    family, config = packing_state(core).family, vars(core)["config"]
+    if not (facts.has_vision and family.has_vision):
+        return
+    pairs = {
+        "image token": (facts.image_token_id, config.image_token_id),
+        "video token": (facts.video_token_id, config.video_token_id),
+        "values of a patch": (facts.patch_dim, family.patch_channels(config)),
+        "merged side": (facts.merge_size, family.merge(config)),
+    }
+    differing = [f"{name} {ours}, the model's {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
+    if differing:
+        yield (
+            f"its collator's processor belongs to another model ({'; '.join(differing)}): load both from the same "
+            "checkpoint"
+        )
+
+
+def _lost_columns(trainer: Trainer) -> list[str]:
+    """Columns of the first sample that the collator reads and Trainer removes."""
+    data: Any = trainer.train_dataset
+    if not trainer.args.remove_unused_columns or _has_rows(trainer) or isinstance(data, IterableDataset) or not data:
+        return []
+    try:
+        sample = data[0]
+    except SampleError:
+        return []
+    model: Any = trainer.model
+    kept = inspect.signature(find_model(model).forward).parameters
+    return [name for name in READ if name in sample and name not in kept] if isinstance(sample, Mapping) else []
 
 
 def _ranks(trainer: Trainer) -> Iterator[str]:

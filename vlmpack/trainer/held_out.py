@@ -10,6 +10,7 @@ pass, so nobody may stop early. No sample is counted twice.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol, final
@@ -106,6 +107,8 @@ def hold_out(
         ConfigError: neither plan nor capacity is given, or both; or the collator cannot measure.
         SampleError: a sample cannot be used, and the collator is told to raise.
     """
+    if isinstance(dataset, str | os.PathLike):
+        raise ConfigError(f"{str(dataset)!r} is a path: open it with vlmpack.open_dataset(path)")
     if (plan is None) == (capacity is None):
         raise ConfigError("give capacity=, the tokens of a row, or plan=, the rows themselves")
     if plan is not None:

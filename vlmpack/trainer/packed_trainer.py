@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Any
 
 import numpy as np
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import EvalPrediction, Trainer
+from transformers import EvalPrediction, Trainer, default_data_collator
 from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint
 
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, check_kind
+from vlmpack.offline import PackedDataset
 from vlmpack.plan import Plan
-from vlmpack.step.forward import SINK, Sink
+from vlmpack.step.forward import Sink
+from vlmpack.step.keys import SINK
 from vlmpack.stream import PackedBatchSampler, PackedStream, Remainder
 from vlmpack.trainer.evaluation import Account, Evaluation
 from vlmpack.trainer.held_out import HeldOut, HeldOutLoader, hold_out
@@ -32,7 +35,7 @@ class PackedTrainer(Trainer):
     With another subclass of Trainer: `class PackedOther(PackedTrainer, Other)`, this one first.
 
     Args:
-        *args: Trainer's own.
+        *args: Trainer's own; `data_collator` may be left out for a `PackedDataset`, which has one.
         plan: rows of `train_dataset`, planned from the lengths of all its samples or their `LengthTable`; None: it is
             a `PackedStream`, or batches are made as Trainer does and packed inside.
         costs: [N] what each sample of the plan costs to compute, for the balance over ranks; None: its length.
@@ -43,7 +46,7 @@ class PackedTrainer(Trainer):
         **kwargs: Trainer's own.
 
     Raises:
-        ConfigError: an `eval_plan` and several data sets to evaluate.
+        ConfigError: what is given as a plan is none; an `eval_plan` and several data sets to evaluate.
     """
 
     def __init__(
@@ -58,6 +61,10 @@ class PackedTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        if plan is not None:
+            check_kind("plan", plan, Plan, "plan_bins(table, 8192)")
+        if isinstance(self.train_dataset, PackedDataset) and self.data_collator is default_data_collator:
+            self.data_collator = self.train_dataset.collate
         self.plan, self.costs = plan, costs
         self.remainder: Remainder = remainder
         self.eval_packing, self.eval_plan, self.eval_capacity = eval_packing, eval_plan, eval_capacity
@@ -123,6 +130,11 @@ class PackedTrainer(Trainer):
 
     def _sampler(self, dataset: Any) -> PackedBatchSampler:
         assert self.plan is not None
+        if not isinstance(dataset, Sized):
+            raise ConfigError(
+                f"a plan says by their numbers which samples share a row, but those of a {type(dataset).__name__} have "
+                "none: leave plan= out and pack them as they come, with PackedStream"
+            )
         if len(self.plan.lengths) != len(dataset):
             raise ConfigError(
                 f"the plan is of {len(self.plan.lengths)} samples, but train_dataset has {len(dataset)}; plan this "
@@ -141,6 +153,7 @@ class PackedTrainer(Trainer):
 
     @property
     def _collator(self) -> Any:
+        """Trainer's type of it is narrower than what it takes."""
         return self.data_collator
 
     @property
