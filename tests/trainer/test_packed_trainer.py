@@ -107,8 +107,9 @@ def test_rows_that_were_written_before_bring_their_collator(tmp_path):
     rows = PackedDataset(tmp_path / "rows", processor_of())
     model = enable_packing(tiny_model(processor=processor_of(), hidden=16, heads=2, layers=1, vision_depth=1))
     run = PackedTrainer(model, arguments(tmp_path, max_steps=1), train_dataset=rows, plan=rows.plan)
+    assert run.data_collator == rows.collate
     run.train()
-    assert run.state.log_history[0]["loss"] == pytest.approx(float(model.train()(**rows[0]).loss), abs=0.3)
+    assert run.state.global_step == 1
 
 
 def test_a_plan_of_another_data_set_is_refused(tmp_path):
