@@ -97,6 +97,14 @@ class TestCommand:
         assert 200 < numbers(path)["columns"]["image"]["total"] <= 256
         assert "(image tokens are estimated)" in analyze(path, "--estimate").stdout
 
+    def test_images_may_lie_in_another_folder(self, chats: str, tmp_path: Path) -> None:
+        """The chats name `0.png` and `lost.png`; there is one that is 64 pixels wide in place of 128."""
+        (tmp_path / "apart").mkdir()
+        Image.new("RGB", (64, 64), "red").save(tmp_path / "apart" / "0.png")
+        assert numbers(chats, "--image-root", str(tmp_path / "apart"))["columns"]["image"]["total"] == 4
+        refused = analyze(chats, "--image-root", str(tmp_path / "nowhere"))
+        assert f"vlmpack: --image-root {tmp_path / 'nowhere'} is no folder here" in refused.stderr
+
     def test_longer_samples_are_counted(self, chats: str) -> None:
         assert numbers(chats, "--max-length", "100")["refused"]["reasons"]["overlength"] == 1
 

@@ -96,6 +96,13 @@ def test_a_file_that_holds_no_receipts_is_refused_in_one_line(tmp_path: Path) ->
     assert "the demo trains on receipts alone, with the columns image and ground_truth of CORD" in result.stderr
 
 
+def test_a_model_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    result = CliRunner().invoke(app, ["demo", "--model", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"vlmpack: --model {tmp_path}: nothing there can be read (Unrecognized model")
+
+
 def test_a_device_that_there_is_not_is_refused_in_one_line() -> None:
     result = CliRunner().invoke(app, ["demo", "--device", "gpu"])
     assert (result.exit_code, result.stderr) == (2, "vlmpack: --device gpu: choose cpu or cuda\n")

@@ -44,6 +44,15 @@ def run_doctor(*args: str) -> tuple[int, Any]:
     return result.exit_code, json.loads(result.stdout)
 
 
+def test_a_model_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for name, told in ((tmp_path, "nothing there can be read (Unrecognized"), (tmp_path / "config.json", "is a file")):
+        result = CliRunner().invoke(app, ["doctor", "--model", str(name), "--device", "cpu"])
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"vlmpack: --model {name}")
+        assert told in result.stderr
+
+
 def test_a_healthy_machine_gets_exit_status_0_and_a_probe_of_every_family(few_families: None) -> None:
     status, report = run_doctor("--device", "cpu")
     assert status == 0

@@ -12,6 +12,7 @@ from vlmpack.cli.need import need
 from vlmpack.cli.options import (
     CacheOption,
     DatasetArgument,
+    ImageRootOption,
     ImagesOption,
     JsonOption,
     MaxLengthOption,
@@ -63,6 +64,7 @@ def analyze(
     max_images: ImagesOption = None,
     split: SplitOption = "train",
     num: NumOption = None,
+    image_root: ImageRootOption = None,
     seed: SeedOption = 0,
     max_length: MaxLengthOption = None,
     overlength: OverlengthOption = "error",
@@ -97,7 +99,7 @@ def analyze(
     )  # fmt: skip
     inputs = open_inputs(InputOptions(
         dataset=dataset, processor=processor, split=split, num=num, seed=seed, max_length=max_length,
-        overlength=overlength, max_pixels=max_pixels,
+        overlength=overlength, max_pixels=max_pixels, image_root=image_root,
     ))  # fmt: skip
     if out is not None:
         made_folder("--out", out)

@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 
 from vlmpack.cli.contest import Conversations
+from vlmpack.cli.processors import reading
 from vlmpack.data import load_cord, tiny_processor
 from vlmpack.data.pretrained import load_processor
 from vlmpack.families import family_of
@@ -45,10 +46,12 @@ def contestants(
         ConfigError: the data cannot be used. FamilyError: the model cannot be packed exactly.
     """
     if model_id is not None:
+        with reading("--model", model_id):
+            processor = load_processor(model_id)
         return Contestants(
             title=f"{model_id}, {_short(dtype)}",
             make_model=lambda: _ready(_pretrained(model_id, dtype), device),
-            processor=load_processor(model_id),
+            processor=processor,
             records=Conversations(records=load_cord(source, num=num, seed=seed)),
             learning_rate=REAL_RATE,
         )
@@ -80,7 +83,8 @@ def _small(processor: Any, dtype: torch.dtype, seed: int) -> Any:
 def _pretrained(model_id: str, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForImageTextToText
 
-    return AutoModelForImageTextToText.from_pretrained(model_id, dtype=dtype, attn_implementation="sdpa")
+    with reading("--model", model_id):
+        return AutoModelForImageTextToText.from_pretrained(model_id, dtype=dtype, attn_implementation="sdpa")
 
 
 def _ready(model: Any, device: torch.device) -> Any:

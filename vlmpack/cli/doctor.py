@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vlmpack.cli.options import BestDeviceOption, JsonOption
-from vlmpack.cli.processors import refuse_file
+from vlmpack.cli.processors import reading, refuse_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from rich.console import Console
 
     from vlmpack.cli.environment import Serving, Version
@@ -82,19 +83,27 @@ def _probe(model_id: str | None, device: str, console: Console) -> list[Report]:
     from vlmpack.cli.device import checked_device, quiet_transformers
     from vlmpack.families import FAMILIES
     from vlmpack.families.tiny import tiny_model
-    from vlmpack.proof import backends_for, probe, small_copy
+    from vlmpack.proof import backends_for, probe
 
     where = checked_device(device)
     reports: list[Report] = []
     with quiet_transformers(), console.status("probing") as status:
         for name in [model_id] if model_id else list(FAMILIES):
             for dtype in (torch.float32,) if device == "cpu" else (torch.float32, torch.bfloat16):
-                model = (small_copy(name, dtype=dtype) if model_id else tiny_model(name, dtype=dtype)).to(where)
+                model = (_copy(name, dtype) if model_id else tiny_model(name, dtype=dtype)).to(where)
                 for backend in backends_for(model):
                     status.update(f"probing {name}, {backend}")
                     first = not reports or reports[-1].family != model.config.model_type
                     reports.append(probe(model, attention=backend, plain=first))
     return reports
+
+
+def _copy(model_id: str, dtype: torch.dtype) -> Any:
+    """A small random model with the configuration of another."""
+    from vlmpack.proof import small_copy
+
+    with reading("--model", model_id):
+        return small_copy(model_id, dtype=dtype)
 
 
 def _versions_table(versions: Sequence[Version]) -> Any:

@@ -42,6 +42,8 @@ class InputOptions:
     """What happens to a longer one: one of `OVERLENGTH`."""
     max_pixels: int | None = None
     """Largest area that images are resized to; None: the processor's own."""
+    image_root: Path | None = None
+    """Folder at which paths of images start; None: that of the file that names them."""
 
 
 @final
@@ -70,10 +72,10 @@ def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
     from vlmpack.data import open_dataset
 
     _check_dataset(options)
-    drawn: dict[str, Any] = {}
+    source: dict[str, Any] = {name: vars(options)[name] for name in ("split", "num", "seed", "image_root")}
     if options.dataset == "synthetic" and tiny_family(options.processor) is not None:
-        drawn = {"scale": SMALL_RECEIPTS}
-    opened = open_dataset(options.dataset, split=options.split, num=options.num, seed=options.seed, **drawn)
+        source["scale"] = SMALL_RECEIPTS
+    opened = open_dataset(options.dataset, **source)
     limits: dict[str, Any] = {"max_length": options.max_length, "overlength": options.overlength}
     made = within(named_processor(options.processor), options.max_pixels)
     return Inputs(dataset=opened, collator=VLMCollator(made, layout="packed", **limits, **settings))

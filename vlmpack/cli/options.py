@@ -6,6 +6,7 @@ A word that is none of them is refused while the command line is read, before a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -57,6 +58,10 @@ OverlengthOption = Annotated[
 ]
 WorkersOption = Annotated[int, typer.Option(min=0, help="Processes that read samples; 0: this one alone.")]
 CacheOption = Annotated[str | None, typer.Option(help="File that keeps the lengths, so that they are measured once.")]
+ImageRootOption = Annotated[
+    Path | None,
+    typer.Option(help="Folder at which relative paths of images and videos start; by default that of the data's file."),
+]
 PatchesOption = Annotated[int | None, typer.Option(min=1, help="Most vision patches in a row.")]
 ImagesOption = Annotated[int | None, typer.Option(min=1, help="Most images and videos in a row.")]
 BestDeviceOption = Annotated[

@@ -11,6 +11,7 @@ from vlmpack.cli.need import need
 from vlmpack.cli.options import (
     CacheOption,
     DatasetArgument,
+    ImageRootOption,
     ImagesOption,
     MaxLengthOption,
     NumOption,
@@ -74,6 +75,7 @@ def pack(
     capacity: CapacityOption,
     split: SplitOption = "train",
     num: NumOption = None,
+    image_root: ImageRootOption = None,
     seed: SeedOption = 0,
     max_length: MaxLengthOption = None,
     overlength: OverlengthOption = "error",
@@ -117,7 +119,7 @@ def pack(
     )  # fmt: skip
     options = InputOptions(
         dataset=dataset, processor=processor, split=split, num=num, seed=seed, max_length=max_length,
-        overlength=overlength,
+        overlength=overlength, image_root=image_root,
     )  # fmt: skip
     slots = SlotRule(multiple=pad_seq_to_mult, max_segments=max_segments)
     inputs = open_inputs(options, train_on=train_on, on_bad=on_bad, max_bad_fraction=max_bad_fraction, slots=slots)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,20 @@ def refuse_file(option: str, name: str) -> None:
     path = Path(name).expanduser()
     if path.is_file():
         raise ConfigError(f"{f'{option} {name}'.strip()} is a file; give its folder: {path.parent}")
+
+
+@contextmanager
+def reading(option: str, name: str, *, remedy: str = "give a hub id or the folder of a model") -> Iterator[None]:
+    """What transformers cannot read inside of this is refused by the option that names it.
+
+    Raises:
+        ConfigError: nothing is there, or nothing that transformers knows.
+    """
+    refuse_file(option, name)
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option} {name}: nothing there can be read ({error}); {remedy}") from error
 
 
 def named_processor(name: str) -> Any:
@@ -83,15 +99,9 @@ def _pretrained(name: str) -> Any:
     from vlmpack.data.pretrained import is_saved_alone, load_processor
     from vlmpack.families import family_named
 
-    refuse_file("--processor", name)
-    try:
-        with quiet_transformers():
-            if is_saved_alone(name):
-                return load_processor(name)
-            has_vision = family_named(AutoConfig.from_pretrained(name).model_type).has_vision
-            return load_processor(name) if has_vision else AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:  # transformers' own, for what is not there and for what it does not know
-        raise ConfigError(
-            f"--processor {name}: nothing there can be read ({error}); give a hub id, a folder with config.json and "
-            "tokenizer, or tiny for one made here"
-        ) from error
+    remedy = "give a hub id, a folder with config.json and tokenizer, or tiny for one made here"
+    with reading("--processor", name, remedy=remedy), quiet_transformers():
+        if is_saved_alone(name):
+            return load_processor(name)
+        has_vision = family_named(AutoConfig.from_pretrained(name).model_type).has_vision
+        return load_processor(name) if has_vision else AutoTokenizer.from_pretrained(name)

@@ -9,6 +9,7 @@ import typer
 from vlmpack.cli.options import (
     PROCESSOR_HELP,
     CacheOption,
+    ImageRootOption,
     MaxLengthOption,
     MaxPixelsOption,
     NumOption,
@@ -31,6 +32,7 @@ def show(
     ] = None,
     split: SplitOption = "train",
     num: NumOption = None,
+    image_root: ImageRootOption = None,
     seed: SeedOption = 0,
     max_length: MaxLengthOption = None,
     overlength: OverlengthOption = "error",
@@ -54,7 +56,7 @@ def show(
     else:
         options = InputOptions(
             dataset=source, processor=checked_processor(source, processor), split=split, num=num, seed=seed,
-            max_length=max_length, overlength=overlength, max_pixels=max_pixels,
+            max_length=max_length, overlength=overlength, max_pixels=max_pixels, image_root=image_root,
         )  # fmt: skip
         rows = planned(options, console, asked=asked, capacity=capacity, workers=workers, cache=cache)
     shown = [rows.row(at) for at in asked]
