@@ -1,0 +1,102 @@
+"""Fine-tune a Qwen-VL in a loop of one's own, on rows planned from lengths: one GPU, several, or a CPU.
+
+    python examples/own_loop.py
+    torchrun --nproc_per_node 8 examples/own_loop.py --model Qwen/Qwen3-VL-2B-Instruct --data chats.jsonl --capacity 8192
+
+Run again, it goes on after the last epoch that was finished. Without --model a tiny random model is trained on drawn receipts.
+"""
+
+import argparse
+import os
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Subset
+from transformers import AutoModelForImageTextToText
+
+from vlmpack import (
+    PackedBatchSampler,
+    PackedStep,
+    Parallel,
+    VLMCollator,
+    enable_packing,
+    evaluate,
+    measure_lengths,
+    open_dataset,
+    plan_bins,
+    sum_counts,
+)
+from vlmpack.data import tiny_processor
+from vlmpack.data.pretrained import load_processor
+from vlmpack.families.tiny import tiny_model
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--model", help="hub id or folder; without it, a tiny random Qwen3-VL")
+parser.add_argument("--data", default="synthetic", help='file of JSON or parquet, hub id, or "synthetic"')
+parser.add_argument("--capacity", type=int, default=1200, help="tokens of a row")
+parser.add_argument("--accumulation", type=int, default=2, help="rows that a rank computes in a step")
+parser.add_argument("--epochs", type=int, default=1)
+parser.add_argument("--output", type=Path, default=Path("results/own_loop"))
+args = parser.parse_args()
+
+rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+device = (
+    torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+)
+if device.type == "cuda":
+    torch.cuda.set_device(device)
+if world > 1:
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+mesh = init_device_mesh(device.type, (world,)) if world > 1 else None
+
+load_model = AutoModelForImageTextToText.from_pretrained
+processor = load_processor(args.model) if args.model else tiny_processor()
+model = load_model(args.model, dtype=torch.float32) if args.model else tiny_model(processor=processor)
+model = enable_packing(model.to(device), parallel=Parallel() if world > 1 else None)  # a row may have no image
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if args.model else 1e-3)
+wrapped = DistributedDataParallel(model) if world > 1 else model
+
+samples = open_dataset(args.data, **({"num": 40, "scale": 0.35} if args.data == "synthetic" else {}))
+held_out = max(1, len(samples) // 10)
+training, evaluation = (Subset(samples, range(*ends)) for ends in ((held_out, len(samples)), (0, held_out)))
+collator = VLMCollator(processor, layout="packed")
+plan = plan_bins(measure_lengths(training, collator, workers=2), args.capacity, oversize="drop")
+sampler = PackedBatchSampler(plan, ranks=world, rank=rank, accumulation=args.accumulation)
+checkpoint = args.output / "checkpoint.pt"
+if checkpoint.exists():
+    saved = torch.load(checkpoint, map_location=device)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    sampler.load_state_dict(saved["sampler"])
+
+step = PackedStep(wrapped)
+while sampler.epoch < args.epochs:
+    rows = iter(DataLoader(training, batch_sampler=sampler, collate_fn=collator.collate, num_workers=2))
+    while micro_batches := list(islice(rows, args.accumulation)):
+        targets = sum(row.facts.num_targets for row in micro_batches)
+        targets = sum_counts(targets, mesh) if mesh else targets
+        loss = torch.zeros((), device=device)
+        for row in micro_batches:
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                result = step(row, num_items_in_batch=targets)
+            (result.loss * world).backward()  # DDP takes the mean over ranks
+            loss += result.loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"rank {rank}  {targets} targets of all ranks  its part of the loss {loss.item():.4f}", flush=True)
+    if rank == 0:
+        args.output.mkdir(parents=True, exist_ok=True)
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "sampler": sampler.state_dict()}
+        torch.save(state, checkpoint)
+
+seen = evaluate(model, evaluation, collator, capacity=args.capacity)
+if rank == 0:
+    print(f"held out: loss {seen.token_loss:.4f} of {len(seen.sample_ids)} samples in {seen.rows} rows")
+    model.save_pretrained(args.output)
+if world > 1:
+    dist.destroy_process_group()
