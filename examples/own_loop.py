@@ -1,9 +1,10 @@
 """Fine-tune a Qwen-VL in a loop of one's own, on rows planned from lengths: one GPU, several, or a CPU.
 
     python examples/own_loop.py
-    torchrun --nproc_per_node 8 examples/own_loop.py --model Qwen/Qwen3-VL-2B-Instruct --data chats.jsonl --capacity 8192
+    torchrun --nproc_per_node 8 examples/own_loop.py --model Qwen/Qwen3-VL-2B-Instruct --data chats.jsonl
 
-Run again, it goes on after the last epoch that was finished. Without --model a tiny random model is trained on drawn receipts.
+Run again, it goes on after the last epoch that was finished. Without --model a tiny random model is trained on drawn
+receipts.
 """
 
 import argparse
