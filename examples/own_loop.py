@@ -45,10 +45,9 @@ parser.add_argument("--output", type=Path, default=Path("results/own_loop"))
 args = parser.parse_args()
 
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-device = (
-    torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
-)
-if device.type == "cuda":
+device = torch.device("cpu")
+if torch.cuda.is_available():
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
 if world > 1:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -57,7 +56,8 @@ mesh = init_device_mesh(device.type, (world,)) if world > 1 else None
 load_model = AutoModelForImageTextToText.from_pretrained
 processor = load_processor(args.model) if args.model else tiny_processor()
 model = load_model(args.model, dtype=torch.float32) if args.model else tiny_model(processor=processor)
-model = enable_packing(model.to(device), parallel=Parallel() if world > 1 else None)  # a row may have no image
+model.to(device)  # pyright: ignore[reportArgumentType]: transformers wraps it in a decorator without types
+model = enable_packing(model, parallel=Parallel() if world > 1 else None)  # a row may have no image
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if args.model else 1e-3)
 wrapped = DistributedDataParallel(model) if world > 1 else model
 

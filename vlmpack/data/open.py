@@ -20,6 +20,8 @@ from operator import index as whole
 from pathlib import Path
 from typing import Any, final, overload
 
+from torch.utils.data import Dataset
+
 from vlmpack.data.conversation import to_conversation
 from vlmpack.data.json_rows import JsonRows, json_rows
 from vlmpack.data.receipts import SyntheticReceipts
@@ -82,7 +84,7 @@ def open_dataset(
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class OpenDataset:
+class OpenDataset(Dataset[dict[str, Any]]):
     """Rows of any source, made samples when they are asked for. Cheap to send to a worker process."""
 
     rows: Rows
