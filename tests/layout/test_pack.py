@@ -181,6 +181,14 @@ def test_what_is_no_padded_batch_is_refused():
         pack(pack(PaddedBatch(input_ids=ids, attention_mask=ids)))
 
 
+def test_what_is_no_row_tensor_is_not_unpacked():
+    segments = Segments.from_lengths([2, 1])
+    with pytest.raises(ConfigError, match=r"tensor has to be a Tensor, such as row.input_ids; .*, got a dict"):
+        unpack({"input_ids": torch.ones(1, 3)}, segments)
+    with pytest.raises(ConfigError, match=r"segments has to be a Segments, such as row\.segments, got a list"):
+        unpack(torch.ones(1, 3), [0, 2, 3])
+
+
 def test_an_all_zero_row_is_refused_or_kept_as_an_empty_segment():
     batch = PaddedBatch(
         input_ids=torch.tensor([[1, 2], [0, 0], [3, 0]]), attention_mask=torch.tensor([[1, 1], [0, 0], [1, 0]])

@@ -260,6 +260,11 @@ def test_two_who_iterate_one_stream_do_not_share_its_rows_out_unnoticed():
     assert ids([first, *other]) == ids(PackedStream(Samples(), SETTINGS))  # who came last misses nothing
 
 
+def test_a_source_that_can_be_read_once_is_refused():
+    with pytest.raises(ConfigError, match="a generator gives its samples once, and every further pass would have none"):
+        PackedStream((sample for sample in Samples()), SETTINGS)
+
+
 def test_a_rank_or_remainder_that_does_not_exist_is_refused():
     with pytest.raises(ConfigError, match="rank must lie between 0 and 1, got 2"):
         PackedStream(Samples(), SETTINGS, ranks=2, rank=2)

@@ -38,8 +38,6 @@ def load_processor(source: str | os.PathLike[str]) -> Any:
 
     of_class = _class_saved_in(Path(source)) if is_saved_alone(source) else _class_for_model(source)
     tokenizer = AutoTokenizer.from_pretrained(source)
-    # As transformers does when it saves a processor: its tokenizer's file then tells the class, also without a model.
-    tokenizer._set_processor_class(of_class.__name__)
     return without_video(
         of_class,
         image_processor=Qwen2VLImageProcessorPil.from_pretrained(source),

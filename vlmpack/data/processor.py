@@ -135,9 +135,10 @@ def without_video(processor_class: Any, *, image_processor: Any, tokenizer: Any,
 def save_processor(processor: Any, folder: str | os.PathLike[str]) -> None:
     """Write tokenizer, image processor and chat template; the video part is left out.
 
-    `load_processor` reads them again where the model's configuration is too, as in a checkpoint of Trainer.
+    `load_processor` reads them again.
     """
     processor.image_processor.save_pretrained(folder)
+    processor.tokenizer._set_processor_class(type(processor).__name__)  # as transformers does: its file tells the class
     processor.tokenizer.save_pretrained(folder)
     if isinstance(processor.chat_template, str):  # None, or several by name: the tokenizer has written what it has
         Path(folder, "chat_template.jinja").write_text(processor.chat_template, encoding="utf-8")

@@ -91,6 +91,8 @@ def unpack(
     Raises:
         LayoutError: the tensor is not a row of these segments, or a sample does not fit `width`.
     """
+    check_kind("tensor", tensor, torch.Tensor, "row.input_ids; unpack takes one tensor at a time")
+    check_kind("segments", segments, Segments, "row.segments")
     if tensor.shape[token_dim - 1 : token_dim + 1] != (1, segments.total):
         raise LayoutError(
             f"unpack: expected 1 x {segments.total} tokens at dimensions {token_dim - 1} and {token_dim}, "

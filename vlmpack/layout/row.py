@@ -35,7 +35,7 @@ class OnlyPacked:
             "a packed row reached a model without passing through the packed forward, which would mix its samples: "
             "call enable_packing(model) first. If you did, the model's forward was replaced, or its backbone called "
             "directly, afterwards (Liger's fused cross-entropy, TRL's fused head): switch that off. A plain text model "
-            "takes rows of RowCollator"
+            "of attention layers alone takes rows of RowCollator"
         )
 
     def to(self, *_: Any, **__: Any) -> OnlyPacked:

@@ -65,6 +65,12 @@ class PackedStream(IterableDataset[list[Any]]):
         repeat: bool = False,
     ) -> None:
         check_samples(source)
+        if isinstance(source, Iterator) and not isinstance(source, Resumable):
+            raise ConfigError(
+                f"a {type(source).__name__} gives its samples once, and every further pass would have none; give "
+                "something that can be iterated over again (a list, an IterableDataset), or pack it call by call: "
+                "StreamPacker"
+            )
         check_kind("settings", settings, RowSettings, "RowSettings(capacity=4096)")
         ranks = checked_capacity(ranks, "ranks")
         if remainder not in REMAINDERS:
