@@ -21,8 +21,9 @@ from vlmpack.layout.segments import Segments
 class OnlyPacked:
     """Stands under `use_cache` in the dictionary of a row, and stops a model that does not know rows.
 
-    Models of transformers accept every keyword that they do not know, so that a row would be one sample to a model
-    without packing. But each asks whether `use_cache` is true; an enabled one does not.
+    Models of transformers accept every keyword that they do not know, so a model without packing would take a row for
+    one sample. But each of them evaluates `use_cache` as a bool, and so meets `__bool__` below. An enabled model takes
+    the object out of its inputs first.
     """
 
     def __bool__(self) -> bool:

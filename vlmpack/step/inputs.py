@@ -131,8 +131,11 @@ def _vision_segments(family: Family, facts: BatchFacts, hf_config: Any) -> Visio
 
 
 def _real_tokens(segments: Segments, device: torch.device) -> torch.Tensor | None:
-    """int64 [R]: places of the real tokens. None: every token is real; or none is, and experts get padding so that they
-    keep their place in the graph."""
+    """int64 [R]: places of the real tokens. None: experts are given the whole row.
+
+    That is so if every token is real. It is also so if none is: experts then compute padding, because their parameters
+    have to keep their place in the graph.
+    """
     if not segments.has_gaps or not segments.num_tokens:
         return None
     return segments.real_index(device)
