@@ -31,10 +31,10 @@ def examples(path: Path = README) -> list[Example]:
     ]
 
 
-def run(path: Path) -> int:
-    """Run the examples of a file in one namespace; how many there were."""
+def run(path: Path, **given: object) -> int:
+    """Run the examples of a file in one namespace, in which these names are given; how many there were."""
     runnable = [example for example in examples(path) if not example.mark]
-    names: dict[str, object] = {"__name__": "readme"}
+    names: dict[str, object] = {"__name__": "readme", **given}
     for example in runnable:
         exec(compile("\n" * example.line + example.code, path, "exec"), names)
     return len(runnable)
