@@ -199,7 +199,7 @@ def test_trap_06_flash_attention_boundaries_are_ignored_by_other_implementations
     case.enable()
     with pytest.raises(ConfigError, match="cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k would be ignored"):
         case.model(**stock, **names)
-    monkeypatch.setattr(forward, "_check_boundaries_kept", lambda inputs: None)
+    monkeypatch.setattr(forward, "check_boundaries_kept", lambda inputs: None)
     assert case.error(**stock, **names) > LEAK
 
 
@@ -319,7 +319,7 @@ def test_trap_12_unknown_names_are_swallowed(monkeypatch):
             case.model(**case.row, **{name: boundaries})
     halves = torch.tensor(sorted({*boundaries.tolist(), 7}))
     meant = float(case.model(**case.row, rope_cu_seqlens=halves).loss.detach())
-    monkeypatch.setattr(forward, "_check_keys", lambda inputs, is_row: None)
+    monkeypatch.setattr(forward, "check_keys", lambda inputs, is_row: None)
     misspelt = float(case.model(**case.row, rope_cu_seqlen=halves).loss.detach())
     assert abs(meant - misspelt) > 1e-4
 
