@@ -186,7 +186,7 @@ def _check_is_encoded(source: Mapping[str, Any], kind: Kind) -> None:
     if {"mode", "size"} <= set(source) and not {"bytes", "path"} & set(source):
         raise Refusal(
             f"{kind}_source",
-            f"an {kind} is a dict of the attributes of a PIL image, without its pixels, as datasets.map stores an "
+            f"its {kind} is a dict of the attributes of a PIL image, without its pixels, as datasets.map stores an "
             "image inside messages; make conversations when a sample is asked for (dataset.with_transform), or keep "
             "images in a column of their own",
         )
