@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import numpy as np
@@ -55,7 +56,7 @@ class Encoded:
         """n."""
         return len(self.input_ids)
 
-    @property
+    @cached_property
     def num_targets(self) -> int:
         """Labelled next-token targets: the first token is nobody's next token."""
         return int(np.count_nonzero(self.labels[1:] != IGNORE))
