@@ -44,9 +44,9 @@ def run_cases(
 ) -> Report:
     """Run the named cases, or all of them, each for every family if it measures families.
 
-    A unit gets an even share of the time that is left when its turn comes. The first unit of every case is always
-    measured. After it, units whose turn comes when `settings.seconds` for each unit have passed are skipped, and the
-    report says so.
+    A unit gets its share (`Case.weight`) of the time that is left when its turn comes. The first unit of every case is
+    always measured. After it, units whose turn comes when `settings.seconds` for each unit have passed are skipped, and
+    the report says so.
 
     Args:
         names: keys of `CASES`; none: all, in its order.
@@ -68,7 +68,8 @@ def run_cases(
             skipped.append(Skipped(case=unit.case, name=unit.family or unit.case, why=OUT_OF_TIME, owed=True))
             continue
         before(unit)
-        case, seconds = CASES[unit.case], max(left, 0.0) / (len(units) - turn)
+        case, waiting = CASES[unit.case], sum(CASES[one.case].weight for one in units[turn:])
+        seconds = max(left, 0.0) * case.weight / waiting
         its_own = replace(settings, family=unit.family or settings.family, seconds=seconds)
         for found in case.run(its_own, case.shapes):
             (figures if isinstance(found, Figure) else skipped).append(found)

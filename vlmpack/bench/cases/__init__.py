@@ -36,6 +36,8 @@ class Case:
     """The sizes that `run` gets unless told otherwise: a frozen dataclass."""
     by_family: bool = False
     """Whether it measures one family of models at a time, that of the settings."""
+    weight: float = 1.0
+    """Its share of a run's time, beside those of the others: long rounds need more for as sure a median."""
 
 
 CASES: Mapping[str, Case] = {
@@ -71,6 +73,7 @@ CASES: Mapping[str, Case] = {
         run=measure_step,
         shapes=ReceiptShapes(),
         by_family=True,
+        weight=3.0,
     ),
     "memory": Case(about="peak memory of those two steps", run=measure_memory, shapes=ReceiptShapes(), by_family=True),
     "head": Case(about="the head on labelled rows, against all rows", run=measure_head, shapes=ReceiptShapes()),
