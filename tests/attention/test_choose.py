@@ -1,9 +1,12 @@
 """choose and explain: the first back-end that can, never another than the one named, and always a reason."""
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 
-from vlmpack.attention import BACKENDS, AttentionCall, choose, explain
+from vlmpack.attention import BACKENDS, AttentionCall, choose, explain, flash_attn, flash_limits
 from vlmpack.errors import BackendError
 
 ON_CPU = AttentionCall(device="cpu", dtype=torch.float32, head_dim=64, num_heads=8, num_kv_heads=4)
@@ -48,3 +51,29 @@ def test_a_named_back_end_is_never_exchanged_for_another():
         choose(ON_CPU, "torch_varlen")
     with pytest.raises(BackendError, match=r"no attention back-end 'sdpa'; choose one of \['auto', 'torch_varlen'"):
         choose(ON_CPU, "sdpa")
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """A package of that name, found but without the kernel; what is looked up once is looked up again."""
+    flash_attn._missing.cache_clear()
+    monkeypatch.setattr(flash_attn, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    yield sys.modules["flash_attn"]
+    flash_attn._missing.cache_clear()
+
+
+def test_a_package_without_its_kernel_cannot_serve(flash):
+    (reason,) = explain(ON_GPU)["flash_attn"]
+    assert reason.startswith("the package flash-attn has no kernel for this PyTorch (ImportError: ")
+
+
+def test_a_package_with_its_kernel_can(flash):
+    flash.flash_attn_varlen_func = print
+    assert explain(ON_GPU)["flash_attn"] == []
+
+
+def test_a_gpu_before_ampere_is_left_to_pytorchs_own_attention(monkeypatch):
+    monkeypatch.setattr(flash_limits, "_capability", lambda: (7, 5))
+    assert choose(ON_GPU).name == "sdpa_segments"
+    assert explain(ON_GPU)["torch_varlen"] == ["it needs compute capability 8.0 (Ampere), this GPU has 7.5"]

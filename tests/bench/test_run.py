@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from vlmpack.bench import CASES, BenchSettings, Case, Figure, Skipped, Target, main, run_cases
-from vlmpack.bench.run import OUT_OF_TIME
+from vlmpack.bench.run import HANDED_OUT, OUT_OF_TIME
 from vlmpack.families import FAMILIES
 
 SECONDS = {"qwen3_vl": 10.0, "qwen3_5": 30.0, "qwen3": 1.0}
@@ -62,6 +62,21 @@ def test_the_family_of_the_settings_is_measured_unless_told_otherwise(measured):
     run_cases(["step"], BenchSettings(family="qwen2_vl"))
     run_cases(["step"])
     assert measured == [("step", "qwen2_vl"), ("step", "qwen3_vl")]
+
+
+def test_a_case_gets_time_by_its_weight(measured, monkeypatch):
+    given = []
+
+    def note(settings, shapes):
+        given.append(settings.seconds)
+        return []
+
+    shapes = CASES["pack"].shapes
+    fakes = {"pack": Case(about="", run=note, shapes=shapes), "step": Case(about="", run=note, shapes=shapes, weight=3)}
+    monkeypatch.setattr("vlmpack.bench.run.CASES", fakes)
+    run_cases(["pack", "step"], BenchSettings(seconds=40))  # no time passes, so that the second gets all that is left
+    assert given == pytest.approx([80 * HANDED_OUT / 4, 80 * HANDED_OUT])
+    assert CASES["step"].weight > CASES["pack"].weight
 
 
 def test_what_has_no_time_left_is_skipped_and_owed(measured):

@@ -272,9 +272,10 @@ def test_threads_are_lent_different_blocks(monkeypatch: pytest.MonkeyPatch) -> N
     together = Barrier(2)
 
     def slowly(block: torch.Tensor) -> bool:
+        free = _is_free(block)
         with suppress(BrokenBarrierError):
             together.wait(timeout=0.2)
-        return _is_free(block)
+        return free
 
     monkeypatch.setattr("vlmpack.collate.buffers._is_free", slowly)
     with ThreadPoolExecutor(2) as pool:
