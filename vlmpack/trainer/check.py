@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, default_data_collator
 
 from vlmpack.collate import VLMCollator
+from vlmpack.collate.absent import CONVERSATION_COLUMNS, MEDIA_COLUMNS
 from vlmpack.collate.processor import ProcessorFacts
 from vlmpack.columns import RowCollator
 from vlmpack.errors import ConfigError, SampleError
@@ -25,8 +26,8 @@ from vlmpack.stream import PackedStream
 from vlmpack.trainer.packed_trainer import PackedTrainer
 
 READ = (
-    *("messages", "conversations", "conversation", "prompt", "completion", "images", "image", "videos", "video"),
-    *("tools", "system", "completion_mask", "assistant_masks", "loss_mask", "seq_lengths", "id", "sample_id"),
+    *(*CONVERSATION_COLUMNS, "completion", *MEDIA_COLUMNS, "system", "tools", "chat_template_kwargs"),
+    *("completion_mask", "assistant_masks", "loss_mask", "seq_lengths", "id", "sample_id"),
 )
 """Columns that our collators read and no model does."""
 

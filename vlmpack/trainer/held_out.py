@@ -10,7 +10,6 @@ pass, so nobody may stop early. No sample is counted twice.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol, final
@@ -25,6 +24,7 @@ from vlmpack.errors import ConfigError, SampleError
 from vlmpack.offline import measure_lengths
 from vlmpack.plan import EMPTY, Plan, balance_rows, plan_bins
 from vlmpack.plan.table import LengthTable, Refused
+from vlmpack.stream.source import check_samples
 
 Collator = Callable[[Sequence[Any]], Mapping[str, Any]]
 """A list of samples → a padded batch or a packed row, as a dictionary with host facts."""
@@ -107,8 +107,7 @@ def hold_out(
         ConfigError: neither plan nor capacity is given, or both; or the collator cannot measure.
         SampleError: a sample cannot be used, and the collator is told to raise.
     """
-    if isinstance(dataset, str | os.PathLike):
-        raise ConfigError(f"{str(dataset)!r} is a path: open it with vlmpack.open_dataset(path)")
+    check_samples(dataset)
     if (plan is None) == (capacity is None):
         raise ConfigError("give capacity=, the tokens of a row, or plan=, the rows themselves")
     if plan is not None:
