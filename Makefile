@@ -58,15 +58,20 @@ constraints: $(VENV)/.dev ## Work out constraints.txt anew, for every supported 
 	cp $(PINS) $(VENV)/pins.txt
 	printf '%s\n' $(firstword $(TORCH)) $(BUILD) | $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.10 \
 	  --no-header --no-annotate --all-extras $(ARGS) pyproject.toml - -o $(VENV)/pins.txt
-	{ sed '/^[^#]/,$$d' $(PINS); grep -v -E "^(nvidia|cuda|triton)[-=]|== 'pypy'|== 'emscripten'|== 'win32'" $(VENV)/pins.txt; } > $(VENV)/constraints.txt
-	mv $(VENV)/constraints.txt $(PINS)
+	{ sed '/^[^#]/,$$d' $(PINS); grep -v -E "^(nvidia|cuda|triton|setuptools)[-=]|== 'pypy'|== 'emscripten'|== 'win32'" $(VENV)/pins.txt; } > $(VENV)/pins.new
+	mv $(VENV)/pins.new $(PINS)
 
 clean: ## Remove the environments, caches and whatever the demo wrote
 	rm -rf $(VENV) $(OLDEST) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist demo-output results
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------- environments
-# torch goes in first and by itself, so that the build named in TORCH is the one that stays.
+# torch goes in first and by itself, and the build named in TORCH is the one that stays, whatever the pins say.
+
+# An environment that was made with another interpreter or torch than is now asked for is made anew.
+ifneq ($(origin PYTHON) $(origin TORCH),file file)
+$(shell for env in $(VENV) $(OLDEST); do [ "$$(cat $$env/.torch 2>&1)" = "$(PYTHON) $(TORCH)" ] || rm -f $$env/.torch; done)
+endif
 
 %/.torch:
 	@command -v "$(PYTHON)" >/dev/null || { \
@@ -75,16 +80,24 @@ clean: ## Remove the environments, caches and whatever the demo wrote
 	  echo "vlmpack needs Python 3.10 or newer, and '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1): make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "'$(PYTHON)' cannot make virtual environments: install its venv package (on Debian and Ubuntu: python3-venv)" >&2; exit 1; }
-	"$(PYTHON)" -m venv $*
+	"$(PYTHON)" -m venv --clear $*
 	$*/bin/python $(PIP) install $(TORCH)
 	$*/bin/python $(PIP) install -c $(PINS) $(BUILD)
+	@echo "$(PYTHON) $(TORCH)" > $@
+
+# The pins, but torch as it was installed, and for the oldest transformers its own lines.
+$(VENV)/constraints.txt: OWN := torch
+$(OLDEST)/constraints.txt: OWN := torch|transformers|huggingface-hub
+$(VENV)/constraints.txt: $(VENV)/.torch $(PINS)
+$(OLDEST)/constraints.txt: $(OLDEST)/.torch $(PINS) constraints-oldest.txt
+%/constraints.txt:
+	grep -v -E "^($(OWN))==" $(PINS) | cat - $(filter constraints-%,$^) > $@
+	$*/bin/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" >> $@
+
+$(VENV)/.demo $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(VENV)/constraints.txt pyproject.toml
+	$(VENV)/bin/python $(PIP) install -c $< --no-build-isolation -e '.[$*]'
 	@touch $@
 
-$(VENV)/.demo $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(VENV)/.torch pyproject.toml $(PINS)
-	$(VENV)/bin/python $(PIP) install -c $(PINS) --no-build-isolation -e '.[$*]'
-	@touch $@
-
-$(OLDEST)/.test: $(OLDEST)/.torch pyproject.toml $(PINS) constraints-oldest.txt
-	grep -v -E '^(transformers|huggingface-hub)==' $(PINS) | cat - constraints-oldest.txt > $(OLDEST)/constraints.txt
-	$(OLDEST)/bin/python $(PIP) install -c $(OLDEST)/constraints.txt --no-build-isolation -e '.[test]'
+$(OLDEST)/.test: $(OLDEST)/constraints.txt pyproject.toml
+	$(OLDEST)/bin/python $(PIP) install -c $< --no-build-isolation -e '.[test]'
 	@touch $@

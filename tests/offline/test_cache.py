@@ -38,6 +38,11 @@ def key(sample: Any) -> bytes | None:
     return sample_key(sample, b"settings", LIMITS)
 
 
+def entries_in(path: Path) -> int:
+    with LengthCache(path) as cache:
+        return len(cache)
+
+
 @pytest.fixture
 def outlined(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The samples that were measured, and not found in the cache."""
@@ -67,7 +72,7 @@ def kill() -> None:
 
 def test_a_second_run_measures_nothing_and_tells_the_same(tmp_path: Path, outlined: list[Any]) -> None:
     first = measure_lengths(SAMPLES, COLLATOR, cache=tmp_path / "lengths")
-    assert len(outlined) == len(SAMPLES) == len(LengthCache(tmp_path / "lengths"))
+    assert len(outlined) == len(SAMPLES) == entries_in(tmp_path / "lengths")
     outlined.clear()
     assert measure_lengths(SAMPLES, COLLATOR, cache=tmp_path / "lengths") == first
     assert outlined == []
@@ -201,7 +206,7 @@ def test_samples_without_a_key_are_measured_every_time(tmp_path: Path, sample: A
     tables = [measure_lengths([sample], COLLATOR, cache=tmp_path / "lengths") for _ in range(2)]
     assert tables[0] == tables[1]
     assert len(outlined) == 2
-    assert len(LengthCache(tmp_path / "lengths")) == 0
+    assert entries_in(tmp_path / "lengths") == 0
 
 
 # ---------------------------------------------------------------------- the key of the settings
@@ -277,7 +282,7 @@ def test_a_run_that_is_killed_loses_little_and_breaks_nothing(
     process = in_a_fork(lambda: measure_lengths(SAMPLES, COLLATOR, cache=cache, progress=lambda done, total: kill()))
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    assert len(LengthCache(cache)) == measure_module.PART
+    assert entries_in(cache) == measure_module.PART
     table = measure_lengths(SAMPLES, COLLATOR, cache=cache)
     assert len(outlined) == len(SAMPLES) - measure_module.PART
     assert table == measure_lengths(SAMPLES, COLLATOR)
@@ -324,7 +329,7 @@ def test_several_runs_may_share_a_cache_at_the_same_time(tmp_path: Path, monkeyp
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert len(LengthCache(cache)) == len(SAMPLES)
+    assert entries_in(cache) == len(SAMPLES)
 
 
 def some_other_database(path: Path) -> None:
@@ -389,14 +394,25 @@ def test_a_cache_where_none_can_be_is_told(tmp_path: Path) -> None:
 
 def test_a_folder_for_it_is_made(tmp_path: Path) -> None:
     path = tmp_path / "far" / "away" / "lengths"
-    LengthCache(path).put({b"k": Entry(images=2)})
-    assert LengthCache(path).get([b"k", b"none"]) == {b"k": Entry(images=2)}
-    assert LengthCache(path).get([]) == {}
+    with LengthCache(path) as cache:
+        cache.put({b"k": Entry(images=2)})
+    with LengthCache(path) as cache:
+        assert cache.get([b"k", b"none"]) == {b"k": Entry(images=2)}
+        assert cache.get([]) == {}
 
 
 def test_a_cache_is_sent_to_a_worker_without_its_connection(tmp_path: Path) -> None:
-    cache = LengthCache(tmp_path / "lengths")
-    cache.put({b"k": Entry(images=2)})
-    sent = pickle.loads(pickle.dumps(cache))
-    assert sent._connection is None
-    assert sent.get([b"k"]) == {b"k": Entry(images=2)}
+    with LengthCache(tmp_path / "lengths") as cache:
+        cache.put({b"k": Entry(images=2)})
+        with pickle.loads(pickle.dumps(cache)) as sent:
+            assert sent._connection is None
+            assert sent.get([b"k"]) == {b"k": Entry(images=2)}
+
+
+def test_at_the_end_of_a_block_its_connection_is_closed_and_it_can_be_used_again(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), LengthCache(tmp_path / "lengths") as cache:
+        cache.put({b"k": Entry(images=2)})
+        raise KeyError
+    assert cache._connection is None
+    with cache:
+        assert len(cache) == 1

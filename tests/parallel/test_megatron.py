@@ -6,8 +6,10 @@ import json
 import queue
 import threading
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -363,6 +365,7 @@ class Ranks:
         names = {
             "is_initialized": lambda: True,
             "get_rank": lambda group=None: self.rank(),
+            "get_world_size": lambda group=None: self.count,
             "get_process_group_ranks": lambda group: list(range(count)),
             "isend": self._isend,
             "irecv": self._irecv,
@@ -441,23 +444,33 @@ def transformer_engine(monkeypatch) -> None:
     monkeypatch.setattr(utils, "is_te_min_version", lambda version: True)
 
 
-def cut_by_megatron(row: PackedRow, ranks: int, slots: torch.Tensor) -> list[torch.Tensor]:
-    """Each rank's tokens, cut at these boundaries."""
-    from megatron.core.utils import get_thd_batch_on_this_cp_rank
+def thd_cut_of(group: Ranks) -> Callable[..., dict[str, Any]]:
+    """megatron-core's cut of a THD batch on the rank that calls it: 0.16's name for it, or that of later versions."""
+    from megatron.core import utils
 
-    real, longest = row.segments.cu_seqlens(), torch.tensor([row.segments.max_slot])
-    batches = [
-        get_thd_batch_on_this_cp_rank({"tokens": row.input_ids}, real, slots, longest, cp_size=ranks, cp_rank=rank)[0]
-        for rank in range(ranks)
-    ]
-    return [batch["tokens"] for batch in batches]
+    def older(batch: dict[str, Any], real: torch.Tensor, slots: torch.Tensor, longest: int) -> dict[str, Any]:
+        where = {"cp_size": group.size(), "cp_rank": group.rank()}
+        return utils.get_thd_batch_on_this_cp_rank(batch, real, slots, torch.tensor([longest]), **where)[0]
+
+    def newer(batch: dict[str, Any], real: torch.Tensor, slots: torch.Tensor, longest: int) -> dict[str, Any]:
+        known = {"cu_seqlens": real[None], "cu_seqlens_padded": slots[None], "max_seqlen": torch.tensor([longest])}
+        return utils.get_batch_on_this_cp_rank({**batch, **known}, is_hybrid_cp=False, cp_group=group)
+
+    return older if hasattr(utils, "get_thd_batch_on_this_cp_rank") else newer
+
+
+def cut_by_megatron(row: PackedRow, ranks: int, slots: torch.Tensor, monkeypatch: Any) -> list[torch.Tensor]:
+    """Each rank's tokens, cut at these boundaries."""
+    group = Ranks(ranks, monkeypatch)
+    cut, real = thd_cut_of(group), row.segments.cu_seqlens()
+    return group.run(lambda rank: cut({"tokens": row.input_ids}, real, slots, row.segments.max_slot)["tokens"])
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_its_cut_of_slots_is_ours(ranks, transformer_engine):
+def test_its_cut_of_slots_is_ours(ranks, transformer_engine, monkeypatch):
     row = row_of([13, 30, 6], SlotRule.for_parallel(context=ranks, precision="fp8"))
     partition = Partition(segments=row.segments, ranks=ranks, layout="mirrored")
-    theirs = cut_by_megatron(row, ranks, row.segments.cu_seqlens_padded())
+    theirs = cut_by_megatron(row, ranks, row.segments.cu_seqlens_padded(), monkeypatch)
     assert all(torch.equal(theirs[rank], partition.cut(row.input_ids, rank)) for rank in range(ranks))
     assert torch.equal(partition.join(theirs), row.input_ids)
 
@@ -471,23 +484,24 @@ def test_its_cut_of_slots_is_ours(ranks, transformer_engine):
     ],
     ids=["slots that no rank can halve", "real boundaries of a row with gaps", "a tail in no slot"],
 )
-def test_its_cut_holds_tokens_twice_and_loses_others_where_ours_refuses(stride, total, twice, lost, transformer_engine):
+def test_its_cut_holds_tokens_twice_and_loses_others_where_ours_refuses(
+    stride, total, twice, lost, transformer_engine, monkeypatch
+):
     assert stride in [case["stride"] for case in CUTS["must_raise"]]
     row = row_of([total])
-    held = torch.cat(cut_by_megatron(row, 2, torch.tensor(stride).int()), 1)[0].tolist()
+    held = torch.cat(cut_by_megatron(row, 2, torch.tensor(stride).int(), monkeypatch), 1)[0].tolist()
     assert {token for token in held if held.count(token) > 1} == twice
     assert set(row.input_ids[0].tolist()) - set(held) == lost
     with pytest.raises(LayoutError):
         Partition(segments=Segments.from_boundaries(stride, total=total), ranks=2, layout="mirrored")
 
 
-def test_its_cut_cannot_take_multimodal_positions_and_ours_does(transformer_engine):
-    from megatron.core.utils import get_thd_batch_on_this_cp_rank
-
+def test_its_cut_cannot_take_multimodal_positions_and_ours_does(transformer_engine, monkeypatch):
+    group = Ranks(2, monkeypatch)
     row = row_of([8, 12], position_ids=torch.arange(60).view(3, 1, 20))
     slots, batch = row.segments.cu_seqlens(), {"tokens": row.input_ids, "position_ids": row.position_ids}
     with pytest.raises((IndexError, RuntimeError), match="out of"):
-        get_thd_batch_on_this_cp_rank(batch, slots, slots, torch.tensor([12]), cp_size=2, cp_rank=0)
+        group.run(lambda rank: thd_cut_of(group)(batch, slots, slots, 12))
     partition = Partition(segments=row.segments, ranks=2, layout="mirrored")
     positions = partition.cut(batch["position_ids"], 0)
     assert torch.equal(positions, row.position_ids[..., partition.index(0)])
@@ -495,10 +509,12 @@ def test_its_cut_cannot_take_multimodal_positions_and_ours_does(transformer_engi
 
 def cut_as_one_sample(row: PackedRow, ranks: int, monkeypatch) -> list[torch.Tensor]:
     """megatron-core's cut for batches that are not packed."""
-    from megatron.core.utils import get_batch_on_this_cp_rank
+    from megatron.core import utils
 
     group = Ranks(ranks, monkeypatch)
-    return group.run(lambda rank: get_batch_on_this_cp_rank({"tokens": row.input_ids}, cp_group=group)["tokens"])
+    kind = {} if hasattr(utils, "get_thd_batch_on_this_cp_rank") else {"is_hybrid_cp": False}
+    cut = partial(utils.get_batch_on_this_cp_rank, cp_group=group, **kind)
+    return group.run(lambda rank: cut({"tokens": row.input_ids})["tokens"])
 
 
 def test_its_cut_of_one_sample_is_ours(monkeypatch):

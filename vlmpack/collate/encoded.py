@@ -17,7 +17,7 @@ TEXT, IMAGE, VIDEO = 0, 1, 2
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Visual:
     """One image or one video, cut into patches or only measured."""
 
@@ -34,7 +34,7 @@ class Visual:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Encoded:
     """n tokens, all on the host."""
 

@@ -79,7 +79,7 @@ class VideoSettings:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class VideoPatches:
     """One video as a Qwen model reads it."""
 

@@ -21,7 +21,7 @@ from vlmpack.plan import Plan
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PackedBatch:
     """G rows of one width W as tensors. `model(**batch.to_hf())` trains them exactly, with packing enabled, or without
     it if all layers of the model are attention."""

@@ -10,7 +10,7 @@ from torch import nn
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class MediaFeatures:
     """The fields that transformers' models read of what `get_image_features` and `get_video_features` give back."""
 

@@ -24,7 +24,7 @@ IMAGE, VIDEO = 1, 2
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class MediaItems:
     """N runs of media tokens, in row order: images, whole videos, or single frames of videos."""
 

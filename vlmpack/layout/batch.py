@@ -52,7 +52,7 @@ class BatchFacts:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Media:
     """Pixels and grids in sample order, under the names that Hugging Face models give them."""
 
@@ -88,7 +88,7 @@ MEDIA_KEYS = tuple(f.name for f in fields(Media))
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PaddedBatch:
     """B samples as rows of one width S."""
 

@@ -140,7 +140,7 @@ def onto_row(real_1RD: torch.Tensor, segments: Segments) -> torch.Tensor:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Index:
     source: torch.Tensor | None
     """int64: the row's token at each place of the buckets laid one after the other; None: they are the row."""

@@ -22,7 +22,7 @@ from vlmpack.layout.segments import Segments
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DepthTargets:
     """What each depth is to predict, and how many targets it has in all."""
 

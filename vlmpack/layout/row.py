@@ -45,7 +45,7 @@ class OnlyPacked:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PackedRow:
     """One [1, T] row of packed samples."""
 

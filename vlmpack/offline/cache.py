@@ -47,7 +47,8 @@ _TABLE = f"CREATE TABLE IF NOT EXISTS lengths (key BLOB PRIMARY KEY, {_COLUMNS})
 
 @final
 class LengthCache:
-    """Entries by key. Connections are opened when they are needed, by each process for itself.
+    """Entries by key. Connections are opened when they are needed, by each process for itself, and closed by `close` or
+    at the end of a `with` block.
 
     Args:
         path: the file, made with its folders if it is not there.
@@ -85,6 +86,12 @@ class LengthCache:
             with connection:  # commits, or rolls back
                 rows = ((key, *entry) for key, entry in entries.items())
                 connection.executemany(f"INSERT OR REPLACE INTO lengths VALUES ({_MARKS})", rows)
+
+    def __enter__(self) -> LengthCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Close this process's connection; the next use opens another one."""

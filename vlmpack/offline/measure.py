@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
@@ -90,9 +90,10 @@ def measure_lengths(
     settings = b"" if store is None else settings_key(collator, estimate=estimate)
     measurer = Measurer(collator=collator, estimate=estimate, cache=store, settings=settings)
     total = _length(dataset)
-    with _told(progress) as tell, _written(store) as write:
+    parts = closing(_parts(dataset, total, measurer, workers, start))
+    with _told(progress) as tell, _written(store) as write, parts as measured:
         rows, refused, done = [], [], 0
-        for found in _parts(dataset, total, measurer, workers, start):
+        for found in measured:
             for index, one in enumerate(found, done):
                 if one.entry.reason is None:
                     rows.append(_row(index, one.entry))
@@ -175,7 +176,7 @@ def _refusal(error: SampleError) -> Entry:
 
 def _parts(
     dataset: Any, total: int | None, measurer: Measurer, workers: int, start: Start | None
-) -> Iterator[list[Found]]:
+) -> Generator[list[Found]]:
     """The data set's samples as they were found, some at a time."""
     if total is None:
         samples = iter(dataset)
@@ -238,23 +239,25 @@ def _refused(index: int, found: Found) -> Refused:
 def _written(store: LengthCache | None) -> Iterator[Callable[[Mapping[bytes, Entry]], None]]:
     """A function that takes new entries and writes them now and then; what is left is written at the end, or before
     an error goes on its way."""
+    if store is None:
+        yield lambda entries: None
+        return
     waiting: dict[bytes, Entry] = {}
     due = time.monotonic() + WRITE_EVERY
 
     def write(entries: Mapping[bytes, Entry]) -> None:
         nonlocal due
         waiting.update(entries)
-        if store is not None and time.monotonic() > due:
+        if time.monotonic() > due:
             store.put(waiting)
             waiting.clear()
             due = time.monotonic() + WRITE_EVERY
 
-    try:
-        yield write
-    finally:
-        if store is not None:
+    with store:
+        try:
+            yield write
+        finally:
             store.put(waiting)
-            store.close()
 
 
 @contextmanager

@@ -7,8 +7,8 @@ asked for is started anew by Ray where its worker died. All machines must see th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, final
 
@@ -24,10 +24,10 @@ from vlmpack.plan.table import COLUMNS
 Result = TypeVar("Result")
 
 PART = 2048
-"""MapStyle that are measured at a time; a kill costs the work on those that were under way."""
+"""Samples that are measured at a time; a kill costs the work on those that were under way."""
 
 
-def in_order_on_ray(work: Callable[[int], Result], parts: int) -> Iterator[Result]:
+def in_order_on_ray(work: Callable[[int], Result], parts: int) -> Generator[Result]:
     """`work(0)`, `work(1)`, ... up to `parts`, in that order, on the cluster that Ray finds, or on this machine.
 
     Raises:
@@ -53,10 +53,11 @@ def measure_on_ray(dataset: MapStyle, collator: VLMCollator, *, folder: WorkFold
     paths = [folder.path / f"lengths-{number:05d}.zip" for number in range(len(starts))]
     missing = [number for number, path in enumerate(paths) if not path.is_file()]
     work = _Measured(dataset=dataset, collator=collator, parts=tuple(missing))
-    for number, table in zip(missing, in_order_on_ray(work, len(missing)), strict=True):
-        with folder.whole_file(paths[number]) as temporary:
-            table.save(temporary)
-        progress(min(starts[number] + PART, total), total)
+    with closing(in_order_on_ray(work, len(missing))) as tables:
+        for number, table in zip(missing, tables, strict=True):
+            with folder.whole_file(paths[number]) as temporary:
+                table.save(temporary)
+            progress(min(starts[number] + PART, total), total)
     return _joined([LengthTable.load(path) for path in paths])
 
 

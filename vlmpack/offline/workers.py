@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, Generic, Literal, TypeVar, final
 
 import torch
@@ -19,11 +19,11 @@ Start = Literal["fork", "spawn", "forkserver"]
 
 def in_order(
     work: Callable[[int], Result], parts: int, *, workers: int, start: Start | None = None
-) -> Iterator[Result]:
+) -> Generator[Result]:
     """`work(0)`, `work(1)`, ... up to `parts`, in that order, each done by one of several processes.
 
-    The processes are those of torch's DataLoader: they have one thread each, are gone when the caller is, and hand
-    over what they raise.
+    The processes are those of torch's DataLoader: they have one thread each, are gone when the iterator is closed, and
+    hand over what they raise.
 
     Args:
         work: what to do; it goes to each process once, by fork or by pickle.
@@ -59,6 +59,8 @@ def in_order(
             f"a worker process died ({error}); most often the memory is used up: start fewer workers, or none "
             "(workers=0) to see where it fails"
         ) from error
+    finally:
+        del results  # which ends the processes
 
 
 def _started(loader: DataLoader) -> Iterable[Any]:

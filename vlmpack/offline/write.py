@@ -9,7 +9,8 @@ them, and ends with the same bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ Executor = Literal["local", "ray"]
 EXECUTORS: tuple[Executor, ...] = ("local", "ray")
 Progress = Callable[[str, int, int | None], None]
 """Is told what is being done ("measure" samples or "write" files), how many are done, and of how many."""
-InOrder = Callable[[Callable[[int], Any], int], Iterator[Any]]
+InOrder = Callable[[Callable[[int], Any], int], Generator[Any]]
 """(work, parts) to the results of `work(0)`, `work(1)`, ... wherever they are made."""
 
 
@@ -237,9 +238,10 @@ class _Writing:
             jobs=tuple(job for job in jobs if job.file not in shards),
         )
         self.progress("write", len(shards), len(jobs))
-        for shard in self.in_order(writer, len(writer.jobs)):
-            shards[shard.file] = shard
-            self.progress("write", len(shards), len(jobs))
+        with closing(self.in_order(writer, len(writer.jobs))) as made:
+            for shard in made:
+                shards[shard.file] = shard
+                self.progress("write", len(shards), len(jobs))
         return tuple(shards[job.file] for job in jobs)
 
 

@@ -178,7 +178,7 @@ class MediaShare:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class MediaRoute:
     """The features that one rank sends and gets in one exchange of all ranks."""
 

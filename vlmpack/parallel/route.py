@@ -10,7 +10,7 @@ import torch
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Route:
     """One rank's side of an exchange: `all_to_all_single(got, own[send], receive_counts, send_counts)`."""
 

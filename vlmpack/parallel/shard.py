@@ -14,7 +14,7 @@ from vlmpack.parallel.partition import Layout, Partition
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LocalRow:
     """The t = T / ranks tokens of a packed row that one rank holds."""
 

@@ -22,7 +22,7 @@ SMALLEST_GRADIENT = 1e-6
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
     """Logits, loss and gradients. The gradients are the model's own tensors, taken from it and not copied."""
 

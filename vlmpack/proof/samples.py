@@ -19,7 +19,7 @@ from vlmpack.layout import IGNORE, BatchFacts, Grid, Media, PaddedBatch
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ProbeSample:
     """One sample, as a processor would give it. L tokens."""
 

@@ -27,7 +27,7 @@ _STATE = ("past_key_values", "past_key_value", "cache_params")
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
     """One call of a module."""
 

@@ -27,7 +27,7 @@ def gappy(samples: Sequence[ProbeSample]) -> SlotRule:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Pass:
     """One forward pass."""
 

@@ -16,6 +16,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -37,7 +38,7 @@ def install(text: nn.Module, vision: nn.Module | None) -> None:
             if original in ALL_MASK_ATTENTION_FUNCTIONS:  # an implementation of the user's own may have none
                 AttentionMaskInterface.register(prefix + original, ALL_MASK_ATTENTION_FUNCTIONS[original])
             # set_attn_implementation would look for a kernel of this name on the hub.
-            config._attn_implementation_internal = _Asking(prefix + original)
+            config._attn_implementation_internal = _NAME(prefix + original)
 
 
 def uninstall(text: nn.Module, vision: nn.Module | None, *, still_asking: Sequence[nn.Module | None] = ()) -> None:
@@ -85,6 +86,10 @@ class _Asking(str):
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         return str, (_original_of(str(self)),)
+
+
+_NAME = _Asking if TorchVersion(torch.__version__) >= (2, 12) else str
+"""torch 2.11 compiles no model whose configuration holds a string of a class of its own."""
 
 
 def _configs(tower: nn.Module | None) -> list[PreTrainedConfig]:

@@ -31,7 +31,7 @@ class RouterSettings:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class RouterStatistics:
     """What the routers did with the R real tokens of one row. E experts."""
 

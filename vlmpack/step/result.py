@@ -32,7 +32,7 @@ class Work:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StepResult:
     """Loss and per-sample results of one row. B samples, T row tokens, L targets."""
 

@@ -24,7 +24,7 @@ OnTensors = Callable[..., torch.Tensor]
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class MediaCall:
     """The media of one row, and what computes them."""
 
