@@ -263,7 +263,7 @@ def test_the_masks_of_a_tokenised_sample_say_what_is_learnt(labelled):
     count = len(plain["input_ids"])
     assert sum(ENCODER.encode(plain).labels != -100) == 4  # both turns, where nothing is told
     given = {"labels": plain["input_ids"]} if labelled else {}
-    for name in ("completion_mask", "assistant_masks"):
+    for name in ("completion_mask", "assistant_masks", "loss_mask"):
         mask = [0] * (count - 2) + [1, 1]
         labels = ENCODER.encode({**plain, **given, name: mask}).labels
         assert labels.tolist() == [-100] * (count - 2) + plain["input_ids"].tolist()[-2:]
@@ -271,6 +271,23 @@ def test_the_masks_of_a_tokenised_sample_say_what_is_learnt(labelled):
         "bad_shape",
         f"completion_mask covers 1 tokens but input_ids has {count}; labels and masks go unshifted",
     )
+
+
+@pytest.mark.parametrize("name", ["shift_labels", "assistant_mask", "loss_masks"])
+def test_a_column_that_means_to_say_what_is_learnt_and_is_not_read_is_refused(name):
+    reason, message = refusal({**good(), name: [1]})
+    assert reason == "bad_row"
+    assert message.startswith(f"it has {name}, which nothing reads; what is learnt is told")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("image", "image"), ("images", "image"), ("videos", "video")])
+def test_media_beside_ids_that_were_made_without_them_are_refused(name, kind):
+    text = tokenised(FAMILY, "<|im_start|>assistant\n5<|im_end|>\n")
+    reason, message = refusal({**text, name: [picture()]})
+    assert reason == "bad_row"
+    assert f"it has input_ids and {name}, but no pixel_values" in message
+    assert f"the {kind} would be lost" in message
+    assert ENCODER.encode({**good(), "images": [picture()], "videos": []}).images  # made of these
 
 
 def test_lists_arrays_and_batches_of_one_are_taken_as_well():

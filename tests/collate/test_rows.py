@@ -448,3 +448,41 @@ def test_one_sample_s_empty_column_is_its_own_fault(feature, seen):
     with pytest.raises(Refusal, match=seen) as caught:
         read_row(feature)
     assert caught.value.reason == "bad_row"
+
+
+# ---------------------------------------------------------------------- more than one
+
+
+TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+
+
+def refusal_of(feature):
+    with pytest.raises(Refusal) as caught:
+        read_row(feature)
+    assert caught.value.reason == "bad_row"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"conversations": [{"from": "human", "value": "ha"}]}, "messages and conversations"),
+        ({"prompt": "a", "completion": "b"}, "messages and prompt and completion"),
+    ],
+)
+def test_a_sample_that_is_written_down_twice_is_refused(more, named):
+    assert f"it has {named}, of which one would be read" in refusal_of({"messages": TURNS, **more})
+
+
+def test_a_prompt_beside_messages_is_a_note():
+    assert len(read_row({"messages": TURNS, "prompt": "hi"}).messages) == 2
+
+
+@pytest.mark.parametrize("name", ["pixel_values", "image_grid_thw", "completion_mask", "assistant_masks", "loss_mask"])
+def test_what_belongs_to_tokens_is_refused_beside_a_conversation(name):
+    assert f"it has {name}, which belongs to input_ids, and messages" in refusal_of({"messages": TURNS, name: [1]})
+    assert read_row({"messages": TURNS, name: None, "audio": None}).messages
+
+
+def test_sounds_are_refused():
+    assert "it has audio, which these models cannot hear" in refusal_of({"messages": TURNS, "audio": {"path": "a.wav"}})

@@ -42,6 +42,42 @@ def test_an_answer_may_call_tools_or_think_without_content(key):
     refusal({"messages": [ASK, {"role": "assistant", "content": None, key: []}]})
 
 
+PIC = "a.png"
+
+
+@pytest.mark.parametrize(
+    ("turn", "place", "key"),
+    [
+        ({"role": "user", "content": "What is this?", "images": [PIC]}, "messages[0]", "images"),
+        ({"role": "user", "content": "What is this?", "image": PIC}, "messages[0]", "image"),
+        ({"role": "user", "content": "What is said?", "audio": PIC}, "messages[0]", "audio"),
+        ({"role": "user", "content": [{"type": "text", "text": "?", "image": PIC}]}, "messages[0].content[0]", "image"),
+        ({"role": "user", "content": [{"type": "image", "image": PIC, "text": "?"}]}, "messages[0].content[0]", "text"),
+        ({"role": "user", "content": [{"image": PIC, "text": "?"}]}, "messages[0].content[0]", "text"),
+        ({"role": "user", "content": [{"type": "image", "image": PIC, "video": [PIC]}]}, "content[0]", "video"),
+    ],
+)
+def test_what_stands_where_no_template_looks_is_refused(turn, place, key):
+    assert f"{place} holds {key!r} where no template looks for it" in refusal({"messages": [turn, SAY]})
+
+
+def test_an_image_beside_a_qwen_turn_is_refused_as_well():
+    turns = [{"from": "human", "value": "hi", "image": PIC}, {"from": "gpt", "value": "4"}]
+    assert "conversations[0] holds 'image'" in refusal({"conversations": turns})
+
+
+@pytest.mark.parametrize("key", ["content", "tool_calls", "reasoning_content"])
+def test_a_qwen_turn_says_one_thing(key):
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "4", key: "5"}]
+    assert f"conversations[1] has {key!r} beside its value" in refusal({"conversations": turns})
+
+
+@pytest.mark.parametrize("nothing", [None, "", [], {"bytes": None, "path": None}])
+def test_keys_that_a_table_gives_to_every_part_may_be_there_empty(nothing):
+    turn = {"role": "user", "content": [{"type": "text", "text": "2 + 2?", "image": nothing}], "images": nothing}
+    assert read_row({"messages": [turn, SAY]}).images == ()
+
+
 # ---------------------------------------------------------------------- roles
 
 

@@ -1,8 +1,8 @@
-"""What to say where a column is not there, or is called something else."""
+"""What to say where a column is not there, is called something else, or is one too many."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -17,8 +17,23 @@ _TEXT_COLUMNS = ("input_ids", *CONVERSATION_COLUMNS, "completion")
 _READ = {*_TEXT_COLUMNS, *MEDIA_COLUMNS, "system", "tools", "chat_template_kwargs", "id", "sample_id"}
 _KEPT = {*MEDIA_COLUMNS, "id", "sample_id", "length", "label", "labels", "label_ids", "attention_mask", "position_ids"}
 """All that HF Trainer or TRL may leave of a sample whose text they dropped."""
+_OF_TOKENS = (
+    *("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"),
+    *("completion_mask", "assistant_masks", "loss_mask"),
+)
+"""Of samples that were tokenised before."""
 _MANY = 12
 """Columns that are named in an error."""
+
+
+def is_absent(value: Any) -> bool:
+    """None, or a struct with nothing in it: Arrow gives every part of a column the keys of all of them."""
+    return value is None or (isinstance(value, Mapping) and all(inner is None for inner in value.values()))
+
+
+def is_empty(value: Any) -> bool:
+    """Absent, or a text or list with nothing in it."""
+    return is_absent(value) or (isinstance(value, str | list | tuple) and not value)
 
 
 def check_columns_filled(feature: Mapping[str, Any]) -> None:
@@ -30,6 +45,23 @@ def check_columns_filled(feature: Mapping[str, Any]) -> None:
     empty = [name for name in _TEXT_COLUMNS if feature.get(name, "") is None]
     if empty:
         raise Refusal("bad_row", f"its {' and '.join(empty)} is None; fill it, or leave the sample out of the data set")
+
+
+def check_one_form(forms: Sequence[str], present: Mapping[str, Any]) -> None:
+    """Refuse a sample that is written down twice, or has columns that nothing reads with its conversation.
+
+    Raises:
+        Refusal: `bad_row`, with the names of both.
+    """
+    if len(forms) > 1:
+        raise Refusal("bad_row", f"it has {' and '.join(forms)}, of which one would be read; keep that one")
+    if found := next((name for name in _OF_TOKENS if forms and not is_empty(present.get(name))), None):
+        raise Refusal(
+            "bad_row",
+            f"it has {found}, which belongs to input_ids, and {forms[0]}, of which its tokens are made; leave one out",
+        )
+    if found := next((name for name in ("audio", "audios") if not is_empty(present.get(name))), None):
+        raise Refusal("bad_row", f"it has {found}, which these models cannot hear; leave the column out")
 
 
 def no_columns(feature: Mapping[str, Any]) -> str:

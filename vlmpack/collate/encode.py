@@ -17,6 +17,7 @@ from vlmpack.collate.media import MediaReader
 from vlmpack.collate.processor import ProcessorFacts, parts_of
 from vlmpack.collate.refusal import Refusal
 from vlmpack.collate.rows import Row, read_row
+from vlmpack.collate.template import ChatTemplate
 from vlmpack.collate.tokenised import read_tokenised, token_types
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import ConfigError
@@ -100,6 +101,10 @@ class Encoder:
         image_processor = parts_of(self.processor).image_processor
         return MediaReader(image_processor=image_processor, facts=self.facts, limits=self.limits)
 
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(processor=self.processor, takes_parts=self.facts.has_vision)
+
     def _check_can_see(self, row: Row) -> None:
         if (row.images or row.videos) and not self.facts.has_vision:
             raise Refusal(
@@ -127,7 +132,7 @@ class Encoder:
         self, row: Row, images: Sequence[Visual], videos: Sequence[Visual]
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """(ids, learnt spans) of a conversation."""
-        ids = self._expand(self._render(row), images, videos)
+        ids = self._expand(self._template.render(row), images, videos)
         if self.train_on == "all":
             return ids, []
         spans = assistant_spans(ids, self.facts)
@@ -135,24 +140,6 @@ class Encoder:
         if row.trained_turns is None:
             return ids, spans
         return ids, [span for span, learnt in zip(spans, row.trained_turns, strict=True) if learnt]
-
-    def _render(self, row: Row) -> str:
-        if self.processor.chat_template is None:
-            raise ConfigError(
-                "the processor has no chat template, so messages cannot become text; load the instruction-tuned "
-                "model's processor, set processor.chat_template, or give prompt and completion as strings"
-            )
-        messages = [dict(message) for message in row.messages]
-        if not self.facts.has_vision:
-            messages = [{**message, "content": _joined(message["content"])} for message in messages]
-        try:
-            return self.processor.apply_chat_template(messages, tokenize=False, **row.template_options)
-        except Exception as error:  # a template is somebody's program, and can fail in any way on messages it rejects
-            raise Refusal(
-                "template_error",
-                f"the chat template cannot write its messages ({type(error).__name__}: {error}); "
-                "compare roles and content with what the template expects",
-            ) from error
 
     def _check_turns(self, spans: Sequence[tuple[int, int]], count: int) -> None:
         if not spans and count:
@@ -247,8 +234,3 @@ def _check_characters(text: str) -> None:
             f"its text holds {text[error.start]!r}, half of a surrogate pair, in {seen!r}: that is no character, and "
             "no tokenizer takes it; remove it, or put '?' in its place with text.encode(errors='replace').decode()",
         ) from error
-
-
-def _joined(content: Any) -> str:
-    """The text of a message: templates of text models know no parts."""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)

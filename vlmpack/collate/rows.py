@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
-from vlmpack.collate.absent import check_columns_filled, no_columns
+from vlmpack.collate.absent import check_columns_filled, check_one_form, no_columns
 from vlmpack.collate.holes import MediaRef, check_markers, column_media, fill_holes
 from vlmpack.collate.refusal import Refusal
 from vlmpack.collate.turns import Turn, read_turns, short, text_of, with_system
@@ -81,10 +81,12 @@ def read_row(feature: Mapping[str, Any], *, has_vision: bool = True) -> Row:
 
 
 def _read(present: Mapping[str, Any], feature: Mapping[str, Any]) -> Row:
-    column = next((name for name in ("messages", "conversation", "conversations") if name in present), None)
-    if column is not None:
-        return _conversation(read_turns(present[column], column), present)
-    if "prompt" in present and "completion" in present:
+    columns = [name for name in ("messages", "conversation", "conversations") if name in present]
+    is_pair = "prompt" in present and "completion" in present
+    check_one_form([*columns, "prompt and completion"] if is_pair else columns, present)
+    if columns:
+        return _conversation(read_turns(present[columns[0]], columns[0]), present)
+    if is_pair:
         return _prompt_and_completion(present)
     check_columns_filled(feature)
     raise ConfigError(no_columns(feature))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vlmpack.collate.absent import is_empty
 from vlmpack.collate.encoded import IMAGE, TEXT, VIDEO, Encoded, Visual
 from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels, mask_media
 from vlmpack.collate.processor import ProcessorFacts
@@ -17,8 +18,10 @@ from vlmpack.collate.refusal import Refusal
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout import IGNORE, lengths_from_mask
 
-LABEL_COLUMNS = ("labels", "completion_mask", "assistant_masks")
-"""What a tokenised sample may say about its labels; the masks are TRL's, 0 where nothing is learnt."""
+LABEL_COLUMNS = ("labels", "completion_mask", "assistant_masks", "loss_mask")
+"""What a tokenised sample may say about its labels; the masks are TRL's and SeqPacker's, 0 where nothing is learnt."""
+_MISSPELT = ("shift_labels", "label_mask", "labels_mask", "loss_masks", "completion_masks", "assistant_mask")
+"""Columns that mean to say so, and are no column of anybody's tokenised samples."""
 
 BOUNDARIES = ("cu_seqlens_q", "cu_seqlens", "cu_seq_lens_q", "seq_lengths", "seq_idx")
 """What a row of several samples brings; as one sample it would let them see each other."""
@@ -41,6 +44,7 @@ def read_tokenised(feature: Mapping[str, Any], facts: ProcessorFacts, *, train_o
             "each; give rows to the collator of what made them (PackedDataset: data_collator=dataset.collate; rows of "
             "text: RowCollator), or remove the column if each is one sample"
         )
+    _check_read(feature)
     ids = _tokens(feature, "input_ids")
     keep = _kept(feature, len(ids))
     ids = ids[keep]
@@ -59,6 +63,25 @@ def read_tokenised(feature: Mapping[str, Any], facts: ProcessorFacts, *, train_o
         images=_visuals(feature, "pixel_values", "image_grid_thw"),
         videos=_visuals(feature, "pixel_values_videos", "video_grid_thw"),
     )
+
+
+def _check_read(feature: Mapping[str, Any]) -> None:
+    """Refuse a column that says something of tokens or pixels and would not be read."""
+    if found := next((name for name in _MISSPELT if feature.get(name) is not None), None):
+        raise Refusal(
+            "bad_row",
+            f"it has {found}, which nothing reads; what is learnt is told, token by token and unshifted, by "
+            f"{', '.join(LABEL_COLUMNS)}: rename it, or leave it out",
+        )
+    for pixels, columns in (("pixel_values", ("image", "images")), ("pixel_values_videos", ("video", "videos"))):
+        if feature.get(pixels) is not None:
+            continue
+        if found := next((name for name in columns if not is_empty(feature.get(name))), None):
+            raise Refusal(
+                "bad_row",
+                f"it has input_ids and {found}, but no {pixels}: the {columns[0]} would be lost; give the pixels that "
+                "the processor made with the ids, or leave input_ids out, so that both are made here",
+            )
 
 
 def token_types(input_ids: np.ndarray, facts: ProcessorFacts) -> np.ndarray:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, final
 
+from vlmpack.collate.absent import is_absent, is_empty
 from vlmpack.collate.refusal import Refusal
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -29,6 +30,13 @@ FLAGS = ("weight", "loss", "train")
 """Keys by which an assistant's turn says whether it is learnt: of OpenAI, ms-swift and axolotl."""
 SPEAKING = ("tool_calls", "reasoning_content")
 """Keys with which a turn needs no content."""
+_PAYLOADS = {
+    "text": ("text",),
+    "image": ("image", "images", "image_url"),
+    "video": ("video", "videos", "video_url"),
+    "audio": ("audio", "audios", "audio_url", "input_audio"),
+}
+"""Keys that hold what a part says or shows, by its kind."""
 
 _MARKERS = re.compile("(<image>|<video>)")
 
@@ -104,6 +112,7 @@ def _turn(message: Any, where: str) -> Turn:
         raise Refusal("bad_row", f"{where}.content must be a string or a list of parts, got {short(content)}")
     if not isinstance(content, str):
         content = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+    _check_no_payload(message, where, but=())
     rest = {key: value for key, value in message.items() if value is not None and key not in FLAGS}
     return Turn(message={**rest, "content": content}, learnt=_learnt(message, message["role"], where))
 
@@ -124,25 +133,35 @@ def _part(part: Any, where: str) -> dict[str, Any]:
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
         raise Refusal("bad_row", f"{where} must be a mapping with a type, got {short(part)}")
-    part = {key: value for key, value in part.items() if not _is_absent(value)}
+    part = {key: value for key, value in part.items() if not is_absent(value)}
     kind = part.get("type") or next((k for k in ("image", "image_url", "video", "text") if k in part), "")
     kind = {"image_url": "image", "video_url": "video", "input_image": "image", "input_text": "text"}.get(kind, kind)
     if kind not in ("text", "image", "video"):
         raise Refusal("bad_row", f"{where} is of type {kind!r}; only text, image and video parts can be used")
     if kind == "text" and not isinstance(part.get("text"), str):
         raise Refusal("bad_row", f"{where} is a text part without a text, got {short(part)}")
+    _check_no_payload(part, where, but=_PAYLOADS[kind])
     return {**part, "type": kind}
 
 
-def _is_absent(value: Any) -> bool:
-    """None, or a struct with nothing in it: Arrow gives every part of a column the keys of all of them."""
-    return value is None or (isinstance(value, Mapping) and all(inner is None for inner in value.values()))
+def _check_no_payload(holder: Mapping[str, Any], where: str, *, but: tuple[str, ...]) -> None:
+    """A part is one thing, and a message has parts: whatever else they hold is read by nobody."""
+    keys = [key for names in _PAYLOADS.values() for key in names if key not in but]
+    if found := next((key for key in keys if key in holder and not is_empty(holder[key])), None):
+        raise Refusal(
+            "bad_row",
+            f"{where} holds {found!r} where no template looks for it; give each text, image and video a part of its "
+            "own in the content, or images and videos in the columns images and videos",
+        )
 
 
 def _qwen_turn(turn: Any, where: str) -> Turn:
     """Qwen's fine-tuning rows: `<image>` and `<video>` in a turn's text are holes; user text is stripped."""
     if not isinstance(turn, Mapping) or not isinstance(turn.get("value"), str) or not isinstance(turn.get("from"), str):
         raise Refusal("bad_row", f"{where} must have a from and a value, got {_with_keys(turn)}")
+    _check_no_payload(turn, where, but=())
+    if lost := [key for key in ("content", *SPEAKING) if turn.get(key)]:
+        raise Refusal("bad_row", f"{where} has {lost[0]!r} beside its value, which nothing reads; keep one of them")
     role = turn["from"]
     content = turn["value"] if _canonical(role) == "assistant" else _split_markers(turn["value"])
     return Turn(message={"role": role, "content": content}, learnt=_learnt(turn, role, where))

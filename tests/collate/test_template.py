@@ -1,0 +1,88 @@
+"""The chat template: whatever it would leave out of the text is told, and not learnt without."""
+
+import pytest
+from chats import chat, processor_of
+
+from vlmpack.collate.refusal import Refusal
+from vlmpack.collate.rows import read_row
+from vlmpack.collate.template import ChatTemplate
+from vlmpack.data.processor import CHAT_TEMPLATE, tiny_processor
+from vlmpack.errors import ConfigError
+
+ASK = {"role": "user", "content": "Which way?"}
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "map"}}}
+TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {}}}
+
+WRITES_ALL = (
+    "{%- if tools -%}{{- tools | tojson -}}{%- endif -%}{%- if quiet -%}{{- 'hush' -}}{%- endif -%}"
+    + CHAT_TEMPLATE.replace(
+        "{%- if message['content'] is string -%}",
+        "{%- if message.reasoning_content and loop.last -%}{{- '<think>' + message.reasoning_content -}}{%- endif -%}"
+        "{%- if message.tool_calls -%}{{- message.tool_calls | tojson -}}{%- endif -%}"
+        "{%- if message['content'] is string -%}",
+        1,
+    )
+)
+"""Thoughts in the last turn only, as Qwen3's."""
+
+
+def written(row, template=WRITES_ALL, *, takes_parts=True):
+    processor = tiny_processor(chat_template=template) if template else processor_of()
+    return ChatTemplate(processor=processor, takes_parts=takes_parts).render(read_row(row))
+
+
+HOLDERS = {
+    "tools": chat(tools=[TOOL]),
+    "tool_calls": {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+    "reasoning_content": {"messages": [ASK, {"role": "assistant", "content": "Left", "reasoning_content": "Hm."}]},
+}
+
+
+@pytest.mark.parametrize("key", HOLDERS)
+def test_what_the_template_never_writes_is_refused(key):
+    with pytest.raises(Refusal, match=f"it has {key}, which the chat template does not write") as caught:
+        written(HOLDERS[key], CHAT_TEMPLATE)
+    assert caught.value.reason == "template_ignores"
+
+
+@pytest.mark.parametrize(("key", "text"), [("tools", "Looks."), ("tool_calls", "map"), ("reasoning_content", "Hm.")])
+@pytest.mark.parametrize("takes_parts", [True, False])
+def test_what_it_writes_is_there(key, text, takes_parts):
+    assert text in written(HOLDERS[key], takes_parts=takes_parts)
+
+
+def test_thoughts_of_earlier_turns_may_be_left_out_on_purpose():
+    thought = {"role": "assistant", "content": "Left", "reasoning_content": "Hm."}
+    assert "Hm." not in written({"messages": [ASK, thought, ASK, {"role": "assistant", "content": "Right"}]})
+
+
+def test_nothing_in_such_a_key_is_nothing_lost():
+    answer = {"role": "assistant", "content": "Left", "tool_calls": [], "reasoning_content": ""}
+    assert "Left" in written({"messages": [ASK, answer], "tools": []}, CHAT_TEMPLATE)
+
+
+def test_a_template_that_fails_on_what_is_tried_is_given_the_benefit_of_the_doubt():
+    strict = "{%- if messages[0].content[0].text == '?' -%}{{- raise_exception('no') -}}{%- endif -%}" + CHAT_TEMPLATE
+    assert "75,000" in written(chat(tools=[TOOL]), strict)
+
+
+def test_an_option_that_the_template_names_reaches_it():
+    assert written(chat(chat_template_kwargs={"quiet": True})).startswith("hush")
+
+
+def test_an_option_that_it_does_not_name_is_misspelt():
+    with pytest.raises(Refusal, match="chat_template_kwargs has quite, which the chat template does not name"):
+        written(chat(chat_template_kwargs={"quite": True}))
+
+
+def test_a_template_that_cannot_write_a_message_is_told_with_its_own_words():
+    with pytest.raises(Refusal, match=r"cannot write its messages \(TemplateError: only one turn\)") as caught:
+        written(chat(), "{{- raise_exception('only one turn') -}}")
+    assert caught.value.reason == "template_error"
+
+
+def test_without_a_template_nothing_can_be_written():
+    processor = tiny_processor()
+    processor.chat_template = None
+    with pytest.raises(ConfigError, match="has no chat template"):
+        ChatTemplate(processor=processor, takes_parts=True).render(read_row(chat()))

@@ -1,0 +1,107 @@
+"""The processor's chat template: the messages of a row → text, and nothing of them left out without a word.
+
+A template is a program of somebody's. Those of Qwen2-VL to Qwen3-VL's first versions write no tools, and none but those
+of thinking models write thoughts; what a template does not name is dropped by it in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, final
+
+from vlmpack.collate.refusal import Refusal
+from vlmpack.collate.rows import Row
+from vlmpack.errors import ConfigError
+
+_TOOL = {
+    "type": "function",
+    "function": {"name": "tried", "description": "-", "parameters": {"type": "object", "properties": {}}},
+}
+_CALL = {"type": "function", "function": {"name": "tried", "arguments": {}}}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ChatTemplate:
+    """Writes rows as text."""
+
+    processor: Any
+    """The processor, or the tokenizer of a text model."""
+    takes_parts: bool
+    """Whether the content of a message may be a list of parts: templates of text models know none."""
+
+    def render(self, row: Row) -> str:
+        """The text of a row's messages.
+
+        Raises:
+            Refusal: the template cannot write them (`template_error`), or leaves out what they hold
+                (`template_ignores`).
+            ConfigError: the processor has no template.
+        """
+        if self.processor.chat_template is None:
+            raise ConfigError(
+                "the processor has no chat template, so messages cannot become text; load the instruction-tuned "
+                "model's processor, set processor.chat_template, or give prompt and completion as strings"
+            )
+        self._check_heard(row)
+        messages = [dict(message) for message in row.messages]
+        if not self.takes_parts:
+            messages = [{**message, "content": _joined(message["content"])} for message in messages]
+        try:
+            return self._write(messages, **row.template_options)
+        except Exception as error:  # a template can fail in any way on messages it rejects
+            raise Refusal(
+                "template_error",
+                f"the chat template cannot write its messages ({type(error).__name__}: {error}); "
+                "compare roles and content with what the template expects",
+            ) from error
+
+    def _check_heard(self, row: Row) -> None:
+        given = {key for message in row.messages for key, value in message.items() if value}
+        given |= {key for key, value in row.template_options.items() if key == "tools" and value}
+        if lost := sorted(given & self._ignored):
+            raise Refusal(
+                "template_ignores",
+                f"it has {' and '.join(lost)}, which the chat template does not write: the model would learn an answer "
+                "without it; give the processor a chat template that does, or write it into the content",
+            )
+        if misspelt := [name for name in row.template_options if not self._names(name)]:
+            raise Refusal(
+                "template_ignores",
+                f"chat_template_kwargs has {' and '.join(misspelt)}, which the chat template does not name; see how it "
+                "is spelt there, or leave it out",
+            )
+
+    @cached_property
+    def _ignored(self) -> frozenset[str]:
+        """Which of tools, tool calls and thoughts never come into the text: each is tried once."""
+        plain = self._try()
+        tried = {
+            "tools": self._try(tools=[_TOOL]),
+            "tool_calls": self._try({"tool_calls": [_CALL]}),
+            "reasoning_content": self._try({"reasoning_content": "tried"}),
+        }
+        return frozenset(key for key, text in tried.items() if text is not None and text == plain)
+
+    def _try(self, answer: Mapping[str, Any] | None = None, **options: Any) -> str | None:
+        """A short conversation as text; None: the template wants more of it than is known here."""
+        texts = [[{"type": "text", "text": text}] if self.takes_parts else text for text in ("?", "!")]
+        asked, said = ({"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True))
+        try:
+            return self._write([asked, {**said, **(answer or {})}], **options)
+        except Exception:  # see `render`
+            return None
+
+    def _names(self, option: str) -> bool:
+        template = self.processor.chat_template
+        return not isinstance(template, str) or option in template or option == "tools"
+
+    def _write(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        return self.processor.apply_chat_template(messages, tokenize=False, **options)
+
+
+def _joined(content: Any) -> str:
+    """The text of a message."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
