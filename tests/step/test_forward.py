@@ -176,6 +176,25 @@ def test_what_a_row_cannot_be_is_refused(model, row, change, error, message):
         model(**{**row, **change})
 
 
+def test_grids_that_were_reordered_behind_the_collator_are_refused(model, row):
+    turned = row["image_grid_thw"].flip(0)
+    assert not torch.equal(turned, row["image_grid_thw"])
+    with pytest.raises(LayoutError, match=r"image_grid_thw is not what the host facts \('vlmpack'\) say of this batch"):
+        model(**{**row, "image_grid_thw": turned})
+    without = {name: value for name, value in row.items() if name != "vlmpack"}
+    model(**{**without, "cu_seqlens_q": row["cu_seqlens_q"]})  # grids are then those of the tensor
+
+
+def test_seconds_of_videos_are_those_of_the_collator():
+    model = enable_packing(tiny_model("qwen2_5_vl").eval())
+    row = pack(padded(mixed_samples(model.config, kinds=("video", "images_and_video")))).to_hf()
+    seconds = row["second_per_grid_ts"]
+    model(**{**row, "second_per_grid_ts": seconds.bfloat16()})
+    for other in (2 * seconds, seconds[:0]):
+        with pytest.raises(LayoutError, match="second_per_grid_ts is not what the host facts"):
+            model(**{**row, "second_per_grid_ts": other})
+
+
 @pytest.mark.parametrize("given", [[0.0, 3.5], torch.tensor([[0, 3]]), torch.tensor([0.0, 3.0]), 3, [[0], [3]]])
 def test_boundaries_are_whole_numbers_in_one_dimension(model, row, given):
     row.pop("vlmpack")

@@ -36,11 +36,16 @@ def count_flops(function: Callable[[], object]) -> int:
 
 
 def _attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(query, key, value)
+    return sdpa_flop_count(query, _of_all_heads(key, query), _of_all_heads(value, query))
 
 
 def _attention_backward(gradient: Shape, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    return sdpa_backward_flop_count(gradient, query, key, value)
+    return sdpa_backward_flop_count(gradient, query, _of_all_heads(key, query), _of_all_heads(value, query))
+
+
+def _of_all_heads(shape: Shape, query: Shape) -> Shape:
+    """The shape [B, N, S, H] of keys or values, once a query head: torch 2.11 does not know heads that share them."""
+    return (shape[0], query[1], *shape[2:])
 
 
 def _grouped_product(left: Shape, right: Shape, *_: Any, **__: Any) -> int:

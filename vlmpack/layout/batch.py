@@ -175,7 +175,7 @@ def _tokens(batch: PaddedBatch) -> str:
     try:
         if batch.facts is None and not on_host(mask):
             return ""
-        real = int(mask.count_nonzero()) if batch.facts is None else sum(batch.facts.lengths)
+        real = int((mask != 0).sum()) if batch.facts is None else sum(batch.facts.lengths)
         return f", {real} tokens, {real / max(ids.numel(), 1):.2%} full"
     except (AttributeError, RuntimeError):  # no tensors, or some without values: a repr has to go on
         return ""

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from vlmpack.bench.figure import Figure, Target
+from vlmpack.bench.gpu.patches import with_patch_products
 from vlmpack.bench.gpu.run import Cell, Lab
 from vlmpack.bench.gpu.shapes import GpuShapes
 from vlmpack.bench.workload import alone, receipt_batch
@@ -37,7 +38,7 @@ def cells(shapes: GpuShapes) -> list[Cell]:
 
 def _family(lab: Lab, name: str) -> Iterator[Figure]:
     model, family = tiny_model(name, seed=lab.settings.seed, dtype=LOW, **lab.shapes.small), family_named(name)
-    model = model.to(lab.device.name)
+    model = with_patch_products(model).to(lab.device.name)
     receipts = replace(lab.shapes.receipts, samples=SAMPLES, vocab_size=family.text_config(model.config).vocab_size)
     batch = receipt_batch(family, model.config, receipts, seed=lab.settings.seed, device=lab.device.name)
     pixels = batch.media.pixel_values
@@ -50,7 +51,7 @@ def _family(lab: Lab, name: str) -> Iterator[Figure]:
         result = step(batch, logits=True)
         assert result.row_logits is not None
         packed = result.row_logits[0][result.segments.real_index(lab.device.name)].float()
-        exact = tiny_model(name, seed=lab.settings.seed, **lab.shapes.small).to(lab.device.name)
+        exact = with_patch_products(tiny_model(name, seed=lab.settings.seed, **lab.shapes.small)).to(lab.device.name)
         exact.load_state_dict({key: value.float() for key, value in model.state_dict().items()})
         truth = _logits(exact, [{**sample, "pixel_values": sample["pixel_values"].float()} for sample in samples])
     error, allowed = (float((x - truth).square().mean().sqrt()) for x in (packed, plain))

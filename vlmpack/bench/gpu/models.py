@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from vlmpack.bench.formula import StepFlops, step_flops
 from vlmpack.bench.gpu.device import Device
+from vlmpack.bench.gpu.patches import with_patch_products
 from vlmpack.bench.gpu.shapes import GpuShapes, ModelShape
 from vlmpack.bench.workload import hf_inputs, receipt_batch
 from vlmpack.errors import VlmpackError
@@ -46,13 +47,14 @@ def config_of(shape: ModelShape) -> Any:
 
 
 def random_model(shape: ModelShape, device: Device, *, seed: int) -> Any:
-    """A model of this shape, made where it will live, on sdpa attention, in train mode."""
+    """A model of this shape, made where it will live, on sdpa attention, in train mode, its patches by a product."""
     from transformers import AutoModelForImageTextToText
 
     torch.manual_seed(seed)
     auto: Any = AutoModelForImageTextToText  # its own type has a type checker read every model there is
     with torch.device(device.name):
-        return auto.from_config(config_of(shape), dtype=device.dtype, attn_implementation="sdpa").train()
+        model = auto.from_config(config_of(shape), dtype=device.dtype, attn_implementation="sdpa")
+    return with_patch_products(model).train()
 
 
 def twin(model: Any) -> Any:
