@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, final, runtime_checkable
+from typing import Any, NamedTuple, final
 
 import numpy as np
 from torch.utils.data import IterableDataset
@@ -28,8 +28,9 @@ from vlmpack.errors import SampleError, check_kind
 from vlmpack.offline.cache import Entry, LengthCache
 from vlmpack.offline.content import sample_key, settings_key
 from vlmpack.offline.workers import Start, in_order
+from vlmpack.plan.rounding import divided_up
 from vlmpack.plan.table import LengthTable, Refused
-from vlmpack.stream.source import check_samples
+from vlmpack.stream.source import MapStyle, check_samples
 
 Told = Callable[[int, int | None], None]
 """Is told how many samples are done, and of how many; None: nobody knows."""
@@ -38,14 +39,6 @@ PART = 32
 """Samples that go to a worker at a time."""
 WRITE_EVERY = 2.0
 """Seconds after which new entries are written to the cache: at most this much is lost."""
-
-
-@runtime_checkable
-class MapStyle(Protocol):
-    """A data set whose samples have places."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 def measure_lengths(
@@ -183,7 +176,7 @@ def _parts(
         while part := list(islice(samples, PART)):
             yield measurer.measure(part)
         return
-    yield from in_order(_PartOf(undecoded(dataset), measurer), -(-total // PART), workers=workers, start=start)
+    yield from in_order(_PartOf(undecoded(dataset), measurer), divided_up(total, PART), workers=workers, start=start)
 
 
 @final

@@ -12,6 +12,8 @@ from typing import final
 
 import numpy as np
 
+from vlmpack.plan.rounding import divided_up
+
 Preference = Callable[[int, int], int]
 """(room in tokens, number of the first bin) -> rank of a run; the lowest is used first, then the first bin."""
 
@@ -78,7 +80,7 @@ def place_sorted(
         end = at + count
         while at < end:
             found = runs.take()
-            first, room, bins = found or (placements.bins, capacity, -(-(end - at) // (capacity // length)))
+            first, room, bins = found or (placements.bins, capacity, divided_up(end - at, capacity // length))
             each = 1 if found and one_a_visit else room // length
             full = min(bins, (end - at) // each)
             over = end - at - full * each if full < bins else 0  # too few to fill a bin: they all go to the next one

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from vlmpack.proof.report import Cause, Check
-from vlmpack.proof.scene import LEAK, Call, Scene, Span, changed, most_moved, moved
+from vlmpack.proof.scene import CACHES, LEAK, Call, Scene, Span, changed, most_moved, moved
 
 FORGETS_EVERYTHING = 20.0
 """A_log of a gated delta layer whose state is multiplied by exp(-exp(20) * softplus(...)) = 0 at every token."""
@@ -56,8 +56,7 @@ def check_positions(scene: Scene, alone: Sequence[Rotary]) -> Check:
 def check_cache(scene: Scene) -> Check:
     """A training step has no use for a cache, and with one transformers no longer looks for samples in a row."""
     holders = [*scene.attention.items(), *scene.delta.items()]
-    names = ("past_key_values", "past_key_value", "cache_params")
-    found = [at for at, call in holders if any(call.kwargs.get(name) is not None for name in names)]
+    found = [at for at, call in holders if any(call.kwargs.get(name) is not None for name in CACHES)]
     if not found:
         return Check(part="mechanism", name="cache", finding="ok", seen=0, allowed=0)
     return Check(

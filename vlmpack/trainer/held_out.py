@@ -10,9 +10,9 @@ pass, so nobody may stop early. No sample is counted twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -24,19 +24,13 @@ from vlmpack.errors import ConfigError, SampleError
 from vlmpack.offline import measure_lengths
 from vlmpack.plan import EMPTY, Plan, balance_rows, plan_bins
 from vlmpack.plan.table import LengthTable, Refused
-from vlmpack.stream.source import check_samples
+from vlmpack.stream.source import MapStyle, check_samples
 
 Collator = Callable[[Sequence[Any]], Mapping[str, Any]]
 """A list of samples → a padded batch or a packed row, as a dictionary with host facts."""
 
 OVERLENGTH = "overlength"
 """Why samples are refused that `VLMCollator(overlength="drop")` leaves out."""
-
-
-class MapStyle(Sized, Protocol):
-    """A data set whose samples can be had by number."""
-
-    def __getitem__(self, index: Any, /) -> Any: ...
 
 
 @final

@@ -8,11 +8,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol, TypeVar, final
 
 import torch
 
+from vlmpack.bench.environment import version_of
 from vlmpack.layout import recorded_waits
 
 R = TypeVar("R")
@@ -205,11 +205,4 @@ def reserved(size: int, device: Device) -> Iterator[None]:
 
 
 def _packages() -> dict[str, Any]:
-    return {name: _version(name) for name in PACKAGES}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return {name: version_of(name) for name in PACKAGES}
