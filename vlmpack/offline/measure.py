@@ -47,7 +47,7 @@ def measure_lengths(
     *,
     workers: int = 0,
     cache: str | Path | None = None,
-    progress: bool | Told = False,
+    progress: Told | None = None,
     estimate: bool = False,
     start: Start | None = None,
 ) -> LengthTable:
@@ -65,7 +65,7 @@ def measure_lengths(
         collator: the one that will be used for training.
         workers: processes; 0: this one alone.
         cache: a file in which what was measured is found again, see `LengthCache`; None: none.
-        progress: True draws a bar, a function is told (samples done, samples in all or None).
+        progress: is told (samples done, samples in all or None).
         estimate: one token for each square of an image's pixels, begun ones included (ceil(H/32) * ceil(W/32) for
             Qwen3-VL), whatever the processor's bounds and rule are.
         start: how processes are started; None: as Python does it here.
@@ -84,7 +84,7 @@ def measure_lengths(
     measurer = Measurer(collator=collator, estimate=estimate, cache=store, settings=settings)
     total = _length(dataset)
     parts = closing(_parts(dataset, total, measurer, workers, start))
-    with _told(progress) as tell, _written(store) as write, parts as measured:
+    with _written(store) as write, parts as measured:
         rows, refused, done = [], [], 0
         for found in measured:
             for index, one in enumerate(found, done):
@@ -94,7 +94,8 @@ def measure_lengths(
                     refused.append(_refused(index, one))
             write({one.key: one.entry for one in found if one.key is not None and one.is_new})
             done += len(found)
-            tell(done, total)
+            if progress is not None:
+                progress(done, total)
     return LengthTable.from_rows(rows, refused)
 
 
@@ -251,26 +252,3 @@ def _written(store: LengthCache | None) -> Iterator[Callable[[Mapping[bytes, Ent
             yield write
         finally:
             store.put(waiting)
-
-
-@contextmanager
-def _told(progress: bool | Told) -> Iterator[Told]:
-    """The caller's function; or a bar; or nobody is told."""
-    if callable(progress):
-        yield progress
-    elif not progress:
-        yield lambda done, total: None
-    else:
-        with _bar() as tell:
-            yield tell
-
-
-@contextmanager
-def _bar() -> Iterator[Told]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn("lengths"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("lengths", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
