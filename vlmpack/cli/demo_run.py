@@ -14,13 +14,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vlmpack.cli.contest import Layout, Run, Schedule, run
+from vlmpack.cli.contest import Run, TrainingSettings, run
 from vlmpack.cli.contestants import Contestants, contestants
 from vlmpack.cli.demo_table import comparison, notes
 from vlmpack.cli.device import checked_device, quiet_transformers
 from vlmpack.cli.folder import made_folder
 from vlmpack.cli.gradients import Agreement, packed_against_alone
 from vlmpack.collate import VLMCollator
+from vlmpack.collate.collator import Layout
 from vlmpack.layout import PackedRow, PaddedBatch
 from vlmpack.plots import plot_losses, plot_rows, save
 
@@ -83,7 +84,7 @@ def _compete(
     """(padded, packed, gradients of a packed batch against its samples alone)."""
     runs: dict[Layout, Run] = {}
     with tempfile.TemporaryDirectory() as scratch, _progress(console) as progress:
-        schedule = Schedule(
+        training = TrainingSettings(
             steps=settings.steps,
             batch_size=settings.batch_size,
             learning_rate=given.learning_rate,
@@ -104,7 +105,7 @@ def _compete(
                 progress.update(bar, advance=1, loss=f"loss {loss:.4f}")
 
             collator = VLMCollator(given.processor, layout=layout)
-            runs[layout] = run(layout, model, given.records, collator, schedule, tick)
+            runs[layout] = run(layout, model, given.records, collator, training, tick)
             progress.stop_task(bar)
         progress.start_task(proof)
         samples = [given.records[i] for i in range(settings.batch_size)]

@@ -64,7 +64,8 @@ def _fill_rows(sorted_lengths: np.ndarray, capacity: int) -> Placements:
                 skipped = 0
                 break
         else:
-            skipped += bool(len(company))  # without any company a draw costs next to nothing
+            # without any company a draw costs next to nothing
+            skipped += bool(len(company))  # pyright: ignore[reportPossiblyUnboundVariable]
             stock.skip_longest()
     return placements
 

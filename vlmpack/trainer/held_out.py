@@ -35,7 +35,7 @@ OVERLENGTH = "overlength"
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class RankRows:
     """The rows that one rank computes."""
 
     rows: tuple[tuple[int, ...], ...]
@@ -83,13 +83,13 @@ class HeldOut:
         plan = plan_bins(table, capacity, oversize="own_row")
         return cls(rows=plan.bins, tokens=plan.tokens, refused=table.refused)
 
-    def share(self, rank: int, ranks: int) -> Share:
+    def share(self, rank: int, ranks: int) -> RankRows:
         """What one of so many ranks computes."""
         mine = balance_rows(self.tokens.astype(np.float64), ranks=ranks).rows[:, rank].reshape(-1).tolist()
         counted = [at for at in mine if at != EMPTY]
         again = counted[:1] or [0]
         rows = counted + again * (len(mine) - len(counted))
-        return Share(rows=tuple(self.rows[at] for at in rows), counted=len(counted))
+        return RankRows(rows=tuple(self.rows[at] for at in rows), counted=len(counted))
 
 
 def hold_out(
@@ -172,7 +172,9 @@ class CollatePlaced:
 class HeldOutLoader(DataLoader[Any]):
     """The batches of one rank's share. It draws nobody's random numbers, so that training goes on as without it."""
 
-    def __init__(self, dataset: MapStyle, collator: Collator, held_out: HeldOut, share: Share, **settings: Any) -> None:
+    def __init__(
+        self, dataset: MapStyle, collator: Collator, held_out: HeldOut, share: RankRows, **settings: Any
+    ) -> None:
         rows = [list(row) for row in share.rows]
         collate = CollatePlaced(collator)
         settings |= {"batch_sampler": rows, "collate_fn": collate, "generator": torch.Generator()}
