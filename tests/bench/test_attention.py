@@ -7,9 +7,9 @@ import torch
 
 from vlmpack.bench.cases.attention import (
     ORACLE,
+    AttentionInputs,
     AttentionShapes,
     Site,
-    Work,
     check_same,
     dense_way,
     measure_attention,
@@ -25,19 +25,19 @@ LANGUAGE = Site(name="language", lengths=(7, 3, 5), heads=6, kv_heads=2, head_di
 VISION = Site(name="vision", lengths=(4, 9), heads=3, kv_heads=3, head_dim=8, causal=False)
 
 
-def work(site: Site) -> Work:
-    return Work.of(site, QUICK, torch.float32)
+def inputs(site: Site) -> AttentionInputs:
+    return AttentionInputs.of(site, QUICK, torch.float32)
 
 
 @pytest.mark.parametrize("site", [LANGUAGE, VISION])
 def test_every_way_computes_the_same(site: Site) -> None:
-    truth = packed_way(work(site), ORACLE)()
-    for way in (packed_way(work(site), "sdpa_segments"), padded_way(work(site)), dense_way(work(site))):
+    truth = packed_way(inputs(site), ORACLE)()
+    for way in (packed_way(inputs(site), "sdpa_segments"), padded_way(inputs(site)), dense_way(inputs(site))):
         torch.testing.assert_close(way(), truth)
 
 
 def test_ways_that_differ_are_not_timed() -> None:
-    truth = packed_way(work(LANGUAGE), ORACLE)()
+    truth = packed_way(inputs(LANGUAGE), ORACLE)()
     with pytest.raises(VlmpackError, match="mine differs from eager_mask by"):
         check_same({ORACLE: truth, "mine": truth + 1})
     with pytest.raises(VlmpackError, match="differs"):
@@ -47,7 +47,7 @@ def test_ways_that_differ_are_not_timed() -> None:
 @pytest.mark.parametrize(("site", "pairs"), [(LANGUAGE, 28 + 6 + 15), (VISION, 16 + 81)])
 def test_the_ideal_counts_the_pairs_that_are_needed(site: Site, pairs: int) -> None:
     padded = len(site.lengths) * max(site.lengths) ** 2
-    assert work(site).ideal == padded / pairs
+    assert inputs(site).ideal == padded / pairs
 
 
 def test_back_ends_that_cannot_serve_here_are_listed_with_their_reasons() -> None:

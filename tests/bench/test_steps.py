@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from vlmpack.bench.settings import BenchSettings
-from vlmpack.bench.steps import StepPair, Work, check_same_loss
+from vlmpack.bench.steps import StepFlops, StepPair, check_same_loss
 from vlmpack.bench.workload import ReceiptShapes, hf_inputs
 from vlmpack.errors import VlmpackError
 from vlmpack.families import FAMILIES
@@ -53,11 +53,11 @@ def test_work_is_not_counted_for_steps_that_compute_different_things():
     pair = pair_of()
     pair.packed_step.model.lm_head.weight.data *= 1.5
     with pytest.raises(VlmpackError, match="do not compute the same loss"):
-        Work.of(pair)
+        StepFlops.of(pair)
 
 
 def test_without_padding_there_is_nothing_to_gain():
-    assert Work.of(pair_of(shapes=replace(TINY, ratio=1.0))).ideal_speedup == pytest.approx(1.0)
+    assert StepFlops.of(pair_of(shapes=replace(TINY, ratio=1.0))).ideal_speedup == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
@@ -65,7 +65,7 @@ def test_the_packed_step_computes_what_the_samples_alone_need_less_the_rows_that
     pair = pair_of(family)
     assert pair.batch.facts is not None
     unlabelled = sum(TINY.lengths) - pair.batch.facts.num_targets
-    work = Work.of(pair)
+    work = StepFlops.of(pair)
     assert work.alone - work.packed == 3 * 2 * unlabelled * TINY.hidden * TINY.vocab_size
 
 

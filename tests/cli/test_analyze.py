@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from vlmpack.cli import app
-from vlmpack.cli.analyze_run import Analysis, Packing
+from vlmpack.cli.analyze_run import Analysis, PackingTrial
 from vlmpack.cli.analyze_table import bars, print_analysis
 from vlmpack.plan import LengthTable, PaddedRecipe, Refused
 
@@ -50,7 +50,7 @@ def table_of(lengths: list[int], refused: tuple[Refused, ...] = ()) -> LengthTab
 
 
 def printed(table: LengthTable, *, source: str = "mine", width: int = 80) -> str:
-    packing = Packing(capacities=(20,), recipe=PaddedRecipe(per_device_batch=2))
+    packing = PackingTrial(capacities=(20,), recipe=PaddedRecipe(per_device_batch=2))
     analysis = Analysis.of(table, packing, source=source)
     file = io.StringIO()
     print_analysis(analysis, Console(file=file, width=width))

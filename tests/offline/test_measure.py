@@ -185,13 +185,6 @@ def test_progress_is_told_after_each_part() -> None:
     assert told == [(3, None)]
 
 
-def test_progress_can_be_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    measure_lengths(SAMPLES, collator_of(), progress=True)
-    captured = capsys.readouterr()
-    assert "150/150" in captured.err
-    assert captured.out == ""
-
-
 # ---------------------------------------------------------------------- worker processes
 
 

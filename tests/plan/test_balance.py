@@ -35,7 +35,7 @@ def test_the_worst_of_8_ranks_is_within_one_per_cent_of_the_mean(name, accumulat
     ranks=st.integers(1, 5),
     accumulation=st.integers(1, 4),
     window=st.none() | st.integers(1, 4),
-    method=st.sampled_from([*METHODS, "as_given"]),
+    method=st.sampled_from(METHODS),
     seed=st.none() | st.integers(0, 3),
 )
 def test_every_row_is_computed_once_and_every_rank_has_as_many_steps(costs, ranks, accumulation, window, method, seed):
@@ -56,9 +56,9 @@ def test_what_does_not_fill_a_step_is_dropped_when_asked(costs, ranks):
     assert (schedule.rows != EMPTY).all()
 
 
-@given(costs=st.lists(st.integers(1, 30), min_size=6, max_size=6), method=st.sampled_from([*METHODS]))
-def test_one_step_is_near_the_best_of_all_ways_to_share_it_out(costs, method):
-    load = balance_rows(np.asarray(costs), ranks=2, accumulation=3, method=method, window=1).load
+@given(costs=st.lists(st.integers(1, 30), min_size=6, max_size=6))
+def test_one_step_is_near_the_best_of_all_ways_to_share_it_out(costs):
+    load = balance_rows(np.asarray(costs), ranks=2, accumulation=3, window=1).load
     assert load.max() <= 4 / 3 * naive_least_imbalance(costs, 2)
 
 
@@ -100,7 +100,7 @@ def test_the_same_seed_gives_the_same_schedule():
         ([1.0], {"window": 0}, "window must lie between 1 and"),
         ([1.0], {"ranks": 2.5}, r"ranks must be a whole number, got 2\.5"),
         ([1.0], {"seed": -1}, "the seed must be a whole number of at least 0"),
-        ([1.0], {"method": "best"}, "no method 'best'; choose from karmarkar_karp, longest_first, as_given"),
+        ([1.0], {"method": "best"}, "no method 'best'; choose from karmarkar_karp, as_given"),
         ([1.0], {"remainder": "repeat"}, "remainder must be 'empty' or 'drop', got 'repeat'"),
     ],
 )

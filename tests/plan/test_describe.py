@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.plan import Bin, Summary, histogram, summary
+from vlmpack.plan import HistogramBin, Summary, histogram, summary
 
 
 def test_a_summary() -> None:
@@ -20,10 +20,10 @@ def test_a_summary_of_nothing_is_zero() -> None:
 
 def test_bins_are_round_and_begin_where_the_values_do() -> None:
     assert histogram(np.array([430, 450, 610, 799]), most=5) == (
-        Bin(start=400, stop=500, count=2),
-        Bin(start=500, stop=600, count=0),
-        Bin(start=600, stop=700, count=1),
-        Bin(start=700, stop=800, count=1),
+        HistogramBin(start=400, stop=500, count=2),
+        HistogramBin(start=500, stop=600, count=0),
+        HistogramBin(start=600, stop=700, count=1),
+        HistogramBin(start=700, stop=800, count=1),
     )
 
 
@@ -34,7 +34,7 @@ def test_what_lies_beyond_the_99th_percentile_shares_the_last_bin() -> None:
 
 
 def test_one_value_has_one_bin() -> None:
-    assert histogram(np.array([7, 7])) == (Bin(start=7, stop=8, count=2),)
+    assert histogram(np.array([7, 7])) == (HistogramBin(start=7, stop=8, count=2),)
 
 
 def test_nothing_has_no_bins() -> None:

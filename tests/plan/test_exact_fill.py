@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlmpack.bench.cases.plan import LENGTH_SETS
-from vlmpack.plan.best_fit import best_fit_decreasing
 from vlmpack.plan.bound import lower_bound
+from vlmpack.plan.decreasing import best_fit_decreasing
 from vlmpack.plan.exact_fill import Stock, exact_fill
 from vlmpack.plan.naive import naive_best_sum
 from vlmpack.plan.subset import best_subset

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.plan.best_fit import best_fit_decreasing
-from vlmpack.plan.first_fit import first_fit_decreasing
+from vlmpack.plan.decreasing import best_fit_decreasing, first_fit_decreasing, worst_fit_decreasing
 from vlmpack.plan.grouped import falling
 from vlmpack.plan.naive import (
     Bins,
@@ -19,7 +18,6 @@ from vlmpack.plan.naive import (
     naive_worst_fit,
 )
 from vlmpack.plan.next_fit import next_fit
-from vlmpack.plan.worst_fit import worst_fit_decreasing
 
 CAPACITY = 23
 lengths_lists = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=60)

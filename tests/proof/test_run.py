@@ -99,8 +99,8 @@ def test_pairs_are_the_sum_of_squared_lengths_and_nothing_of_ours_waits() -> Non
 
 
 def test_a_report_says_itself_and_goes_through_json() -> None:
-    report = vlmpack.probe(tiny_model("qwen3"), plain=False, weights="of the test")
-    assert str(report).splitlines()[0] == "Qwen3ForCausalLM (of the test), cpu, float32, sdpa_segments: exact"
+    report = vlmpack.probe(tiny_model("qwen3"), plain=False)
+    assert str(report).splitlines()[0] == "Qwen3ForCausalLM (as given), cpu, float32, sdpa_segments: exact"
     assert report.plain == ()
     answer = json.loads(json.dumps(report.to_dict()))
     assert (answer["verdict"], answer["causes"]) == ("exact", [])

@@ -78,6 +78,14 @@ def test_a_probe_leaves_nothing_behind(enabled: bool) -> None:
         assert packing_state(model).config == settings
 
 
+def test_ranks_go_on_working_together_afterwards() -> None:
+    model = tiny_model("qwen3")
+    together = vlmpack.Parallel()
+    vlmpack.enable_packing(model, parallel=together)
+    vlmpack.probe(model, plain=False)
+    assert packing_state(model).parallel is together
+
+
 @pytest.mark.parametrize("enabled", [False, True])
 def test_nor_does_one_in_which_everything_raises(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(**facts: Any) -> None:

@@ -9,7 +9,8 @@ from torch import nn
 
 from vlmpack.attention import BACKENDS
 from vlmpack.families.tiny import tiny_model
-from vlmpack.layout import PaddedBatch, Segments, SlotRule, on_host, pack
+from vlmpack.layout import PaddedBatch, Segments, SlotRule, pack
+from vlmpack.proof.outcome import backward
 from vlmpack.proof.work import counted_pairs, counted_waits
 from vlmpack.step import enable_packing
 
@@ -81,7 +82,7 @@ def test_a_layer_that_raises_is_left() -> None:
 def test_a_wait_of_somebody_elses_is_not_ours() -> None:
     with counted_waits(CPU) as waits:
         torch.ones(3).nonzero()
-        bool(torch.ones(()) > 0)
+        torch.ones(3)[torch.ones(3) > 0]
         torch.ones(3) + 1
     assert (waits.ours, waits.others) == ([], 2)
 
@@ -95,7 +96,9 @@ def test_a_wait_of_ours_is_told_with_its_place() -> None:
     assert any(wait.startswith("nonzero in step/") for wait in waits.ours), waits.ours
 
 
-def test_the_cpu_plays_a_device_only_while_it_is_counted() -> None:
-    with counted_waits(CPU):
-        assert not on_host(torch.ones(1))
-    assert on_host(torch.ones(1))
+def test_what_a_backward_pass_waits_for_is_not_ours_because_we_called_it() -> None:
+    x = torch.ones(3, requires_grad=True)
+    picked = x[torch.ones(3) > 0].sum()
+    with counted_waits(CPU) as waits:
+        backward(picked)
+    assert (waits.ours, waits.others) == ([], 1)

@@ -22,7 +22,7 @@ def environment(device: str) -> dict[str, Any]:
         "vlmpack": vlmpack.__version__,
         "commit": _commit(),
         "python": platform.python_version(),
-        **{name: _version(name) for name in PACKAGES},
+        **{name: version_of(name) for name in PACKAGES},
         "device": device,
         "device_name": torch.cuda.get_device_name(device) if device.startswith("cuda") else _processor_name(),
         "threads": torch.get_num_threads(),
@@ -31,7 +31,14 @@ def environment(device: str) -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The version of an installed package; None: it is not installed.
+
+    What is imported already is asked itself: the build, such as "+cu132" of PyTorch, is not always in the metadata.
+    """
+    module = sys.modules.get(package.replace("-", "_"))
+    if module is not None and (own := vars(module).get("__version__")) is not None:
+        return str(own)
     try:
         return version(package)
     except PackageNotFoundError:

@@ -84,7 +84,7 @@ class StepPair:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StepFlops:
     """FLOPs of both steps, and of the samples alone."""
 
     padded: int
@@ -95,7 +95,7 @@ class Work:
     """Of the unmodified model on each sample without padding."""
 
     @classmethod
-    def of(cls, pair: StepPair) -> Work:
+    def of(cls, pair: StepPair) -> StepFlops:
         """Count both steps as they run, once they are seen to compute the same loss.
 
         Raises:

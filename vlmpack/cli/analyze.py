@@ -87,13 +87,13 @@ def analyze(
 
     from rich.console import Console
 
-    from vlmpack.cli.analyze_run import Analysis, Packing
+    from vlmpack.cli.analyze_run import Analysis, PackingTrial
     from vlmpack.cli.analyze_table import print_analysis
     from vlmpack.cli.folder import made_folder
     from vlmpack.cli.inputs import InputOptions, measured, open_inputs
 
-    packing = Packing(
-        capacities=tuple(capacity or Packing.capacities), rows_per_device=rows_per_device, strategy=strategy,
+    packing = PackingTrial(
+        capacities=tuple(capacity or PackingTrial.capacities), rows_per_device=rows_per_device, strategy=strategy,
         recipe=_recipe(world_size, per_device_batch, accumulation, samples_per_update),
         max_patches=max_patches, max_images=max_images,
     )  # fmt: skip

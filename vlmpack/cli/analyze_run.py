@@ -15,7 +15,7 @@ DRAWN = ("tokens", "text", "image", "video")
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Packing:
+class PackingTrial:
     """How samples would be packed. Settings that cannot be are refused here, before a sample is measured."""
 
     recipe: PaddedRecipe
@@ -63,7 +63,7 @@ class Analysis:
     """Whether image tokens are estimated by their size alone."""
 
     @classmethod
-    def of(cls, table: LengthTable, packing: Packing, *, source: str, is_estimate: bool = False) -> Analysis:
+    def of(cls, table: LengthTable, packing: PackingTrial, *, source: str, is_estimate: bool = False) -> Analysis:
         """Pack the table.
 
         Args:

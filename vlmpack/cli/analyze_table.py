@@ -15,7 +15,7 @@ from rich.text import Text
 
 from vlmpack.cli.analyze_run import Analysis
 from vlmpack.cli.refusal import Say
-from vlmpack.plan import Bin, LengthTable, Padding, Simulation, histogram
+from vlmpack.plan import HistogramBin, LengthTable, Padding, Simulation, histogram
 
 LISTED = 5
 """Refused samples that are told in full."""
@@ -61,7 +61,7 @@ def bars(name: str, values: np.ndarray, *, ascii_only: bool = False) -> Group:
     return Group(Text(name, style="bold"), *lines, Text())
 
 
-def _bar_line(one: Bin, most: int, starts: int, *, ascii_only: bool) -> Text:
+def _bar_line(one: HistogramBin, most: int, starts: int, *, ascii_only: bool) -> Text:
     line = Text(f"{one.start:>{starts},}{' ' if one.stop else '+'} ", no_wrap=True)
     line.append(f"{_bar(one.count / most, ascii_only=ascii_only):<{BAR}}", style="cyan")
     return line.append(f" {one.count:,}")

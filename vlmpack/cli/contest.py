@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -19,16 +19,15 @@ from transformers.trainer_callback import PrinterCallback
 
 from vlmpack.bench.memory import peak_bytes
 from vlmpack.collate import VLMCollator
+from vlmpack.collate.collator import Layout
 from vlmpack.data import to_conversation
 from vlmpack.layout import FACTS_KEY, BatchFacts
 from vlmpack.step import enable_packing
 
-Layout = Literal["padded", "packed"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class TrainingSettings:
     """How both trainings run."""
 
     steps: int
@@ -110,7 +109,7 @@ def run(
     model: nn.Module,
     records: torch.utils.data.Dataset[dict[str, Any]],
     collator: VLMCollator,
-    schedule: Schedule,
+    settings: TrainingSettings,
     tick: Callable[[float], None],
 ) -> Run:
     """Train `model` (in place) on `records`.
@@ -120,7 +119,7 @@ def run(
         model: the freshly made model.
         records: conversations.
         collator: makes batches of this layout.
-        schedule: steps and so on.
+        settings: steps and so on.
         tick: called after each step with its loss.
     """
     if layout == "packed":
@@ -128,9 +127,9 @@ def run(
     recorder = Recorder(collator=collator, keep_facts=layout == "packed")
     losses: list[torch.Tensor] = []
     hook = model.register_forward_hook(lambda module, given, output: losses.append(output.loss.detach()))
-    watch = Stopwatch(schedule.device, after_step=lambda: tick(float(losses[-1])))
+    watch = Stopwatch(settings.device, after_step=lambda: tick(float(losses[-1])))
     trainer = Trainer(
-        model=model, args=_arguments(schedule), train_dataset=records, data_collator=recorder, callbacks=[watch]
+        model=model, args=_arguments(settings), train_dataset=records, data_collator=recorder, callbacks=[watch]
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
@@ -143,7 +142,7 @@ def run(
         physical=tuple(recorder.physical[:steps]),
         seconds=tuple(watch.seconds),
         losses=tuple(float(loss) for loss in losses),
-        peak_bytes=_peak_bytes(model, recorder.largest, schedule.device),
+        peak_bytes=_peak_bytes(model, recorder.largest, settings.device),
     )
 
 
@@ -160,17 +159,17 @@ def _peak_bytes(model: nn.Module, batch: dict[str, Any], device: torch.device) -
     return peak
 
 
-def _arguments(schedule: Schedule) -> TrainingArguments:
+def _arguments(settings: TrainingSettings) -> TrainingArguments:
     arguments = TrainingArguments(
-        output_dir=str(schedule.scratch),
-        max_steps=schedule.steps,
-        per_device_train_batch_size=schedule.batch_size,
-        learning_rate=schedule.learning_rate,
+        output_dir=str(settings.scratch),
+        max_steps=settings.steps,
+        per_device_train_batch_size=settings.batch_size,
+        learning_rate=settings.learning_rate,
         lr_scheduler_type="constant",
-        seed=schedule.seed,
-        data_seed=schedule.seed,
-        use_cpu=schedule.device.type == "cpu",
-        dataloader_pin_memory=schedule.device.type != "cpu",
+        seed=settings.seed,
+        data_seed=settings.seed,
+        use_cpu=settings.device.type == "cpu",
+        dataloader_pin_memory=settings.device.type != "cpu",
         dataloader_drop_last=True,
         remove_unused_columns=False,
         save_strategy="no",

@@ -12,12 +12,11 @@ from vlmpack.cli.contest import Conversations
 from vlmpack.cli.processors import reading
 from vlmpack.data import load_cord, tiny_processor
 from vlmpack.data.pretrained import load_processor
+from vlmpack.data.receipts import SMALLEST_LEGIBLE
 from vlmpack.families import family_of
 from vlmpack.families.tiny import tiny_model
 
 TINY_RATE, REAL_RATE = 1e-3, 1e-5
-SMALL_RECEIPTS = 0.35
-"""Scale of the drawn receipts for the small model: 200 to 1300 tokens each."""
 
 
 @final
@@ -55,7 +54,7 @@ def contestants(
             records=Conversations(records=load_cord(source, num=num, seed=seed)),
             learning_rate=REAL_RATE,
         )
-    scale = SMALL_RECEIPTS if source == "synthetic" else 1.0
+    scale = SMALLEST_LEGIBLE if source == "synthetic" else 1.0
     processor = tiny_processor("qwen3_vl")
     return Contestants(
         title=f"Qwen3-VL, 4 layers of width 128, random weights, {_short(dtype)}",

@@ -8,19 +8,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vlmpack.cli.contest import Layout, Run, Schedule, run
+from vlmpack.cli.contest import Run, TrainingSettings, run
 from vlmpack.cli.contestants import Contestants, contestants
 from vlmpack.cli.demo_table import comparison, notes
 from vlmpack.cli.device import checked_device, quiet_transformers
 from vlmpack.cli.folder import made_folder
 from vlmpack.cli.gradients import Agreement, packed_against_alone
 from vlmpack.collate import VLMCollator
+from vlmpack.collate.collator import Layout
 from vlmpack.layout import PackedRow, PaddedBatch
 from vlmpack.plots import plot_losses, plot_rows, save
 
@@ -66,24 +67,32 @@ def run_demo(settings: DemoSettings) -> None:
                 dtype=vars(torch)[settings.dtype],
             )
         console.print(f"[bold]{given.title}[/], on {settings.data} receipts, {settings.device}", highlight=False)
-        padded, packed, agreement = _compete(settings, given, device, console)
+        result = _compete(settings, given, device, console)
     console.print()
-    console.print(comparison(padded, packed, agreement, device=settings.device))
-    console.print(notes(padded, packed, agreement, device=settings.device), highlight=False)
-    _save(settings, given, padded, packed, agreement)
+    console.print(comparison(*result, device=settings.device))
+    console.print(notes(*result, device=settings.device), highlight=False)
+    _save(settings, given, result)
     files = {name: settings.out / name for name in ("rows.png", "losses.png", "demo.json")}
     console.print(
         f"Pictures: {files['rows.png']}, {files['losses.png']}\nNumbers:  {files['demo.json']}", highlight=False
     )
 
 
-def _compete(
-    settings: DemoSettings, given: Contestants, device: torch.device, console: Console
-) -> tuple[Run, Run, Agreement]:
-    """(padded, packed, gradients of a packed batch against its samples alone)."""
+class Result(NamedTuple):
+    """What the demo shows."""
+
+    padded: Run
+    """The training of the unmodified model."""
+    packed: Run
+    """The same, packed."""
+    agreement: Agreement
+    """Gradients of a packed batch against those of its samples alone."""
+
+
+def _compete(settings: DemoSettings, given: Contestants, device: torch.device, console: Console) -> Result:
     runs: dict[Layout, Run] = {}
     with tempfile.TemporaryDirectory() as scratch, _progress(console) as progress:
-        schedule = Schedule(
+        training = TrainingSettings(
             steps=settings.steps,
             batch_size=settings.batch_size,
             learning_rate=given.learning_rate,
@@ -104,13 +113,13 @@ def _compete(
                 progress.update(bar, advance=1, loss=f"loss {loss:.4f}")
 
             collator = VLMCollator(given.processor, layout=layout)
-            runs[layout] = run(layout, model, given.records, collator, schedule, tick)
+            runs[layout] = run(layout, model, given.records, collator, training, tick)
             progress.stop_task(bar)
         progress.start_task(proof)
         samples = [given.records[i] for i in range(settings.batch_size)]
         agreement = packed_against_alone(model, given.processor, samples)
         progress.update(proof, advance=1)
-    return runs["padded"], runs["packed"], agreement
+    return Result(runs["padded"], runs["packed"], agreement)
 
 
 @contextmanager
@@ -126,17 +135,17 @@ def _progress(console: Console) -> Iterator[Progress]:
         yield progress
 
 
-def _save(settings: DemoSettings, given: Contestants, padded: Run, packed: Run, agreement: Agreement) -> None:
+def _save(settings: DemoSettings, given: Contestants, result: Result) -> None:
     save(plot_rows(*_first_batch(given, settings.batch_size)), settings.out / "rows.png")
-    losses = {"padded, unmodified model": padded.losses, "packed": packed.losses}
+    losses = {"padded, unmodified model": result.padded.losses, "packed": result.packed.losses}
     save(plot_losses(losses), settings.out / "losses.png")
     numbers = {
         "settings": {
             name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()
         },
-        "padded": asdict(padded),
-        "packed": asdict(packed),
-        "gradients": asdict(agreement),
+        "padded": asdict(result.padded),
+        "packed": asdict(result.packed),
+        "gradients": asdict(result.agreement),
     }
     (settings.out / "demo.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
 

@@ -7,12 +7,12 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib import metadata
 from typing import final
 
 import torch
 
 from vlmpack.attention import AttentionCall, explain
+from vlmpack.bench.environment import version_of
 from vlmpack.families import FlaCall, family_named
 
 PACKAGES = (
@@ -81,19 +81,12 @@ class Serving:
 
 def versions() -> list[Version]:
     """Python and every package that vlmpack works with."""
-    found = {name: _version(name) for name in PACKAGES}
+    found = {name: version_of(name) for name in PACKAGES}
     tried = [name for name in IMPORTED if found[name]]
     with ThreadPoolExecutor() as pool:
         problems = dict(zip(tried, pool.map(import_problem, [IMPORTED[name] for name in tried]), strict=True))
     python = Version(name="python", version=platform.python_version())
     return [python, *(Version(name=name, version=found[name], problem=problems.get(name)) for name in PACKAGES)]
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def import_problem(module: str) -> str | None:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from vlmpack.data import OpenDataset
     from vlmpack.plan import LengthTable
 
-SMALL_RECEIPTS = 0.35
-"""Scale of receipts drawn for the built-in processor, whose images have at most 256 tokens."""
 DEFAULT_SPLIT = "train"
 
 
@@ -70,11 +68,12 @@ def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
     """
     from vlmpack.collate import VLMCollator
     from vlmpack.data import open_dataset
+    from vlmpack.data.receipts import SMALLEST_LEGIBLE
 
     _check_dataset(options)
     source: dict[str, Any] = {name: vars(options)[name] for name in ("split", "num", "seed", "image_root")}
     if options.dataset == "synthetic" and tiny_family(options.processor) is not None:
-        source["scale"] = SMALL_RECEIPTS
+        source["scale"] = SMALLEST_LEGIBLE  # images of the built-in processor have at most 256 tokens
     opened = open_dataset(options.dataset, **source)
     limits: dict[str, Any] = {"max_length": options.max_length, "overlength": options.overlength}
     made = within(named_processor(options.processor), options.max_pixels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -62,9 +63,9 @@ def probe(
             loaded.model,
             loaded.processor,
             attention=attention,
-            weights=loaded.weights,
             progress=lambda part: status.update(f"probing: {part}"),
         )
+    report = replace(report, weights=loaded.weights)
     print_report(report, console)
     if as_json:
         result: dict[str, Any] = report.to_dict()

@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import index as whole
+from operator import index as as_int
 from pathlib import Path
 from typing import Any, final, overload
 
@@ -116,7 +116,7 @@ class OpenDataset(Dataset[dict[str, Any]]):
         if isinstance(index, slice):
             return [self._sample(at) for at in range(len(self))[index]]
         try:
-            index = whole(index)
+            index = as_int(index)
         except TypeError:
             raise TypeError(
                 f"samples are taken by their place, dataset[0] or dataset[0:2], not by {index!r}; of a column: "

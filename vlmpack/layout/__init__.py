@@ -13,6 +13,7 @@ from vlmpack.layout.row import OnlyPacked, PackedRow
 from vlmpack.layout.segments import Segments
 from vlmpack.layout.slots import Layout, Precision, SlotRule
 from vlmpack.layout.spaced import Spaced
+from vlmpack.layout.waits import Wait, recorded_waits
 
 __all__ = [
     "FACTS_KEY",
@@ -32,6 +33,7 @@ __all__ = [
     "Segments",
     "SlotRule",
     "Spaced",
+    "Wait",
     "around_graph",
     "checked_boundaries",
     "lengths_from_mask",
@@ -39,6 +41,7 @@ __all__ = [
     "on_host",
     "outside_graph",
     "pack",
+    "recorded_waits",
     "require",
     "roll_left",
     "shift_labels",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, final, runtime_checkable
+from typing import Any, NamedTuple, final
 
 import numpy as np
 from torch.utils.data import IterableDataset
@@ -28,8 +28,9 @@ from vlmpack.errors import SampleError, check_kind
 from vlmpack.offline.cache import Entry, LengthCache
 from vlmpack.offline.content import sample_key, settings_key
 from vlmpack.offline.workers import Start, in_order
+from vlmpack.plan.rounding import divided_up
 from vlmpack.plan.table import LengthTable, Refused
-from vlmpack.stream.source import check_samples
+from vlmpack.stream.source import MapStyle, check_samples
 
 Told = Callable[[int, int | None], None]
 """Is told how many samples are done, and of how many; None: nobody knows."""
@@ -40,21 +41,13 @@ WRITE_EVERY = 2.0
 """Seconds after which new entries are written to the cache: at most this much is lost."""
 
 
-@runtime_checkable
-class MapStyle(Protocol):
-    """A data set whose samples have places."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
 def measure_lengths(
     dataset: MapStyle | Iterable[Mapping[str, Any]],
     collator: VLMCollator,
     *,
     workers: int = 0,
     cache: str | Path | None = None,
-    progress: bool | Told = False,
+    progress: Told | None = None,
     estimate: bool = False,
     start: Start | None = None,
 ) -> LengthTable:
@@ -72,7 +65,7 @@ def measure_lengths(
         collator: the one that will be used for training.
         workers: processes; 0: this one alone.
         cache: a file in which what was measured is found again, see `LengthCache`; None: none.
-        progress: True draws a bar, a function is told (samples done, samples in all or None).
+        progress: is told (samples done, samples in all or None).
         estimate: one token for each square of an image's pixels, begun ones included (ceil(H/32) * ceil(W/32) for
             Qwen3-VL), whatever the processor's bounds and rule are.
         start: how processes are started; None: as Python does it here.
@@ -91,7 +84,7 @@ def measure_lengths(
     measurer = Measurer(collator=collator, estimate=estimate, cache=store, settings=settings)
     total = _length(dataset)
     parts = closing(_parts(dataset, total, measurer, workers, start))
-    with _told(progress) as tell, _written(store) as write, parts as measured:
+    with _written(store) as write, parts as measured:
         rows, refused, done = [], [], 0
         for found in measured:
             for index, one in enumerate(found, done):
@@ -101,7 +94,8 @@ def measure_lengths(
                     refused.append(_refused(index, one))
             write({one.key: one.entry for one in found if one.key is not None and one.is_new})
             done += len(found)
-            tell(done, total)
+            if progress is not None:
+                progress(done, total)
     return LengthTable.from_rows(rows, refused)
 
 
@@ -183,7 +177,7 @@ def _parts(
         while part := list(islice(samples, PART)):
             yield measurer.measure(part)
         return
-    yield from in_order(_PartOf(undecoded(dataset), measurer), -(-total // PART), workers=workers, start=start)
+    yield from in_order(_PartOf(undecoded(dataset), measurer), divided_up(total, PART), workers=workers, start=start)
 
 
 @final
@@ -258,26 +252,3 @@ def _written(store: LengthCache | None) -> Iterator[Callable[[Mapping[bytes, Ent
             yield write
         finally:
             store.put(waiting)
-
-
-@contextmanager
-def _told(progress: bool | Told) -> Iterator[Told]:
-    """The caller's function; or a bar; or nobody is told."""
-    if callable(progress):
-        yield progress
-    elif not progress:
-        yield lambda done, total: None
-    else:
-        with _bar() as tell:
-            yield tell
-
-
-@contextmanager
-def _bar() -> Iterator[Told]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn("lengths"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("lengths", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

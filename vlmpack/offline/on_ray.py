@@ -17,9 +17,10 @@ import numpy as np
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, VlmpackError
 from vlmpack.offline.files import WorkFolder
-from vlmpack.offline.measure import MapStyle, Told, measure_lengths
+from vlmpack.offline.measure import Told, measure_lengths
 from vlmpack.plan import LengthTable
 from vlmpack.plan.table import COLUMNS
+from vlmpack.stream.source import MapStyle
 
 Result = TypeVar("Result")
 

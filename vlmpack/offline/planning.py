@@ -15,11 +15,13 @@ from vlmpack.collate.length import OVERLENGTH
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import SlotRule
 from vlmpack.offline.manifest import Counts, FixedSizes
-from vlmpack.offline.measure import MapStyle, sample_at
+from vlmpack.offline.measure import sample_at
 from vlmpack.offline.settings import StoreSettings
 from vlmpack.plan import Budget, LengthTable, Plan, Refused, plan_bins
 from vlmpack.plan.lengths import refuse_too_large, too_large
+from vlmpack.plan.rounding import round_up
 from vlmpack.plan.split import split_rows
+from vlmpack.stream.source import MapStyle
 
 
 def check_refused(table: LengthTable, collator: VLMCollator) -> None:
@@ -64,7 +66,7 @@ def plan_rows(table: LengthTable, settings: StoreSettings, slots: SlotRule, data
         SampleError: samples exceed a row by themselves, and `oversize` is "error"; lists their places.
         ConfigError: there are too few samples for `rows_multiple`.
     """
-    lengths = -(-table.tokens // slots.multiple) * slots.multiple
+    lengths = round_up(table.tokens, slots.multiple)
     budgets = table.budgets(patches=settings.max_patches, images=settings.max_images)
     if slots.max_segments is not None:
         budgets = (*budgets, Budget(name="samples", costs=np.ones_like(lengths), limit=slots.max_segments))
@@ -150,7 +152,7 @@ def count(table: LengthTable, plan: Plan) -> Counts:
 
 def fixed_sizes(table: LengthTable, plan: Plan, slots: SlotRule) -> FixedSizes:
     """The most of anything in a row."""
-    widths = -(-plan.tokens // slots.row_multiple) * slots.row_multiple
+    widths = round_up(plan.tokens, slots.row_multiple)
     return FixedSizes(
         longest_row=int(widths.max()),
         longest_segment=int(table.tokens[plan.sample_ids].max()),

@@ -17,9 +17,9 @@ from vlmpack.errors import ConfigError, SampleError
 from vlmpack.offline.files import WorkFolder
 from vlmpack.offline.fingerprint import differences, fingerprint
 from vlmpack.offline.manifest import LENGTHS, NAME, PLAN, Manifest
-from vlmpack.offline.measure import MapStyle
 from vlmpack.offline.media import IMAGES, Images
 from vlmpack.plan import OVERSIZE, Oversize, check_seed, checked_capacity, strategy_name
+from vlmpack.stream.source import MapStyle
 
 STARTED = "settings.json"
 """In the work folder: what is being made."""

@@ -14,9 +14,9 @@ from vlmpack.errors import SampleError
 from vlmpack.offline.arrow import pyarrow
 from vlmpack.offline.files import WorkFolder, sha256_of
 from vlmpack.offline.manifest import Shard
-from vlmpack.offline.measure import MapStyle
 from vlmpack.offline.media import Images, StoredImage, stored_image
 from vlmpack.offline.record import open_writer, record_of, schema
+from vlmpack.stream.source import MapStyle
 
 
 @final

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vlmpack.plan.balance import EMPTY, Schedule, balance_rows
 from vlmpack.plan.cost import CostModel
-from vlmpack.plan.describe import Bin, Summary, histogram, summary
+from vlmpack.plan.describe import HistogramBin, Summary, histogram, summary
 from vlmpack.plan.lengths import OVERSIZE, Budget, Oversize, check_seed, checked_capacity
 from vlmpack.plan.plan import Plan
 from vlmpack.plan.planner import plan_bins
@@ -22,9 +22,9 @@ __all__ = [
     "EMPTY",
     "OVERSIZE",
     "STRATEGIES",
-    "Bin",
     "Budget",
     "CostModel",
+    "HistogramBin",
     "LengthTable",
     "Oversize",
     "PaddedRecipe",

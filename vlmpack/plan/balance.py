@@ -9,9 +9,9 @@ steps S = 2, ranks R = 2, accumulation A = 2:      rows[step, rank] are added up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from heapq import heappop, heappush, heapreplace
+from heapq import heappop, heappush
 from typing import Literal, final
 
 import numpy as np
@@ -25,7 +25,9 @@ EMPTY = -1
 ROWS_EXCHANGED = 32
 """Rows a rank among which steps of similar rows are found, unless told otherwise."""
 
-Method = Literal["karmarkar_karp", "longest_first", "as_given"]
+Method = Literal["karmarkar_karp", "as_given"]
+METHODS: tuple[Method, ...] = ("karmarkar_karp", "as_given")
+
 Remainder = Literal["empty", "drop"]
 
 
@@ -70,8 +72,7 @@ def balance_rows(
         window: steps that may exchange rows: the rows of so many steps are sorted by cost and cut into steps of similar
             ones. 1: a step keeps its rows; None: steps with `ROWS_EXCHANGED` rows a rank. With A = 1 it is the only way
             to balance.
-        method: how the rows of one step are shared out: by Karmarkar-Karp differencing, longest first to the least
-            loaded, or as given.
+        method: how the rows of one step are shared out: by Karmarkar-Karp differencing, or as given.
         remainder: rows that do not fill a last step share it with empty places, or are dropped.
         seed: shuffles rows before, and the steps of a window after; None: both in the order of the rows given.
 
@@ -97,27 +98,11 @@ def balance_rows(
     priced = np.append(costs, 0.0)
     if window > 1:
         steps = _similar_steps(steps, priced, window, random)
-    if method != "as_given":
-        share_out = METHODS[method]
-        steps = np.asarray([share_out(step.tolist(), priced, ranks) for step in steps], np.int64)
+    if method == "karmarkar_karp":
+        steps = np.asarray([karmarkar_karp(step.tolist(), priced, ranks) for step in steps], np.int64)
     steps = steps.reshape(-1, ranks, accumulation)
     dear_first = np.argsort(-priced[steps], axis=2, kind="stable")
     return Schedule(rows=np.take_along_axis(steps, dear_first, 2), costs=costs)
-
-
-def longest_first(rows: list[int], costs: np.ndarray, ranks: int) -> list[int]:
-    """Give the dearest row left to the least loaded rank that has room; the rows of rank 0, then of rank 1, ..."""
-    each = len(rows) // ranks
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0.0, rank) for rank in range(ranks)]
-    for row in sorted(rows, key=lambda row: (-costs[row], row)):
-        load, rank = loads[0]
-        shares[rank].append(row)
-        if len(shares[rank]) < each:
-            heapreplace(loads, (load + costs[row], rank))
-        else:
-            heappop(loads)
-    return [row for share in shares for row in share]
 
 
 def karmarkar_karp(rows: list[int], costs: np.ndarray, ranks: int) -> list[int]:
@@ -137,12 +122,6 @@ def karmarkar_karp(rows: list[int], costs: np.ndarray, ranks: int) -> list[int]:
         joined.sort(key=lambda share: -share[0])
         heappush(heap, (joined[-1][0] - joined[0][0], at, joined))
     return [row for _, share in heap[0][2] for row in share]
-
-
-METHODS: Mapping[str, Callable[[list[int], np.ndarray, int], list[int]]] = {
-    "karmarkar_karp": karmarkar_karp,
-    "longest_first": longest_first,
-}
 
 
 def _steps(rows: np.ndarray, per_step: int, remainder: Remainder) -> np.ndarray:
@@ -175,7 +154,7 @@ def _check(costs: np.ndarray, numbers: Mapping[str, int], method: str, remainder
         raise ConfigError("costs must be one finite number of at least 0 a row")
     for name, number in numbers.items():
         checked_capacity(number, name)
-    if method not in (*METHODS, "as_given"):
-        raise ConfigError(f"there is no method {method!r}; choose from {', '.join([*METHODS, 'as_given'])}")
+    if method not in METHODS:
+        raise ConfigError(f"there is no method {method!r}; choose from {', '.join(METHODS)}")
     if remainder not in ("empty", "drop"):
         raise ConfigError(f"remainder must be 'empty' or 'drop', got {remainder!r}")

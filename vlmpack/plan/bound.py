@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from vlmpack.plan.rounding import divided_up
+
 
 def lower_bound(sizes: np.ndarray, capacity: int) -> int:
     """The bound L2 of Martello and Toth (1990): no packing at all needs fewer bins.
@@ -28,4 +30,4 @@ def lower_bound(sizes: np.ndarray, capacity: int) -> int:
     big = len(rising) - half
     beside = (alone - half) * capacity - (sums[alone] - sums[half])
     over = np.maximum(sums[half] - sums[first] - beside, 0)
-    return int((big + -(-over // capacity)).max())
+    return int((big + divided_up(over, capacity)).max())

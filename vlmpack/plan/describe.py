@@ -37,7 +37,7 @@ def summary(values: np.ndarray) -> Summary:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Bin:
+class HistogramBin:
     """Samples from `start` (included) to `stop` (not included)."""
 
     start: int
@@ -47,7 +47,7 @@ class Bin:
     """Samples in it."""
 
 
-def histogram(values: np.ndarray, *, most: int = 12) -> tuple[Bin, ...]:
+def histogram(values: np.ndarray, *, most: int = 12) -> tuple[HistogramBin, ...]:
     """Bins of one round width, from the one with the smallest value to the one with the 99th percentile.
 
     What lies beyond is in one open bin at the end, so that a few long samples do not push all others together.
@@ -63,9 +63,11 @@ def histogram(values: np.ndarray, *, most: int = 12) -> tuple[Bin, ...]:
     first, last = smallest // width, p99 // width
     inside = values[values < (last + 1) * width] // width - first
     counts = np.bincount(inside, minlength=last - first + 1).tolist()
-    bins = [Bin(start=at * width, stop=(at + 1) * width, count=count) for at, count in enumerate(counts, first)]
+    bins = [
+        HistogramBin(start=at * width, stop=(at + 1) * width, count=count) for at, count in enumerate(counts, first)
+    ]
     beyond = len(values) - len(inside)
-    return (*bins, Bin(start=(last + 1) * width, stop=None, count=beyond)) if beyond else tuple(bins)
+    return (*bins, HistogramBin(start=(last + 1) * width, stop=None, count=beyond)) if beyond else tuple(bins)
 
 
 def _width(smallest: int, largest: int, most: int) -> int:

@@ -7,8 +7,8 @@ from typing import final
 
 import numpy as np
 
-from vlmpack.plan.best_fit import best_fit_decreasing, least_room
 from vlmpack.plan.bound import lower_bound
+from vlmpack.plan.decreasing import best_fit_decreasing, least_room
 from vlmpack.plan.grouped import Placements, falling, place_sorted
 from vlmpack.plan.subset import best_subset
 
@@ -53,16 +53,19 @@ def exact_fill(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 def _fill_rows(sorted_lengths: np.ndarray, capacity: int) -> Placements:
     """Make rows around the longest lengths while full ones are found; samples are left over."""
-    stock, placements, tries, skipped = Stock(sorted_lengths), Placements(), 0, 0
+    stock, placements, skipped = Stock(sorted_lengths), Placements(), 0
     while skipped < SKIPPED and stock.seek_longest():
         room = capacity - stock.longest
-        company = stock.draw(room)
-        chosen = company[best_subset(stock.sizes[company].tolist(), room)]
-        if room - int(stock.sizes[chosen].sum()) <= capacity // SLACK:
-            tries = skipped = 0
-            stock.use(chosen, placements)
-        elif (tries := tries + 1) == TRIES:
-            tries, skipped = 0, skipped + bool(len(company))  # without any company a draw costs next to nothing
+        for _ in range(TRIES):
+            company = stock.draw(room)
+            chosen = company[best_subset(stock.sizes[company].tolist(), room)]
+            if room - int(stock.sizes[chosen].sum()) <= capacity // SLACK:
+                stock.use(chosen, placements)
+                skipped = 0
+                break
+        else:
+            # without any company a draw costs next to nothing
+            skipped += bool(len(company))  # pyright: ignore[reportPossiblyUnboundVariable]
             stock.skip_longest()
     return placements
 

@@ -8,12 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 
+from vlmpack.plan.rounding import divided_up
+
 Preference = Callable[[int, int], int]
 """(room in tokens, number of the first bin) -> rank of a run; the lowest is used first, then the first bin."""
+
+
+class Run(NamedTuple):
+    """Neighbouring bins with the same room left."""
+
+    first_bin: int
+    """The number of the first of them."""
+    room: int
+    """Tokens that each of them still holds."""
+    bins: int
+    """How many they are."""
 
 
 @final
@@ -22,31 +35,30 @@ class Runs:
 
     def __init__(self, preference: Preference) -> None:
         self._preference = preference
-        self._fitting: list[tuple[int, int, int, int]] = []
-        """Heap of (rank, first bin, room, bins)."""
-        self._waiting: list[tuple[int, int, int]] = []
-        """Heap of (-room, first bin, bins)."""
+        self._fitting: list[tuple[int, Run]] = []
+        """Heap of (rank, run)."""
+        self._waiting: list[tuple[int, Run]] = []
+        """Heap of (-room, run)."""
         self._length = 0
 
     def turn_to(self, length: int) -> None:
         """From now on samples of this length are placed; it is smaller than any before."""
         self._length = length
         while self._waiting and -self._waiting[0][0] >= length:
-            minus_room, first, bins = heappop(self._waiting)
-            self.put(first, -minus_room, bins)
+            self.put(heappop(self._waiting)[1])
 
-    def take(self) -> tuple[int, int, int] | None:
-        """(first bin, room, bins) of the preferred run that has room, and take it out; None: no bin has room."""
-        return heappop(self._fitting)[1:] if self._fitting else None
+    def take(self) -> Run | None:
+        """Take out the preferred run that has room; None: no bin has."""
+        return heappop(self._fitting)[1] if self._fitting else None
 
-    def put(self, first: int, room: int, bins: int) -> None:
-        """Put a run back."""
-        if not bins:
+    def put(self, run: Run) -> None:
+        """Put a run back, if any bin is left of it."""
+        if not run.bins:
             return
-        if room >= self._length:
-            heappush(self._fitting, (self._preference(room, first), first, room, bins))
+        if run.room >= self._length:
+            heappush(self._fitting, (self._preference(run.room, run.first_bin), run))
         else:
-            heappush(self._waiting, (-room, first, bins))
+            heappush(self._waiting, (-run.room, run))
 
 
 def place_falling(
@@ -78,17 +90,17 @@ def place_sorted(
         end = at + count
         while at < end:
             found = runs.take()
-            first, room, bins = found or (placements.bins, capacity, -(-(end - at) // (capacity // length)))
+            first, room, bins = found or Run(placements.bins, capacity, divided_up(end - at, capacity // length))
             each = 1 if found and one_a_visit else room // length
             full = min(bins, (end - at) // each)
             over = end - at - full * each if full < bins else 0  # too few to fill a bin: they all go to the next one
             for start, number, samples in ((first, full, each), (first + full, min(over, 1), over)):
                 if number:
                     placements.add(at, first_bin=start, per_bin=samples, bins=number)
-                    runs.put(start, room - samples * length, number)
+                    runs.put(Run(start, room - samples * length, number))
                     at += number * samples
             used = full + (over > 0)
-            runs.put(first + used, room, bins - used)
+            runs.put(Run(first + used, room, bins - used))
     return placements
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from vlmpack.errors import ConfigError
 from vlmpack.plan.lengths import checked_capacity
+from vlmpack.plan.rounding import divided_up
 
 PadTo = Literal["longest", "max"]
 
@@ -87,8 +88,3 @@ class PaddedRecipe:
         if to == "max":
             widths = np.full_like(widths, widths.max(initial=0))
         return Padding(tokens=int(lengths.sum()), computed=int((sizes * widths).sum()))
-
-
-def divided_up(number: int, by: int) -> int:
-    """`number / by`, rounded up in whole numbers."""
-    return -(-number // by)

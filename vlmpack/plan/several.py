@@ -95,22 +95,20 @@ class RowDraft:
         for _ in range(EXCHANGES):
             if self._worth[self.inside].sum() >= self._enough:
                 return
-            inside = np.flatnonzero(self.inside)
+            others = np.flatnonzero(self.inside)[1:]
             outside = np.flatnonzero(~self.inside)[:OUTSIDERS]
             if not len(outside):
                 return
-            given_up = self._costs[inside]
-            given_up[0] = 0  # sample 0 stays: this line is for taking nothing out
-            worth = self._worth[inside]
-            worth[0] = 0
-            room = self._left + given_up
+            leavers = [None, *others.tolist()]  # None: nothing leaves
+            room = self._left + np.concatenate([np.zeros_like(self._costs[:1]), self._costs[others]])
+            worth = np.append(0.0, self._worth[others])
             fits = (self._costs[outside][None] <= room[:, None]).all(2)
             gain = np.where(fits, self._worth[outside][None] - worth[:, None], -1.0)
-            leaves, joins = np.unravel_index(int(gain.argmax()), gain.shape)
-            if gain[leaves, joins] < LEAST_GAIN:
+            at, joins = np.unravel_index(int(gain.argmax()), gain.shape)
+            if gain[at, joins] < LEAST_GAIN:
                 return
-            if leaves:
-                self.remove(int(inside[leaves]))
+            if (leaver := leavers[at]) is not None:
+                self.remove(leaver)
             self.add(int(outside[joins]))
 
     def top_up(self) -> None:

@@ -18,7 +18,8 @@ import numpy as np
 from vlmpack.plan.balance import balance_rows
 from vlmpack.plan.lengths import SHOWN, checked_capacity
 from vlmpack.plan.planner import plan_bins
-from vlmpack.plan.recipe import PaddedRecipe, divided_up
+from vlmpack.plan.recipe import PaddedRecipe
+from vlmpack.plan.rounding import divided_up
 from vlmpack.plan.table import LengthTable
 
 CAPACITIES = (12_000, 16_000, 20_000)

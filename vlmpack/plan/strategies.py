@@ -7,12 +7,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from vlmpack.errors import ConfigError
-from vlmpack.plan.best_fit import best_fit_decreasing
+from vlmpack.plan.decreasing import best_fit_decreasing, first_fit_decreasing, worst_fit_decreasing
 from vlmpack.plan.exact_fill import exact_fill
-from vlmpack.plan.first_fit import first_fit_decreasing
 from vlmpack.plan.next_fit import next_fit
 from vlmpack.plan.rolling import rolling_fill
-from vlmpack.plan.worst_fit import worst_fit_decreasing
 
 STRATEGIES: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "exact_fill": exact_fill,

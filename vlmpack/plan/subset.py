@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import index as whole
+from operator import index as as_int
 
 
 def best_subset(lengths: Sequence[int], room: int) -> list[int]:
@@ -20,7 +20,7 @@ def best_subset(lengths: Sequence[int], room: int) -> list[int]:
     Returns:
         Indices into `lengths`, rising.
     """
-    room, sizes = whole(room), [*map(whole, lengths)]  # numpy's ints have 64 bits, and cannot hold sums
+    room, sizes = as_int(room), [*map(as_int, lengths)]  # numpy's ints have 64 bits, and cannot hold sums
     within = (2 << room) - 1
     full = 1 << room
     reachable = 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import index as whole
+from operator import index as as_int
 from typing import final
 
 import numpy as np
@@ -114,7 +114,7 @@ class WaitingRoom:
 def _whole(sample_id: int, needs: tuple[int, ...]) -> tuple[int, ...]:
     """Python ints, from those of numpy or torch too: subset sums shift by them."""
     try:
-        return tuple(map(whole, needs))
+        return tuple(map(as_int, needs))
     except TypeError as error:
         raise SampleError(
             f"has a length and costs of {needs}; they must be whole numbers", index=sample_id, reason="not_whole"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from vlmpack.proof.report import Cause, Check
-from vlmpack.proof.scene import LEAK, Call, Scene, Span, changed, most_moved, moved
+from vlmpack.proof.scene import CACHES, LEAK, Call, Scene, Span, changed, most_moved, moved
 
 FORGETS_EVERYTHING = 20.0
 """A_log of a gated delta layer whose state is multiplied by exp(-exp(20) * softplus(...)) = 0 at every token."""
@@ -41,34 +41,19 @@ def check_positions(scene: Scene, alone: Sequence[Rotary]) -> Check:
         if not error <= worst:
             worst, at = error, i
     if worst <= LEAK:
-        return Check(part="mechanism", name="positions", finding="ok", seen=worst, allowed=LEAK)
-    return Check(
-        part="mechanism",
-        name="positions",
-        finding="differs",
-        seen=worst,
-        allowed=LEAK,
-        cause="positions",
-        detail=f"sample {at} has other rotary positions than alone: cos and sin differ by {worst:.1e}",
-    )
+        return Check.of_mechanism("positions", "ok", seen=worst, allowed=LEAK)
+    detail = f"sample {at} has other rotary positions than alone: cos and sin differ by {worst:.1e}"
+    return Check.of_mechanism("positions", "differs", seen=worst, allowed=LEAK, detail=detail)
 
 
 def check_cache(scene: Scene) -> Check:
     """A training step has no use for a cache, and with one transformers no longer looks for samples in a row."""
     holders = [*scene.attention.items(), *scene.delta.items()]
-    names = ("past_key_values", "past_key_value", "cache_params")
-    found = [at for at, call in holders if any(call.kwargs.get(name) is not None for name in names)]
+    found = [at for at, call in holders if any(call.kwargs.get(name) is not None for name in CACHES)]
     if not found:
-        return Check(part="mechanism", name="cache", finding="ok", seen=0, allowed=0)
-    return Check(
-        part="mechanism",
-        name="cache",
-        finding="differs",
-        seen=len(found),
-        allowed=0,
-        cause="cache",
-        detail=f"{len(found)} layers were handed a cache: it is filled and thrown away",
-    )
+        return Check.of_mechanism("cache", "ok", seen=0, allowed=0)
+    detail = f"{len(found)} layers were handed a cache: it is filled and thrown away"
+    return Check.of_mechanism("cache", "differs", seen=len(found), allowed=0, detail=detail)
 
 
 @torch.no_grad()
@@ -79,15 +64,15 @@ def check_mask(scene: Scene) -> Check:
         return _leak("mask", leak, f"{at}: what a sample attends to moves by {leak:.1e} when only another one changes")
     for name, call in scene.attention.items():
         if finding := _not_causal(call, scene.segments.spans, sparse=scene.family.by_sample is not None):
-            return Check(part="mechanism", name="mask", finding="differs", cause="mask", detail=f"{name}: {finding}")
-    return Check(part="mechanism", name="mask", finding="ok", seen=leak, allowed=LEAK)
+            return Check.of_mechanism("mask", "differs", detail=f"{name}: {finding}")
+    return Check.of_mechanism("mask", "ok", seen=leak, allowed=LEAK)
 
 
 def check_delta(scene: Scene) -> list[Check]:
     """Convolution and recurrence of gated delta layers, each with the other one out of the way."""
     names: tuple[Cause, ...] = ("conv taps", "recurrent state")
     if not scene.delta:
-        return [Check(part="mechanism", name=name, finding="absent") for name in names]
+        return [Check.of_mechanism(name, "absent") for name in names]
     return [_delta_part(scene, name) for name in names]
 
 
@@ -101,7 +86,7 @@ def _delta_part(scene: Scene, cause: Cause) -> Check:
 
     leak, at = _worst(scene.delta, scene, make)
     if leak <= LEAK:
-        return Check(part="mechanism", name=cause, finding="ok", seen=leak, allowed=LEAK)
+        return Check.of_mechanism(cause, "ok", seen=leak, allowed=LEAK)
     other = "the state forgets everything" if cause == "conv taps" else "the convolution sees one token"
     return _leak(cause, leak, f"{at}: while {other}, a sample moves by {leak:.1e} when only another one changes")
 
@@ -143,4 +128,4 @@ def _not_causal(call: Call, spans: Sequence[Span], *, sparse: bool) -> str:
 
 
 def _leak(cause: Cause, seen: float, detail: str) -> Check:
-    return Check(part="mechanism", name=cause, finding="leaks", seen=seen, allowed=LEAK, cause=cause, detail=detail)
+    return Check.of_mechanism(cause, "leaks", seen=seen, allowed=LEAK, detail=detail)

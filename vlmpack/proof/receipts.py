@@ -11,6 +11,7 @@ import torch
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import SyntheticReceipts
+from vlmpack.data.receipts import SMALLEST_LEGIBLE
 from vlmpack.errors import ConfigError, VlmpackError
 from vlmpack.families import Family
 from vlmpack.layout import PaddedBatch
@@ -18,8 +19,6 @@ from vlmpack.proof.samples import ProbeSample, patch_width
 
 IMAGE_TOKENS, FRAME_TOKENS = 24, 8
 """Most tokens of an image, and of a frame of the video."""
-SCALE = 0.35
-"""Of the drawn receipts, which are resized once more."""
 
 
 def check_fits(samples: Sequence[ProbeSample], family: Family, config: Any) -> None:
@@ -71,7 +70,7 @@ def processed_samples(processor: Any) -> list[ProbeSample]:
 
 
 def _drawn(index: int) -> dict[str, Any]:
-    record = SyntheticReceipts(num=index + 1, scale=SCALE)[index]
+    record = SyntheticReceipts(num=index + 1, scale=SMALLEST_LEGIBLE)[index]
     total = json.loads(record["ground_truth"])["gt_parse"].get("total", {})
     return {"image": record["image"], "total": str(total.get("total_price", "not given"))}
 

@@ -40,6 +40,22 @@ class Check:
     detail: str = ""
     """One sentence."""
 
+    @classmethod
+    def of_mechanism(
+        cls,
+        mechanism: Cause,
+        finding: Finding,
+        *,
+        seen: float | None = None,
+        allowed: float | None = None,
+        detail: str = "",
+    ) -> Check:
+        """A mechanism by itself: if something is wrong, it is the cause."""
+        cause = mechanism if finding in BAD else None
+        return cls(
+            part="mechanism", name=mechanism, finding=finding, seen=seen, allowed=allowed, cause=cause, detail=detail
+        )
+
     @property
     def is_bad(self) -> bool:
         """Whether a packed row must not have this."""

@@ -29,7 +29,6 @@ def probe(
     *,
     attention: str | None = None,
     plain: bool = True,
-    weights: str = "as given",
     progress: Say | None = None,
 ) -> Report:
     """Prove on this machine that packed samples are what they are alone, or name what keeps them from it.
@@ -47,7 +46,6 @@ def probe(
             model: random ids and pixels.
         attention: name of a back-end; None: that of the enabled model, or the first that can serve.
         plain: also give the samples to plain transformers, for contrast.
-        weights: what the report says about where the weights come from.
         progress: called with the name of each part before it begins.
 
     Raises:
@@ -63,7 +61,7 @@ def probe(
     return Report(
         model=type(subject.core).__name__,
         family=subject.family.model_type,
-        weights=weights,
+        weights="as given",
         device=call.device,
         dtype=str(subject.dtype).removeprefix("torch."),
         attention=served,

@@ -22,7 +22,7 @@ LEAK = 1e-5
 Span = tuple[int, int]
 Calls = dict[nn.Module, list["Call"]]
 
-_STATE = ("past_key_values", "past_key_value", "cache_params")
+CACHES = ("past_key_values", "past_key_value", "cache_params")
 """Keywords under which a layer is handed a cache, which a second run would find full."""
 
 
@@ -47,7 +47,7 @@ class Call:
 
     def again(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Every tensor that the module gives for other hidden states, and with some weights exchanged."""
-        kwargs = {name: None if name in _STATE else value for name, value in self.kwargs.items()}
+        kwargs = {name: None if name in CACHES else value for name, value in self.kwargs.items()}
         if self.args:
             args = (hidden, *self.args[1:])
         else:

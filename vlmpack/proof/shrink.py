@@ -8,12 +8,11 @@ import torch
 
 from vlmpack.families import Family, family_named
 from vlmpack.families.tiny import TinySizes
+from vlmpack.families.tiny_configs import MEDIA_TOKENS
 
 LAYERS, HEADS, EXPERTS = 2, 2, 8
 WIDTH = 16
 """Channels a head of an expert."""
-
-TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
 def small_copy(model_id: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
@@ -53,7 +52,7 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
         **kept,
         "text_config": text,
         "vision_config": _shrink_vision(kept["vision_config"], text["hidden_size"]),
-        **{name: vars(sizes)[name] for name in TOKENS},
+        **{name: vars(sizes)[name] for name in MEDIA_TOKENS},
     }
 
 

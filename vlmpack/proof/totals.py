@@ -23,7 +23,7 @@ BALANCE_IN_LOW_PRECISION = 2e-2
 def check_dispatch(scene: Scene) -> Check:
     """Experts are given the real tokens of a row and nothing else: as many of them, and padding gets nothing back."""
     if not scene.experts:
-        return Check(part="mechanism", name="router", finding="absent")
+        return Check.of_mechanism("router", "absent")
     real = scene.segments.num_tokens
     for name, call in scene.experts.items():
         hidden = call.hidden
@@ -34,19 +34,12 @@ def check_dispatch(scene: Scene) -> Check:
         on_padding = scene.segments.padding_mask(answer.device)
         if stray := int((answer[on_padding] != 0).any(-1).sum()):
             return _misrouted(real - stray, real, f"{name} computed padding in place of {stray} real tokens")
-    return Check(part="mechanism", name="router", finding="ok", seen=real, allowed=real)
+    return Check.of_mechanism("router", "ok", seen=real, allowed=real)
 
 
 def _misrouted(seen: int, real: int, detail: str) -> Check:
-    return Check(
-        part="mechanism",
-        name="router",
-        finding="differs",
-        seen=seen,
-        allowed=real,
-        cause="router",
-        detail=f"{detail}: padding is routed and counted" if seen > real else detail,
-    )
+    detail = f"{detail}: padding is routed and counted" if seen > real else detail
+    return Check.of_mechanism("router", "differs", seen=seen, allowed=real, detail=detail)
 
 
 @torch.no_grad()
@@ -82,16 +75,8 @@ def check_loss_count(way_pass: Pass, samples: Sequence[ProbeSample]) -> Check:
     if not error <= allowed:
         text = f"the loss is {given:.6g}, but the samples' own {own_count} targets make {expected:.6g} of these logits"
         return _miscounted(error, allowed, text)
-    return Check(part="mechanism", name="loss count", finding="ok", seen=error, allowed=allowed)
+    return Check.of_mechanism("loss count", "ok", seen=error, allowed=allowed)
 
 
 def _miscounted(seen: float, allowed: float, detail: str) -> Check:
-    return Check(
-        part="mechanism",
-        name="loss count",
-        finding="differs",
-        seen=seen,
-        allowed=allowed,
-        cause="loss count",
-        detail=detail,
-    )
+    return Check.of_mechanism("loss count", "differs", seen=seen, allowed=allowed, detail=detail)

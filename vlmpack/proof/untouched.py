@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vlmpack.step import StepConfig, disable_packing, enable_packing, find_model, is_packing
-from vlmpack.step.attach import packing_state
+from vlmpack.step.attach import PackingState, packing_state
 
 SMALL = 10_000_000
 """Weights up to which a model is computed by one thread."""
@@ -17,7 +17,12 @@ SMALL = 10_000_000
 
 def settings_of(model: nn.Module) -> StepConfig | None:
     """The settings with which packing is enabled; None: it is not."""
-    return packing_state(find_model(model)).config if is_packing(model) else None
+    state = _packing_of(model)
+    return None if state is None else state.config
+
+
+def _packing_of(model: nn.Module) -> PackingState | None:
+    return packing_state(find_model(model)) if is_packing(model) else None
 
 
 @contextmanager
@@ -28,7 +33,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     Weights, buffers and the configuration are not written to at all. Modes, gradients (the very tensors), packing and
     the random state of every device are put back.
     """
-    settings = settings_of(model)
+    packing = _packing_of(model)
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(p, p.grad) for p in model.parameters()]
     cuda = [device for device in {p.device for p in model.parameters()} if device.type == "cuda"]
@@ -45,8 +50,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
             for module, training in modes:
                 module.training = training
             disable_packing(model)
-            if settings is not None:
-                enable_packing(model, settings)
+            if packing is not None:
+                enable_packing(model, packing.config, parallel=packing.parallel)
 
 
 @contextmanager

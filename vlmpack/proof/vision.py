@@ -35,32 +35,18 @@ def check_vision(scene: Scene, alone: Sequence[Features], *, own_error: float) -
         own_error: of plain transformers, given all images at once; ten times what is allowed at most.
     """
     if not scene.family.has_vision:
-        return Check(part="mechanism", name="vision", finding="absent")
+        return Check.of_mechanism("vision", "absent")
     leak = max(_leak(call, patches) for call, patches in zip(scene.vision, _patches(scene.samples), strict=True))
     if not leak <= LEAK:
-        return Check(
-            part="mechanism",
-            name="vision",
-            finding="leaks",
-            seen=leak,
-            allowed=LEAK,
-            cause="vision",
-            detail=f"a sample's image features move by {leak:.1e} when only another sample's pixels change",
-        )
+        detail = f"a sample's image features move by {leak:.1e} when only another sample's pixels change"
+        return Check.of_mechanism("vision", "leaks", seen=leak, allowed=LEAK, detail=detail)
     error = feature_error(scene, alone)
     same = SAME.get(scene.vision[0].output[0].dtype, SAME_IN_LOW_PRECISION)
     allowed = same + 2 * min(own_error, 10 * same)
     if not error <= allowed:
-        return Check(
-            part="mechanism",
-            name="vision",
-            finding="differs",
-            seen=error,
-            allowed=allowed,
-            cause="vision",
-            detail=f"a sample's image features are off by {error:.1e} from those of the sample alone",
-        )
-    return Check(part="mechanism", name="vision", finding="ok", seen=leak, allowed=LEAK)
+        detail = f"a sample's image features are off by {error:.1e} from those of the sample alone"
+        return Check.of_mechanism("vision", "differs", seen=error, allowed=allowed, detail=detail)
+    return Check.of_mechanism("vision", "ok", seen=leak, allowed=LEAK)
 
 
 def _patches(samples: Sequence[ProbeSample]) -> list[list[int]]:

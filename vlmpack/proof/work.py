@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,11 +14,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vlmpack.layout import nothing_on_host
+from vlmpack.layout import Wait, recorded_waits
 
-HOME = str(Path(__file__).parents[1])
-WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "unique_consecutive")
-"""Operations whose result a host has to wait for, because its size or its value is on the device."""
+PROOF = Path(__file__).parent
+HOME = PROOF.parent
 
 _VARLEN = {"torch_attn::_varlen_attn": (3, 4), "flash_attn::_flash_attn_varlen_forward": (3, 4)}
 """Kernels that are given boundaries, and which arguments those of queries and keys are."""
@@ -124,10 +121,11 @@ class Waits:
     others: int = 0
     """In the model's own code."""
 
-    def note(self, what: str, asker: str) -> None:
-        """One more."""
-        if asker.startswith(HOME):
-            self.ours.append(f"{what} in {Path(asker).relative_to(HOME)}")
+    def note(self, wait: Wait) -> None:
+        """One more. The line of the proof that calls `backward` is not meant: it names nobody's operation."""
+        file = Path(wait.file)
+        if file.is_relative_to(HOME) and not file.is_relative_to(PROOF):
+            self.ours.append(f"{wait.operation} in {file.relative_to(HOME)}")
         else:
             self.others += 1
 
@@ -136,54 +134,9 @@ class Waits:
 def counted_waits(device: torch.device) -> Iterator[Waits]:
     """Count while something runs: on CUDA PyTorch itself says when it waits; on a CPU, what would have to."""
     waits = Waits()
-    with _cuda_waits(waits) if device.type == "cuda" else _cpu_waits(waits):
-        yield waits
-
-
-@contextmanager
-def _cuda_waits(waits: Waits) -> Iterator[None]:
-    def note(message: Any, *_: Any, **__: Any) -> None:
-        if "synchronizing CUDA operation" in str(message):
-            waits.note("a wait", _asker())
-
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = note  # told while the operation waits, so that the stack says who asked
-        torch.cuda.set_sync_debug_mode("warn")
+    with recorded_waits(device) as recorded:
         try:
-            yield
+            yield waits
         finally:
-            torch.cuda.set_sync_debug_mode(before)
-
-
-@contextmanager
-def _cpu_waits(waits: Waits) -> Iterator[None]:
-    with nothing_on_host(), _Waiting(waits):
-        yield
-
-
-@final
-class _Waiting(TorchDispatchMode):
-    """Notes every operation that would wait, and who asked for it."""
-
-    def __init__(self, waits: Waits) -> None:
-        super().__init__()
-        self._waits = waits
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix("aten::")
-        if name in WAITS:
-            self._waits.note(name, _asker())
-        return func(*args, **(kwargs or {}))
-
-
-def _asker() -> str:
-    """The nearest file that is neither PyTorch's nor this one."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if "/torch/" not in file and not file.startswith("<") and file != __file__:
-            return file
-        frame = frame.f_back
-    return ""
+            for wait in recorded:
+                waits.note(wait)

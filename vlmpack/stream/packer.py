@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from operator import index as whole
+from operator import index as as_int
 from typing import Any, Generic, TypeVar, final
 
 import numpy as np
@@ -194,7 +194,7 @@ class StreamPacker(Generic[Sample]):
             raise ConfigError(f"{', '.join(missing)} are limited, but `costs` tells only {list(costs)} of a sample")
         needs = (self._length(sample), *(costs[name] for name in self.settings.limits))
         try:
-            return tuple(map(whole, needs))
+            return tuple(map(as_int, needs))
         except TypeError as error:
             raise SampleError(
                 f"has a length and costs of {needs}; they must be whole numbers", reason="not_whole"

@@ -8,9 +8,7 @@ from typing import final
 
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.plan import OVERSIZE, Oversize, checked_capacity
-
-ROWS_WAITING = 4
-"""Rows' worth of tokens that wait, unless told otherwise."""
+from vlmpack.plan.rolling import ROWS_WAITING
 
 
 @final

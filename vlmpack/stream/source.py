@@ -1,11 +1,20 @@
-"""What is no data set, though it can be iterated over like one."""
+"""What a data set is, and what is none although it can be iterated over like one."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from vlmpack.errors import ConfigError
+
+
+@runtime_checkable
+class MapStyle(Protocol):
+    """A data set whose samples can be had by their places: a list, a `datasets.Dataset`."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 def check_samples(dataset: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, final
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -15,16 +15,8 @@ from vlmpack.stream.packer import StreamPacker, token_count
 from vlmpack.stream.place import END, Place, Resumable
 from vlmpack.stream.sampler import REMAINDERS, Remainder, checked_rank
 from vlmpack.stream.settings import RowSettings
-from vlmpack.stream.source import check_samples
+from vlmpack.stream.source import MapStyle, check_samples
 from vlmpack.stream.whole import whole
-
-
-@runtime_checkable
-class Indexed(Protocol):
-    """A source whose samples can be had by number: a list, a map-style data set."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> Any: ...
 
 
 @final
@@ -178,7 +170,7 @@ class PackedStream(IterableDataset[list[Any]]):
         start = self._packer.seen
         if self._place is not None:
             return self._place.samples(is_new_pass=not start)
-        if isinstance(self.source, Indexed) and not isinstance(self.source, IterableDataset):
+        if isinstance(self.source, MapStyle) and not isinstance(self.source, IterableDataset):
             source = self.source
             return (source[at] for at in range(start, len(source)))
         return islice(whole(self.source), start, None)

@@ -10,9 +10,9 @@ pass, so nobody may stop early. No sample is counted twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from vlmpack.errors import ConfigError, SampleError
 from vlmpack.offline import measure_lengths
 from vlmpack.plan import EMPTY, Plan, balance_rows, plan_bins
 from vlmpack.plan.table import LengthTable, Refused
-from vlmpack.stream.source import check_samples
+from vlmpack.stream.source import MapStyle, check_samples
 
 Collator = Callable[[Sequence[Any]], Mapping[str, Any]]
 """A list of samples → a padded batch or a packed row, as a dictionary with host facts."""
@@ -33,15 +33,9 @@ OVERLENGTH = "overlength"
 """Why samples are refused that `VLMCollator(overlength="drop")` leaves out."""
 
 
-class MapStyle(Sized, Protocol):
-    """A data set whose samples can be had by number."""
-
-    def __getitem__(self, index: Any, /) -> Any: ...
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class RankRows:
     """The rows that one rank computes."""
 
     rows: tuple[tuple[int, ...], ...]
@@ -89,13 +83,13 @@ class HeldOut:
         plan = plan_bins(table, capacity, oversize="own_row")
         return cls(rows=plan.bins, tokens=plan.tokens, refused=table.refused)
 
-    def share(self, rank: int, ranks: int) -> Share:
+    def share(self, rank: int, ranks: int) -> RankRows:
         """What one of so many ranks computes."""
         mine = balance_rows(self.tokens.astype(np.float64), ranks=ranks).rows[:, rank].reshape(-1).tolist()
         counted = [at for at in mine if at != EMPTY]
         again = counted[:1] or [0]
         rows = counted + again * (len(mine) - len(counted))
-        return Share(rows=tuple(self.rows[at] for at in rows), counted=len(counted))
+        return RankRows(rows=tuple(self.rows[at] for at in rows), counted=len(counted))
 
 
 def hold_out(
@@ -178,7 +172,9 @@ class CollatePlaced:
 class HeldOutLoader(DataLoader[Any]):
     """The batches of one rank's share. It draws nobody's random numbers, so that training goes on as without it."""
 
-    def __init__(self, dataset: MapStyle, collator: Collator, held_out: HeldOut, share: Share, **settings: Any) -> None:
+    def __init__(
+        self, dataset: MapStyle, collator: Collator, held_out: HeldOut, share: RankRows, **settings: Any
+    ) -> None:
         rows = [list(row) for row in share.rows]
         collate = CollatePlaced(collator)
         settings |= {"batch_sampler": rows, "collate_fn": collate, "generator": torch.Generator()}

@@ -64,7 +64,7 @@ class AttentionShapes:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class AttentionInputs:
     """Queries, keys and values of one row, and the gradient of the result."""
 
     site: Site
@@ -75,7 +75,7 @@ class Work:
     grad_TNH: torch.Tensor
 
     @classmethod
-    def of(cls, site: Site, settings: BenchSettings, dtype: torch.dtype) -> Work:
+    def of(cls, site: Site, settings: BenchSettings, dtype: torch.dtype) -> AttentionInputs:
         """Random numbers, the same for the same seed."""
         rng = torch.Generator().manual_seed(settings.seed)
         tokens = sum(site.lengths)
@@ -121,20 +121,20 @@ def measure_attention(settings: BenchSettings, shapes: AttentionShapes) -> list[
     found: list[Figure | Skipped] = []
     dtype = torch.float32 if settings.device == "cpu" else torch.bfloat16
     for site in shapes.sites:
-        work = Work.of(site, settings, dtype)
-        found += _site(work, settings, seconds=settings.seconds / len(shapes.sites))
+        inputs = AttentionInputs.of(site, settings, dtype)
+        found += _site(inputs, settings, seconds=settings.seconds / len(shapes.sites))
     return found
 
 
-def _site(work: Work, settings: BenchSettings, *, seconds: float) -> Iterator[Figure | Skipped]:
-    call = AttentionCall.of(work.q_TNH, work.k_TKH)
+def _site(inputs: AttentionInputs, settings: BenchSettings, *, seconds: float) -> Iterator[Figure | Skipped]:
+    call = AttentionCall.of(inputs.q_TNH, inputs.k_TKH)
     reasons = explain(call)
-    packed = {name: packed_way(work, name) for name, why in reasons.items() if not why and name != ORACLE}
-    ways = {**packed, "padded": padded_way(work), "dense mask": dense_way(work)}
-    check_same({name: way() for name, way in {**ways, ORACLE: packed_way(work, ORACLE)}.items()})
+    packed = {name: packed_way(inputs, name) for name, why in reasons.items() if not why and name != ORACLE}
+    ways = {**packed, "padded": padded_way(inputs), "dense mask": dense_way(inputs)}
+    check_same({name: way() for name, way in {**ways, ORACLE: packed_way(inputs, ORACLE)}.items()})
     timings = alternate(ways, seconds=seconds, device=settings.device)
-    site = work.site.name
-    yield Figure(case=CASE, name=f"{site}, ideal: padded / needed pairs", value=work.ideal, unit="x")
+    site = inputs.site.name
+    yield Figure(case=CASE, name=f"{site}, ideal: padded / needed pairs", value=inputs.ideal, unit="x")
     for name in packed:
         yield Figure.timed(CASE, f"{site}, {name}", timings, name, settings)
         for other in ("padded", "dense mask"):
@@ -147,29 +147,29 @@ def _site(work: Work, settings: BenchSettings, *, seconds: float) -> Iterator[Fi
 # ---------------------------------------------------------------------- the ways
 
 
-def packed_way(work: Work, name: str) -> Callable[[], torch.Tensor]:
+def packed_way(inputs: AttentionInputs, name: str) -> Callable[[], torch.Tensor]:
     """[T, N, H] by a back-end of vlmpack."""
-    backend, causal = BACKENDS[name], work.site.causal
+    backend, causal = BACKENDS[name], inputs.site.causal
 
     def way() -> torch.Tensor:
-        out = backend(work.q_TNH, work.k_TKH, work.v_TKH, work.segments, causal=causal, scale=work.scale)
-        return work.backward(out, work.grad_TNH)
+        out = backend(inputs.q_TNH, inputs.k_TKH, inputs.v_TKH, inputs.segments, causal=causal, scale=inputs.scale)
+        return inputs.backward(out, inputs.grad_TNH)
 
     return way
 
 
-def padded_way(work: Work, *, without_mask: bool = False) -> Callable[[], torch.Tensor]:
+def padded_way(inputs: AttentionInputs, *, without_mask: bool = False) -> Callable[[], torch.Tensor]:
     """The same samples as a padded batch; its result is put into a row again, outside the backward pass.
 
     Args:
-        work: the samples.
+        inputs: the samples.
         without_mask: under the causal mask alone, which lets CUDA use its fastest kernel: right padding harms nobody.
     """
-    segments, longest = work.segments, max(work.site.lengths)
-    device = work.q_TNH.device
-    real_BS = torch.arange(longest, device=device) < torch.tensor(work.site.lengths, device=device)[:, None]
+    segments, longest = inputs.segments, max(inputs.site.lengths)
+    device = inputs.q_TNH.device
+    real_BS = torch.arange(longest, device=device) < torch.tensor(inputs.site.lengths, device=device)[:, None]
     mask_B1SS = real_BS[:, None, None, :].expand(-1, 1, longest, -1)
-    if work.site.causal:
+    if inputs.site.causal:
         mask_B1SS = mask_B1SS & torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
 
     rows, columns = real_BS.nonzero(as_tuple=True)  # once: a mask as an index would make the host wait each time
@@ -177,30 +177,30 @@ def padded_way(work: Work, *, without_mask: bool = False) -> Callable[[], torch.
     def batch(row: torch.Tensor) -> torch.Tensor:
         return unpack(row.detach()[None], segments).transpose(1, 2).contiguous()
 
-    q, k, v = (batch(x).requires_grad_() for x in (work.q_TNH, work.k_TKH, work.v_TKH))
-    grad = batch(work.grad_TNH)
+    q, k, v = (batch(x).requires_grad_() for x in (inputs.q_TNH, inputs.k_TKH, inputs.v_TKH))
+    grad = batch(inputs.grad_TNH)
 
     def way() -> torch.Tensor:
         if without_mask:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=work.scale, enable_gqa=True)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=inputs.scale, enable_gqa=True)
         else:
-            out = masked(q, k, v, mask_B1SS, work.scale)
+            out = masked(q, k, v, mask_B1SS, inputs.scale)
         torch.autograd.grad(out, (q, k, v), grad)
         return out.detach().transpose(1, 2)[rows, columns]
 
     return way
 
 
-def dense_way(work: Work) -> Callable[[], torch.Tensor]:
+def dense_way(inputs: AttentionInputs) -> Callable[[], torch.Tensor]:
     """The row itself under a block-diagonal mask."""
-    seq_T = work.segments.seq_idx(work.q_TNH.device)
+    seq_T = inputs.segments.seq_idx(inputs.q_TNH.device)
     mask_TT = seq_T[:, None] == seq_T[None, :]
-    mask_TT = mask_TT.tril() if work.site.causal else mask_TT
+    mask_TT = mask_TT.tril() if inputs.site.causal else mask_TT
 
     def way() -> torch.Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in (work.q_TNH, work.k_TKH, work.v_TKH))
-        out = masked(q, k, v, mask_TT, work.scale)
-        return work.backward(out[0].transpose(0, 1), work.grad_TNH)
+        q, k, v = (x.transpose(0, 1)[None] for x in (inputs.q_TNH, inputs.k_TKH, inputs.v_TKH))
+        out = masked(q, k, v, mask_TT, inputs.scale)
+        return inputs.backward(out[0].transpose(0, 1), inputs.grad_TNH)
 
     return way
 

@@ -19,7 +19,7 @@ from vlmpack.bench.ceilings import Ceilings
 from vlmpack.bench.figure import Figure, Target
 from vlmpack.bench.formula import step_flops
 from vlmpack.bench.settings import BenchSettings
-from vlmpack.bench.steps import StepPair, Work
+from vlmpack.bench.steps import StepFlops, StepPair
 from vlmpack.bench.timing import Timings, alternate
 from vlmpack.bench.workload import ReceiptShapes
 from vlmpack.families import Family, family_named
@@ -41,23 +41,23 @@ def measure_step(settings: BenchSettings, shapes: ReceiptShapes) -> list[Figure]
     """
     started = time.perf_counter()
     family, pair = family_named(settings.family), StepPair.of(settings, shapes)
-    work = Work.of(pair)
+    flops = StepFlops.of(pair)
     causal = causal_ideal(family, pair.model.config, pair.batch)
     peaks = pair.peaks(settings.device)
     ceilings = Ceilings.of(pair.model, tokens=sum(shapes.lengths), hidden=shapes.hidden)
     left = settings.seconds - (time.perf_counter() - started)
     timings = alternate({**pair.steps, **ceilings.callables}, seconds=left, device=settings.device)
-    steps, scale = ("padded", "packed"), 1 / work.ideal_speedup
+    steps, scale = ("padded", "packed"), 1 / flops.ideal_speedup
     figures = [
         Figure.timed(CASE, "padded step", timings, "padded", settings),
         Figure.timed(CASE, "packed step", timings, "packed", settings),
         *_rates(shapes, timings, settings),
         Figure.compared(CASE, "speed-up", timings, steps, settings),
-        Figure(case=CASE, name="ideal speed-up", value=work.ideal_speedup, unit="x"),
+        Figure(case=CASE, name="ideal speed-up", value=flops.ideal_speedup, unit="x"),
         Figure(case=CASE, name="ideal, causal pairs", value=causal, unit="x"),
-        Figure(case=CASE, name="FLOPs, packed / alone", value=work.packed / work.alone, unit="x"),
+        Figure(case=CASE, name="FLOPs, packed / alone", value=flops.packed / flops.alone, unit="x"),
         Figure.compared(CASE, "share of ideal", timings, steps, settings, scale=scale, target=target_of(family)),
-        *_limits(ceilings, work, timings, settings),
+        *_limits(ceilings, flops, timings, settings),
         Figure(case=CASE, name="memory, packed / padded", value=peaks["packed"] / peaks["padded"], unit="x"),
     ]
     return [replace(figure, family=family.model_type) for figure in figures]
@@ -88,10 +88,10 @@ def _rates(shapes: ReceiptShapes, timings: Timings, settings: BenchSettings) -> 
     yield Figure.measured(CASE, "padded, tokens with padding", padded, "tokens/s")
 
 
-def _limits(ceilings: Ceilings, work: Work, timings: Timings, settings: BenchSettings) -> Iterator[Figure]:
+def _limits(ceilings: Ceilings, flops: StepFlops, timings: Timings, settings: BenchSettings) -> Iterator[Figure]:
     """How far both steps are from what the machine could do, by the FLOPs of the samples alone."""
-    over = ceilings.over_roofline(work.alone, timings, "packed", settings.clock)
-    yield Figure.measured(CASE, "packed step / roofline of real work", over, "x")
+    over = ceilings.over_roofline(flops.alone, timings, "packed", settings.clock)
+    yield Figure.measured(CASE, "packed step / roofline of real flops", over, "x")
     for step in ("packed", "padded"):
-        share = ceilings.utilisation(work.alone, timings, step, settings.clock)
-        yield Figure.measured(CASE, f"{step}, utilisation on real work", share, "share")
+        share = ceilings.utilisation(flops.alone, timings, step, settings.clock)
+        yield Figure.measured(CASE, f"{step}, utilisation on real flops", share, "share")

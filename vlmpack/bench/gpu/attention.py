@@ -15,8 +15,8 @@ import torch
 from vlmpack.attention import AttentionCall, explain
 from vlmpack.bench.cases.attention import (
     ORACLE,
+    AttentionInputs,
     Site,
-    Work,
     check_same,
     dense_way,
     packed_way,
@@ -48,7 +48,7 @@ def cells(shapes: GpuShapes) -> list[Cell]:
 
 
 def _site(lab: Lab, site: Site) -> Found:
-    work = Work.of(site, lab.settings, lab.device.dtype)
+    work = AttentionInputs.of(site, lab.settings, lab.device.dtype)
     reasons = explain(AttentionCall.of(work.q_TNH, work.k_TKH))
     packed = [name for name, why in reasons.items() if not why and name != ORACLE]
     wanted: dict[str, Callable[[], Way]] = {name: lambda name=name: packed_way(work, name) for name in packed}
@@ -72,7 +72,7 @@ def _site(lab: Lab, site: Site) -> Found:
     yield from _figures(lab, work, ways, packed)
 
 
-def _figures(lab: Lab, work: Work, ways: dict[str, Way], packed: list[str]) -> Iterator[Figure]:
+def _figures(lab: Lab, work: AttentionInputs, ways: dict[str, Way], packed: list[str]) -> Iterator[Figure]:
     timings, site = alternate(ways, seconds=lab.settings.seconds, device=lab.device.name), work.site.name
     tera = 1e-12 * needed_flops(work.site)
     yield Figure(case=CASE, name=f"{site}, ideal: padded / needed pairs", value=work.ideal, unit="x")

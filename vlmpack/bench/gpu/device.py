@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Protocol, TypeVar, final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from vlmpack.layout import nothing_on_host
+from vlmpack.bench.environment import version_of
+from vlmpack.layout import recorded_waits
 
 R = TypeVar("R")
 
@@ -25,11 +21,8 @@ PACKAGES = ("triton", "fla-core", "flash-linear-attention", "causal-conv1d", "fl
 """What changes how a GPU computes a model, where it is installed."""
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_CUDNN_SDPA_DEPRIORITIZED")
 """What else does, in the environment."""
-WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_consecutive")
-"""Operations whose result the host has to wait for on a GPU."""
 NO_ENGINE = "unable to find an engine"
 """What a convolution of cuDNN says, among other things, when no plan of it finds room for its workspace."""
-TORCH = str(Path(torch.__file__).parent)
 
 
 class Device(Protocol):
@@ -119,23 +112,11 @@ class Cuda:
 
     def waits(self, function: Callable[[], object]) -> list[str]:
         """See `Device`. What a backward pass waits for is named by the line that called `backward`."""
-        found: list[str] = []
-
-        def note(message: Warning | str, *_: Any, **__: Any) -> None:
-            if "synchronizing CUDA operation" in str(message):
-                found.append(_asker())
-
         self.wait()
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            warnings.showwarning = note
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                function()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+        with recorded_waits(torch.device("cuda")) as waits:
+            function()
         self.wait()
-        return found
+        return [wait.place for wait in waits]
 
 
 @final
@@ -170,9 +151,9 @@ class Cpu:
 
     def waits(self, function: Callable[[], object]) -> list[str]:
         """See `Device`. What would make the host wait, where the paths of an accelerator are taken."""
-        with nothing_on_host(), _Waits() as seen:
+        with recorded_waits(torch.device("cpu")) as waits:
             function()
-        return seen.found
+        return [wait.place for wait in waits]
 
 
 DEVICES: dict[str, Callable[[], Device]] = {"cuda": Cuda, "cpu": Cpu}
@@ -223,37 +204,5 @@ def reserved(size: int, device: Device) -> Iterator[None]:
         device.release()
 
 
-@final
-class _Waits(TorchDispatchMode):
-    """Notes operations whose result the host would have to wait for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func._schema.name.removeprefix("aten::") in WAITING:
-            self.found.append(_asker())
-        return func(*args, **(kwargs or {}))
-
-
-def _asker() -> str:
-    """The innermost line outside PyTorch, and outside this file, that led here."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((TORCH, "<")) and file not in (__file__, warnings.__file__):
-            return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return "PyTorch's own"
-
-
 def _packages() -> dict[str, Any]:
-    return {name: _version(name) for name in PACKAGES}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return {name: version_of(name) for name in PACKAGES}
