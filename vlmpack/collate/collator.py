@@ -33,8 +33,8 @@ class VLMCollator:
     """Turn samples into a padded batch or a packed row, each checked on its own first.
 
     Args:
-        processor: a Qwen2VL, Qwen2.5VL or Qwen3VL processor (also Qwen3.5's), used as it is; of a text model (Qwen3,
-            Qwen3-Next), its tokenizer.
+        processor: a Qwen2VL, Qwen2.5VL or Qwen3VL processor (also Qwen3.5's and Qwen4-exp's), used as it is; of a text
+            model (Qwen3, Qwen3-Next), its tokenizer.
         layout: "padded" gives [B, S] with the 2D mask, "packed" one row [1, T]; both carry lengths on the host.
         slots: how samples lie in a packed row; None: without any gaps.
         max_length: most tokens of a sample; None: no limit.

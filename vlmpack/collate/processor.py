@@ -55,7 +55,7 @@ class ProcessorFacts:
     temporal_patch_size: int
     """Frames in a patch."""
     frame_timestamps: bool
-    """Whether a video is written frame by frame with timestamps (Qwen3-VL, Qwen3.5), or as one run of placeholders."""
+    """Whether a video is written frame by frame with timestamps (from Qwen3-VL on), or as one run of placeholders."""
     seconds_per_grid: bool
     """Whether the model is told the seconds from one video grid to the next (Qwen2.5-VL)."""
 
@@ -107,7 +107,7 @@ def parts_of(processor: Any) -> ProcessorParts:
 
 
 def read_processor(processor: Any, *, vocab_size: int | None = None) -> ProcessorFacts:
-    """Read the facts of a `Qwen2VLProcessor`, `Qwen2_5_VLProcessor` or `Qwen3VLProcessor` (also Qwen3.5's).
+    """Read the facts of a `Qwen2VLProcessor`, a `Qwen2_5_VLProcessor`, or a `Qwen3VLProcessor` as of all later families.
 
     Args:
         processor: the processor, as `AutoProcessor` or `vlmpack.data.tiny_processor` make it; of a text model (Qwen3,
