@@ -107,7 +107,7 @@ def parts_of(processor: Any) -> ProcessorParts:
 
 
 def read_processor(processor: Any, *, vocab_size: int | None = None) -> ProcessorFacts:
-    """Read the facts of a `Qwen2VLProcessor`, a `Qwen2_5_VLProcessor`, or a `Qwen3VLProcessor` as of all later families.
+    """Read the facts of a `Qwen2VLProcessor`, a `Qwen2_5_VLProcessor`, or the later families' `Qwen3VLProcessor`.
 
     Args:
         processor: the processor, as `AutoProcessor` or `vlmpack.data.tiny_processor` make it; of a text model (Qwen3,

@@ -78,7 +78,7 @@ def find_rows(source: Source, split: str) -> tuple[Rows, str]:
 
 
 def check_source(source: Any) -> None:
-    """Do nothing if this can be the name of a data set.
+    """Refuse a source unless it can be the name of a data set.
 
     Raises:
         ConfigError: it is samples, or nothing.
@@ -93,6 +93,16 @@ def check_source(source: Any) -> None:
         "no opening: give them to VLMCollator, to a DataLoader or to the trainer as they are (receipts: what "
         "to_conversation makes of them)"
     )
+
+
+def refuse_scale(scale: float) -> None:
+    """Refuse a size for the text of samples that are stored: it would say nothing.
+
+    Raises:
+        ConfigError: it is another than 1.
+    """
+    if scale != 1.0:
+        raise ConfigError(f"scale={scale} is for synthetic receipts; limit real images by the processor's max_pixels")
 
 
 def find_stored(source: Source, split: str) -> tuple[StoredRows | ImageFolder, str]:
@@ -129,21 +139,10 @@ def complete_row(row: Mapping[str, Any], name: str, *, index: int) -> Mapping[st
 
 
 def _folder_rows(folder: Path, split: str) -> StoredRows | ImageFolder:
-    if any((folder / name).is_file() for name in ("dataset_dict.json", "dataset_info.json", "state.json")):
-        return _saved_rows(folder, split)
-    parquet = sorted(folder.rglob("*.parquet"))
-    if parquet:
-        chosen = [path for path in parquet if _split_of(path, folder) == split]
-        if not chosen:
-            seen = ", ".join(str(path.relative_to(folder)) for path in parquet[:6])
-            raise ConfigError(
-                f"no parquet file of split {split!r} under {folder}; its files: {seen}; expected {split}-*.parquet"
-            )
-        return _parquet_rows(chosen, split)
-    written = SPLITS.get(split, split)
-    for name in (split, written, "."):
-        if (folder / name / "image").is_dir() and (folder / name / "json").is_dir():
-            return _image_rows(folder / name, split)
+    for read in (_saved_in, _parquet_in, _archive_in):
+        rows = read(folder, split)
+        if rows is not None:
+            return rows
     json_files = sorted(path.name for path in folder.iterdir() if path.suffix in JSON_FILES)
     if json_files:
         raise ConfigError(
@@ -153,8 +152,35 @@ def _folder_rows(folder: Path, split: str) -> StoredRows | ImageFolder:
     seen = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     raise ConfigError(
         f"{folder} holds no CORD data or table for split {split!r} (it holds: {seen}); expected a dataset saved by "
-        f"datasets, {split}-*.parquet files, or {written}/image with {written}/json"
+        f"datasets, {split}-*.parquet files, or {_in_files(split)}/image with {_in_files(split)}/json"
     )
+
+
+def _saved_in(folder: Path, split: str) -> StoredRows | None:
+    names = ("dataset_dict.json", "dataset_info.json", "state.json")
+    return _saved_rows(folder, split) if any((folder / name).is_file() for name in names) else None
+
+
+def _parquet_in(folder: Path, split: str) -> StoredRows | None:
+    parquet = sorted(folder.rglob("*.parquet"))
+    chosen = [path for path in parquet if _split_of(path, folder) == split]
+    if parquet and not chosen:
+        seen = ", ".join(str(path.relative_to(folder)) for path in parquet[:6])
+        raise ConfigError(
+            f"no parquet file of split {split!r} under {folder}; its files: {seen}; expected {split}-*.parquet"
+        )
+    return _parquet_rows(chosen, split) if chosen else None
+
+
+def _archive_in(folder: Path, split: str) -> ImageFolder | None:
+    places = [folder / name for name in (split, _in_files(split), ".")]
+    found = next((place for place in places if (place / "image").is_dir() and (place / "json").is_dir()), None)
+    return None if found is None else _image_rows(found, split)
+
+
+def _in_files(split: str) -> str:
+    """What CORD's own files call the split."""
+    return SPLITS.get(split, split)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,12 +195,12 @@ class ImageFolder:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """The archive of version 0 has no `gt_parse`; it is then computed from the annotated lines."""
         image = self.images[index]
-        text = _json_beside(image).read_text(encoding="utf-8")
         try:
+            text = _json_beside(image).read_text(encoding="utf-8")
             truth = json.loads(text)
             if "gt_parse" not in truth and "valid_line" in truth:
                 text = json.dumps({"gt_parse": parse_lines(truth["valid_line"]), **truth})
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:  # UnicodeDecodeError is a ValueError
             message = (
                 f"{_json_beside(image)} is not a CORD annotation ({error!r}); download it again or remove the pair"
             )
