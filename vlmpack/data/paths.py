@@ -1,7 +1,9 @@
 """Where a sample's media lie: paths that are not absolute start at a folder, wherever they stand in the row.
 
-{"image": "0.png", "messages": [{"role": "user", "content": [{"type": "image", "image": "1.png"}]}]}
-           └─ folder/0.png                                                             └─ folder/1.png
+    {"image": "0.png", "messages": [{"role": "user", "content": [{"type": "image", "image": "1.png"}]}]}
+               └─ folder/0.png                                                             └─ folder/1.png
+
+Texts and the arguments of tools are never taken for paths.
 """
 
 from __future__ import annotations
