@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, final
 
+from vlmpack.collate.holes import Kind
 from vlmpack.errors import ConfigError, FamilyError
 
 CHANNELS = 3
@@ -63,6 +64,10 @@ class ProcessorFacts:
     def has_vision(self) -> bool:
         """Whether there are images and videos: a text model has a tokenizer and no more."""
         return self.image_token_id != NO_ID
+
+    def token_id(self, kind: Kind) -> int:
+        """The id of the placeholder that stands for an image or a video."""
+        return self.image_token_id if kind == "image" else self.video_token_id
 
     @property
     def patch_dim(self) -> int:
