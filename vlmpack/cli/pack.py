@@ -136,7 +136,7 @@ def pack(
 
 
 def _check_files(inputs: Inputs) -> None:
-    """Do nothing if the images of the first samples lie in files; a bad sample is left to be refused with the others.
+    """Raise unless the images of the first samples lie in files; a bad sample is left to be refused with the others.
 
     Raises:
         ConfigError: one of them lies in none.

@@ -22,7 +22,7 @@ from vlmpack.plan.split import split_rows
 
 
 def check_refused(table: LengthTable, collator: VLMCollator) -> None:
-    """Do nothing if the collator would go on with the samples that are left.
+    """Raise unless the collator would go on with the samples that are left.
 
     Raises:
         SampleError: a sample was refused, and `on_bad` is "raise".
