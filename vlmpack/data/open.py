@@ -22,6 +22,7 @@ from typing import Any, final, overload
 
 from torch.utils.data import Dataset
 
+from vlmpack.data.archive import ImageFolder
 from vlmpack.data.conversation import to_conversation
 from vlmpack.data.json_rows import JsonRows, json_rows
 from vlmpack.data.paths import CONVERSATIONS, from_folder
@@ -29,7 +30,6 @@ from vlmpack.data.receipts import SyntheticReceipts
 from vlmpack.data.sources import (
     COLUMNS,
     JSON_FILES,
-    ImageFolder,
     Rows,
     Source,
     StoredRows,

@@ -11,7 +11,6 @@ Nothing is decoded here, and the network is asked for a hub id alone.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from vlmpack.data.receipts import SPLITS, parse_lines
+from vlmpack.data.archive import ALIASES, ImageFolder, archive_in, in_files
 from vlmpack.errors import ConfigError, SampleError
 
 COLUMNS = ("image", "ground_truth")
@@ -27,7 +26,6 @@ Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 JSON_FILES = (".json", ".jsonl", ".ndjson")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_ALIASES = {"train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test"}
 
 
 class Rows(Protocol):
@@ -139,7 +137,7 @@ def complete_row(row: Mapping[str, Any], name: str, *, index: int) -> Mapping[st
 
 
 def _folder_rows(folder: Path, split: str) -> StoredRows | ImageFolder:
-    for read in (_saved_in, _parquet_in, _archive_in):
+    for read in (_saved_in, _parquet_in, archive_in):
         rows = read(folder, split)
         if rows is not None:
             return rows
@@ -152,7 +150,7 @@ def _folder_rows(folder: Path, split: str) -> StoredRows | ImageFolder:
     seen = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     raise ConfigError(
         f"{folder} holds no CORD data or table for split {split!r} (it holds: {seen}); expected a dataset saved by "
-        f"datasets, {split}-*.parquet files, or {_in_files(split)}/image with {_in_files(split)}/json"
+        f"datasets, {split}-*.parquet files, or {in_files(split)}/image with {in_files(split)}/json"
     )
 
 
@@ -172,78 +170,12 @@ def _parquet_in(folder: Path, split: str) -> StoredRows | None:
     return _parquet_rows(chosen, split) if chosen else None
 
 
-def _archive_in(folder: Path, split: str) -> ImageFolder | None:
-    places = [folder / name for name in (split, _in_files(split), ".")]
-    found = next((place for place in places if (place / "image").is_dir() and (place / "json").is_dir()), None)
-    return None if found is None else _image_rows(found, split)
-
-
-def _in_files(split: str) -> str:
-    """What CORD's own files call the split."""
-    return SPLITS.get(split, split)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageFolder:
-    """The layout of the CORD archive: `image/receipt_00000.png` beside `json/receipt_00000.json`."""
-
-    images: tuple[Path, ...]
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """The archive of version 0 has no `gt_parse`; it is then computed from the annotated lines."""
-        image = self.images[index]
-        try:
-            text = _json_beside(image).read_text(encoding="utf-8")
-            truth = json.loads(text)
-            if "gt_parse" not in truth and "valid_line" in truth:
-                text = json.dumps({"gt_parse": parse_lines(truth["valid_line"]), **truth})
-        except (ValueError, KeyError, TypeError) as error:  # UnicodeDecodeError is a ValueError
-            message = (
-                f"{_json_beside(image)} is not a CORD annotation ({error!r}); download it again or remove the pair"
-            )
-            raise SampleError(message, index=index, reason="ground_truth_unreadable", sample_id=image.stem) from error
-        return {"image": image, "ground_truth": text}
-
-
-def _image_rows(folder: Path, split: str) -> ImageFolder:
-    images = sorted(path for path in (folder / "image").iterdir() if path.suffix.lower() in (".png", ".jpg", ".jpeg"))
-    alone = [image.name for image in images if not _json_beside(image).is_file()]
-    if alone:
-        raise ConfigError(
-            f"{len(alone)} images in {folder / 'image'} have no annotation, first {alone[0]}; add it to json/"
-        )
-    if not images:
-        raise ConfigError(f"no .png or .jpg in {folder / 'image'}; unpack the CORD archive there")
-    rows = ImageFolder(images=tuple(images))
-    written = _written_split(rows[0]["ground_truth"])
-    name = _ALIASES.get(written, split)
-    if name != split:
-        raise ConfigError(
-            f"{folder} holds split {name!r} (its files say {written!r}), not {split!r}; pass split={name!r}"
-        )
-    return rows
-
-
-def _written_split(ground_truth: str) -> str:
-    """What `meta.split` says; nothing where there is no such entry."""
-    truth = json.loads(ground_truth)
-    meta = truth.get("meta") if isinstance(truth, dict) else None
-    return str(meta.get("split", "")) if isinstance(meta, dict) else ""
-
-
-def _json_beside(image: Path) -> Path:
-    return image.parent.parent / "json" / f"{image.stem}.json"
-
-
 def _split_of(path: Path, folder: Path) -> str | None:
     """The split that a parquet file's name (`train-00000-of-00004.parquet`) or its folders (`train/0.parquet`) tell."""
     for part in reversed(path.relative_to(folder).with_suffix("").parts):
         name = re.split(r"[-_.]", part.lower())[0]
-        if name in _ALIASES:
-            return _ALIASES[name]
+        if name in ALIASES:
+            return ALIASES[name]
     return None
 
 
