@@ -59,7 +59,7 @@ class ConfigError(VlmpackError):
 
 
 def check_kind(name: str, value: object, kind: type, such_as: str) -> None:
-    """Do nothing if the argument `name` is of its type; Python itself would only miss an attribute, far from here.
+    """Raise unless the argument `name` is of its type; Python itself would only miss an attribute, far from here.
 
     Raises:
         ConfigError: it is not; says what would be.

@@ -258,8 +258,14 @@ def test_too_many_bad_samples_stop_the_run():
         ConfigError, match=r"3 samples in a row \(max_consecutive_bad=3\) had to be refused: no_targets 3"
     ):
         collator([BROKEN] * 5)
-    fraction = VLMCollator(processor_of(), on_bad="skip", max_bad_fraction=0.5)
-    assert fraction.ledger.ceiling == Ceiling(max_bad_fraction=0.5)
+
+
+@pytest.mark.parametrize(
+    ("overlength", "reason", "is_left_out"),
+    [("drop", "overlength", True), ("error", "overlength", False), ("drop", "no_targets", False)],
+)
+def test_only_what_the_settings_say_is_left_out_without_being_bad(overlength, reason, is_left_out):
+    assert VLMCollator(processor_of(), max_length=9, overlength=overlength).leaves_out(reason) is is_left_out
 
 
 def test_columns_that_a_trainer_dropped_stop_the_run_even_if_bad_samples_are_skipped():
@@ -384,7 +390,7 @@ def test_it_can_be_pickled():
         ({"max_length": 1}, "max_length=1 is no length to learn from; it is a whole number of at least 2"),
         ({"max_length": 2.5}, "max_length=2.5 is no length to learn from"),
         ({"layout": "packed", "slots": 4}, "slots has to be a SlotRule, such as SlotRule(multiple=4), got a int"),
-        ({"ceiling": Ceiling(), "max_bad_fraction": 0.1}, "max_bad_fraction is short for ceiling="),
+        ({"ceiling": 0.1}, "ceiling has to be a Ceiling, such as Ceiling(max_bad_fraction=0.05), got a float"),
     ],
 )
 def test_settings_without_meaning_are_refused(settings, message):

@@ -6,7 +6,6 @@ import base64
 import io
 import math
 import pickle
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from vlmpack.collate.holes import MediaRef
 from vlmpack.collate.media import MediaReader
 from vlmpack.collate.processor import parts_of, read_processor
 from vlmpack.collate.refusal import Refusal
-from vlmpack.collate.video import VideoSettings, load_video, outline_video
 from vlmpack.data.images import ImageLimits
 from vlmpack.data.processor import tiny_processor
 from vlmpack.errors import ConfigError, SampleError
@@ -184,16 +182,11 @@ def test_a_video_of_frames_is_measured_as_it_is_cut(family: str, keys: dict[str,
     assert visual.grid[0] == -(-frames // 2)
 
 
-@pytest.mark.parametrize("rule", ["per_frame", "per_clip"])
-def test_a_video_is_measured_by_the_rule_that_cuts_it(rule: Any) -> None:
-    settings = VideoSettings.from_image_processor(processor_of().image_processor)
-    settings = replace(settings, size_rule=rule, min_pixels=4096, max_pixels=30_000)
-    element = {"video": [picture(150, 90, seed=seed) for seed in range(3)]}
-    outline, video = (read(element, settings=settings) for read in (outline_video, load_video))
-    assert outline.grid == video.grid
-    assert outline.grid != outline_video(element, settings=replace(settings, size_rule="qwen_vl_utils")).grid
-    with pytest.raises(Exception, match="must have one size"):
-        outline_video({"video": [picture(150, 90), picture(151, 90)]}, settings=settings)
+def test_frames_of_two_sizes_are_refused_before_they_are_cut() -> None:
+    reader = reader_of(processor_of())
+    for read in (measured, cut):
+        with pytest.raises(Refusal, match=r"video 0: frame 1 is .* must have one size"):
+            read(reader, [picture(150, 90), picture(350, 90)], "video")
 
 
 def test_frames_that_cannot_be_used_are_named() -> None:

@@ -28,7 +28,7 @@ from vlmpack.collate.video import (
     resize_frames,
     second_per_grid,
 )
-from vlmpack.collate.vision_keys import per_clip_size, per_frame_size, video_frame_size
+from vlmpack.collate.vision_keys import video_frame_size
 from vlmpack.data.images import ImageError, ImageLimits
 
 needs_qwen = pytest.mark.skipif(
@@ -36,7 +36,6 @@ needs_qwen = pytest.mark.skipif(
     reason="waits for qwen-vl-utils (pip install vlmpack[qwen]); torchvision is not needed",
 )
 REFERENCE = Path(__file__).with_name("qwen_reference.py")
-BOUNDS = {"min_pixels": 4 * 32 * 32, "max_pixels": 16384 * 32 * 32}
 
 
 def image_processor(**options):
@@ -160,19 +159,6 @@ def test_the_grid_is_the_size_of_the_message_keys():
     video = load_video(element, settings=s)
     assert video.grid == (3, height // 16, width // 16)
     assert video.pixel_values.shape == (3 * height * width // 256, 3 * 2 * 256)
-
-
-def test_without_keys_the_rule_of_a_processor_can_be_asked_for():
-    frames = noise_frames(3, 90, 130)
-    for rule in ("per_frame", "per_clip"):
-        s = dataclasses.replace(_settings_of(image_processor(patch_size=16)), size_rule=rule, **BOUNDS)
-        if rule == "per_frame":
-            expected = per_frame_size(90, 130, factor=32, **BOUNDS)
-        else:
-            expected = per_clip_size(3, 90, 130, factor=32, **BOUNDS)
-        assert tuple(resize_frames(frames, {}, settings=s).shape) == (3, 3, *expected)
-        keyed = {"resized_height": 64, "resized_width": 96}
-        assert tuple(resize_frames(frames, keyed, settings=s).shape) == (3, 3, 64, 96)
 
 
 @needs_qwen

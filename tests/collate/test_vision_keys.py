@@ -18,12 +18,9 @@ from vlmpack.collate.vision_keys import (
     KNOWN_KEYS,
     first_frame_size,
     has_image_keys,
-    has_video_keys,
     image_size,
     misspelt_key,
     number,
-    per_clip_size,
-    per_frame_size,
     resize_image,
     smart_resize,
     video_frame_size,
@@ -166,10 +163,10 @@ def test_smart_resize(height, width, size):
 def test_the_two_rules_part_at_very_thin_pictures():
     bounds = {"factor": 28, "min_pixels": 4 * 784, "max_pixels": 16384 * 784}
     assert smart_resize(1, 199, **bounds) == (28, 196)
-    assert per_frame_size(1, 199, **bounds) == processor_smart_resize(1, 199, **bounds) == (28, 812)
+    assert processor_smart_resize(1, 199, **bounds) == (28, 812)
 
 
-def test_the_processors_rule_is_ours_where_no_side_rounds_to_zero():
+def test_they_agree_where_no_side_rounds_to_zero():
     rng = random.Random(5)
     compared = 0
     for _ in range(2000):
@@ -179,34 +176,12 @@ def test_the_processors_rule_is_ours_where_no_side_rounds_to_zero():
             theirs = processor_smart_resize(**shape, factor=factor, **bounds)
         except ValueError:
             with pytest.raises(ImageError, match="more than 200"):
-                per_frame_size(**shape, factor=factor, **bounds)
+                smart_resize(**shape, factor=factor, **bounds)
             continue
-        assert per_frame_size(**shape, factor=factor, **bounds) == theirs
         if min(shape.values()) > factor / 2 and min(theirs) > factor:
             assert smart_resize(**shape, factor=factor, **bounds) == theirs
             compared += 1
     assert compared > 700
-
-
-def test_the_rule_of_qwen3s_video_processor():
-    from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as theirs
-
-    rng = random.Random(6)
-    sizes = 0
-    for _ in range(2000):
-        shape, frames = random_shape(rng, 2000), rng.randint(2, 50)
-        bounds = {"min_pixels": rng.choice([128, 4]) * 1024, "max_pixels": rng.choice([768, 24000]) * 1024}
-        try:
-            expected = theirs(frames, **shape, factor=32, **bounds)
-        except ValueError:
-            with pytest.raises(ImageError, match="more than 200"):
-                per_clip_size(frames, **shape, factor=32, **bounds)
-            continue
-        assert per_clip_size(frames, **shape, factor=32, **bounds) == expected
-        sizes += 1
-    assert sizes > 1000
-    with pytest.raises(ImageError, match="1 frame is no clip; give at least 2"):
-        per_clip_size(1, 100, 100, factor=32, min_pixels=1, max_pixels=10**6)
 
 
 def test_frames_pass_through_a_size_of_two_tokens_first():
@@ -250,8 +225,6 @@ def test_none_is_absent_and_text_is_a_number():
     assert image_size(absent, **options) == image_size({}, **options)
     assert not has_image_keys(absent)
     assert has_image_keys({"max_pixels": 1})
-    assert not has_video_keys({**absent, "fps": 2})
-    assert has_video_keys({"total_pixels": 1})
     assert number({"sample_fps": "1.5"}, "sample_fps", 2.0) == 1.5
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -119,6 +121,26 @@ SIX = [1, 2, 3, 4, 5, 6]
 def test_columns_that_contradict_each_other_are_refused(columns, message: str) -> None:
     with pytest.raises(SampleError, match=f"sample 1: .*{message}"):
         RowCollator(bare_row="one_sample")([{"input_ids": [1, 2]}, {"input_ids": SIX, **columns}])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "positions", "told"),
+    [
+        ([3, 1, 1], [0, 1, 0, 0, 0, 0, 1], "[2, 1, 1, 1, 2]"),
+        ([3, 2], [0, 1, 0, 0, 1, 2, 0], "[2, 1, 3, 1]"),
+        ([2, 3], [0, 1, 2, 0, 1, 0, 0], "[3, 2, 1, 1]"),
+    ],
+)
+def test_a_boundary_too_many_does_not_make_up_for_one_that_is_missing(lengths, positions, told: str) -> None:
+    row = {"input_ids": [11, 12, 13, 14, 15, 16, 17], "position_ids": positions, "seq_lengths": lengths}
+    with pytest.raises(SampleError, match=re.escape(f"seq_lengths {lengths}, but position_ids of samples of {told}")):
+        RowCollator()([row])
+
+
+@pytest.mark.parametrize("padding", [[0, 0], [1, 1], [9, 5]])
+def test_positions_of_padding_may_be_any_that_do_not_count_on(padding) -> None:
+    row = {"input_ids": [1, 2, 3, 0, 0], "position_ids": [0, 1, 2, *padding], "seq_lengths": [3]}
+    assert RowCollator()([row])["cu_seqlens_q"].tolist() == [0, 3]
 
 
 def test_a_sample_of_one_token_at_the_end_is_taken_for_padding_unless_told() -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -78,6 +79,10 @@ class TestSynthetic:
         assert dataset[-1]["ground_truth"] == dataset[2]["ground_truth"]
         with pytest.raises(IndexError, match="record 3 of 3 in synthetic"):
             dataset[3]
+
+    @pytest.mark.parametrize("index", [np.int64(1), np.int64(-1)])
+    def test_an_index_may_be_numpy_s(self, index: np.int64) -> None:
+        assert load_cord(num=2, scale=SCALE)[index]["ground_truth"] == RECORDS[1]["ground_truth"]
 
     def test_it_travels_to_a_worker_process(self) -> None:
         dataset = load_cord(num=2, scale=SCALE)
@@ -195,10 +200,18 @@ class TestArchive:
         with pytest.raises(ConfigError, match=r"no .png or .jpg in .*image; unpack the CORD archive there"):
             load_cord(tmp_path)
 
-    @pytest.mark.parametrize("text", ["{broken", '{"valid_line": [{"words": 3}]}', '{"valid_line": ["x"]}'])
-    def test_a_broken_annotation_names_its_file(self, text: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        "text",
+        [
+            b"{broken",
+            b'{"valid_line": [{"words": 3}]}',
+            b'{"valid_line": ["x"]}',
+            '{"gt_parse": "ä"}'.encode("latin-1"),
+        ],
+    )
+    def test_a_broken_annotation_names_its_file(self, text: bytes, tmp_path: Path) -> None:
         folder = write_archive(tmp_path / "train")
-        (folder / "json" / "receipt_00002.json").write_text(text)
+        (folder / "json" / "receipt_00002.json").write_bytes(text)
         with pytest.raises(SampleError, match=r"sample 2 \(id 'receipt_00002'\): .* is not a CORD annotation"):
             load_cord(folder)[2]
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 from torch.utils.data import DataLoader
@@ -210,6 +211,11 @@ class TestPaths:
             {"type": "video", "video": [there, there], "fps": 2},
         ]
 
+    def test_a_message_may_be_one_part(self, tmp_path: Path) -> None:
+        message = {"role": "user", "content": {"type": "image", "image": "0.png"}}
+        row = self.opened(tmp_path, {"messages": [message]})
+        assert row["messages"][0]["content"] == {"type": "image", "image": str(tmp_path / "0.png")}
+
     def test_addresses_texts_and_arguments_of_tools_stay_as_they_are(self, tmp_path: Path) -> None:
         row = {
             "messages": [
@@ -372,6 +378,33 @@ class TestOpening:
             dataset[2]
         with pytest.raises(ConfigError, match=r"num is 4, but .*rows.jsonl holds 3 samples; ask for at most that many"):
             open_dataset(path, num=4)
+
+    @pytest.mark.parametrize("source", ["synthetic", "rows.jsonl"])
+    def test_an_index_may_be_numpy_s(self, source: str, tmp_path: Path) -> None:
+        path = tmp_path / "rows.jsonl"
+        path.write_bytes(lines([{"messages": CHAT}] * 3))
+        dataset = open_dataset(source if source == "synthetic" else path, num=2)
+        for index in (np.int64(1), np.int64(-1)):
+            assert dataset[index] == dataset[1]
+
+    def test_an_annotation_that_is_no_utf8_is_one_bad_sample(self, tmp_path: Path) -> None:
+        for name in ("image", "json"):
+            (tmp_path / "train" / name).mkdir(parents=True)
+        for at, text in enumerate(
+            [b'{"gt_parse": {"total": {"cash": "5"}}}', b'{"gt_parse": {"total": {"cash": "\xe4"}}}']
+        ):
+            (tmp_path / "train" / "image" / f"receipt_{at}.png").write_bytes(png())
+            (tmp_path / "train" / "json" / f"receipt_{at}.json").write_bytes(text)
+        good, bad = open_dataset(tmp_path).__getitems__([0, 1])
+        assert isinstance(good, dict)
+        assert isinstance(bad, SampleError)
+        assert (bad.index, bad.reason) == (1, "ground_truth_unreadable")
+
+    def test_stored_samples_have_no_scale(self, tmp_path: Path) -> None:
+        path = tmp_path / "rows.jsonl"
+        path.write_bytes(lines(ROWS))
+        with pytest.raises(ConfigError, match=r"scale=0.35 is for synthetic receipts; limit real images by .*max_pix"):
+            open_dataset(path, scale=0.35)
 
     def test_a_slice_is_a_list_of_samples(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"

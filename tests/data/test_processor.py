@@ -9,8 +9,9 @@ import pytest
 import transformers
 from chats import FAMILIES, picture, processor_of
 
-from vlmpack.data.processor import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_processor
+from vlmpack.data.processor import CHAT_TEMPLATE, PATCH_SIZES, SPECIAL_TOKENS, tiny_processor
 from vlmpack.errors import ConfigError
+from vlmpack.families import registry as families
 
 CLASSES = {
     "qwen2_vl": transformers.Qwen2VLProcessor,
@@ -19,7 +20,10 @@ CLASSES = {
     "qwen3_vl_moe": transformers.Qwen3VLProcessor,
     "qwen3_5": transformers.Qwen3VLProcessor,
     "qwen3_5_moe": transformers.Qwen3VLProcessor,
+    "qwen4_exp": transformers.Qwen3VLProcessor,
 }
+CLIP = ("qwen2_vl", "qwen2_5_vl")
+"""Families whose vision tower has CLIP's patches and colours."""
 MESSAGES = [
     {"role": "system", "content": "You read receipts."},
     {"role": "user", "content": [{"type": "image"}, {"type": "video"}, {"type": "text", "text": "Total?"}]},
@@ -30,7 +34,8 @@ MESSAGES = [
 def test_it_is_an_object_of_the_shipped_class(family):
     processor = processor_of(family)
     assert type(processor) is CLASSES[family]
-    tokenizer = transformers.Qwen3_5Tokenizer if family.startswith("qwen3_5") else transformers.Qwen2Tokenizer
+    has_new = family in ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
+    tokenizer = transformers.Qwen3_5Tokenizer if has_new else transformers.Qwen2Tokenizer
     assert isinstance(processor.tokenizer, tokenizer)
 
 
@@ -45,9 +50,12 @@ def test_the_classes_are_those_that_transformers_loads(family):
     assert type(processor.tokenizer).__name__ == TOKENIZER_MAPPING_NAMES[family]
 
 
-@pytest.mark.parametrize(
-    ("family", "patch"), [(family, 16 if family.startswith("qwen3") else 14) for family in FAMILIES]
-)
+def test_every_family_with_vision_has_a_processor():
+    seeing = {name for name, family in families.FAMILIES.items() if family.has_vision}
+    assert seeing == set(FAMILIES) == set(PATCH_SIZES)
+
+
+@pytest.mark.parametrize(("family", "patch"), [(family, 14 if family in CLIP else 16) for family in FAMILIES])
 def test_images_are_cut_into_the_family_s_patches(family, patch):
     out = processor_of(family)(text="<|image_pad|>", images=[picture(8 * patch, 6 * patch)], return_tensors="pt")
     assert out["image_grid_thw"].tolist() == [[1, 6, 8]]
@@ -68,7 +76,7 @@ def test_images_stay_within_the_bounds_given_and_default_to_4_to_256_tokens():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_normalisation_is_the_family_s(family):
     mean = processor_of(family).image_processor.image_mean
-    assert list(mean) == ([0.5] * 3 if family.startswith("qwen3") else list(transformers.image_utils.OPENAI_CLIP_MEAN))
+    assert list(mean) == (list(transformers.image_utils.OPENAI_CLIP_MEAN) if family in CLIP else [0.5] * 3)
 
 
 def test_every_special_token_of_qwen_is_one_token():

@@ -196,6 +196,10 @@ class TestVariety:
 
 
 class TestDeterminism:
+    def test_an_index_may_be_numpy_s(self) -> None:
+        receipts = SyntheticReceipts(num=2, scale=0.25)
+        assert _digest(receipts[np.int64(-1)]) == _digest(receipts[1])  # pyright: ignore[reportArgumentType]
+
     def test_the_order_of_access_does_not_matter(self) -> None:
         receipts = SyntheticReceipts(num=7, seed=3, scale=0.25)
         forwards = [_digest(receipts[at]) for at in range(7)]

@@ -35,7 +35,7 @@ SAMPLES = conversations(100)
 
 
 def key(sample: Any) -> bytes | None:
-    return sample_key(sample, b"settings", LIMITS)
+    return sample_key(sample, b"settings", LIMITS, has_vision=True)
 
 
 def entries_in(path: Path) -> int:
@@ -209,7 +209,22 @@ def test_samples_without_a_key_are_measured_every_time(tmp_path: Path, sample: A
     assert entries_in(tmp_path / "lengths") == 0
 
 
+def test_a_marker_in_the_text_of_a_text_model_does_not_keep_a_sample_from_being_found_again(
+    tmp_path: Path, outlined: list[Any]
+) -> None:
+    sample, collator = chat("Where does <image> go?", "there"), VLMCollator(of_text())
+    tables = [measure_lengths([sample], collator, cache=tmp_path / "lengths") for _ in range(2)]
+    assert tables[0] == tables[1]
+    assert outlined == [sample]
+
+
 # ---------------------------------------------------------------------- the key of the settings
+
+
+def of_text() -> Any:
+    tokenizer = tiny_processor().tokenizer
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
 def with_token() -> Any:

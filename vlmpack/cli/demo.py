@@ -69,7 +69,7 @@ def demo(
 
 
 def _check_receipts(data: str) -> None:
-    """Do nothing unless a file is given that can hold no receipts.
+    """Refuse a file that can hold no receipts.
 
     Raises:
         ConfigError: it is neither parquet nor without a suffix.

@@ -108,6 +108,7 @@ def pack(
 
     from vlmpack.cli.inputs import InputOptions, open_inputs
     from vlmpack.cli.pack_table import print_store, told
+    from vlmpack.collate import Ceiling
     from vlmpack.layout import SlotRule
     from vlmpack.offline import StoreSettings, write_rows
 
@@ -122,7 +123,8 @@ def pack(
         overlength=overlength, image_root=image_root,
     )  # fmt: skip
     slots = SlotRule(multiple=pad_seq_to_mult, max_segments=max_segments)
-    inputs = open_inputs(options, train_on=train_on, on_bad=on_bad, max_bad_fraction=max_bad_fraction, slots=slots)
+    ceiling = None if max_bad_fraction is None else Ceiling(max_bad_fraction=max_bad_fraction)
+    inputs = open_inputs(options, train_on=train_on, on_bad=on_bad, ceiling=ceiling, slots=slots)
     if images == "reference":
         _check_files(inputs)
     with told(Console(stderr=True)) as progress:
@@ -134,7 +136,7 @@ def pack(
 
 
 def _check_files(inputs: Inputs) -> None:
-    """Do nothing if the images of the first samples lie in files; a bad sample is left to be refused with the others.
+    """Raise unless the images of the first samples lie in files; a bad sample is left to be refused with the others.
 
     Raises:
         ConfigError: one of them lies in none.

@@ -79,14 +79,14 @@ def _loaded(name: str, device: torch.device, dtype: torch.dtype, *, tiny: bool) 
     Raises:
         ConfigError: nothing can be read there. FamilyError: the family cannot be packed exactly, or is not known.
     """
-    from vlmpack.data.processor import PATCH_SIZES
+    from vlmpack.families import family_named
     from vlmpack.families.tiny import tiny_model
     from vlmpack.proof.weights import Loaded, load
 
     family = tiny_family(name)
     if family is None:
         return load(name, device=device, dtype=dtype, tiny=tiny)
-    processor = named_processor(name) if family in PATCH_SIZES else None  # a text model is not asked for one
+    processor = named_processor(name) if family_named(family).has_vision else None
     model = tiny_model(family, dtype=dtype, processor=processor)
     return Loaded(model=model.to(device), processor=processor, weights="made here with random weights")
 

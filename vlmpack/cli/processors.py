@@ -20,7 +20,7 @@ def tiny_family(name: str) -> str | None:
 
 
 def refuse_file(option: str, name: str) -> None:
-    """Do nothing unless a model's file was given for its folder, of which there is more to be read.
+    """Refuse one file of a model where its folder is wanted, of which there is more to be read.
 
     Args:
         option: in front of the name, for the error; "" for an argument.

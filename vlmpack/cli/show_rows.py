@@ -71,7 +71,7 @@ class ShownRows:
 
 
 def check_row(at: int, count: int, *, most: str = "") -> None:
-    """Do nothing if a row is one of so many.
+    """Refuse a row unless it is one of so many.
 
     Args:
         at: its place; negative ones count from the end.

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from vlmpack.collate.encoded import IMAGE, VIDEO, Encoded, Visual
+from vlmpack.collate.holes import Kind
 from vlmpack.collate.processor import ProcessorFacts
 from vlmpack.collate.refusal import Refusal
 from vlmpack.layout import IGNORE
@@ -50,10 +51,9 @@ def check_ids(input_ids: np.ndarray, facts: ProcessorFacts) -> None:
         )
 
 
-def check_runs(input_ids: np.ndarray, visuals: Sequence[Visual], facts: ProcessorFacts, *, kind: str) -> None:
+def check_runs(input_ids: np.ndarray, visuals: Sequence[Visual], facts: ProcessorFacts, *, kind: Kind) -> None:
     """Each unbroken run of placeholders has the length that its own image or frame needs, in order."""
-    token_id = facts.image_token_id if kind == "image" else facts.video_token_id
-    seen = run_lengths(input_ids, token_id)
+    seen = run_lengths(input_ids, facts.token_id(kind))
     needed = [n for visual in visuals for n in tokens_of(visual, facts, kind=kind)]
     if seen == needed:
         return
@@ -89,7 +89,7 @@ def runs(input_ids: np.ndarray, token_id: int) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def tokens_of(visual: Visual, facts: ProcessorFacts, *, kind: str) -> list[int]:
+def tokens_of(visual: Visual, facts: ProcessorFacts, *, kind: Kind) -> list[int]:
     """The runs of placeholders that one image or video is written as."""
     frames, rows, columns = visual.grid
     merged = rows * columns // facts.merge_size**2
@@ -98,9 +98,7 @@ def tokens_of(visual: Visual, facts: ProcessorFacts, *, kind: str) -> list[int]:
 
 def _check_labels(sample: Encoded, facts: ProcessorFacts) -> None:
     labels = sample.labels
-    in_range = np.count_nonzero(
-        labels.view(np.uint64) < facts.vocab_size
-    )  # as unsigned numbers, negative ones are large
+    in_range = np.count_nonzero(labels.view(np.uint64) < facts.vocab_size)  # unsigned, negative ones are large
     if in_range + np.count_nonzero(labels == IGNORE) == len(labels):
         return
     odd = labels[(labels != IGNORE) & ((labels < 0) | (labels >= facts.vocab_size))]

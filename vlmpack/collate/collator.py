@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, final, get_args
@@ -33,8 +34,8 @@ class VLMCollator:
     """Turn samples into a padded batch or a packed row, each checked on its own first.
 
     Args:
-        processor: a Qwen2VL, Qwen2.5VL or Qwen3VL processor (also Qwen3.5's), used as it is; of a text model (Qwen3,
-            Qwen3-Next), its tokenizer.
+        processor: a Qwen2VL, Qwen2.5VL or Qwen3VL processor (also Qwen3.5's and Qwen4-exp's), used as it is; of a text
+            model (Qwen3, Qwen3-Next), its tokenizer.
         layout: "padded" gives [B, S] with the 2D mask, "packed" one row [1, T]; both carry lengths on the host.
         slots: how samples lie in a packed row; None: without any gaps.
         max_length: most tokens of a sample; None: no limit.
@@ -44,8 +45,7 @@ class VLMCollator:
             completion); "all" learns everything but media tokens. Labels that tokenised samples bring are kept.
         on_bad: "raise" stops at the first bad sample, "skip" leaves it out, counts it and writes it down.
         ledger: path of a JSON-lines file for refused samples; None: they are only counted.
-        ceiling: how many skipped samples are too many.
-        max_bad_fraction: short for `Ceiling(max_bad_fraction=...)`.
+        ceiling: how many skipped samples are too many; None: `Ceiling()`.
         limits: caps for images, read from their headers before decoding.
         vocab_size: token ids are below this; None: the tokenizer's number of entries.
         pixel_dtype: what pixels are stored as (bfloat16 halves their bytes); None: float32, as the processor gives.
@@ -69,7 +69,6 @@ class VLMCollator:
         on_bad: OnBad = "raise",
         ledger: str | Path | None = None,
         ceiling: Ceiling | None = None,
-        max_bad_fraction: float | None = None,
         limits: ImageLimits | None = None,
         vocab_size: int | None = None,
         pixel_dtype: torch.dtype | None = None,
@@ -81,6 +80,8 @@ class VLMCollator:
         _check_choice("on_bad", on_bad, get_args(OnBad))
         _check_lengths(layout, slots, max_length, overlength)
         _check_pixels(pixel_dtype, pixel_buffers)
+        if ceiling is not None:
+            check_kind("ceiling", ceiling, Ceiling, "Ceiling(max_bad_fraction=0.05)")
         self.layout = layout
         self.slots = slots or SlotRule()
         self.max_length = max_length
@@ -92,7 +93,7 @@ class VLMCollator:
         self.buffers = PixelBuffers(pixel_buffers)
         self.processor = processor
         self.facts = read_processor(processor, vocab_size=vocab_size)
-        self.ledger = Ledger(ledger, ceiling=_ceiling(ceiling, max_bad_fraction))
+        self.ledger = Ledger(ledger, ceiling=ceiling)
         """Counts of given, used and refused samples, by reason."""
         self._encoder = Encoder(processor=processor, facts=self.facts, limits=self.limits, train_on=train_on)
 
@@ -120,7 +121,7 @@ class VLMCollator:
         """
         if isinstance(features, Mapping):
             raise ConfigError("collate makes a batch of a list of samples, got one sample: give [sample]")
-        return self._assemble(lambda f=feature, i=index: self._encoded(f, i) for index, feature in enumerate(features))
+        return self._assemble(partial(self._encoded, feature, index) for index, feature in enumerate(features))
 
     def outline(self, feature: Mapping[str, Any], index: int | None = None, *, estimate: bool = False) -> Encoded:
         """One sample without its pixels: token ids, labels, and the grid of each image from its header.
@@ -163,7 +164,11 @@ class VLMCollator:
         Raises:
             SampleError, ConfigError, LayoutError: as `collate`.
         """
-        return self._assemble(lambda o=outline, i=index: self._filled(o, i) for index, outline in enumerate(outlines))
+        return self._assemble(partial(self._filled, outline, index) for index, outline in enumerate(outlines))
+
+    def leaves_out(self, reason: str) -> bool:
+        """Whether a sample refused for this reason is left out because the settings say so, not because it is bad."""
+        return reason == OVERLENGTH and self.overlength == "drop"
 
     def _assemble(self, makers: Iterable[Callable[[], Encoded]]) -> PaddedBatch | PackedRow:
         """The batch of what can be used; all samples are counted, in their order, once that is known."""
@@ -232,17 +237,13 @@ class VLMCollator:
             elif self._is_fatal(outcome):
                 self.ledger.note(outcome)
                 raise outcome
-            elif self._is_dropped(outcome):
+            elif self.leaves_out(outcome.reason):
                 self.ledger.note(outcome)
             else:
                 self.ledger.refuse(outcome)
 
     def _is_fatal(self, outcome: Encoded | SampleError) -> bool:
-        return isinstance(outcome, SampleError) and self.on_bad == "raise" and not self._is_dropped(outcome)
-
-    def _is_dropped(self, error: SampleError) -> bool:
-        """Left out because the settings say so, not because it is bad."""
-        return error.reason == OVERLENGTH and self.overlength == "drop"
+        return isinstance(outcome, SampleError) and self.on_bad == "raise" and not self.leaves_out(outcome.reason)
 
 
 def _outcome(make: Callable[[], Encoded]) -> Encoded | SampleError:
@@ -290,11 +291,3 @@ def _check_pixels(dtype: torch.dtype | None, buffers: int) -> None:
         raise ConfigError(f"pixel_buffers={buffers} must be a number of blocks, or 0 for new memory every time")
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"pixel_dtype={dtype} would cut the normalised pixels off to whole numbers; use a float type")
-
-
-def _ceiling(ceiling: Ceiling | None, max_bad_fraction: float | None) -> Ceiling:
-    if ceiling is not None and max_bad_fraction is not None:
-        raise ConfigError("max_bad_fraction is short for ceiling=Ceiling(max_bad_fraction=...); give one of them")
-    if max_bad_fraction is not None:
-        return Ceiling(max_bad_fraction=max_bad_fraction)
-    return ceiling or Ceiling()

@@ -12,6 +12,7 @@ import numpy as np
 
 from vlmpack.collate.checks import check_sample, tokens_of
 from vlmpack.collate.encoded import Encoded, Visual
+from vlmpack.collate.holes import Kind
 from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels
 from vlmpack.collate.media import MediaReader
 from vlmpack.collate.processor import ProcessorFacts, parts_of
@@ -194,13 +195,10 @@ class Encoder:
             text = self._write_frames(text, videos)
         ids = self._ids(text)
         counts = np.ones(len(ids), np.int64)
-        stills = [n for image in images for n in tokens_of(image, self.facts, kind="image")]
-        frames = [n for video in videos for n in tokens_of(video, self.facts, kind="video")]
-        for kind, token_id, needed in (
-            ("image", self.facts.image_token_id, stills),
-            ("video", self.facts.video_token_id, frames),
-        ):
-            at = np.flatnonzero(ids == token_id)
+        media: tuple[tuple[Kind, Sequence[Visual]], ...] = (("image", images), ("video", videos))
+        for kind, visuals in media:
+            needed = [n for visual in visuals for n in tokens_of(visual, self.facts, kind=kind)]
+            at = np.flatnonzero(ids == self.facts.token_id(kind))
             if len(at) != len(needed):
                 raise Refusal(
                     "placeholder_mismatch",

@@ -49,10 +49,10 @@ def fill_holes(messages: list[dict[str, Any]], present: Mapping[str, Any], kind:
 
 
 def check_markers(texts: Iterable[str], feature: Mapping[str, Any], *, found: Mapping[Kind, int]) -> None:
-    """Do nothing if users' texts hold no marker of a kind of which the sample has `found` none.
+    """Refuse markers in users' texts of a kind of which the sample has `found` none.
 
     Raises:
-        Refusal: they do, so the marker would be learnt as text and the medium it stands for is missing.
+        Refusal: there is one; it would be learnt as text, and the medium it stands for is missing.
     """
     whole = "\n".join(texts)
     for kind, count in found.items():

@@ -9,6 +9,7 @@ import numpy as np
 
 from vlmpack.collate.checks import runs, tokens_of
 from vlmpack.collate.encoded import TEXT, Encoded, Visual
+from vlmpack.collate.holes import Kind
 from vlmpack.collate.processor import ProcessorFacts
 from vlmpack.collate.refusal import Refusal
 
@@ -78,10 +79,9 @@ def _after_newline(ids: np.ndarray, position: int, facts: ProcessorFacts) -> int
     return position + 1 if newline else position
 
 
-def _whole(visuals: tuple[Visual, ...], ids: np.ndarray, facts: ProcessorFacts, *, kind: str) -> tuple[Visual, ...]:
+def _whole(visuals: tuple[Visual, ...], ids: np.ndarray, facts: ProcessorFacts, *, kind: Kind) -> tuple[Visual, ...]:
     """The leading images (or videos) whose placeholders are all among `ids`."""
-    token_id = facts.image_token_id if kind == "image" else facts.video_token_id
-    left = len(runs(ids, token_id))
+    left = len(runs(ids, facts.token_id(kind)))
     kept = []
     for visual in visuals:
         left -= len(tokens_of(visual, facts, kind=kind))

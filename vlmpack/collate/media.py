@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 from PIL import Image
 
@@ -29,8 +29,6 @@ from vlmpack.data.images import ImageError, ImageLimits, load_image, read_size
 from vlmpack.errors import ConfigError
 from vlmpack.families.resize import grid_from_size
 from vlmpack.layout import Grid
-
-Result = TypeVar("Result")
 
 _TRIALS = ((1, 1), (45, 71), (100, 30), (31, 400))
 """Heights and widths on which the processor's rule is tried: blown up, rounded, thin."""
@@ -58,8 +56,7 @@ class MediaReader:
         Raises:
             Refusal: it cannot be used.
         """
-        load = self._cut_image if kind == "image" else partial(self._video, read=load_video)
-        return _named(partial(load, ref), kind, at)
+        return self._read(ref, kind, at, self._cut_image, load_video)
 
     def measure(self, ref: MediaRef, *, kind: Kind, at: int) -> Visual:
         """The same without pixels, from headers.
@@ -68,8 +65,7 @@ class MediaReader:
             Refusal: its header shows that it cannot be used.
             ConfigError: the image processor resizes by a rule of its own.
         """
-        load = self._measure_image if kind == "image" else partial(self._video, read=outline_video)
-        return _named(partial(load, ref), kind, at)
+        return self._read(ref, kind, at, self._measure_image, outline_video)
 
     def estimate(self, ref: MediaRef, *, kind: Kind, at: int) -> Visual:
         """About the same as `measure`: an image has one token for each square of its own pixels, begun ones included.
@@ -79,8 +75,7 @@ class MediaReader:
         Raises:
             Refusal: its header shows that it cannot be used.
         """
-        load = self._estimate_image if kind == "image" else partial(self._video, read=outline_video)
-        return _named(partial(load, ref), kind, at)
+        return self._read(ref, kind, at, self._estimate_image, outline_video)
 
     def fill(self, sample: Encoded) -> Encoded:
         """A sample that was only measured, with the patches of all its media.
@@ -91,6 +86,22 @@ class MediaReader:
         return replace(sample, images=self._filled(sample.images, "image"), videos=self._filled(sample.videos, "video"))
 
     # ------------------------------------------------------------------ how
+
+    def _read(
+        self,
+        ref: MediaRef,
+        kind: Kind,
+        at: int,
+        image: Callable[[MediaRef], Visual],
+        video: Callable[..., VideoPatches],
+    ) -> Visual:
+        """By `image` or `video`, whichever it is; a refusal says which image or video of the sample it is."""
+        try:
+            return image(ref) if kind == "image" else self._video(ref, video)
+        except ImageError as error:
+            raise Refusal(error.reason, f"{kind} {at}: {error.detail}") from error
+        except (ValueError, TypeError, ArithmeticError, OSError) as error:
+            raise Refusal("image_processing", f"{kind} {at}: the image processor refused it: {error}") from error
 
     def _filled(self, visuals: tuple[Visual, ...], kind: Kind) -> tuple[Visual, ...]:
         return tuple(self._fill(visual, kind, at) for at, visual in enumerate(visuals))
@@ -192,7 +203,7 @@ class MediaReader:
         return 1, height // self.facts.patch_size, width // self.facts.patch_size
 
     def _try_rule(self, shape: tuple[int, int], rule: Callable[[int, int], Grid], **options: Any) -> None:
-        """Raise a ConfigError if the processor cuts a black image of this height and width otherwise than `rule`."""
+        """Raise a ConfigError unless the processor cuts a black image of this height and width as `rule` says."""
         height, width = shape
         out = self.image_processor(images=[Image.new("RGB", (width, height))], return_tensors="pt", **options)
         if (seen := _grid(out["image_grid_thw"][0].tolist())) != (expected := rule(height, width)):
@@ -201,16 +212,6 @@ class MediaReader:
                 f"{_shown(seen)} patches, where Qwen's rule gives {_shown(expected)}; images cannot be measured by "
                 "their headers with it: use the model's own image processor, or collate whole samples"
             )
-
-
-def _named(read: Callable[[], Result], kind: Kind, at: int) -> Result:
-    """Run `read`, and name the image or video in its refusal."""
-    try:
-        return read()
-    except ImageError as error:
-        raise Refusal(error.reason, f"{kind} {at}: {error.detail}") from error
-    except (ValueError, TypeError, ArithmeticError, OSError) as error:
-        raise Refusal("image_processing", f"{kind} {at}: the image processor refused it: {error}") from error
 
 
 def _grid(values: list[int]) -> Grid:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, final
 
+from vlmpack.collate.holes import Kind
 from vlmpack.errors import ConfigError, FamilyError
 
 CHANNELS = 3
@@ -55,7 +56,7 @@ class ProcessorFacts:
     temporal_patch_size: int
     """Frames in a patch."""
     frame_timestamps: bool
-    """Whether a video is written frame by frame with timestamps (Qwen3-VL, Qwen3.5), or as one run of placeholders."""
+    """Whether a video is written frame by frame with timestamps (from Qwen3-VL on), or as one run of placeholders."""
     seconds_per_grid: bool
     """Whether the model is told the seconds from one video grid to the next (Qwen2.5-VL)."""
 
@@ -63,6 +64,10 @@ class ProcessorFacts:
     def has_vision(self) -> bool:
         """Whether there are images and videos: a text model has a tokenizer and no more."""
         return self.image_token_id != NO_ID
+
+    def token_id(self, kind: Kind) -> int:
+        """The id of the placeholder that stands for an image or a video."""
+        return self.image_token_id if kind == "image" else self.video_token_id
 
     @property
     def patch_dim(self) -> int:
@@ -107,7 +112,7 @@ def parts_of(processor: Any) -> ProcessorParts:
 
 
 def read_processor(processor: Any, *, vocab_size: int | None = None) -> ProcessorFacts:
-    """Read the facts of a `Qwen2VLProcessor`, `Qwen2_5_VLProcessor` or `Qwen3VLProcessor` (also Qwen3.5's).
+    """Read the facts of a `Qwen2VLProcessor`, a `Qwen2_5_VLProcessor`, or the later families' `Qwen3VLProcessor`.
 
     Args:
         processor: the processor, as `AutoProcessor` or `vlmpack.data.tiny_processor` make it; of a text model (Qwen3,

@@ -16,7 +16,7 @@ from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels, mask_m
 from vlmpack.collate.processor import ProcessorFacts
 from vlmpack.collate.refusal import Refusal
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout import IGNORE, lengths_from_mask
+from vlmpack.layout import IGNORE, Grid, lengths_from_mask
 
 LABEL_COLUMNS = ("labels", "completion_mask", "assistant_masks", "loss_mask")
 """What a tokenised sample may say about its labels; the masks are TRL's and SeqPacker's, 0 where nothing is learnt."""
@@ -173,33 +173,40 @@ def _labels(
 
 def _visuals(feature: Mapping[str, Any], pixel_name: str, grid_name: str) -> tuple[Visual, ...]:
     """One entry an image or video: views into the given pixels, cut by the grids."""
-    pixels, grids = feature.get(pixel_name), feature.get(grid_name)
-    if pixels is None and grids is None:
+    there = [name for name in (pixel_name, grid_name) if feature.get(name) is not None]
+    if not there:
         return ()
-    if pixels is None or grids is None:
-        there, missing = (grid_name, pixel_name) if pixels is None else (pixel_name, grid_name)
-        raise Refusal("pixel_shape", f"it has {there} but no {missing}; both come from one call of the processor")
-    if not isinstance(pixels, torch.Tensor):
-        pixels = torch.from_numpy(_array(pixels, pixel_name))
-        pixels = pixels.float() if pixels.dtype == torch.float64 else pixels
-    table = _array(grids, grid_name)
-    if table.dtype.kind not in "iu" or table.ndim not in (1, 2) or table.shape[-1] != 3:
-        raise Refusal(
-            "bad_grid", f"{grid_name} must be whole numbers [N, 3] (frames, rows, columns), got {grids!r:.80}"
-        )
-    grids = table.reshape(-1, 3).tolist()
+    if len(there) == 1:
+        missing = grid_name if there == [pixel_name] else pixel_name
+        raise Refusal("pixel_shape", f"it has {there[0]} but no {missing}; both come from one call of the processor")
+    pixels, grids = _pixels(feature[pixel_name], pixel_name), _grids(feature[grid_name], grid_name)
     rows = [frames * height * width for frames, height, width in grids]
     if min(rows, default=0) < 0 or pixels.ndim != 2 or sum(rows) != pixels.shape[0]:
         raise Refusal(
             "pixel_shape",
-            f"{pixel_name} has shape {list(pixels.shape)} but {grid_name} {grids} needs {sum(rows)} rows of patches; "
-            "both come from one call of the processor",
+            f"{pixel_name} has shape {list(pixels.shape)} but {grid_name} {list(map(list, grids))} needs {sum(rows)} "
+            "rows of patches; both come from one call of the processor",
         )
     seconds = _seconds(feature, len(grids)) if pixel_name == "pixel_values_videos" else [None] * len(grids)
     return tuple(
-        Visual(pixels=part, grid=tuple(grid), seconds=second)
+        Visual(pixels=part, grid=grid, seconds=second)
         for part, grid, second in zip(pixels.split(rows), grids, seconds, strict=True)
     )
+
+
+def _pixels(value: Any, name: str) -> torch.Tensor:
+    """As they are given; doubles, which numpy makes of lists, become float32."""
+    if isinstance(value, torch.Tensor):
+        return value
+    pixels = torch.from_numpy(_array(value, name))
+    return pixels.float() if pixels.dtype == torch.float64 else pixels
+
+
+def _grids(value: Any, name: str) -> list[Grid]:
+    table = _array(value, name)
+    if table.dtype.kind not in "iu" or table.ndim not in (1, 2) or table.shape[-1] != 3:
+        raise Refusal("bad_grid", f"{name} must be whole numbers [N, 3] (frames, rows, columns), got {value!r:.80}")
+    return [(frames, rows, columns) for frames, rows, columns in table.reshape(-1, 3).tolist()]
 
 
 def _seconds(feature: Mapping[str, Any], count: int) -> list[float | None]:

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,10 +27,7 @@ from torch.nn.functional import interpolate
 from vlmpack.collate.vision_keys import (
     Size,
     first_frame_size,
-    has_video_keys,
     number,
-    per_clip_size,
-    per_frame_size,
     video_frame_size,
 )
 from vlmpack.data.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_image, read_size
@@ -58,12 +54,6 @@ class VideoSettings:
     """Divided by per channel after that."""
     rescale_factor: float
     """Multiplies a pixel value of 0 to 255."""
-    size_rule: Literal["qwen_vl_utils", "per_frame", "per_clip"] = "qwen_vl_utils"
-    """Rule for elements without size keys: qwen-vl-utils', Qwen2-VL's and 2.5's processor, or Qwen3-VL's processor."""
-    min_pixels: int = 0
-    """Lower bound of `per_frame` (one frame) and `per_clip` (all frames); `size["shortest_edge"]` of the processor."""
-    max_pixels: int = 0
-    """Upper bound of the same; `size["longest_edge"]` of the video processor."""
 
     @classmethod
     def from_image_processor(cls, image_processor: Any) -> VideoSettings:
@@ -169,16 +159,13 @@ def resize_frames(
 ) -> torch.Tensor:
     """All frames in their final size, `[F, C, H, W]` uint8.
 
-    By the rule of qwen-vl-utils: each frame by Pillow to a multiple of two tokens, then all together to the final
-    size, in float32 and rounded, which is what torchvision's `resize` does there. By the rules of the processors: in
-    one go on uint8, which is what torchvision's v2 `resize` does there.
+    Each frame is brought by Pillow to a multiple of two tokens, then all together to the final size, in float32 and
+    rounded, which is what torchvision's `resize` does in qwen-vl-utils.
 
     Raises:
-        ImageError: frames of different sizes where one size is needed, or see `video_frame_size`.
+        ImageError: frames of different sizes after the first step, or see `video_frame_size`.
     """
     first, size = _frame_sizes([(frame.height, frame.width) for frame in frames], element, settings=settings)
-    if first is None:
-        return interpolate(_stack(frames), size=size, mode="bicubic", antialias=True)
     frames_FCHW = _stack([frame.resize((first[1], first[0]), Image.Resampling.BICUBIC) for frame in frames])
     if first == size:
         return frames_FCHW
@@ -186,21 +173,14 @@ def resize_frames(
     return resized.clamp(0, 255).round().to(torch.uint8)
 
 
-def _frame_sizes(
-    sizes: Sequence[Size], element: Mapping[str, Any], *, settings: VideoSettings
-) -> tuple[Size | None, Size]:
-    """(the size that each frame gets alone, None: it keeps its own; the size that all get together), from their own."""
+def _frame_sizes(sizes: Sequence[Size], element: Mapping[str, Any], *, settings: VideoSettings) -> tuple[Size, Size]:
+    """(the size that each frame gets alone, the size that all get together), from the frames' own sizes."""
     patch = {"patch_size": settings.patch_size, "merge_size": settings.merge_size}
+    first = [first_frame_size(element, height=height, width=width, **patch) for height, width in sizes]
     height, width = sizes[0]
-    if settings.size_rule == "qwen_vl_utils" or has_video_keys(element):
-        first = [first_frame_size(element, height=high, width=wide, **patch) for high, wide in sizes]
-        size = video_frame_size(element, num_frames=len(sizes), height=height, width=width, **patch)
-        _check_one_size(first)
-        return first[0], size
-    _check_one_size(sizes)
-    bounds = {"min_pixels": settings.min_pixels, "max_pixels": settings.max_pixels}
-    rule = per_frame_size if settings.size_rule == "per_frame" else partial(per_clip_size, len(sizes))
-    return None, rule(height, width, factor=settings.patch_size * settings.merge_size, **bounds)
+    size = video_frame_size(element, num_frames=len(sizes), height=height, width=width, **patch)
+    _check_one_size(first)
+    return first[0], size
 
 
 def patchify(frames_FCHW: torch.Tensor, *, settings: VideoSettings) -> tuple[torch.Tensor, tuple[int, int, int]]:

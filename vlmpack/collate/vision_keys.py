@@ -1,4 +1,4 @@
-"""Sizes of images and frames: the message keys of qwen-vl-utils, and the rules of Qwen's own processors.
+"""Sizes of images and frames: the message keys of qwen-vl-utils, and its rule.
 
 A message element may say how large its picture is to be:
 
@@ -14,7 +14,7 @@ Which rule applies:
   final: the image processor is to be called with `do_resize=False`;
 * an image without any: the image processor's own rule and its own bounds;
 * a video given as frames: the rule of qwen-vl-utils with or without keys (`fetch_video`), because the processors' own
-  video classes need torchvision; their rules are here too (`per_frame_size`, `per_clip_size`), to be asked for by name.
+  video classes need torchvision.
 
 The two rules for images differ at very thin pictures: rounding a side to a multiple of `factor` may give 0, which
 qwen-vl-utils lifts to `factor` before it looks at the bounds; the processor sees an area of 0 and blows the picture up.
@@ -63,11 +63,6 @@ Size = tuple[int, int]
 def has_image_keys(element: Mapping[str, Any]) -> bool:
     """Whether the element chooses its image's size, so that qwen-vl-utils' rule applies and not the processor's."""
     return any(element.get(key) is not None for key in IMAGE_KEYS)
-
-
-def has_video_keys(element: Mapping[str, Any]) -> bool:
-    """Whether the element chooses the size of its video's frames."""
-    return any(element.get(key) is not None for key in VIDEO_KEYS)
 
 
 def misspelt_key(name: str) -> str | None:
@@ -190,39 +185,6 @@ def video_frame_size(
     return _keyed_size({**element, "min_pixels": low, "max_pixels": high}, height, width, factor)
 
 
-def per_frame_size(height: int, width: int, *, factor: int, min_pixels: float, max_pixels: float) -> Size:
-    """The size of a frame by the rule of Qwen2-VL's and Qwen2.5-VL's video processor, which is its image processor's.
-
-    Source: `smart_resize` in `transformers.models.qwen2_vl.video_processing_qwen2_vl`.
-
-    Raises:
-        ImageError: aspect ratio above 200, or bounds that exclude each other.
-    """
-    _check(height, width, min_pixels, max_pixels)
-    return _fit(height, width, 1, 1, factor, min_pixels, max_pixels)
-
-
-def per_clip_size(
-    num_frames: int, height: int, width: int, *, factor: int, min_pixels: float, max_pixels: float
-) -> Size:
-    """The size of a frame by the rule of Qwen3-VL's video processor: the bounds hold for all frames together.
-
-    Source: `smart_resize` in `transformers.models.qwen3_vl.video_processing_qwen3_vl`.
-
-    Raises:
-        ImageError: fewer than 2 frames, aspect ratio above 200, or bounds that exclude each other.
-    """
-    if num_frames < FRAME_FACTOR:
-        raise ImageError(f"{num_frames} frame is no clip; give at least {FRAME_FACTOR}", "video_frames")
-    _check(height, width, min_pixels, max_pixels, max_ratio=math.inf)
-    if height < factor or width < factor:
-        scale = max(factor / height, factor / width)
-        height, width = int(height * scale), int(width * scale)
-    _check(height, width, min_pixels, max_pixels)
-    counted = round(num_frames / FRAME_FACTOR) * FRAME_FACTOR
-    return _fit(height, width, num_frames, counted, factor, min_pixels, max_pixels)
-
-
 def _frame_bounds(element: Mapping[str, Any], num_frames: int, factor: int) -> tuple[float, float]:
     """`min_pixels` and `max_pixels` of each frame: its own bounds and its share of the whole video's."""
     low = number(element, "min_pixels", FRAME_TOKENS[0] * factor**2)
@@ -251,22 +213,7 @@ def _is_forced(element: Mapping[str, Any]) -> bool:
     return height is not None
 
 
-def _fit(height: int, width: int, frames: int, counted: int, factor: int, low: float, high: float) -> Size:
-    """The processors' rule: `counted` frames decide whether the bounds are kept, `frames` by how much to scale."""
-    rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    if counted * rows * columns > high:
-        shrink = math.sqrt(frames * height * width / high)
-        rows = max(factor, math.floor(height / shrink / factor) * factor)
-        columns = max(factor, math.floor(width / shrink / factor) * factor)
-    elif counted * rows * columns < low:
-        grow = math.sqrt(low / (frames * height * width))
-        rows, columns = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
-    return rows, columns
-
-
-def _check(
-    height: float, width: float, min_pixels: float, max_pixels: float, max_ratio: float = MAX_ASPECT_RATIO
-) -> None:
+def _check(height: float, width: float, min_pixels: float, max_pixels: float) -> None:
     if min(height, width) <= 0:
         raise ImageError(f"{height:g} x {width:g} pixels (height x width): there is nothing in it", "image_zero_size")
     if max_pixels < min_pixels:
@@ -276,7 +223,7 @@ def _check(
             "vision_key",
         )
     ratio = max(height, width) / min(height, width)
-    if ratio > max_ratio:
+    if ratio > MAX_ASPECT_RATIO:
         raise ImageError(
             f"{height:g} x {width:g} pixels (height x width), an aspect ratio of {ratio:.1f}, more than "
             f"{MAX_ASPECT_RATIO}, where Qwen's resize rule ends; cut or pad it",

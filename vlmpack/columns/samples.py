@@ -92,7 +92,7 @@ class Samples:
         return self
 
     def check_lengths(self, planned: np.ndarray) -> None:
-        """Do nothing if these are the samples of that plan.
+        """Raise unless these are the samples of that plan.
 
         Args:
             planned: int64 [N]: lengths that were packed.

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import index as whole
 from typing import Any
 
 from vlmpack.data.conversation import parse_of
 from vlmpack.data.images import ImageError, load_image
 from vlmpack.data.receipts import SPLITS, SyntheticReceipts
-from vlmpack.data.sources import Rows, Source, complete_row, find_rows
+from vlmpack.data.sources import Rows, Source, complete_row, find_rows, refuse_scale
 from vlmpack.errors import ConfigError, SampleError
 
 
@@ -41,8 +42,7 @@ def load_cord(
         raise ConfigError(f"no split {split!r}; CORD has {', '.join(SPLITS)} (its files say 'dev' for validation)")
     if isinstance(source, str) and source == "synthetic":
         return CordDataset(rows=SyntheticReceipts(split=split, num=num, seed=seed, scale=scale), name=source)
-    if scale != 1.0:
-        raise ConfigError(f"scale={scale} is for synthetic receipts; limit real images by the processor's max_pixels")
+    refuse_scale(scale)
     rows, name = find_rows(source, split)
     if num is not None and not 0 <= num <= len(rows):
         raise ConfigError(f"num is {num}, but {name} holds {len(rows)} records in {split!r}; ask for at most that many")
@@ -66,7 +66,7 @@ class CordDataset:
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"record {index} of {len(self)} in {self.name}")
-        at = int(index) % len(self)
+        at = whole(index) % len(self)
         row = complete_row(self.rows[at], self.name, index=at)
         parse_of(row["ground_truth"], index=at)
         try:

@@ -22,7 +22,7 @@ CHUNK = 2**24
 """Bytes of a JSONL file that are looked at together."""
 HEAD = 256
 """Bytes of a file that show what it is."""
-NEWLINE, BRACE = b"\n{"
+NEWLINE, BRACE = ord("\n"), ord("{")
 WHITE = " \t\r\n"
 MARK = b"\xef\xbb\xbf"
 """What some editors put in front of UTF-8."""

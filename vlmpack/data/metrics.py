@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 from vlmpack.errors import ConfigError
@@ -158,41 +159,47 @@ def tree_edit_distance(a: Tree, b: Tree) -> int:
     """The cheapest way to turn tree `a` into tree `b` by inserting, deleting and changing nodes.
 
     Source: K. Zhang and D. Shasha, "Simple fast algorithms for the editing distance between trees and related problems"
-    (1989). Nodes are numbered in postorder; `leftmost[i]` is the leftmost leaf below node i; a key root is the last
-    node of those with the same leftmost leaf. Takes O(|a| |b| depth^2) steps at worst.
+    (1989). Takes O(|a| |b| depth^2) steps at worst.
     """
-    a_nodes, a_leftmost = _postorder(a)
-    b_nodes, b_leftmost = _postorder(b)
-    costs = [[_change_cost(x, y) for y in b_nodes] for x in a_nodes]
-    done = [[0] * len(b_nodes) for _ in a_nodes]
-    for i in _key_roots(a_leftmost):
-        for j in _key_roots(b_leftmost):
-            _forest_distance(done, costs, (a_nodes, a_leftmost, i), (b_nodes, b_leftmost, j))
+    left, right = _postorder(a), _postorder(b)
+    costs = [[_change_cost(x, y) for y in right.nodes] for x in left.nodes]
+    done = [[0] * len(right.nodes) for _ in left.nodes]
+    for i, j in product(left.key_roots, right.key_roots):
+        _forest_distance(done, costs, left, right, i, j)
     return done[-1][-1]
 
 
-def _forest_distance(
-    done: list[list[int]],
-    costs: list[list[int]],
-    a: tuple[list[Tree], list[int], int],
-    b: tuple[list[Tree], list[int], int],
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Numbered:
+    """A tree whose nodes are numbered in postorder: children first."""
+
+    nodes: list[Tree]
+    """By number."""
+    leftmost: list[int]
+    """Of each node the number of the leftmost leaf below it."""
+
+    @property
+    def key_roots(self) -> list[int]:
+        """The last node of those with the same leftmost leaf."""
+        return sorted({leaf: at for at, leaf in enumerate(self.leftmost)}.values())
+
+
+def _forest_distance(done: list[list[int]], costs: list[list[int]], a: _Numbered, b: _Numbered, i: int, j: int) -> None:
     """Fill `done[x][y]` for all x, y whose leftmost leaves are those of the key roots i and j."""
-    (a_nodes, a_left, i), (b_nodes, b_left, j) = a, b
-    top, start = a_left[i], b_left[j]
+    top, start = a.leftmost[i], b.leftmost[j]
     above = [0]
     for y in range(start, j + 1):
-        above.append(above[-1] + b_nodes[y].cost)
+        above.append(above[-1] + b.nodes[y].cost)
     table = [above]
     for x in range(top, i + 1):
-        row = [table[-1][0] + a_nodes[x].cost]
+        row = [table[-1][0] + a.nodes[x].cost]
         for y in range(start, j + 1):
-            best = min(table[-1][y - start + 1] + a_nodes[x].cost, row[-1] + b_nodes[y].cost)
-            if a_left[x] == top and b_left[y] == start:
+            best = min(table[-1][y - start + 1] + a.nodes[x].cost, row[-1] + b.nodes[y].cost)
+            if a.leftmost[x] == top and b.leftmost[y] == start:
                 best = min(best, table[-1][y - start] + costs[x][y])
                 done[x][y] = best
             else:
-                best = min(best, table[a_left[x] - top][b_left[y] - start] + done[x][y])
+                best = min(best, table[a.leftmost[x] - top][b.leftmost[y] - start] + done[x][y])
             row.append(best)
         table.append(row)
 
@@ -205,8 +212,7 @@ def _change_cost(a: Tree, b: Tree) -> int:
     return int(a.label != b.label)
 
 
-def _postorder(root: Tree) -> tuple[list[Tree], list[int]]:
-    """Nodes, children first, and for each the number of its leftmost leaf."""
+def _postorder(root: Tree) -> _Numbered:
     nodes: list[Tree] = []
     leftmost: list[int] = []
     stack: list[tuple[Tree, int | None]] = [(root, None)]
@@ -218,11 +224,7 @@ def _postorder(root: Tree) -> tuple[list[Tree], list[int]]:
         else:
             nodes.append(node)
             leftmost.append(first)
-    return nodes, leftmost
-
-
-def _key_roots(leftmost: list[int]) -> list[int]:
-    return sorted({leaf: at for at, leaf in enumerate(leftmost)}.values())
+    return _Numbered(nodes=nodes, leftmost=leftmost)
 
 
 def _fields(data: Any, path: str = "") -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import index as as_int
@@ -22,26 +22,23 @@ from typing import Any, final, overload
 
 from torch.utils.data import Dataset
 
+from vlmpack.data.archive import ImageFolder
 from vlmpack.data.conversation import to_conversation
 from vlmpack.data.json_rows import JsonRows, json_rows
+from vlmpack.data.paths import CONVERSATIONS, from_folder
 from vlmpack.data.receipts import SyntheticReceipts
 from vlmpack.data.sources import (
     COLUMNS,
     JSON_FILES,
-    ImageFolder,
     Rows,
     Source,
     StoredRows,
     check_source,
     complete_row,
     find_stored,
+    refuse_scale,
 )
 from vlmpack.errors import ConfigError, SampleError
-
-CONVERSATIONS = ("messages", "conversations", "conversation", "prompt", "completion")
-"""Columns that hold a sample's text; a tokenised one has `input_ids` instead."""
-MEDIA = ("image", "images", "video", "videos", "image_url", "video_url", "url", "path")
-"""Keys that may hold where an image or a video is."""
 
 
 def open_dataset(
@@ -66,8 +63,8 @@ def open_dataset(
             file that names them.
 
     Raises:
-        ConfigError: the source, split or number do not fit what is there; it holds no samples; `image_root` is no
-            folder, or the source names no paths; or an extra is missing.
+        ConfigError: the source, split or number do not fit what is there; it holds no samples; `scale` is given for
+            stored ones; `image_root` is no folder, or the source names no paths; or an extra is missing.
     """
     check_source(source)
     root = None if image_root is None else _root(image_root)
@@ -75,11 +72,15 @@ def open_dataset(
         receipts = SyntheticReceipts(split=split, num=num, seed=seed, scale=scale)
         _check_names_paths(receipts, source, root)
         return OpenDataset(rows=receipts, name=source, are_receipts=True)
-    rows, name, folder = _find(source, split, root)
-    _check_names_paths(rows, name, root)
-    if num is not None and not 0 <= num <= len(rows):
-        raise ConfigError(f"num is {num}, but {name} holds {len(rows)} samples; ask for at most that many")
-    return OpenDataset(rows=rows, name=name, folder=root or folder, num=num, are_receipts=_are_receipts(rows, name))
+    refuse_scale(scale)
+    found = _find(source, split, root)
+    _check_names_paths(found.rows, found.name, root)
+    if num is not None and not 0 <= num <= len(found.rows):
+        raise ConfigError(f"num is {num}, but {found.name} holds {len(found.rows)} samples; ask for at most that many")
+    are_receipts = _are_receipts(found.rows, found.name)
+    return OpenDataset(
+        rows=found.rows, name=found.name, folder=root or found.folder, num=num, are_receipts=are_receipts
+    )
 
 
 @final
@@ -129,7 +130,7 @@ class OpenDataset(Dataset[dict[str, Any]]):
     def _sample(self, at: int) -> dict[str, Any]:
         try:
             row = self.rows[at]
-            sample = _from_folder(row, self.folder) if self.folder is not None else dict(row)
+            sample = from_folder(row, self.folder) if self.folder is not None else dict(row)
         except RecursionError as error:  # JSON is read a little deeper than Python calls itself
             message = f"its images or videos, in {self.name}, are nested too deeply; give a list of paths"
             raise SampleError(message, index=at, reason="row_unreadable") from error
@@ -185,35 +186,45 @@ class JoinedRows:
             row = file[index - starts[which]]
         except SampleError as error:
             raise SampleError(error.detail, index=index, reason=error.reason) from error
-        return _from_folder(row, self.root or file.path.parent)
+        return from_folder(row, self.root or file.path.parent)
 
 
-def _find(source: Source, split: str, root: Path | None) -> tuple[Rows, str, Path | None]:
-    """(rows, their name, the folder in which their paths start)."""
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Found:
+    """Stored samples."""
+
+    rows: Rows
+    """The raw rows."""
+    name: str
+    """Where they come from, for messages."""
+    folder: Path | None = None
+    """Where paths in them start; None: where the process runs, unless the rows know better."""
+
+
+def _find(source: Source, split: str, root: Path | None) -> _Found:
     if not isinstance(source, str | os.PathLike):
         return _find_list(source, split, root)
     path = Path(source).expanduser().absolute()
     if path.suffix in JSON_FILES and path.is_file():
-        return json_rows(path), str(source), path.parent
+        return _Found(rows=json_rows(path), name=str(source), folder=path.parent)
     if path.is_file() and path.suffix not in ("", ".parquet"):
         raise ConfigError(f"{source} is a {path.suffix} file; give {', '.join(JSON_FILES)} or .parquet, unpacked")
     rows, name = find_stored(source, split)
-    return rows, name, path if path.is_dir() else path.parent if path.is_file() else None
+    return _Found(rows=rows, name=name, folder=path if path.is_dir() else path.parent if path.is_file() else None)
 
 
-def _find_list(
-    source: Sequence[str | os.PathLike[str]], split: str, root: Path | None
-) -> tuple[Rows, str, Path | None]:
+def _find_list(source: Sequence[str | os.PathLike[str]], split: str, root: Path | None) -> _Found:
     paths = [Path(path).expanduser().absolute() for path in source]
     json_files = [path for path in paths if path.suffix in JSON_FILES]
     if not json_files:
         rows, name = find_stored(source, split)
-        return rows, name, paths[0].parent
+        return _Found(rows=rows, name=name, folder=paths[0].parent)
     if other := next((path for path in paths if path not in json_files), None):
         raise ConfigError(f"a list holds {json_files[0].name} and {other.name}; give files of JSON, or parquet files")
     if absent := [str(path) for path in paths if not path.is_file()]:
         raise ConfigError(f"no such file: {', '.join(absent)}; check the path")
-    return JoinedRows(files=tuple(map(json_rows, paths)), root=root), f"{len(paths)} files", None
+    return _Found(rows=JoinedRows(files=tuple(map(json_rows, paths)), root=root), name=f"{len(paths)} files")
 
 
 def _root(image_root: str | Path) -> Path:
@@ -257,41 +268,7 @@ def _are_receipts(rows: Rows, name: str) -> bool:
 
 def _remedy(rows: Rows) -> str:
     """A file of one object may hold all samples under a key."""
-    lists = [name for name, value in rows[0].items() if _is_list(value)] if isinstance(rows, JsonRows) else []
+    lists = [name for name, value in rows[0].items() if isinstance(value, list)] if isinstance(rows, JsonRows) else []
     if len(rows) == 1 and lists:
         return f"if the samples are the list under its key {lists[0]!r}, write that list alone into a file"
     return f"rename the column with the conversation, or give receipts as {' and '.join(COLUMNS)}"
-
-
-# ---------------------------------------------------------------------- paths
-
-
-def _from_folder(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The row with its media's paths starting at `folder`; texts and the arguments of tools are left alone."""
-    changed = {name: _placed(row[name], folder) for name in MEDIA if name in row}
-    changed |= {name: [_message(m, folder) for m in row[name]] for name in CONVERSATIONS if _is_list(row.get(name))}
-    return {**row, **changed}
-
-
-def _message(message: Any, folder: Path) -> Any:
-    if not isinstance(message, Mapping) or not _is_list(message.get("content")):
-        return message
-    return {**message, "content": [_part(part, folder) for part in message["content"]]}
-
-
-def _part(part: Any, folder: Path) -> Any:
-    return part if not isinstance(part, Mapping) or part.get("type") == "text" else _placed(part, folder)
-
-
-def _placed(media: Any, folder: Path) -> Any:
-    """A path, or paths in lists and under the keys of `MEDIA`, starting at `folder`."""
-    if isinstance(media, str):
-        is_address = "://" in media[:32] or media.startswith("data:")
-        return media if is_address else str(folder / media)
-    if isinstance(media, Mapping):
-        return {key: _placed(value, folder) if key in MEDIA else value for key, value in media.items()}
-    return [_placed(one, folder) for one in media] if _is_list(media) else media
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)

@@ -1,9 +1,9 @@
 """A real Qwen processor, built in a second without a hub, a download or torchvision: for demos and tests.
 
-Everything in it is the shipped class: `Qwen2VLProcessor`, `Qwen2_5_VLProcessor` or `Qwen3VLProcessor` (Qwen3.5 has no
-other) around a `Qwen2Tokenizer` or `Qwen3_5Tokenizer` and a `Qwen2VLImageProcessorPil`. Only the vocabulary is small: a
-byte-level BPE trained here on made-up receipts, so that any text can be tokenised, and receipts become words rather
-than bytes.
+Everything in it is the shipped class: `Qwen2VLProcessor`, `Qwen2_5_VLProcessor` or `Qwen3VLProcessor` (Qwen3.5 and
+Qwen4-exp have no other) around a `Qwen2Tokenizer` or `Qwen3_5Tokenizer` and a `Qwen2VLImageProcessorPil`. Only the
+vocabulary is small: a byte-level BPE trained here on made-up receipts, so that any text can be tokenised, and receipts
+become words rather than bytes.
 """
 
 from __future__ import annotations
@@ -62,8 +62,11 @@ MERGE_SIZE = 2
 TEMPORAL_PATCH_SIZE = 2
 PATCH_SIZES = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), 14),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), 16),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"), 16),
 }
+"""Pixels along the side of a patch, of every family that has a processor."""
+QWEN3_5_TOKENIZER = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
+"""Families with a `Qwen3_5Tokenizer`; the others have a `Qwen2Tokenizer`."""
 
 _OPENAI_CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 _HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
@@ -166,15 +169,18 @@ def processor_class(family: str) -> type:
 
 
 def _image_processor(family: str, *, min_pixels: int, max_pixels: int) -> Any:
+    """Normalised as the shipped class of the family does it: Qwen3-VL's has a video processor that maps to -1 ... 1."""
+    from transformers import Qwen3VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+    normalised = _HALF if processor_class(family) is Qwen3VLProcessor else _OPENAI_CLIP
     return Qwen2VLImageProcessorPil(
         patch_size=PATCH_SIZES[family],
         merge_size=MERGE_SIZE,
         temporal_patch_size=TEMPORAL_PATCH_SIZE,
         min_pixels=min_pixels,
         max_pixels=max_pixels,
-        **(_HALF if family.startswith("qwen3") else _OPENAI_CLIP),  # pyright: ignore[reportArgumentType]
+        **normalised,  # pyright: ignore[reportArgumentType]
     )
 
 
@@ -183,7 +189,7 @@ def _tokenizer(family: str, vocab_size: int) -> Any:
     from transformers import Qwen2Tokenizer, Qwen3_5Tokenizer
 
     vocab, merges = json.loads(_trained_vocabulary(vocab_size))
-    tokenizer = (Qwen3_5Tokenizer if family.startswith("qwen3_5") else Qwen2Tokenizer)(
+    tokenizer = (Qwen3_5Tokenizer if family in QWEN3_5_TOKENIZER else Qwen2Tokenizer)(
         vocab=vocab,
         merges=[tuple(merge) for merge in merges],  # pyright: ignore[reportArgumentType]
         eos_token="<|im_end|>",

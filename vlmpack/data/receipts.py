@@ -12,6 +12,7 @@ import json
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import index as whole
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,7 @@ class SyntheticReceipts:
 
 def draw_receipt(index: int, *, split: str = "train", seed: int = 0, scale: float = 1.0) -> dict[str, Any]:
     """One record: `{"image": RGB PIL image, "ground_truth": JSON string}`."""
+    index = whole(index)  # the ids of a plan are numpy's, which JSON does not know
     content, look, grain = np.random.SeedSequence([seed, list(SPLITS).index(split), index]).spawn(3)
     rng = _python_rng(content)
     rows = rows_of(make_bill(rng), make_style(rng), rng)

@@ -11,7 +11,6 @@ Nothing is decoded here, and the network is asked for a hub id alone.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from vlmpack.data.receipts import SPLITS, parse_lines
+from vlmpack.data.archive import ALIASES, ImageFolder, archive_in, in_files
 from vlmpack.errors import ConfigError, SampleError
 
 COLUMNS = ("image", "ground_truth")
@@ -27,7 +26,6 @@ Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 JSON_FILES = (".json", ".jsonl", ".ndjson")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_ALIASES = {"train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test"}
 
 
 class Rows(Protocol):
@@ -78,7 +76,7 @@ def find_rows(source: Source, split: str) -> tuple[Rows, str]:
 
 
 def check_source(source: Any) -> None:
-    """Do nothing if this can be the name of a data set.
+    """Refuse a source unless it can be the name of a data set.
 
     Raises:
         ConfigError: it is samples, or nothing.
@@ -93,6 +91,16 @@ def check_source(source: Any) -> None:
         "no opening: give them to VLMCollator, to a DataLoader or to the trainer as they are (receipts: what "
         "to_conversation makes of them)"
     )
+
+
+def refuse_scale(scale: float) -> None:
+    """Refuse a size for the text of samples that are stored: it would say nothing.
+
+    Raises:
+        ConfigError: it is another than 1.
+    """
+    if scale != 1.0:
+        raise ConfigError(f"scale={scale} is for synthetic receipts; limit real images by the processor's max_pixels")
 
 
 def find_stored(source: Source, split: str) -> tuple[StoredRows | ImageFolder, str]:
@@ -129,21 +137,10 @@ def complete_row(row: Mapping[str, Any], name: str, *, index: int) -> Mapping[st
 
 
 def _folder_rows(folder: Path, split: str) -> StoredRows | ImageFolder:
-    if any((folder / name).is_file() for name in ("dataset_dict.json", "dataset_info.json", "state.json")):
-        return _saved_rows(folder, split)
-    parquet = sorted(folder.rglob("*.parquet"))
-    if parquet:
-        chosen = [path for path in parquet if _split_of(path, folder) == split]
-        if not chosen:
-            seen = ", ".join(str(path.relative_to(folder)) for path in parquet[:6])
-            raise ConfigError(
-                f"no parquet file of split {split!r} under {folder}; its files: {seen}; expected {split}-*.parquet"
-            )
-        return _parquet_rows(chosen, split)
-    written = SPLITS.get(split, split)
-    for name in (split, written, "."):
-        if (folder / name / "image").is_dir() and (folder / name / "json").is_dir():
-            return _image_rows(folder / name, split)
+    for read in (_saved_in, _parquet_in, archive_in):
+        rows = read(folder, split)
+        if rows is not None:
+            return rows
     json_files = sorted(path.name for path in folder.iterdir() if path.suffix in JSON_FILES)
     if json_files:
         raise ConfigError(
@@ -153,71 +150,32 @@ def _folder_rows(folder: Path, split: str) -> StoredRows | ImageFolder:
     seen = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     raise ConfigError(
         f"{folder} holds no CORD data or table for split {split!r} (it holds: {seen}); expected a dataset saved by "
-        f"datasets, {split}-*.parquet files, or {written}/image with {written}/json"
+        f"datasets, {split}-*.parquet files, or {in_files(split)}/image with {in_files(split)}/json"
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageFolder:
-    """The layout of the CORD archive: `image/receipt_00000.png` beside `json/receipt_00000.json`."""
-
-    images: tuple[Path, ...]
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """The archive of version 0 has no `gt_parse`; it is then computed from the annotated lines."""
-        image = self.images[index]
-        text = _json_beside(image).read_text(encoding="utf-8")
-        try:
-            truth = json.loads(text)
-            if "gt_parse" not in truth and "valid_line" in truth:
-                text = json.dumps({"gt_parse": parse_lines(truth["valid_line"]), **truth})
-        except (ValueError, KeyError, TypeError) as error:
-            message = (
-                f"{_json_beside(image)} is not a CORD annotation ({error!r}); download it again or remove the pair"
-            )
-            raise SampleError(message, index=index, reason="ground_truth_unreadable", sample_id=image.stem) from error
-        return {"image": image, "ground_truth": text}
+def _saved_in(folder: Path, split: str) -> StoredRows | None:
+    names = ("dataset_dict.json", "dataset_info.json", "state.json")
+    return _saved_rows(folder, split) if any((folder / name).is_file() for name in names) else None
 
 
-def _image_rows(folder: Path, split: str) -> ImageFolder:
-    images = sorted(path for path in (folder / "image").iterdir() if path.suffix.lower() in (".png", ".jpg", ".jpeg"))
-    alone = [image.name for image in images if not _json_beside(image).is_file()]
-    if alone:
+def _parquet_in(folder: Path, split: str) -> StoredRows | None:
+    parquet = sorted(folder.rglob("*.parquet"))
+    chosen = [path for path in parquet if _split_of(path, folder) == split]
+    if parquet and not chosen:
+        seen = ", ".join(str(path.relative_to(folder)) for path in parquet[:6])
         raise ConfigError(
-            f"{len(alone)} images in {folder / 'image'} have no annotation, first {alone[0]}; add it to json/"
+            f"no parquet file of split {split!r} under {folder}; its files: {seen}; expected {split}-*.parquet"
         )
-    if not images:
-        raise ConfigError(f"no .png or .jpg in {folder / 'image'}; unpack the CORD archive there")
-    rows = ImageFolder(images=tuple(images))
-    written = _written_split(rows[0]["ground_truth"])
-    name = _ALIASES.get(written, split)
-    if name != split:
-        raise ConfigError(
-            f"{folder} holds split {name!r} (its files say {written!r}), not {split!r}; pass split={name!r}"
-        )
-    return rows
-
-
-def _written_split(ground_truth: str) -> str:
-    """What `meta.split` says; nothing where there is no such entry."""
-    truth = json.loads(ground_truth)
-    meta = truth.get("meta") if isinstance(truth, dict) else None
-    return str(meta.get("split", "")) if isinstance(meta, dict) else ""
-
-
-def _json_beside(image: Path) -> Path:
-    return image.parent.parent / "json" / f"{image.stem}.json"
+    return _parquet_rows(chosen, split) if chosen else None
 
 
 def _split_of(path: Path, folder: Path) -> str | None:
     """The split that a parquet file's name (`train-00000-of-00004.parquet`) or its folders (`train/0.parquet`) tell."""
     for part in reversed(path.relative_to(folder).with_suffix("").parts):
         name = re.split(r"[-_.]", part.lower())[0]
-        if name in _ALIASES:
-            return _ALIASES[name]
+        if name in ALIASES:
+            return ALIASES[name]
     return None
 
 

@@ -51,8 +51,8 @@ def settings_key(collator: VLMCollator, *, estimate: bool = False) -> bytes:
     )
 
 
-def sample_key(feature: Any, settings: bytes, limits: ImageLimits) -> bytes | None:
-    """The key of one sample under settings.
+def sample_key(feature: Any, settings: bytes, limits: ImageLimits, *, has_vision: bool) -> bytes | None:
+    """The key of one sample under settings; to a model that has no vision `<image>` in a text is text.
 
     Returns:
         16 bytes. None: the sample is not worth a key, as it was tokenised before; or it has none, as an image cannot
@@ -61,7 +61,7 @@ def sample_key(feature: Any, settings: bytes, limits: ImageLimits) -> bytes | No
     if not isinstance(feature, Mapping) or feature.get("input_ids") is not None:
         return None
     try:
-        row = read_row(feature)
+        row = read_row(feature, has_vision=has_vision)
         images = [[read_size(ref.source, limits=limits), ref.options] for ref in row.images]
         videos = [[_frame_sizes(ref.source, limits), ref.options] for ref in row.videos]
         text = [row.messages, row.plain, row.trained_turns, row.template_options]

@@ -150,7 +150,9 @@ class Measurer:
         return [self._found(sample, key, known) for sample, key in zip(samples, keys, strict=True)]
 
     def _key(self, sample: Any) -> bytes | None:
-        return None if self.cache is None else sample_key(sample, self.settings, self.collator.limits)
+        if self.cache is None:
+            return None
+        return sample_key(sample, self.settings, self.collator.limits, has_vision=self.collator.facts.has_vision)
 
     def _found(self, sample: Any, key: bytes | None, known: Mapping[bytes, Entry]) -> Found:
         if isinstance(sample, SampleError):

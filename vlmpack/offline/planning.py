@@ -11,7 +11,6 @@ import numpy as np
 
 from vlmpack.collate import Ledger, VLMCollator
 from vlmpack.collate.collator import own_id
-from vlmpack.collate.length import OVERLENGTH
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import SlotRule
 from vlmpack.offline.manifest import Counts, FixedSizes
@@ -25,7 +24,7 @@ from vlmpack.stream.source import MapStyle
 
 
 def check_refused(table: LengthTable, collator: VLMCollator) -> None:
-    """Do nothing if the collator would go on with the samples that are left.
+    """Raise unless the collator would go on with the samples that are left.
 
     Raises:
         SampleError: a sample was refused, and `on_bad` is "raise".
@@ -38,7 +37,7 @@ def check_refused(table: LengthTable, collator: VLMCollator) -> None:
             ledger.use()
             continue
         error = _error(refused[place])
-        if error.reason == OVERLENGTH and collator.overlength == "drop":
+        if collator.leaves_out(error.reason):
             ledger.note(error)
         elif collator.on_bad == "skip":
             ledger.refuse(error)

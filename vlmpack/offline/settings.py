@@ -65,7 +65,7 @@ class StoreSettings:
 
 
 def check_collator(collator: VLMCollator, settings: StoreSettings) -> None:
-    """Do nothing if the collator's rows can be stored.
+    """Refuse the collator unless its rows can be stored.
 
     Raises:
         ConfigError: it pads, fixes sizes that are fixed when rows are read, or has slots that do not fit the capacity.
@@ -141,7 +141,7 @@ def finished(out: Path, description: Mapping[str, Any]) -> Manifest | None:
 
 
 def check_free(out: Path) -> None:
-    """Do nothing if a store may be begun or continued in a folder: nothing is made in somebody else's.
+    """Refuse a folder unless a store may be begun or continued in it: nothing is made in somebody else's.
 
     Raises:
         ConfigError: it is a file, or holds something that is no part of a store.

@@ -105,7 +105,7 @@ def checked_capacity(capacity: int, what: str = "the capacity of a row") -> int:
 
 
 def check_seed(seed: int | None) -> None:
-    """Do nothing if `seed` is a whole number of at least 0, or None.
+    """Refuse `seed` unless it is a whole number of at least 0, or None.
 
     Raises:
         ConfigError: it is something else.
@@ -123,7 +123,7 @@ def too_large(lengths: np.ndarray, capacity: int, budgets: Sequence[Budget]) -> 
 
 
 def refuse_too_large(over: np.ndarray, lengths: np.ndarray, capacity: int, budgets: Sequence[Budget]) -> None:
-    """Do nothing if no sample is too large.
+    """Refuse samples that are too large.
 
     Raises:
         SampleError: names the first such sample and lists the next ones with their sizes.

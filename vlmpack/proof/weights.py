@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from vlmpack.data.pretrained import load_processor
-from vlmpack.errors import ConfigError, FamilyError
+from vlmpack.errors import ConfigError
 from vlmpack.families import Family, family_named
 from vlmpack.proof.report import said
 from vlmpack.proof.shrink import auto_class, small_copy
@@ -85,7 +85,7 @@ def read_config(model_id: str) -> Any:
 def _processor(model_id: str) -> Any:
     try:
         return load_processor(model_id)
-    except (OSError, FamilyError, ValueError):  # a folder with a model alone: random ids and pixels will do
+    except (OSError, ValueError):  # a folder with a model alone: random ids and pixels will do
         return None
 
 

@@ -18,7 +18,7 @@ class MapStyle(Protocol):
 
 
 def check_samples(dataset: object) -> None:
-    """Do nothing if a data set was given, and not a path, of whose letters samples would be made, or several sets.
+    """Raise unless one data set was given: not several, and no path, of whose letters samples would be made.
 
     Raises:
         ConfigError: it is a path, or a mapping; says what to give.

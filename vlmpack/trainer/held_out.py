@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.collator import own_id
+from vlmpack.collate.length import OVERLENGTH
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.offline import measure_lengths
 from vlmpack.plan import EMPTY, Plan, balance_rows, plan_bins
@@ -28,9 +29,6 @@ from vlmpack.stream.source import MapStyle, check_samples
 
 Collator = Callable[[Sequence[Any]], Mapping[str, Any]]
 """A list of samples → a padded batch or a packed row, as a dictionary with host facts."""
-
-OVERLENGTH = "overlength"
-"""Why samples are refused that `VLMCollator(overlength="drop")` leaves out."""
 
 
 @final
@@ -114,7 +112,7 @@ def hold_out(
         )
     table = measure_lengths(dataset, collator, workers=workers)
     if collator.on_bad == "raise":
-        _raise_first([one for one in table.refused if not (one.reason == OVERLENGTH and collator.overlength == "drop")])
+        _raise_first([one for one in table.refused if not collator.leaves_out(one.reason)])
     return HeldOut.measured(table, capacity)
 
 
