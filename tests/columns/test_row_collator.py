@@ -194,6 +194,8 @@ def test_a_bad_row_is_named(row, message: str) -> None:
         RowCollator(bare_row="one_sample")([{"input_ids": [1, 2]}, row])
 
 
-def test_an_empty_batch_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the batch is empty"):
-        RowCollator()([])
+def test_a_rank_without_rows_has_one_token_and_no_target() -> None:
+    batch = RowCollator()([])
+    assert batch["input_ids"].tolist() == [[0]]
+    assert batch["labels"].tolist() == [[-100]]
+    assert batch["vlmpack"].num_targets == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from chats import chat, picture, processor_of
 from torch.utils.data import DataLoader
 
 from vlmpack.collate import VLMCollator
-from vlmpack.errors import ConfigError
+from vlmpack.data import open_dataset
+from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import SlotRule
 from vlmpack.plan import LengthTable, plan_bins
 from vlmpack.stream import PackedBatchSampler, PackedStream, RowSettings, StreamPacker, token_count
@@ -92,6 +94,20 @@ def test_a_stream_brings_bad_samples_to_a_collator_that_skips_and_counts_them():
     batches = list(DataLoader(stream, batch_size=None, collate_fn=collator))
     assert [batch["vlmpack"].sample_ids for batch in batches] == [(0, 2)]
     assert (collator.ledger.given, dict(collator.ledger.reasons)) == (3, {"no_targets": 1})
+
+
+def test_a_sample_that_cannot_be_read_comes_to_the_collator_too(tmp_path):
+    lines = [json.dumps(chat("why?", "because", id=0)), '{"messages": [{"ro', json.dumps(chat("?", "so", id=2))]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    collator = VLMCollator(processor_of(), layout="packed", on_bad="skip")
+    settings = RowSettings(capacity=120, limits={"images": 4})
+    costs = {"length": collator.length, "costs": lambda sample: {"images": len(sample.get("images", []))}}
+    stream = PackedStream(open_dataset(tmp_path / "chats.jsonl"), settings, **costs)
+    batches = list(DataLoader(stream, batch_size=None, collate_fn=collator))
+    assert [batch["vlmpack"].sample_ids for batch in batches] == [(0, 2)]
+    assert (collator.ledger.given, dict(collator.ledger.reasons)) == (3, {"row_unreadable": 1})
+    with pytest.raises(SampleError, match=r"sample 1 .* is no JSON"):
+        list(DataLoader(stream, batch_size=None, collate_fn=VLMCollator(processor_of(), layout="packed")))
 
 
 # ---------------------------------------------------------------------- what they say of themselves

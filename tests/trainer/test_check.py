@@ -16,7 +16,7 @@ from vlmpack.columns import RowCollator, pack_dataset
 from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
 from vlmpack.step import enable_packing, packing_state
-from vlmpack.trainer import check_trainer, loss_metrics
+from vlmpack.trainer import PackedTrainer, check_trainer, loss_metrics
 
 
 def refusal(run) -> str:
@@ -103,6 +103,18 @@ def test_metrics_of_packed_rows(tmp_path, monkeypatch):
     assert run.evaluate()["eval_num_samples"] == 6
     monkeypatch.setattr(type(run.args), "world_size", 2)
     assert "packed rows hold other numbers of samples, at which the processes end" in refusal(run)
+
+
+def test_an_evaluation_that_skips_samples(tmp_path):
+    model = enable_packing(tiny_model("qwen3_vl", processor=processor_of(), layers=1, vision_depth=1))
+    settings = {"data_collator": VLMCollator(processor_of(), layout="packed", on_bad="skip"), "train_dataset": [chat()]}
+    args = arguments(tmp_path, remove_unused_columns=False)
+    check_trainer(Trainer(model, args, **settings))
+    run = Trainer(model, args, **settings, eval_dataset=[chat()])
+    assert "samples that the collator skips (on_bad='skip') count with a loss of 0" in refusal(run)
+    check_trainer(PackedTrainer(model, args, **settings, eval_dataset=[chat()], eval_capacity=99))
+    run.data_collator = VLMCollator(processor_of(), layout="packed")
+    check_trainer(run)
 
 
 def test_rows_that_are_made_ahead_need_a_trainer_for_them(tmp_path):

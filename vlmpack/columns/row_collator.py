@@ -33,6 +33,9 @@ BareRow = Literal["refuse", "one_sample"]
 SHOWN = 9
 """Lengths that a message lists."""
 
+NOTHING = {"input_ids": [0], "labels": [IGNORE], "seq_lengths": [1]}
+"""Stands in for a batch without rows: a rank that has none keeps in step with the others, at a loss of 0."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -66,16 +69,14 @@ class RowCollator:
             features: dictionaries with `input_ids`, and what tells samples apart: `seq_lengths` or `position_ids`.
                 `attention_mask` tells padding (on the right). What is learnt is told by one of `labels`, `loss_mask`,
                 `completion_mask` and `assistant_masks`, not shifted; without them all tokens are. Where a bare row is
-                one sample, also token ids alone.
+                one sample, also token ids alone. None at all, as a rank gets whose turn is an empty row, make one
+                token and no target.
 
         Raises:
             SampleError: columns of a row that do not fit together, or contradict each other; names its place in the
                 batch.
-            ConfigError: no rows.
         """
-        if not features:
-            raise ConfigError("there is nothing to collate: the batch is empty")
-        rows = [_Row.read(feature, index, self.bare_row) for index, feature in enumerate(features)]
+        rows = [_Row.read(feature, index, self.bare_row) for index, feature in enumerate(features or [NOTHING])]
         row = joined_row(
             torch.from_numpy(np.concatenate([row.input_ids for row in rows], dtype=np.int64)),
             torch.from_numpy(np.concatenate([row.labels for row in rows], dtype=np.int64)),

@@ -30,7 +30,7 @@ from vlmpack.offline.content import sample_key, settings_key
 from vlmpack.offline.workers import Start, in_order
 from vlmpack.plan.rounding import divided_up
 from vlmpack.plan.table import LengthTable, Refused
-from vlmpack.stream.source import MapStyle, check_samples
+from vlmpack.stream.source import MapStyle, check_samples, sample_at
 
 Told = Callable[[int, int | None], None]
 """Is told how many samples are done, and of how many; None: nobody knows."""
@@ -193,14 +193,6 @@ class _PartOf:
     def __call__(self, part: int) -> list[Found]:
         places = range(part * PART, min((part + 1) * PART, len(self.dataset)))
         return self.measurer.measure([sample_at(self.dataset, place) for place in places])
-
-
-def sample_at(dataset: Any, place: int) -> Any:
-    """One sample, or why the data set has none to give."""
-    try:
-        return dataset[place]
-    except SampleError as error:
-        return error
 
 
 def undecoded(dataset: Any) -> Any:

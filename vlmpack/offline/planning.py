@@ -14,13 +14,12 @@ from vlmpack.collate.collator import own_id
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import SlotRule
 from vlmpack.offline.manifest import Counts, FixedSizes
-from vlmpack.offline.measure import sample_at
 from vlmpack.offline.settings import StoreSettings
 from vlmpack.plan import Budget, LengthTable, Plan, Refused, plan_bins
 from vlmpack.plan.lengths import refuse_too_large, too_large
 from vlmpack.plan.rounding import round_up
 from vlmpack.plan.split import split_rows
-from vlmpack.stream.source import MapStyle
+from vlmpack.stream.source import MapStyle, sample_at
 
 
 def check_refused(table: LengthTable, collator: VLMCollator) -> None:

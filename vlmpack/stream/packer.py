@@ -183,12 +183,14 @@ class StreamPacker(Generic[Sample]):
         return rows
 
     def needs(self, sample: Sample) -> tuple[int, ...]:
-        """(tokens, and what else is limited) of a sample.
+        """(tokens, and what else is limited) of a sample; one that could not be read takes up one token.
 
         Raises:
             ConfigError: `costs` does not tell everything that is limited.
             SampleError: one of them is no whole number, or `input_ids` are no row of numbers.
         """
+        if isinstance(sample, SampleError):
+            return (1, *(0 for _ in self.settings.limits))
         costs = {} if self._costs is None else self._costs(sample)
         if missing := [name for name in self.settings.limits if name not in costs]:
             raise ConfigError(f"{', '.join(missing)} are limited, but `costs` tells only {list(costs)} of a sample")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, SampleError
 
 
 @runtime_checkable
@@ -15,6 +15,14 @@ class MapStyle(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+def sample_at(dataset: Any, place: int) -> Any:
+    """One sample, or why the data set has none to give: collators refuse it under its own name."""
+    try:
+        return dataset[place]
+    except SampleError as error:
+        return error
 
 
 def check_samples(dataset: object) -> None:

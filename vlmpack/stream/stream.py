@@ -15,7 +15,7 @@ from vlmpack.stream.packer import StreamPacker, token_count
 from vlmpack.stream.place import END, Place, Resumable
 from vlmpack.stream.sampler import REMAINDERS, Remainder, checked_rank
 from vlmpack.stream.settings import RowSettings
-from vlmpack.stream.source import MapStyle, check_samples
+from vlmpack.stream.source import MapStyle, check_samples, sample_at
 from vlmpack.stream.whole import whole
 
 
@@ -27,6 +27,9 @@ class PackedStream(IterableDataset[list[Any]]):
     rows are the same for any number of workers, all ranks have as many, and nobody has to talk. The source must
     therefore give everybody the same samples in the same order (seed its shuffle), and should be cheap to read: leave
     decoding to the collator.
+
+    A sample that the source cannot read (a SampleError) takes up one token of a row, so that it comes to the collator,
+    which raises or skips and counts it.
 
     Args:
         source: the samples; iterated anew every epoch.
@@ -172,7 +175,7 @@ class PackedStream(IterableDataset[list[Any]]):
             return self._place.samples(is_new_pass=not start)
         if isinstance(self.source, MapStyle) and not isinstance(self.source, IterableDataset):
             source = self.source
-            return (source[at] for at in range(start, len(source)))
+            return (sample_at(source, at) for at in range(start, len(source)))
         return islice(whole(self.source), start, None)
 
     # ------------------------------------------------------------------ to continue elsewhere

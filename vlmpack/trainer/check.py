@@ -46,6 +46,7 @@ def check_trainer(trainer: Trainer) -> None:
         *_batches(trainer),
         *_rows(trainer),
         *_metrics(trainer),
+        *_skipped(trainer),
     ]
     if problems:
         raise ConfigError("this Trainer does not train packed rows as their samples alone:\n- " + "\n- ".join(problems))
@@ -209,6 +210,19 @@ def _metrics(trainer: Trainer) -> Iterator[str]:
                 f"that are left for it ({len(data)} rows, {at_once} at a time), and compute_metrics would miss the "
                 f"others: {remedy}"
             )
+
+
+def _skipped(trainer: Trainer) -> Iterator[str]:
+    """Accelerate counts samples by their places, whether or not the collator could use them."""
+    collator = trainer.data_collator
+    packs = isinstance(trainer, PackedTrainer) and trainer.eval_packing
+    if trainer.eval_dataset is None or packs or not isinstance(collator, VLMCollator) or collator.on_bad == "raise":
+        return
+    yield (
+        "its evaluation weighs a batch by its places: samples that the collator skips (on_bad='skip') count with a "
+        "loss of 0 where a whole batch is skipped, and ranks with other numbers of them come apart: evaluate with "
+        "PackedTrainer of vlmpack.trainer, or evaluate of vlmpack, or leave such samples out of the evaluation set"
+    )
 
 
 def _has_rows(trainer: Trainer) -> bool:
