@@ -19,9 +19,10 @@ from vlmpack.proof.shrink import shrink
 CPU = torch.device("cpu")
 
 
-def test_weights_that_fit_are_loaded_with_their_processor(tmp_path: Path) -> None:
-    processor = tiny_processor("qwen2_5_vl")
-    model = tiny_model("qwen2_5_vl", processor=processor)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen4_exp"])
+def test_weights_that_fit_are_loaded_with_their_processor(family: str, tmp_path: Path) -> None:
+    processor = tiny_processor(family)
+    model = tiny_model(family, processor=processor)
     model.save_pretrained(tmp_path)
     save_processor(processor, tmp_path)
     loaded = load(str(tmp_path), device=CPU, dtype=torch.float32)

@@ -73,7 +73,7 @@ def no_columns(feature: Mapping[str, Any]) -> str:
 
 
 def also_has(feature: Mapping[str, Any]) -> str:
-    """The columns that nothing reads, one of which may be a misspelt one, at the end of an error; mostly nothing."""
+    """The end of an error: the columns that nothing reads, as one of them may be misspelt; "" where all are read."""
     unread = {name: value for name, value in feature.items() if name not in _READ and value is not None}
     return f"; it also has: {_listed(unread)}" if unread else ""
 
@@ -100,7 +100,7 @@ def _remedy(feature: Mapping[str, Any]) -> str:
 
 
 def _meant(name: str) -> str:
-    """The column of a sample's text that a name is nearly, and not quite."""
+    """The column of a sample's text that a name nearly spells; "" where it spells one, or is like none."""
     near = get_close_matches(name.lower(), _TEXT_COLUMNS, n=1, cutoff=0.8)
     return near[0] if near and name not in _TEXT_COLUMNS else ""
 

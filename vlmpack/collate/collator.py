@@ -143,9 +143,9 @@ class VLMCollator:
         return sample if index is None else _with_id(sample, index)
 
     def length(self, feature: Mapping[str, Any]) -> int:
-        """Tokens of row that a sample takes up, its slot's included, as `outline` tells: `length` of a `PackedStream`.
+        """Tokens that a sample takes up in a row, its whole slot, as `outline` tells: `length` of a `PackedStream`.
 
-        A sample that `collate` leaves out takes up one slot, so that a stream brings it there, where it is counted.
+        A sample that `collate` leaves out takes up the smallest slot, so that a stream hands it over and it is counted.
 
         Raises:
             SampleError, ConfigError: as `outline`; the first only if `on_bad` is "raise".

@@ -210,7 +210,7 @@ def _restarts(positions: np.ndarray, index: int) -> np.ndarray:
 
 
 def _check_positions(positions: np.ndarray, lengths: np.ndarray, index: int, *, padding_told: bool) -> None:
-    """Refuse positions unless each sample's count from 0 and, where no mask tells the padding, nothing counts on there.
+    """Refuse positions unless those of each sample count from 0 and, where no mask tells of it, padding counts nothing.
 
     Place by place: in a total, a boundary missing in one sample would make up for one too many in the padding.
     """

@@ -90,7 +90,7 @@ class StreamPacker:
         return len(self._room) >= WAITING and self._room.tokens >= ROWS_WAITING * self._capacity
 
     def _next_row(self) -> Pack:
-        """The oldest sample and those that fill its row; by next fit nobody waits who does not fit."""
+        """The oldest sample and those that fill its row; by next fit all that wait fit in it."""
         row = self._room.take()
         return Pack(sequence_ids=row, lengths=[self._lengths.pop(sample) for sample in row])
 

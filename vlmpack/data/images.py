@@ -60,7 +60,7 @@ class ImageLimits:
     """Pillow's names of the file formats that are tried; the content decides, not the file's name."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a format that Pillow cannot open."""
+        """Refuse formats that Pillow cannot open: a ConfigError."""
         if self.formats != _FORMATS:
             Image.init()
             unknown = sorted(set(self.formats) - set(Image.OPEN))
