@@ -61,7 +61,7 @@ class Device:
     type: str
     """"cpu" or "cuda"."""
     name: str
-    """What a human calls it."""
+    """Its name for people."""
 
 
 @final

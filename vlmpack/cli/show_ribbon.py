@@ -41,7 +41,7 @@ class Ribbon:
     lengths: tuple[int, ...]
     """Tokens of each sample of the row."""
     media: tuple[int, ...]
-    """How many of them are of images and videos."""
+    """How many of them belong to images and videos."""
     names: tuple[str, ...]
     """What each sample is called."""
     total: int
@@ -109,7 +109,7 @@ def _line(ribbon: Ribbon, first: int, per_line: int) -> Text:
 
 
 def _entry(ribbon: Ribbon, sample: int, *, is_shown: bool) -> Text:
-    """A sample in the legend; a letter in brackets is nowhere in the ribbon, because the sample fills no cell."""
+    """A sample in the legend; a letter in brackets does not appear in the ribbon, as the sample dominates no cell."""
     letter = _letter(2 * sample)
     entry = Text(no_wrap=True)
     entry.append(letter if is_shown else f"({letter})", style=_style(2 * sample))

@@ -68,7 +68,7 @@ class LengthCache:
             self.close()  # a fork must not inherit an open one
 
     def get(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
-        """The entries that there are."""
+        """The entries that are there, by key."""
         if not keys:
             return {}
         with self._errors():
@@ -152,7 +152,7 @@ _MARKERS = ("application_id", "user_version")
 
 
 def _checked(values: Sequence[object]) -> Entry:
-    """An entry as it was written, and not what damage made of it."""
+    """The entry that was written; a ValueError where damage has made something else of it."""
     *counts, reason, detail = values
     whole = all(isinstance(count, int) and count >= 0 for count in counts)
     if not whole or {type(reason), type(detail)} not in ({str}, {type(None)}):

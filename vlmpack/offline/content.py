@@ -4,7 +4,7 @@
     text       messages as the chat template gets them, or prompt and completion as they stand
     media      height and width as the header tells them, and the keys beside them that choose another size
 
-No pixel has a say in it, so none is hashed: an image that is drawn anew in its old size is found again, wherever it
+Only image sizes enter the key, never pixels: an image that is drawn anew in its old size is found again, wherever it
 lies, and one of another size is never taken for it, whatever its file is called and whenever it was written.
 """
 
@@ -26,12 +26,12 @@ from vlmpack.collate.rows import read_row
 from vlmpack.data.images import ImageError, ImageLimits, read_size
 
 RULES = 1
-"""Raised with every change by which the same sample gets other lengths."""
+"""To be raised with every change that gives the same sample other lengths."""
 KEY_BYTES = 16
 
 
 def settings_key(collator: VLMCollator, *, estimate: bool = False) -> bytes:
-    """All that decides lengths besides the samples themselves."""
+    """A digest of everything besides the samples themselves that decides lengths."""
     parts = parts_of(collator.processor)
     facts = {**asdict(collator.facts), "newline_ids": sorted(collator.facts.newline_ids)}
     return _digest(
@@ -77,7 +77,7 @@ def _frame_sizes(video: Any, limits: ImageLimits) -> list[tuple[int, int]]:
 
 
 def _tokenizer(tokenizer: Any) -> Any:
-    """All of a tokenizer but what its last call left in it."""
+    """Everything about a tokenizer except what its last call left behind."""
     if not tokenizer.is_fast:
         return [tokenizer.get_vocab(), tokenizer.init_kwargs]
     return {**json.loads(tokenizer.backend_tokenizer.to_str()), "truncation": None, "padding": None}

@@ -28,14 +28,14 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 @final
 @dataclass(frozen=True, kw_only=True)
 class WorkFolder:
-    """Where a store is written, and where what is not finished lies meanwhile."""
+    """Where a store is written, and where unfinished files are kept meanwhile."""
 
     out: Path
     """The store."""
 
     @property
     def path(self) -> Path:
-        """The folder that goes when the store is finished."""
+        """Working folder; deleted when the store is complete."""
         return self.out / ".work"
 
     @property
@@ -71,7 +71,7 @@ class WorkFolder:
             temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def remove(self) -> None:
-        """The store is finished."""
+        """Delete the working folder: the store is complete."""
         shutil.rmtree(self.path)
 
 

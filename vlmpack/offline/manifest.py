@@ -60,10 +60,10 @@ class Counts:
 @final
 @dataclass(frozen=True, kw_only=True)
 class FixedSizes:
-    """The most of anything that a row holds: what is allocated, or captured in a CUDA graph, once for all rows."""
+    """The largest sizes of any row: what is allocated, or captured in a CUDA graph, once for all rows."""
 
     longest_row: int
-    """Tokens of row, with what slots are rounded up by."""
+    """Tokens of the longest row, what slots and rows are rounded up by included."""
     longest_segment: int
     """Tokens of the longest sample."""
     most_segments: int

@@ -33,7 +33,7 @@ from vlmpack.plan.table import LengthTable, Refused
 from vlmpack.stream.source import MapStyle, check_samples, sample_at
 
 Told = Callable[[int, int | None], None]
-"""Is told how many samples are done, and of how many; None: nobody knows."""
+"""Is called with the number of samples done and the number of all; None: nobody knows it."""
 
 PART = 32
 """Samples that go to a worker at a time."""
@@ -65,7 +65,7 @@ def measure_lengths(
         collator: the one that will be used for training.
         workers: processes; 0: this one alone.
         cache: a file in which what was measured is found again, see `LengthCache`; None: none.
-        progress: is told (samples done, samples in all or None).
+        progress: is called with (samples done, samples in all or None) now and then.
         estimate: one token for each square of an image's pixels, begun ones included (ceil(H/32) * ceil(W/32) for
             Qwen3-VL), whatever the processor's bounds and rule are.
         start: how processes are started; None: as Python does it here.

@@ -24,7 +24,7 @@ IMAGES: tuple[Images, ...] = ("bytes", "reference")
 KEYS = (*VIDEO_KEYS, "sample_fps", "raw_fps")
 """Keys beside an image or a video that change what is made of it."""
 PNG_EFFORT = 3
-"""Of 9: beyond it, files of pictures get little smaller and take much longer."""
+"""Compression level of PNG, 0 to 9: higher ones take much longer and save little."""
 
 
 class StoredImage(TypedDict):

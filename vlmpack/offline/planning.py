@@ -97,7 +97,7 @@ def _refuse_too_large(
 
 
 def _id_at(dataset: MapStyle, place: int) -> int | str | None:
-    """The id that a sample brings: a table of lengths has none of those that can be used."""
+    """The id that a sample brings: a table of lengths keeps those of refused samples only."""
     return own_id(sample_at(dataset, place))
 
 
@@ -149,7 +149,7 @@ def count(table: LengthTable, plan: Plan) -> Counts:
 
 
 def fixed_sizes(table: LengthTable, plan: Plan, slots: SlotRule) -> FixedSizes:
-    """The most of anything in a row."""
+    """The largest sizes of any row."""
     widths = round_up(plan.tokens, slots.row_multiple)
     return FixedSizes(
         longest_row=int(widths.max()),
@@ -161,6 +161,6 @@ def fixed_sizes(table: LengthTable, plan: Plan, slots: SlotRule) -> FixedSizes:
 
 
 def fill(table: LengthTable, plan: Plan) -> float:
-    """Tokens of samples per token of row; a row above the capacity is as wide as it is."""
+    """Real tokens per token of row; rows count as wide as the capacity, or wider where they exceed it."""
     tokens = plan.sums(table.tokens)
     return float(tokens.sum() / np.maximum(plan.tokens, plan.capacity).sum())

@@ -24,7 +24,7 @@ from vlmpack.stream.source import MapStyle
 STARTED = "settings.json"
 """In the work folder: what is being made."""
 LOOKED_AT = 8
-"""Samples by which a data set is known again."""
+"""Samples that are compared to recognise a data set."""
 
 
 @final
@@ -105,7 +105,7 @@ def described(dataset: MapStyle, collator: VLMCollator, settings: StoreSettings)
 
 
 def _number(value: Any) -> Any:
-    """A number of numpy's, which settings of a collator may be, as Python has it."""
+    """A NumPy number, as settings of a collator may be, as a Python one."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{value!r} is a {type(value).__name__}, and settings are numbers and texts")

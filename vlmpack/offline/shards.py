@@ -38,7 +38,7 @@ class ShardWriter:
     """Writes files of rows; pickles to workers."""
 
     dataset: MapStyle
-    """MapStyle by place."""
+    """Samples by place."""
     collator: VLMCollator
     """Makes outlines of them."""
     folder: WorkFolder

@@ -19,7 +19,7 @@ PLAN = "vlmpack.plan"
 VERSION = 1
 MANIFEST = "manifest.json"
 FIRST_DATE = (1980, 1, 1, 0, 0, 0)
-"""What a zip file says when nothing is said: the same bytes every time."""
+"""The date of every file in the zip, so that its bytes are the same every time."""
 DAMAGE = (
     zipfile.BadZipFile,
     ValueError,  # text that is no JSON, bytes that are no array

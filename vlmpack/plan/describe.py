@@ -1,4 +1,4 @@
-"""A column of numbers in a few: mean, percentiles, and how many lie where."""
+"""A column of numbers summed up: mean, percentiles, and a histogram."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ ROUND = (1, 2, 5, 10)
 @final
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Of one number a sample."""
+    """Summary statistics of one per-sample number."""
 
     mean: float
     median: float
     p95: float
-    """95 of 100 samples have at most so many (between two samples: interpolated)."""
+    """95 % of the samples have at most this many (interpolated between two samples)."""
     p99: float
-    """99 of 100 samples have at most so many."""
+    """99 % of the samples have at most this many."""
     max: int
     total: int
 
 
 def summary(values: np.ndarray) -> Summary:
-    """Describe int64 [N]; of no samples, everything is 0."""
+    """Summarise int64 [N]; without samples, everything is 0."""
     values = values if len(values) else np.zeros(1, np.int64)
     median, p95, p99 = np.percentile(values, (50, 95, 99)).tolist()
     return Summary(

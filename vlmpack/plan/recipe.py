@@ -20,9 +20,9 @@ class Padding:
     """Tokens of one epoch of padded batches."""
 
     tokens: int
-    """Of samples."""
+    """Real tokens."""
     computed: int
-    """Those, and the padding."""
+    """Real tokens plus padding."""
 
     @property
     def fill(self) -> float:

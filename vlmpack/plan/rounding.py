@@ -1,4 +1,4 @@
-"""Whole numbers rounded up, one or a whole array of them: no float has a say in it."""
+"""Rounding up in whole numbers, one or a whole array of them, without floats."""
 
 from __future__ import annotations
 

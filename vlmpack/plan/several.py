@@ -9,13 +9,13 @@ import numpy as np
 from vlmpack.plan.subset import best_subset
 
 SHARPNESS = 8
-"""How much less a limit counts that is further from binding: its share of the highest demand to this power."""
+"""How fast limits lose weight with their distance from binding: their share of the highest demand, to this power."""
 
 ENOUGH = 0.995
-"""A row this full (by what counts) is not exchanged any further."""
+"""A row this full (by weighted limits) needs no further exchanges."""
 
 LEAST_GAIN = 1e-3
-"""Nor is it for less than this, of a row's worth."""
+"""An exchange must gain at least this much, as a part of a full row."""
 
 EXCHANGES = 8
 """Exchanges tried on one row."""

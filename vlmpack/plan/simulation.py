@@ -26,10 +26,10 @@ CAPACITIES = (12_000, 16_000, 20_000)
 """Rows that are tried unless told otherwise, in tokens."""
 
 MIXING = "rolling_fill"
-"""The strategy that puts neighbours of every length into a row; those by falling length end with rows of short ones."""
+"""The strategy that mixes samples of every length in a row; those by falling length end with rows of short ones."""
 
 CLOSE = 1.1
-"""An update of up to so many times the samples is called the same."""
+"""Up to this ratio of packed to padded samples per update, the recipes count as equal."""
 
 
 @final
@@ -48,7 +48,7 @@ class Simulation:
     rows: int
     """Rows G."""
     least_rows: int
-    """No packing at all needs fewer."""
+    """Lower bound: no packing needs fewer rows."""
     most_samples: int
     """Samples of the row that has the most."""
     longest: int
@@ -77,7 +77,7 @@ class Simulation:
 
     @property
     def samples_per_row(self) -> float:
-        """On average."""
+        """Mean samples per row."""
         return self.samples / self.rows if self.rows else 0.0
 
     # ------------------------------------------------------------------ the packed recipe

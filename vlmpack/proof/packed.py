@@ -1,4 +1,4 @@
-"""Everything that is looked at in a packed row. Packing is enabled here, and what raises is a finding."""
+"""Everything that is checked in a packed row. Packing is enabled here, and an exception is a finding."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Say = Callable[[str], None]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A part of the probe that fails by itself."""
+    """A part of the probe whose failure stops no other part."""
 
     part: Part
-    """Of the answer."""
+    """Of the report."""
     name: str
     """For people."""
     run: Callable[[], list[Check]]
-    """Look."""
+    """Do the checks."""
 
 
 def packed_checks(subject: Subject, truth: Truth, *, say: Say) -> list[Check]:

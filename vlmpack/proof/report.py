@@ -10,7 +10,7 @@ from typing import Any, Literal, final
 Cause = Literal[
     "positions", "mask", "cache", "conv taps", "recurrent state", "router", "vision", "loss count", "unknown"
 ]
-"""The mechanisms that keep samples apart, by the name of the one that does not; "unknown": none of them shows it."""
+"""The mechanisms that keep samples apart; as a cause, the one that fails to. "unknown": none of them shows it."""
 
 Part = Literal["isolation", "equality", "mechanism", "work"]
 Finding = Literal["ok", "leaks", "differs", "fails", "waits", "absent", "not counted"]
@@ -34,7 +34,7 @@ class Check:
     seen: float | None = None
     """What was measured: a part of the largest entry, or a count."""
     allowed: float | None = None
-    """What it may be."""
+    """The most that it may be."""
     cause: Cause | None = None
     """The mechanism at fault."""
     detail: str = ""

@@ -58,7 +58,7 @@ class ProbeSample:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """A range of token ids that mean nothing special to a model."""
+    """A range of token ids without special meaning to a model."""
 
     low: int
     """The first."""
@@ -83,7 +83,7 @@ class Words:
         return torch.randint(self.low, self.high, (count,), generator=rng)
 
     def exchanged(self, ids: torch.Tensor) -> torch.Tensor:
-        """Every word is another one; what is no word stays."""
+        """Every word exchanged for another one; ids that are no words stay."""
         is_word = (ids >= self.low) & (ids < self.high)
         return torch.where(is_word, self.low + (ids - self.low + 7) % (self.high - self.low), ids)
 

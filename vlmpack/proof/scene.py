@@ -32,13 +32,13 @@ class Call:
     """One call of a module."""
 
     module: nn.Module
-    """Which."""
+    """The module."""
     args: tuple[Any, ...]
     """Positional arguments."""
     kwargs: Mapping[str, Any]
     """Keyword arguments: a row's boundaries are among them."""
     output: list[torch.Tensor]
-    """Every tensor that it gave: what they came in may be rearranged by the caller."""
+    """Every tensor that it returned: the container may be rearranged by the caller."""
 
     @property
     def hidden(self) -> torch.Tensor:

@@ -42,7 +42,7 @@ def auto_class(family: Family) -> Any:
 
 
 def shrink(config: dict[str, Any]) -> dict[str, Any]:
-    """The dictionary of a configuration with few layers, heads, experts and token ids."""
+    """The configuration, as a dictionary, with few layers, heads, experts and token ids."""
     sizes = TinySizes()
     kept = {name: value for name, value in config.items() if name != "quantization_config"}
     if "vision_config" not in kept:
@@ -83,7 +83,7 @@ def _where_there(name: str, given: dict[str, Any], value: Any) -> dict[str, Any]
 
 
 def _shrink_layer_types(text: dict[str, Any]) -> dict[str, Any]:
-    """One layer of each kind, in the order in which they come first; of a single kind as many as ever."""
+    """One layer of each kind, in order of first appearance; `LAYERS` of them if there is a single kind."""
     if not text.get("layer_types"):
         return {}
     kinds = list(dict.fromkeys(text["layer_types"]))
@@ -114,7 +114,7 @@ def _shrink_experts(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shrink_sparse(text: dict[str, Any]) -> dict[str, Any]:
-    """So few blocks that samples of a probe have to choose among theirs."""
+    """A budget so small that even the samples of a probe have to choose among their blocks."""
     if not text.get("indexer_compress_ratio"):
         return {}
     return {"indexer_compress_ratio": 2, "indexer_budget": 8}

@@ -118,7 +118,7 @@ def find_truth(subject: Subject) -> Truth:
 
 
 def _finite(alone: Outcome) -> Outcome:
-    """From a truth that is NaN or infinite everything would be equally far, and every limit would hold."""
+    """Everything would be equally far from a truth that is NaN or infinite, and every limit would hold."""
     numbers = {**{f"the logits of sample {i}": x for i, x in enumerate(alone.logits)}, "the loss": alone.target_losses}
     numbers |= {f"the gradient of {name}": gradient for name, gradient in alone.gradients.items()}
     for name, x in numbers.items():

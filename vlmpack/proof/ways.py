@@ -39,7 +39,7 @@ class Pass:
     """Of vlmpack's ways: all that the step gave back."""
 
     def outcome(self, model: nn.Module, samples: Sequence[ProbeSample]) -> Outcome:
-        """With gradients, which are computed now; those of a pass that broke off are not among them."""
+        """The outcome with its gradients, which are computed now; what an aborted pass left is discarded first."""
         take_gradients(model)
         backward(self.loss)
         return outcome_of(model, samples, self.logits, float(self.loss.detach()))

@@ -32,7 +32,7 @@ class Pairs:
     """Pairs of query and key of the text model's attention, read off what its kernels were given."""
 
     computed: int = 0
-    """Over all its calls, a head; whether causal or not."""
+    """Per head, over all calls; causal attention counts both halves."""
     dense: int = 0
     """Of these, those of a dense score matrix, where a mask hides most."""
     calls: int = 0
@@ -117,9 +117,9 @@ class Waits:
     """Moments in which the host waited for the device, or would have."""
 
     ours: list[str] = field(default_factory=list)
-    """In vlmpack's own code: the operation and the file."""
+    """Those in vlmpack's own code: the operation and the file."""
     others: int = 0
-    """In the model's own code."""
+    """How many are in the model's own code."""
 
     def note(self, wait: Wait) -> None:
         """One more. The line of the proof that calls `backward` is not meant: it names nobody's operation."""

@@ -15,7 +15,7 @@ from vlmpack.stream.settings import RowSettings
 Sample = TypeVar("Sample")
 Row = list[Sample]
 LENGTH = "length=collator.length of the VLMCollator that will make the rows, or a function of your own"
-"""What to give where samples do not tell their length."""
+"""What to pass where samples do not tell their length."""
 
 
 def token_count(sample: Mapping[str, Any]) -> int:

@@ -44,15 +44,15 @@ class Place:
         """Where the source was after the first sample from the place that it was told, while it is watched."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the source is, or goes before its next sample: those of `datasets` tell only where they have been."""
+        """Where the source is, or will go before its next sample: `datasets` tells only where it has been."""
         return self._source.state_dict() if self._to_tell is None else self._to_tell
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Where the source goes when it is next asked for a sample; None: nowhere, it is where it is."""
+        """Where the source will go when it is next asked for a sample; None: it stays where it is."""
         self._to_tell = state
 
     def samples(self, *, is_new_pass: bool) -> Iterator[Any]:
-        """The rest of the pass at hand, or a new one."""
+        """The remaining samples of the current pass, or a new pass."""
         if self._to_tell is None:
             yield from whole(self._source) if self._after_first is None else self._anew()
             return

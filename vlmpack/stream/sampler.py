@@ -99,12 +99,12 @@ class PackedBatchSampler(Sampler[list[int]]):
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; nothing happens if it is the one at hand, so that a resumed one goes on."""
+        """Go to the start of an epoch; nothing happens if it is the current one, so that a resumed epoch continues."""
         if epoch != self.epoch:
             self.epoch, self._done, self._start = epoch, 0, 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The rows of the epoch, or those left where a state was loaded; after the last the next epoch is at hand."""
+        """The rows of the epoch, or those left of it after a state was loaded; the last one ends the epoch."""
         start, self._start = self._start, 0
         plan, order = self.epoch_plan(self.epoch), self._order(self.schedule(self.epoch))
         for at in range(start, len(order)):

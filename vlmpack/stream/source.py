@@ -1,4 +1,4 @@
-"""What a data set is, and what is none although it can be iterated over like one."""
+"""What counts as a data set, and what does not although it can be iterated over."""
 
 from __future__ import annotations
 

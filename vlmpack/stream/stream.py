@@ -127,7 +127,7 @@ class PackedStream(IterableDataset[list[Any]]):
                 raise ConfigError("this stream was begun anew before it ended; give each loader a stream of its own")
 
     def _passes(self) -> Iterator[list[Any]]:
-        """This rank's rows of the pass at hand, and of all that follow if there are to be any.
+        """This rank's rows of the current pass, and of those that follow if the stream repeats.
 
         Rounds are counted on, so that workers take turns as before.
         """

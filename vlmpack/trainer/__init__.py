@@ -1,4 +1,4 @@
-"""What HF Trainer has not of its own: planned rows, an exact loss of the evaluation set, a look at settings."""
+"""What HF Trainer lacks: planned rows, an exact loss of the evaluation set, and a check of its settings."""
 
 from __future__ import annotations
 

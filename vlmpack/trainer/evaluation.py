@@ -145,7 +145,7 @@ class Account:
         self._work: Counter[str] = Counter()
 
     def add(self, batch: Any, result: StepResult) -> None:
-        """Take down the next row. Rows that only keep others company are forgotten.
+        """Note the losses of the next row. Rows that another rank counts are forgotten.
 
         Raises:
             ConfigError: samples were left out, and nobody says which.

@@ -39,7 +39,7 @@ class RankRows:
     rows: tuple[tuple[int, ...], ...]
     """Places in the data set of the samples of each row."""
     counted: int
-    """So many of the first rows count; those after them are computed elsewhere too."""
+    """How many of the rows count, from the first on; the rest are counted by another rank."""
 
 
 @final
@@ -82,7 +82,7 @@ class HeldOut:
         return cls(rows=plan.bins, tokens=plan.tokens, refused=table.refused)
 
     def share(self, rank: int, ranks: int) -> RankRows:
-        """What one of so many ranks computes."""
+        """The rows that this one of `ranks` ranks computes."""
         mine = balance_rows(self.tokens.astype(np.float64), ranks=ranks).rows[:, rank].reshape(-1).tolist()
         counted = [at for at in mine if at != EMPTY]
         again = counted[:1] or [0]

@@ -1,4 +1,4 @@
-"""The rows of a plan in Trainer: a checkpoint knows of which plan its steps were, and no other one is gone on with."""
+"""The rows of a plan in Trainer: a checkpoint knows the plan of its steps, and is continued with no other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlmpack.stream import PackedBatchSampler
 from vlmpack.trainer.checkpoints import checkpoint_folder, write_whole
 
 PLAN_FILE = "packed_plan.json"
-"""In a checkpoint: which plan its steps were of, and how it was dealt."""
+"""In a checkpoint: the plan of its steps, and how it was dealt out."""
 
 
 class RowLoader(DataLoader[Any]):
@@ -52,7 +52,7 @@ def check_plan(sampler: PackedBatchSampler, checkpoint: str | Path) -> None:
 
 @final
 class PlanPlace(TrainerCallback):
-    """Writes into each checkpoint which plan its steps were of."""
+    """Writes the plan of its steps into each checkpoint."""
 
     def on_save(
         self,

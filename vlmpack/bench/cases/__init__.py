@@ -37,7 +37,7 @@ class Case:
     by_family: bool = False
     """Whether it measures one family of models at a time, that of the settings."""
     weight: float = 1.0
-    """Its share of a run's time, beside those of the others: long rounds need more for as sure a median."""
+    """Its share of a run's time, relative to the others: long rounds need more for an equally stable median."""
 
 
 CASES: Mapping[str, Case] = {

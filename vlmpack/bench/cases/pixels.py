@@ -137,7 +137,7 @@ def _take(batches: Iterator[Any]) -> None:
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Join:
-    """A collate function that does nothing else."""
+    """A collate function that only joins."""
 
     parts: list[torch.Tensor]
     buffers: PixelBuffers

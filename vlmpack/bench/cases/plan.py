@@ -43,7 +43,7 @@ class PlanShapes:
     many: int = 1_000_000
     """Samples of the largest plan."""
     few: int = 10_000
-    """Samples of the smallest, from which growth is told."""
+    """Samples of the smallest plan, with which its time is compared."""
     against_trl: int = 100_000
     """Samples of the comparison."""
     stream: int = 20_000
@@ -60,7 +60,7 @@ class LengthSet:
     """Lengths that look like a data set's."""
 
     draw: Callable[[np.random.Generator, int], np.ndarray]
-    """Draws so many."""
+    """Draws a number of them."""
     capacity: int
     """The row that they are packed into."""
 

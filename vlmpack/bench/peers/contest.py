@@ -18,7 +18,7 @@ from vlmpack.errors import ConfigError, VlmpackError
 from vlmpack.layout import IGNORE
 
 TWICE = Target(limit=2.0, better="higher")
-"""How many times as long as we a peer takes at least."""
+"""How many times as long as ours a peer's way must take."""
 
 
 @final

@@ -18,7 +18,7 @@ FAMILY = "qwen3_vl"
 FIRST_WORD = 64
 """Ids below this may be special tokens of tiny processors."""
 WORDS = 128
-"""Ids are drawn from so many."""
+"""The number of ids that are drawn from."""
 PATCH_SIZE = 2
 """Pixels a side of a patch: few, as it is ids and what belongs to them that is measured; see `pixels` for the rest."""
 
@@ -58,7 +58,7 @@ class PeerWork:
     config: Any
     """Of a Qwen3-VL whose image tokens are those of the processor."""
     seed: int
-    """That everything was drawn with."""
+    """The seed with which everything was drawn."""
 
     @classmethod
     def of(cls, shapes: PeerShapes, *, seed: int = 0) -> PeerWork:
