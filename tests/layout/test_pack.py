@@ -161,7 +161,7 @@ def on_fake_device(batch):
     return PaddedBatch(**{k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in vars(batch).items()})
 
 
-@pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 12), reason="waits for torch 2.12, which traces dataclasses")
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="waits for torch 2.12, which traces dataclasses")
 def test_packing_compiles():
     def ids_and_labels(input_ids, attention_mask, labels):
         row = pack(PaddedBatch(input_ids=input_ids, attention_mask=attention_mask, labels=labels))

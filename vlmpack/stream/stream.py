@@ -136,7 +136,10 @@ class PackedStream(IterableDataset[list[Any]]):
             self._start(before := self._rounds)
             yield from self._mine()
             if self._rounds == before:
-                raise ConfigError("the source makes no row, so there is nothing to repeat; is it empty?")
+                raise ConfigError(
+                    f"the source makes no row, so there is nothing to repeat: of {self._packer.seen} samples "
+                    f"{self.dropped} were too long and {self.left_out} left out; see remainder= for too few for all ranks"
+                )
 
     def _mine(self) -> Iterator[list[Any]]:
         """This rank's row of each round of rows.
