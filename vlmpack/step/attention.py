@@ -88,7 +88,7 @@ class _Asking(str):
         return str, (_original_of(str(self)),)
 
 
-_NAME = _Asking if TorchVersion(torch.__version__) >= (2, 12) else str
+_NAME = _Asking if TorchVersion(torch.__version__) >= "2.12" else str
 """torch 2.11 compiles no model whose configuration holds a string of a class of its own."""
 
 
