@@ -45,7 +45,7 @@ def exchanged(own: list[torch.Tensor], routes: list[MediaRoute]) -> list[torch.T
 
 @given(sizes=st.lists(grids, max_size=12), ranks=st.integers(1, 6))
 def test_every_image_has_one_rank_and_no_rank_more_than_it_must(sizes, ranks):
-    share = MediaShare.spread(sizes, ranks=ranks)
+    share = MediaShare.spread(sizes, ranks=ranks, merge=2)
     assert sorted(item for rank in range(ranks) for item in share.items(rank)) == list(range(len(sizes)))
     assert sum(share.load) == sum(share.patches)
     least = max(sum(share.patches) / ranks, max(share.patches, default=0))
@@ -54,7 +54,7 @@ def test_every_image_has_one_rank_and_no_rank_more_than_it_must(sizes, ranks):
 
 
 def test_the_drawing_in_the_docstring():
-    share = MediaShare.spread([(1, 4, 4), (1, 8, 8), (1, 4, 4), (1, 4, 8)], ranks=2)
+    share = MediaShare.spread([(1, 4, 4), (1, 8, 8), (1, 4, 4), (1, 4, 8)], ranks=2, merge=2)
     assert share.rank_of == (1, 0, 1, 1)
     assert share.features == (4, 16, 4, 8)
     assert share.load == (64, 64)
@@ -64,7 +64,7 @@ def test_the_drawing_in_the_docstring():
 def test_pixels_are_taken_and_features_joined_in_row_order(drawn):
     row, _ = drawn
     for ranks in (1, 2, 3):
-        share = MediaShare.spread(row.facts.image_grids, ranks=ranks)
+        share = MediaShare.spread(row.facts.image_grids, ranks=ranks, merge=2)
         computed = [share.take(row.media.pixel_values, rank)[::4] for rank in range(ranks)]
         assert torch.equal(share.join(computed), row.media.pixel_values[::4])
 
@@ -72,12 +72,12 @@ def test_pixels_are_taken_and_features_joined_in_row_order(drawn):
 @given(drawn=rows_and_partitions())
 def test_one_exchange_puts_every_feature_on_its_token(drawn):
     row, partition = drawn
-    share = MediaShare.spread(row.facts.image_grids, ranks=partition.ranks)
+    share = MediaShare.spread(row.facts.image_grids, ranks=partition.ranks, merge=2)
     tower = [share.take(row.media.pixel_values, rank)[::4, 0] // 4 for rank in range(partition.ranks)]
     sides = routes(share, row, partition)
     parts = []
     for got, side in zip(exchanged(tower, sides), sides, strict=True):
-        assert len(got) == side.route.received
+        assert len(got) == sum(side.route.receive_counts)
         parts.append(torch.full((partition.local_total,), -1.0).index_copy(0, side.tokens, got))
     truth = torch.where(row.mm_token_type_ids[0] == 1, row.mm_token_type_ids[0].cumsum(0) - 1, -1)
     assert torch.equal(partition.join(parts), truth.float())
@@ -86,7 +86,7 @@ def test_one_exchange_puts_every_feature_on_its_token(drawn):
 @given(drawn=rows_and_partitions())
 def test_a_rank_needs_the_images_whose_tokens_it_holds(drawn):
     row, partition = drawn
-    share = MediaShare.spread(row.facts.image_grids, ranks=partition.ranks)
+    share = MediaShare.spread(row.facts.image_grids, ranks=partition.ranks, merge=2)
     image_of = torch.repeat_interleave(torch.arange(len(share.grids)), torch.tensor(share.features, dtype=torch.long))
     of_token = torch.full((row.segments.total,), -1)
     of_token[row.mm_token_type_ids[0] == 1] = image_of
@@ -98,7 +98,7 @@ def test_a_rank_needs_the_images_whose_tokens_it_holds(drawn):
 def test_placeholders_without_pixels_are_refused():
     row = row_with_images([16], SlotRule(multiple=4), {2: (1, 4, 4)})
     partition = Partition(segments=row.segments, ranks=2, layout="mirrored")
-    share = MediaShare.spread([(1, 4, 8)], ranks=2)
+    share = MediaShare.spread([(1, 4, 8)], ranks=2, merge=2)
     with pytest.raises(LayoutError, match="the grids make 8 tokens, but the row has 4 of type 1"):
         routes(share, row, partition)
     with pytest.raises(LayoutError, match=r"make 8 features, the ranks computed \[3, 4\]"):
@@ -107,4 +107,4 @@ def test_placeholders_without_pixels_are_refused():
 
 def test_a_grid_that_does_not_merge_names_its_image():
     with pytest.raises(LayoutError, match="image 1: a grid of 4 x 5 patches does not merge 2 x 2"):
-        MediaShare.spread([(1, 4, 4), (1, 4, 5)], ranks=2)
+        MediaShare.spread([(1, 4, 4), (1, 4, 5)], ranks=2, merge=2)

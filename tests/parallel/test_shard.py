@@ -10,7 +10,7 @@ from cut_rows import ALL_LAYOUTS, row_with_images
 from waiting import waits_are_errors
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import IGNORE, Media, PackedRow, Segments, SlotRule
+from vlmpack.layout import IGNORE, Media, PackedRow, Segments, SlotRule, without_successor
 from vlmpack.parallel import Layout, LocalRow, shard, unshard
 
 RANKS = 2
@@ -23,7 +23,7 @@ def row() -> PackedRow:
 
 
 def parts_of(row: PackedRow, layout: Layout) -> list[LocalRow]:
-    return [shard(row, rank, RANKS, layout=layout) for rank in range(RANKS)]
+    return [shard(row, rank, RANKS, merge=2, layout=layout) for rank in range(RANKS)]
 
 
 def tensors(row: PackedRow | LocalRow) -> dict[str, torch.Tensor]:
@@ -54,7 +54,6 @@ def test_unshard_gives_every_tensor_back(row, layout):
 def test_a_part_knows_where_its_tokens_live(row, layout):
     for part in parts_of(row, layout):
         assert torch.equal(part.input_ids[0], part.index)  # ids of this row are their places in it
-        assert torch.equal(part.place_in_segment[0], row.segments.position_in_segment()[part.index])
         assert part.segments is row.segments
         assert torch.equal(part.local_segments.padding_mask(), part.moe_padding_mask[0])
         assert part.facts is row.facts
@@ -65,7 +64,7 @@ def test_labels_are_shifted_before_they_are_cut(row, layout):
     labels = torch.arange(row.segments.total)[None].masked_fill(row.moe_padding_mask, IGNORE)
     shifted = PackedRow.from_hf({**row.step_inputs(), "shift_labels": None, "labels": labels}).shift_labels
     parts = parts_of(replace(row, shift_labels=shifted), layout)
-    ends = set(row.segments.last_mask().nonzero()[:, 0].tolist())
+    ends = set(without_successor(row.segments, 1).tolist())
     followers_elsewhere = 0
     for part in parts:
         assert part.shift_labels is not None
@@ -118,9 +117,8 @@ def test_videos_bring_their_seconds():
 def test_a_row_of_text_needs_nothing_but_ids():
     segments = Segments.from_lengths([5, 7])
     row = PackedRow(input_ids=torch.arange(12)[None], segments=segments)
-    part = shard(row, 1, 3, layout="contiguous")
+    part = shard(row, 1, 3, merge=1, layout="contiguous")
     assert part.input_ids.tolist() == [[4, 5, 6, 7]]
-    assert part.place_in_segment.tolist() == [[4, 0, 1, 2]]
     assert (part.shift_labels, part.position_ids, part.mm_token_type_ids) == (None, None, None)
     assert part.images.grids == part.videos.grids == ()
 
@@ -128,7 +126,7 @@ def test_a_row_of_text_needs_nothing_but_ids():
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_nothing_waits_for_a_device(row, layout):
     on_meta = moved(row, "meta")  # tensors without values: whoever reads one fails
-    part = shard(on_meta, 0, RANKS, layout=layout)
+    part = shard(on_meta, 0, RANKS, merge=2, layout=layout)
     assert part.input_ids.device.type == part.index.device.type == part.moe_padding_mask.device.type == "meta"
     assert part.media.pixel_values is not None
     assert part.media.pixel_values.shape == (32, 3)
@@ -150,8 +148,14 @@ def test_nothing_waits_for_a_gpu(row, layout):
 def test_a_row_that_cannot_be_cut_says_which_segment(row):
     odd = row_with_images([8, 6], SlotRule(), {})
     with pytest.raises(LayoutError, match=r"segment 1: 6 tokens of row .* 2 \* ranks = 4"):
-        shard(odd, 0, 2)
+        shard(odd, 0, 2, merge=2)
     with pytest.raises(LayoutError, match="rank 2 is not one of"):
-        shard(row, 2, 2)
+        shard(row, 2, 2, merge=2)
     with pytest.raises(LayoutError, match="the grids describe 56 patches, the pixels are"):
-        shard(replace(row, media=replace(row.media, pixel_values=torch.zeros(55, 3))), 0, 2)
+        shard(replace(row, media=replace(row.media, pixel_values=torch.zeros(55, 3))), 0, 2, merge=2)
+
+
+def test_a_row_whose_grids_are_not_those_of_its_facts_is_refused(row):
+    others = row.media.image_grid_thw.flip(0)
+    with pytest.raises(LayoutError, match="image_grid_thw is not what the host facts"):
+        shard(replace(row, media=replace(row.media, image_grid_thw=others)), 0, RANKS, merge=2)

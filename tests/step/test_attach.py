@@ -6,13 +6,14 @@ import pickle
 
 import pytest
 import torch
-from samples import mixed_samples, padded
+from samples import mixed_samples, padded, random_sample
 from torch import nn
 
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families import FAMILIES
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule, pack
+from vlmpack.parallel import Parallel
 from vlmpack.step import PackedStep, StepConfig, disable_packing, enable_packing, is_packing
 
 
@@ -53,6 +54,22 @@ def test_the_class_keeps_its_name_and_signature():
     assert (type(model).__name__, type(model).__module__) == (own.__name__, own.__module__)
     assert model.accepts_loss_kwargs is True
     assert own.accepts_loss_kwargs is False
+
+
+def test_a_step_with_other_settings_keeps_how_ranks_work_together():
+    model = enable_packing(tiny_model("qwen3_vl"), parallel=Parallel())
+    images = []
+    model.model.visual.register_forward_hook(lambda *_: images.append("blank"))
+    text = [random_sample(model.config, "text")]
+    PackedStep(model, StepConfig(head_chunk=16))(padded(text))
+    assert images == ["blank"]  # ranks with images would wait for a rank that calls no tower
+
+
+def test_a_step_that_is_told_of_ranks_keeps_the_settings():
+    model = enable_packing(tiny_model("qwen3_vl"), StepConfig(slots=SlotRule(multiple=8)))
+    result = PackedStep(model, parallel=Parallel())(padded(mixed_samples(model.config)))
+    assert all(slot % 8 == 0 for slot in result.segments.slots)
+    assert result.segments.has_gaps
 
 
 def test_enabling_again_replaces_the_settings_and_nests_nothing():

@@ -61,6 +61,6 @@ def _may_attend(segments: Segments, keys: Segments, device: torch.device, *, cau
 
 
 def _places_from_end(segments: Segments, device: torch.device) -> torch.Tensor:
-    """int64 [T]: how far before its segment's end each token is, as a number below 0; of padding anything."""
+    """int64 [T]: offset from the segment's end (last token: -1); arbitrary on padding."""
     lengths = torch.tensor((*segments.lengths, 0), device=device)
     return segments.position_in_segment(device) - lengths[segments.seq_idx(device).long()]

@@ -70,7 +70,7 @@ def _kernels(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _last_queries(q_NLH: torch.Tensor, k_KLH: torch.Tensor) -> torch.Tensor | None:
-    """bool [L, L']: which keys each query sees that is one of the last of as many as there are keys; None: needless."""
+    """Causal mask, bool [L, L'], for the last L of L' positions; None where SDPA needs none."""
     queries, keys = q_NLH.shape[1], k_KLH.shape[1]
     if queries in (1, keys):
         return None

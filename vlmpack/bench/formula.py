@@ -176,10 +176,9 @@ def _vision(family: Family, config: Any, grids: Sequence[Grid]) -> int:
     width = vision.embed_dim if family.model_type == "qwen2_vl" else vision.hidden_size
     wide = width * vision.spatial_merge_size**2
     patches, tokens = sum(map(prod, grids)), sum(map(prod, grids)) // vision.spatial_merge_size**2
-    pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     blocks = vision.depth * patches * (4 * width**2 + _vision_mlp(family, vision))
     mergers = _mergers(family, vision) * tokens * (wide**2 + wide * family.text_config(config).hidden_size)
-    embedding = 2 * 2 * patches * pixels * width  # forward and the weight's gradient
+    embedding = 2 * 2 * patches * family.patch_channels(config) * width  # forward and the weight's gradient
     return embedding + _linear(blocks + mergers) + _attention(width * _vision_pairs(family, config, grids))
 
 

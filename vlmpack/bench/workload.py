@@ -158,7 +158,7 @@ def _with_images(
         ids[row, 1 : image + 1] = config.image_token_id
         types[row, 1 : image + 1] = 1
     facts = replace(batch.facts, image_grids=tuple(grids), images_per_sample=(1,) * shapes.samples)
-    media = _media(family.vision_config(config), grids, rng)
+    media = _media(family.patch_channels(config), grids, rng)
     return replace(batch, input_ids=ids, mm_token_type_ids=types, media=media, facts=facts)
 
 
@@ -203,7 +203,6 @@ def _grid(tokens: int, merge: int) -> Grid:
     return 1, merge * max(1, round(tokens / columns)), merge * columns
 
 
-def _media(vision: Any, grids: Sequence[Grid], rng: torch.Generator) -> Media:
-    channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+def _media(channels: int, grids: Sequence[Grid], rng: torch.Generator) -> Media:
     pixels = torch.randn(sum(map(prod, grids)), channels, generator=rng, device=rng.device)
     return Media(pixel_values=pixels, image_grid_thw=torch.tensor(grids))

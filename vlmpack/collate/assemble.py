@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from vlmpack.collate.buffers import NotFinite, PixelBuffers
-from vlmpack.collate.encoded import IMAGE, Encoded, Visual
+from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.processor import ProcessorFacts
-from vlmpack.layout import IGNORE, BatchFacts, Media, PackedRow, PaddedBatch, Segments, SlotRule, shift_labels
+from vlmpack.layout import IGNORE, IMAGE, BatchFacts, Media, PackedRow, PaddedBatch, Segments, SlotRule, shift_labels
 
 NO_BUFFERS = PixelBuffers(0)
 """New memory for every batch."""

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vlmpack.collate.encoded import IMAGE, VIDEO, Encoded, Visual
+from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.holes import Kind
 from vlmpack.collate.processor import ProcessorFacts
 from vlmpack.collate.refusal import Refusal
-from vlmpack.layout import IGNORE
+from vlmpack.layout import IGNORE, IMAGE, VIDEO
 
 
 def check_sample(sample: Encoded, facts: ProcessorFacts) -> None:

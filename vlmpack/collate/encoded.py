@@ -12,9 +12,6 @@ import torch
 from vlmpack.collate.holes import MediaRef
 from vlmpack.layout import IGNORE, Grid
 
-TEXT, IMAGE, VIDEO = 0, 1, 2
-"""Values of `mm_token_type_ids`."""
-
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)

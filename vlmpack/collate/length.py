@@ -8,10 +8,11 @@ from typing import Literal
 import numpy as np
 
 from vlmpack.collate.checks import runs, tokens_of
-from vlmpack.collate.encoded import TEXT, Encoded, Visual
+from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.holes import Kind
 from vlmpack.collate.processor import ProcessorFacts
 from vlmpack.collate.refusal import Refusal
+from vlmpack.layout import TEXT
 
 Overlength = Literal["error", "drop", "truncate"]
 

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from vlmpack.collate.absent import is_empty
-from vlmpack.collate.encoded import IMAGE, TEXT, VIDEO, Encoded, Visual
+from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels, mask_media
 from vlmpack.collate.processor import ProcessorFacts
 from vlmpack.collate.refusal import Refusal
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout import IGNORE, Grid, lengths_from_mask
+from vlmpack.layout import IGNORE, IMAGE, TEXT, VIDEO, Grid, lengths_from_mask
 
 LABEL_COLUMNS = ("labels", "completion_mask", "assistant_masks", "loss_mask")
 """What a tokenised sample may say about its labels; the masks are TRL's and SeqPacker's, 0 where nothing is learnt."""

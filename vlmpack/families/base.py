@@ -13,7 +13,6 @@ from vlmpack.families.by_sample import BySample
 from vlmpack.families.delta import Delta
 from vlmpack.families.experts import Experts
 from vlmpack.families.mrope import MediaItems, media_items, row_positions
-from vlmpack.families.resize import grid_from_size
 from vlmpack.families.vision_segments import frame_segments
 from vlmpack.layout import Grid, Segments, outside_graph
 
@@ -94,23 +93,6 @@ class Family(ABC):
         """Placeholder tokens of an image of this grid (frames, rows, columns in patches)."""
         t, h, w = grid
         return t * (h // merge) * (w // merge)
-
-    def tokens_per_video(self, grid: Grid, merge: int) -> int:
-        """Placeholder tokens of a video of this grid, without the text (time stamps) that a family puts between."""
-        return self.tokens_per_image(grid, merge)
-
-    def image_tokens_from_size(
-        self, height: int, width: int, *, patch_size: int, merge: int, min_pixels: int, max_pixels: int
-    ) -> int:
-        """Placeholder tokens of an image of this size in pixels, after the processor has resized it.
-
-        Raises:
-            ValueError: an empty image, or one more than 200 times as long as it is wide.
-        """
-        grid = grid_from_size(
-            height, width, patch_size=patch_size, merge=merge, min_pixels=min_pixels, max_pixels=max_pixels
-        )
-        return self.tokens_per_image(grid, merge)
 
     def media_tokens(self, grids: Sequence[Grid], config: Any) -> int:
         """Placeholder tokens of all these images or videos."""

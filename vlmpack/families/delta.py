@@ -10,8 +10,7 @@ from typing import Any, final
 from torch import nn
 
 _WRAPPED = ("implementation", "func")
-"""Under which names a wrapper keeps what it calls: that of transformers, which takes a package's function if there is
-one, and that of the package `kernels`, which makes a module of a function."""
+"""Closure variables under which wrappers keep the wrapped function: transformers' dispatcher, `kernels`."""
 
 
 @final

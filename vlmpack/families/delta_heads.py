@@ -12,7 +12,7 @@ they are given.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any, final
@@ -81,16 +81,13 @@ def _taker(start: int, stop: int) -> Any:
     return lambda channels: channels[..., start:stop]
 
 
-def _blocks(layer: Any) -> dict[str, Sequence[int]]:
-    """The projections before the convolution; of each, the runs of channels that lie head after head."""
+def _blocks(layer: Any) -> Mapping[str, Sequence[int]]:
+    """The projections before the convolution; of each, the runs of channels that lie head after head. Empty: they
+    are others, or the convolution has a bias."""
     key, value, heads = layer.key_dim, layer.value_dim, layer.num_v_heads
-    known = {
-        ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"): ((key, key, value), (value,), (heads,), (heads,)),
-        ("in_proj_qkvz", "in_proj_ba"): ((2 * key + 2 * value,), (2 * heads,)),
-    }
-    here = tuple(name for name, _ in layer.named_children() if name.startswith("in_proj"))
-    sizes = next((known[names] for names in known if set(names) == set(here)), ())
-    names = next((names for names in known if set(names) == set(here)), ())
-    if layer.conv1d.bias is not None:
-        return {}
-    return dict(zip(names, sizes, strict=True))
+    known = (
+        {"in_proj_qkv": (key, key, value), "in_proj_z": (value,), "in_proj_b": (heads,), "in_proj_a": (heads,)},
+        {"in_proj_qkvz": (2 * key + 2 * value,), "in_proj_ba": (2 * heads,)},
+    )
+    here = {name for name, _ in layer.named_children() if name.startswith("in_proj")}
+    return next((sizes for sizes in known if sizes.keys() == here and layer.conv1d.bias is None), {})

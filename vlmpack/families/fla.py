@@ -17,8 +17,11 @@ from vlmpack.layout import Spaced
 HOPPER, BLACKWELL = 9, (10, 12)
 """First number of the compute capability of NVIDIA's chips."""
 
-CHUNK, UNKNOWN_CHUNKS = 64, "0.7"
-"""Tokens that fla computes at a time, and the first version that nobody has looked at whether it still does."""
+CHUNK = 64
+"""fla's chunk size in tokens."""
+
+UNKNOWN_CHUNKS = "0.7"
+"""First fla version for which that is unverified."""
 
 
 @final

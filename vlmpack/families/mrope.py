@@ -17,10 +17,7 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import Grid, Segments, to_device
-
-IMAGE, VIDEO = 1, 2
-"""Values of `mm_token_type_ids`; text is 0."""
+from vlmpack.layout import IMAGE, VIDEO, Grid, Segments, to_device
 
 
 @final

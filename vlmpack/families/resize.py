@@ -13,7 +13,7 @@ MAX_ASPECT_RATIO = 200
 def grid_from_size(height: int, width: int, *, patch_size: int, merge: int, min_pixels: int, max_pixels: int) -> Grid:
     """(1, rows, columns) of patches of an image of this size, all sizes in pixels.
 
-    The rule is `smart_resize` of transformers' `Qwen2VLImageProcessor`, which all three families use: both sides
+    The rule is `smart_resize` of transformers' `Qwen2VLImageProcessor`, which every family with images uses: both sides
     become multiples of `patch_size * merge`, the area is brought between `min_pixels` and `max_pixels`, and the
     aspect ratio is kept as well as that allows.
 

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from vlmpack.layout.batch import FACTS_KEY, BatchFacts, Grid, MaskSpans, Media, PaddedBatch, lengths_from_mask
+from vlmpack.layout.batch import (
+    FACTS_KEY,
+    IMAGE,
+    TEXT,
+    VIDEO,
+    BatchFacts,
+    Grid,
+    MaskSpans,
+    Media,
+    PaddedBatch,
+    lengths_from_mask,
+)
 from vlmpack.layout.boundaries import checked_boundaries
 from vlmpack.layout.buckets import Bucket, Buckets
 from vlmpack.layout.depths import DepthTargets
@@ -18,6 +29,9 @@ from vlmpack.layout.waits import Wait, recorded_waits
 __all__ = [
     "FACTS_KEY",
     "IGNORE",
+    "IMAGE",
+    "TEXT",
+    "VIDEO",
     "BatchFacts",
     "Bucket",
     "Buckets",

@@ -66,13 +66,5 @@ def last_tokens(row: Segments) -> np.ndarray:
     return np.asarray([stop - 1 for start, stop in row.spans if stop > start], np.int64)
 
 
-def last(row: Segments) -> np.ndarray:
-    """bool [T]: True where a token has no successor in its own segment: last tokens and padding."""
-    mask = np.ones(row.total, bool)
-    for start, stop in row.spans:
-        mask[start : max(start, stop - 1)] = False
-    return mask
-
-
 def _slots_and_tail(row: Segments) -> tuple[int, ...]:
     return (*row.slots, row.total - sum(row.slots))

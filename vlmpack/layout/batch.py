@@ -16,6 +16,9 @@ from vlmpack.layout.segments import Segments
 Grid = tuple[int, int, int]
 """(frames, rows, columns) of patches of one image or video."""
 
+TEXT, IMAGE, VIDEO = 0, 1, 2
+"""What a token stands for: the values of `mm_token_type_ids`."""
+
 FACTS_KEY = "vlmpack"
 """The key under which `BatchFacts` travel in a batch dictionary, beside the tensors."""
 
@@ -45,6 +48,11 @@ class BatchFacts:
     """The samples' own ids, where they have them."""
     segments: Segments | None = None
     """The boundaries of the packed row; None for a padded batch."""
+
+    @property
+    def spans(self) -> MaskSpans:
+        """Where each sample's real tokens are in the padded batch."""
+        return MaskSpans(lengths=self.lengths, offsets=self.offsets or (0,) * len(self.lengths))
 
     def to(self, *_: Any, **__: Any) -> BatchFacts:
         """Itself, so that a loop may move whatever a batch holds: facts stay on the host."""

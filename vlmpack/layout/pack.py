@@ -123,7 +123,7 @@ def _spans(batch: PaddedBatch) -> MaskSpans:
     facts = batch.facts
     if facts is None:
         return lengths_from_mask(batch.attention_mask)
-    spans = MaskSpans(lengths=facts.lengths, offsets=facts.offsets or (0,) * len(facts.lengths))
+    spans = facts.spans
     _check_facts(batch, spans)
     return spans
 

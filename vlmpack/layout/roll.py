@@ -14,7 +14,7 @@ import torch
 
 from vlmpack.errors import LayoutError
 from vlmpack.layout import arrays
-from vlmpack.layout.device import outside_graph
+from vlmpack.layout.device import outside_graph, require
 from vlmpack.layout.segments import Segments
 
 IGNORE = -100
@@ -73,6 +73,17 @@ def shift_labels(labels: torch.Tensor, segments: Segments) -> torch.Tensor:
 def unshift_labels(shifted: torch.Tensor, segments: Segments) -> torch.Tensor:
     """The inverse of `shift_labels`; each segment's first label, which predicts nothing, becomes -100."""
     return torch.roll(shifted, 1, dims=-1).index_fill_(-1, _without_predecessor(segments, shifted.device), IGNORE)
+
+
+def check_none_on_padding(labels: torch.Tensor, segments: Segments, message: str) -> None:
+    """Insist that no padding of a row has a label, shifted or not, [1, T]: it belongs to no sample.
+
+    Raises:
+        LayoutError: some has (an accelerator asserts the same without making the host wait).
+    """
+    if segments.has_gaps:
+        stray = (labels != IGNORE) & segments.padding_mask(labels.device)
+        require(~stray.any(), message, LayoutError)
 
 
 @outside_graph

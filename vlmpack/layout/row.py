@@ -12,7 +12,7 @@ from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout.batch import FACTS_KEY, BatchFacts, Media, media_of, moved, shape_of
 from vlmpack.layout.boundaries import checked_boundaries
 from vlmpack.layout.device import require
-from vlmpack.layout.roll import IGNORE, shift_labels, unshift_labels, without_successor
+from vlmpack.layout.roll import IGNORE, check_none_on_padding, shift_labels, unshift_labels, without_successor
 from vlmpack.layout.segments import Segments
 
 
@@ -92,6 +92,11 @@ class PackedRow:
         """[1, T] bool: True where the row holds padding, which a router must not count."""
         return self.segments.padding_mask(self.input_ids.device)[None]
 
+    @property
+    def known_facts(self) -> BatchFacts:
+        """`facts`; where there are none, what the boundaries tell."""
+        return self.facts or BatchFacts(lengths=self.segments.lengths[: self.segments.num_samples])
+
     def to_hf(self) -> dict[str, Any]:
         """A dictionary for a DataLoader and for `model(**batch)` of a model with packing enabled.
 
@@ -120,7 +125,7 @@ class PackedRow:
             "cu_seqlens_q_padded": self.segments.cu_seqlens_padded(),
             **self.extras,
             **self.media.to_hf(),
-            FACTS_KEY: replace(self.facts or BatchFacts(lengths=self._sample_lengths), segments=self.segments),
+            FACTS_KEY: replace(self.known_facts, segments=self.segments),
         }
 
     @classmethod
@@ -158,10 +163,6 @@ class PackedRow:
         require(kept.all(), message, LayoutError)
         return unshift_labels(shift_labels, self.segments)
 
-    @property
-    def _sample_lengths(self) -> tuple[int, ...]:
-        return self.segments.lengths[: self.segments.num_samples]
-
 
 def _segments_from(batch: Mapping[str, Any], *, total: int) -> Segments:
     real = batch.get("cu_seqlens_q")
@@ -195,12 +196,13 @@ def _shifted(batch: Mapping[str, Any], segments: Segments) -> torch.Tensor | Non
     if batch.get("shift_labels") is not None:
         return batch["shift_labels"]
     labels = batch.get("labels")
-    if labels is not None and segments.has_gaps:
-        stray = (labels != IGNORE) & segments.padding_mask(labels.device)
-        message = (
-            "labels of the row hold targets between its samples or behind the last one, which belong to none; set them "
-            "to -100 there, or give the boundary that is missing in cu_seqlens_q (and, of a row with gaps, "
-            "cu_seqlens_q_padded)"
-        )
-        require(~stray.any(), message, LayoutError)
-    return None if labels is None else shift_labels(labels, segments)
+    if labels is None:
+        return None
+    check_none_on_padding(
+        labels,
+        segments,
+        "labels of the row hold targets between its samples or behind the last one, which belong to none; set them "
+        "to -100 there, or give the boundary that is missing in cu_seqlens_q (and, of a row with gaps, "
+        "cu_seqlens_q_padded)",
+    )
+    return shift_labels(labels, segments)

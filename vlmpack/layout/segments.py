@@ -232,10 +232,6 @@ class Segments:
         """int64 [at most G]: where in the row each segment has its last real token; empty segments have none."""
         return self._tensor(arrays.last_tokens, device)
 
-    def last_mask(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """bool [T]: True where a token has no successor in its own segment: last tokens and padding."""
-        return self._tensor(arrays.last, device)
-
     @cached_property
     def _tensors(self) -> dict[tuple[Hashable, torch.device], torch.Tensor]:
         """Not a field: whoever rebuilds a dataclass field by field (FSDP's mixed precision) starts without tensors."""

@@ -13,9 +13,9 @@ on real tokens; `join` puts zeros on padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from itertools import accumulate
 from typing import final
 
@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from vlmpack.layout.buckets import onto_row
-from vlmpack.layout.device import to_device
 from vlmpack.layout.segments import Segments
 
 
@@ -63,44 +62,37 @@ class Spaced:
             real_RD = real_RD.index_select(0, self.segments.real_index(real_RD.device))
         if len(self.lengths) > 1:
             spaced_WD = real_RD.new_zeros(self.tokens, real_RD.shape[-1])
-            real_RD = spaced_WD.index_copy(0, self._tensor("places", real_RD.device), real_RD)
+            real_RD = spaced_WD.index_copy(0, self._places(real_RD.device), real_RD)
         return [real_RD[None]]
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """A list of one [1, W, D] to [1, T, D], zeros on padding."""
         (real_1RD,) = parts
         if len(self.lengths) > 1:
-            real_1RD = real_1RD.index_select(1, self._tensor("places", real_1RD.device))
+            real_1RD = real_1RD.index_select(1, self._places(real_1RD.device))
         return onto_row(real_1RD, self.segments)
 
     def cu_seqlens(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """`edges` as int32 [n + 1]."""
-        return self._tensor("edges", device)
+        return self._derived("edges", device, lambda: np.asarray(self.edges, np.int32))
 
     def chunks(self, size: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """int32 [C, 2]: (segment, chunk of it) of each stretch of at most `size` tokens that no edge cuts."""
-        return self._tensor(f"chunks {size}", device)
+        return self._derived(("chunks", size), device, partial(self._make_chunks, size))
 
-    @cached_property
-    def _tensors(self) -> dict[tuple[str, torch.device], torch.Tensor]:
-        return {}
+    def _places(self, device: torch.device) -> torch.Tensor:
+        """int64 [R]: where each real token lies."""
+        return self._derived("places", device, self._make_places)
 
-    def _tensor(self, name: str, device: torch.device | str) -> torch.Tensor:
-        key = (name, torch.device(device))
-        if key not in self._tensors:
-            self._tensors[key] = to_device(self._array(name), key[1])
-        return self._tensors[key]
+    def _derived(self, what: Hashable, device: torch.device | str, make: Callable[[], np.ndarray]) -> torch.Tensor:
+        return self.segments.derived(("spaced", self.reach, what), device, make)
 
-    def _array(self, name: str) -> np.ndarray:
-        """The numpy form of one fact: no python loop over tokens."""
-        if name == "edges":
-            return np.asarray(self.edges, np.int32)
-        if name == "places":  # int64 [R]: where each real token lies
-            gaps = np.repeat(np.arange(len(self.lengths)), self.lengths)
-            return np.arange(self.segments.num_tokens) + self.reach * gaps
-        size = int(name.removeprefix("chunks "))
+    def _make_places(self) -> np.ndarray:
+        gaps = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        return np.arange(self.segments.num_tokens) + self.reach * gaps
+
+    def _make_chunks(self, size: int) -> np.ndarray:
         counts = -(-np.diff(self.edges) // size)
         firsts = np.repeat(np.cumsum(counts) - counts, counts)
-        return np.stack([np.repeat(np.arange(len(counts)), counts), np.arange(counts.sum()) - firsts], 1).astype(
-            np.int32
-        )
+        chunks = np.repeat(np.arange(len(counts)), counts), np.arange(counts.sum()) - firsts
+        return np.stack(chunks, 1).astype(np.int32)

@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 
-from vlmpack.collate.encoded import IMAGE, VIDEO, Encoded, Visual
+from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.holes import MediaRef
 from vlmpack.data.images import DEFAULT_LIMITS, ImageLimits
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout import Grid
+from vlmpack.layout import IMAGE, VIDEO, Grid
 from vlmpack.offline.arrow import pyarrow
 from vlmpack.offline.files import json_text
 from vlmpack.offline.media import StoredImage, kept_options, readable

@@ -60,7 +60,7 @@ class Exchange:
         return _Scatter.apply(x, self, what, list(send or even), list(receive or even))  # pyright: ignore
 
     def along(self, route: Route, x: torch.Tensor, what: str) -> torch.Tensor:
-        """What this rank gets along a route: [n, ...] of its own to [route.received, ...]."""
+        """What this rank gets along a route: [n, ...] of its own to [m, ...], m the sum of `route.receive_counts`."""
         return self.scatter(x.index_select(0, route.send.to(x.device)), what, route.send_counts, route.receive_counts)
 
     def gather(self, x: torch.Tensor, what: str) -> torch.Tensor:

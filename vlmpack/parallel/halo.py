@@ -11,6 +11,7 @@ K depths, h tokens of the halo, t tokens of a rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import final
@@ -80,8 +81,8 @@ class Halo:
                 f"rank {rank} rolls its {needed[0]} tokens with {needed[1]} that come to it, got {seen[0]} and "
                 f"{seen[1]} at dimension {token_dim}"
             )
-        source = self._derived("source", rank, depth, part.device)
-        ends = self._derived("ends", rank, depth, part.device)
+        source = self._derived(self._source, rank, depth, part.device)
+        ends = self._derived(self._ends, rank, depth, part.device)
         return torch.cat([part, halo], token_dim).index_select(token_dim, source).index_fill_(token_dim, ends, fill)
 
     # ------------------------------------------------------------------ made once for a row
@@ -119,10 +120,11 @@ class Halo:
         return self._wanted[1][self._transfers.arriving(rank)]
 
     @outside_graph
-    def _derived(self, what: str, rank: int, depth: int, device: torch.device) -> torch.Tensor:
+    def _derived(
+        self, make: Callable[[int, int], np.ndarray], rank: int, depth: int, device: torch.device
+    ) -> torch.Tensor:
         partition = self.partition
-        key = ("halo", what, partition.layout, partition.ranks, self.depth, rank, depth)
-        make = {"source": self._source, "ends": self._ends}[what]
+        key = ("halo", make.__name__, partition.layout, partition.ranks, self.depth, rank, depth)
         return partition.segments.derived(key, device, partial(make, rank, depth))
 
     def _ends(self, rank: int, depth: int) -> np.ndarray:

@@ -39,11 +39,11 @@ class MediaShare:
     """The rank that computes each."""
     ranks: int
     """How many ranks there are."""
-    merge: int = 2
+    merge: int
     """Patches merged into one token along each side."""
 
     @classmethod
-    def spread(cls, grids: Sequence[Grid], *, ranks: int, merge: int = 2) -> MediaShare:
+    def spread(cls, grids: Sequence[Grid], *, ranks: int, merge: int) -> MediaShare:
         """Most patches first, each to the rank that has fewest so far: at most 4/3 of the best that can be done.
 
         Args:

@@ -27,6 +27,7 @@ import torch
 
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout import FACTS_KEY, IGNORE, Media, PackedRow, Segments, checked_boundaries, require
+from vlmpack.layout.roll import check_none_on_padding
 
 Boundaries = Literal["real", "slots"]
 """What Megatron is told of a row with gaps. `real`: two pairs of boundaries, real tokens and slots. `slots`: one pair;
@@ -252,8 +253,6 @@ def _targets(batch: Mapping[str, Any], segments: Segments) -> torch.Tensor | Non
         message = "loss_mask holds other values than 0 and 1; give weights of targets a name of their own (extras)"
         require(((loss_mask == 0) | (loss_mask == 1)).all(), message, LayoutError)
         labels = labels.masked_fill(loss_mask == 0, IGNORE)
-    if segments.has_gaps:
-        lost = (labels != IGNORE) & segments.padding_mask(labels.device)
-        message = "padding has targets: the boundaries are not those of this row, or loss_mask counts padding"
-        require(~lost.any(), message, LayoutError)
+    message = "padding has targets: the boundaries are not those of this row, or loss_mask counts padding"
+    check_none_on_padding(labels, segments, message)
     return labels

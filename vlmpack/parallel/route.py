@@ -21,11 +21,6 @@ class Route:
     receive_counts: tuple[int, ...]
     """How many come from each rank."""
 
-    @property
-    def received(self) -> int:
-        """How many come from all ranks."""
-        return sum(self.receive_counts)
-
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)

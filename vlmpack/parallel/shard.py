@@ -8,7 +8,8 @@ from typing import final
 
 import torch
 
-from vlmpack.layout import BatchFacts, Grid, Media, PackedRow, Segments
+from vlmpack.layout import BatchFacts, Media, PackedRow, Segments
+from vlmpack.layout.facts import host_grids
 from vlmpack.parallel.media import MediaShare
 from vlmpack.parallel.partition import Layout, Partition
 
@@ -57,20 +58,12 @@ class LocalRow:
         return self.partition.index(self.rank, self.input_ids.device)
 
     @property
-    def place_in_segment(self) -> torch.Tensor:
-        """[1, t] int64: 0, 1, 2, ... from the start of each token's segment, wherever that is; 0 on padding."""
-        return self._cut(self.segments.position_in_segment(self.input_ids.device))
-
-    @property
     def moe_padding_mask(self) -> torch.Tensor:
         """[1, t] bool: True where the row holds padding."""
-        return self._cut(self.segments.padding_mask(self.input_ids.device))
-
-    def _cut(self, tensor_T: torch.Tensor) -> torch.Tensor:
-        return self.partition.cut(tensor_T[None], self.rank)
+        return self.partition.cut(self.segments.padding_mask(self.input_ids.device)[None], self.rank)
 
 
-def shard(row: PackedRow, rank: int, ranks: int, *, layout: Layout = "mirrored", merge: int = 2) -> LocalRow:
+def shard(row: PackedRow, rank: int, ranks: int, *, merge: int, layout: Layout = "mirrored") -> LocalRow:
     """The part of `row` that `rank` of `ranks` holds.
 
     Every rank is given the same whole row and cuts its own part out of it. Labels are shifted already, so a part's
@@ -80,8 +73,8 @@ def shard(row: PackedRow, rank: int, ranks: int, *, layout: Layout = "mirrored",
         row: the whole row; with the grids in its facts nothing waits for the device.
         rank: whose part.
         ranks: how many there are.
+        merge: patches that the model's vision tower merges into one token along each side; 1 for a row of text.
         layout: `mirrored` balances causal attention, `contiguous` takes any boundaries.
-        merge: patches that the model's vision tower merges into one token along each side.
 
     Raises:
         LayoutError: the row cannot be cut so; names the segment, what was seen and what to set.
@@ -92,9 +85,11 @@ def shard(row: PackedRow, rank: int, ranks: int, *, layout: Layout = "mirrored",
     def cut(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else partition.cut(tensor, rank)
 
-    facts = row.facts or BatchFacts(lengths=row.segments.lengths[: row.segments.num_samples])
-    images = MediaShare.spread(_grids(facts.image_grids, row.media.image_grid_thw), ranks=ranks, merge=merge)
-    videos = MediaShare.spread(_grids(facts.video_grids, row.media.video_grid_thw), ranks=ranks, merge=merge)
+    facts, media = row.known_facts, row.media
+    image_grids = host_grids(facts.image_grids, media.image_grid_thw, "image_grid_thw")
+    images = MediaShare.spread(image_grids, ranks=ranks, merge=merge)
+    video_grids = host_grids(facts.video_grids, media.video_grid_thw, "video_grid_thw")
+    videos = MediaShare.spread(video_grids, ranks=ranks, merge=merge)
     return LocalRow(
         input_ids=partition.cut(row.input_ids, rank),
         partition=partition,
@@ -103,7 +98,7 @@ def shard(row: PackedRow, rank: int, ranks: int, *, layout: Layout = "mirrored",
         position_ids=cut(row.position_ids),
         mm_token_type_ids=cut(row.mm_token_type_ids),
         extras={name: partition.cut(tensor, rank) for name, tensor in row.extras.items()},
-        media=_media_of(row.media, images, videos, rank),
+        media=_media_of(media, images, videos, rank),
         images=images,
         videos=videos,
         facts=row.facts,
@@ -128,13 +123,6 @@ def unshard(
 
 
 # ---------------------------------------------------------------------- media
-
-
-def _grids(known: tuple[Grid, ...], tensor: torch.Tensor | None) -> tuple[Grid, ...]:
-    """The grids as the host knows them; read from the tensor, which waits for a device, where it does not."""
-    if tensor is None:
-        return ()
-    return known or tuple((t, h, w) for t, h, w in tensor.tolist())
 
 
 def _media_of(media: Media, images: MediaShare, videos: MediaShare, rank: int) -> Media:

@@ -58,10 +58,7 @@ def packed_pieces(row: PackedRow, *, width: int) -> list[Piece]:
 
 
 def _spans(batch: PaddedBatch) -> MaskSpans:
-    facts = batch.facts
-    if facts is None:
-        return lengths_from_mask(batch.attention_mask)
-    return MaskSpans(lengths=facts.lengths, offsets=facts.offsets or (0,) * len(facts.lengths))
+    return lengths_from_mask(batch.attention_mask) if batch.facts is None else batch.facts.spans
 
 
 def _types(types: torch.Tensor | None, shape: tuple[int, int]) -> np.ndarray:

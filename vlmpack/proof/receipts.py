@@ -14,8 +14,8 @@ from vlmpack.data import SyntheticReceipts
 from vlmpack.data.receipts import SMALLEST_LEGIBLE
 from vlmpack.errors import ConfigError, VlmpackError
 from vlmpack.families import Family
-from vlmpack.layout import PaddedBatch
-from vlmpack.proof.samples import ProbeSample, patch_width
+from vlmpack.layout import IMAGE, VIDEO, PaddedBatch
+from vlmpack.proof.samples import ProbeSample
 
 IMAGE_TOKENS, FRAME_TOKENS = 24, 8
 """Most tokens of an image, and of a frame of the video."""
@@ -31,14 +31,14 @@ def check_fits(samples: Sequence[ProbeSample], family: Family, config: Any) -> N
     vocabulary = family.text_config(config).vocab_size
     if (highest := max(int(sample.input_ids.max()) for sample in samples)) >= vocabulary:
         raise ConfigError(f"the processor makes token id {highest}, and the model has {vocabulary} of them; {remedy}")
-    width = patch_width(family, config)
+    width = family.patch_channels(config)
     for sample in samples:
         for pixels in (sample.media.pixel_values, sample.media.pixel_values_videos):
             if pixels is not None and pixels.shape[-1] != width:
                 seen = f"patches of {pixels.shape[-1]} numbers, and the model takes {width}"
                 raise ConfigError(f"the processor makes {seen}; {remedy}")
         types = family.media_types(sample.input_ids, config)
-        for kind, grids, name in ((1, sample.image_grids, "image"), (2, sample.video_grids, "video")):
+        for kind, grids, name in ((IMAGE, sample.image_grids, "image"), (VIDEO, sample.video_grids, "video")):
             if (seen := int((types == kind).sum())) != (expected := family.media_tokens(grids, config)):
                 counts = f"{seen} {name} tokens of this model where its pixels make {expected}"
                 raise ConfigError(f"the processor writes {counts}; {remedy}")

@@ -154,12 +154,6 @@ def _placeholders(family: Family, config: Any, images: Sequence[Grid], videos: S
     return [token for run in bounded for token in run]
 
 
-def patch_width(family: Family, config: Any) -> int:
-    """Numbers that the vision tower takes for each patch."""
-    vision = family.vision_config(config)
-    return vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-
-
 def _media(
     family: Family,
     config: Any,
@@ -170,7 +164,7 @@ def _media(
 ) -> Media:
     if not images and not videos:
         return Media()
-    channels = patch_width(family, config)
+    channels = family.patch_channels(config)
 
     def pixels(grids: Sequence[Grid]) -> torch.Tensor | None:
         return torch.randn(sum(map(prod, grids)), channels, generator=rng) if grids else None

@@ -139,6 +139,11 @@ def is_packing(model: nn.Module) -> bool:
     return _STATE in vars(find_model(model))
 
 
+def remembered(core: nn.Module) -> PackingState | None:
+    """The state of a model, also where `packing_state` would find that it no longer holds; None: not enabled."""
+    return vars(core).get(_STATE)
+
+
 def packing_state(core: nn.Module) -> PackingState:
     """The state of an enabled model.
 
@@ -146,7 +151,7 @@ def packing_state(core: nn.Module) -> PackingState:
         ConfigError: packing is not enabled; or the attention implementation, the loss, gated delta layers or blocks of
             experts were exchanged after it was.
     """
-    state: PackingState | None = vars(core).get(_STATE)
+    state = remembered(core)
     if state is None:
         raise ConfigError(f"packing is not enabled on this {type(core).__name__}; call enable_packing(model) first")
     if (layer := cut.changed_since(state.family, core, shared=state.parallel is not None)) is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vlmpack.attention import AUTO, BACKENDS
-from vlmpack.errors import ConfigError, LayoutError, check_kind
+from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families import Family
 from vlmpack.layout import (
     IGNORE,
@@ -22,8 +22,8 @@ from vlmpack.layout import (
     Spaced,
     around_graph,
     outside_graph,
-    require,
 )
+from vlmpack.layout.roll import check_none_on_padding
 from vlmpack.parallel import Parallel
 from vlmpack.step.balance import Balance, RouterSettings, RouterStatistics, router_statistics
 from vlmpack.step.context import CONTEXT
@@ -140,7 +140,8 @@ def _result(
     if labels is None:
         labels = torch.full_like(row.input_ids, IGNORE)
         facts = replace(facts, num_targets=0)
-    _check_targets(labels, row.segments)
+    message = "shift_labels has targets on padding, which belongs to no sample; set them to -100 there"
+    check_none_on_padding(labels, row.segments, message)  # of a row that was made by hand
     index = target_positions(labels, facts.num_targets)
     own_index = share.targets(index)
     own_logprobs = _logprobs(hidden, share.own(labels), own_index, head, config.head_chunk)
@@ -181,14 +182,6 @@ def _items(given: torch.Tensor | float | None, targets: int) -> torch.Tensor | f
     if on_host and targets and not given > 0:
         raise ConfigError(f"num_items_in_batch is {given}, but this batch alone has {targets} targets; count them all")
     return given
-
-
-def _check_targets(labels: torch.Tensor, segments: Segments) -> None:
-    """A row that was made by hand may have targets where there is no token."""
-    if segments.has_gaps:
-        stray = (labels[0] != IGNORE) & segments.padding_mask(labels.device)
-        message = "shift_labels has targets on padding, which belongs to no sample; set them to -100 there"
-        require(~stray.any(), message, LayoutError)
 
 
 def _logprobs(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import nn
 from transformers.utils.generic import ModelOutput
@@ -24,6 +25,7 @@ from vlmpack.layout import (
     outside_graph,
     pack,
     require,
+    to_device,
 )
 from vlmpack.parallel import Parallel
 from vlmpack.step.engine import StepConfig, run_row
@@ -131,7 +133,8 @@ def _check_counted(inputs: dict[str, Any], row: PackedRow, *, is_row: bool) -> N
         first = labels[0].index_select(0, row.segments.first_tokens(labels.device)[1:])
     else:
         assert row.facts is not None
-        first = torch.stack([labels[0, 0], *(labels[i, at] for i, at in enumerate(row.facts.offsets) if at)])[1:]
+        places = [i * labels.shape[1] + at for i, at in enumerate(row.facts.offsets) if at]
+        first = labels.reshape(-1).index_select(0, to_device(np.asarray(places, np.int64), labels.device))
     require(
         (first == IGNORE).all(),
         "the first token of a sample has a label, which no token predicts, but it was counted (num_items_in_batch), so "

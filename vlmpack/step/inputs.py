@@ -7,74 +7,37 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from vlmpack.errors import LayoutError
 from vlmpack.families import Family
-from vlmpack.layout import FACTS_KEY, BatchFacts, Grid, PackedRow, Segments, outside_graph, require, to_device
+from vlmpack.layout import IMAGE, VIDEO, BatchFacts, Grid, PackedRow, Segments, outside_graph, require
+from vlmpack.layout.facts import host_grids, host_seconds
 from vlmpack.step import by_sample, delta
 from vlmpack.step.context import CONTEXT, RowContext, VisionSegments
 from vlmpack.step.rotary import check_positions, check_restarts
 from vlmpack.step.shared import Share
 from vlmpack.step.whole import MediaCall
 
-TEXT, IMAGE, VIDEO = 0, 1, 2
-
-_CHANGED = (
-    "{} is not what the host facts ("
-    + repr(FACTS_KEY)
-    + ") say of this batch, so images or videos were changed behind "
-    "the collator; reorder samples before it, or leave the facts out of the batch"
-)
-_ROUNDED = 1e-2
-"""How far seconds may be from those of the host: loops that run in bfloat16 round whatever a batch holds."""
-
 
 @outside_graph
 def known_facts(row: PackedRow) -> BatchFacts:
     """The row's host facts; grids that only a tensor knows are read from it, which waits for the device once."""
-    facts = row.facts or BatchFacts(lengths=row.segments.lengths[: row.segments.num_samples])
-    media = row.media
+    facts, media = row.known_facts, row.media
     facts = replace(
         facts,
-        image_grids=_host_grids(facts.image_grids, media.image_grid_thw, "image_grid_thw"),
-        video_grids=_host_grids(facts.video_grids, media.video_grid_thw, "video_grid_thw"),
+        image_grids=host_grids(facts.image_grids, media.image_grid_thw, "image_grid_thw"),
+        video_grids=host_grids(facts.video_grids, media.video_grid_thw, "video_grid_thw"),
     )
     if media.second_per_grid_ts is not None:
-        facts = replace(facts, seconds_per_grid=_host_seconds(facts.seconds_per_grid, media.second_per_grid_ts))
+        facts = replace(facts, seconds_per_grid=host_seconds(facts.seconds_per_grid, media.second_per_grid_ts))
     for pixels, grids, name in (
         (media.pixel_values, facts.image_grids, "pixel_values"),
         (media.pixel_values_videos, facts.video_grids, "pixel_values_videos"),
     ):
         _check_patches(pixels, grids, name)
     return facts
-
-
-def _host_grids(known: tuple[Grid, ...], tensor: torch.Tensor | None, name: str) -> tuple[Grid, ...]:
-    if tensor is None:
-        return ()
-    if not known:
-        return tuple((int(t), int(h), int(w)) for t, h, w in tensor.tolist())
-    if len(known) != tensor.shape[0]:
-        raise LayoutError(
-            f"the host knows {len(known)} grids but {name} is {list(tensor.shape)}; was the batch split or "
-            "concatenated on its way (accelerate: set dispatch_batches=False)?"
-        )
-    told = to_device(np.asarray(known, np.int64), tensor.device)
-    require((tensor == told).all(), _CHANGED.format(name), LayoutError)
-    return known
-
-
-def _host_seconds(known: tuple[float, ...], given: torch.Tensor | Sequence[float]) -> tuple[float, ...]:
-    tensor = torch.as_tensor(given)
-    if not known:
-        return tuple(tensor.tolist())
-    told = to_device(np.asarray(known, np.float32), tensor.device)
-    close = torch.isclose(tensor.float(), told, rtol=_ROUNDED) if tensor.shape == told.shape else tensor.new_zeros(1)
-    require(close.all(), _CHANGED.format("second_per_grid_ts"), LayoutError)
-    return known
 
 
 def _check_patches(pixels: torch.Tensor | None, grids: Sequence[Grid], name: str) -> None:

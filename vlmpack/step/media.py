@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vlmpack.families import FeatureForm, media_features
-from vlmpack.layout import Grid
+from vlmpack.layout import IMAGE, VIDEO, Grid
 from vlmpack.parallel import MediaShare, Partition
 from vlmpack.parallel.exchange import Exchange
 from vlmpack.step.context import CONTEXT, RowContext, VisionSegments
@@ -31,8 +31,8 @@ def shared_media(call: MediaCall, partition: Partition, exchange: Exchange) -> M
     types = call.types if exchange.size == 1 else call.types.cpu()
     return MediaInputs(
         inputs={
-            "pixel_values": _sent(images, shares[0], types, 1, partition, exchange),
-            "pixel_values_videos": _sent(videos, shares[1], types, 2, partition, exchange),
+            "pixel_values": _sent(images, shares[0], types, IMAGE, partition, exchange),
+            "pixel_values_videos": _sent(videos, shares[1], types, VIDEO, partition, exchange),
         },
         form=form,
     )

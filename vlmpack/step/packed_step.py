@@ -12,7 +12,7 @@ from torch import nn
 from vlmpack.errors import ConfigError
 from vlmpack.layout import FACTS_KEY, PackedRow, PaddedBatch
 from vlmpack.parallel import Parallel
-from vlmpack.step.attach import enable_packing, is_packing
+from vlmpack.step.attach import enable_packing, remembered
 from vlmpack.step.engine import StepConfig
 from vlmpack.step.forward import Sink
 from vlmpack.step.keys import SINK
@@ -32,14 +32,17 @@ class PackedStep:
     """
 
     def __init__(self, model: nn.Module, config: StepConfig | None = None, *, parallel: Parallel | None = None) -> None:
-        """Enable packing on `model` (or the model that it holds), unless it is enabled and nothing else is given.
+        """Enable packing on `model` (or the model that it holds). On an enabled one, what is not given stays.
 
         Raises:
             FamilyError: the model's family cannot be packed exactly.
         """
-        self.model = model
-        if config is not None or parallel is not None or not is_packing(model):
-            enable_packing(find_model(model), config, parallel=parallel)
+        self.model, core = model, find_model(model)
+        state = remembered(core)
+        if state is None:
+            enable_packing(core, config, parallel=parallel)
+        elif config is not None or parallel is not None:
+            enable_packing(core, config or state.config, parallel=parallel or state.parallel)
 
     def __call__(
         self,

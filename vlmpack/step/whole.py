@@ -88,11 +88,12 @@ class Whole:
         return on_row(hidden_1tD, *beside_1t)
 
     def sum(self, own: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, with which every rank goes on in the same way."""
+        """Sum over ranks; every rank continues with the identical value, so the backward pass sends nothing."""
         return own
 
     def same(self, own_t: torch.Tensor) -> torch.Tensor:
-        """[t, ...] to [T, ...], with which every rank goes on in the same way."""
+        """Gather over ranks, [t, ...] to [T, ...]; every rank continues with the identical value, so the backward pass
+        sends nothing."""
         return own_t
 
     def targets(self, index_L: torch.Tensor) -> torch.Tensor:

@@ -113,8 +113,8 @@ def _with_image(
     ids: torch.Tensor, processor: Any, config: Any, grid: Grid, rng: torch.Generator
 ) -> dict[str, torch.Tensor]:
     """An image at the start of the sample, in place of as many of its tokens."""
-    vision, merge = config.vision_config, config.vision_config.spatial_merge_size
-    tokens = prod(grid) // merge**2
+    family = family_named(FAMILY)
+    tokens = family.tokens_per_image(grid, family.merge(config))
     ids = ids.clone()
     ids[0], ids[tokens + 1] = processor.vision_start_token_id, processor.vision_end_token_id
     ids[1 : tokens + 1] = processor.image_token_id
@@ -122,11 +122,6 @@ def _with_image(
     sample["labels"][: tokens + 2] = IGNORE
     return {
         **sample,
-        "pixel_values": torch.randn(prod(grid), _channels(vision), generator=rng),
+        "pixel_values": torch.randn(prod(grid), family.patch_channels(config), generator=rng),
         "image_grid_thw": torch.tensor([grid]),
     }
-
-
-def _channels(vision: Any) -> int:
-    """Values of a patch."""
-    return vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
