@@ -138,7 +138,8 @@ class PackedStream(IterableDataset[list[Any]]):
             if self._rounds == before:
                 raise ConfigError(
                     f"the source makes no row, so there is nothing to repeat: of {self._packer.seen} samples "
-                    f"{self.dropped} were too long and {self.left_out} left out; see remainder= for too few for all ranks"
+                    f"{self.dropped} were too long and {self.left_out} left out; remainder= says what becomes of too "
+                    "few for all ranks"
                 )
 
     def _mine(self) -> Iterator[list[Any]]:
