@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from samples import mixed_samples, padded
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AutoModelForImageTextToText
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from vlmpack.families import FAMILIES
@@ -72,3 +72,11 @@ def test_a_row_of_nothing_but_padding_gives_every_parameter_the_gradient_that_ot
     assert output.loss == 0
     assert any("self_attn" in name for name in learnt)
     assert learnt == {name for name, p in model.named_parameters() if p.grad is not None and not p.grad.any()}
+
+
+def test_where_copies_of_a_configuration_keep_our_name_a_new_model_is_told_its_attention(monkeypatch):
+    monkeypatch.setattr(attention, "_NAME", str)  # as with torch before 2.12
+    config = copy.deepcopy(enable_packing(tiny_model("qwen3_vl")).config)
+    assert config.vision_config._attn_implementation == "vlmpack_flash|sdpa"
+    new = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").config
+    assert {part._attn_implementation for part in (new, new.text_config, new.vision_config)} == {"sdpa"}

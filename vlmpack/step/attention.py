@@ -89,7 +89,8 @@ class _Asking(str):
 
 
 _NAME = _Asking if TorchVersion(torch.__version__) >= "2.12" else str
-"""torch 2.11 compiles no model whose configuration holds a string of a class of its own."""
+"""torch 2.11 compiles no model whose configuration names its attention by an instance of a subclass of `str`: it cannot
+look that up in a dictionary. There, copies of the configuration keep our name; the README has the remedy."""
 
 
 def _configs(tower: nn.Module | None) -> list[PreTrainedConfig]:
