@@ -2,7 +2,7 @@
 
 import pytest
 
-from vlmpack.collate.rows import read_row
+from vlmpack.collate.conversation import read_conversation
 from vlmpack.errors import ConfigError
 
 DROPPED = "set TrainingArguments(remove_unused_columns=False)"
@@ -10,7 +10,7 @@ DROPPED = "set TrainingArguments(remove_unused_columns=False)"
 
 def told(feature):
     with pytest.raises(ConfigError) as caught:
-        read_row(feature)
+        read_conversation(feature)
     return str(caught.value)
 
 

@@ -3,8 +3,8 @@
 import pytest
 from chats import chat, processor_of
 
+from vlmpack.collate.conversation import read_conversation
 from vlmpack.collate.refusal import Refusal
-from vlmpack.collate.rows import read_row
 from vlmpack.collate.template import ChatTemplate
 from vlmpack.data.processor import CHAT_TEMPLATE, tiny_processor
 from vlmpack.errors import ConfigError
@@ -28,7 +28,7 @@ WRITES_ALL = (
 
 def written(row, template=WRITES_ALL, *, takes_parts=True):
     processor = tiny_processor(chat_template=template) if template else processor_of()
-    return ChatTemplate(processor=processor, takes_parts=takes_parts).render(read_row(row))
+    return ChatTemplate(processor=processor, takes_parts=takes_parts).render(read_conversation(row))
 
 
 HOLDERS = {
@@ -85,4 +85,4 @@ def test_without_a_template_nothing_can_be_written():
     processor = tiny_processor()
     processor.chat_template = None
     with pytest.raises(ConfigError, match="has no chat template"):
-        ChatTemplate(processor=processor, takes_parts=True).render(read_row(chat()))
+        ChatTemplate(processor=processor, takes_parts=True).render(read_conversation(chat()))

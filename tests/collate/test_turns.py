@@ -4,8 +4,8 @@ import pytest
 from chats import learnt, processor_of
 
 from vlmpack.collate import VLMCollator
+from vlmpack.collate.conversation import read_conversation
 from vlmpack.collate.refusal import Refusal
-from vlmpack.collate.rows import read_row
 from vlmpack.collate.turns import ALIASES
 from vlmpack.errors import SampleError
 
@@ -16,7 +16,7 @@ SYSTEM = {"role": "system", "content": "Be short."}
 
 def refusal(feature):
     with pytest.raises(Refusal) as caught:
-        read_row(feature)
+        read_conversation(feature)
     assert caught.value.reason == "bad_row"
     return str(caught.value)
 
@@ -37,7 +37,7 @@ def test_a_message_without_content_is_refused_with_the_keys_it_has():
 
 @pytest.mark.parametrize("key", ["tool_calls", "reasoning_content"])
 def test_an_answer_may_call_tools_or_think_without_content(key):
-    row = read_row({"messages": [ASK, {"role": "assistant", key: ["x"]}]})
+    row = read_conversation({"messages": [ASK, {"role": "assistant", key: ["x"]}]})
     assert row.messages[1] == {"role": "assistant", "content": "", key: ["x"]}
     refusal({"messages": [ASK, {"role": "assistant", "content": None, key: []}]})
 
@@ -75,7 +75,7 @@ def test_a_qwen_turn_says_one_thing(key):
 @pytest.mark.parametrize("nothing", [None, "", [], {"bytes": None, "path": None}])
 def test_keys_that_a_table_gives_to_every_part_may_be_there_empty(nothing):
     turn = {"role": "user", "content": [{"type": "text", "text": "2 + 2?", "image": nothing}], "images": nothing}
-    assert read_row({"messages": [turn, SAY]}).images == ()
+    assert read_conversation({"messages": [turn, SAY]}).images == ()
 
 
 # ---------------------------------------------------------------------- roles
@@ -83,8 +83,8 @@ def test_keys_that_a_table_gives_to_every_part_may_be_there_empty(nothing):
 
 @pytest.mark.parametrize(("alias", "role"), ALIASES.items())
 def test_other_names_of_roles_are_understood_in_either_shape(alias, role):
-    assert read_row({"messages": [{"role": alias, "content": "x"}]}).messages[0]["role"] == role
-    assert read_row({"conversations": [{"from": alias, "value": "x"}]}).messages[0]["role"] == role
+    assert read_conversation({"messages": [{"role": alias, "content": "x"}]}).messages[0]["role"] == role
+    assert read_conversation({"conversations": [{"from": alias, "value": "x"}]}).messages[0]["role"] == role
 
 
 @pytest.mark.parametrize(
@@ -114,12 +114,12 @@ def test_an_unknown_role_is_refused_with_those_seen_and_those_known(feature):
     ids=["messages", "messages that say it too", "Qwen", "prompt and completion"],
 )
 def test_a_system_column_goes_in_front(turns):
-    assert read_row({"system": "Be short.", **turns}).messages == (SYSTEM, ASK, SAY)
+    assert read_conversation({"system": "Be short.", **turns}).messages == (SYSTEM, ASK, SAY)
 
 
 def test_an_empty_system_column_says_nothing():
-    assert read_row({"system": "", "messages": [SYSTEM, ASK]}).messages == (SYSTEM, ASK)
-    assert read_row({"system": "", "messages": [ASK]}).messages == (ASK,)
+    assert read_conversation({"system": "", "messages": [SYSTEM, ASK]}).messages == (SYSTEM, ASK)
+    assert read_conversation({"system": "", "messages": [ASK]}).messages == (ASK,)
 
 
 @pytest.mark.parametrize(
@@ -154,23 +154,25 @@ def test_an_answer_may_say_that_it_is_not_learnt(flag):
     assert learnt_text(two_answers(first=flag)) == "six<|im_end|>"
     assert learnt_text(two_answers(second=flag)) == "four<|im_end|>"
     turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "a", **dict([flag])}]
-    assert read_row({"conversations": [*turns, {"from": "gpt", "value": "b"}]}).trained_turns == (False, True)
+    assert read_conversation({"conversations": [*turns, {"from": "gpt", "value": "b"}]}).trained_turns == (False, True)
 
 
 @pytest.mark.parametrize("flag", ON)
 def test_or_that_it_is(flag):
-    assert read_row(two_answers(flag, flag)) == read_row(two_answers())
-    assert read_row(two_answers()).trained_turns is None
+    assert read_conversation(two_answers(flag, flag)) == read_conversation(two_answers())
+    assert read_conversation(two_answers()).trained_turns is None
 
 
 def test_flags_hold_within_a_completion_and_do_not_bring_its_prompt_back():
     turns = two_answers(second=("weight", 0))["messages"]
-    row = read_row({"prompt": [ASK, {**SAY, "weight": 1}, ASK], "completion": turns[1:]})
+    row = read_conversation({"prompt": [ASK, {**SAY, "weight": 1}, ASK], "completion": turns[1:]})
     assert row.trained_turns == (False, True, False)
 
 
 def test_flags_do_not_reach_the_template():
-    assert [set(message) for message in read_row(two_answers(("loss", 0))).messages] == [{"role", "content"}] * 4
+    assert [set(message) for message in read_conversation(two_answers(("loss", 0))).messages] == [
+        {"role", "content"}
+    ] * 4
 
 
 def test_learning_everything_learns_them_too():
@@ -196,4 +198,4 @@ def test_flags_that_contradict_each_other_are_refused():
 
 
 def test_flags_of_other_turns_say_nothing():
-    assert read_row({"messages": [{**ASK, "weight": 0.5}, SAY]}).messages == (ASK, SAY)
+    assert read_conversation({"messages": [{**ASK, "weight": 0.5}, SAY]}).messages == (ASK, SAY)

@@ -19,7 +19,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from vlmpack.bench.memory import peak_bytes
 from vlmpack.collate import VLMCollator
-from vlmpack.collate.collator import Layout
+from vlmpack.collate.collator import BatchLayout
 from vlmpack.data import to_conversation
 from vlmpack.layout import FACTS_KEY, BatchFacts
 from vlmpack.step import enable_packing
@@ -49,7 +49,7 @@ class TrainingSettings:
 class Run:
     """One training, measured."""
 
-    layout: Layout
+    layout: BatchLayout
     """"padded" or "packed"."""
     lengths: tuple[tuple[int, ...], ...]
     """Real tokens of each sample, by step."""
@@ -105,7 +105,7 @@ class Conversations(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def run(
-    layout: Layout,
+    layout: BatchLayout,
     model: nn.Module,
     records: torch.utils.data.Dataset[dict[str, Any]],
     collator: VLMCollator,

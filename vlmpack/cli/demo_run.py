@@ -21,11 +21,11 @@ from vlmpack.cli.device import checked_device, quiet_transformers
 from vlmpack.cli.folder import made_folder
 from vlmpack.cli.gradients import Agreement, packed_against_alone
 from vlmpack.collate import VLMCollator
-from vlmpack.collate.collator import Layout
+from vlmpack.collate.collator import BatchLayout
 from vlmpack.layout import PackedRow, PaddedBatch
 from vlmpack.plots import plot_losses, plot_rows, save
 
-LAYOUTS: tuple[Layout, ...] = ("padded", "packed")
+LAYOUTS: tuple[BatchLayout, ...] = ("padded", "packed")
 
 
 @final
@@ -90,7 +90,7 @@ class Result(NamedTuple):
 
 
 def _compete(settings: DemoSettings, given: Contestants, device: torch.device, console: Console) -> Result:
-    runs: dict[Layout, Run] = {}
+    runs: dict[BatchLayout, Run] = {}
     with tempfile.TemporaryDirectory() as scratch, _progress(console) as progress:
         training = TrainingSettings(
             steps=settings.steps,

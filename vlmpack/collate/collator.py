@@ -25,7 +25,7 @@ from vlmpack.errors import ConfigError, SampleError, check_kind
 from vlmpack.layout import PackedRow, PaddedBatch, SlotRule
 from vlmpack.layout.slots import round_up
 
-Layout = Literal["padded", "packed"]
+BatchLayout = Literal["padded", "packed"]
 OnBad = Literal["raise", "skip"]
 
 
@@ -61,7 +61,7 @@ class VLMCollator:
         self,
         processor: Any,
         *,
-        layout: Layout = "padded",
+        layout: BatchLayout = "padded",
         slots: SlotRule | None = None,
         max_length: int | None = None,
         overlength: Overlength = "error",
@@ -74,7 +74,7 @@ class VLMCollator:
         pixel_dtype: torch.dtype | None = None,
         pixel_buffers: int = 8,
     ) -> None:
-        _check_choice("layout", layout, get_args(Layout))
+        _check_choice("layout", layout, get_args(BatchLayout))
         _check_choice("overlength", overlength, get_args(Overlength))
         _check_choice("train_on", train_on, get_args(TrainOn))
         _check_choice("on_bad", on_bad, get_args(OnBad))
@@ -272,7 +272,7 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{name}={value!r} is not known; choose one of {', '.join(map(repr, choices))}")
 
 
-def _check_lengths(layout: Layout, slots: SlotRule | None, max_length: int | None, overlength: Overlength) -> None:
+def _check_lengths(layout: BatchLayout, slots: SlotRule | None, max_length: int | None, overlength: Overlength) -> None:
     if slots is not None:
         check_kind("slots", slots, SlotRule, "SlotRule(multiple=4)")
     if layout == "padded" and slots is not None:

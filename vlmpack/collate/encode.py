@@ -11,13 +11,13 @@ from typing import Any, final
 import numpy as np
 
 from vlmpack.collate.checks import check_sample, tokens_of
+from vlmpack.collate.conversation import Conversation, read_conversation
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.holes import Kind
 from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels
 from vlmpack.collate.media import MediaReader
 from vlmpack.collate.processor import ProcessorFacts, parts_of
 from vlmpack.collate.refusal import Refusal
-from vlmpack.collate.rows import Row, read_row
 from vlmpack.collate.template import ChatTemplate
 from vlmpack.collate.tokenised import read_tokenised, token_types
 from vlmpack.data.images import ImageLimits
@@ -79,16 +79,19 @@ class Encoder:
         if feature.get("input_ids") is not None:
             sample = read_tokenised(feature, self.facts, train_on=self.train_on)
         else:
-            sample = self._encode_row(read_row(feature, has_vision=self.facts.has_vision), read)
+            sample = self._encode_conversation(read_conversation(feature, has_vision=self.facts.has_vision), read)
         check_sample(sample, self.facts)
         return sample
 
-    def _encode_row(self, row: Row, read: Callable[..., Visual]) -> Encoded:
-        self._check_texts(row)
-        self._check_can_see(row)
-        images = tuple(read(ref, kind="image", at=at) for at, ref in enumerate(row.images))
-        videos = tuple(read(ref, kind="video", at=at) for at, ref in enumerate(row.videos))
-        ids, spans = self._plain(row.plain, images, videos) if row.plain else self._chat(row, images, videos)
+    def _encode_conversation(self, conversation: Conversation, read: Callable[..., Visual]) -> Encoded:
+        self._check_texts(conversation)
+        self._check_can_see(conversation)
+        images = tuple(read(ref, kind="image", at=at) for at, ref in enumerate(conversation.images))
+        videos = tuple(read(ref, kind="video", at=at) for at, ref in enumerate(conversation.videos))
+        if conversation.plain:
+            ids, spans = self._plain(conversation.plain, images, videos)
+        else:
+            ids, spans = self._chat(conversation, images, videos)
         return Encoded(
             input_ids=ids,
             labels=make_labels(ids, self.facts, spans=None if self.train_on == "all" else spans),
@@ -106,20 +109,20 @@ class Encoder:
     def _template(self) -> ChatTemplate:
         return ChatTemplate(processor=self.processor, takes_parts=self.facts.has_vision)
 
-    def _check_can_see(self, row: Row) -> None:
-        if (row.images or row.videos) and not self.facts.has_vision:
+    def _check_can_see(self, conversation: Conversation) -> None:
+        if (conversation.images or conversation.videos) and not self.facts.has_vision:
             raise Refusal(
                 "no_vision",
-                f"it has {len(row.images)} image(s) and {len(row.videos)} video(s), but a tokenizer reads text only; "
-                "give VLMCollator the processor of a vision-language model, or leave them out",
+                f"it has {len(conversation.images)} image(s) and {len(conversation.videos)} video(s), but a tokenizer "
+                "reads text only; give VLMCollator the processor of a vision-language model, or leave them out",
             )
 
     # ------------------------------------------------------------------ text
 
-    def _check_texts(self, row: Row) -> None:
+    def _check_texts(self, conversation: Conversation) -> None:
         """A person's text that holds the template's own tokens would make false images or false turns."""
-        typed = row.texts() if row.plain is None else row.plain[1:]
-        reserved = self.facts.reserved if row.plain is None else self.facts.reserved_media
+        typed = conversation.texts() if conversation.plain is None else conversation.plain[1:]
+        reserved = self.facts.reserved if conversation.plain is None else self.facts.reserved_media
         for text in typed:
             found = next((token for token in reserved if token in text), None)
             if found is not None:
@@ -130,17 +133,17 @@ class Encoder:
                 )
 
     def _chat(
-        self, row: Row, images: Sequence[Visual], videos: Sequence[Visual]
+        self, conversation: Conversation, images: Sequence[Visual], videos: Sequence[Visual]
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """(ids, learnt spans) of a conversation."""
-        ids = self._expand(self._template.render(row), images, videos)
+        ids = self._expand(self._template.render(conversation), images, videos)
         if self.train_on == "all":
             return ids, []
         spans = assistant_spans(ids, self.facts)
-        self._check_turns(spans, sum(message["role"] == "assistant" for message in row.messages))
-        if row.trained_turns is None:
+        self._check_turns(spans, sum(message["role"] == "assistant" for message in conversation.messages))
+        if conversation.trained_turns is None:
             return ids, spans
-        return ids, [span for span, learnt in zip(spans, row.trained_turns, strict=True) if learnt]
+        return ids, [span for span, learnt in zip(spans, conversation.trained_turns, strict=True) if learnt]
 
     def _check_turns(self, spans: Sequence[tuple[int, int]], count: int) -> None:
         if not spans and count:

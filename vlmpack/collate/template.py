@@ -1,4 +1,4 @@
-"""The processor's chat template: the messages of a row → text, and nothing of them left out without a word.
+"""The processor's chat template: the messages of a conversation → text, and nothing of them left out without a word.
 
 A template is a program of somebody's. Those of Qwen2-VL to Qwen3-VL's first versions write no tools, and none but those
 of thinking models write thoughts; what a template does not name is dropped by it in silence.
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
 
+from vlmpack.collate.conversation import Conversation
 from vlmpack.collate.refusal import Refusal
-from vlmpack.collate.rows import Row
 from vlmpack.errors import ConfigError
 
 _TOOL = {
@@ -25,15 +25,15 @@ _CALL = {"type": "function", "function": {"name": "tried", "arguments": {}}}
 @final
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """Writes rows as text."""
+    """Writes conversations as text."""
 
     processor: Any
     """The processor, or the tokenizer of a text model."""
     takes_parts: bool
     """Whether the content of a message may be a list of parts: templates of text models know none."""
 
-    def render(self, row: Row) -> str:
-        """The text of a row's messages.
+    def render(self, conversation: Conversation) -> str:
+        """The text of its messages.
 
         Raises:
             Refusal: the template cannot write them (`template_error`), or leaves out what they hold
@@ -45,12 +45,12 @@ class ChatTemplate:
                 "the processor has no chat template, so messages cannot become text; load the instruction-tuned "
                 "model's processor, set processor.chat_template, or give prompt and completion as strings"
             )
-        self._check_heard(row)
-        messages = [dict(message) for message in row.messages]
+        self._check_heard(conversation)
+        messages = [dict(message) for message in conversation.messages]
         if not self.takes_parts:
             messages = [{**message, "content": _joined(message["content"])} for message in messages]
         try:
-            return self._write(messages, **row.template_options)
+            return self._write(messages, **conversation.template_options)
         except Exception as error:  # a template can fail in any way on messages it rejects
             raise Refusal(
                 "template_error",
@@ -58,16 +58,16 @@ class ChatTemplate:
                 "compare roles and content with what the template expects",
             ) from error
 
-    def _check_heard(self, row: Row) -> None:
-        given = {key for message in row.messages for key, value in message.items() if value}
-        given |= {key for key, value in row.template_options.items() if key == "tools" and value}
+    def _check_heard(self, conversation: Conversation) -> None:
+        given = {key for message in conversation.messages for key, value in message.items() if value}
+        given |= {key for key, value in conversation.template_options.items() if key == "tools" and value}
         if lost := sorted(given & self._ignored):
             raise Refusal(
                 "template_ignores",
                 f"it has {' and '.join(lost)}, which the chat template does not write: the model would learn an answer "
                 "without it; give the processor a chat template that does, or write it into the content",
             )
-        if misspelt := [name for name in row.template_options if not self._names(name)]:
+        if misspelt := [name for name in conversation.template_options if not self._names(name)]:
             raise Refusal(
                 "template_ignores",
                 f"chat_template_kwargs has {' and '.join(misspelt)}, which the chat template does not name; see how it "

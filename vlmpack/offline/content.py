@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from vlmpack.collate import VLMCollator
+from vlmpack.collate.conversation import read_conversation
 from vlmpack.collate.processor import parts_of
 from vlmpack.collate.refusal import Refusal
-from vlmpack.collate.rows import read_row
 from vlmpack.data.images import ImageError, ImageLimits, read_size
 
 RULES = 1
@@ -61,7 +61,7 @@ def sample_key(feature: Any, settings: bytes, limits: ImageLimits, *, has_vision
     if not isinstance(feature, Mapping) or feature.get("input_ids") is not None:
         return None
     try:
-        row = read_row(feature, has_vision=has_vision)
+        row = read_conversation(feature, has_vision=has_vision)
         images = [[read_size(ref.source, limits=limits), ref.options] for ref in row.images]
         videos = [[_frame_sizes(ref.source, limits), ref.options] for ref in row.videos]
         text = [row.messages, row.plain, row.trained_turns, row.template_options]

@@ -1,4 +1,4 @@
-"""The shapes in which datasets write down a conversation, read into one: `Row`.
+"""The shapes in which datasets write down a conversation, read into one: `Conversation`.
 
     TRL        {"messages": [...], "images": [...]}   {"prompt": ..., "completion": ..., "images": [...]}
     Qwen       {"conversations": [{"from": "human", "value": "<image>\\n..."}, ...], "image": path or list}
@@ -26,7 +26,7 @@ from vlmpack.errors import ConfigError
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Conversation:
     """One sample as text with holes for its media."""
 
     messages: tuple[Mapping[str, Any], ...] = ()
@@ -59,7 +59,7 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
-def read_row(feature: Mapping[str, Any], *, has_vision: bool = True) -> Row:
+def read_conversation(feature: Mapping[str, Any], *, has_vision: bool = True) -> Conversation:
     """Read one sample of any of the shapes above.
 
     Args:
@@ -72,15 +72,15 @@ def read_row(feature: Mapping[str, Any], *, has_vision: bool = True) -> Row:
             `ambiguous_media`), or a key beside an image is misspelt (`vision_key`).
     """
     present = {name: value for name, value in feature.items() if value is not None}
-    row = _read(present, feature)
+    conversation = _read(present, feature)
     if has_vision:
-        users = [text_of(message) for message in row.messages if message["role"] == "user"]
-        texts = users if row.plain is None else [row.plain[0]]
-        check_markers(texts, feature, found={"image": len(row.images), "video": len(row.videos)})
-    return row
+        users = [text_of(message) for message in conversation.messages if message["role"] == "user"]
+        texts = users if conversation.plain is None else [conversation.plain[0]]
+        check_markers(texts, feature, found={"image": len(conversation.images), "video": len(conversation.videos)})
+    return conversation
 
 
-def _read(present: Mapping[str, Any], feature: Mapping[str, Any]) -> Row:
+def _read(present: Mapping[str, Any], feature: Mapping[str, Any]) -> Conversation:
     columns = [name for name in ("messages", "conversation", "conversations") if name in present]
     is_pair = "prompt" in present and "completion" in present
     check_one_form([*columns, "prompt and completion"] if is_pair else columns, present)
@@ -104,7 +104,7 @@ def _template_options(present: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------- conversations
 
 
-def _conversation(turns: list[Turn], present: Mapping[str, Any]) -> Row:
+def _conversation(turns: list[Turn], present: Mapping[str, Any]) -> Conversation:
     if "system" in present:
         turns = with_system(turns, present["system"])
     learnt = tuple(turn.learnt for turn in turns if turn.message["role"] == "assistant")
@@ -116,7 +116,7 @@ def _conversation(turns: list[Turn], present: Mapping[str, Any]) -> Row:
     )
 
 
-def _prompt_and_completion(present: Mapping[str, Any]) -> Row:
+def _prompt_and_completion(present: Mapping[str, Any]) -> Conversation:
     prompt, completion = present["prompt"], present["completion"]
     if isinstance(prompt, str) != isinstance(completion, str):
         raise Refusal("bad_row", "prompt and completion must both be strings or both be lists of messages")
@@ -126,7 +126,7 @@ def _prompt_and_completion(present: Mapping[str, Any]) -> Row:
     return _conversation([*asked, *read_turns(completion, "completion")], present)
 
 
-def _plain(prompt: str, completion: str, present: Mapping[str, Any]) -> Row:
+def _plain(prompt: str, completion: str, present: Mapping[str, Any]) -> Conversation:
     if present.get("system"):
         raise Refusal(
             "bad_row",
@@ -134,17 +134,17 @@ def _plain(prompt: str, completion: str, present: Mapping[str, Any]) -> Row:
             "the prompt, or give prompt and completion as lists of messages",
         )
     images, videos = column_media(present, "image"), column_media(present, "video")
-    return Row(plain=(prompt, completion), images=images, videos=videos)
+    return Conversation(plain=(prompt, completion), images=images, videos=videos)
 
 
 # ---------------------------------------------------------------------- media
 
 
-def _with_media(messages: list[dict[str, Any]], present: Mapping[str, Any], **settings: Any) -> Row:
+def _with_media(messages: list[dict[str, Any]], present: Mapping[str, Any], **settings: Any) -> Conversation:
     """Take the media out of the messages, and fill the holes that have none from the columns."""
     videos = fill_holes(messages, present, "video")
     images = fill_holes(messages, present, "image")
-    return Row(messages=tuple(map(_without_payload, messages)), images=images, videos=videos, **settings)
+    return Conversation(messages=tuple(map(_without_payload, messages)), images=images, videos=videos, **settings)
 
 
 def _without_payload(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Row shapes: whatever a dataset calls its columns, the same conversation comes out."""
+"""Conversation shapes: whatever a dataset calls its columns, the same conversation comes out."""
 
 import pytest
 from chats import picture
 from PIL import Image
 
+from vlmpack.collate.conversation import read_conversation
 from vlmpack.collate.refusal import Refusal
-from vlmpack.collate.rows import read_row
 
 A, B, C = (picture(20 + i, 30, seed=i) for i in range(3))
 HOLE = {"type": "image"}
@@ -93,7 +93,7 @@ ONE_IMAGE_ROWS = {
 
 @pytest.mark.parametrize("feature", ONE_IMAGE_ROWS.values(), ids=ONE_IMAGE_ROWS)
 def test_every_shape_gives_the_same_conversation(feature):
-    row = read_row(feature)
+    row = read_conversation(feature)
     assert row.messages == (
         {"role": "user", "content": [HOLE, text("Total?")]},
         {"role": "assistant", "content": [text("5")]},
@@ -103,7 +103,7 @@ def test_every_shape_gives_the_same_conversation(feature):
 
 
 def test_markers_of_messages_are_holes_and_the_text_around_them_stays_as_it_is():
-    row = read_row(
+    row = read_conversation(
         {
             "images": [A, B],
             "videos": ["a.mp4"],
@@ -126,7 +126,7 @@ def test_markers_of_messages_are_holes_and_the_text_around_them_stays_as_it_is()
 
 
 def test_qwen_rows_put_images_where_their_markers_stand_and_strip_the_text_between():
-    row = read_row(
+    row = read_conversation(
         {
             "image": [A, B],
             "conversations": [
@@ -145,12 +145,12 @@ def test_qwen_rows_put_images_where_their_markers_stand_and_strip_the_text_betwe
 
 
 def test_qwen_rows_name_one_image_by_its_path():
-    row = read_row({"image": "a.jpg", "conversations": [{"from": "human", "value": "<image>"}]})
+    row = read_conversation({"image": "a.jpg", "conversations": [{"from": "human", "value": "<image>"}]})
     assert sources(row.images) == ["a.jpg"]
 
 
 def test_qwen_rows_hold_videos_too():
-    row = read_row(
+    row = read_conversation(
         {
             "video": [["1.png", "2.png"]],
             "image": A,
@@ -163,13 +163,13 @@ def test_qwen_rows_hold_videos_too():
 
 
 def test_conversations_with_roles_are_read_as_messages():
-    assert read_row({"conversations": [{"role": "user", "content": "hi"}]}).messages == (
+    assert read_conversation({"conversations": [{"role": "user", "content": "hi"}]}).messages == (
         {"role": "user", "content": "hi"},
     )
 
 
 def test_images_of_several_turns_come_in_the_order_of_their_holes():
-    row = read_row(
+    row = read_conversation(
         {
             "images": [B],
             "messages": [
@@ -196,18 +196,18 @@ def test_images_of_several_turns_come_in_the_order_of_their_holes():
     ],
 )
 def test_an_inline_image_may_be_written_in_many_ways(part, source):
-    row = read_row({"messages": [{"role": "user", "content": [part]}]})
+    row = read_conversation({"messages": [{"role": "user", "content": [part]}]})
     assert sources(row.images) == [source]
     assert row.messages[0]["content"] == [HOLE]
 
 
 def test_a_datasets_image_column_of_bytes_and_path():
-    row = read_row({"images": [{"bytes": b"x", "path": None}], "messages": [{"role": "user", "content": "?"}]})
+    row = read_conversation({"images": [{"bytes": b"x", "path": None}], "messages": [{"role": "user", "content": "?"}]})
     assert sources(row.images) == [{"bytes": b"x", "path": None}]
 
 
 def test_resizing_keys_stay_with_their_image_whether_in_the_part_or_in_the_column():
-    row = read_row(
+    row = read_conversation(
         {
             "images": [{"image": B, "min_pixels": 5}],
             "messages": [
@@ -221,7 +221,7 @@ def test_resizing_keys_stay_with_their_image_whether_in_the_part_or_in_the_colum
 
 def test_the_frames_of_one_video_or_the_paths_of_several():
     def videos(value):
-        return sources(read_row({"video": value, "messages": [{"role": "user", "content": "?"}]}).videos)
+        return sources(read_conversation({"video": value, "messages": [{"role": "user", "content": "?"}]}).videos)
 
     assert videos([A, B]) == [[A, B]]
     assert videos(["a.mp4", "b.mp4"]) == ["a.mp4", "b.mp4"]
@@ -231,7 +231,7 @@ def test_the_frames_of_one_video_or_the_paths_of_several():
 
 
 def test_only_the_turns_of_the_completion_are_learnt():
-    row = read_row(
+    row = read_conversation(
         {
             "prompt": [
                 {"role": "user", "content": "1"},
@@ -246,13 +246,13 @@ def test_only_the_turns_of_the_completion_are_learnt():
 
 
 def test_plain_prompt_and_completion_need_no_template():
-    row = read_row({"prompt": "2 + 2 = ", "completion": "4"})
+    row = read_conversation({"prompt": "2 + 2 = ", "completion": "4"})
     assert row.plain == ("2 + 2 = ", "4")
     assert row.messages == ()
 
 
 def test_tools_and_template_arguments_reach_the_template():
-    row = read_row(
+    row = read_conversation(
         {
             "messages": [{"role": "user", "content": "hi"}],
             "tools": [{"name": "t"}],
@@ -264,19 +264,19 @@ def test_tools_and_template_arguments_reach_the_template():
 
 def test_a_message_keeps_its_other_keys():
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "t"}]}
-    assert read_row({"messages": [call]}).messages == (
+    assert read_conversation({"messages": [call]}).messages == (
         {"role": "assistant", "content": "", "tool_calls": [{"name": "t"}]},
     )
 
 
 def test_the_dataset_s_own_dictionaries_are_not_changed():
     feature = {"images": [A], "messages": [{"role": "user", "content": "Total?"}]}
-    read_row(feature)
+    read_conversation(feature)
     assert feature == {"images": [A], "messages": [{"role": "user", "content": "Total?"}]}
 
 
 def test_pixels_do_not_travel_through_the_template():
-    row = read_row(ONE_IMAGE_ROWS["inline"])
+    row = read_conversation(ONE_IMAGE_ROWS["inline"])
     parts = [part for message in row.messages for part in message["content"]]
     assert len(parts) == 3
     assert not any(isinstance(value, Image.Image) for part in parts for value in part.values())
@@ -412,26 +412,26 @@ UNFILLED = {
 @pytest.mark.parametrize(("feature", "message"), UNFILLED.values(), ids=UNFILLED)
 def test_a_marker_that_nothing_fills_is_not_learnt_as_text(feature, message):
     with pytest.raises(Refusal) as caught:
-        read_row(feature)
+        read_conversation(feature)
     assert caught.value.reason == "media_count_mismatch"
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("feature", [MARKED, {"prompt": "<image>Total?", "completion": "5"}])
 def test_to_a_text_model_a_marker_is_text(feature):
-    row = read_row(feature, has_vision=False)
+    row = read_conversation(feature, has_vision=False)
     assert "<image>Total?" in (row.plain or row.texts())
 
 
 def test_an_answer_may_speak_of_markers():
     answer = {"role": "assistant", "content": "The tag is <image>."}
-    assert read_row({"messages": [*USER, answer]}).messages[1] == answer
+    assert read_conversation({"messages": [*USER, answer]}).messages[1] == answer
 
 
 @pytest.mark.parametrize(("feature", "reason", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
 def test_a_row_that_contradicts_itself_is_refused_with_the_remedy(feature, reason, message):
     with pytest.raises(Refusal) as caught:
-        read_row(feature)
+        read_conversation(feature)
     assert caught.value.reason == reason
     assert message in str(caught.value)
 
@@ -446,7 +446,7 @@ def test_a_row_that_contradicts_itself_is_refused_with_the_remedy(feature, reaso
 )
 def test_one_sample_s_empty_column_is_its_own_fault(feature, seen):
     with pytest.raises(Refusal, match=seen) as caught:
-        read_row(feature)
+        read_conversation(feature)
     assert caught.value.reason == "bad_row"
 
 
@@ -458,7 +458,7 @@ TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho
 
 def refusal_of(feature):
     with pytest.raises(Refusal) as caught:
-        read_row(feature)
+        read_conversation(feature)
     assert caught.value.reason == "bad_row"
     return str(caught.value)
 
@@ -475,13 +475,13 @@ def test_a_sample_that_is_written_down_twice_is_refused(more, named):
 
 
 def test_a_prompt_beside_messages_is_a_note():
-    assert len(read_row({"messages": TURNS, "prompt": "hi"}).messages) == 2
+    assert len(read_conversation({"messages": TURNS, "prompt": "hi"}).messages) == 2
 
 
 @pytest.mark.parametrize("name", ["pixel_values", "image_grid_thw", "completion_mask", "assistant_masks", "loss_mask"])
 def test_what_belongs_to_tokens_is_refused_beside_a_conversation(name):
     assert f"it has {name}, which belongs to input_ids, and messages" in refusal_of({"messages": TURNS, name: [1]})
-    assert read_row({"messages": TURNS, name: None, "audio": None}).messages
+    assert read_conversation({"messages": TURNS, name: None, "audio": None}).messages
 
 
 def test_sounds_are_refused():
