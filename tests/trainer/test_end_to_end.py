@@ -11,7 +11,7 @@ from chats import chat, picture, processor_of
 from training import LAYOUTS, arguments, logged
 from transformers import Trainer
 
-from vlmpack.collate import VLMCollator
+from vlmpack.collate import Ceiling, VLMCollator
 from vlmpack.data import load_cord, to_conversation
 from vlmpack.families.tiny import tiny_model
 from vlmpack.step import enable_packing
@@ -119,7 +119,7 @@ def test_a_batch_whose_samples_were_all_refused_costs_a_step_of_nothing(layout, 
     ledger = tmp_path / "refused.jsonl"
     losses = []
     for rows, accumulate in ((good, 1), (good + bad, 2)):
-        collate = VLMCollator(processor, layout=layout, on_bad="skip", ledger=ledger, max_bad_fraction=1.0)
+        collate = VLMCollator(processor, layout=layout, on_bad="skip", ledger=ledger, ceiling=Ceiling(max_bad_fraction=1.0))
         model = enable_packing(tiny_model(processor=processor))
         args = arguments(tmp_path, gradient_accumulation_steps=accumulate, max_steps=1, **SETTINGS)
         run = Trainer(model, args, collate, Rows(rows))
