@@ -116,10 +116,10 @@ def test_a_batch_whose_samples_were_all_refused_costs_a_step_of_nothing(layout, 
     processor = processor_of()
     good = [chat("What?", "This.", picture()), chat("And?", "That.")]
     bad = [{"messages": [{"role": "user", "content": "no answer"}]}] * 2
-    ledger = tmp_path / "refused.jsonl"
+    skip = {"on_bad": "skip", "ledger": tmp_path / "refused.jsonl", "ceiling": Ceiling(max_bad_fraction=1.0)}
     losses = []
     for rows, accumulate in ((good, 1), (good + bad, 2)):
-        collate = VLMCollator(processor, layout=layout, on_bad="skip", ledger=ledger, ceiling=Ceiling(max_bad_fraction=1.0))
+        collate = VLMCollator(processor, layout=layout, **skip)
         model = enable_packing(tiny_model(processor=processor))
         args = arguments(tmp_path, gradient_accumulation_steps=accumulate, max_steps=1, **SETTINGS)
         run = Trainer(model, args, collate, Rows(rows))
