@@ -126,4 +126,4 @@ def test_a_batch_whose_samples_were_all_refused_costs_a_step_of_nothing(layout, 
         run.train()
         losses += logged(run)
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    assert len([json.loads(line) for line in ledger.read_text().splitlines()]) == 2
+    assert len([json.loads(line) for line in skip["ledger"].read_text().splitlines()]) == 2
