@@ -47,6 +47,7 @@ def test_an_attention_of_the_users_own_needs_no_mask_function(monkeypatch):
     assert model.config.text_config._attn_implementation == "mine"
 
 
+@pytest.mark.skipif(attention._NAME is str, reason="waits for torch 2.12: see `attention._NAME`")
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda config: pickle.loads(pickle.dumps(config))])
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
 def test_a_new_model_can_be_made_of_a_copy_of_the_configuration(family, copied):
