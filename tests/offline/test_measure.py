@@ -243,10 +243,10 @@ def test_an_interruption_ends_the_workers_and_keeps_what_was_measured(tmp_path: 
     def interrupt(done: int, total: int | None) -> None:
         raise KeyboardInterrupt
 
-    cache = tmp_path / "lengths.sqlite"
+    cache, others = tmp_path / "lengths.sqlite", set(multiprocessing.active_children())
     with pytest.raises(KeyboardInterrupt):
         measure_lengths(SAMPLES, collator_of(), workers=2, start="fork", cache=cache, progress=interrupt)
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= others
     outlined: list[int] = []
     outline = VLMCollator.outline
 
