@@ -1,5 +1,6 @@
 """The chat template: whatever it would leave out of the text is told, and not learnt without."""
 
+import numpy as np
 import pytest
 from chats import chat, processor_of
 
@@ -59,6 +60,13 @@ def test_thoughts_of_earlier_turns_may_be_left_out_on_purpose():
 def test_nothing_in_such_a_key_is_nothing_lost():
     answer = {"role": "assistant", "content": "Left", "tool_calls": [], "reasoning_content": ""}
     assert "Left" in written({"messages": [ASK, answer], "tools": []}, CHAT_TEMPLATE)
+
+
+def test_keys_may_hold_arrays_as_tables_in_numpy_format_give_them():
+    calls = np.array([CALL, CALL], dtype=object)
+    answer = {"role": "assistant", "content": "Left", "tool_calls": calls, "scores": np.array([1, 2])}
+    with pytest.raises(Refusal, match="it has tool_calls, which the chat template does not write"):
+        written({"messages": [ASK, answer]}, CHAT_TEMPLATE)
 
 
 def test_a_template_that_fails_on_what_is_tried_is_given_the_benefit_of_the_doubt():

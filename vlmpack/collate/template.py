@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
 
+from vlmpack.collate.absent import is_empty
 from vlmpack.collate.conversation import Conversation
 from vlmpack.collate.refusal import Refusal
 from vlmpack.errors import ConfigError
@@ -59,8 +60,8 @@ class ChatTemplate:
             ) from error
 
     def _check_heard(self, conversation: Conversation) -> None:
-        given = {key for message in conversation.messages for key, value in message.items() if value}
-        given |= {key for key, value in conversation.template_options.items() if key == "tools" and value}
+        holders = (*conversation.messages, conversation.template_options)
+        given = {key for holder in holders for key, value in holder.items() if not is_empty(value)}
         if lost := sorted(given & self._ignored):
             raise Refusal(
                 "template_ignores",
