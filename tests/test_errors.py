@@ -15,6 +15,12 @@ def test_every_error_has_the_one_root():
     assert all(issubclass(kind, VlmpackError) for kind in kinds)
 
 
+@pytest.mark.parametrize("kind", [errors.SampleError, errors.ConfigError])
+def test_a_script_catches_a_bad_value_as_it_always_does(kind):
+    with pytest.raises(ValueError, match="no image"):
+        raise kind("no image")
+
+
 def test_a_sample_error_names_the_sample():
     assert str(SampleError("no image", index=3, reason="r")) == "sample 3: no image"
     assert str(SampleError("no image", index=3, reason="r", sample_id="a")) == "sample 3 (id 'a'): no image"

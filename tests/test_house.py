@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = Path(vlmpack.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-MAX_FILE_LINES = 300
+MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 USUAL_FUNCTION_LINES = 40
 """At most one function in ten is longer than this."""

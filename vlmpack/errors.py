@@ -6,6 +6,8 @@ VlmpackError
 ├── BackendError   no attention back-end can serve this call, with each one's reasons
 ├── FamilyError    this model (or processor) is of a family that is not supported, and why
 └── ConfigError    settings that contradict each other or the surrounding trainer
+
+SampleError and ConfigError are a ValueError too, which scripts catch where a data set or an argument is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ class VlmpackError(Exception):
     """The root: `except VlmpackError` catches whatever vlmpack refuses."""
 
 
-class SampleError(VlmpackError):
+class SampleError(VlmpackError, ValueError):
     """One sample cannot be used.
 
     Args:
@@ -54,7 +56,7 @@ class FamilyError(VlmpackError):
     """The model or processor belongs to a family that vlmpack cannot pack exactly; the message says what leaks."""
 
 
-class ConfigError(VlmpackError):
+class ConfigError(VlmpackError, ValueError):
     """Settings that contradict each other, or a trainer set up in a way that would corrupt packed rows."""
 
 
