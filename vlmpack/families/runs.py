@@ -185,15 +185,16 @@ def _as_expected(types_T: torch.Tensor, segments: Segments, runs: ExpectedRuns) 
     place_M = torch.nonzero_static(here_T, size=runs.items.num_tokens, fill_value=0)[:, 0]
     # Neighbours of one sample are 1 apart, those of two samples 2.
     apart_T = segments.derived("runs", types_T.device, lambda: np.arange(segments.total) + _stretch(segments))
-    follows_M = apart_T.index_select(0, place_M).diff(prepend=apart_T.new_full((1,), -2)) == 1
-    begins, samples, again = _of_tokens(runs)
-    same = (follows_M != to_device(begins, types_T.device)).all() & counted
     sample_T = segments.derived("samples", types_T.device, lambda: _samples_at(np.arange(segments.total), segments))
+    follows_M = apart_T.index_select(0, place_M).diff(prepend=apart_T.new_full((1,), -2)) == 1
     sample_M = sample_T.index_select(0, place_M)
-    if samples is not None:
-        return same & (sample_M == to_device(samples, types_T.device)).all()
+    if (samples := runs.samples) is not None:
+        follows, samples = _continues(runs), np.repeat(samples, runs.sizes)
+        return (2 * sample_M + follows_M == to_device(2 * samples + follows, types_T.device)).all() & counted
+    again = np.diff(np.repeat(runs.items.medium, runs.sizes), prepend=-1) == 0
     moves_M = sample_M.diff(prepend=sample_M[:1]) != 0
-    return same & (sample_M != PADDING).all() & ~(moves_M & to_device(again, types_T.device)).any()
+    same_M = (follows_M == to_device(_continues(runs), types_T.device)) & (sample_M != PADDING)
+    return (same_M & ~(moves_M & to_device(again, types_T.device))).all() & counted
 
 
 def _stretch(segments: Segments) -> np.ndarray:
@@ -203,11 +204,9 @@ def _stretch(segments: Segments) -> np.ndarray:
     return steps.cumsum()
 
 
-def _of_tokens(runs: ExpectedRuns) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-    """Of each placeholder, [M]: whether it begins a run; its sample, if known; whether it is of the image or video of
-    the placeholder before."""
-    sizes, medium = runs.sizes, np.repeat(runs.items.medium, runs.sizes)
-    begins = np.zeros(len(medium), bool)
-    begins[sizes.cumsum() - sizes] = True
-    samples = runs.samples
-    return begins, None if samples is None else np.repeat(samples, sizes), np.diff(medium, prepend=-1) == 0
+def _continues(runs: ExpectedRuns) -> np.ndarray:
+    """bool [M]: whether a placeholder is of the run of the one before."""
+    sizes = runs.sizes
+    continues = np.ones(sizes.sum(), bool)
+    continues[sizes.cumsum() - sizes] = False
+    return continues
