@@ -95,7 +95,9 @@ class VLMCollator:
         self.facts = read_processor(processor, vocab_size=vocab_size)
         self.ledger = Ledger(ledger, ceiling=ceiling)
         """Counts of given, used and refused samples, by reason."""
-        self._encoder = Encoder(processor=processor, facts=self.facts, limits=self.limits, train_on=train_on)
+        self._encoder = Encoder(
+            processor=processor, facts=self.facts, limits=self.limits, train_on=train_on, max_length=max_length
+        )
 
     def __repr__(self) -> str:
         names = ("layout", "slots", "max_length", "overlength", "train_on", "on_bad", "ledger")

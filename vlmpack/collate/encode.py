@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, final
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from vlmpack.collate.checks import check_sample, tokens_of
 from vlmpack.collate.conversation import Conversation, read_conversation
 from vlmpack.collate.encoded import Encoded, Visual
-from vlmpack.collate.holes import Kind
+from vlmpack.collate.holes import Kind, MediaRef
 from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels
 from vlmpack.collate.media import MediaReader
 from vlmpack.collate.processor import ProcessorFacts, parts_of
@@ -46,6 +46,8 @@ class Encoder:
     """Caps for images and frames."""
     train_on: TrainOn
     """Which tokens are learnt."""
+    max_length: int | None = None
+    """Tokens beyond which media are not made, as no sample holds them; None: no limit."""
 
     def encode(self, feature: Any) -> Encoded:
         """Encode and check one sample.
@@ -54,7 +56,7 @@ class Encoder:
             Refusal: the sample cannot be used.
             ConfigError: no sample of this kind can be used.
         """
-        return self._encode(feature, self._media.cut)
+        return self._encode(feature, partial(self._media.cut_each, most=self.max_length))
 
     def outline(self, feature: Any, *, estimate: bool = False) -> Encoded:
         """The same without pixels, which are left where they are: images and videos are only measured, or estimated.
@@ -63,7 +65,8 @@ class Encoder:
             Refusal: the sample cannot be used, as far as can be seen without decoding its media.
             ConfigError: no sample of this kind can be used, or images cannot be measured with this processor.
         """
-        return self._encode(feature, self._media.estimate if estimate else self._media.measure)
+        read = self._media.estimate if estimate else self._media.measure
+        return self._encode(feature, partial(_each, read))
 
     def fill(self, outline: Encoded) -> Encoded:
         """An outline with its pixels: equal to the encoded sample.
@@ -73,7 +76,7 @@ class Encoder:
         """
         return self._media.fill(outline)
 
-    def _encode(self, feature: Any, read: Callable[..., Visual]) -> Encoded:
+    def _encode(self, feature: Any, read: Callable[..., tuple[Visual, ...]]) -> Encoded:
         if not isinstance(feature, Mapping):
             raise Refusal("bad_row", f"a sample must be a mapping of columns, got a {type(feature).__name__}")
         if feature.get("input_ids") is not None:
@@ -83,11 +86,10 @@ class Encoder:
         check_sample(sample, self.facts)
         return sample
 
-    def _encode_conversation(self, conversation: Conversation, read: Callable[..., Visual]) -> Encoded:
+    def _encode_conversation(self, conversation: Conversation, read: Callable[..., tuple[Visual, ...]]) -> Encoded:
         self._check_texts(conversation)
         self._check_can_see(conversation)
-        images = tuple(read(ref, kind="image", at=at) for at, ref in enumerate(conversation.images))
-        videos = tuple(read(ref, kind="video", at=at) for at, ref in enumerate(conversation.videos))
+        images, videos = read(conversation.images, kind="image"), read(conversation.videos, kind="video")
         if conversation.plain:
             ids, spans = self._plain(conversation.plain, images, videos)
         else:
@@ -222,6 +224,10 @@ class Encoder:
                 f"its text has {text.count(facts.video_token)} video placeholder(s) for {len(videos)} video(s)",
             )
         return re.sub(re.escape(facts.video_token), lambda _: next(written), text)
+
+
+def _each(read: Callable[..., Visual], refs: Sequence[MediaRef], *, kind: Kind) -> tuple[Visual, ...]:
+    return tuple(read(ref, kind=kind, at=at) for at, ref in enumerate(refs))
 
 
 def _check_characters(text: str) -> None:
