@@ -246,7 +246,7 @@ class BatchAccount:
             self._targets.append(targets)
 
     def token_loss(self) -> float | None:
-        """Cross-entropy (nats) of all targets / number of targets; None: some batch was not packed, or there is none."""
+        """Cross-entropy (nats) of all targets / their number; None: some batch was not packed, or there is none."""
         sums, targets = _floats(self._losses).sum(), _floats(self._targets).sum()
         return float(sums / targets) if self.is_complete and targets else None
 

@@ -280,9 +280,10 @@ class PackedTrainer(Trainer):
         """
         sink = Sink()
         if self._account is None:
-            sunk = {**inputs, SINK: sink} if self._batches is not None and is_packing(self.model) else inputs
-            outputs = super().prediction_step(model, sunk, prediction_loss_only, ignore_keys)
-            if sunk is not inputs and outputs[0] is not None:
+            if self._batches is None or not is_packing(model):
+                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            outputs = super().prediction_step(model, {**inputs, SINK: sink}, prediction_loss_only, ignore_keys)
+            if outputs[0] is not None:
                 self._batches.add(sink.result)
             return outputs
         super().prediction_step(model, {**inputs, SINK: sink}, True, ignore_keys)
