@@ -302,14 +302,11 @@ class Broken(dict):
         raise self.error
 
 
+ODD_PART = {"role": "user", "content": [{"type": ["text"]}]}
 WRONG = {
-    "a type that is a list": (
-        {"messages": [{"role": "user", "content": [{"type": ["text"]}]}]},
-        "bad_row",
-        "type must",
-    ),
-    "980 lists": (chat(tools=nested(980)), "bad_row", "it is nested too deeply to be read"),
-    "a name of 980 lists": (chat(id=nested(980)), "bad_row", "it is nested too deeply to be read"),
+    "a type that is a list": ({"messages": [ODD_PART]}, "bad_row", ".content[0].type must be a text"),
+    "lists in lists": (chat(tools=nested(100_000)), "bad_row", "it is nested too deeply to be read"),
+    "a name of lists in lists": (chat(id=nested(100_000)), "bad_row", "it is nested too deeply to be read"),
     "too large": (Broken(MemoryError("no 9 GB")), "out_of_memory", "the memory does not suffice for it (no 9 GB)"),
     "an error of its own": (
         Broken(KeyError("shard 3")),
