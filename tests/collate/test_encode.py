@@ -363,8 +363,11 @@ def test_a_template_that_fails_is_one_sample_s_fault():
 
 def test_a_template_without_chatml_is_a_mistake_of_the_setup_with_a_remedy():
     template = "{% for m in messages %}{{ m['role'] }}: x\n{% endfor %}"
-    with pytest.raises(ConfigError, match=r"no '<.im_start.>assistant' turn for 1 assistant message.*train_on='all'"):
+    seen = r"no '<.im_start.>assistant' turn for 1 assistant message.*train_on='all'"
+    with pytest.raises(Refusal, match=seen):
         encoder(tiny_processor(chat_template=template)).encode(chat())
+    with pytest.raises(ConfigError, match=seen):
+        VLMCollator(tiny_processor(chat_template=template))([chat()])
     assert encoder(tiny_processor(chat_template=template), "all").encode(chat()).num_targets > 0
 
 

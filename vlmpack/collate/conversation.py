@@ -24,7 +24,6 @@ from vlmpack.collate.absent import check_columns_filled, check_one_form, is_empt
 from vlmpack.collate.holes import MediaRef, check_markers, column_media, fill_holes
 from vlmpack.collate.refusal import Refusal
 from vlmpack.collate.turns import Turn, read_turns, short, text_of, with_system
-from vlmpack.errors import ConfigError
 
 
 @final
@@ -77,9 +76,9 @@ def read_conversation(feature: Mapping[str, Any], *, has_vision: bool = True) ->
         has_vision: whether the model has; to one that has not, `<image>` in a user's text is text.
 
     Raises:
-        ConfigError: none of the known columns is there, which is a mistake in the setup and not in one sample.
-        Refusal: its conversation is None, or it contradicts itself (`bad_row`, `media_count_mismatch`,
-            `ambiguous_media`), or a key beside an image is misspelt (`vision_key`).
+        Refusal: none of the known columns is there (`no_columns`), its conversation is None, or it contradicts itself
+            (`bad_row`, `media_count_mismatch`, `ambiguous_media`), or a key beside an image is misspelt
+            (`vision_key`).
     """
     present = {name: value for name, value in feature.items() if value is not None}
     conversation = _read(present, feature)
@@ -99,7 +98,7 @@ def _read(present: Mapping[str, Any], feature: Mapping[str, Any]) -> Conversatio
     if is_pair:
         return _prompt_and_completion(present)
     check_columns_filled(feature)
-    raise ConfigError(no_columns(feature))
+    raise Refusal("no_columns", no_columns(feature), of_all=True)
 
 
 def _template_options(present: Mapping[str, Any]) -> dict[str, Any]:

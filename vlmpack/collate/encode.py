@@ -21,7 +21,6 @@ from vlmpack.collate.refusal import Refusal
 from vlmpack.collate.template import ChatTemplate
 from vlmpack.collate.tokenised import read_tokenised, token_types
 from vlmpack.data.images import ImageLimits
-from vlmpack.errors import ConfigError
 
 SHOWN = 20
 """Characters on either side of one that cannot be used, in an error."""
@@ -54,7 +53,7 @@ class Encoder:
 
         Raises:
             Refusal: the sample cannot be used.
-            ConfigError: no sample of this kind can be used.
+            ConfigError: no sample can be used with this processor.
         """
         return self._encode(feature, partial(self._media.cut_each, most=self.max_length))
 
@@ -63,7 +62,7 @@ class Encoder:
 
         Raises:
             Refusal: the sample cannot be used, as far as can be seen without decoding its media.
-            ConfigError: no sample of this kind can be used, or images cannot be measured with this processor.
+            ConfigError: no sample can be used, or images cannot be measured, with this processor.
         """
         read = self._media.estimate if estimate else self._media.measure
         return self._encode(feature, partial(_each, read))
@@ -149,10 +148,12 @@ class Encoder:
 
     def _check_turns(self, spans: Sequence[tuple[int, int]], count: int) -> None:
         if not spans and count:
-            raise ConfigError(
+            raise Refusal(
+                "turn_mismatch",
                 f"the chat template wrote no '<|im_start|>assistant' turn for {count} assistant message(s), so it is "
                 "not known which tokens to learn; use a ChatML template (every Qwen-VL has one), train_on='all', "
-                "prompt and completion as strings, or tokenised samples with labels"
+                "prompt and completion as strings, or tokenised samples with labels",
+                of_all=True,
             )
         if len(spans) != count:
             raise Refusal(
