@@ -12,7 +12,7 @@ from torch import nn
 
 from vlmpack.errors import LayoutError
 from vlmpack.families import Family
-from vlmpack.layout import IMAGE, VIDEO, BatchFacts, Grid, PackedRow, Segments, outside_graph, require
+from vlmpack.layout import BatchFacts, Grid, PackedRow, Segments, outside_graph
 from vlmpack.layout.facts import host_grids, host_seconds
 from vlmpack.step import by_sample, delta
 from vlmpack.step.context import CONTEXT, RowContext, VisionSegments
@@ -74,7 +74,7 @@ def backbone_inputs(
     hf_config: Any = model.config
     _check_patch_size(family, row, hf_config)
     types = family.media_types(row.input_ids, hf_config)
-    _check_media_tokens(types, family, facts, hf_config)
+    family.check_runs(types, row.segments, facts, config=hf_config)
     if rope_segments is not None:
         check_restarts(rope_segments, row.segments, types)
     positions = family.positions(
@@ -134,14 +134,3 @@ def _check_patch_size(family: Family, row: PackedRow, hf_config: Any) -> None:
                 f"a patch of {name} has {pixels.shape[-1]} values, but {channels} in this {family.model_type} model; "
                 "use the processor that belongs to the model"
             )
-
-
-def _check_media_tokens(types: torch.Tensor, family: Family, facts: BatchFacts, hf_config: Any) -> None:
-    """As many placeholders in the row as its grids make tokens."""
-    for kind, grids, name in ((IMAGE, facts.image_grids, "image"), (VIDEO, facts.video_grids, "video")):
-        expected = family.media_tokens(grids, hf_config)
-        message = (
-            f"the {name} grids make {expected} tokens, but the row has another number of {name} placeholders; "
-            "every placeholder needs its pixels, and the other way round"
-        )
-        require((types == kind).sum() == expected, message, LayoutError)
