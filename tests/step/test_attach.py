@@ -52,7 +52,7 @@ def test_the_class_keeps_its_name_and_signature():
     enable_packing(model)
     assert isinstance(model, own)
     assert (type(model).__name__, type(model).__module__) == (own.__name__, own.__module__)
-    assert model.accepts_loss_kwargs is True
+    assert bool(model.accepts_loss_kwargs) is True
     assert own.accepts_loss_kwargs is False
 
 

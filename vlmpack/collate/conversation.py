@@ -15,13 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Number
 from typing import Any, final
 
-from vlmpack.collate.absent import check_columns_filled, check_one_form, no_columns
+import numpy as np
+
+from vlmpack.collate.absent import check_columns_filled, check_one_form, is_empty, no_columns
 from vlmpack.collate.holes import MediaRef, check_markers, column_media, fill_holes
 from vlmpack.collate.refusal import Refusal
 from vlmpack.collate.turns import Turn, read_turns, short, text_of, with_system
-from vlmpack.errors import ConfigError
 
 
 @final
@@ -43,20 +45,27 @@ class Conversation:
     """Further arguments for the chat template: tools, and what `chat_template_kwargs` holds."""
 
     def texts(self) -> Iterator[str]:
-        """Every string that a template writes: contents (parts joined, as it joins them), roles, tool calls, tools."""
+        """Every string that a template can write: contents (parts joined, as it joins them), and all else it is given.
+
+        Of what is nested, such as the arguments of tool calls, the keys too: a template writes them as JSON or XML.
+        """
         for message in self.messages:
             yield text_of(message)
-            yield from _strings([value for key, value in message.items() if key != "content"])
-        yield from _strings(self.template_options.get("tools"))
+            yield from _strings({key: value for key, value in message.items() if key not in ("role", "content")})
+        yield from _strings(self.template_options)
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """The strings inside nested lists and mappings."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for inner in value.values() if isinstance(value, Mapping) else value:
+    """The strings inside nested values, keys included; of what is neither nested nor a number, its text."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        for inner in value:
             yield from _strings(inner)
+    elif value is not None and not isinstance(value, Number):
+        yield str(value)
 
 
 def read_conversation(feature: Mapping[str, Any], *, has_vision: bool = True) -> Conversation:
@@ -67,9 +76,9 @@ def read_conversation(feature: Mapping[str, Any], *, has_vision: bool = True) ->
         has_vision: whether the model has; to one that has not, `<image>` in a user's text is text.
 
     Raises:
-        ConfigError: none of the known columns is there, which is a mistake in the setup and not in one sample.
-        Refusal: its conversation is None, or it contradicts itself (`bad_row`, `media_count_mismatch`,
-            `ambiguous_media`), or a key beside an image is misspelt (`vision_key`).
+        Refusal: none of the known columns is there (`no_columns`), its conversation is None, or it contradicts itself
+            (`bad_row`, `media_count_mismatch`, `ambiguous_media`), or a key beside an image is misspelt
+            (`vision_key`).
     """
     present = {name: value for name, value in feature.items() if value is not None}
     conversation = _read(present, feature)
@@ -89,7 +98,7 @@ def _read(present: Mapping[str, Any], feature: Mapping[str, Any]) -> Conversatio
     if is_pair:
         return _prompt_and_completion(present)
     check_columns_filled(feature)
-    raise ConfigError(no_columns(feature))
+    raise Refusal("no_columns", no_columns(feature), of_all=True)
 
 
 def _template_options(present: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,6 +107,8 @@ def _template_options(present: Mapping[str, Any]) -> dict[str, Any]:
         raise Refusal("bad_row", f"chat_template_kwargs must be a mapping of names, got {short(options)}")
     if not isinstance(tools, list | tuple):
         raise Refusal("bad_row", f"tools must be a list of tools, got {short(tools)}")
+    if tools and not is_empty(options.get("tools")):
+        raise Refusal("bad_row", "it has tools in a column and in chat_template_kwargs; keep the column")
     return {**options, **({"tools": list(tools)} if tools else {})}
 
 

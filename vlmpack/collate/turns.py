@@ -119,7 +119,7 @@ def _turn(message: Any, where: str) -> Turn:
 
 def _no_content(message: Mapping[str, Any], where: str) -> str:
     """An answer may be all tool calls or thoughts; any other turn without a content would be an empty one."""
-    if any(message.get(key) for key in SPEAKING):
+    if any(not is_empty(message.get(key)) for key in SPEAKING):
         return ""
     raise Refusal(
         "bad_row",
@@ -135,6 +135,8 @@ def _part(part: Any, where: str) -> dict[str, Any]:
         raise Refusal("bad_row", f"{where} must be a mapping with a type, got {short(part)}")
     part = {key: value for key, value in part.items() if not is_absent(value)}
     kind = part.get("type") or next((k for k in ("image", "image_url", "video", "text") if k in part), "")
+    if not isinstance(kind, str):
+        raise Refusal("bad_row", f"{where}.type must be a text, such as 'image', got {short(kind)}")
     kind = {"image_url": "image", "video_url": "video", "input_image": "image", "input_text": "text"}.get(kind, kind)
     if kind not in ("text", "image", "video"):
         raise Refusal("bad_row", f"{where} is of type {kind!r}; only text, image and video parts can be used")
@@ -160,7 +162,7 @@ def _qwen_turn(turn: Any, where: str) -> Turn:
     if not isinstance(turn, Mapping) or not isinstance(turn.get("value"), str) or not isinstance(turn.get("from"), str):
         raise Refusal("bad_row", f"{where} must have a from and a value, got {_with_keys(turn)}")
     _check_no_payload(turn, where, but=())
-    if lost := [key for key in ("content", *SPEAKING) if turn.get(key)]:
+    if lost := [key for key in ("content", *SPEAKING) if not is_empty(turn.get(key))]:
         raise Refusal("bad_row", f"{where} has {lost[0]!r} beside its value, which nothing reads; keep one of them")
     role = turn["from"]
     content = turn["value"] if _canonical(role) == "assistant" else _split_markers(turn["value"])

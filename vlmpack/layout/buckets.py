@@ -154,17 +154,21 @@ def _unless_in_order(index: np.ndarray, total: int, device: torch.device) -> tor
 
 
 def _cheapest_cuts(lengths: np.ndarray, call_cost: float) -> list[int]:
-    """Where to cut `lengths`, int64 [n] in rising order: 0, ..., n."""
-    total = len(lengths)
-    tokens = np.concatenate([[0], np.cumsum(lengths)])
-    best, before = np.zeros(total + 1), np.zeros(total + 1, np.int64)
-    for stop in range(1, total + 1):
-        computed = (stop - np.arange(stop)) * lengths[stop - 1]
+    """Where to cut `lengths`, int64 [n] in rising order: 0, ..., n.
+
+    Equal lengths are never apart: the later run, which is at least as wide, is no dearer without those of the earlier.
+    """
+    widths, counts = np.unique(lengths, return_counts=True)
+    edges = np.concatenate([[0], np.cumsum(counts)])
+    tokens = np.concatenate([[0], np.cumsum(counts * widths)])
+    best, before = np.zeros(len(edges)), np.zeros(len(edges), np.int64)
+    for stop in range(1, len(edges)):
+        computed = (edges[stop] - edges[:stop]) * widths[stop - 1]
         allowed = computed <= MAX_STRETCH * (tokens[stop] - tokens[:stop])
         cost = np.where(allowed, best[:stop] + call_cost + computed, np.inf)
         before[stop] = np.argmin(cost)
         best[stop] = cost[before[stop]]
-    cuts = [total]
+    cuts = [len(widths)]
     while cuts[-1]:
         cuts.append(int(before[cuts[-1]]))
-    return cuts[::-1]
+    return edges[cuts[::-1]].tolist()

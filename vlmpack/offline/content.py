@@ -66,7 +66,7 @@ def sample_key(feature: Any, settings: bytes, limits: ImageLimits, *, has_vision
         videos = [[_frame_sizes(ref.source, limits), ref.options] for ref in row.videos]
         text = [row.messages, row.plain, row.trained_turns, row.template_options]
         return _digest([*text, images, videos], key=settings, default=_plain)
-    except (Refusal, ImageError, TypeError, ValueError):
+    except (Refusal, ImageError, TypeError, ValueError, RecursionError):
         return None
 
 

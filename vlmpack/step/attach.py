@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -219,10 +220,33 @@ def _packed_class(base: type[nn.Module]) -> type[nn.Module]:
     body = {
         "__setstate__": setstate,
         "forward": around_graph(forward),
-        # A trainer counts targets over the whole accumulated batch only for models that say they divide by it.
-        "accepts_loss_kwargs": True,
+        "accepts_loss_kwargs": CountsTargets(),
     }
     return subclass(base, body, _packed_class)
+
+
+@final
+class CountsTargets:
+    """`accepts_loss_kwargs` of an enabled model: true, for HF Trainer to count targets over the accumulated batch.
+
+    Trainer's own evaluation looks here before each batch, without gradients. On several ranks it would multiply each
+    rank's share of the loss by their number, average the shares over samples, and cut off some with the last batch.
+    """
+
+    def __bool__(self) -> bool:
+        """Return True.
+
+        Raises:
+            ConfigError: HF Trainer's own evaluation runs on several ranks.
+        """
+        if not torch.is_grad_enabled() and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ConfigError(
+                f"HF Trainer's own evaluation over {dist.get_world_size()} ranks weighs the losses of packed batches "
+                "wrongly, so eval_loss would be no mean of them, and load_best_model_at_end would choose by it: use "
+                "PackedTrainer of vlmpack.trainer, which takes the same arguments (eval_packing=False: the same "
+                "batches; eval_capacity=: in planned rows); or evaluate of vlmpack"
+            )
+        return True
 
 
 def _signature(forward: Callable[..., Any]) -> inspect.Signature:
