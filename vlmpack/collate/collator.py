@@ -16,6 +16,7 @@ from vlmpack.collate.assemble import BrokenPixels, filler, to_packed, to_padded
 from vlmpack.collate.buffers import PixelBuffers
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import Encoded
+from vlmpack.collate.holes import Markers
 from vlmpack.collate.labels import TrainOn
 from vlmpack.collate.ledger import Ceiling, Ledger
 from vlmpack.collate.length import OVERLENGTH, Overlength, fit
@@ -46,6 +47,9 @@ class VLMCollator:
             it, "truncate" cuts it between messages or beside an image, never inside one.
         train_on: "assistant" learns what assistant turns say, their end included (of prompt and completion only the
             completion); "all" learns everything but media tokens. Labels that tokenised samples bring are kept.
+        markers: what `<image>` and `<video>` in a text are. "auto": places of the media of a sample's columns, and text
+            in a sample that has no such column; "places": always places, so that one without its medium is refused;
+            "text": always text.
         on_bad: "raise" stops at the first bad sample, "skip" leaves it out, counts it and writes it down.
         ledger: path of a JSON-lines file for refused samples; None: they are only counted.
         ceiling: how many skipped samples are too many; None: `Ceiling()`.
@@ -69,6 +73,7 @@ class VLMCollator:
         max_length: int | None = None,
         overlength: Overlength = "error",
         train_on: TrainOn = "assistant",
+        markers: Markers = "auto",
         on_bad: OnBad = "raise",
         ledger: str | Path | None = None,
         ceiling: Ceiling | None = None,
@@ -80,6 +85,7 @@ class VLMCollator:
         _check_choice("layout", layout, get_args(BatchLayout))
         _check_choice("overlength", overlength, get_args(Overlength))
         _check_choice("train_on", train_on, get_args(TrainOn))
+        _check_choice("markers", markers, get_args(Markers))
         _check_choice("on_bad", on_bad, get_args(OnBad))
         _check_lengths(layout, slots, max_length, overlength)
         _check_pixels(pixel_dtype, pixel_buffers)
@@ -91,6 +97,7 @@ class VLMCollator:
         self.overlength: Overlength = overlength
         self.on_bad = on_bad
         self.train_on: TrainOn = train_on
+        self.markers: Markers = markers
         self.limits = limits or ImageLimits()
         self.pixel_dtype = pixel_dtype
         self.buffers = PixelBuffers(pixel_buffers)
@@ -99,7 +106,12 @@ class VLMCollator:
         self.ledger = Ledger(ledger, ceiling=ceiling)
         """Counts of given, used and refused samples, by reason."""
         self._encoder = Encoder(
-            processor=processor, facts=self.facts, limits=self.limits, train_on=train_on, max_length=max_length
+            processor=processor,
+            facts=self.facts,
+            limits=self.limits,
+            train_on=train_on,
+            markers=markers,
+            max_length=max_length,
         )
 
     def __repr__(self) -> str:

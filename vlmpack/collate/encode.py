@@ -13,7 +13,7 @@ import numpy as np
 from vlmpack.collate.checks import check_sample, tokens_of
 from vlmpack.collate.conversation import Conversation, read_conversation
 from vlmpack.collate.encoded import Encoded, Visual
-from vlmpack.collate.holes import Kind, MediaRef
+from vlmpack.collate.holes import Kind, Markers, MediaRef
 from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels
 from vlmpack.collate.media import MediaReader
 from vlmpack.collate.processor import ProcessorFacts, parts_of
@@ -45,6 +45,8 @@ class Encoder:
     """Caps for images and frames."""
     train_on: TrainOn
     """Which tokens are learnt."""
+    markers: Markers = "auto"
+    """What `<image>` and `<video>` in a text are."""
     max_length: int | None = None
     """Tokens beyond which media are not made, as no sample holds them; None: no limit."""
 
@@ -81,9 +83,12 @@ class Encoder:
         if feature.get("input_ids") is not None:
             sample = read_tokenised(feature, self.facts, train_on=self.train_on)
         else:
-            sample = self._encode_conversation(read_conversation(feature, has_vision=self.facts.has_vision), read)
+            sample = self._encode_conversation(self._read(feature), read)
         check_sample(sample, self.facts)
         return sample
+
+    def _read(self, feature: Mapping[str, Any]) -> Conversation:
+        return read_conversation(feature, has_vision=self.facts.has_vision, markers=self.markers)
 
     def _encode_conversation(self, conversation: Conversation, read: Callable[..., tuple[Visual, ...]]) -> Encoded:
         self._check_texts(conversation)
@@ -177,7 +182,7 @@ class Encoder:
         kinds = (("image", self.facts.image_token, len(images)), ("video", self.facts.video_token, len(videos)))
         for kind, token, count in kinds:
             marker = f"<{kind}>"
-            if not count or token in prompt:
+            if not count or token in prompt or self.markers == "text":
                 continue
             if prompt.count(marker) != count:
                 raise Refusal(
