@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -39,6 +38,8 @@ from vlmpack.offline.media import StoredImage, kept_options, readable
 
 TOKENS = ("input_ids", "labels", "cu_seqlens", "places", "sample_ids", "digests")
 MEDIA = ("images", "videos")
+END = 64
+"""Bytes of each end of an image that its row's checksum covers."""
 COMPRESSION = dict.fromkeys(("input_ids.list.element", "labels.list.element"), "ZSTD")
 
 CHECKSUMS = "vlmpack.checksums"
@@ -145,15 +146,25 @@ def row_checksum(table: Any) -> str:
 
 
 def media_checksum(table: Any) -> str:
-    """CRC-32 of the images and videos of one row: 8 hexadecimal digits. Bytes have one in their pages already."""
-    crc = 0
-    for name in MEDIA:
-        kept = table[name][0].as_py()
-        for visual in kept:
-            for image in visual if isinstance(visual, list) else [visual]:
-                crc = zlib.crc32(json.dumps([name, len(kept), image["path"], image["sha256"]]).encode(), crc)
-                crc = zlib.crc32(image["bytes"] or b"", crc)
-    return f"{crc:08x}"
+    """The checksum of the images and videos of one row, 16 hexadecimal digits: of each its length and its two ends.
+
+    What lies between is covered by the checksum of its page, as long as pages are found where they were written.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for name, images in (("images", _flat(table, "images")), ("videos", _flat(table, "videos").values)):
+        digest.update(f"{name} {len(images)}:".encode())
+        for image in map(images.field, ("path", "sha256")):
+            digest.update(json.dumps(image.to_pylist()).encode())
+        for encoded in images.field("bytes"):
+            buffer = memoryview(encoded.as_buffer() if encoded.is_valid else b"")
+            digest.update(f"{len(buffer)}:".encode() + buffer[:END] + buffer[-END:])
+    return digest.hexdigest()
+
+
+def _flat(table: Any, name: str) -> Any:
+    """What a list column of the one row holds."""
+    column = table[name]
+    return (column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()).values  # not copied
 
 
 # ---------------------------------------------------------------------- a row to samples
@@ -198,7 +209,7 @@ def samples_of(
 
 def _ints(table: Any, name: str) -> np.ndarray:
     """int64: the numbers of a list column of the one row."""
-    return table[name].combine_chunks().values.to_numpy().astype(np.int64)
+    return _flat(table, name).to_numpy().astype(np.int64)
 
 
 def _check(bounds: Sequence[int], ids: int, labels: int, places: int, names: int) -> None:
