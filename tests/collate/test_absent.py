@@ -3,14 +3,16 @@
 import pytest
 
 from vlmpack.collate.conversation import read_conversation
-from vlmpack.errors import ConfigError
+from vlmpack.collate.refusal import Refusal
 
 DROPPED = "set TrainingArguments(remove_unused_columns=False)"
 
 
 def told(feature):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(Refusal) as caught:
         read_conversation(feature)
+    assert caught.value.reason == "no_columns"
+    assert caught.value.of_all
     return str(caught.value)
 
 

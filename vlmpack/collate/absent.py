@@ -67,7 +67,7 @@ def check_one_form(forms: Sequence[str], present: Mapping[str, Any]) -> None:
 def no_columns(feature: Mapping[str, Any]) -> str:
     """The error of a feature with none of the columns that hold a sample's text."""
     return (
-        f"a feature has none of the columns input_ids, {', '.join(CONVERSATION_COLUMNS)} (with completion); it has: "
+        f"it has none of the columns input_ids, {', '.join(CONVERSATION_COLUMNS)} (with completion); it has: "
         f"{_listed(feature) or 'none at all'}. {_remedy(feature)}"
     )
 

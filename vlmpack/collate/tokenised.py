@@ -15,7 +15,7 @@ from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels, mask_media
 from vlmpack.collate.processor import ProcessorFacts
 from vlmpack.collate.refusal import Refusal
-from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.errors import LayoutError
 from vlmpack.layout import IGNORE, IMAGE, TEXT, VIDEO, Grid, lengths_from_mask
 
 LABEL_COLUMNS = ("labels", "completion_mask", "assistant_masks", "loss_mask")
@@ -36,14 +36,15 @@ def read_tokenised(feature: Mapping[str, Any], facts: ProcessorFacts, *, train_o
     `mm_token_type_ids` are checked, not needed.
 
     Raises:
-        Refusal: fields that contradict each other.
-        ConfigError: it is a packed row already.
+        Refusal: fields that contradict each other, or it is a packed row already.
     """
     if found := [name for name in BOUNDARIES if feature.get(name) is not None]:
-        raise ConfigError(
+        raise Refusal(
+            "bad_row",
             f"samples bring {', '.join(found)}, so they are packed rows already, and would be taken for one sample "
             "each; give rows to the collator of what made them (PackedDataset: data_collator=dataset.collate; rows of "
-            "text: RowCollator), or remove the column if each is one sample"
+            "text: RowCollator), or remove the column if each is one sample",
+            of_all=True,
         )
     _check_read(feature)
     ids = _tokens(feature, "input_ids")

@@ -15,6 +15,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from operator import index as as_int
 from pathlib import Path
@@ -171,7 +172,12 @@ class JoinedRows:
     """Where paths of all of them start; None: at the folder of each."""
 
     def __len__(self) -> int:
-        return sum(map(len, self.files))
+        return self._starts[-1]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Place of each file's first row among all, and the number of all: counted once, for there may be many files."""
+        return [0, *accumulate(map(len, self.files))]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """One row.
@@ -179,11 +185,10 @@ class JoinedRows:
         Raises:
             SampleError: it is no JSON object.
         """
-        starts = [0, *accumulate(map(len, self.files))]
-        which = bisect_right(starts, index) - 1
+        which = bisect_right(self._starts, index) - 1
         file = self.files[which]
         try:
-            row = file[index - starts[which]]
+            row = file[index - self._starts[which]]
         except SampleError as error:
             raise SampleError(error.detail, index=index, reason=error.reason) from error
         return from_folder(row, self.root or file.path.parent)
@@ -220,7 +225,7 @@ def _find_list(source: Sequence[str | os.PathLike[str]], split: str, root: Path 
     if not json_files:
         rows, name = find_stored(source, split)
         return _Found(rows=rows, name=name, folder=paths[0].parent)
-    if other := next((path for path in paths if path not in json_files), None):
+    if other := next((path for path in paths if path.suffix not in JSON_FILES), None):
         raise ConfigError(f"a list holds {json_files[0].name} and {other.name}; give files of JSON, or parquet files")
     if absent := [str(path) for path in paths if not path.is_file()]:
         raise ConfigError(f"no such file: {', '.join(absent)}; check the path")

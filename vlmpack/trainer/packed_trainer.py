@@ -14,10 +14,11 @@ from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.offline import PackedDataset
 from vlmpack.plan import Plan
+from vlmpack.step import is_packing
 from vlmpack.step.forward import Sink
 from vlmpack.step.keys import SINK
 from vlmpack.stream import PackedBatchSampler, PackedStream, Remainder
-from vlmpack.trainer.evaluation import Account, Evaluation
+from vlmpack.trainer.evaluation import Account, BatchAccount, Evaluation
 from vlmpack.trainer.held_out import HeldOut, HeldOutLoader, hold_out
 from vlmpack.trainer.plan_rows import PlanPlace, RowLoader, check_plan
 from vlmpack.trainer.stream_rows import StreamPlace, go_to_place, stream_loader
@@ -71,6 +72,8 @@ class PackedTrainer(Trainer):
         self.evaluation: Evaluation | None = None
         """Of the last evaluation in planned rows: the loss of every sample, in the data set's order."""
         self._account: Account | None = None
+        self._batches: BatchAccount | None = None
+        self.model_accepts_loss_kwargs = bool(self.model_accepts_loss_kwargs)  # what it evaluates is counted by itself
         self._held_out: list[tuple[Any, int, HeldOut]] = []
         self._resumes_from: str | None = None
         if isinstance(self.train_dataset, PackedStream):
@@ -232,11 +235,23 @@ class PackedTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Trainer's; over planned rows, losses come from `evaluation`, the same on every rank."""
+        """Trainer's, with the exact loss; over planned rows it comes from `evaluation`, the same on every rank.
+
+        Raises:
+            ConfigError: over several ranks, in batches of which nobody can tell which samples are counted twice.
+        """
         if not isinstance(dataloader, HeldOutLoader):
-            return super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+            self._batches = batches = BatchAccount(self.accelerator, self.args.eval_batch_size)
+            batches.check_length(dataloader.dataset)
+            try:
+                output = super().evaluation_loop(
+                    dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+                )
+            finally:
+                self._batches = None
+            if output.metrics is not None and (loss := batches.token_loss()) is not None:
+                output.metrics[f"{metric_key_prefix}_loss"] = loss
+            return output
         self._account = Account(dataloader)
         try:
             output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
@@ -258,14 +273,19 @@ class PackedTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
-        """Trainer's; a planned row goes to the account instead, and leaves nothing for Trainer to gather.
+        """Trainer's, noting the losses of samples; a planned row leaves nothing for Trainer to gather.
 
         Raises:
             ConfigError: packing is not enabled on the model.
         """
-        if self._account is None:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         sink = Sink()
+        if self._account is None:
+            if self._batches is None or not is_packing(model):
+                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            outputs = super().prediction_step(model, {**inputs, SINK: sink}, prediction_loss_only, ignore_keys)
+            if outputs[0] is not None:
+                self._batches.add(sink.result)
+            return outputs
         super().prediction_step(model, {**inputs, SINK: sink}, True, ignore_keys)
         if sink.result is None:
             raise ConfigError("evaluation in planned rows needs PackedTrainer(model=enable_packing(model), ...)")
