@@ -308,7 +308,10 @@ def read(inputs: Inputs, config: Any) -> Iterator[Inputs]:
     frames_apart = config.model_type.startswith("qwen3")
     media = {"image": [*cut_media(inputs, "pixel_values", "image_grid_thw")]}
     media["video"] = [*cut_media(inputs, "pixel_values_videos", "video_grid_thw")]
-    if (seconds := inputs.get("second_per_grid_ts")) is not None:
+    seconds = inputs.get("second_per_grid_ts")
+    if seconds is None:  # facts may say what no tensor does
+        seconds = getattr(inputs.get("vlmpack"), "seconds_per_grid", ()) or None
+    if seconds is not None:
         values = torch.as_tensor(seconds).reshape(-1)
         if len(values) != len(media["video"]):
             raise UnreadableError("second_per_grid_ts")
