@@ -99,7 +99,6 @@ class Family(ABC):
         """Placeholder tokens of all these images or videos."""
         return sum(self.tokens_per_image(grid, self.merge(config)) for grid in grids)
 
-    @outside_graph
     def check_runs(self, types: torch.Tensor, segments: Segments, facts: BatchFacts, *, config: Any) -> None:
         """Insist that each run of placeholders of a row is as long as its grid says, in the order of the grids.
 
