@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 from vlmpack.collate.refusal import Refusal
@@ -99,6 +100,7 @@ def _remedy(feature: Mapping[str, Any]) -> str:
     return "Rename the column with the conversation to messages, or make messages of your columns: a list of turns"
 
 
+@lru_cache(maxsize=1024)
 def _meant(name: str) -> str:
     """The column of a sample's text that a name nearly spells; "" where it spells one, or is like none."""
     near = get_close_matches(name.lower(), _TEXT_COLUMNS, n=1, cutoff=0.8)
