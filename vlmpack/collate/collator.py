@@ -112,6 +112,7 @@ class VLMCollator:
             limits=self.limits,
             train_on=train_on,
             markers=markers,
+            name_unread=self.ledger.name_unread,
             max_length=max_length,
         )
 

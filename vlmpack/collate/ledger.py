@@ -57,6 +57,7 @@ class Ledger:
         )
         self._lines: list[str] = []
         self._is_open = False
+        self._named: set[str] = set()
 
     def __repr__(self) -> str:
         why = "".join(f", {reason} {count}" for reason, count in self.reasons.most_common())
@@ -130,6 +131,9 @@ class Ledger:
 
     def name_unread(self, columns: Iterable[str]) -> tuple[str, ...]:
         """Take down columns that nothing reads; returns those that no process has named yet."""
+        if self._named.issuperset(columns := tuple(columns)):
+            return ()
+        self._named.update(columns)
         with self.at_once() as counts:
             new = tuple(name for name in columns if name not in counts["unread"])
             counts["unread"] += new
