@@ -111,6 +111,31 @@ class TestTiff:
         for compression in (None, "tiff_lzw"):
             assert load_image(tiff(monkeypatch, compression, image)).size == (WIDTH, HEIGHT)
 
+    def test_a_directory_that_is_cut_short(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        xmp = b'<x tiff:Orientation="6"/>' + b" " * 300  # stands behind the pixels
+        whole = encoded(noise(), "TIFF", compression="tiff_lzw", tiffinfo={700: xmp})
+        assert load_image(whole).size == (HEIGHT, WIDTH)
+        at = whole.index(xmp)
+        for cut in (at, at + len(xmp) - 1):
+            assert "its tag 700 of 325 bytes at byte" in refusal(whole[:cut])
+        directory = struct.unpack_from("<I", whole, 4)[0]
+        assert "its directory of tags is cut short" in refusal(whole[: directory + 20])
+
+    def test_a_tag_of_more_values_than_python_can_hold(self) -> None:
+        with pytest.raises(ImageError, match="its tag 324 has 9000000 values"):
+            load_image(with_tag(tiled(tile=16), 324, 8, count=9_000_000) + bytes(36_000_000))
+
+    @pytest.mark.parametrize("compression", ["tiff_lzw", "tiff_adobe_deflate", "packbits", "zstd"])
+    def test_strips_of_ycbcr_that_are_too_short(self, compression: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        data = with_tag(tiff(monkeypatch, compression, noise().convert("YCbCr")), 256, WIDTH + 30)
+        Image.open(io.BytesIO(data)).load()  # Pillow says nothing
+        refusal(data)
+
+    def test_a_jpeg_in_a_strip_has_the_size_of_the_strip(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        data = with_tag(tiff(monkeypatch, "jpeg"), 256, WIDTH + 30)
+        Image.open(io.BytesIO(data)).load()  # Pillow says nothing
+        assert f"rows and columns, where 8 x {WIDTH + 30} are expected" in refusal(data)
+
     def test_a_tile_may_be_no_larger_than_an_image(self, monkeypatch: pytest.MonkeyPatch) -> None:
         data = tiled(tile=30_000)
         monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("pixels were decoded"))

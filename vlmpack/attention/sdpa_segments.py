@@ -24,6 +24,9 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 MANY = 256
 """From so many segments on, those of the same length go through one call."""
 
+AT_ONCE = 1 << 15
+"""Most segments of a call: a CUDA grid has room for 65,535."""
+
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -105,12 +108,17 @@ def _by_length(
         return of.derived(("by length", segments.lengths, keys.lengths), q_TNH.device, lambda: _tokens(of, order))
 
     places = index(segments)
-    sizes, key_sizes = (counts * distinct.T).tolist()
+    calls = [
+        (min(AT_ONCE, count - done), queries, seen)
+        for (queries, seen), count in zip(distinct.tolist(), counts.tolist(), strict=True)
+        for done in range(0, count, AT_ONCE)
+    ]
+    sizes, key_sizes = [n * queries for n, queries, _ in calls], [n * seen for n, _, seen in calls]
     rows = ((q_TNH, places, sizes), (k_TKH, index(keys), key_sizes), (v_TKH, index(keys), key_sizes))
     pieces = zip(*(x.index_select(0, at).split_with_sizes(cut) for x, at, cut in rows), strict=True)
     out = [
-        attend(*(x.unflatten(0, (count, -1)) for x in piece)).flatten(0, 1)
-        for piece, count in zip(pieces, counts.tolist(), strict=True)
+        attend(*(x.unflatten(0, (n, -1)) for x in piece)).flatten(0, 1)
+        for piece, (n, *_) in zip(pieces, calls, strict=True)
     ]
     return q_TNH.new_zeros(*q_TNH.shape[:2], v_TKH.shape[2]).index_copy(0, places, torch.cat(out))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from numbers import Integral
 from pathlib import Path
 from traceback import extract_tb
@@ -12,10 +13,11 @@ from typing import Any, Literal, final, get_args
 
 import torch
 
-from vlmpack.collate.assemble import BrokenPixels, filler, to_packed, to_padded
+from vlmpack.collate.assemble import BrokenPixels, filler, has_broken_pixels, to_packed, to_padded
 from vlmpack.collate.buffers import PixelBuffers
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import Encoded
+from vlmpack.collate.holes import Markers
 from vlmpack.collate.labels import TrainOn
 from vlmpack.collate.ledger import Ceiling, Ledger
 from vlmpack.collate.length import OVERLENGTH, Overlength, fit
@@ -46,6 +48,9 @@ class VLMCollator:
             it, "truncate" cuts it between messages or beside an image, never inside one.
         train_on: "assistant" learns what assistant turns say, their end included (of prompt and completion only the
             completion); "all" learns everything but media tokens. Labels that tokenised samples bring are kept.
+        markers: what `<image>` and `<video>` in a text are. "auto": places of the media of a sample's columns, and text
+            in a sample that has no such column; "places": always places, so that one without its medium is refused;
+            "text": always text.
         on_bad: "raise" stops at the first bad sample, "skip" leaves it out, counts it and writes it down.
         ledger: path of a JSON-lines file for refused samples; None: they are only counted.
         ceiling: how many skipped samples are too many; None: `Ceiling()`.
@@ -69,6 +74,7 @@ class VLMCollator:
         max_length: int | None = None,
         overlength: Overlength = "error",
         train_on: TrainOn = "assistant",
+        markers: Markers = "auto",
         on_bad: OnBad = "raise",
         ledger: str | Path | None = None,
         ceiling: Ceiling | None = None,
@@ -80,6 +86,7 @@ class VLMCollator:
         _check_choice("layout", layout, get_args(BatchLayout))
         _check_choice("overlength", overlength, get_args(Overlength))
         _check_choice("train_on", train_on, get_args(TrainOn))
+        _check_choice("markers", markers, get_args(Markers))
         _check_choice("on_bad", on_bad, get_args(OnBad))
         _check_lengths(layout, slots, max_length, overlength)
         _check_pixels(pixel_dtype, pixel_buffers)
@@ -91,6 +98,7 @@ class VLMCollator:
         self.overlength: Overlength = overlength
         self.on_bad = on_bad
         self.train_on: TrainOn = train_on
+        self.markers: Markers = markers
         self.limits = limits or ImageLimits()
         self.pixel_dtype = pixel_dtype
         self.buffers = PixelBuffers(pixel_buffers)
@@ -99,7 +107,13 @@ class VLMCollator:
         self.ledger = Ledger(ledger, ceiling=ceiling)
         """Counts of given, used and refused samples, by reason."""
         self._encoder = Encoder(
-            processor=processor, facts=self.facts, limits=self.limits, train_on=train_on, max_length=max_length
+            processor=processor,
+            facts=self.facts,
+            limits=self.limits,
+            train_on=train_on,
+            markers=markers,
+            name_unread=self.ledger.name_unread,
+            max_length=max_length,
         )
 
     def __repr__(self) -> str:
@@ -157,7 +171,7 @@ class VLMCollator:
         Raises:
             SampleError, ConfigError: as `outline`; the first only if `on_bad` is "raise".
         """
-        outcome = _outcome(lambda: self.outline(feature))
+        outcome = self._outcome(lambda: self.outline(feature))
         if isinstance(outcome, SampleError) and self._is_fatal(outcome):
             raise outcome
         return round_up(outcome.num_tokens if isinstance(outcome, Encoded) else 1, self.slots.multiple)
@@ -181,7 +195,7 @@ class VLMCollator:
         """The batch of what can be used; all samples are counted, in their order, once that is known."""
         outcomes: list[Encoded | SampleError] = []
         for make in makers:
-            outcomes.append(_outcome(make))
+            outcomes.append(self._outcome(make))
             if self._is_fatal(outcomes[-1]):
                 self._count(outcomes)  # raises
         batch = self._lay_out(outcomes)
@@ -189,13 +203,15 @@ class VLMCollator:
         return batch
 
     def _lay_out(self, outcomes: list[Encoded | SampleError]) -> PaddedBatch | PackedRow:
-        """The batch. A sample whose pixels turn out to be broken as they are joined becomes its error in `outcomes`."""
+        """The batch. Samples whose pixels turn out to be broken as they are joined become errors in `outcomes`."""
         usable = [(at, sample) for at, sample in enumerate(outcomes) if isinstance(sample, Encoded)]
         try:
             return self._joined([_with_id(sample, at) for at, sample in usable] or [filler(self.facts)])
         except BrokenPixels as broken:
-            at, sample = next((at, sample) for at, sample in usable if broken.is_of(sample))
-            outcomes[at] = SampleError(str(broken), index=at, reason="pixels_not_finite", sample_id=sample.sample_id)
+            for at, sample in usable:
+                if has_broken_pixels(sample):
+                    named = {"index": at, "reason": "pixels_not_finite", "sample_id": sample.sample_id}
+                    outcomes[at] = SampleError(str(broken), **named)
         return self._lay_out(outcomes)
 
     def _joined(self, samples: Sequence[Encoded]) -> PaddedBatch | PackedRow:
@@ -246,16 +262,35 @@ class VLMCollator:
 
     def _count(self, outcomes: Iterable[Encoded | SampleError]) -> None:
         """Tell the ledger; raises the first error that is not to be skipped."""
-        for outcome in outcomes:
-            if not isinstance(outcome, SampleError):
-                self.ledger.use()
-            elif self._is_fatal(outcome):
-                self.ledger.note(outcome)
-                raise outcome
-            elif self.leaves_out(outcome.reason):
-                self.ledger.note(outcome)
-            else:
-                self.ledger.refuse(outcome)
+        with self.ledger.at_once():
+            for kind, group in groupby(outcomes, key=type):
+                if kind is Encoded:
+                    self.ledger.use(len(list(group)))
+                    continue
+                for error in group:
+                    assert isinstance(error, SampleError)
+                    self._count_bad(error)
+
+    def _count_bad(self, error: SampleError) -> None:
+        if self._is_fatal(error):
+            self.ledger.note(error)
+            raise error
+        if self.leaves_out(error.reason):
+            self.ledger.note(error)
+        else:
+            self.ledger.refuse(error)
+
+    def _outcome(self, make: Callable[[], Encoded]) -> Encoded | SampleError:
+        """A sample, or why there is none: without its traceback, which would hold on to all that holds the error.
+
+        One that is skipped is also without its cause, which has a traceback of its own.
+        """
+        try:
+            return make()
+        except SampleError as error:
+            if not self._is_fatal(error):
+                error.__cause__ = error.__context__ = None
+            return error.with_traceback(None)
 
     def _is_fatal(self, outcome: Encoded | SampleError) -> bool:
         return isinstance(outcome, SampleError) and self.on_bad == "raise" and not self.leaves_out(outcome.reason)
@@ -273,14 +308,6 @@ def _refusal_of(error: Exception) -> Refusal:
     frame = [frame for frame in extract_tb(error.__traceback__) if _ROOM in Path(frame.filename).parents][-1]
     place = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
     return Refusal("unexpected", f"{type(error).__name__}: {error} ({place}); look at what its columns hold there")
-
-
-def _outcome(make: Callable[[], Encoded]) -> Encoded | SampleError:
-    """A sample, or why there is none: without its traceback, which would hold on to all that holds the error."""
-    try:
-        return make()
-    except SampleError as error:
-        return error.with_traceback(None)
 
 
 def _with_id(sample: Encoded, index: int) -> Encoded:

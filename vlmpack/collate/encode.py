@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, final
 
 import numpy as np
 
+from vlmpack.collate.absent import check_unread
 from vlmpack.collate.checks import check_sample, tokens_of
 from vlmpack.collate.conversation import Conversation, read_conversation
 from vlmpack.collate.encoded import Encoded, Visual
-from vlmpack.collate.holes import Kind, MediaRef
+from vlmpack.collate.holes import Kind, Markers, MediaRef
 from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels
 from vlmpack.collate.media import MediaReader
 from vlmpack.collate.processor import ProcessorFacts, parts_of
@@ -45,6 +47,10 @@ class Encoder:
     """Caps for images and frames."""
     train_on: TrainOn
     """Which tokens are learnt."""
+    markers: Markers = "auto"
+    """What `<image>` and `<video>` in a text are."""
+    name_unread: Callable[[Iterable[str]], Collection[str]] | None = None
+    """Takes columns that nothing reads and returns those that are not named yet; None: none is named."""
     max_length: int | None = None
     """Tokens beyond which media are not made, as no sample holds them; None: no limit."""
 
@@ -80,10 +86,22 @@ class Encoder:
             raise Refusal("bad_row", f"a sample must be a mapping of columns, got a {type(feature).__name__}")
         if feature.get("input_ids") is not None:
             sample = read_tokenised(feature, self.facts, train_on=self.train_on)
+            self._check_unread(feature, has_media=bool(sample.images or sample.videos), texts=())
         else:
-            sample = self._encode_conversation(read_conversation(feature, has_vision=self.facts.has_vision), read)
+            conversation = read_conversation(feature, has_vision=self.facts.has_vision, markers=self.markers)
+            has_media = bool(conversation.images or conversation.videos)
+            self._check_unread(feature, has_media=has_media, texts=conversation.plain or conversation.texts())
+            sample = self._encode_conversation(conversation, read)
         check_sample(sample, self.facts)
         return sample
+
+    def _check_unread(self, feature: Mapping[str, Any], *, has_media: bool, texts: Iterable[str]) -> None:
+        columns = check_unread(feature, has_media=has_media or not self.facts.has_vision, texts=texts)
+        if columns and self.name_unread is not None and (new := self.name_unread(columns)):
+            warnings.warn(
+                f"samples have columns that nothing reads: {', '.join(new)}; this is said once",
+                stacklevel=2,
+            )
 
     def _encode_conversation(self, conversation: Conversation, read: Callable[..., tuple[Visual, ...]]) -> Encoded:
         self._check_texts(conversation)
@@ -177,7 +195,7 @@ class Encoder:
         kinds = (("image", self.facts.image_token, len(images)), ("video", self.facts.video_token, len(videos)))
         for kind, token, count in kinds:
             marker = f"<{kind}>"
-            if not count or token in prompt:
+            if not count or token in prompt or self.markers == "text":
                 continue
             if prompt.count(marker) != count:
                 raise Refusal(

@@ -2,14 +2,13 @@
 
 | format | compared                                                                                                    |
 |--------|-------------------------------------------------------------------------------------------------------------|
-| TIFF   | number, place and length of strips or tiles, with the size of the image and of the file                     |
 | PNG    | every chunk up to IEND; the CRC of those behind the pixels, which Pillow does not compare                   |
 | JPEG   | the end-of-image marker, where the file ends in zeros                                                       |
 | WebP   | the list of chunks with the size of the file; zeros at the end of compressed pixels                         |
 | GIF    | what follows the first frame, where the file ends in zeros                                                  |
 
 Zeros at the end are what a download leaves that reserved its file and did not finish. In what is not compressed (BMP,
-PPM, plain TIFF) they are black pixels like any others.
+PPM, plain TIFF) they are black pixels like any others. TIFF has a file of its own, `tiff.py`.
 """
 
 from __future__ import annotations
@@ -19,25 +18,18 @@ import os
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
-from typing import IO, Any, final
+from typing import IO, final
 
 from PIL import Image, ImageFile
-from PIL.TiffImagePlugin import TiffImageFile
 
 from vlmpack.data.pixels import ImageError
 
 ZEROS = bytes(512)
 """So many zero bytes end no compressed pixels."""
-_WIDTH, _LENGTH, _BITS, _COMPRESSION, _PHOTOMETRIC, _SAMPLES, _PLANAR = 256, 257, 258, 259, 262, 277, 284
-_STRIPS, _ROWS, _STRIP_BYTES = 273, 278, 279
-_TILE_WIDTH, _TILE_LENGTH, _TILES, _TILE_BYTES = 322, 323, 324, 325
-_JPEG_TABLES = 347
-_JPEG_END = b"\xff\xd9"
-_RAW, _JPEG, _YCBCR = 1, 7, 6
-"""Compression 1 and 7, photometric interpretation 6."""
+JPEG_END = b"\xff\xd9"
+"""The marker of the end."""
 
 
 def check_content(image: Image.Image) -> None:
@@ -50,13 +42,8 @@ def check_content(image: Image.Image) -> None:
         ImageError: something is missing.
     """
     find = _FAULTS.get(image.format or "")
-    encoded = None if find is None else _file_of(image)
-    if find is not None and encoded is not None and (fault := find(encoded)):
-        raise _damaged(image, fault)
-    if isinstance(image, TiffImageFile) and image.tag_v2.get(_COMPRESSION) == _JPEG:
-        encoded = _file_of(image)
-        if encoded is not None and (fault := _jpeg_strips_fault(image.tag_v2, encoded)):
-            raise _damaged(image, fault)
+    if find is not None and (encoded := _file_of(image)) is not None and (fault := find(encoded)):
+        raise damaged(image, fault)
 
 
 def _file_of(image: Image.Image) -> bytes | None:
@@ -70,33 +57,6 @@ def _file_of(image: Image.Image) -> bytes | None:
     encoded = image.fp.read()
     image.fp.seek(at)
     return encoded
-
-
-def check_tiff(image: ImageFile.ImageFile, max_pixels: int) -> None:
-    """Refuse a TIFF whose strips or tiles are not all there, from its tags; images of other formats pass.
-
-    Args:
-        image: what Pillow opened, not decoded.
-        max_pixels: of one tile, which is decoded whole whatever the size of the image.
-
-    Raises:
-        ImageError: its tags contradict each other, or the file.
-    """
-    if not isinstance(image, TiffImageFile) or image.fp is None:
-        return
-    try:
-        fault = _tiff_fault(image.tag_v2, image.fp.seek(0, io.SEEK_END))
-        tile = image.tag_v2.get(_TILE_WIDTH, 1) * image.tag_v2.get(_TILE_LENGTH, 1)
-    except Exception as error:  # a damaged tag may hold anything, and Pillow reads it only now
-        raise _damaged(image, f"its tags cannot be read, {type(error).__name__}: {error}") from error
-    if fault is not None:
-        raise _damaged(image, fault)
-    if tile > max_pixels:
-        raise ImageError(
-            f"the tiles of the TIFF are {tile} pixels each, more than ImageLimits.max_pixels={max_pixels}, and are "
-            "decoded whole; save it in strips or smaller tiles",
-            "image_too_large",
-        )
 
 
 def has_text_after_pixels(png: IO[bytes]) -> bool:
@@ -169,17 +129,33 @@ def _png_fault(data: bytes) -> str | None:
 
 
 def _jpeg_fault(data: bytes) -> str | None:
-    if data.endswith(b"\0\0") and data.rfind(_JPEG_END, _scan_of(data)) < 0:
+    if not data.endswith(b"\0\0"):
+        return None
+    *_, (_, pixels) = [(0, 2), *_segments(data)]  # metadata in front of them may hold a whole JPEG of their own
+    if data.rfind(JPEG_END, pixels) < 0:
         return "it ends in zeros, without the marker of its end"
     return None
 
 
-def _scan_of(jpeg: bytes) -> int:
-    """The byte at which pixels begin: behind the metadata, which may hold a whole JPEG of their own."""
+def _segments(jpeg: bytes) -> Iterator[tuple[int, int]]:
+    """Marker and place of each segment in front of the pixels, up to the one of theirs, DA."""
     at = 2
-    while at + 4 <= len(jpeg) and jpeg[at] == 0xFF and jpeg[at + 1] != 0xDA:
-        at += 1 if jpeg[at + 1] == 0xFF else 2 + int.from_bytes(jpeg[at + 2 : at + 4], "big")
-    return at
+    while at + 4 <= len(jpeg) and jpeg[at] == 0xFF:
+        if (marker := jpeg[at + 1]) == 0xFF:  # filled up
+            at += 1
+            continue
+        yield marker, at
+        if marker == 0xDA:
+            return
+        at += 2 + int.from_bytes(jpeg[at + 2 : at + 4], "big")
+
+
+def jpeg_size(jpeg: bytes) -> tuple[int, int]:
+    """(height, width) that a JPEG gives itself, in the one of its segments whose marker is C0 to CF."""
+    for marker, at in _segments(jpeg):
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # tables, an extension, arithmetic coding
+            return int.from_bytes(jpeg[at + 5 : at + 7], "big"), int.from_bytes(jpeg[at + 7 : at + 9], "big")
+    return 0, 0
 
 
 def _webp_fault(data: bytes) -> str | None:
@@ -225,72 +201,8 @@ def _behind_blocks(gif: bytes, at: int) -> int:
     return at + 1
 
 
-def _tiff_fault(tags: Mapping[int, Any], size: int) -> str | None:
-    """Compare where a TIFF has its pixels with how many there have to be, and with the file's `size` in bytes."""
-    if 0 in tags:
-        return "there are zeros among its tags"
-    is_tiled = _TILES in tags or _STRIPS not in tags
-    offsets = _several(tags.get(_TILES if is_tiled else _STRIPS))
-    lengths = _several(tags.get(_TILE_BYTES if is_tiled else _STRIP_BYTES))
-    planes = tags.get(_SAMPLES, 1) if tags.get(_PLANAR, 1) == 2 else 1
-    rows = tags.get(_TILE_LENGTH, 0) if is_tiled else min(tags.get(_ROWS, tags[_LENGTH]), tags[_LENGTH])
-    width = tags.get(_TILE_WIDTH, 0) if is_tiled else tags[_WIDTH]
-    name = "tiles" if is_tiled else "strips"
-    if rows < 1 or width < 1:
-        return f"its {name} are {width} x {rows} pixels"
-    expected = planes * -(-tags[_LENGTH] // rows) * -(-tags[_WIDTH] // width)
-    if len(offsets) != expected:
-        return f"it has {len(offsets)} {name}, where {expected} of {width} x {rows} pixels make its size"
-    is_raw = tags.get(_COMPRESSION, _RAW) == _RAW
-    least = _raw_bytes(tags, width, rows, planes, is_tiled=is_tiled) if is_raw else [1] * expected
-    if not lengths and is_raw:
-        lengths = tuple(least)
-    if len(lengths) != expected:
-        return f"it has {expected} {name} and {len(lengths)} lengths of them"
-    for at, (start, length, wanted) in enumerate(zip(offsets, lengths, least, strict=True)):
-        if length < wanted:
-            return f"{name[:-1]} {at} has {length} bytes and needs {wanted}"
-        if not 8 <= start <= size - length:
-            return f"{name[:-1]} {at} of {length} bytes at byte {start} does not lie in a file of {size} bytes"
-    return _overlap(offsets, lengths, name)
-
-
-def _overlap(offsets: Sequence[int], lengths: Sequence[int], name: str) -> str | None:
-    """Strips that are the same share their bytes; others that do are a damaged offset."""
-    for (start, length), (other, _) in pairwise(sorted(set(zip(offsets, lengths, strict=True)))):
-        if start + length > other:
-            return f"two of its {name}, at bytes {start} and {other}, overlap"
-    return None
-
-
-def _raw_bytes(tags: Mapping[int, Any], width: int, rows: int, planes: int, *, is_tiled: bool) -> list[int]:
-    """Bytes that each strip or tile has to have where nothing is compressed; 1 where colour has a size of its own."""
-    bits = _several(tags.get(_BITS, 1))
-    per_pixel = max(bits) if planes > 1 else sum(bits) if len(bits) > 1 else sum(bits) * tags.get(_SAMPLES, 1)
-    row = 0 if tags.get(_PHOTOMETRIC) == _YCBCR else -(-width * per_pixel // 8)
-    across = -(-tags[_WIDTH] // width)
-    starts = range(0, tags[_LENGTH], rows)
-    heights = [rows if is_tiled else min(rows, tags[_LENGTH] - start) for start in starts]
-    return [max(1, row * height) for height in heights for _ in range(across)] * planes
-
-
-def _jpeg_strips_fault(tags: Mapping[int, Any], data: bytes) -> str | None:
-    """JPEG that fills a strip or tile has the marker of its end."""
-    if not tags.get(_JPEG_TABLES, _JPEG_END).endswith(_JPEG_END):
-        return "its JPEG tables have no end"
-    names = (_TILES, _TILE_BYTES) if _TILES in tags else (_STRIPS, _STRIP_BYTES)
-    for start, length in zip(*(_several(tags[name]) for name in names), strict=True):
-        if data.rfind(_JPEG_END, start, start + length) < 0:
-            return f"the JPEG at byte {start} of it has no end"
-    return None
-
-
-def _several(value: Any) -> tuple[int, ...]:
-    """The values of a tag that may have one or many."""
-    return () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
-
-
-def _damaged(image: Image.Image, fault: str) -> ImageError:
+def damaged(image: Image.Image, fault: str) -> ImageError:
+    """The error for an image whose file shows a fault."""
     return ImageError(
         f"the {image.format} data of {image.width} x {image.height} pixels are damaged or cut short ({fault}); write "
         "the file again or drop the sample",

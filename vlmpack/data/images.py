@@ -19,8 +19,8 @@ What `load_image` accepts and what it does with it:
 | grey deeper than 8 bits (I;16, I, F)     | full scale goes to 255: 65535 for integers, 255 for floats               |
 | several frames (GIF, APNG, TIFF, WebP)   | the first one                                                            |
 
-The header is checked against `ImageLimits` before a pixel is decoded. What is cut short is refused (`damage.py`), also
-where the process has set Pillow's `LOAD_TRUNCATED_IMAGES`.
+The header is checked against `ImageLimits` before a pixel is decoded. What is cut short is refused (`damage.py`,
+`tiff.py`), also where the process has set Pillow's `LOAD_TRUNCATED_IMAGES`.
 
 Beside the encoded image, at most 16 bytes are made for each pixel that `ImageLimits.max_pixels` allows: 5.3 times the
 bytes of its RGB. Most are for WebP, whose decoder keeps two pictures of its own. RGB itself, as Pillow holds it, is 4.
@@ -41,8 +41,9 @@ from urllib.parse import unquote
 from PIL import Image, ImageFile
 from PIL.PngImagePlugin import PngImageFile
 
-from vlmpack.data.damage import check_content, check_tiff, filling, has_text_after_pixels
+from vlmpack.data.damage import check_content, filling, has_text_after_pixels
 from vlmpack.data.pixels import ImageError, orientation, to_rgb, turned, upright_size
+from vlmpack.data.tiff import check_directory, check_strips, check_tiff
 from vlmpack.errors import ConfigError
 
 ImageSource = Image.Image | bytes | bytearray | memoryview | str | Path | Mapping
@@ -99,6 +100,7 @@ def load_image(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> 
         )
         _check_header(image, limits)
         check_content(image)
+        check_strips(image)
         _decode(image)
         by = orientation(image)
     rgb = to_rgb(image)
@@ -210,7 +212,13 @@ def _file_uri_path(uri: str) -> Path:
 
 def _open_file(path: Path, limits: ImageLimits) -> IO[bytes]:
     """A regular file; a device or a pipe, which may never end, is not one."""
-    if not _is_file(path):
+    try:
+        found = path.is_file()
+    except PermissionError as error:
+        raise ImageError(f"the image file {_short(str(path))} cannot be read: {error}", "image_missing") from error
+    except (OSError, ValueError):  # a name too long, a null byte
+        found = False
+    if not found:
         raise ImageError(f"there is no image file at {_short(str(path))}; check the path", "image_missing")
     try:
         _check_bytes(path.stat().st_size, limits)
@@ -240,6 +248,7 @@ def _open(file: IO[bytes], limits: ImageLimits) -> Image.Image:
     _check_bytes(size := file.seek(0, io.SEEK_END), limits)
     if not size:
         raise ImageError("the image is empty (0 bytes); write the file again or drop the sample", "image_undecodable")
+    check_directory(file)
     try:
         with warnings.catch_warnings():
             # Pillow warns above 89 million pixels; our own cap answers with an error instead.
