@@ -46,7 +46,7 @@ def linked_files(out: Path, others: Path) -> None:
 def test_no_link_is_followed_to_other_peoples_files(tmp_path, others, link):
     link(tmp_path / "out", others)
     with (
-        pytest.raises(ConfigError, match="is a symbolic link, and may lead to .* remove it"),
+        pytest.raises(ConfigError, match=r"is a symbolic link, and may lead to .* remove it"),
         work_folder(tmp_path / "out"),
     ):
         pass
