@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from training import LAYOUTS, Samples, loss_sums, receipts, trainer
+from training import LAYOUTS, Samples, arguments, collator, loss_sums, receipts, trainer
 
 from vlmpack.families.tiny import tiny_model
 from vlmpack.step import enable_packing
-from vlmpack.trainer import loss_metrics
+from vlmpack.trainer import PackedTrainer, loss_metrics
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 
@@ -55,6 +55,7 @@ def test_metrics_are_exact_whatever_the_batches(layout, batch, concat, tmp_path)
     metrics = run.evaluate()
 
     assert metrics["eval_token_loss"] == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
+    assert metrics["eval_loss"] == metrics["eval_token_loss"]
     assert metrics["eval_sample_loss"] == pytest.approx(float((sums / counts).mean()), rel=1e-6)
     assert metrics["eval_num_targets"] == int(counts.sum())
     assert metrics["eval_num_samples"] == len(samples)
@@ -76,6 +77,21 @@ def test_plain_eval_loss_gives_each_sample_the_mean_of_its_batch(batch, tmp_path
     assert eval_loss == pytest.approx(sum(means) / len(means), rel=1e-6)
     is_exact = eval_loss == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
     assert is_exact == (len(batches) == 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("batch", [2, 3, 7])
+def test_packed_trainers_batches_give_the_loss_of_the_set(batch, layout, tmp_path):
+    """Also of the best model, and in `predict`; over several ranks, see test_two_ranks.py."""
+    model = tiny_model()
+    samples = receipts(model)
+    with torch.no_grad():
+        sums, counts = loss_sums(model, samples)
+    exact = pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
+    args, data = arguments(tmp_path, per_device_eval_batch_size=batch), Samples(samples)
+    run = PackedTrainer(enable_packing(model), args, collator(layout), data, data, eval_packing=False)
+    assert run.evaluate()["eval_loss"] == exact
+    assert run.predict(data).metrics["test_loss"] == exact
 
 
 def test_logits_are_not_kept_unless_asked_for(tmp_path):

@@ -27,7 +27,7 @@ from vlmpack.offline.record import MEDIA, samples_of
 from vlmpack.offline.shardfiles import ShardFiles
 from vlmpack.plan import Plan
 
-DECIDED = ("layout", "slots", "max_length", "overlength", "train_on", "vocab_size")
+DECIDED = ("layout", "slots", "max_length", "overlength", "train_on", "markers", "vocab_size")
 """Settings of a collator that were decided when the rows were packed."""
 
 

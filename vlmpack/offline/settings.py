@@ -88,6 +88,7 @@ def described(dataset: MapStyle, collator: VLMCollator, settings: StoreSettings)
     """Everything besides the samples that decides the bytes of a store, as JSON has it."""
     slots = {name: value for name, value in asdict(collator.slots).items() if name != "pad_to"}
     made = {"max_length": collator.max_length, "overlength": collator.overlength, "train_on": collator.train_on}
+    made |= {} if collator.markers == "auto" else {"markers": collator.markers}
     limits = {**asdict(collator.limits), "formats": list(collator.limits.formats)}
     made_of = {
         "settings": {

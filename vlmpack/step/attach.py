@@ -12,9 +12,9 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
-from weakref import WeakSet
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -82,8 +82,8 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     Raises:
         FamilyError: the model's family cannot be packed exactly, and which part of it leaks.
         ConfigError: the forward of the model, or of a layer that has to know the boundaries, was replaced on the
-            object, so that ours would never be called; the model has a forward or a loss of its own, which would never
-            be; or a router loss for a model without experts.
+            object, so that ours would never be called; the model has a forward, a loss or an attention function of its
+            own, which would never be; its attention is not causal; or a router loss for a model without experts.
     """
     core = find_model(model)
     check_is_only_one(model)
@@ -99,6 +99,7 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     if not enabled:
         check_own_forward(core, family)
     check_own_loss(core)
+    attention.check_computed(family, core)
     cut.install(family, core, shared=shared)  # refuses, or does all
     if enabled:
         _unhook(core)
@@ -106,15 +107,12 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
         core.__class__ = _packed_class(type(core))
     hooks = experts.install(family, core) + by_sample.hook(family, core)
     vars(core)[_STATE] = PackingState(family=family, config=config, parallel=parallel, hooks=hooks)
-    _ask(core, family)
+    attention.install(family, core)
     return model
 
 
 def disable_packing(model: Model) -> Model:
     """Undo `enable_packing`: the model is what it was before. A model without packing is left as it is.
-
-    Where several enabled models share one configuration object, its attention implementation is given back by the last
-    of them.
 
     Raises:
         ConfigError: something else changed the model's class since (FSDP2's `fully_shard`); nothing is undone then.
@@ -128,9 +126,7 @@ def disable_packing(model: Model) -> Model:
         _unhook(core)
         del vars(core)[_STATE]
         core.__class__ = base
-        _enabled.discard(core)
-        others = [tower for other in _enabled for tower in _towers(other)]
-        attention.uninstall(family.language_model(core), family.vision_tower(core), still_asking=others)
+        attention.uninstall(family, core)
     return model
 
 
@@ -148,8 +144,8 @@ def packing_state(core: nn.Module) -> PackingState:
     """The state of an enabled model.
 
     Raises:
-        ConfigError: packing is not enabled; or the attention implementation, the loss, gated delta layers or blocks of
-            experts were exchanged after it was.
+        ConfigError: packing is not enabled; or attention, the loss, gated delta layers or blocks of experts were
+            exchanged after it was.
     """
     state = remembered(core)
     if state is None:
@@ -171,26 +167,13 @@ def packing_state(core: nn.Module) -> PackingState:
             "blocks of experts were exchanged or wrapped after enable_packing (PEFT's modules_to_save copies them), so "
             "padding would be sent to experts and counted by routers; call enable_packing(model) again"
         )
-    if not attention.is_installed(state.family.language_model(core), state.family.vision_tower(core)):
+    if not attention.is_installed(state.family, core):
         raise ConfigError(
-            "the attention implementation was changed after enable_packing, or a layer was exchanged for a copy, "
-            "so that layers no longer know the boundaries of a row; call enable_packing(model) again afterwards"
+            "an attention layer was exchanged after enable_packing, or given another configuration, so that it no "
+            "longer knows the boundaries of a row; call enable_packing(model) again afterwards"
         )
+    attention.check_computed(state.family, core)
     return state
-
-
-_enabled: WeakSet[nn.Module] = WeakSet()
-"""Models with packing: a configuration object that they share is theirs together."""
-
-
-def _ask(core: nn.Module, family: Family) -> None:
-    attention.install(family.language_model(core), family.vision_tower(core))
-    _enabled.add(core)
-
-
-def _towers(core: nn.Module) -> tuple[nn.Module | None, ...]:
-    family = vars(core)[_STATE].family
-    return family.language_model(core), family.vision_tower(core)
 
 
 def _unhook(core: nn.Module) -> None:
@@ -232,15 +215,38 @@ def _packed_class(base: type[nn.Module]) -> type[nn.Module]:
 
     def setstate(self: nn.Module, state: dict[str, Any]) -> None:
         base.__setstate__(self, state)
-        _ask(self, vars(self)[_STATE].family)
+        attention.install(vars(self)[_STATE].family, self)
 
     body = {
         "__setstate__": setstate,
         "forward": around_graph(forward),
-        # A trainer counts targets over the whole accumulated batch only for models that say they divide by it.
-        "accepts_loss_kwargs": True,
+        "accepts_loss_kwargs": CountsTargets(),
     }
     return subclass(base, body, _packed_class)
+
+
+@final
+class CountsTargets:
+    """`accepts_loss_kwargs` of an enabled model: true, for HF Trainer to count targets over the accumulated batch.
+
+    Trainer's own evaluation looks here before each batch, without gradients. On several ranks it would multiply each
+    rank's share of the loss by their number, average the shares over samples, and cut off some with the last batch.
+    """
+
+    def __bool__(self) -> bool:
+        """Return True.
+
+        Raises:
+            ConfigError: HF Trainer's own evaluation runs on several ranks.
+        """
+        if not torch.is_grad_enabled() and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ConfigError(
+                f"HF Trainer's own evaluation over {dist.get_world_size()} ranks weighs the losses of packed batches "
+                "wrongly, so eval_loss would be no mean of them, and load_best_model_at_end would choose by it: use "
+                "PackedTrainer of vlmpack.trainer, which takes the same arguments (eval_packing=False: the same "
+                "batches; eval_capacity=: in planned rows); or evaluate of vlmpack"
+            )
+        return True
 
 
 def _signature(forward: Callable[..., Any]) -> inspect.Signature:

@@ -22,6 +22,7 @@ from transformers.masking_utils import create_causal_mask
 
 from vlmpack.families import Family
 from vlmpack.layout import Buckets, Segments, around_graph, outside_graph
+from vlmpack.step.attention import plain_config
 from vlmpack.step.context import CONTEXT, InRow, RowContext
 from vlmpack.step.subclass import subclass
 
@@ -125,7 +126,7 @@ def _causal_mask(attention: nn.Module, hidden_nWD: torch.Tensor) -> torch.Tensor
     Never left out in favour of a flag: the indexer reads from it which tokens a query sees.
     """
     mask = create_causal_mask(
-        config=vars(attention)["config"],
+        config=plain_config(attention),
         inputs_embeds=hidden_nWD,
         attention_mask=None,
         past_key_values=None,

@@ -176,7 +176,9 @@ def _items(given: torch.Tensor | float | None, targets: int) -> torch.Tensor | f
     """
     if given is None:
         return targets
-    if not isinstance(given, torch.Tensor | int | float) or (isinstance(given, torch.Tensor) and given.numel() != 1):
+    is_tensor = isinstance(given, torch.Tensor)
+    is_bool = given.dtype == torch.bool if is_tensor else isinstance(given, bool)
+    if not isinstance(given, torch.Tensor | int | float) or is_bool or (is_tensor and given.numel() != 1):
         raise ConfigError(f"num_items_in_batch is a number, of the targets of all batches of a step; got {given!r:.80}")
     on_host = not isinstance(given, torch.Tensor) or given.device.type == "cpu"
     if on_host and targets and not given > 0:

@@ -8,13 +8,15 @@ So pads cost nothing, have no router statistics and no gradient, whatever comput
 that it sees. A row without gaps is handed over as it is.
 
 The block is called with hidden states alone. The layer's mixer (attention, or a gated delta layer) runs before it, is
-given the row with its keywords, and tells the block. Both happen in one call of the layer's `forward`, so when gradient
-checkpointing computes the layer again, they happen again. (Hooks on the layer itself would not: transformers 5.23
-leaves them out of that.)
+given the row with its keywords, and hands its real tokens on to the block. Both happen in one call of the layer's
+`forward`, so when gradient checkpointing computes the layer again, they happen again. (Hooks on the layer itself would
+not: transformers 5.23 leaves them out of that.) One call of a layer is computed by one thread, so what is handed on
+belongs to the thread: calls in other threads, and backward passes that compute layers again, have their own.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from types import MethodType
 from typing import Any, final
@@ -93,27 +95,42 @@ def _gates(module: nn.Module) -> set[int]:
 
 @final
 class _Gate:
-    """What one layer remembers from its mixer to its experts."""
+    """One layer's way from its mixer to its experts."""
 
     def __init__(self) -> None:
-        self._real: torch.Tensor | None = None
-        self._width = 0
+        self._call = _Call()
 
     def tell(self, mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         row: RowContext | None = kwargs.get(CONTEXT)
-        self._real = None if row is None else row.experts
+        self._call.real = None if row is None else row.experts
 
     def take(self, block: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
         """[1, T, D] to [1, R, D]."""
-        if self._real is None:
+        call = self._call
+        if call.real is None:
             return None
         (hidden,) = args
-        self._width = hidden.shape[1]  # not the row's: a number that is known beforehand would be compiled in
-        return (hidden.index_select(1, self._real),)
+        call.width = hidden.shape[1]  # not the row's: a number that is known beforehand would be compiled in
+        return (hidden.index_select(1, call.real),)
 
     def put_back(self, block: nn.Module, args: Any, output: torch.Tensor | None) -> torch.Tensor | None:
         """[1, R, D] to [1, T, D], zeros on padding."""
-        real, self._real = self._real, None
+        call = self._call
+        real, call.real = call.real, None
         if real is None or output is None:
             return None
-        return output.new_zeros(1, self._width, output.shape[-1]).index_copy_(1, real, output)
+        return output.new_zeros(1, call.width, output.shape[-1]).index_copy_(1, real, output)
+
+
+@final
+class _Call(threading.local):
+    """What a layer keeps from its mixer to its experts, for each thread. (Compilers read no context variables.)"""
+
+    real: torch.Tensor | None = None
+    """int64 [R]: places of the real tokens; None: every token goes to the experts."""
+    width: int = 0
+    """T."""
+
+    def __reduce__(self) -> tuple[type[_Call], tuple[()]]:
+        """A copy begins with nothing."""
+        return _Call, ()

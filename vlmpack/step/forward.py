@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.utils.generic import ModelOutput
 
-from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.errors import ConfigError, LayoutError, check_kind
 from vlmpack.families import Family
 from vlmpack.layout import (
     FACTS_KEY,
@@ -27,6 +27,7 @@ from vlmpack.layout import (
     require,
     to_device,
 )
+from vlmpack.layout.batch import check_is_tensor, whole_numbers
 from vlmpack.parallel import Parallel
 from vlmpack.step.engine import StepConfig, run_row
 from vlmpack.step.keys import SINK, check_boundaries_kept, check_keys
@@ -83,6 +84,7 @@ def packed_forward(
         return own_forward(**{name: value for name, value in inputs.items() if name not in (FACTS_KEY, SINK)})
     routers = inputs.pop("output_router_logits", None) if family.experts is not None else None
     check_keys(inputs, is_row=is_row)
+    inputs |= {name: whole_numbers(inputs[name], name) for name in _WHOLE if inputs.get(name) is not None}
     pad_token_id = family.text_config(model.config).pad_token_id
     slots = config.slots if parallel is None else parallel.slots(config.slots)
     row = _given_row(inputs) if is_row else _packed_batch(inputs, slots, config, pad_token_id)
@@ -162,8 +164,13 @@ def _output(result: StepResult, *, has_labels: bool, is_row: bool, routers: bool
     return PackedOutput(**found)
 
 
+_WHOLE = ("input_ids", "labels", "shift_labels")
+
+
 def _is_row(inputs: dict[str, Any]) -> bool:
     facts: BatchFacts | None = inputs.get(FACTS_KEY)
+    if facts is not None:
+        check_kind(FACTS_KEY, facts, BatchFacts, "the collator's: leave it out of a batch of your own")
     return inputs.get("cu_seqlens_q") is not None or (facts is not None and facts.segments is not None)
 
 
@@ -226,6 +233,7 @@ def _packed_batch(inputs: dict[str, Any], slots: SlotRule, config: StepConfig, p
 
 def _check_padding_mask(given: torch.Tensor, padding: torch.Tensor, remedy: str) -> None:
     """Boundaries and mask say the same thing twice, which shows when `cu_seqlens_q_padded` was left out."""
+    check_is_tensor(given, "moe_padding_mask")
     if given.shape != padding.shape:
         raise LayoutError(f"moe_padding_mask is {list(given.shape)} but input_ids is {list(padding.shape)}")
     message = f"moe_padding_mask (True on padding) does not fit the {remedy}"
