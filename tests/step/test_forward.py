@@ -237,7 +237,7 @@ def test_token_types_that_contradict_the_tokens_are_refused(model, samples, layo
         ({"pixel_values": torch.Tensor.tolist}, r"pixel_values must be a tensor \[patches, values\], got list"),
         (
             {"pixel_values": lambda pixels: pixels[None]},
-            r"pixel_values must be a tensor \[patches, values\], got \[1, ",
+            r"pixel_values must be a tensor \[patches, values\], got torch.float32 \[1, ",
         ),
     ],
 )

@@ -160,7 +160,10 @@ def _result(
     sums, counts = sums_by_sample(logprobs, index, row.segments)
     targets = index.numel()
     items = _items(num_items_in_batch, targets)
-    loss = loss_sum / items if targets else loss_sum  # 0: not 0 / 0 where no row of the whole step has targets
+    # In training 0, not 0 / 0, where no row of the whole step has targets. Of a batch that is evaluated, and has none,
+    # there is no mean: a 0 would count in HF Trainer's eval_loss, which leaves NaN out.
+    counted = num_items_in_batch is not None and not torch.is_grad_enabled()
+    loss = loss_sum / items if targets or counted else loss_sum
     if routers is not None and targets:
         loss = loss + routers.added.to(loss.device)
     return StepResult(

@@ -259,6 +259,7 @@ def _can_keep(inputs: dict[str, Any]) -> bool:
 
 @outside_graph
 def _given_row(inputs: dict[str, Any]) -> PackedRow:
+    check_is_tensor(inputs["input_ids"], "input_ids of a packed row")
     if (shape := list(inputs["input_ids"].shape))[:-1] != [1]:
         raise LayoutError(
             f"a packed row is [1, T] but input_ids is {shape}; was the batch concatenated on its way (accelerate: set "
