@@ -56,9 +56,9 @@ class Case:
     def config(self) -> StepConfig:
         return StepConfig(z_loss_coef=0.01 if self.has_experts else 0.0, aux_loss=self.aux_loss)
 
-    def row(self, model: Any) -> PackedRow:
+    def row(self, model: Any, *, facts: bool = False) -> PackedRow:
         samples = mixed_samples(model.config, seed=4, kinds=self.kinds)
-        row = pack(padded(samples, facts=False), rule=SlotRule(multiple=self.multiple, row_multiple=WORLD))
+        row = pack(padded(samples, facts=facts), rule=SlotRule(multiple=self.multiple, row_multiple=WORLD))
         assert row.shift_labels is not None
         row.shift_labels[:, int(self.learnt * row.segments.total) :] = IGNORE
         return row
@@ -80,6 +80,14 @@ CASES = (
     Case(family="qwen3_vl", ranks=4, multiple=8, learnt=0.5),
     Case(family="qwen3_vl_moe", ranks=2, multiple=4, aux_loss="sample"),
 )
+
+WAIT_CASES = (
+    *(Case(family=family, ranks=4, kinds=MIXED) for family in ("qwen3_vl", "qwen2_5_vl")),
+    Case(family="qwen3_vl", ranks=4, kinds=MIXED, sizes=WIDE),
+    Case(family="qwen3_vl_moe", ranks=4, kinds=MIXED),
+    *(Case(family=family, ranks=2) for family in ("qwen3_5", "qwen4_exp")),
+)
+"""What moves heads, keys of all ranks, whole rows, images, videos and routers."""
 
 DATA_KINDS = (("image", "text", "images"), ("text", "text"), ("refused",), ("video", "image"))
 """What each group of ranks has that shares a row: one has no image, one no sample at all."""

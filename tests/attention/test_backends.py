@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vlmpack.attention import BACKENDS
+from vlmpack.attention import BACKENDS, sdpa_segments
 from vlmpack.attention.eager_mask import EagerMask
 from vlmpack.attention.flash_attn import FlashAttn
 from vlmpack.attention.sdpa_segments import SdpaSegments
@@ -53,6 +53,36 @@ def test_each_segment_is_what_it_is_alone(attend, lengths, rule, causal):
         truth = alone(q[start:stop].detach(), k[start:stop], v[start:stop], causal=causal, scale=0.3)
         torch.testing.assert_close(out[start:stop], truth, rtol=0, atol=1e-12)
     assert (out[segments.padding_mask()] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [True, False])
+def test_samples_of_a_length_together_are_bit_for_bit_what_they_are_one_by_one(causal, dtype, monkeypatch):
+    segments = Segments.from_lengths([3, 1, 0, 9, 3, 13, 1, 3, 9], SlotRule(multiple=4, row_multiple=7))
+    found = []
+    for many in (1, 10):
+        monkeypatch.setattr(sdpa_segments, "MANY", many)
+        qkv = random_qkv(segments.total, dtype=dtype)
+        with torch.no_grad():
+            for x in qkv:
+                x[segments.padding_mask()] = float("nan")
+        out = SdpaSegments()(*qkv, segments, causal=causal, scale=0.3)
+        out.float().sin().sum().backward()
+        found.append([out, *(x.grad for x in qkv)])
+    for together, one_by_one in zip(*found, strict=True):
+        assert together.isfinite().all()
+        assert torch.equal(together, one_by_one)
+
+
+def test_a_row_of_many_samples_takes_a_call_a_length_and_not_a_call_a_sample(monkeypatch):
+    calls = []
+    monkeypatch.setattr(sdpa_segments, "AT_ONCE", 150)
+    own = torch.nn.functional.scaled_dot_product_attention
+    count = lambda q, *args, **kwargs: calls.append(len(q)) or own(q, *args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", count)
+    segments = Segments.from_lengths([2, 5, 2, 3] * 100)
+    SdpaSegments()(*random_qkv(segments.total), segments, causal=True, scale=0.3)
+    assert calls == [150, 50, 100, 100]  # no more at once than a GPU has room for
 
 
 @given(lengths=lengths_lists, rule=rules, causal=st.booleans())

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.attention import BACKENDS, AttentionCall
+from vlmpack.attention import BACKENDS, AttentionCall, sdpa_segments
 from vlmpack.attention.eager_mask import EagerMask
 from vlmpack.attention.sdpa_segments import SdpaSegments
 from vlmpack.bench.gpu.correctness import ALLOWED
@@ -48,6 +48,18 @@ def test_queries_see_the_keys_before_them_and_no_later_ones(attend, given_pieces
     torch.testing.assert_close(out, truth, rtol=0, atol=1e-12)
     for own, expected in zip(gradients, (q.grad, k.grad, v.grad), strict=True):
         torch.testing.assert_close(own, expected, rtol=0, atol=1e-12)
+
+
+def test_queries_of_many_segments_go_by_their_own_lengths_and_those_of_their_keys(monkeypatch):
+    queries, keys, places = last_of_each([(0, 3), (2, 3), (1, 1), (2, 3), (0, 3), (4, 1)])
+    found = []
+    for many in (1, 10):
+        monkeypatch.setattr(sdpa_segments, "MANY", many)
+        q, k, v = random_qkv(keys.total)
+        out = SdpaSegments()(q[places], k, v, queries, causal=True, scale=0.3, keys=keys)
+        out.sin().sum().backward()
+        found.append([out, q.grad, k.grad, v.grad])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """Buckets: a row cut into right-padded batches of samples of like length, and put together again."""
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,6 +75,15 @@ def test_each_sample_with_tokens_is_in_one_bucket(lengths, call_cost):
         assert bucket.width == max(lengths[i] for i in bucket.members)
         assert bucket.tokens == bucket.width * len(bucket.members)
     assert buckets.tokens == sum(bucket.tokens for bucket in buckets.buckets)
+
+
+def test_many_samples_of_few_lengths_are_cut_in_as_many_steps_as_there_are_lengths(monkeypatch):
+    steps = []
+    least = np.argmin
+    monkeypatch.setattr(np, "argmin", lambda costs: steps.append(len(costs)) or least(costs))
+    buckets = Buckets.cheapest(Segments.from_lengths([2, 5, 3] * 700), call_cost=16.0)
+    assert [(bucket.width, len(bucket.members)) for bucket in buckets.buckets] == [(2, 700), (3, 700), (5, 700)]
+    assert steps == [1, 2, 3]
 
 
 def test_the_example_of_the_docstring():

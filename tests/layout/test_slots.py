@@ -51,7 +51,8 @@ def test_there_are_cases():
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"tp{c['tp']} cp{c['cp']}{' sp' * c['sp']}")
 def test_slots_are_the_multiple_of_the_vectors(case):
-    rule = SlotRule.for_parallel(context=case["cp"], tensor=case["tp"], sequence_parallel=case["sp"])
+    ranks = {"context": case["cp"], "tensor": case["tp"], "sequence_parallel": case["sp"]}
+    rule = SlotRule.for_parallel(**ranks, layout="mirrored")
     assert rule.multiple == case["multiple"]
 
 
@@ -80,7 +81,8 @@ def test_blocks_are_those_of_one_ranks_tokens():
 
 
 def test_a_contiguous_cut_takes_any_boundaries():
-    segments = Segments.from_lengths([3, 5, 2], SlotRule.for_parallel(context=4, layout="contiguous"))
+    assert SlotRule.for_parallel(context=4) == SlotRule(row_multiple=4)
+    segments = Segments.from_lengths([3, 5, 2], SlotRule.for_parallel(context=4))
     assert segments.stride == (0, 3, 8, 10)
     assert segments.total == 12
 
@@ -105,7 +107,8 @@ def test_slots_and_rows_are_the_least_that_can_be_cut(lengths, setting):
 def test_the_slots_of_a_mirrored_cut_cover_the_row(lengths, spare, more, context):
     block = 2 * context
     width = sum(-(-n // block) * block for n in lengths) + spare * block
-    rule = SlotRule.for_parallel(context=context, pad_to=width or None, max_segments=len(lengths) + more)
+    most = len(lengths) + more
+    rule = SlotRule.for_parallel(context=context, layout="mirrored", pad_to=width or None, max_segments=most)
     segments = Segments.from_lengths(lengths, rule)
     free = Segments.from_lengths(lengths, SlotRule(multiple=block, pad_to=width or None))
     assert segments.stride[-1] == segments.total
@@ -127,7 +130,7 @@ def test_without_a_tail_nothing_changes():
 
 
 def test_the_rule_of_both_reasons_is_their_least_common_multiple():
-    rule = SlotRule.for_parallel(context=2, tensor=3, sequence_parallel=True, precision="fp8")
+    rule = SlotRule.for_parallel(context=2, tensor=3, sequence_parallel=True, precision="fp8", layout="mirrored")
     assert rule.multiple == lcm(2 * 2, 2 * 3)
     assert rule.row_multiple == lcm(rule.multiple, 2 * 3 * 16)
 
@@ -142,7 +145,7 @@ def test_the_rule_of_both_reasons_is_their_least_common_multiple():
         (lambda: SlotRule.for_parallel(tensor=2.0), "tensor counts ranks, at least 1, got 2.0"),
         (lambda: SlotRule.for_parallel(precision="int8"), "precision='int8' is not known; use one of fp32, bf16"),
         (lambda: SlotRule.for_parallel(layout="striped"), "layout='striped' is not known; use one of mirrored, con"),
-        (lambda: SlotRule.for_parallel(context=2, pad_to=10), "pad_to=10 is not a multiple .* use pad_to=12"),
+        (lambda: SlotRule.for_parallel(context=4, pad_to=10), "pad_to=10 is not a multiple .* use pad_to=12"),
     ],
 )
 def test_a_rule_that_cannot_be_is_refused_with_what_to_set(make, message):

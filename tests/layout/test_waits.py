@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from vlmpack.layout import Wait, on_host, recorded_waits
+from vlmpack.layout import Wait, on_host, recorded_waits, to_device
 
 CPU = torch.device("cpu")
 X = torch.arange(6.0)
@@ -47,6 +49,23 @@ WAITING: dict[str, tuple[str, Callable[[], Any]]] = {
     "x[mask]": ("index", lambda: X[MASK]),
     "x[:, mask]": ("index", lambda: X[None][:, MASK]),
     "x[mask] = y": ("index_put_", lambda: assigned(X[:3])),
+    "tensor of numbers": ("copy in tensor", lambda: torch.tensor([1, 2], device=X.device)),
+    "tensor of a number": ("copy in tensor", lambda: torch.tensor(1, device=X.device)),
+    "as_tensor of numbers": ("copy in as_tensor", lambda: torch.as_tensor([1, 2], device=X.device)),
+    "as_tensor of an array": ("copy in as_tensor", lambda: torch.as_tensor(np.ones(2), device=X.device)),
+    "new_tensor": ("copy in new_tensor", lambda: X.new_tensor([1, 2])),
+    "array to the device": ("copy in to", lambda: torch.from_numpy(np.ones(2)).to(X.device)),
+    "numbers to the device": ("copy in to", lambda: torch.tensor([1]).to(device=X.device, dtype=X.dtype)),
+    "to where another tensor is": ("copy in to", lambda: torch.arange(2).to(X)),
+    "what is computed on the host": ("copy in to", lambda: torch.cat([torch.ones(2), torch.ones(3)]).argsort().to(X)),
+    "copy_ from the host": ("copy in copy_", lambda: torch.empty_like(X).copy_(torch.ones(6))),
+    "x[list]": ("copy in __getitem__", lambda: X[[1, 2]]),
+    "x[:, array]": ("copy in __getitem__", lambda: X[None][:, np.array([1, 2])]),
+    "x[tensor on the host]": ("copy in __getitem__", lambda: X[torch.tensor([1, 2])]),
+    "x[list] = y": ("copy in __setitem__", lambda: X.clone().__setitem__([1, 2], 0.0)),
+    "x.tolist()": ("copy in tolist", lambda: X.tolist()),
+    "x.cpu()": ("copy in cpu", lambda: X.cpu()),
+    'x.to("cpu")': ("copy in to", lambda: X.to("cpu")),
 }
 
 NOT_WAITING: dict[str, Callable[[], Any]] = {
@@ -58,6 +77,12 @@ NOT_WAITING: dict[str, Callable[[], Any]] = {
     "where of three": lambda: torch.where(MASK, X, -X),
     "repeat_interleave by a number": lambda: X.repeat_interleave(2),
     "repeat_interleave of a known size": lambda: X.repeat_interleave(TIMES, output_size=8),
+    "a factory on the device": lambda: torch.arange(2, device=X.device) + torch.full((2,), 3.0, device=X.device),
+    "numbers on the host": lambda: torch.tensor([1, 2], device="cpu").tolist() + torch.tensor([3]).cpu().tolist(),
+    "another type of number": lambda: (X.to(torch.float64), torch.tensor([1]).to(torch.float64)),
+    "an asynchronous copy": lambda: torch.tensor([1]).to(X.device, non_blocking=True).new_zeros(2).to(X),
+    "our own asynchronous copy": lambda: X[to_device(np.array([1, 2]), X.device)],
+    "x[1:, None]": lambda: X[1:, None],
 }
 
 
@@ -78,6 +103,16 @@ def test_what_autograd_does_for_it_waits_too() -> None:
     assert [wait.operation for wait in waits_of(picked.backward)] == ["index_put"]
 
 
+def test_what_is_recomputed_in_a_backward_pass_is_seen() -> None:
+    def recomputed(x: torch.Tensor) -> torch.Tensor:
+        return (x * torch.tensor([2.0], device=x.device)).sin()
+
+    def step() -> None:
+        checkpoint(recomputed, X.clone().requires_grad_(), use_reentrant=False).backward(torch.ones_like(X))
+
+    assert [wait.function for wait in waits_of(step)] == ["recomputed", "recomputed"]
+
+
 def test_the_line_that_asked_is_named() -> None:
     def asks() -> None:
         F = torch.nn.functional
@@ -96,7 +131,7 @@ def test_the_cpu_plays_a_device_only_while_waits_are_recorded() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="waits for a CUDA device")
-@pytest.mark.parametrize("what", ["x[mask]", "x[mask] = y", "unique", "repeat_interleave by a tensor"])
+@pytest.mark.parametrize("what", ["x[mask]", "x[mask] = y", "unique", "x[list]", "new_tensor", "x.tolist()"])
 def test_cuda_waits_where_the_cpu_says_so(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("X", "MASK", "TIMES"):
         monkeypatch.setitem(globals(), name, globals()[name].cuda())
@@ -109,7 +144,7 @@ def test_cuda_waits_where_the_cpu_says_so(what: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="waits for a CUDA device")
-@pytest.mark.parametrize("what", ["arithmetic", "x[mask] = 0", "masked_fill", "repeat_interleave of a known size"])
+@pytest.mark.parametrize("what", ["arithmetic", "x[mask] = 0", "masked_fill", "an asynchronous copy"])
 def test_nor_does_cuda_where_it_says_not(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("X", "MASK", "TIMES"):
         monkeypatch.setitem(globals(), name, globals()[name].cuda())

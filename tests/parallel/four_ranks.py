@@ -20,15 +20,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from shared_rows import CASES, DATA_CASES, WORLD, Case, relative, rows_of, targets
+from shared_rows import CASES, DATA_CASES, WAIT_CASES, WORLD, Case, relative, rows_of, targets
 
+import vlmpack
 from vlmpack.errors import LayoutError
 from vlmpack.families import family_of
 from vlmpack.families.tiny import tiny_model
+from vlmpack.layout import recorded_waits
 from vlmpack.parallel import Parallel, sum_counts, sum_gradients
 from vlmpack.step import PackedStep, StepConfig, StepResult, enable_packing
 
 Seen = dict[str, Any]
+HOME = Path(vlmpack.__file__).parent
 
 
 def main(folder: Path) -> None:
@@ -39,6 +42,7 @@ def main(folder: Path) -> None:
         "shared": dict(shared_rows(meshes)),
         "data": {" ".join(map(str, case)): data_parallel(*case, meshes[case[1]]) for case in DATA_CASES},
         "refused": different_rows(meshes[2]),
+        "waits": {str(case): waits(case, meshes[case.ranks]["context"]) for case in WAIT_CASES},
     }
     if dist.get_rank() == 0:
         (folder / "result.json").write_text(json.dumps(seen))
@@ -111,6 +115,16 @@ def compared(
 
 def real(result: StepResult) -> torch.Tensor:
     return result.segments.real_index()
+
+
+def waits(case: Case, mesh: DeviceMesh) -> list[str]:
+    """Where a recomputed step of a row with host facts would make the host wait for an accelerator, on our account."""
+    model = enable_packing(case.model().train(), parallel=Parallel(mesh))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    routers = {"output_router_logits": True} if case.has_experts else {}
+    with recorded_waits(torch.device("cpu")) as recorded:
+        PackedStep(model)(case.row(model, facts=True), **routers).loss.backward()
+    return [f"{Path(wait.file).stem}.{wait.function}" for wait in recorded if Path(wait.file).is_relative_to(HOME)]
 
 
 # ---------------------------------------------------------------------- rows of several groups of ranks

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shared_rows import CASES, DATA_CASES, WORLD, Case
+from shared_rows import CASES, DATA_CASES, WAIT_CASES, WORLD, Case
 
 from vlmpack.families import FAMILIES, family_named
 from vlmpack.parallel import MediaShare
@@ -73,6 +73,12 @@ def test_gradients_add_up_over_ranks_with_images_with_text_alone_and_with_nothin
 
 def test_ranks_that_were_given_different_rows_all_say_so(seen: dict[str, Any]) -> None:
     assert "were given different rows" in seen["refused"]
+
+
+@pytest.mark.parametrize("case", WAIT_CASES, ids=str)
+def test_the_host_waits_three_times_a_step_however_many_layers_there_are(case: Case, seen: dict[str, Any]) -> None:
+    """Once to compare rows, once for the places of images, once for those of targets; recomputed layers do not wait."""
+    assert sorted(seen["waits"][str(case)]) == ["media.shared_media", "shared._check_same", "shared.targets"]
 
 
 # ---------------------------------------------------------------------- the formulas of the README

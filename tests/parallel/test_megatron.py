@@ -409,13 +409,13 @@ def rolled_over_ranks(row: PackedRow, ranks: int, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_its_roll_over_ranks_and_ours_agree_where_slots_are_full(ranks, monkeypatch):
-    row = row_of([16, 32, 8], SlotRule.for_parallel(context=ranks))
+    row = row_of([16, 32, 8], SlotRule.for_parallel(layout="mirrored", context=ranks))
     theirs = rolled_over_ranks(row, ranks, monkeypatch)
     assert torch.equal(theirs, roll_left(row.input_ids, row.segments, fill=0))
 
 
 def test_its_roll_over_ranks_tears_rows_with_gaps_unless_it_is_told_slots_alone(monkeypatch):
-    row = row_of([13, 30, 6], SlotRule.for_parallel(context=2))
+    row = row_of([13, 30, 6], SlotRule.for_parallel(layout="mirrored", context=2))
     ours = roll_left(row.input_ids, row.segments, fill=0)
     assert not torch.equal(rolled_over_ranks(row, 2, monkeypatch), ours)
     assert torch.equal(rolled_over_ranks(row, 2, monkeypatch, boundaries="slots"), ours)
@@ -468,7 +468,7 @@ def cut_by_megatron(row: PackedRow, ranks: int, slots: torch.Tensor, monkeypatch
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_its_cut_of_slots_is_ours(ranks, transformer_engine, monkeypatch):
-    row = row_of([13, 30, 6], SlotRule.for_parallel(context=ranks, precision="fp8"))
+    row = row_of([13, 30, 6], SlotRule.for_parallel(layout="mirrored", context=ranks, precision="fp8"))
     partition = Partition(segments=row.segments, ranks=ranks, layout="mirrored")
     theirs = cut_by_megatron(row, ranks, row.segments.cu_seqlens_padded(), monkeypatch)
     assert all(torch.equal(theirs[rank], partition.cut(row.input_ids, rank)) for rank in range(ranks))

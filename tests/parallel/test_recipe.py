@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout import PackedRow, Segments, SlotRule
-from vlmpack.parallel import rules
+from vlmpack.parallel import Parallel, rules
 from vlmpack.parallel.partition import Partition
 from vlmpack.parallel.recipe import Recipe
 from vlmpack.parallel.validate import validate
@@ -38,7 +38,8 @@ def problems(of: Recipe, *row: Any, **more: Any) -> list[str]:
 
 # ---------------------------------------------------------------------- recipes that are right
 
-CP = {"context": 4, "per_token_loss": True, "slots": SlotRule.for_parallel(context=4)}
+MIRRORED = SlotRule.for_parallel(context=4, layout="mirrored")
+CP = {"context": 4, "per_token_loss": True, "layout": "mirrored", "slots": MIRRORED}
 FIXED = SlotRule(pad_to=4096, max_segments=16)
 
 RIGHT = {
@@ -46,14 +47,15 @@ RIGHT = {
     "two samples, the fewest that share a row": {"micro_batch_size": 2},
     "stored rows": {"packing": "offline", "micro_batch_size": 1},
     "streamed rows": {"packing": "stream", "micro_batch_size": 1, "per_token_loss": True},
-    "context parallel": CP,
-    "context parallel, contiguous": {**CP, "layout": "contiguous", "slots": SlotRule(row_multiple=4)},
+    "context parallel, mirrored": CP,
+    "context parallel, as vlmpack cuts": {"context": 4, "per_token_loss": True, "slots": SlotRule(row_multiple=4)},
+    "context parallel, as Megatron cuts": {**CP, "engine": "megatron", "layout": None},
     "context and tensor parallel in fp8": {
         **CP,
         "tensor": 2,
         "sequence_parallel": True,
         "precision": "fp8",
-        "slots": SlotRule.for_parallel(context=4, tensor=2, sequence_parallel=True, precision="fp8"),
+        "slots": SlotRule.for_parallel(context=4, tensor=2, sequence_parallel=True, precision="fp8", layout="mirrored"),
     },
     "slots wider than they must be": {**CP, "slots": SlotRule(multiple=24, row_multiple=8)},
     "pretraining": {"context": 2, "finetuning": False, "slots": SlotRule.for_parallel(context=2)},
@@ -96,7 +98,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a length that evaluation cannot share": (
         "_row_length",
         {"eval_context": 3, "slots": SlotRule.for_parallel(context=3)},
-        "not a multiple of 6, .* over context=1 and eval_context=3 in bf16: set sequence_length=4098",
+        "not a multiple of 3, .* over context=1 and eval_context=3 in bf16: set sequence_length=4098",
     ),
     "a length that fp8 cannot share": (
         "_row_length",
@@ -106,7 +108,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "slots that ranks cannot halve": (
         "_slot_multiple",
         {**CP, "slots": SlotRule(multiple=4, row_multiple=8, tail_in_slot=True)},
-        r"slots are a multiple of 4, not of 8, .*: set SlotRule\(multiple=8\), or take SlotRule.for_parallel",
+        r"slots are a multiple of 4, not of 8, .*: set SlotRule\(multiple=8\), .* layout='mirrored'\)",
     ),
     "rows that fp8 cannot read": (
         "_row_multiple",
@@ -278,7 +280,15 @@ def test_gated_delta_layers_of_an_old_megatron_are_refused(version, refused, mon
 
 def test_everything_wrong_is_said_at_once():
     found = problems(
-        recipe(sequence_length=4099, packing="offline", context=2, average_in_collective=True, pipeline=2), [0, 6, 4099]
+        recipe(
+            sequence_length=4099,
+            packing="offline",
+            context=2,
+            layout="mirrored",
+            average_in_collective=True,
+            pipeline=2,
+        ),
+        [0, 6, 4099],
     )
     for name in ("sequence_length=4099", "slots are", "rows are", "per_token", "average_in", "micro_batch", "pipeline"):
         assert len([problem for problem in found if problem.startswith(name)]) == 1, name
@@ -313,7 +323,7 @@ def row_of(segments: Segments) -> PackedRow:
     return PackedRow(input_ids=torch.zeros(1, segments.total, dtype=torch.int64), segments=segments)
 
 
-CP2 = {"context": 2, "per_token_loss": True, "slots": SlotRule.for_parallel(context=2)}
+CP2 = {**CP, "context": 2, "slots": SlotRule.for_parallel(context=2, layout="mirrored")}
 
 
 @pytest.mark.parametrize("case", CUTS["must_raise"], ids=lambda case: case["why"])
@@ -404,5 +414,14 @@ def test_a_row_wider_than_the_recipe_or_of_another_width_is_refused():
 
 
 def test_the_slots_that_a_recipe_needs_serve_training_and_evaluation():
-    needed = recipe(context=2, eval_context=3).needed_slots
-    assert needed == SlotRule(multiple=12, row_multiple=12, tail_in_slot=True)
+    ranks = {"context": 2, "eval_context": 3}
+    assert recipe(**ranks).needed_slots == SlotRule(row_multiple=6)
+    mirrored = SlotRule(multiple=12, row_multiple=12, tail_in_slot=True)
+    assert recipe(**ranks, engine="megatron").needed_slots == mirrored
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_an_enabled_model_is_given_no_more_room_than_it_takes_itself(ranks):
+    parallel = Parallel()
+    parallel.exchange.size = ranks
+    assert SlotRule.for_parallel(context=ranks) == parallel.slots(SlotRule()) == recipe(context=ranks).needed_slots

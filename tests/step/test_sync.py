@@ -42,6 +42,15 @@ def test_no_wait_in_a_whole_step(family, given, more):
     assert waits or family not in VISION  # the counter works: the models' own vision towers do wait
 
 
+@pytest.mark.parametrize("attention", ["sdpa_segments", "eager_mask"])
+def test_no_wait_in_any_attention(attention):
+    model = enable_packing(tiny_model("qwen3"), StepConfig(attention=attention, slots=SlotRule(multiple=4)))
+    batch = padded(mixed_samples(model.config, kinds=("text",) * 3))
+    with recorded_waits(CPU) as waits:
+        model(**batch.to_hf(), num_items_in_batch=7).loss.backward()
+    assert waits == []
+
+
 def positions_and_restarts(model, row, shape):
     """What is right for every sample: its positions, and one more restart at the second sample's fourth token."""
     segments, family = row.segments, FAMILIES[model.config.model_type]()

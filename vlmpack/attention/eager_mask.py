@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
+import numpy as np
 import torch
 
 from vlmpack.attention.backend import AttentionCall
@@ -62,5 +63,9 @@ def _may_attend(segments: Segments, keys: Segments, device: torch.device, *, cau
 
 def _places_from_end(segments: Segments, device: torch.device) -> torch.Tensor:
     """int64 [T]: offset from the segment's end (last token: -1); arbitrary on padding."""
-    lengths = torch.tensor((*segments.lengths, 0), device=device)
-    return segments.position_in_segment(device) - lengths[segments.seq_idx(device).long()]
+
+    def make() -> np.ndarray:
+        lengths = np.asarray((*segments.lengths, 0))
+        return segments.position_in_segment().numpy() - lengths[segments.seq_idx().numpy()]
+
+    return segments.derived("places from end", device, make)

@@ -59,9 +59,9 @@ class Buckets:
     def cheapest(cls, segments: Segments, *, call_cost: float) -> Buckets:
         """The cut that costs least, if a batch costs its tokens, padding included, plus `call_cost` for the call.
 
-        Lengths are put in order and cut into runs. best[j] is the least cost of the j shortest segments:
+        Lengths are put in order and cut into runs. best[j] is the least cost of the segments of the j shortest lengths:
 
-            best[j] = min over i < j of  best[i] + call_cost + (j - i) * length[j]
+            best[j] = min over i < j of  best[i] + call_cost + segments(i .. j) * length[j]
 
         where runs that would pad by more than `MAX_STRETCH` are left out. One segment a bucket is always allowed, and
         is what comes out when calls are cheap.
@@ -109,18 +109,13 @@ class Buckets:
 
     def _tensors(self, device: torch.device) -> _Index:
         if device not in self._on_device:
-            source = np.concatenate([_NOTHING, *(self._source(bucket) for bucket in self.buckets)])
+            starts, stops = np.asarray(self.segments.spans, np.int64).reshape(-1, 2).T
+            source = np.concatenate([_NOTHING, *(_source(bucket, starts, stops) for bucket in self.buckets)])
             self._on_device[device] = _Index(
                 source=_unless_in_order(source, self.segments.total, device),
                 order=_unless_in_order(self._order(), self.tokens, device),
             )
         return self._on_device[device]
-
-    def _source(self, bucket: Bucket) -> np.ndarray:
-        """int64 [n * W]: the row's token at each place of the bucket."""
-        starts = np.asarray(self.segments.stride)[list(bucket.members), None]
-        lengths = np.asarray(self.segments.lengths)[list(bucket.members), None]
-        return (starts + np.minimum(np.arange(bucket.width), lengths - 1)).ravel()
 
     def _order(self) -> np.ndarray:
         """int64 [R]: where each real token of the row lies in the buckets laid one after the other."""
@@ -129,6 +124,12 @@ class Buckets:
             firsts[list(bucket.members)] = start + bucket.width * np.arange(len(bucket.members))
         places = np.arange(self.segments.num_tokens) - np.repeat(self.segments.real[:-1], self.segments.lengths)
         return places + np.repeat(firsts, self.segments.lengths)
+
+
+def _source(bucket: Bucket, starts_G: np.ndarray, stops_G: np.ndarray) -> np.ndarray:
+    """int64 [n * W]: the row's token at each place of the bucket."""
+    starts_n1, stops_n1 = (x[list(bucket.members), None] for x in (starts_G, stops_G))
+    return np.minimum(starts_n1 + np.arange(bucket.width), stops_n1 - 1).ravel()
 
 
 def onto_row(real_1RD: torch.Tensor, segments: Segments) -> torch.Tensor:
@@ -154,17 +155,21 @@ def _unless_in_order(index: np.ndarray, total: int, device: torch.device) -> tor
 
 
 def _cheapest_cuts(lengths: np.ndarray, call_cost: float) -> list[int]:
-    """Where to cut `lengths`, int64 [n] in rising order: 0, ..., n."""
-    total = len(lengths)
-    tokens = np.concatenate([[0], np.cumsum(lengths)])
-    best, before = np.zeros(total + 1), np.zeros(total + 1, np.int64)
-    for stop in range(1, total + 1):
-        computed = (stop - np.arange(stop)) * lengths[stop - 1]
+    """Where to cut `lengths`, int64 [n] in rising order: 0, ..., n.
+
+    Equal lengths are never apart: the later run, which is at least as wide, is no dearer without those of the earlier.
+    """
+    widths, counts = np.unique(lengths, return_counts=True)
+    edges = np.concatenate([[0], np.cumsum(counts)])
+    tokens = np.concatenate([[0], np.cumsum(counts * widths)])
+    best, before = np.zeros(len(edges)), np.zeros(len(edges), np.int64)
+    for stop in range(1, len(edges)):
+        computed = (edges[stop] - edges[:stop]) * widths[stop - 1]
         allowed = computed <= MAX_STRETCH * (tokens[stop] - tokens[:stop])
         cost = np.where(allowed, best[:stop] + call_cost + computed, np.inf)
         before[stop] = np.argmin(cost)
         best[stop] = cost[before[stop]]
-    cuts = [total]
+    cuts = [len(widths)]
     while cuts[-1]:
         cuts.append(int(before[cuts[-1]]))
-    return cuts[::-1]
+    return edges[cuts[::-1]].tolist()

@@ -33,9 +33,7 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """
     with torch.inference_mode(False):
         tensor = torch.from_numpy(array)
-        if device.type == "cuda":
-            return tensor.pin_memory().to(device, non_blocking=True)
-        return tensor.to(device)
+        return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def on_host(tensor: torch.Tensor) -> bool:

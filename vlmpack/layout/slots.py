@@ -47,22 +47,24 @@ class SlotRule:
         tensor: int = 1,
         sequence_parallel: bool = False,
         precision: Precision = "bf16",
-        layout: Layout = "mirrored",
+        layout: Layout = "contiguous",
         pad_to: int | None = None,
         max_segments: int | None = None,
     ) -> SlotRule:
-        """The least room under which a row can be cut over ranks: Megatron-Bridge's rule, without its waste.
+        """The least room under which a row can be cut over ranks.
 
-        Slots are a multiple of lcm(2 context if context > 1, context * tensor under sequence parallel), or of 1 where
-        the cut is contiguous. What only the number of tokens on a rank has to be a multiple of, 16 (fp8), 32 (mxfp8)
-        or 128 (nvfp4), goes on the row's tail.
+        A contiguous cut, that of a model with packing enabled, takes slots without gaps: only the row's width is a
+        multiple of context. A mirrored cut, Megatron's, needs slots that are a multiple of lcm(2 context if context >
+        1, context * tensor under sequence parallel): Megatron-Bridge's rule, without its waste. What the number of
+        tokens on a rank has to be a multiple of, 16 (fp8), 32 (mxfp8) or 128 (nvfp4), goes on the row's tail.
 
         Args:
             context: context-parallel ranks.
             tensor: tensor-parallel ranks.
             sequence_parallel: whether tensor-parallel ranks share tokens out between them outside attention.
             precision: of the matrix products.
-            layout: how context-parallel ranks share a row.
+            layout: how context-parallel ranks share a row: `contiguous` for `enable_packing(model, parallel=...)`,
+                `mirrored` for Megatron and ring attention.
             pad_to: as the field.
             max_segments: as the field.
 

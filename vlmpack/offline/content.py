@@ -68,7 +68,7 @@ def sample_key(
         images = [[read_size(ref.source, limits=limits), ref.options] for ref in row.images]
         videos = [[_frame_sizes(ref.source, limits), ref.options] for ref in row.videos]
         text = [row.messages, row.plain, row.trained_turns, row.template_options]
-        return _digest([*text, images, videos], key=settings, default=_plain)
+        return _digest([*text, images, videos], key=settings, default=plain)
     except (Refusal, ImageError, TypeError, ValueError, RecursionError):
         return None
 
@@ -92,7 +92,7 @@ def _digest(content: Any, *, default: Any, key: bytes = b"") -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES, key=key).digest()
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """What data sets hold besides JSON's own types."""
     if isinstance(value, np.generic | np.ndarray):
         return [str(value.dtype), value.tolist()]

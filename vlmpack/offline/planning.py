@@ -16,6 +16,7 @@ from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import SlotRule
 from vlmpack.offline.manifest import Counts, FixedSizes
 from vlmpack.offline.settings import StoreSettings
+from vlmpack.offline.unchanged import sample_digest
 from vlmpack.plan import Budget, LengthTable, Plan, Refused, plan_bins
 from vlmpack.plan.lengths import refuse_too_large, too_large
 from vlmpack.plan.rounding import round_up
@@ -107,26 +108,29 @@ def _id_at(dataset: MapStyle, place: int) -> int | str | None:
 # ---------------------------------------------------------------------- what it comes to
 
 
-def left_out(table: LengthTable, plan: Plan, dataset: MapStyle | None = None) -> list[dict[str, Any]]:
+def left_out(table: LengthTable, plan: Plan, dataset: MapStyle, collator: VLMCollator) -> list[dict[str, Any]]:
     """One entry for each sample that is in no row, by its place.
 
     Args:
         table: with the refused ones.
         plan: with those that exceed a row.
-        dataset: of which the ids of these are read; None: they are left open.
+        dataset: of which the ids of these, and the digests of all, are read.
+        collator: that refused them.
     """
-    refused = [dataclasses.asdict(one) for one in table.refused]
-    return sorted([*refused, *_dropped(table, plan, dataset)], key=lambda one: one["index"])
+    entries = [*(dataclasses.asdict(one) for one in table.refused), *_dropped(table, plan, dataset)]
+    for entry in entries:
+        entry["digest"] = sample_digest(sample_at(dataset, entry["index"]), collator)
+    return sorted(entries, key=lambda one: one["index"])
 
 
-def _dropped(table: LengthTable, plan: Plan, dataset: MapStyle | None) -> Iterator[dict[str, Any]]:
+def _dropped(table: LengthTable, plan: Plan, dataset: MapStyle) -> Iterator[dict[str, Any]]:
     limits = [("tokens", plan.lengths, plan.capacity), *((b.name, b.costs, b.limit) for b in plan.budgets)]
     for at in plan.dropped.tolist():
         over = ", ".join(f"{costs[at]} {name} (a row holds {most})" for name, costs, most in limits if costs[at] > most)
         place = int(table.sample_ids[at])
         yield {
             "index": place,
-            "sample_id": None if dataset is None else _id_at(dataset, place),
+            "sample_id": _id_at(dataset, place),
             "reason": "oversize",
             "detail": f"it exceeds a row by itself: {over}; raise the limit, or choose oversize='own_row'",
         }

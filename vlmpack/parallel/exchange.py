@@ -61,7 +61,7 @@ class Exchange:
 
     def along(self, route: Route, x: torch.Tensor, what: str) -> torch.Tensor:
         """What this rank gets along a route: [n, ...] of its own to [m, ...], m the sum of `route.receive_counts`."""
-        return self.scatter(x.index_select(0, route.send.to(x.device)), what, route.send_counts, route.receive_counts)
+        return self.scatter(x.index_select(0, route.sent_from(x.device)), what, route.send_counts, route.receive_counts)
 
     def gather(self, x: torch.Tensor, what: str) -> torch.Tensor:
         """[n, ...] of each rank to [R n, ...] on all of them; each goes on by itself."""

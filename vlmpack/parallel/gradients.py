@@ -49,11 +49,13 @@ def _add_up(x: torch.Tensor, mesh: DeviceMesh) -> None:
 def _buckets(grads: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Runs of gradients of one type and device, in order."""
     bucket: list[torch.Tensor] = []
+    numbers = 0
     for grad in grads:
-        others = sum(other.numel() for other in bucket)
-        if bucket and (bucket[0].dtype != grad.dtype or bucket[0].device != grad.device or others >= _BUCKET):
+        other = bucket and (bucket[0].dtype != grad.dtype or bucket[0].device != grad.device)
+        if other or numbers >= _BUCKET:
             yield bucket
-            bucket = []
+            bucket, numbers = [], 0
         bucket.append(grad)
+        numbers += grad.numel()
     if bucket:
         yield bucket

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from vlmpack.parallel.exchange import Exchange
@@ -53,7 +54,7 @@ def attend_by_heads(
     Key-value heads go to every rank whose query heads read them, to several where ranks outnumber them.
     """
     size, heads = ranks.size, q_tNH.shape[1]
-    wanted = torch.tensor(kv_heads(heads, k_tKH.shape[1], size), device=k_tKH.device)
+    wanted = _kv_index(partition, heads, k_tKH.shape[1], k_tKH.device)
     k, v = (x.index_select(1, wanted) for x in (k_tKH, v_tKH))
     q_TNH, k_TKH, v_TKH = (
         flat.unflatten(-1, (-1, x.shape[-1]))
@@ -65,6 +66,12 @@ def attend_by_heads(
     )
     out_TNH = attend(q_TNH, k_TKH, v_TKH, partition.segments)
     return to_tokens(out_TNH.flatten(1), ranks, ATTENTION).flatten(1).unflatten(1, (heads, -1))
+
+
+def _kv_index(partition: Partition, heads: int, kv: int, device: torch.device) -> torch.Tensor:
+    """`kv_heads` on `device`, copied there once a row and not in every layer."""
+    key = ("kv heads", heads, kv, partition.ranks)
+    return partition.segments.derived(key, device, lambda: np.asarray(kv_heads(heads, kv, partition.ranks), np.int64))
 
 
 def kv_heads(num_heads: int, num_kv_heads: int, ranks: int) -> list[int]:

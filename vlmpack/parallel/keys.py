@@ -11,14 +11,11 @@ R ranks, T row tokens, t = T / R tokens of a rank, N query heads, K key-value he
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
-from vlmpack.layout import Segments
-from vlmpack.layout.device import to_device
 from vlmpack.parallel.exchange import Exchange
 from vlmpack.parallel.heads import ATTENTION, Attend
-from vlmpack.parallel.partition import Partition, stretches
+from vlmpack.parallel.partition import Partition
 
 
 def attend_by_keys(
@@ -34,21 +31,12 @@ def attend_by_keys(
     own = partition.local_segments(ranks.rank)
     if not own.num_tokens:  # padding alone; others wait for the gradient of what they gathered
         return q_tNH.new_zeros(*q_tNH.shape[:2], v_tKH.shape[2]) + q_tNH[:0].sum() + kv_TF[:0].sum()
-    keys, index = _keys_of(partition, ranks.rank)
-    seen_SF = kv_TF.index_select(0, to_device(index, kv_TF.device))
+    queries, keys = partition.views(ranks.rank)
+    seen_SF = kv_TF.index_select(0, partition.keys_index(ranks.rank, kv_TF.device))
     k_SKH, v_SKH = (
         part.unflatten(1, x.shape[1:])
         for part, x in zip(seen_SF.split([k_tKH[0].numel(), v_tKH[0].numel()], 1), (k_tKH, v_tKH), strict=True)
     )
     real = own.real_index(q_tNH.device)
-    queries = Segments.from_lengths([length for length in own.lengths if length])
     out_rNH = attend(q_tNH.index_select(0, real), k_SKH, v_SKH, queries, keys=keys)
     return out_rNH.new_zeros(len(q_tNH), *out_rNH.shape[1:]).index_copy(0, real, out_rNH)
-
-
-def _keys_of(partition: Partition, rank: int) -> tuple[Segments, np.ndarray]:
-    """(lengths of the keys that each segment of this rank's queries sees, their places in the row)."""
-    row, own, stop = partition.segments, partition.local_segments(rank), (rank + 1) * partition.local_total
-    seen = [(start, min(end, stop)) for (start, end), length in zip(row.spans, own.lengths, strict=True) if length]
-    starts, ends = np.asarray(seen, np.int64).T
-    return Segments.from_lengths((ends - starts).tolist()), stretches(starts, ends - starts)

@@ -53,8 +53,8 @@ class Recipe:
     """Context-parallel ranks."""
     eval_context: int | None = None
     """Context-parallel ranks in evaluation; None: as in training."""
-    layout: Layout = "mirrored"
-    """How context-parallel ranks share a row."""
+    layout: Layout | None = None
+    """How context-parallel ranks share a row; None: as the engine cuts it (vlmpack contiguously, Megatron mirrored)."""
     tensor: int = 1
     """Tensor-parallel ranks."""
     sequence_parallel: bool = False
@@ -80,6 +80,11 @@ class Recipe:
             raise ConfigError("this is no recipe:\n- " + "\n- ".join(problems))
 
     @property
+    def cut(self) -> Layout:
+        """How context-parallel ranks share a row: `layout`, or what the engine does."""
+        return self.layout or ("mirrored" if self.engine == "megatron" else "contiguous")
+
+    @property
     def needed_slots(self) -> SlotRule:
         """The least rule under which its ranks can cut a row, in training and in evaluation."""
         rules = [
@@ -88,7 +93,7 @@ class Recipe:
                 tensor=self.tensor,
                 sequence_parallel=self.sequence_parallel,
                 precision=self.precision,
-                layout=self.layout,
+                layout=self.cut,
             )
             for context in (self.context, self.eval_context or self.context)
         ]
@@ -112,7 +117,7 @@ def _counts(recipe: Recipe) -> Iterator[str]:
 def _words(recipe: Recipe) -> Iterator[str]:
     known = {"packing": Packing, "engine": Engine, "layout": Layout, "precision": Precision, "boundaries": Boundaries}
     for name, words in known.items():
-        if recipe.__dict__[name] not in get_args(words):
+        if recipe.__dict__[name] not in get_args(words) and (name, recipe.__dict__[name]) != ("layout", None):
             yield f"{name} must be one of {', '.join(get_args(words))}, got {recipe.__dict__[name]!r}"
     for scope in recipe.cuda_graphs:
         if scope not in get_args(GraphScope):

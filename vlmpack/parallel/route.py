@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import numpy as np
 import torch
+
+from vlmpack.layout import to_device
 
 
 @final
@@ -15,11 +18,21 @@ class Route:
     """One rank's side of an exchange: `all_to_all_single(got, own[send], receive_counts, send_counts)`."""
 
     send: torch.Tensor
-    """int64: places among the rank's own, in the order in which they are sent: rank after rank."""
+    """int64, on the host: places among the rank's own, in the order in which they are sent: rank after rank."""
     send_counts: tuple[int, ...]
     """How many go to each rank."""
     receive_counts: tuple[int, ...]
     """How many come from each rank."""
+
+    def sent_from(self, device: torch.device) -> torch.Tensor:
+        """`send` on `device`, copied there once, without making the host wait."""
+        if device not in self._on_device:
+            self._on_device[device] = to_device(self.send.numpy(), device)
+        return self._on_device[device]
+
+    @cached_property
+    def _on_device(self) -> dict[torch.device, torch.Tensor]:
+        return {}
 
 
 @final

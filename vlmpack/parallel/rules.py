@@ -36,7 +36,8 @@ def _slot_multiple(recipe: Recipe) -> Iterator[str]:
     if multiple % needed:
         yield (
             f"slots are a multiple of {multiple}, not of {needed}, so segments cannot be cut over {ranks_of(recipe)}: "
-            f"set SlotRule(multiple={lcm(multiple, needed)}), or take SlotRule.for_parallel(...)"
+            f"set SlotRule(multiple={lcm(multiple, needed)}), or take SlotRule.for_parallel(..., "
+            "layout='mirrored')"
         )
 
 

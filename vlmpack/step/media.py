@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from vlmpack.families import FeatureForm, media_features
-from vlmpack.layout import IMAGE, VIDEO, Grid
+from vlmpack.layout import IMAGE, VIDEO, Grid, to_device
 from vlmpack.parallel import MediaShare, Partition
 from vlmpack.parallel.exchange import Exchange
 from vlmpack.step.context import CONTEXT, RowContext, VisionSegments
@@ -60,7 +61,7 @@ def _computed(call: MediaCall, shares: Sequence[MediaShare], rank: int) -> Any:
         grids = [(1, merge, merge)]
         parts = [torch.zeros(merge**2, call.family.patch_channels(config), device=device)]
     context = _tower_context(call, grids)
-    on_device = torch.tensor(grids, device=device)
+    on_device = to_device(np.asarray(grids, np.int64), device)
     return media_features(call.family.backbone(call.model), torch.cat(parts), on_device, **{CONTEXT: context})
 
 
@@ -77,4 +78,4 @@ def _sent(
         return own
     going = share.route(types, kind, partition, exchange.rank)
     got = exchange.along(going.route, own, "images")
-    return got.index_select(0, going.tokens.argsort().to(own.device))
+    return got.index_select(0, to_device(np.argsort(going.tokens.numpy()), own.device))

@@ -79,8 +79,8 @@ class Shared:
         """See `Whole`. Waits for the device."""
         if self.has_all:
             return index_L
-        edges = torch.tensor([self._start, self._start + self._partition.local_total], device=index_L.device)
-        first, last = torch.searchsorted(index_L, edges).tolist()
+        edges = self._start, self._start + self._partition.local_total
+        first, last = torch.stack([(index_L < edge).sum() for edge in edges]).tolist()
         return index_L[first:last] - self._start
 
     def all_targets(self, own_l: torch.Tensor, own_index_l: torch.Tensor, index_L: torch.Tensor) -> torch.Tensor:
@@ -95,10 +95,8 @@ class Shared:
         ids = row.input_ids
         labels = ids if row.shift_labels is None else row.shift_labels
         weights = torch.arange(1, ids.shape[1] + 1, device=ids.device)
-        boundaries = torch.tensor(
-            hash((row.segments.lengths, row.segments.slots, row.segments.total)) % 2**62, device=ids.device
-        )
-        own = torch.stack([boundaries, (ids * weights).sum(), (labels * weights).sum()])
+        boundaries = hash((row.segments.lengths, row.segments.slots, row.segments.total)) % 2**62
+        own = torch.stack([ids.new_full((), boundaries), (ids * weights).sum(), (labels * weights).sum()])
         of_all = self._exchange.gather_same(own, "check").unflatten(0, (self._exchange.size, -1)).tolist()
         if any(other != of_all[0] for other in of_all):
             raise LayoutError(
