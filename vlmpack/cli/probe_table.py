@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vlmpack.proof import Check, Contrast, Report
+from vlmpack.terminal import print_table
 
 COLOURS = {"ok": "green", "exact": "green", "leaks": "red", "differs": "red", "fails": "red"}
 TITLES = {
@@ -38,12 +39,12 @@ def print_report(report: Report, console: Console) -> None:
     console.print(f"[bold]{report.model}[/] [dim]({report.family})[/], {escape(report.weights)}", highlight=False)
     console.print(f"{report.device}, {report.dtype}, attention by {report.attention}", highlight=False)
     console.print(f"a row of {report.row_tokens} tokens: {'; '.join(report.samples)}\n", highlight=False)
-    console.print(_checks(report.checks))
-    console.print(_equality(report.checks))
+    print_table(console, _checks(report.checks))
+    print_table(console, _equality(report.checks))
     console.print(CAPTION)
     if report.plain:
         console.print("[bold]Plain transformers[/], given the same samples")
-        console.print(_plain(report.plain))
+        print_table(console, _plain(report.plain))
         console.print(PLAIN_CAPTION)
     print_verdict(report, console)
 
