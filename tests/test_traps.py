@@ -218,7 +218,13 @@ def test_trap_07_real_boundaries_on_a_row_with_gaps():
     with pytest.raises(LayoutError, match=r"does not fit the boundaries.*both cu_seqlens_q and cu_seqlens_q_padded"):
         case.model(**real_only)
     real_only.pop("moe_padding_mask")
-    assert case.error(**real_only, output_logits=True) > LEAK
+    with pytest.raises(LayoutError, match=r"cu_seqlens_q ends at \d+, but the row is \d+ tokens wide"):
+        case.model(**real_only)
+
+    case = Case(rule=SlotRule(multiple=8), kinds=("text",) * 4)
+    case.enable()
+    behind = {"cu_seqlens_q": case.row["cu_seqlens_q"], "cu_seqlens_q_padded": case.row["cu_seqlens_q"]}
+    assert case.error(input_ids=case.row["input_ids"], **behind, output_logits=True) > LEAK
 
 
 def test_trap_08_flash_attention_looks_for_samples_in_batches_of_one_only():

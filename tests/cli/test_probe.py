@@ -50,7 +50,8 @@ def test_an_exact_model_has_exit_status_0_and_tables_of_everything(folder: str) 
     said = words(result.stdout)
     for text in (
         "Qwen2_5_VLForConditionalGeneration (qwen2_5_vl), its own weights",
-        "change sample 2 (two images)",
+        "change sample 4 (two images)",
+        "a left-padded batch",
         "recurrent state absent",
         "gradients of visual patch_embed.proj",
         "one row, [4, 1, T] positions",
@@ -153,7 +154,7 @@ def printed(report: Report, *, width: int = 80) -> list[str]:
 def report_of(*checks: Check) -> Report:
     return Report(
         model="M", family="f", weights="w", device="cpu", dtype="float32", attention="a", samples=(), row_tokens=1,
-        checks=checks, plain=(),
+        checks=checks, circumstances={}, plain=(),
     )  # fmt: skip
 
 

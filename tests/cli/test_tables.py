@@ -83,6 +83,7 @@ def probed() -> Report:
             ),
             Check(part="work", name="attended pairs", finding="ok", seen=123_456_789, allowed=123_456_789),
         ),
+        circumstances={"row": "a packed row", "padded": "a padded batch, which the step packs"},
         plain=(
             Contrast(name="one row, [4, 1, T] positions", verdict="leaks", leak=1.2e-1, logits=3.4e-1, loss=5.6e-2,
                      pairs=123_456_789, causes=("mask", "positions")),

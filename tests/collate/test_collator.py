@@ -13,6 +13,7 @@ from transformers import AutoModelForImageTextToText, Qwen3VLConfig
 
 from vlmpack.collate import Ceiling, VLMCollator, read_ledger
 from vlmpack.data import load_cord, to_conversation
+from vlmpack.data.processor import tiny_processor
 from vlmpack.errors import ConfigError, LayoutError, SampleError
 from vlmpack.layout import FACTS_KEY, PackedRow, PaddedBatch, SlotRule, pack
 
@@ -268,17 +269,76 @@ def test_only_what_the_settings_say_is_left_out_without_being_bad(overlength, re
     assert VLMCollator(processor_of(), max_length=9, overlength=overlength).leaves_out(reason) is is_left_out
 
 
-def test_columns_that_a_trainer_dropped_stop_the_run_even_if_bad_samples_are_skipped():
-    collator = VLMCollator(processor_of(), on_bad="skip")
-    with pytest.raises(ConfigError, match=r"set TrainingArguments\(remove_unused_columns=False\)"):
-        collator([{"image_id": 5}])
+DROPPED = r"set TrainingArguments\(remove_unused_columns=False\)"
+
+
+def test_columns_that_a_trainer_dropped_stop_the_run_at_its_first_sample():
+    with pytest.raises(ConfigError, match=rf"sample 1 \(id 7\): it has none of the columns .* {DROPPED}"):
+        VLMCollator(processor_of())([chat(), {"image_id": 5, "id": 7}])
+
+
+def test_where_samples_are_skipped_one_without_columns_is_one_of_them_and_a_row_of_them_stops_the_run():
+    collator = VLMCollator(processor_of(), on_bad="skip", ceiling=Ceiling(max_consecutive_bad=3))
+    assert collator([{"image_id": 5}, chat(), {"image_id": 5}])[FACTS_KEY].sample_ids == (1,)
+    assert collator.ledger.reasons == {"no_columns": 2}
+    with pytest.raises(ConfigError, match=rf"3 samples in a row .* no_columns 4. The last was .* {DROPPED}"):
+        collator([{"image_id": 5}] * 2)
+
+
+def nested(levels, value="x"):
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+class Broken(dict):
+    """A row that fails as it is read, as a lazily decoded one may."""
+
+    def __init__(self, error):
+        super().__init__(messages=[])
+        self.error = error
+
+    def items(self):
+        raise self.error
+
+
+ODD_PART = {"role": "user", "content": [{"type": ["text"]}]}
+WRONG = {
+    "a type that is a list": ({"messages": [ODD_PART]}, "bad_row", ".content[0].type must be a text"),
+    "lists in lists": (chat(tools=nested(100_000)), "bad_row", "it is nested too deeply to be read"),
+    "a name of lists in lists": (chat(id=nested(100_000)), "bad_row", "it is nested too deeply to be read"),
+    "too large": (Broken(MemoryError("no 9 GB")), "out_of_memory", "the memory does not suffice for it (no 9 GB)"),
+    "an error of its own": (
+        Broken(KeyError("shard 3")),
+        "unexpected",
+        "KeyError: 'shard 3' (conversation.py, line ",
+    ),
+}
+
+
+@pytest.mark.parametrize(("feature", "reason", "seen"), WRONG.values(), ids=WRONG)
+def test_whatever_is_wrong_with_a_sample_it_is_counted_and_its_reason_kept(feature, reason, seen, tmp_path):
+    collator = VLMCollator(processor_of(), on_bad="skip", ledger=tmp_path / "bad.jsonl")
+    assert collator([chat(), feature])[FACTS_KEY].sample_ids == (0,)
+    (line,) = read_ledger(tmp_path / "bad.jsonl")
+    assert (line["index"], line["reason"]) == (1, reason)
+    assert seen in line["detail"]
+    with pytest.raises(SampleError, match="sample 0: "):
+        VLMCollator(processor_of())([feature])
+
+
+def test_a_mistake_of_the_setup_is_no_bad_sample():
+    processor = tiny_processor()
+    processor.chat_template = None
+    with pytest.raises(ConfigError, match="has no chat template"):
+        VLMCollator(processor, on_bad="skip")([chat()])
 
 
 @pytest.mark.parametrize("name", ["cu_seqlens_q", "seq_lengths", "seq_idx"])
 def test_rows_that_are_packed_already_stop_the_run_instead_of_becoming_one_sample(name):
     row = VLMCollator(processor_of(), layout="packed")([chat("1", "2", picture()), chat("3", "4")])
     bare = {column: row[column] for column in ("input_ids", "labels", "pixel_values", "image_grid_thw")}
-    collator = VLMCollator(processor_of(), layout="packed", on_bad="skip")
+    collator = VLMCollator(processor_of(), layout="packed")
     assert collator([bare])[FACTS_KEY].sample_ids == (0,)  # nothing says that these are two
     with pytest.raises(ConfigError, match=rf"bring {name}.*packed rows already.*data_collator=dataset.collate"):
         collator([{**bare, name: row["cu_seqlens_q"]}])
@@ -464,12 +524,9 @@ GOOD = st.sampled_from(
 @given(good=GOOD, spoiled=st.dictionaries(COLUMNS, ANYTHING, min_size=1, max_size=3))
 def test_nonsense_in_a_column_is_used_or_refused_but_never_a_crash(good, spoiled):
     collator = VLMCollator(processor_of(), layout="packed", on_bad="skip")
-    try:
-        batch = collator([{**good, **spoiled}])
-    except ConfigError as error:
-        assert "none of the columns" in str(error)
-        return
+    batch = collator([{**good, **spoiled}])
     assert collator.ledger.given == 1
+    assert "unexpected" not in collator.ledger.reasons
     assert (batch[FACTS_KEY].sample_ids == ()) == (collator.ledger.refused == 1)
     assert torch.isfinite(batch.get("pixel_values", torch.zeros(1))).all()
 

@@ -383,44 +383,65 @@ BAD_ROWS = {
 }
 
 
+MEDIA = ("image", "images", "video", "videos")
 MARKED = {"messages": [{"role": "user", "content": "<image>Total?"}, {"role": "assistant", "content": "5"}]}
-UNFILLED = {
-    "no column": (MARKED, "it has no column image or images); give it in a column image or images"),
-    "a column of another name": ({**MARKED, "img": A}, "it has no column image or images); it also has: img; give"),
+LOST = {
     "an empty column": ({**MARKED, "images": []}, "(its images is empty); give"),
     "a column of None": ({**MARKED, "image": None}, "(its image is None); give"),
+    "a struct of None": ({**MARKED, "image": {"bytes": None, "path": None}}, "but the sample has no image to put"),
     "a text part": (
-        {"messages": [{"role": "user", "content": [text("<image>"), text("?")]}]},
+        {"messages": [{"role": "user", "content": [text("<image>"), text("?")]}], "image": None},
         "holds '<image>' 1 time",
     ),
     "a prompt of messages": (
-        {"prompt": MARKED["messages"][:1], "completion": MARKED["messages"][1:]},
+        {"prompt": MARKED["messages"][:1], "completion": MARKED["messages"][1:], "images": []},
         "holds '<image>' 1 time(s), but the sample has no image",
     ),
-    "a plain prompt": ({"prompt": "<image>Total?", "completion": "5", "pic": A}, "it also has: pic; give"),
+    "a plain prompt": ({"prompt": "<image>Total?", "completion": "5", "image": None}, "(its image is None); give"),
     "images, but no video": (
-        {"image": A, "messages": [{"role": "user", "content": "<image> or <video>?"}]},
-        "holds '<video>' 1 time(s), but the sample has no video to put there (it has no column video or videos)",
+        {"image": A, "video": None, "messages": [{"role": "user", "content": "<image> or <video>?"}]},
+        "holds '<video>' 1 time(s), but the sample has no video to put there (its video is None)",
     ),
     "Qwen's turns": (
-        {"conversations": [{"from": "human", "value": "<image>?"}], "img": A},
-        "the columns hold 0 image(s); give each placeholder its image; it also has: img",
+        {"conversations": [{"from": "human", "value": "<image>?"}], "image": None},
+        "the columns hold 0 image(s); give each placeholder its image",
     ),
 }
+"""Markers in samples with a column of media in which there is none, and what is said."""
 
 
-@pytest.mark.parametrize(("feature", "message"), UNFILLED.values(), ids=UNFILLED)
-def test_a_marker_that_nothing_fills_is_not_learnt_as_text(feature, message):
+@pytest.mark.parametrize(("feature", "message"), LOST.values(), ids=LOST)
+def test_a_marker_whose_medium_was_lost_is_not_learnt_as_text(feature, message):
     with pytest.raises(Refusal) as caught:
         read_conversation(feature)
     assert caught.value.reason == "media_count_mismatch"
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("feature", [MARKED, {"prompt": "<image>Total?", "completion": "5"}])
-def test_to_a_text_model_a_marker_is_text(feature):
-    row = read_conversation(feature, has_vision=False)
-    assert "<image>Total?" in (row.plain or row.texts())
+UNMARKED = {
+    name: {key: row[key] for key in row if row[key] == A or key not in MEDIA} for name, (row, _) in LOST.items()
+}
+
+
+@pytest.mark.parametrize("feature", UNMARKED.values(), ids=UNMARKED)
+def test_without_such_a_column_a_marker_is_text_unless_the_caller_says_otherwise(feature):
+    row = read_conversation(feature)
+    assert ("<video>" if "image" in feature else "<image>") in "".join(row.plain or row.texts())
+    with pytest.raises(Refusal, match=r"but the sample has no|without a source of their own"):
+        read_conversation(feature, markers="places")
+
+
+@pytest.mark.parametrize("feature", [row for row, _ in LOST.values()], ids=LOST)
+@pytest.mark.parametrize("how", [{"has_vision": False}, {"markers": "text"}], ids=["text model", "markers='text'"])
+def test_where_no_marker_is_a_place_all_are_text(feature, how):
+    row = read_conversation(feature, **how)
+    assert ("<video>" if feature.get("image") == A else "<image>") in "".join(row.plain or row.texts())
+
+
+def test_markers_that_are_text_leave_media_to_go_in_front():
+    turns = [{"from": "human", "value": " Write <image>. "}, {"from": "gpt", "value": "<image>"}]
+    row = read_conversation({"conversations": turns, "image": A}, markers="text")
+    assert row.messages[0]["content"] == [{"type": "image"}, text("Write <image>.")]
 
 
 def test_an_answer_may_speak_of_markers():

@@ -537,3 +537,70 @@ def test_a_tokenizer_alone_refuses_what_it_cannot_see(medium: dict[str, Any]) ->
         with pytest.raises(SampleError, match="a tokenizer reads text only") as caught:
             read({**chat("?", "a"), **medium})
         assert caught.value.reason == "no_vision"
+
+
+# ---------------------------------------------------------------------- what is not made
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Pixels of each picture that is resized."""
+    sizes: list[int] = []
+    resize = Image.Image.resize
+
+    def counted(image: Image.Image, size: tuple[int, int], *rest: Any, **more: Any) -> Image.Image:
+        sizes.append(size[0] * size[1])
+        return resize(image, size, *rest, **more)
+
+    monkeypatch.setattr(Image.Image, "resize", counted)
+    return sizes
+
+
+def keyed(kind: str, frames: int = 3, **keys: Any) -> dict[str, Any]:
+    """A part with an image or video of 64 x 64 pixels."""
+    return {"type": kind, kind: picture(64, 64) if kind == "image" else [picture(64, 64)] * frames, **keys}
+
+
+def shown(*parts: dict[str, Any]) -> dict[str, Any]:
+    answer = {"role": "assistant", "content": "5"}
+    asked = {"role": "user", "content": [{"type": "text", "text": "?"}]}
+    return {"messages": [asked, answer, {"role": "user", "content": list(parts)}, answer]}
+
+
+BETWEEN = {"min_pixels": 1e8, "max_pixels": 2e8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [("image", BETWEEN), ("video", BETWEEN), ("video", {"resized_height": 10_000, "resized_width": 10_000})],
+)
+def test_a_small_picture_that_asks_to_be_huge_is_refused_before_it_is_made(
+    kind: str, keys: dict[str, Any], made: list[int]
+) -> None:
+    collator = VLMCollator(processor_of())
+    for use in (lambda row: collator([row]), collator.outline):
+        with pytest.raises(SampleError, match="the keys beside it enlarge it from 64 x 64 to") as caught:
+            use(shown(keyed(kind, **keys)))
+        assert caught.value.reason == "vision_key"
+    assert made == []
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_media_beyond_max_length_by_their_size_alone_are_not_made(kind: str, made: list[int]) -> None:
+    row = shown(keyed(kind, resized_height=640, resized_width=640))  # 400 tokens, 800 as a video
+    for overlength in ("drop", "error"):
+        collator = VLMCollator(processor_of(), max_length=300, overlength=overlength, on_bad="skip")
+        collator([row])
+        assert dict(collator.ledger.reasons) == {"overlength": 1}
+    assert made == []
+
+
+def test_truncating_leaves_out_unmade_what_no_cut_could_keep(made: list[int]) -> None:
+    small, large = (keyed("image", resized_height=side, resized_width=side) for side in (64, 640))
+    collator = VLMCollator(processor_of(), max_length=60, overlength="truncate")
+    batch = collator.collate([shown(small, large, small)])
+    outlined = collator.materialise([collator.outline(shown(small, large, small), 0)])
+    assert batch.facts.image_grids == ((1, 4, 4),)
+    assert torch.equal(batch.input_ids, outlined.input_ids)
+    assert torch.equal(batch.media.pixel_values, outlined.media.pixel_values)
+    assert made == [64 * 64] * 2

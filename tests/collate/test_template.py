@@ -27,6 +27,17 @@ WRITES_ALL = (
 """Thoughts in the last turn only, as Qwen3's."""
 
 
+class WithTemplate:
+    """A processor whose template is another one, or several by name."""
+
+    def __init__(self, processor, chat_template):
+        self.processor, self.chat_template = processor, chat_template
+
+    def apply_chat_template(self, messages, **options):
+        template = self.chat_template if isinstance(self.chat_template, str) else self.chat_template["default"]
+        return self.processor.apply_chat_template(messages, chat_template=template, **options)
+
+
 def written(row, template=WRITES_ALL, *, takes_parts=True):
     processor = tiny_processor(chat_template=template) if template else processor_of()
     return ChatTemplate(processor=processor, takes_parts=takes_parts).render(read_conversation(row))
@@ -78,9 +89,31 @@ def test_an_option_that_the_template_names_reaches_it():
     assert written(chat(chat_template_kwargs={"quiet": True})).startswith("hush")
 
 
-def test_an_option_that_it_does_not_name_is_misspelt():
-    with pytest.raises(Refusal, match="chat_template_kwargs has quite, which the chat template does not name"):
-        written(chat(chat_template_kwargs={"quite": True}))
+@pytest.mark.parametrize("name", ["quite", "uiet", "message", "add_generation_prompt", "raise_exception"])
+def test_an_option_that_is_no_variable_of_the_template_is_refused(name):
+    with pytest.raises(Refusal, match=f"has {name}, which the chat template does not read; it reads quiet: see"):
+        written(chat(chat_template_kwargs={name: True}))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{%- set mode = mode | default('on') -%}{{- mode -}}",
+        "{%- if mode is defined and mode is false -%}{{- 'off' -}}{%- endif -%}",
+        "{%- generation -%}{{- mode -}}{%- endgeneration -%}{%- for m in messages -%}{%- break -%}{%- endfor -%}",
+        {"default": CHAT_TEMPLATE + "{{- mode -}}", "tool_use": CHAT_TEMPLATE},
+    ],
+)
+def test_a_variable_is_found_wherever_a_template_reads_it(template):
+    options = chat(chat_template_kwargs={"mode": False, "add_generation_prompt": False})
+    writer = ChatTemplate(processor=WithTemplate(tiny_processor(), template), takes_parts=True)
+    writer.render(read_conversation(options))
+
+
+def test_a_template_that_is_none_is_a_mistake_of_the_setup():
+    writer = ChatTemplate(processor=WithTemplate(tiny_processor(), "{% if %}"), takes_parts=True)
+    with pytest.raises(ConfigError, match=r"chat template cannot be read \(TemplateSyntaxError: Expected"):
+        writer.render(read_conversation(chat(chat_template_kwargs={"mode": False})))
 
 
 def test_a_template_that_cannot_write_a_message_is_told_with_its_own_words():

@@ -16,6 +16,7 @@ from PIL import Image
 
 from vlmpack.collate.vision_keys import (
     KNOWN_KEYS,
+    check_enlarged,
     first_frame_size,
     has_image_keys,
     image_size,
@@ -253,7 +254,7 @@ def test_keys_and_notes_are_not(name):
 # ---------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("value", ["many", -1, float("nan"), float("inf"), True, [3], "nan"])
+@pytest.mark.parametrize("value", ["many", -1, float("nan"), float("inf"), True, [3], "nan", 10**400])
 def test_a_key_must_be_a_number(value):
     with pytest.raises(ImageError, match=r"max_pixels=.* must be a number, finite and not negative") as caught:
         image_size({"max_pixels": value}, height=9, width=9, patch_size=14)
@@ -285,3 +286,22 @@ def test_a_picture_too_thin_is_refused_with_both_sides_named():
 def test_an_empty_picture_is_refused(shape):
     with pytest.raises(ImageError, match="there is nothing in it"):
         smart_resize(*shape, factor=28)
+
+
+@pytest.mark.parametrize(
+    ("made", "given", "num_frames"),
+    [
+        ((128 * 28, 128 * 28), (1, 1), 1),  # 16,384 tokens
+        ((300 * 28, 300 * 28), (300 * 28 - 27, 300 * 28 - 27), 1),  # its own size, rounded
+        ((64 * 28, 64 * 28), (9, 9), 16),  # a sixteenth of 65,536
+        ((24 * 28, 32 * 28), (9, 9), 10_000),  # 768 tokens, as many as a frame has without keys
+    ],
+)
+def test_a_picture_may_be_enlarged_as_far_as_the_rule_makes_any(made, given, num_frames):
+    check_enlarged(made, given=given, factor=28, num_frames=num_frames)
+    wider = made[0], made[1] + 28
+    with pytest.raises(
+        ImageError, match=r"enlarge it from \d+ x \d+ to \d+ x \d+ pixels .* lower min_pixels"
+    ) as caught:
+        check_enlarged(wider, given=given, factor=28, num_frames=num_frames)
+    assert caught.value.reason == "vision_key"

@@ -6,7 +6,7 @@ import io
 import json
 import pickle
 import sys
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import load_cord, open_dataset, tiny_processor, to_conversation
-from vlmpack.data.json_rows import json_rows
+from vlmpack.data.json_rows import JsonRows, json_rows
 from vlmpack.data.open import OpenDataset
 from vlmpack.errors import ConfigError, SampleError
 
@@ -290,6 +290,28 @@ class TestSeveralFiles:
         ) as seen:
             open_dataset(self.files(tmp_path))[4]
         assert (seen.value.index, seen.value.reason) == (4, "row_unreadable")
+
+    def test_many_files_cost_as_much_as_their_number(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = {"len": 0, "eq": 0}
+        length, equal = JsonRows.__len__, PurePath.__eq__
+
+        def counted_length(rows: JsonRows) -> int:
+            calls["len"] += 1
+            return length(rows)
+
+        def counted_equal(path: PurePath, other: object) -> bool:
+            calls["eq"] += 1
+            return equal(path, other)
+
+        paths = [tmp_path / f"{at}.jsonl" for at in range(50)]
+        for path in paths:
+            path.write_bytes(lines([{"messages": CHAT}] * 2))
+        monkeypatch.setattr(JsonRows, "__len__", counted_length)
+        monkeypatch.setattr(PurePath, "__eq__", counted_equal)
+        dataset = open_dataset(paths)
+        assert calls["eq"] <= 2 * len(paths)
+        assert [sample["id"] for sample in dataset] == list(range(100))
+        assert calls["len"] <= 4 * len(paths)  # not for each sample anew
 
     def test_files_that_do_not_belong_together_are_refused(self, tmp_path: Path) -> None:
         first, _ = self.files(tmp_path)

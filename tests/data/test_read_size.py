@@ -88,6 +88,20 @@ def test_pixels_that_are_not_there_are_not_missed(fmt: str) -> None:
     assert read_size(cut) == (61, 97)
 
 
+@pytest.mark.parametrize("compression", [None, "tiff_lzw", "jpeg"])
+@pytest.mark.parametrize("orientation", ORIENTATIONS)
+def test_a_tiff_may_tell_its_orientation_in_xmp_alone(orientation: int, compression: str | None) -> None:
+    file = io.BytesIO()
+    xmp = XMP.format(orientation).encode()
+    Image.new("RGB", (11, 7)).save(file, "TIFF", compression=compression, tiffinfo={700: xmp})
+    data = file.getvalue()
+    assert read_size(data) == loaded(data) == ((11, 7) if orientation > 4 else (7, 11))
+    with Image.open(io.BytesIO(data)) as image:
+        assert read_size(image) == loaded(data)
+        image.load()
+        assert read_size(image) == loaded(image) == loaded(data)
+
+
 @pytest.mark.parametrize(
     ("source", "reason"),
     [

@@ -231,6 +231,12 @@ def test_media_of_an_empty_row_are_an_error():
         ({"attention_mask": None, "facts": BatchFacts(lengths=(3, 2))}, "attention_mask must be a tensor"),
         ({"input_ids": [[1, 2, 3], [4, 5, 0]]}, "input_ids must be a tensor .*, got list"),
         ({"labels": torch.ones(2, 2)}, r"labels is \[2, 2\] but input_ids is \[2, 3\]"),
+        (
+            {"labels": torch.ones(2, 3, dtype=torch.bool)},
+            r"labels is torch.bool, but must hold whole numbers with a sign",
+        ),
+        ({"labels": torch.ones(2, 3)}, r"labels is torch.float32, but must hold whole numbers"),
+        ({"labels": torch.ones(2, 3, dtype=torch.uint8)}, r"labels is torch.uint8, but must"),
         ({"input_ids": torch.ones(6)}, r"input_ids must be \[batch, width\], got \[6\]"),
         ({"extras": {"advantages": torch.ones(3, 3)}}, r"advantages is \[3, 3\]"),
         ({"facts": BatchFacts(lengths=(3,))}, "do not describe this attention_mask.*dispatch_batches=False"),
@@ -269,9 +275,37 @@ def test_targets_of_no_sample_of_a_row_are_refused():
     with pytest.raises(LayoutError, match="between its samples or behind the last one"):
         PackedRow.from_hf(row)
     whole = pack(padded([[1, 2, 3], [4, 5]])).to_hf()
-    bare = {"input_ids": whole["input_ids"], "labels": whole["labels"], "cu_seqlens_q": [0, 3]}
+    short = {"cu_seqlens_q": [0, 3], "cu_seqlens_q_padded": [0, 3]}
     with pytest.raises(LayoutError, match="give the boundary that is missing in cu_seqlens_q"):
+        PackedRow.from_hf({"input_ids": whole["input_ids"], "labels": whole["labels"], **short})
+
+
+def test_boundaries_of_real_tokens_leave_open_where_padding_is():
+    """Between the samples, as here, or behind the last one, as they would be read; labels need not show it."""
+    row = pack(padded([[1, 2, 3], [4, 5]]), rule=SlotRule(multiple=4)).to_hf()
+    bare = {"input_ids": row["input_ids"], "cu_seqlens_q": row["cu_seqlens_q"]}
+    with pytest.raises(
+        LayoutError, match=r"cu_seqlens_q ends at 5, but the row is 8 tokens wide, .*cu_seqlens_q_padded"
+    ):
         PackedRow.from_hf(bare)
+    with pytest.raises(LayoutError, match="cu_seqlens_q ends at 5"):
+        PackedRow.from_hf({**bare, "labels": torch.full((1, 8), -100)})
+    assert PackedRow.from_hf({**bare, "cu_seqlens_q_padded": row["cu_seqlens_q_padded"]}).segments.slots == (4, 4)
+    behind = PackedRow.from_hf({**bare, "cu_seqlens_q_padded": row["cu_seqlens_q"]})
+    assert behind.segments.spans == ((0, 3), (3, 5))
+
+
+def test_labels_and_shifted_labels_of_a_row_say_the_same():
+    row = pack(padded([[1, 2, 3], [4, 5]]), rule=SlotRule(multiple=4))
+    both = {**row.to_hf(), "shift_labels": row.shift_labels}
+    assert torch.equal(PackedRow.from_hf(both).shift_labels, row.shift_labels)
+    across = torch.roll(both["labels"], -1)
+    across[0, 2] = 4
+    for other in (across, torch.full((1, 8), -100), both["labels"]):
+        with pytest.raises(LayoutError, match="labels and shift_labels of the row say different things"):
+            PackedRow.from_hf({**both, "shift_labels": other})
+    with pytest.raises(LayoutError, match=r"shift_labels is \[1, 7\], but the row is \[1, 8\]"):
+        PackedRow.from_hf({**both, "shift_labels": row.shift_labels[:, 1:]})
 
 
 @given(samples=samples_lists, multiple=st.integers(1, 5))

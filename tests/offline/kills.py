@@ -109,8 +109,16 @@ def killed_at(out: Path, at: int) -> dict[str, Any]:
     status = ended(in_a_fork(lambda: write(out, kill_at=at)))
     left = finished(out)
     again = ended(in_a_fork(lambda: write(out)))
-    reads = json.loads(out.with_suffix(".json").read_text())["reads"]
-    return {"status": status, "left": left, "again": again, "files": digests(out), "reads": reads}
+    report = json.loads(out.with_suffix(".json").read_text())
+    rows = report["events"].count("write_table")
+    return {
+        "status": status,
+        "left": left,
+        "again": again,
+        "files": digests(out),
+        "reads": report["reads"],
+        "rows": rows,
+    }
 
 
 def killed_with_workers(folder: Path) -> dict[str, Any]:

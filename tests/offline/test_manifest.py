@@ -47,8 +47,8 @@ def test_a_folder_without_one_is_no_store(tmp_path):
 @pytest.mark.parametrize(
     ("entries", "told"),
     [
-        ({"version": 2}, "is vlmpack.rows of version 2, and this vlmpack reads vlmpack.rows of version 1; pack again"),
-        ({"format": "vlmpack.plan"}, "is vlmpack.plan of version 1"),
+        ({"version": 1}, "is vlmpack.rows of version 1, and this vlmpack reads vlmpack.rows of version 2; pack again"),
+        ({"format": "vlmpack.plan"}, "is vlmpack.plan of version 2"),
         ({"counts": {"rows": 1}}, "is damaged .TypeError"),
         ({"shards": [{}]}, "is damaged .TypeError"),
     ],

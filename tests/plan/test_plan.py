@@ -187,7 +187,7 @@ def test_a_plan_without_one_of_its_arrays_is_refused(tmp_path):
         for member in old.namelist():
             if member != "lengths.npy":
                 new.writestr(member, old.read(member))
-    with pytest.raises(LayoutError, match="less is damaged: it has no 'lengths'"):
+    with pytest.raises(LayoutError, match=r"less is damaged .it has no 'lengths'"):
         Plan.load(tmp_path / "less")
 
 
@@ -214,7 +214,7 @@ def test_a_manifest_without_its_digest_is_damage(tmp_path):
     less = rewritten(
         tmp_path / "rows.plan", tmp_path / "less", "manifest.json", lambda d: d.replace(b'"digest"', b'"d"')
     )
-    with pytest.raises(LayoutError, match="less is damaged: it has no 'digest'"):
+    with pytest.raises(LayoutError, match="less does not hold what its digest says"):
         Plan.load(less)
 
 
@@ -256,7 +256,7 @@ def test_a_write_that_fails_leaves_the_old_plan(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(np.lib.format, "write_array", full_disk)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(ConfigError, match=r"rows.plan cannot be written: No space left on device. See to the folder"):
         with_patches().save(tmp_path / "rows.plan")
     assert (tmp_path / "rows.plan").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["rows.plan"]

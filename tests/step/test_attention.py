@@ -2,13 +2,16 @@
 
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
-from samples import mixed_samples, padded
-from transformers import AttentionInterface, AutoModelForImageTextToText
+from samples import alone, mixed_samples, padded
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
+from vlmpack.errors import BackendError, ConfigError
 from vlmpack.families import FAMILIES
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule
@@ -47,15 +50,32 @@ def test_an_attention_of_the_users_own_needs_no_mask_function(monkeypatch):
     assert model.config.text_config._attn_implementation == "mine"
 
 
-@pytest.mark.skipif(attention._NAME is str, reason="waits for torch 2.12: see `attention._NAME`")
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda config: pickle.loads(pickle.dumps(config))])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda model: type(model)(model.config),
+        lambda model: type(model)._from_config(model.config),
+        lambda model: type(model)(copy.deepcopy(model.config)),
+        lambda model: type(model)(pickle.loads(pickle.dumps(model.config))),
+        lambda model: type(model.model)(model.config),
+        lambda model: type(model.model.language_model)(model.model.language_model.config),
+        lambda model: type(model.model.visual)(copy.deepcopy(model.model.visual.config)),
+    ],
+    ids=["class", "from_config", "copy", "pickle", "backbone", "text model", "tower"],
+)
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
-def test_a_new_model_can_be_made_of_a_copy_of_the_configuration(family, copied):
-    """transformers refuses to make a model whose implementation has "flash" in its name and is no package's."""
-    model = enable_packing(tiny_model(family))
-    new = type(model).__mro__[1](copied(model.config))
-    assert {part.config._attn_implementation for part in (new.model.language_model, new.model.visual)} == {"sdpa"}
-    assert attention.is_installed(model.model.language_model, model.model.visual)
+def test_a_second_model_of_the_configuration_of_an_enabled_one_is_a_plain_model(family, made):
+    """A reference model, an average of weights: as if packing had never been enabled on the first."""
+    model, plain = enable_packing(tiny_model(family)), tiny_model(family)
+    new, expected = made(model), made(plain)
+    assert [type(module) for module in new.modules()] == [type(module) for module in expected.modules()]
+    names = [
+        [vars(module)["config"]._attn_implementation for module in each.modules() if "config" in vars(module)]
+        for each in (new, expected)
+    ]
+    assert names[0] == names[1]
+    assert set(names[0]) == {"sdpa"}
+    assert getattr(new, "accepts_loss_kwargs", None) == getattr(expected, "accepts_loss_kwargs", None)
 
 
 @pytest.mark.parametrize("backend", ["sdpa_segments", "eager_mask"])
@@ -75,9 +95,100 @@ def test_a_row_of_nothing_but_padding_gives_every_parameter_the_gradient_that_ot
     assert learnt == {name for name, p in model.named_parameters() if p.grad is not None and not p.grad.any()}
 
 
-def test_where_copies_of_a_configuration_keep_our_name_a_new_model_is_told_its_attention(monkeypatch):
-    monkeypatch.setattr(attention, "_NAME", str)  # as with torch before 2.12
-    config = copy.deepcopy(enable_packing(tiny_model("qwen3_vl")).config)
-    assert config.vision_config._attn_implementation == "vlmpack_flash|sdpa"
-    new = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").config
-    assert {part._attn_implementation for part in (new, new.text_config, new.vision_config)} == {"sdpa"}
+# ---------------------------------------------------------------------- what packed attention does not compute
+
+
+def not_causal_by_configuration(model):
+    model.config.text_config.is_causal = False
+
+
+def not_causal_by_the_whole_configuration(model):
+    model.config.is_causal = False
+
+
+def not_causal_by_a_layer(model):
+    model.model.language_model.layers[1].self_attn.is_causal = False
+
+
+def a_window_on_a_layer(model):
+    model.model.language_model.layers[1].self_attn.sliding_window = 2
+
+
+def a_function_of_ones_own(model):
+    model.set_attn_implementation({"text_config": "softcapped"})
+
+
+def a_function_of_ones_own_in_the_tower(model):
+    model.set_attn_implementation({"vision_config": "softcapped"})
+
+
+OTHER_ATTENTION = {
+    not_causal_by_configuration: r"is_causal is False in the model's Qwen2VLTextConfig",
+    not_causal_by_the_whole_configuration: r"is_causal is False in the model's Qwen2VLConfig",
+    not_causal_by_a_layer: r"is_causal is False on a Qwen2VLAttention, but packed attention is causal.*Set it to True",
+    a_window_on_a_layer: r"sliding_window is 2 on a Qwen2VLAttention.*set it to None",
+    a_function_of_ones_own: r"'softcapped' of a Qwen2VLAttention is a function of your own \(.*softcapped\).*\"sdpa\"",
+    a_function_of_ones_own_in_the_tower: r"'softcapped' of a VisionAttention is a function of your own",
+}
+
+
+@pytest.fixture
+def softcapped_attention(monkeypatch):
+    def softcapped(*args, **kwargs):
+        out, weights = sdpa_attention_forward(*args, **kwargs)
+        return out.tanh(), weights
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "softcapped", softcapped)
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "softcapped", sdpa_mask)
+
+
+@pytest.mark.usefixtures("softcapped_attention")
+@pytest.mark.parametrize("change", OTHER_ATTENTION, ids=lambda change: change.__name__)
+def test_attention_that_no_back_end_computes_is_refused_before_and_after_enabling(change):
+    batch = padded(mixed_samples(tiny_model("qwen2_vl").config)).to_hf()
+    model = tiny_model("qwen2_vl")
+    classes = [type(module) for module in model.modules()]
+    change(model)
+    with pytest.raises(ConfigError, match=OTHER_ATTENTION[change]):
+        enable_packing(model)
+    assert [type(module) for module in model.modules()] == classes, "nothing is half done"
+    model = enable_packing(tiny_model("qwen2_vl"))
+    change(model)
+    with pytest.raises(ConfigError, match=OTHER_ATTENTION[change]):
+        model(**batch)
+
+
+def test_eager_attention_that_was_patched_is_a_function_of_ones_own(monkeypatch):
+    model = tiny_model("qwen3", attn_implementation="eager")
+    monkeypatch.setattr(sys.modules[type(model).__module__], "eager_attention_forward", lambda *_, **__: None)
+    with pytest.raises(ConfigError, match="'eager' of a Qwen3Attention is a function of your own"):
+        enable_packing(model)
+
+
+@pytest.mark.usefixtures("softcapped_attention")
+def test_sparse_attention_calls_a_function_of_ones_own_as_the_plain_model_does():
+    model = tiny_model("qwen4_exp", layers=4)
+    model.set_attn_implementation({"text_config": "softcapped"})
+    samples = mixed_samples(model.config, kinds=("text", "text"))
+    with torch.no_grad():
+        expected = [model(**alone(sample)).loss for sample in samples]
+        found = enable_packing(model)(**padded(samples).to_hf()).sample_losses
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("keyword", [{"softcap": 5.0}, {"s_aux": torch.zeros(4)}, {"is_causal": False}, {"novel": 1}])
+@pytest.mark.parametrize("tower", ["self_attn", "attn"])
+def test_an_attention_keyword_that_no_back_end_computes_is_refused(tower, keyword):
+    """Whoever adds it: another version of transformers, or a hook."""
+    model = enable_packing(tiny_model("qwen3_vl"))
+    if tower == "attn" and "is_causal" in keyword:
+        keyword = {"sliding_window": 4}  # a vision tower is not causal
+
+    def added(module, args, kwargs):
+        return args, {**kwargs, **keyword}
+
+    layers = [module for name, module in model.named_modules() if name.endswith(f".{tower}")]
+    layers[-1].register_forward_pre_hook(added, with_kwargs=True)
+    (name,) = keyword
+    with pytest.raises(BackendError, match=rf"a Qwen3VL\w*Attention asks for attention with {name}=.*leave it out"):
+        model(**padded(mixed_samples(model.config)).to_hf())

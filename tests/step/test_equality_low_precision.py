@@ -7,15 +7,25 @@ import functools
 
 import pytest
 import torch
-from equality import LOW_PRECISION, alone_through, check_low_precision, gradients, largest, poisoned
+from equality import (
+    LOW_PRECISION,
+    alone_through,
+    check_low_precision,
+    gradients,
+    largest,
+    poisoned,
+    relative_error,
+    towers,
+)
 from samples import VISION, mixed_samples, padded
 
 from vlmpack.attention import BACKENDS, AttentionCall
 from vlmpack.bench.gpu.patches import with_patch_products
 from vlmpack.families import FAMILIES
 from vlmpack.families.tiny import tiny_model
-from vlmpack.layout import SlotRule, pack
+from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.step import PackedStep, StepConfig
+from vlmpack.step.context import VisionSegments
 
 KINDS = {
     "text": ("text", "text", "text"),
@@ -91,3 +101,15 @@ def test_twice_the_error_of_bfloat16_is_less_than_a_leak(family):
     assert largest(first, own.logits[0]) <= LOW_PRECISION * largest(plain.logits[0], own.logits[0])
     for leaky, low, full in zip(others, plain.logits[1:], own.logits[1:], strict=True):
         assert largest(leaky, full) > LOW_PRECISION * largest(low, full)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_twice_the_error_of_bfloat16_is_less_than_a_leak_between_images(family, monkeypatch):
+    """Of gradients of the vision tower, where every patch of the row attends to every other."""
+    own, model = truth(family, "image"), fresh(family)
+    plain = alone_through(model, cast(own.samples, LOW)).gradients
+    monkeypatch.setattr(VisionSegments, "find", lambda self, cu_seqlens, patches: Segments.from_lengths([patches]))
+    PackedStep(model)(pack(padded(cast(own.samples, LOW)))).loss.backward()
+    names = towers(own.gradients)["vision"]
+    leaky, low = (relative_error(of, own.gradients, names) for of in (gradients(model), plain))
+    assert leaky > LOW_PRECISION * low

@@ -47,8 +47,7 @@ def test_generation_caches_and_unmasked_input_go_to_the_models_own_forward(model
     for extra in (
         {},
         {"use_cache": True, "attention_mask": torch.ones_like(batch["input_ids"])},
-        {"logits_to_keep": 1, "attention_mask": torch.ones_like(batch["input_ids"])},
-        {"output_hidden_states": True, "attention_mask": torch.ones_like(batch["input_ids"])},
+        {"output_attentions": True, "attention_mask": torch.ones_like(batch["input_ids"])},
     ):
         ours, theirs = model(**batch, **extra), untouched(**batch, **extra)
         assert torch.equal(ours.logits, theirs.logits)
@@ -160,7 +159,7 @@ def test_empty_rows_are_refused_or_kept_as_configured(model, samples):
         ({"attention_mask": torch.ones(1, 4)}, LayoutError, r"comes without attention_mask, got one of shape \[1, 4\]"),
         ({"moe_padding_mask": torch.ones(1, 2)}, LayoutError, r"moe_padding_mask is \[1, 2\] but input_ids is \[1, "),
         ({"use_cache": True}, ConfigError, "use_cache cannot be combined with a packed row"),
-        ({"output_hidden_states": True}, ConfigError, "output_hidden_states cannot be combined"),
+        ({"output_attentions": True}, ConfigError, "output_attentions cannot be combined with a packed row"),
         ({"rope_cu_seqlens": [0, 9999]}, LayoutError, r"rope_cu_seqlens ends at 9999, but the row has \d+ real tokens"),
         ({"cu_seqlens_q": [0, 3]}, LayoutError, r"cu_seqlens_q differs from the boundaries \[0, .*that the host facts"),
         ({"cu_seqlens_q_padded": torch.arange(5)}, LayoutError, "cu_seqlens_q_padded differs from the boundaries"),
@@ -196,6 +195,81 @@ def test_seconds_of_videos_are_those_of_the_collator():
     for other in (2 * seconds, seconds[:0]):
         with pytest.raises(LayoutError, match="second_per_grid_ts is not what the host facts"):
             model(**{**row, "second_per_grid_ts": other})
+
+
+@pytest.mark.parametrize("layout", ["padded", "row"])
+@pytest.mark.parametrize(
+    "contradict",
+    [torch.zeros_like, lambda types: types.roll(1, -1), lambda types: 2 * types],
+    ids=["all zero", "rolled by one", "videos for images"],
+)
+def test_token_types_that_contradict_the_tokens_are_refused(model, samples, layout, contradict):
+    inputs = padded(samples).to_hf() if layout == "padded" else pack(padded(samples), rule=SlotRule(multiple=4)).to_hf()
+    inputs["vlmpack"] = None
+    expected = model(**inputs).loss
+    types = inputs["mm_token_type_ids"]
+    assert torch.equal(model(**{**inputs, "mm_token_type_ids": types.int()}).loss, expected)
+    with pytest.raises(LayoutError, match=r"mm_token_type_ids contradicts input_ids|hides image or video tokens"):
+        model(**{**inputs, "mm_token_type_ids": contradict(types)})
+
+
+@pytest.mark.parametrize("layout", ["padded", "row"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_ids": torch.Tensor.bool}, "input_ids is torch.bool, but must hold whole numbers"),
+        ({"input_ids": torch.Tensor.tolist}, "input_ids must be a tensor .* got list"),
+        ({"labels": torch.Tensor.bool}, "labels is torch.bool, but must hold whole numbers with a sign"),
+        ({"labels": torch.Tensor.float}, "labels is torch.float32, but must"),
+        ({"input_ids": lambda ids: ids + 1000}, r"input_ids is \d+, but this model's ids go from 0 to 130; use the"),
+        ({"input_ids": lambda ids: ids - 1000}, r"input_ids is -\d+, but this model's ids go from 0 to 130"),
+        ({"labels": lambda labels: labels.where(labels == -100, 1000)}, "a target of labels is 1000, but this model's"),
+        ({"labels": lambda labels: labels.where(labels == -100, -1)}, "a target of labels is -1, but this model's"),
+        (
+            {"image_grid_thw": torch.Tensor.tolist},
+            r"image_grid_thw must be a tensor \[N, 3\] of whole numbers .* got list",
+        ),
+        (
+            {"image_grid_thw": torch.Tensor.flatten},
+            r"image_grid_thw must be a tensor \[N, 3\] .* got torch.int64 \[15\]",
+        ),
+        ({"image_grid_thw": torch.Tensor.float}, r"image_grid_thw must be a tensor .* got torch.float32 \[5, 3\]"),
+        ({"pixel_values": torch.Tensor.tolist}, r"pixel_values must be a tensor \[patches, values\], got list"),
+        (
+            {"pixel_values": lambda pixels: pixels[None]},
+            r"pixel_values must be a tensor \[patches, values\], got torch.float32 \[1, ",
+        ),
+    ],
+)
+def test_columns_of_another_kind_are_refused(model, samples, layout, change, message):
+    inputs = padded(samples).to_hf() if layout == "padded" else pack(padded(samples)).to_hf()
+    inputs["vlmpack"] = None
+    for name, changed in change.items():
+        inputs[name] = changed(inputs[name])
+    with pytest.raises(LayoutError, match=message):
+        model(**inputs)
+
+
+@pytest.mark.parametrize("layout", ["padded", "row"])
+def test_whole_numbers_of_any_width_are_the_same(model, samples, layout):
+    inputs = padded(samples).to_hf() if layout == "padded" else pack(padded(samples)).to_hf()
+    narrow = {name: inputs[name].int() for name in ("input_ids", "labels", "mm_token_type_ids", "image_grid_thw")}
+    assert torch.equal(model(**{**inputs, **narrow}).loss, model(**inputs).loss)
+
+
+def test_seconds_of_videos_may_be_a_column():
+    """As transformers takes them."""
+    plain = tiny_model("qwen2_5_vl").eval()
+    batch = padded(mixed_samples(plain.config, kinds=("video", "images_and_video")), facts=False).to_hf()
+    seconds = batch["second_per_grid_ts"]
+    expected = plain(**batch).loss
+    assert torch.equal(plain(**{**batch, "second_per_grid_ts": seconds[:, None]}).loss, expected)
+    model = enable_packing(plain)
+    for given in (seconds, seconds[:, None], seconds.tolist(), seconds.double()):
+        assert torch.isclose(model(**{**batch, "second_per_grid_ts": given}).loss, expected, rtol=1e-6)
+    for other in (seconds[None], [seconds.tolist()], "0.5", [None, 1.0]):
+        with pytest.raises(LayoutError, match="second_per_grid_ts must be one number for each video, in a list or a"):
+            model(**{**batch, "second_per_grid_ts": other})
 
 
 @pytest.mark.parametrize("given", [[0.0, 3.5], torch.tensor([[0, 3]]), torch.tensor([0.0, 3.0]), 3, [[0], [3]]])
@@ -334,6 +408,8 @@ def test_packed_step_takes_a_hand_made_row(model):
         (float("nan"), "num_items_in_batch is nan, but"),
         ("12", "num_items_in_batch is a number, of the targets of all batches of a step; got '12'"),
         (torch.ones(2), "num_items_in_batch is a number"),
+        (True, "num_items_in_batch is a number, of the targets of all batches of a step; got True"),
+        (torch.tensor(True), "num_items_in_batch is a number"),
     ],
 )
 def test_targets_are_counted_by_a_positive_number(model, samples, count, message):

@@ -17,6 +17,7 @@ from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
 from vlmpack.step import enable_packing, packing_state
 from vlmpack.trainer import PackedTrainer, check_trainer, loss_metrics
+from vlmpack.trainer.of_trl import DEFAULTS
 
 
 def refusal(run) -> str:
@@ -111,7 +112,7 @@ def test_an_evaluation_that_skips_samples(tmp_path):
     args = arguments(tmp_path, remove_unused_columns=False)
     check_trainer(Trainer(model, args, **settings))
     run = Trainer(model, args, **settings, eval_dataset=[chat()])
-    assert "samples that the collator skips (on_bad='skip') count with a loss of 0" in refusal(run)
+    assert "samples that the collator skips (on_bad='skip') count with the loss of the others" in refusal(run)
     check_trainer(PackedTrainer(model, args, **settings, eval_dataset=[chat()], eval_capacity=99))
     run.data_collator = VLMCollator(processor_of(), layout="packed")
     check_trainer(run)
@@ -149,10 +150,11 @@ def test_ranks_that_would_train_apart_after_an_evaluation(tmp_path, monkeypatch)
     model = enabled()
     for of_ours in (False, True):
         run = planned(tmp_path) if of_ours else trainer(model, receipts(model), tmp_path)
+        held_out, run.eval_dataset = run.eval_dataset, run.eval_dataset if of_ours else None
         monkeypatch.setattr(type(run.args), "world_size", 2)
         check_trainer(run)
         monkeypatch.undo()
-        run.evaluate()
+        run.evaluate(held_out)
         check_trainer(run)  # one process has nobody to part from
         monkeypatch.setattr(type(run.args), "world_size", 2)
         if of_ours:
@@ -160,6 +162,113 @@ def test_ranks_that_would_train_apart_after_an_evaluation(tmp_path, monkeypatch)
         else:
             assert "every rank trains a model of its own: evaluate afterwards" in refusal(run)
         monkeypatch.undo()
+
+
+def test_an_evaluation_over_ranks_in_another_trainer(tmp_path, monkeypatch):
+    run = trainer(model := enabled(), receipts(model), tmp_path)
+    check_trainer(run)
+    monkeypatch.setattr(type(run.args), "world_size", 2)
+    assert "its own evaluation over 2 ranks weighs the losses of packed batches wrongly" in refusal(run)
+    assert "use PackedTrainer of vlmpack.trainer" in refusal(run)
+    check_trainer(planned(tmp_path))
+
+
+def test_a_best_model_that_would_be_chosen_by_a_mean_of_batches(tmp_path):
+    settings = {"load_best_model_at_end": True, "save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 1}
+    run = trainer(model := enabled(), receipts(model), tmp_path, save_steps=1, **settings)
+    assert "it chooses by its own eval_loss" in refusal(run)
+    run.compute_metrics = loss_metrics
+    check_trainer(run)
+    run.compute_metrics, run.args.metric_for_best_model = None, "eval_accuracy"
+    check_trainer(run)
+
+
+# ---------------------------------------------------------------------- TRL's trainers, and settings of theirs
+
+
+def of_trl(name):
+    """A trainer as TRL makes them: a loss of its own, in its own module."""
+
+    def compute_loss(self, *args, **kwargs):
+        raise AssertionError("nothing is computed here")
+
+    compute_loss.__module__ = "trl.trainer"
+    return type(name, (Trainer,), {"compute_loss": compute_loss})
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("SFTTrainer", "compute_loss = Trainer.compute_loss and prediction_step = Trainer.prediction_step"),
+        ("DPOTrainer", "leave enable_packing out"),
+        ("GRPOTrainer", "leave enable_packing out"),
+    ],
+)
+def test_a_loss_that_goes_past_the_packed_forward(name, remedy, layout, tmp_path):
+    trl_trainer = of_trl(name)
+    model = enabled()
+    message = refusal(trl_trainer(model, arguments(tmp_path), collator(layout), receipts(model)))
+    assert f"TRL's {name} computes the loss itself" in message
+    assert "padded batches are computed with all their padding" in message
+    assert remedy in message
+
+    class Counting(trl_trainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    class Plain(trl_trainer):
+        compute_loss = Trainer.compute_loss
+
+    class PlainAndCounting(Plain):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    assert f"TRL's {name} computes" in refusal(Counting(model, arguments(tmp_path), collator(layout), receipts(model)))
+    for klass in (Plain, PlainAndCounting):
+        check_trainer(klass(model, arguments(tmp_path), collator(layout), receipts(model)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "seen"),
+    [
+        ({"max_length": 60}, "max_length=60 (the collator's is None)"),
+        ({"loss_type": "dft"}, "loss_type='dft' (the model's own loss is computed, cross-entropy)"),
+        ({"completion_only_loss": False}, "completion_only_loss=False (the collator has train_on='assistant')"),
+        ({"padding_free": True, "shuffle_dataset": True}, "padding_free=True; shuffle_dataset=True"),
+    ],
+)
+def test_settings_that_nothing_reads_are_named(settings, seen, tmp_path):
+    model = enable_packing(tiny_model(processor=processor_of(), hidden=16, heads=2, layers=1, vision_depth=1))
+    collate = VLMCollator(processor_of(), layout="packed")
+    run = Trainer(model, arguments(tmp_path, remove_unused_columns=False), collate, [chat()])
+    defaults = {"max_length": 1024, "loss_type": "nll", "completion_only_loss": None, "assistant_only_loss": False}
+    vars(run.args).update(defaults)
+    check_trainer(run)
+    vars(run.args).update(settings)
+    assert f"it has settings that nothing reads: {seen}: leave them out" in refusal(run)
+    if "loss_type" not in settings:
+        vars(run)["_skip_prepare_dataset"] = False  # TRL read them when it made tokens of text
+        check_trainer(run)
+
+
+def test_settings_that_say_what_the_collator_does(tmp_path):
+    model = enable_packing(tiny_model(processor=processor_of(), hidden=16, heads=2, layers=1, vision_depth=1))
+    for learnt, is_answers in (("assistant", True), ("all", False)):
+        collate = VLMCollator(processor_of(), layout="packed", max_length=60, train_on=learnt)
+        run = Trainer(model, arguments(tmp_path, remove_unused_columns=False), collate, [chat()])
+        vars(run.args).update(max_length=60, completion_only_loss=is_answers, assistant_only_loss=is_answers)
+        check_trainer(run)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_trls_trainers_are_known_by_their_modules(tmp_path):
+    trl = pytest.importorskip("trl", reason="needs TRL: pip install trl")
+    for trl_trainer in (trl.SFTTrainer, trl.DPOTrainer, trl.GRPOTrainer):
+        assert trl_trainer.compute_loss.__module__.startswith("trl.")
+    fields = vars(trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False))
+    assert {name: fields[name] for name in DEFAULTS} == DEFAULTS
+    assert fields["loss_type"] == "nll"
 
 
 def test_columns_that_trainer_removes_before_a_collator_reads_them(tmp_path):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from training import LAYOUTS, Samples, loss_sums, receipts, trainer
+from training import LAYOUTS, Samples, arguments, collator, loss_sums, receipts, trainer
 
 from vlmpack.families.tiny import tiny_model
 from vlmpack.step import enable_packing
-from vlmpack.trainer import loss_metrics
+from vlmpack.trainer import PackedTrainer, loss_metrics
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 
@@ -55,6 +55,7 @@ def test_metrics_are_exact_whatever_the_batches(layout, batch, concat, tmp_path)
     metrics = run.evaluate()
 
     assert metrics["eval_token_loss"] == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
+    assert metrics["eval_loss"] == metrics["eval_token_loss"]
     assert metrics["eval_sample_loss"] == pytest.approx(float((sums / counts).mean()), rel=1e-6)
     assert metrics["eval_num_targets"] == int(counts.sum())
     assert metrics["eval_num_samples"] == len(samples)
@@ -76,6 +77,38 @@ def test_plain_eval_loss_gives_each_sample_the_mean_of_its_batch(batch, tmp_path
     assert eval_loss == pytest.approx(sum(means) / len(means), rel=1e-6)
     is_exact = eval_loss == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
     assert is_exact == (len(batches) == 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("batch", [2, 3, 7])
+def test_packed_trainers_batches_give_the_loss_of_the_set(batch, layout, tmp_path):
+    """Also of the best model, and in `predict`; over several ranks, see test_two_ranks.py."""
+    model = tiny_model()
+    samples = receipts(model)
+    with torch.no_grad():
+        sums, counts = loss_sums(model, samples)
+    exact = pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
+    args, data = arguments(tmp_path, per_device_eval_batch_size=batch), Samples(samples)
+    run = PackedTrainer(enable_packing(model), args, collator(layout), data, data, eval_packing=False)
+    assert run.evaluate()["eval_loss"] == exact
+    assert run.predict(data).metrics["test_loss"] == exact
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_batch_without_targets_does_not_count_as_a_loss_of_0(layout, tmp_path):
+    """The unmodified model's loss of it is NaN, which Trainer leaves out."""
+    model = tiny_model()
+    samples = receipts(model)
+    for sample in samples[:2]:
+        sample["labels"][:] = -100
+    with torch.no_grad():
+        sums, counts = loss_sums(model, samples)
+    exact = float(sums[2:].sum() / counts[2:].sum())
+    run = trainer(enable_packing(model), samples, tmp_path, layout, per_device_eval_batch_size=2)
+    means = [float(sums[at : at + 2].sum() / counts[at : at + 2].sum()) for at in (2, 4)]
+    assert run.evaluate()["eval_loss"] == pytest.approx((2 * sum(means) + float(sums[6] / counts[6])) / 5, rel=1e-6)
+    run.compute_metrics = loss_metrics
+    assert run.evaluate()["eval_loss"] == pytest.approx(exact, rel=1e-6)
 
 
 def test_logits_are_not_kept_unless_asked_for(tmp_path):

@@ -19,6 +19,7 @@ def metrics(predictions):
 def test_tokens_and_samples_are_weighted_as_named():
     losses, targets = np.float32([1.0, 3.0, 5.0]), np.int64([1, 2, 7])
     assert metrics((losses, targets)) == {
+        "loss": pytest.approx((1 * 1 + 3 * 2 + 5 * 7) / 10),
         "token_loss": pytest.approx((1 * 1 + 3 * 2 + 5 * 7) / 10),
         "sample_loss": pytest.approx(3.0),
         "perplexity": pytest.approx(np.exp(4.2)),

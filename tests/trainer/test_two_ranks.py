@@ -51,12 +51,33 @@ def test_a_step_equals_one_step_on_all_samples(ranks):
 
 def test_predictions_come_once_and_in_order(ranks):
     result, _ = ranks
-    model = tiny_model()
     with torch.no_grad():
-        sums, counts = loss_sums(model, receipts(model))
+        sums, counts = loss_sums(fresh(), receipts(tiny_model()))
     assert result["sample_targets"] == counts.tolist()
     assert result["sample_losses"] == pytest.approx((sums / counts).tolist(), rel=1e-6)
     assert result["metrics"]["eval_token_loss"] == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
+
+
+def test_eval_loss_is_the_mean_over_all_targets_however_the_last_batches_are_filled_up(ranks):
+    """Where ranks have too few samples for a batch, accelerate gives them the first ones again."""
+    result, _ = ranks
+    with torch.no_grad():
+        sums, counts = loss_sums(fresh(), receipts(tiny_model()))
+    assert len(result["eval_losses"]) == 12
+    for count, size, layout, loss in result["eval_losses"]:
+        exact = float(sums[:count].sum() / counts[:count].sum())
+        assert loss == pytest.approx(exact, rel=1e-6), (count, size, layout)
+
+
+def test_trainers_own_evaluation_is_refused_before_its_first_batch(ranks):
+    message, calls = ranks[0]["refused"]
+    assert "HF Trainer's own evaluation over 2 ranks weighs the losses of packed batches wrongly" in message
+    assert "use PackedTrainer of vlmpack.trainer" in message
+    assert calls == 0
+
+
+def test_ranks_resume_from_the_newest_checkpoint_that_is_whole_on_all_of_them(ranks):
+    assert ranks[0]["resumed_from"] == ["checkpoint-3", "checkpoint-3"]
 
 
 # ---------------------------------------------------------------------- planned rows and streams

@@ -15,13 +15,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from trainer.packed_runs import fingerprint, plan_of, planned, streamed
-from training import Samples, collator, lengths_of, logged, receipts, trainer
+from trainer.packed_runs import fingerprint, fresh, plan_of, planned, streamed
+from training import LAYOUTS, Samples, arguments, collator, lengths_of, logged, receipts, trainer
 
+from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
 from vlmpack.plan import plan_bins
 from vlmpack.step import PackedStep, enable_packing
-from vlmpack.trainer import evaluate, loss_metrics
+from vlmpack.trainer import PackedTrainer, evaluate, loss_metrics
+from vlmpack.trainer.checkpoints import newest_whole
 
 
 def main(folder: Path) -> None:
@@ -31,10 +33,11 @@ def main(folder: Path) -> None:
     result = {"losses": trained(model, samples, folder)}
     torch.save({name: p.detach() for name, p in model.named_parameters()}, folder / f"weights{rank()}.pt")
 
-    run = trainer(enable_packing(tiny_model()), samples, folder, "packed")
-    run.compute_metrics = loss_metrics
+    run = in_batches(samples, folder, compute_metrics=loss_metrics)
     losses, targets = run.predict(Samples(samples)).predictions
     result |= {"sample_losses": losses.tolist(), "sample_targets": targets.tolist(), "metrics": run.evaluate()}
+    result |= {"eval_losses": eval_losses(samples, folder), "refused": refused(samples, folder)}
+    result |= {"resumed_from": resumed_from(folder / "places")}
     if rank() == 0:
         (folder / "result.json").write_text(json.dumps(result))
     packed = {"planned": on_a_plan(folder), "streamed": on_a_stream(folder), "evaluated": evaluated(samples)}
@@ -53,6 +56,55 @@ def trained(model, samples, folder):
     run = trainer(model, samples, folder, "packed", **settings)
     run.train()
     return logged(run)
+
+
+def in_batches(samples, folder, layout="packed", size=2, **more):
+    """A PackedTrainer that evaluates in batches as accelerate deals them."""
+    args = arguments(folder, per_device_eval_batch_size=size)
+    model, data = enable_packing(fresh()), Samples(samples)
+    return PackedTrainer(model, args, collator(layout), data, data, eval_packing=False, **more)
+
+
+def eval_losses(samples, folder):
+    """`eval_loss` of the first samples: [how many, a batch's size, the layout, the loss]."""
+    cases = [(count, size, layout) for layout in LAYOUTS for count in (1, 5, 7) for size in (2, 3)]
+    return [[*case, evaluated_loss(samples[: case[0]], folder, *case[1:])] for case in cases]
+
+
+def evaluated_loss(samples, folder, size, layout):
+    return in_batches(samples, folder, layout, size).evaluate()["eval_loss"]
+
+
+def refused(samples, folder):
+    """What HF Trainer's own evaluation ends with, and how many batches went through the model before."""
+    model = enable_packing(fresh())
+    calls = []
+    model.register_forward_pre_hook(lambda *call: calls.append(call))
+    try:
+        trainer(model, samples, folder).evaluate()
+    except ConfigError as error:
+        return [str(error), len(calls)]
+    return None
+
+
+def resumed_from(folder):
+    """The newest checkpoint, where rank 1 was stopped before it had written its last file."""
+    for step in (3, 6):
+        here = folder / f"checkpoint-{step}"
+        here.mkdir(parents=True, exist_ok=True)
+        if rank() == 0:
+            (here / "trainer_state.json").write_text("{}")
+        if (step, rank()) != (6, 1):
+            (here / f"place{rank()}").touch()
+    torch.distributed.barrier()
+    return [path.name for path in gathered(newest_whole(folder, f"place{rank()}"))]
+
+
+def gathered(mine):
+    """What every rank gives, rank after rank."""
+    everybody = [None, None]
+    torch.distributed.all_gather_object(everybody, mine)
+    return everybody
 
 
 def on_a_plan(folder):

@@ -158,10 +158,16 @@ def _row(report: Report) -> list[str]:
     how = report.attention if report.dtype == "float32" else f"{report.attention}, {report.dtype}"
     leak = [check.seen for check in report.checks if check.part == "isolation"]
     rest = [
-        [check.seen for check in report.checks if check.part == "equality" and check.name.startswith(f"row: {what}")]
+        [check.seen for check in report.checks if check.part == "equality" and _is_of(check.name, what)]
         for what in ("logits", "loss", "gradient")
     ]
     return [how, *(_largest(seen) for seen in (leak, *rest)), _verdict(report)]
+
+
+def _is_of(name: str, what: str) -> bool:
+    """Mixed precision stands apart: its limits are others."""
+    circumstance, _, of = name.partition(": ")
+    return circumstance != "autocast" and of.startswith(what)
 
 
 def _plain_row(one: Contrast) -> list[str]:

@@ -19,7 +19,7 @@ from vlmpack.offline.manifest import LEFT_OUT
 from vlmpack.offline.write import Progress as Told
 from vlmpack.terminal import print_table
 
-STAGES = {"measure": "measuring samples", "write": "writing files"}
+STAGES = {"measure": "measuring samples", "compare": "comparing what is packed", "write": "writing files"}
 LISTED = 5
 """Samples in no row that are told in full."""
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")

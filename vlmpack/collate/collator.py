@@ -5,25 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from numbers import Integral
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any, Literal, final, get_args
 
 import torch
 
-from vlmpack.collate.assemble import BrokenPixels, filler, to_packed, to_padded
+from vlmpack.collate.assemble import BrokenPixels, filler, has_broken_pixels, to_packed, to_padded
 from vlmpack.collate.buffers import PixelBuffers
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import Encoded
+from vlmpack.collate.holes import Markers
 from vlmpack.collate.labels import TrainOn
 from vlmpack.collate.ledger import Ceiling, Ledger
 from vlmpack.collate.length import OVERLENGTH, Overlength, fit
 from vlmpack.collate.processor import read_processor
 from vlmpack.collate.refusal import Refusal
 from vlmpack.data.images import ImageLimits
-from vlmpack.errors import ConfigError, SampleError, check_kind
+from vlmpack.errors import ConfigError, SampleError, VlmpackError, check_kind
 from vlmpack.layout import PackedRow, PaddedBatch, SlotRule
 from vlmpack.layout.slots import round_up
+
+_ROOM = Path(__file__).parent
 
 BatchLayout = Literal["padded", "packed"]
 OnBad = Literal["raise", "skip"]
@@ -43,6 +48,9 @@ class VLMCollator:
             it, "truncate" cuts it between messages or beside an image, never inside one.
         train_on: "assistant" learns what assistant turns say, their end included (of prompt and completion only the
             completion); "all" learns everything but media tokens. Labels that tokenised samples bring are kept.
+        markers: what `<image>` and `<video>` in a text are. "auto": places of the media of a sample's columns, and text
+            in a sample that has no such column; "places": always places, so that one without its medium is refused;
+            "text": always text.
         on_bad: "raise" stops at the first bad sample, "skip" leaves it out, counts it and writes it down.
         ledger: path of a JSON-lines file for refused samples; None: they are only counted.
         ceiling: how many skipped samples are too many; None: `Ceiling()`.
@@ -66,6 +74,7 @@ class VLMCollator:
         max_length: int | None = None,
         overlength: Overlength = "error",
         train_on: TrainOn = "assistant",
+        markers: Markers = "auto",
         on_bad: OnBad = "raise",
         ledger: str | Path | None = None,
         ceiling: Ceiling | None = None,
@@ -77,6 +86,7 @@ class VLMCollator:
         _check_choice("layout", layout, get_args(BatchLayout))
         _check_choice("overlength", overlength, get_args(Overlength))
         _check_choice("train_on", train_on, get_args(TrainOn))
+        _check_choice("markers", markers, get_args(Markers))
         _check_choice("on_bad", on_bad, get_args(OnBad))
         _check_lengths(layout, slots, max_length, overlength)
         _check_pixels(pixel_dtype, pixel_buffers)
@@ -88,6 +98,7 @@ class VLMCollator:
         self.overlength: Overlength = overlength
         self.on_bad = on_bad
         self.train_on: TrainOn = train_on
+        self.markers: Markers = markers
         self.limits = limits or ImageLimits()
         self.pixel_dtype = pixel_dtype
         self.buffers = PixelBuffers(pixel_buffers)
@@ -95,7 +106,15 @@ class VLMCollator:
         self.facts = read_processor(processor, vocab_size=vocab_size)
         self.ledger = Ledger(ledger, ceiling=ceiling)
         """Counts of given, used and refused samples, by reason."""
-        self._encoder = Encoder(processor=processor, facts=self.facts, limits=self.limits, train_on=train_on)
+        self._encoder = Encoder(
+            processor=processor,
+            facts=self.facts,
+            limits=self.limits,
+            train_on=train_on,
+            markers=markers,
+            name_unread=self.ledger.name_unread,
+            max_length=max_length,
+        )
 
     def __repr__(self) -> str:
         names = ("layout", "slots", "max_length", "overlength", "train_on", "on_bad", "ledger")
@@ -116,7 +135,8 @@ class VLMCollator:
 
         Raises:
             SampleError: a sample cannot be used and `on_bad` is "raise"; says which, what was seen and what to do.
-            ConfigError: no sample of this kind can be used, or more were refused than the ceiling allows.
+            ConfigError: no sample of this kind can be used, such as all without a known column, and `on_bad` is
+                "raise"; or more were refused than the ceiling allows.
             LayoutError: the samples do not fit the fixed sizes of `slots`.
         """
         if isinstance(features, Mapping):
@@ -137,7 +157,8 @@ class VLMCollator:
 
         Raises:
             SampleError: the sample cannot be used, whatever `on_bad` says.
-            ConfigError: no sample of this kind can be used, or images cannot be measured with this processor.
+            ConfigError: no sample of this kind can be used and `on_bad` is "raise", or images cannot be measured with
+                this processor.
         """
         sample = self._checked(feature, index, lambda: self._fitted(self._encoder.outline(feature, estimate=estimate)))
         return sample if index is None else _with_id(sample, index)
@@ -150,7 +171,7 @@ class VLMCollator:
         Raises:
             SampleError, ConfigError: as `outline`; the first only if `on_bad` is "raise".
         """
-        outcome = _outcome(lambda: self.outline(feature))
+        outcome = self._outcome(lambda: self.outline(feature))
         if isinstance(outcome, SampleError) and self._is_fatal(outcome):
             raise outcome
         return round_up(outcome.num_tokens if isinstance(outcome, Encoded) else 1, self.slots.multiple)
@@ -174,7 +195,7 @@ class VLMCollator:
         """The batch of what can be used; all samples are counted, in their order, once that is known."""
         outcomes: list[Encoded | SampleError] = []
         for make in makers:
-            outcomes.append(_outcome(make))
+            outcomes.append(self._outcome(make))
             if self._is_fatal(outcomes[-1]):
                 self._count(outcomes)  # raises
         batch = self._lay_out(outcomes)
@@ -182,13 +203,15 @@ class VLMCollator:
         return batch
 
     def _lay_out(self, outcomes: list[Encoded | SampleError]) -> PaddedBatch | PackedRow:
-        """The batch. A sample whose pixels turn out to be broken as they are joined becomes its error in `outcomes`."""
+        """The batch. Samples whose pixels turn out to be broken as they are joined become errors in `outcomes`."""
         usable = [(at, sample) for at, sample in enumerate(outcomes) if isinstance(sample, Encoded)]
         try:
             return self._joined([_with_id(sample, at) for at, sample in usable] or [filler(self.facts)])
         except BrokenPixels as broken:
-            at, sample = next((at, sample) for at, sample in usable if broken.is_of(sample))
-            outcomes[at] = SampleError(str(broken), index=at, reason="pixels_not_finite", sample_id=sample.sample_id)
+            for at, sample in usable:
+                if has_broken_pixels(sample):
+                    named = {"index": at, "reason": "pixels_not_finite", "sample_id": sample.sample_id}
+                    outcomes[at] = SampleError(str(broken), **named)
         return self._lay_out(outcomes)
 
     def _joined(self, samples: Sequence[Encoded]) -> PaddedBatch | PackedRow:
@@ -218,40 +241,73 @@ class VLMCollator:
 
     def _checked(self, feature: Mapping[str, Any], index: int | None, make: Callable[[], Encoded]) -> Encoded:
         """What `make` gives, under the sample's own id; its refusal names the sample."""
-        sample_id = own_id(feature)
+        sample_id = None
         try:
+            sample_id = own_id(feature)
             sample = make()
-        except Refusal as refusal:
-            named = index is not None or sample_id is None
-            message = refusal.message if named else f"sample {sample_id!r}: {refusal.message}"
-            raise SampleError(message, index=index, reason=refusal.reason, sample_id=sample_id) from refusal
+        except VlmpackError:
+            raise
+        except Exception as error:  # a data set may hold anything
+            raise self._error(_refusal_of(error), index, sample_id) from error
         return sample if sample.sample_id == sample_id else replace(sample, sample_id=sample_id)
+
+    def _error(self, refusal: Refusal, index: int | None, sample_id: int | str | None) -> SampleError | ConfigError:
+        """A refusal under the sample's name; a mistake of the setup, unless samples are to be skipped."""
+        named = index is not None or sample_id is None
+        message = refusal.message if named else f"sample {sample_id!r}: {refusal.message}"
+        error = SampleError(message, index=index, reason=refusal.reason, sample_id=sample_id)
+        return ConfigError(str(error)) if refusal.of_all and self.on_bad == "raise" else error
 
     # ------------------------------------------------------------------ the account
 
     def _count(self, outcomes: Iterable[Encoded | SampleError]) -> None:
         """Tell the ledger; raises the first error that is not to be skipped."""
-        for outcome in outcomes:
-            if not isinstance(outcome, SampleError):
-                self.ledger.use()
-            elif self._is_fatal(outcome):
-                self.ledger.note(outcome)
-                raise outcome
-            elif self.leaves_out(outcome.reason):
-                self.ledger.note(outcome)
-            else:
-                self.ledger.refuse(outcome)
+        with self.ledger.at_once():
+            for kind, group in groupby(outcomes, key=type):
+                if kind is Encoded:
+                    self.ledger.use(len(list(group)))
+                    continue
+                for error in group:
+                    assert isinstance(error, SampleError)
+                    self._count_bad(error)
+
+    def _count_bad(self, error: SampleError) -> None:
+        if self._is_fatal(error):
+            self.ledger.note(error)
+            raise error
+        if self.leaves_out(error.reason):
+            self.ledger.note(error)
+        else:
+            self.ledger.refuse(error)
+
+    def _outcome(self, make: Callable[[], Encoded]) -> Encoded | SampleError:
+        """A sample, or why there is none: without its traceback, which would hold on to all that holds the error.
+
+        One that is skipped is also without its cause, which has a traceback of its own.
+        """
+        try:
+            return make()
+        except SampleError as error:
+            if not self._is_fatal(error):
+                error.__cause__ = error.__context__ = None
+            return error.with_traceback(None)
 
     def _is_fatal(self, outcome: Encoded | SampleError) -> bool:
         return isinstance(outcome, SampleError) and self.on_bad == "raise" and not self.leaves_out(outcome.reason)
 
 
-def _outcome(make: Callable[[], Encoded]) -> Encoded | SampleError:
-    """A sample, or why there is none: without its traceback, which would hold on to all that holds the error."""
-    try:
-        return make()
-    except SampleError as error:
-        return error.with_traceback(None)
+def _refusal_of(error: Exception) -> Refusal:
+    """Why a sample cannot be used. What no file of this room foresaw keeps its name and its place."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, RecursionError):
+        return Refusal("bad_row", "it is nested too deeply to be read; give lists and mappings of a few levels")
+    if isinstance(error, MemoryError):
+        seen = f"the memory does not suffice for it ({error or 'MemoryError'})"
+        return Refusal("out_of_memory", f"{seen}; make its images smaller, or lower ImageLimits.max_pixels")
+    frame = [frame for frame in extract_tb(error.__traceback__) if _ROOM in Path(frame.filename).parents][-1]
+    place = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
+    return Refusal("unexpected", f"{type(error).__name__}: {error} ({place}); look at what its columns hold there")
 
 
 def _with_id(sample: Encoded, index: int) -> Encoded:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, final
 
 import numpy as np
 
+from vlmpack.collate.absent import check_unread
 from vlmpack.collate.checks import check_sample, tokens_of
 from vlmpack.collate.conversation import Conversation, read_conversation
 from vlmpack.collate.encoded import Encoded, Visual
-from vlmpack.collate.holes import Kind
+from vlmpack.collate.holes import Kind, Markers, MediaRef
 from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels
 from vlmpack.collate.media import MediaReader
 from vlmpack.collate.processor import ProcessorFacts, parts_of
@@ -21,7 +23,6 @@ from vlmpack.collate.refusal import Refusal
 from vlmpack.collate.template import ChatTemplate
 from vlmpack.collate.tokenised import read_tokenised, token_types
 from vlmpack.data.images import ImageLimits
-from vlmpack.errors import ConfigError
 
 SHOWN = 20
 """Characters on either side of one that cannot be used, in an error."""
@@ -46,24 +47,31 @@ class Encoder:
     """Caps for images and frames."""
     train_on: TrainOn
     """Which tokens are learnt."""
+    markers: Markers = "auto"
+    """What `<image>` and `<video>` in a text are."""
+    name_unread: Callable[[Iterable[str]], Collection[str]] | None = None
+    """Takes columns that nothing reads and returns those that are not named yet; None: none is named."""
+    max_length: int | None = None
+    """Tokens beyond which media are not made, as no sample holds them; None: no limit."""
 
     def encode(self, feature: Any) -> Encoded:
         """Encode and check one sample.
 
         Raises:
             Refusal: the sample cannot be used.
-            ConfigError: no sample of this kind can be used.
+            ConfigError: no sample can be used with this processor.
         """
-        return self._encode(feature, self._media.cut)
+        return self._encode(feature, partial(self._media.cut_each, most=self.max_length))
 
     def outline(self, feature: Any, *, estimate: bool = False) -> Encoded:
         """The same without pixels, which are left where they are: images and videos are only measured, or estimated.
 
         Raises:
             Refusal: the sample cannot be used, as far as can be seen without decoding its media.
-            ConfigError: no sample of this kind can be used, or images cannot be measured with this processor.
+            ConfigError: no sample can be used, or images cannot be measured, with this processor.
         """
-        return self._encode(feature, self._media.estimate if estimate else self._media.measure)
+        read = self._media.estimate if estimate else self._media.measure
+        return self._encode(feature, partial(_each, read))
 
     def fill(self, outline: Encoded) -> Encoded:
         """An outline with its pixels: equal to the encoded sample.
@@ -73,21 +81,32 @@ class Encoder:
         """
         return self._media.fill(outline)
 
-    def _encode(self, feature: Any, read: Callable[..., Visual]) -> Encoded:
+    def _encode(self, feature: Any, read: Callable[..., tuple[Visual, ...]]) -> Encoded:
         if not isinstance(feature, Mapping):
             raise Refusal("bad_row", f"a sample must be a mapping of columns, got a {type(feature).__name__}")
         if feature.get("input_ids") is not None:
             sample = read_tokenised(feature, self.facts, train_on=self.train_on)
+            self._check_unread(feature, has_media=bool(sample.images or sample.videos), texts=())
         else:
-            sample = self._encode_conversation(read_conversation(feature, has_vision=self.facts.has_vision), read)
+            conversation = read_conversation(feature, has_vision=self.facts.has_vision, markers=self.markers)
+            has_media = bool(conversation.images or conversation.videos)
+            self._check_unread(feature, has_media=has_media, texts=conversation.plain or conversation.texts())
+            sample = self._encode_conversation(conversation, read)
         check_sample(sample, self.facts)
         return sample
 
-    def _encode_conversation(self, conversation: Conversation, read: Callable[..., Visual]) -> Encoded:
+    def _check_unread(self, feature: Mapping[str, Any], *, has_media: bool, texts: Iterable[str]) -> None:
+        columns = check_unread(feature, has_media=has_media or not self.facts.has_vision, texts=texts)
+        if columns and self.name_unread is not None and (new := self.name_unread(columns)):
+            warnings.warn(
+                f"samples have columns that nothing reads: {', '.join(new)}; this is said once",
+                stacklevel=2,
+            )
+
+    def _encode_conversation(self, conversation: Conversation, read: Callable[..., tuple[Visual, ...]]) -> Encoded:
         self._check_texts(conversation)
         self._check_can_see(conversation)
-        images = tuple(read(ref, kind="image", at=at) for at, ref in enumerate(conversation.images))
-        videos = tuple(read(ref, kind="video", at=at) for at, ref in enumerate(conversation.videos))
+        images, videos = read(conversation.images, kind="image"), read(conversation.videos, kind="video")
         if conversation.plain:
             ids, spans = self._plain(conversation.plain, images, videos)
         else:
@@ -147,10 +166,12 @@ class Encoder:
 
     def _check_turns(self, spans: Sequence[tuple[int, int]], count: int) -> None:
         if not spans and count:
-            raise ConfigError(
+            raise Refusal(
+                "turn_mismatch",
                 f"the chat template wrote no '<|im_start|>assistant' turn for {count} assistant message(s), so it is "
                 "not known which tokens to learn; use a ChatML template (every Qwen-VL has one), train_on='all', "
-                "prompt and completion as strings, or tokenised samples with labels"
+                "prompt and completion as strings, or tokenised samples with labels",
+                of_all=True,
             )
         if len(spans) != count:
             raise Refusal(
@@ -174,7 +195,7 @@ class Encoder:
         kinds = (("image", self.facts.image_token, len(images)), ("video", self.facts.video_token, len(videos)))
         for kind, token, count in kinds:
             marker = f"<{kind}>"
-            if not count or token in prompt:
+            if not count or token in prompt or self.markers == "text":
                 continue
             if prompt.count(marker) != count:
                 raise Refusal(
@@ -222,6 +243,10 @@ class Encoder:
                 f"its text has {text.count(facts.video_token)} video placeholder(s) for {len(videos)} video(s)",
             )
         return re.sub(re.escape(facts.video_token), lambda _: next(written), text)
+
+
+def _each(read: Callable[..., Visual], refs: Sequence[MediaRef], *, kind: Kind) -> tuple[Visual, ...]:
+    return tuple(read(ref, kind=kind, at=at) for at, ref in enumerate(refs))
 
 
 def _check_characters(text: str) -> None:

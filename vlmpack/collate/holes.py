@@ -6,11 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
-from vlmpack.collate.absent import also_has
+from vlmpack.collate.absent import also_has, is_absent
 from vlmpack.collate.refusal import Refusal
 from vlmpack.collate.vision_keys import misspelt_key
 
 Kind = Literal["image", "video"]
+KINDS: tuple[Kind, ...] = ("image", "video")
+Markers = Literal["auto", "places", "text"]
+"""What `<image>` and `<video>` in a text are: see `marked_kinds`."""
 
 _SOURCE_KEYS: dict[Kind, tuple[str, ...]] = {
     "image": ("image", "image_url", "url", "path", "bytes"),
@@ -29,12 +32,25 @@ class MediaRef:
     """The keys of qwen-vl-utils that stood beside it: min_pixels, resized_height, fps, ..."""
 
 
-def fill_holes(messages: list[dict[str, Any]], present: Mapping[str, Any], kind: Kind) -> tuple[MediaRef, ...]:
+def marked_kinds(feature: Mapping[str, Any], markers: Markers) -> tuple[Kind, ...]:
+    """The kinds of media whose markers in a text are places of media; those of the others are text.
+
+    "auto": a kind that the sample has a column of. Where that is empty, the marker's medium was lost, and the sample is
+    refused; without such a column nothing says that `<image>` is more than a word. "places": both. "text": none.
+    """
+    if markers != "auto":
+        return KINDS if markers == "places" else ()
+    return tuple(kind for kind in KINDS if kind in feature or f"{kind}s" in feature)
+
+
+def fill_holes(
+    messages: list[dict[str, Any]], present: Mapping[str, Any], kind: Kind, *, is_marked: bool
+) -> tuple[MediaRef, ...]:
     """The media of one kind in the order of their holes, from the parts themselves and from the columns.
 
     Without any hole in the messages, which are changed in place, text markers (`<image>`, `<video>`) outside the
-    assistant's turns are the holes if there is one for each of the column's media; if there is none at all, the media
-    are put in front of the first user message.
+    assistant's turns are the holes if `is_marked` and there is one for each of the column's media; if there is none at
+    all, the media are put in front of the first user message.
 
     Raises:
         Refusal: holes and media differ in number, or it is not clear where the media go.
@@ -42,27 +58,27 @@ def fill_holes(messages: list[dict[str, Any]], present: Mapping[str, Any], kind:
     column = column_media(present, kind)
     holes = [part for message in messages for part in _parts(message) if part["type"] == kind]
     if column and not holes:
-        if not _split_at_markers(messages, kind, len(column)):
+        if not (is_marked and _split_at_markers(messages, kind, len(column))):
             _insert_holes(messages, kind, len(column))
         return column
     return _fill(holes, column, present, kind)
 
 
-def check_markers(texts: Iterable[str], feature: Mapping[str, Any], *, found: Mapping[Kind, int]) -> None:
-    """Refuse markers in users' texts of a kind of which the sample has `found` none.
+def check_markers(texts: Iterable[str], feature: Mapping[str, Any], *, missing: Iterable[Kind]) -> None:
+    """Refuse markers in users' texts of the kinds of media that are `missing`, though they are places of them.
 
     Raises:
-        Refusal: there is one; it would be learnt as text, and the medium it stands for is missing.
+        Refusal: there is one; it would be learnt as text.
     """
     whole = "\n".join(texts)
-    for kind, count in found.items():
+    for kind in missing:
         marker = f"<{kind}>"
-        if marker in whole and not count:
+        if marker in whole:
             raise Refusal(
                 "media_count_mismatch",
                 f"the user's text holds {marker!r} {whole.count(marker)} time(s), but the sample has no {kind} to put "
-                f"there ({_columns_of(kind, feature)}){also_has(feature)}; give it in a column {kind} or {kind}s, take "
-                "the marker out, or write it otherwise where it is meant as text",
+                f"there ({_columns_of(kind, feature)}){also_has(feature)}; give it in a column {kind} or {kind}s, "
+                "or take the marker out; where it is meant as text, leave the column out, or choose markers='text'",
             )
 
 
@@ -75,7 +91,7 @@ def _columns_of(kind: Kind, feature: Mapping[str, Any]) -> str:
 
 def column_media(present: Mapping[str, Any], kind: Kind) -> tuple[MediaRef, ...]:
     """The media of the `images` / `image` (or `videos` / `video`) column."""
-    one, many = present.get(kind), present.get(f"{kind}s")
+    one, many = (None if is_absent(present.get(name)) else present[name] for name in (kind, f"{kind}s"))
     if one is not None and many is not None:
         raise Refusal("ambiguous_media", f"the sample has both a column {kind} and a column {kind}s; keep one of them")
     value = one if many is None else many

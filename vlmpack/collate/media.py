@@ -11,22 +11,22 @@ and checked again on every image that is measured first and cut later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, final
 
 from PIL import Image
 
-from vlmpack.collate.checks import check_pixels
+from vlmpack.collate.checks import check_pixels, tokens_of
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.holes import Kind, MediaRef
 from vlmpack.collate.processor import ProcessorFacts
 from vlmpack.collate.refusal import Refusal
 from vlmpack.collate.video import VideoPatches, VideoSettings, load_video, outline_video
-from vlmpack.collate.vision_keys import has_image_keys, image_size, resize_image
+from vlmpack.collate.vision_keys import Size, check_enlarged, has_image_keys, image_size, resize_image
 from vlmpack.data.images import ImageError, ImageLimits, load_image, read_size
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, VlmpackError
 from vlmpack.families.resize import grid_from_size
 from vlmpack.layout import Grid
 
@@ -57,6 +57,26 @@ class MediaReader:
             Refusal: it cannot be used.
         """
         return self._read(ref, kind, at, self._cut_image, load_video)
+
+    def cut_each(self, refs: Sequence[MediaRef], *, kind: Kind, most: int | None = None) -> tuple[Visual, ...]:
+        """Cut the media of one kind of a sample, in their order.
+
+        One that ends beyond `most` tokens by its size alone is measured and not made: no sample of at most so many
+        tokens holds it. Images that the processor sizes are made: its own `size` bounds them.
+
+        Raises:
+            Refusal: one of them cannot be used.
+        """
+        if most is None:
+            return tuple(self.cut(ref, kind=kind, at=at) for at, ref in enumerate(refs))
+        visuals: list[Visual] = []
+        left = most
+        for at, ref in enumerate(refs):
+            is_sized = kind == "video" or has_image_keys(ref.options)
+            visual = self.measure(ref, kind=kind, at=at) if is_sized else self.cut(ref, kind=kind, at=at)
+            left -= sum(tokens_of(visual, self.facts, kind=kind))
+            visuals.append(self.cut(ref, kind=kind, at=at) if is_sized and left >= 0 else visual)
+        return tuple(visuals)
 
     def measure(self, ref: MediaRef, *, kind: Kind, at: int) -> Visual:
         """The same without pixels, from headers.
@@ -100,6 +120,8 @@ class MediaReader:
             return image(ref) if kind == "image" else self._video(ref, video)
         except ImageError as error:
             raise Refusal(error.reason, f"{kind} {at}: {error.detail}") from error
+        except VlmpackError:  # the processor's fault, not this image's
+            raise
         except (ValueError, TypeError, ArithmeticError, OSError) as error:
             raise Refusal("image_processing", f"{kind} {at}: the image processor refused it: {error}") from error
 
@@ -124,6 +146,7 @@ class MediaReader:
         image = load_image(ref.source, limits=self.limits)
         options: dict[str, Any] = {}
         if has_image_keys(ref.options):
+            self._keyed_size(ref, image.height, image.width)
             image, options = resize_image(image, ref.options, **self._sizes), {"do_resize": False}
         out = self.image_processor(images=[image], return_tensors="pt", **options)
         return Visual(pixels=out["pixel_values"], grid=_grid(out["image_grid_thw"][0].tolist()), source=ref)
@@ -143,9 +166,14 @@ class MediaReader:
 
     def _sized_image(self, ref: MediaRef) -> Visual:
         """An image whose own keys say how large it is to be."""
-        height, width = read_size(ref.source, limits=self.limits)
-        height, width = image_size(ref.options, height=height, width=width, **self._sizes)
+        height, width = self._keyed_size(ref, *read_size(ref.source, limits=self.limits))
         return Visual(pixels=None, grid=self._grid_of(height, width), source=ref)
+
+    def _keyed_size(self, ref: MediaRef, height: int, width: int) -> Size:
+        """(height, width) in pixels that an image's own keys ask for, which is not too large to be made."""
+        size = image_size(ref.options, height=height, width=width, **self._sizes)
+        check_enlarged(size, given=(height, width), factor=self.facts.patch_size * self.facts.merge_size)
+        return size
 
     def _video(self, ref: MediaRef, read: Callable[..., VideoPatches]) -> Visual:
         settings = VideoSettings.from_image_processor(self.image_processor)

@@ -11,6 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
 
+from jinja2 import Environment, TemplateError
+from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+
 from vlmpack.collate.absent import is_empty
 from vlmpack.collate.conversation import Conversation
 from vlmpack.collate.refusal import Refusal
@@ -21,6 +27,22 @@ _TOOL = {
     "function": {"name": "tried", "description": "-", "parameters": {"type": "object", "properties": {}}},
 }
 _CALL = {"type": "function", "function": {"name": "tried", "arguments": {}}}
+
+_OFF = ("add_generation_prompt", "continue_final_message")
+"""Options that no sample may turn on: a turn would have no answer, or no end."""
+_NOT_OPTIONS = {*_OFF, "messages", "tools", "raise_exception", "strftime_now", "dict", "namespace"}
+"""Variables of a template that no sample chooses: those that transformers sets, and these."""
+
+
+class _Generation(Extension):
+    """The grammar of `{% generation %}`, by which templates mark what the assistant says, as transformers reads it."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own annotation is a set)
+
+    def parse(self, parser: Parser) -> list[Node]:
+        """The statements inside the block."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 @final
@@ -68,11 +90,12 @@ class ChatTemplate:
                 f"it has {' and '.join(lost)}, which the chat template does not write: the model would learn an answer "
                 "without it; give the processor a chat template that does, or write it into the content",
             )
-        if misspelt := [name for name in conversation.template_options if not self._names(name)]:
+        options = {name for name, value in conversation.template_options.items() if name not in _OFF or value}
+        if unread := sorted(options - {"tools"} - (self._variables if options else frozenset())):
             raise Refusal(
                 "template_ignores",
-                f"chat_template_kwargs has {' and '.join(misspelt)}, which the chat template does not name; see how it "
-                "is spelt there, or leave it out",
+                f"chat_template_kwargs has {' and '.join(unread)}, which the chat template does not read; it reads "
+                f"{', '.join(sorted(self._variables)) or 'none'}: see how it is spelt there, or leave it out",
             )
 
     @cached_property
@@ -95,9 +118,23 @@ class ChatTemplate:
         except Exception:  # see `render`
             return None
 
-    def _names(self, option: str) -> bool:
+    @cached_property
+    def _variables(self) -> frozenset[str]:
+        """The options that the template reads: its undeclared variables, but for those that are not a sample's choice.
+
+        Raises:
+            ConfigError: the template is no Jinja template.
+        """
         template = self.processor.chat_template
-        return not isinstance(template, str) or option in template or option == "tools"
+        sources = template.values() if isinstance(template, Mapping) else [template]
+        grammar = Environment(extensions=["jinja2.ext.loopcontrols", _Generation])
+        try:
+            read = {name for source in sources for name in find_undeclared_variables(grammar.parse(source))}
+        except TemplateError as error:
+            raise ConfigError(
+                f"the processor's chat template cannot be read ({type(error).__name__}: {error}); repair it"
+            ) from error
+        return frozenset(read - _NOT_OPTIONS)
 
     def _write(self, messages: list[dict[str, Any]], **options: Any) -> str:
         return self.processor.apply_chat_template(messages, tokenize=False, **options)

@@ -15,11 +15,12 @@ from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels, mask_media
 from vlmpack.collate.processor import ProcessorFacts
 from vlmpack.collate.refusal import Refusal
-from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.errors import LayoutError
 from vlmpack.layout import IGNORE, IMAGE, TEXT, VIDEO, Grid, lengths_from_mask
 
 LABEL_COLUMNS = ("labels", "completion_mask", "assistant_masks", "loss_mask")
 """What a tokenised sample may say about its labels; the masks are TRL's and SeqPacker's, 0 where nothing is learnt."""
+_MASKS = ("attention_mask", *LABEL_COLUMNS[1:])
 _MISSPELT = ("shift_labels", "label_mask", "labels_mask", "loss_masks", "completion_masks", "assistant_mask")
 """Columns that mean to say so, and are no column of anybody's tokenised samples."""
 
@@ -35,14 +36,15 @@ def read_tokenised(feature: Mapping[str, Any], facts: ProcessorFacts, *, train_o
     `mm_token_type_ids` are checked, not needed.
 
     Raises:
-        Refusal: fields that contradict each other.
-        ConfigError: it is a packed row already.
+        Refusal: fields that contradict each other, or it is a packed row already.
     """
     if found := [name for name in BOUNDARIES if feature.get(name) is not None]:
-        raise ConfigError(
+        raise Refusal(
+            "bad_row",
             f"samples bring {', '.join(found)}, so they are packed rows already, and would be taken for one sample "
             "each; give rows to the collator of what made them (PackedDataset: data_collator=dataset.collate; rows of "
-            "text: RowCollator), or remove the column if each is one sample"
+            "text: RowCollator), or remove the column if each is one sample",
+            of_all=True,
         )
     _check_read(feature)
     ids = _tokens(feature, "input_ids")
@@ -99,8 +101,11 @@ def _tokens(feature: Mapping[str, Any], name: str) -> np.ndarray:
         values = values[0]
     if values.ndim != 1:
         raise Refusal("bad_shape", f"{name} has shape {list(values.shape)}; one sample's are [n] (or [1, n])")
-    if values.size and not np.issubdtype(values.dtype, np.integer) and values.dtype != bool:
+    is_mask = name in _MASKS
+    if values.size and not np.issubdtype(values.dtype, np.integer) and not (is_mask and values.dtype == bool):
         raise Refusal("bad_dtype", f"{name} holds {values.dtype}; it must hold whole numbers")
+    if name in LABEL_COLUMNS[1:] and ((values != 0) & (values != 1)).any():
+        raise Refusal("bad_mask", f"{name} holds other values than 0 and 1; weights of targets are no mask")
     return values.astype(np.int64)
 
 

@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import lru_cache, partial
 from typing import Any, final
 
 from vlmpack.collate.absent import is_absent, is_empty
@@ -38,8 +39,6 @@ _PAYLOADS = {
 }
 """Keys that hold what a part says or shows, by its kind."""
 
-_MARKERS = re.compile("(<image>|<video>)")
-
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +51,10 @@ class Turn:
     """False: its own flag says that it is only to be read."""
 
 
-def read_turns(value: Any, column: str) -> list[Turn]:
+def read_turns(value: Any, column: str, marked: Collection[str] = ()) -> list[Turn]:
     """The turns of a column: messages with role and content, or Qwen's turns with from and value.
+
+    In the texts of the latter, `<image>` and `<video>` are holes if they are among the kinds that are `marked`.
 
     Raises:
         Refusal: `bad_row`: they are no turns, one of them says nothing, or its role or its flag is not known.
@@ -61,7 +62,7 @@ def read_turns(value: Any, column: str) -> list[Turn]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
         raise Refusal("bad_row", f"{column} must be a non-empty list of messages, got {short(value)}")
     is_qwen = isinstance(value[0], Mapping) and "from" in value[0]
-    read = _qwen_turn if is_qwen else _turn
+    read = partial(_qwen_turn, marked=marked) if is_qwen else _turn
     turns = [read(item, f"{column}[{i}]") for i, item in enumerate(value)]
     return _with_known_roles(turns, column)
 
@@ -119,7 +120,7 @@ def _turn(message: Any, where: str) -> Turn:
 
 def _no_content(message: Mapping[str, Any], where: str) -> str:
     """An answer may be all tool calls or thoughts; any other turn without a content would be an empty one."""
-    if any(message.get(key) for key in SPEAKING):
+    if any(not is_empty(message.get(key)) for key in SPEAKING):
         return ""
     raise Refusal(
         "bad_row",
@@ -135,6 +136,8 @@ def _part(part: Any, where: str) -> dict[str, Any]:
         raise Refusal("bad_row", f"{where} must be a mapping with a type, got {short(part)}")
     part = {key: value for key, value in part.items() if not is_absent(value)}
     kind = part.get("type") or next((k for k in ("image", "image_url", "video", "text") if k in part), "")
+    if not isinstance(kind, str):
+        raise Refusal("bad_row", f"{where}.type must be a text, such as 'image', got {short(kind)}")
     kind = {"image_url": "image", "video_url": "video", "input_image": "image", "input_text": "text"}.get(kind, kind)
     if kind not in ("text", "image", "video"):
         raise Refusal("bad_row", f"{where} is of type {kind!r}; only text, image and video parts can be used")
@@ -155,38 +158,34 @@ def _check_no_payload(holder: Mapping[str, Any], where: str, *, but: tuple[str, 
         )
 
 
-def _qwen_turn(turn: Any, where: str) -> Turn:
-    """Qwen's fine-tuning rows: `<image>` and `<video>` in a turn's text are holes; user text is stripped."""
+def _qwen_turn(turn: Any, where: str, marked: Collection[str]) -> Turn:
+    """Qwen's fine-tuning rows: markers in a turn's text are holes, where their kind is; user text is stripped."""
     if not isinstance(turn, Mapping) or not isinstance(turn.get("value"), str) or not isinstance(turn.get("from"), str):
         raise Refusal("bad_row", f"{where} must have a from and a value, got {_with_keys(turn)}")
     _check_no_payload(turn, where, but=())
-    if lost := [key for key in ("content", *SPEAKING) if turn.get(key)]:
+    if lost := [key for key in ("content", *SPEAKING) if not is_empty(turn.get(key))]:
         raise Refusal("bad_row", f"{where} has {lost[0]!r} beside its value, which nothing reads; keep one of them")
     role = turn["from"]
-    content = turn["value"] if _canonical(role) == "assistant" else _split_markers(turn["value"])
+    content = turn["value"] if _canonical(role) == "assistant" else _split_markers(turn["value"], marked)
     return Turn(message={"role": role, "content": content}, learnt=_learnt(turn, role, where))
 
 
-def _split_markers(text: str) -> str | list[dict[str, Any]]:
+def _split_markers(text: str, kinds: Collection[str]) -> str | list[dict[str, Any]]:
     """As Qwen's own fine-tuning code does it: text between markers is stripped, and left out when empty."""
-    pieces = [piece.strip() for piece in _MARKERS.split(text)]
+    markers = [f"<{kind}>" for kind in kinds]
+    pieces = [piece.strip() for piece in (re.split(f"({'|'.join(markers)})", text) if markers else [text])]
     if len(pieces) == 1:
         return pieces[0]
-    return [
-        {"type": piece[1:-1]} if piece in ("<image>", "<video>") else {"type": "text", "text": piece}
-        for piece in pieces
-        if piece
-    ]
+    return [{"type": piece[1:-1]} if piece in markers else {"type": "text", "text": piece} for piece in pieces if piece]
 
 
 def _with_known_roles(turns: list[Turn], column: str) -> list[Turn]:
     seen = list(dict.fromkeys(turn.message["role"] for turn in turns))
     known = (*ROLES, *ALIASES)
     if unknown := next((role for role in seen if role not in known), None):
-        near = get_close_matches(unknown.lower(), known, n=1)
         raise Refusal(
             "bad_row",
-            f"{column} has a turn of the role {unknown!r}, which is not known{_did_you_mean(near)}; its roles are "
+            f"{column} has a turn of the role {unknown!r}, which is not known{_did_you_mean(unknown)}; its roles are "
             f"{', '.join(seen)}, and those that can be used {', '.join(known)}: rename it",
         )
     return [replace(turn, message={**turn.message, "role": _canonical(turn.message["role"])}) for turn in turns]
@@ -196,7 +195,9 @@ def _canonical(role: str) -> str:
     return ALIASES.get(role, role)
 
 
-def _did_you_mean(near: list[str]) -> str:
+@lru_cache(maxsize=1024)
+def _did_you_mean(role: str) -> str:
+    near = get_close_matches(role.lower(), (*ROLES, *ALIASES), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 

@@ -26,6 +26,7 @@ from torch.nn.functional import interpolate
 
 from vlmpack.collate.vision_keys import (
     Size,
+    check_enlarged,
     first_frame_size,
     number,
     video_frame_size,
@@ -180,6 +181,9 @@ def _frame_sizes(sizes: Sequence[Size], element: Mapping[str, Any], *, settings:
     height, width = sizes[0]
     size = video_frame_size(element, num_frames=len(sizes), height=height, width=width, **patch)
     _check_one_size(first)
+    factor = settings.patch_size * settings.merge_size
+    for made in (first[0], size):
+        check_enlarged(made, given=sizes[0], factor=factor, num_frames=len(sizes))
     return first[0], size
 
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 from PIL import Image
@@ -55,6 +56,8 @@ MODEL_TOKENS = 128_000
 """Nine tenths of it are a video's where it has no `total_pixels` (`MODEL_SEQ_LEN`; no environment variable is read)."""
 FRAME_FACTOR = 2
 """Frames that share one temporal patch."""
+ENLARGED_TOKENS = 4 * IMAGE_TOKENS[1]
+"""Most tokens to which the frames of a video are enlarged together by keys beside it."""
 
 Size = tuple[int, int]
 """Height and width, in that order."""
@@ -65,6 +68,7 @@ def has_image_keys(element: Mapping[str, Any]) -> bool:
     return any(element.get(key) is not None for key in IMAGE_KEYS)
 
 
+@lru_cache(maxsize=1024)
 def misspelt_key(name: str) -> str | None:
     """The key that a name is nearly; None: it is one itself, or like none (`height` and `video_id` are notes)."""
     if name in KNOWN_KEYS:
@@ -86,9 +90,9 @@ def number(element: Mapping[str, Any], key: str, default: float) -> float:
         parsed = float(value) if isinstance(value, str) else value
         if not isinstance(parsed, bool) and math.isfinite(parsed) and parsed >= 0:
             return parsed
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         pass
-    raise ImageError(f"{key}={value!r} must be a number, finite and not negative", "vision_key")
+    raise ImageError(f"{key}={value!r:.80} must be a number, finite and not negative", "vision_key")
 
 
 def smart_resize(
@@ -140,6 +144,33 @@ def image_size(element: Mapping[str, Any], *, height: int, width: int, patch_siz
             qwen-vl-utils ignores.
     """
     return _keyed_size(element, height, width, patch_size * merge_size)
+
+
+def check_enlarged(made: Size, *, given: Size, factor: int, num_frames: int = 1) -> None:
+    """Refuse to enlarge a picture beyond what the rule makes of any picture without keys: memory and time are bounded.
+
+    A small picture could ask for any size. An image gets its own size or `IMAGE_TOKENS[1]` tokens at most; a frame of
+    a video also has a share of `ENLARGED_TOKENS`, but never less than `FRAME_TOKENS[1]`.
+
+    Args:
+        made: the size that the keys ask for.
+        given: the picture's own size.
+        factor: patch size times merge size: pixels along one side of a token.
+        num_frames: frames of that size that are made.
+
+    Raises:
+        ImageError: it is larger (reason ``"vision_key"``).
+    """
+    share = max(FRAME_TOKENS[1], ENLARGED_TOKENS // num_frames)
+    own = math.ceil(given[0] / factor) * math.ceil(given[1] / factor)
+    most = max(own, min(IMAGE_TOKENS[1], share))
+    if made[0] * made[1] > most * factor**2:
+        raise ImageError(
+            f"the keys beside it enlarge it from {given[1]} x {given[0]} to {made[1]} x {made[0]} pixels (width x "
+            f"height{f', {num_frames} frames' if num_frames > 1 else ''}), more than the {most} tokens of "
+            f"{factor} x {factor} pixels that it can have at most; lower min_pixels, resized_height and resized_width",
+            "vision_key",
+        )
 
 
 def resize_image(

@@ -19,7 +19,11 @@ What `load_image` accepts and what it does with it:
 | grey deeper than 8 bits (I;16, I, F)     | full scale goes to 255: 65535 for integers, 255 for floats               |
 | several frames (GIF, APNG, TIFF, WebP)   | the first one                                                            |
 
-The header is checked against `ImageLimits` before a pixel is decoded. Pillow's `LOAD_TRUNCATED_IMAGES` is never set.
+The header is checked against `ImageLimits` before a pixel is decoded. What is cut short is refused (`damage.py`,
+`tiff.py`), also where the process has set Pillow's `LOAD_TRUNCATED_IMAGES`.
+
+Beside the encoded image, at most 16 bytes are made for each pixel that `ImageLimits.max_pixels` allows: 5.3 times the
+bytes of its RGB. Most are for WebP, whose decoder keeps two pictures of its own. RGB itself, as Pillow holds it, is 4.
 """
 
 from __future__ import annotations
@@ -34,15 +38,19 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import unquote
 
-from PIL import Image
+from PIL import Image, ImageFile
 from PIL.PngImagePlugin import PngImageFile
 
-from vlmpack.data.pixels import ImageError, to_rgb, upright, upright_size
+from vlmpack.data.damage import check_content, filling, has_text_after_pixels
+from vlmpack.data.pixels import ImageError, orientation, to_rgb, turned, upright_size
+from vlmpack.data.tiff import check_directory, check_strips, check_tiff
 from vlmpack.errors import ConfigError
 
 ImageSource = Image.Image | bytes | bytearray | memoryview | str | Path | Mapping
 """What `load_image` accepts."""
 
+SLOW = 16
+"""A kind of image that is decoded in Python may have so many times fewer pixels: 4 million of 64."""
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 
@@ -84,12 +92,22 @@ def load_image(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> 
     Raises:
         ImageError: the image cannot be used; the message says what was seen and the remedy, `.reason` is a slug.
     """
-    image = source
-    if not isinstance(image, Image.Image):
-        image = _open(io.BytesIO(read_encoded(image, limits=limits)), limits)
-    _check_header(image.size, limits)
-    _decode(image)
-    return to_rgb(upright(image))
+    with filling.off():
+        image = (
+            source
+            if isinstance(source, Image.Image)
+            else _open(io.BytesIO(read_encoded(source, limits=limits)), limits)
+        )
+        _check_header(image, limits)
+        check_content(image)
+        check_strips(image)
+        _decode(image)
+        by = orientation(image)
+    rgb = to_rgb(image)
+    if rgb is image and image.format == "WEBP":
+        rgb = image.copy()  # without Pillow's decoder, which holds twice as much again
+    del image  # what it holds is free before another copy is made
+    return turned(rgb, by)
 
 
 def read_size(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> tuple[int, int]:
@@ -105,15 +123,16 @@ def read_size(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> t
     Raises:
         ImageError: the image cannot be read, or its header is outside the limits.
     """
-    if isinstance(source, Image.Image):
-        return _size(source, limits)
-    with _file(source, limits) as file, _open(file, limits) as image:
-        return _size(image, limits)
+    with filling.off():
+        if isinstance(source, Image.Image):
+            return _size(source, limits)
+        with _file(source, limits) as file, _open(file, limits) as image:
+            return _size(image, limits)
 
 
 def _size(image: Image.Image, limits: ImageLimits) -> tuple[int, int]:
-    _check_header(image.size, limits)
-    if isinstance(image, PngImageFile) and image.tile and image.fp and _text_after_pixels(image.fp):
+    _check_header(image, limits)
+    if isinstance(image, PngImageFile) and image.tile and image.fp and has_text_after_pixels(image.fp):
         _decode(image)  # only then has Pillow read what stands behind the pixels
     return upright_size(image)
 
@@ -193,7 +212,13 @@ def _file_uri_path(uri: str) -> Path:
 
 def _open_file(path: Path, limits: ImageLimits) -> IO[bytes]:
     """A regular file; a device or a pipe, which may never end, is not one."""
-    if not _is_file(path):
+    try:
+        found = path.is_file()
+    except PermissionError as error:
+        raise ImageError(f"the image file {_short(str(path))} cannot be read: {error}", "image_missing") from error
+    except (OSError, ValueError):  # a name too long, a null byte
+        found = False
+    if not found:
         raise ImageError(f"there is no image file at {_short(str(path))}; check the path", "image_missing")
     try:
         _check_bytes(path.stat().st_size, limits)
@@ -223,6 +248,7 @@ def _open(file: IO[bytes], limits: ImageLimits) -> Image.Image:
     _check_bytes(size := file.seek(0, io.SEEK_END), limits)
     if not size:
         raise ImageError("the image is empty (0 bytes); write the file again or drop the sample", "image_undecodable")
+    check_directory(file)
     try:
         with warnings.catch_warnings():
             # Pillow warns above 89 million pixels; our own cap answers with an error instead.
@@ -243,8 +269,8 @@ def _open(file: IO[bytes], limits: ImageLimits) -> Image.Image:
         ) from error
 
 
-def _check_header(size: tuple[int, int], limits: ImageLimits) -> None:
-    width, height = size
+def _check_header(image: Image.Image, limits: ImageLimits) -> None:
+    size = width, height = image.size
     if width < 1 or height < 1:
         raise ImageError(f"the image is {width} x {height} pixels: there is nothing in it; drop it", "image_zero_size")
     if width * height > limits.max_pixels:
@@ -258,6 +284,20 @@ def _check_header(size: tuple[int, int], limits: ImageLimits) -> None:
             f"the image is {width} x {height} pixels, an aspect ratio of {max(size) / min(size):.1f}, more than "
             f"{limits.max_aspect_ratio:g}, where Qwen's resize rule ends; cut or pad it",
             "image_aspect_ratio",
+        )
+    if isinstance(image, ImageFile.ImageFile) and image.tile and image.fp:
+        check_tiff(image, limits.max_pixels)
+        _check_speed(image, limits)
+
+
+def _check_speed(image: ImageFile.ImageFile, limits: ImageLimits) -> None:
+    """Refuse a large image of a kind that Pillow decodes in Python: about a second a megapixel."""
+    pixels = image.width * image.height
+    if pixels * SLOW > limits.max_pixels and image.tile[0][0] in Image.DECODERS:
+        raise ImageError(
+            f"the {image.format} image has {pixels} pixels, more than ImageLimits.max_pixels / {SLOW}, and of its kind "
+            "Pillow decodes only a million a second; save it as PNG",
+            "image_too_large",
         )
 
 
@@ -276,20 +316,3 @@ def _decode(image: Image.Image) -> None:
 def _short(text: str) -> str:
     """Both ends of a long path or address: one says where it points, the other what it is called."""
     return repr(text if len(text) <= 80 else f"{text[:37]}...{text[-40:]}")
-
-
-def _text_after_pixels(png: IO[bytes]) -> bool:
-    """Whether a PNG file has chunks behind its pixels that may tell its orientation (EXIF, or text that holds it).
-
-    A chunk is its length (4 bytes), its type (4), the data, and a checksum (4).
-    """
-    before, at, behind = png.tell(), 8, False
-    try:
-        while png.seek(at) and len(head := png.read(8)) == 8:
-            behind = behind or head[4:] == b"IDAT"
-            if behind and head[4:] in (b"eXIf", b"tEXt", b"zTXt", b"iTXt"):
-                return True
-            at += int.from_bytes(head[:4], "big") + 12
-        return False
-    finally:
-        png.seek(before)

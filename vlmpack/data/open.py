@@ -15,6 +15,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from operator import index as as_int
 from pathlib import Path
@@ -36,6 +37,7 @@ from vlmpack.data.sources import (
     check_source,
     complete_row,
     find_stored,
+    readable,
     refuse_scale,
 )
 from vlmpack.errors import ConfigError, SampleError
@@ -55,7 +57,7 @@ def open_dataset(
     Args:
         source: `"synthetic"`, a file of JSON or JSONL or a list of them, parquet files or a folder of them, a folder
             written by `save_to_disk`, an unpacked CORD archive, or a hub id.
-        split: of a source that has several. A JSON file is one split, whatever it is called.
+        split: of a source that has several. A file that is named is one split, whatever it is called.
         num: the first so many samples; None: all of them.
         seed: of synthetic receipts. Stored samples keep their order.
         scale: of the text of synthetic receipts; 0.35 draws small pictures.
@@ -63,8 +65,9 @@ def open_dataset(
             file that names them.
 
     Raises:
-        ConfigError: the source, split or number do not fit what is there; it holds no samples; `scale` is given for
-            stored ones; `image_root` is no folder, or the source names no paths; or an extra is missing.
+        ConfigError: the source, split or number do not fit what is there; it cannot be read, or holds no samples;
+            `scale` is given for stored ones; `image_root` is no folder, or the source names no paths; or an extra is
+            missing.
     """
     check_source(source)
     root = None if image_root is None else _root(image_root)
@@ -73,11 +76,12 @@ def open_dataset(
         _check_names_paths(receipts, source, root)
         return OpenDataset(rows=receipts, name=source, are_receipts=True)
     refuse_scale(scale)
-    found = _find(source, split, root)
+    with readable(source):
+        found = _find(source, split, root)
+        are_receipts = _are_receipts(found.rows, found.name)
     _check_names_paths(found.rows, found.name, root)
     if num is not None and not 0 <= num <= len(found.rows):
         raise ConfigError(f"num is {num}, but {found.name} holds {len(found.rows)} samples; ask for at most that many")
-    are_receipts = _are_receipts(found.rows, found.name)
     return OpenDataset(
         rows=found.rows, name=found.name, folder=root or found.folder, num=num, are_receipts=are_receipts
     )
@@ -171,7 +175,12 @@ class JoinedRows:
     """Where paths of all of them start; None: at the folder of each."""
 
     def __len__(self) -> int:
-        return sum(map(len, self.files))
+        return self._starts[-1]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Place of each file's first row among all, and the number of all: counted once, as there may be many."""
+        return [0, *accumulate(map(len, self.files))]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """One row.
@@ -179,11 +188,10 @@ class JoinedRows:
         Raises:
             SampleError: it is no JSON object.
         """
-        starts = [0, *accumulate(map(len, self.files))]
-        which = bisect_right(starts, index) - 1
+        which = bisect_right(self._starts, index) - 1
         file = self.files[which]
         try:
-            row = file[index - starts[which]]
+            row = file[index - self._starts[which]]
         except SampleError as error:
             raise SampleError(error.detail, index=index, reason=error.reason) from error
         return from_folder(row, self.root or file.path.parent)
@@ -220,7 +228,7 @@ def _find_list(source: Sequence[str | os.PathLike[str]], split: str, root: Path 
     if not json_files:
         rows, name = find_stored(source, split)
         return _Found(rows=rows, name=name, folder=paths[0].parent)
-    if other := next((path for path in paths if path not in json_files), None):
+    if other := next((path for path in paths if path.suffix not in JSON_FILES), None):
         raise ConfigError(f"a list holds {json_files[0].name} and {other.name}; give files of JSON, or parquet files")
     if absent := [str(path) for path in paths if not path.is_file()]:
         raise ConfigError(f"no such file: {', '.join(absent)}; check the path")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image
 from PIL.TiffImagePlugin import TiffImageFile
 
 from vlmpack.errors import VlmpackError
@@ -11,6 +14,20 @@ from vlmpack.errors import VlmpackError
 _DEEP_GREY = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 _ON_THEIR_SIDE = (5, 6, 7, 8)
 """EXIF orientations that swap height and width."""
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What brings an image upright, by its EXIF orientation; as `ImageOps.exif_transpose` does it."""
+_TELL_ORIENTATION = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp")
+"""Where Pillow keeps what an orientation is read from."""
+_PIXELS_AT_ONCE = 2**18
+"""Pixels of a large image that are converted together."""
 
 
 class ImageError(VlmpackError):
@@ -31,18 +48,27 @@ class ImageError(VlmpackError):
         return ImageError, (self.detail, self.reason)
 
 
-def upright(image: Image.Image) -> Image.Image:
-    """Apply the EXIF orientation and drop the tag; the image itself where there is nothing to do."""
-    try:
-        if image.getexif().get(ExifTags.Base.Orientation, 1) == 1:
-            return image
-        return ImageOps.exif_transpose(image)
-    except Exception as error:  # EXIF is a nest of offsets; damaged ones raise errors of every kind
-        raise _damaged_exif(error) from error
+def orientation(image: Image.Image) -> int:
+    """The orientation that EXIF or XMP gives a decoded image, 1 to 8; others that a file may hold are none to Pillow.
+
+    Raises:
+        ImageError: the EXIF block is damaged.
+    """
+    return _orientation(image.getexif)
+
+
+def turned(image: Image.Image, by: int) -> Image.Image:
+    """Apply an EXIF orientation and drop the metadata that give it; the image itself where there is nothing to do."""
+    if by not in _TURNS:
+        return image
+    result = image.transpose(_TURNS[by])
+    for name in _TELL_ORIENTATION:
+        result.info.pop(name, None)
+    return result
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
-    """(height, width) in pixels that `upright` gives the image, from what was read of it so far.
+    """(height, width) in pixels of the image when it is decoded and turned, from what was read of it so far.
 
     Pillow turns TIFF files itself as it decodes them, and has their `size` before that turned or not, by its version.
 
@@ -50,28 +76,50 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
         ImageError: the EXIF block is damaged.
     """
     width, height = image.size
+    if isinstance(image, TiffImageFile) and image.tile:  # not decoded
+        width, height = image.tag_v2[ExifTags.Base.ImageWidth], image.tag_v2[ExifTags.Base.ImageLength]
+    # Not the image's own `getexif`, which for a PNG decodes all of it.
+    by = _orientation(lambda: Image.Image.getexif(image))
+    return (width, height) if by in _ON_THEIR_SIDE else (height, width)
+
+
+def _orientation(read: Callable[[], Mapping[int, Any]]) -> int:
     try:
-        if isinstance(image, TiffImageFile):
-            tags = image.tag_v2
-            turned = tags.get(ExifTags.Base.Orientation, 1)
-            if turned in _ON_THEIR_SIDE:
-                width, height = tags[ExifTags.Base.ImageWidth], tags[ExifTags.Base.ImageLength]
-        else:
-            # Not the image's own `getexif`, which for a PNG decodes all of it.
-            turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
-    except Exception as error:
+        by = read().get(ExifTags.Base.Orientation, 1)
+        return by if by in _TURNS else 1
+    except Exception as error:  # EXIF is a nest of offsets; damaged ones raise errors of every kind
         raise _damaged_exif(error) from error
-    return (width, height) if turned in _ON_THEIR_SIDE else (height, width)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """8-bit RGB: transparency over white, deep grey by its full scale, everything else as Pillow converts it."""
+    """8-bit RGB: transparency over white, deep grey by its full scale, everything else as Pillow converts it.
+
+    A large image is converted some rows at a time: beside it and the result hardly any memory is used.
+    """
+    if image.mode == "RGB" and not image.has_transparency_data:
+        return image
+    if image.mode in _DEEP_GREY:
+        _check_range(image)
+    if image.width * image.height <= _PIXELS_AT_ONCE:
+        return _part_to_rgb(image)
+    result = Image.new("RGB", image.size)
+    for top, part in _parts(image):
+        result.paste(_part_to_rgb(part), (0, top))
+    return result
+
+
+def _parts(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
+    """Some rows at a time, and the first of them."""
+    rows = max(1, _PIXELS_AT_ONCE // image.width)
+    for top in range(0, image.height, rows):
+        yield top, image.crop((0, top, image.width, min(top + rows, image.height)))
+
+
+def _part_to_rgb(image: Image.Image) -> Image.Image:
     if image.mode in _DEEP_GREY:
         return _from_deep_grey(image)
     try:
-        if image.has_transparency_data:
-            return _over_white(image)
-        return image if image.mode == "RGB" else image.convert("RGB")
+        return _over_white(image) if image.has_transparency_data else image.convert("RGB")
     except ValueError as error:
         raise ImageError(f"mode {image.mode} has no way to RGB ({error}); convert it first", "image_mode") from None
 
@@ -86,13 +134,22 @@ def _from_deep_grey(image: Image.Image) -> Image.Image:
 
     Done here because Pillow's own rule for these modes has changed between versions (clip, or drop the low byte).
     """
-    full_scale = 255.0 if image.mode == "F" else 65535.0
     grey = np.asarray(image).astype(np.float64)
-    low, high = float(grey.min()), float(grey.max())
-    if not (low >= 0.0 and high <= full_scale):  # written so that NaN fails too
+    return Image.fromarray(np.rint(grey * (255.0 / _full_scale(image))).astype(np.uint8)).convert("RGB")
+
+
+def _full_scale(image: Image.Image) -> float:
+    return 255.0 if image.mode == "F" else 65535.0
+
+
+def _check_range(image: Image.Image) -> None:
+    """Refuse deep grey whose values have no known meaning."""
+    ends = np.asarray([(grey.min(), grey.max()) for _, part in _parts(image) for grey in [np.asarray(part)]])
+    low, high = float(ends.min()), float(ends.max())  # NaN where one of them is
+    if not (low >= 0.0 and high <= _full_scale(image)):  # written so that NaN fails too
         raise ImageError(
-            f"the {image.mode} image holds values from {low:g} to {high:g}; only 0 to {full_scale:g} has a known "
-            "meaning: convert it to 8 bits first",
+            f"the {image.mode} image holds values from {low:g} to {high:g}; only 0 to {_full_scale(image):g} has a "
+            "known meaning: convert it to 8 bits first",
             "image_mode",
         )
     if image.mode == "F" and 0.0 < high <= 1.0:
@@ -100,7 +157,6 @@ def _from_deep_grey(image: Image.Image) -> Image.Image:
             "the float image ends at 1: it would come out black, as full scale is 255; multiply it by 255 first",
             "image_mode",
         )
-    return Image.fromarray(np.rint(grey * (255.0 / full_scale)).astype(np.uint8)).convert("RGB")
 
 
 def _damaged_exif(error: Exception) -> ImageError:

@@ -13,8 +13,9 @@ from vlmpack.families.by_sample import BySample
 from vlmpack.families.delta import Delta
 from vlmpack.families.experts import Experts
 from vlmpack.families.mrope import MediaItems, media_items, row_positions
+from vlmpack.families.runs import ExpectedRuns, check_runs
 from vlmpack.families.vision_segments import frame_segments
-from vlmpack.layout import Grid, Segments, outside_graph
+from vlmpack.layout import IMAGE, VIDEO, BatchFacts, Grid, Segments, outside_graph
 
 
 class Family(ABC):
@@ -97,6 +98,30 @@ class Family(ABC):
     def media_tokens(self, grids: Sequence[Grid], config: Any) -> int:
         """Placeholder tokens of all these images or videos."""
         return sum(self.tokens_per_image(grid, self.merge(config)) for grid in grids)
+
+    @outside_graph
+    def check_runs(self, types: torch.Tensor, segments: Segments, facts: BatchFacts, *, config: Any) -> None:
+        """Insist that each run of placeholders of a row is as long as its grid says, in the order of the grids.
+
+        Nothing waits for a device, which asserts it.
+
+        Args:
+            types: [1, T], what `media_types` returns.
+            segments: the row's samples.
+            facts: grids, and how many images and videos each sample has, if that was counted.
+            config: the model's configuration.
+
+        Raises:
+            LayoutError: it is not so; on the host it names the sample.
+        """
+        images, videos = self._images(facts.image_grids, config), self._videos(facts.video_grids, (), config)
+        if not self.has_vision:
+            return
+        expected = (
+            ExpectedRuns(kind=IMAGE, name="image", items=images, per_sample=facts.images_per_sample),
+            ExpectedRuns(kind=VIDEO, name="video", items=videos, per_sample=facts.videos_per_sample),
+        )
+        check_runs(types, segments, expected)
 
     def video_runs(self, grids: Sequence[Grid], config: Any) -> list[int]:
         """Tokens of each run of placeholders that these videos stand for: whole videos, or single frames."""

@@ -29,6 +29,13 @@ class MediaItems:
     """[N, 3] int64: frames, rows, columns of merged tokens."""
     interval: np.ndarray
     """[N] float32: positions between one frame of the item and the next, before rounding down."""
+    medium: np.ndarray
+    """[N] int64, rising: the image or video that each run belongs to."""
+
+    @property
+    def num_media(self) -> int:
+        """Images, or videos."""
+        return int(self.medium[-1]) + 1 if len(self.medium) else 0
 
     @property
     def num_tokens(self) -> int:
@@ -71,7 +78,8 @@ def media_items(grids: Sequence[Grid], merge: int, modality: str) -> MediaItems:
                 "width; grids are counted in patches, before merging: give `image_grid_thw` as the processor made it"
             )
     patches = np.asarray(grids, np.int64).reshape(-1, 3)
-    return MediaItems(grids=patches // (1, merge, merge), interval=np.ones(len(patches), np.float32))
+    interval, medium = np.ones(len(patches), np.float32), np.arange(len(patches))
+    return MediaItems(grids=patches // (1, merge, merge), interval=interval, medium=medium)
 
 
 def row_positions(
@@ -85,7 +93,7 @@ def row_positions(
     """int64 [4, 1, T]: the text row, then time, height and width. Restarts at 0 in every segment; 0 on padding.
 
     Media tokens beyond those that the items stand for count as text: their number is on the device, and it is not
-    waited for. The collator checks it sample by sample.
+    waited for. `check_runs` compares them.
 
     Args:
         mm_token_type_ids: [1, T], 0 text, 1 image, 2 video; None: text only.

@@ -21,7 +21,8 @@ class FramesApart(Family):
     def _videos(self, grids: Sequence[Grid], seconds: Sequence[float], config: Any) -> MediaItems:
         videos = media_items(grids, self.merge(config), "video")
         frames = np.repeat(videos.grids * (0, 1, 1) + (1, 0, 0), videos.grids[:, 0], axis=0)
-        return MediaItems(grids=frames, interval=np.ones(len(frames), np.float32))
+        medium = np.repeat(videos.medium, videos.grids[:, 0])
+        return MediaItems(grids=frames, interval=np.ones(len(frames), np.float32), medium=medium)
 
 
 @final

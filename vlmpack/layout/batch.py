@@ -234,6 +234,29 @@ def check_is_tensor(value: Any, name: str) -> None:
         )
 
 
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
+"""Types of token ids and labels: a bool counts nothing, and what has no sign has no -100."""
+
+
+def whole_numbers(value: Any, name: str) -> torch.Tensor:
+    """Return token ids or labels as int64: the tensor itself, where it is that already.
+
+    Args:
+        value: the column [..., batch, width].
+        name: what to call it in an error.
+
+    Raises:
+        LayoutError: no tensor, or numbers that are not whole and signed.
+    """
+    check_is_tensor(value, name)
+    if value.dtype not in _WHOLE:
+        raise LayoutError(
+            f"{name} is {value.dtype}, but must hold whole numbers with a sign (int64); a mask of what is learnt is no "
+            "labels: labels are token ids, -100 where nothing is learnt"
+        )
+    return value.long()
+
+
 def _mask_values(mask: torch.Tensor) -> np.ndarray:
     """The mask on the host, in a type that numpy has."""
     if mask.is_complex() or mask.layout != torch.strided or mask.shape[1] == 0:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError, check_kind
-from vlmpack.layout.batch import BatchFacts, MaskSpans, PaddedBatch, check_is_tensor, lengths_from_mask
+from vlmpack.layout.batch import BatchFacts, MaskSpans, PaddedBatch, check_is_tensor, lengths_from_mask, whole_numbers
 from vlmpack.layout.device import on_host, outside_graph, require, to_device
 from vlmpack.layout.roll import IGNORE, shift_labels
 from vlmpack.layout.row import PackedRow
@@ -134,8 +134,11 @@ def _check_shapes(batch: PaddedBatch) -> None:
         if tensor is None:
             continue
         check_is_tensor(tensor, name)
-        if tensor.shape[-2:] != batch.input_ids.shape:
+        whole = name in ("labels", "mm_token_type_ids")  # others may have several rows a sample
+        if (tensor.shape if whole else tensor.shape[-2:]) != batch.input_ids.shape:
             raise LayoutError(f"{name} is {list(tensor.shape)} but input_ids is {list(batch.input_ids.shape)}")
+    if batch.labels is not None:
+        whole_numbers(batch.labels, "labels")
 
 
 def _check_facts(batch: PaddedBatch, spans: MaskSpans) -> None:
@@ -143,6 +146,8 @@ def _check_facts(batch: PaddedBatch, spans: MaskSpans) -> None:
     rows, width = batch.input_ids.shape
     ends = [offset + length for offset, length in zip(spans.offsets, spans.lengths, strict=False)]
     agree = len(spans.lengths) == len(spans.offsets) == rows and max(ends, default=0) <= width
+    for counts in (batch.facts.images_per_sample, batch.facts.videos_per_sample) if batch.facts else ():
+        agree = agree and len(counts) in (0, rows)
     if agree and on_host(batch.attention_mask):
         agree = lengths_from_mask(batch.attention_mask) == spans
     if not agree:

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout.batch import FACTS_KEY, BatchFacts, Media, media_of, moved, shape_of
+from vlmpack.layout.batch import FACTS_KEY, BatchFacts, Media, media_of, moved, shape_of, whole_numbers
 from vlmpack.layout.boundaries import checked_boundaries
 from vlmpack.layout.device import require
 from vlmpack.layout.roll import IGNORE, check_none_on_padding, shift_labels, unshift_labels, without_successor
@@ -136,7 +136,8 @@ class PackedRow:
         `cu_seqlens_q_padded` (tensors or lists), which waits for the device if they lie on one.
 
         Raises:
-            LayoutError: no boundaries, impossible ones, or others than the host facts say.
+            LayoutError: no boundaries, impossible ones, or others than the host facts say; boundaries that leave open
+                where the padding is; `labels` and `shift_labels` that differ; token columns that are not [1, T].
         """
         input_ids = batch["input_ids"]
         facts: BatchFacts | None = batch.get(FACTS_KEY)
@@ -168,7 +169,15 @@ def _segments_from(batch: Mapping[str, Any], *, total: int) -> Segments:
     real = batch.get("cu_seqlens_q")
     if real is None:
         raise LayoutError("a packed row needs its boundaries: cu_seqlens_q (and cu_seqlens_q_padded if it has gaps)")
-    return Segments.from_boundaries(real, batch.get("cu_seqlens_q_padded"), total=total)
+    segments = Segments.from_boundaries(real, batch.get("cu_seqlens_q_padded"), total=total)
+    said = any(batch.get(name) is not None for name in ("cu_seqlens_q_padded", "moe_padding_mask"))
+    if segments.has_gaps and not said:
+        raise LayoutError(
+            f"cu_seqlens_q ends at {segments.num_tokens}, but the row is {total} tokens wide, and nothing says whether "
+            "its padding lies between the samples or behind the last one: give cu_seqlens_q_padded too (the same "
+            "boundaries, if all padding lies behind)"
+        )
+    return segments
 
 
 def _check_boundaries(batch: Mapping[str, Any], segments: Segments) -> None:
@@ -186,18 +195,20 @@ def _check_boundaries(batch: Mapping[str, Any], segments: Segments) -> None:
             "row; was the batch split or concatenated on its way (accelerate: set dispatch_batches=False)? If you "
             "changed the row, leave its facts out"
         )
-        if isinstance(given, torch.Tensor) and given.shape == (len(on_host),):
+        is_whole = isinstance(given, torch.Tensor) and not (given.is_floating_point() or given.is_complex())
+        if is_whole and given.shape == (len(on_host),):
             require((given == on_device(given.device)).all(), message, LayoutError)
-        elif isinstance(given, torch.Tensor) or checked_boundaries(given, name) != on_host:
+        elif is_whole or checked_boundaries(given, name) != on_host:
             raise LayoutError(message)
 
 
 def _shifted(batch: Mapping[str, Any], segments: Segments) -> torch.Tensor | None:
-    if batch.get("shift_labels") is not None:
-        return batch["shift_labels"]
-    labels = batch.get("labels")
+    given, labels = batch.get("shift_labels"), batch.get("labels")
+    for name, targets in (("shift_labels", given), ("labels", labels)):
+        if targets is not None and whole_numbers(targets, name).shape != (1, segments.total):
+            raise LayoutError(f"{name} is {list(targets.shape)}, but the row is [1, {segments.total}]")
     if labels is None:
-        return None
+        return given
     check_none_on_padding(
         labels,
         segments,
@@ -205,4 +216,13 @@ def _shifted(batch: Mapping[str, Any], segments: Segments) -> torch.Tensor | Non
         "to -100 there, or give the boundary that is missing in cu_seqlens_q (and, of a row with gaps, "
         "cu_seqlens_q_padded)",
     )
-    return shift_labels(labels, segments)
+    shifted = shift_labels(labels, segments)
+    if given is not None:
+        require((shifted == given).all(), _TWO_TARGETS, LayoutError)
+    return shifted
+
+
+_TWO_TARGETS = (
+    "labels and shift_labels of the row say different things: shift_labels[t] has to be labels[t + 1] inside each "
+    "sample, and -100 at its last token and on padding; leave one of the two out"
+)

@@ -3,11 +3,13 @@
     content.py: settings + sample ──▶ 16 bytes ──▶ Entry: its lengths, or why it was refused
 
 Nothing in it can go stale: what was measured under other settings, or of other content, has another key. Damage is
-told as such and never repaired, as the file might be somebody else's; it can be deleted at any time.
+told as such and never repaired, as the file might be somebody else's; it can be deleted at any time. SQLite would miss
+most of it: each entry has a checksum of its own.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ from vlmpack.errors import ConfigError
 
 APPLICATION = int.from_bytes(b"vlmp", "big")
 """SQLite's `application_id` of these files."""
-VERSION = 1
+VERSION = 2
 """SQLite's `user_version` of these files."""
 PATIENCE = 60.0
 """Seconds to wait for another process that is writing."""
@@ -41,8 +43,8 @@ class Entry(NamedTuple):
 
 
 _COLUMNS = ", ".join(Entry._fields)
-_MARKS = ", ".join("?" * (1 + len(Entry._fields)))
-_TABLE = f"CREATE TABLE IF NOT EXISTS lengths (key BLOB PRIMARY KEY, {_COLUMNS}) WITHOUT ROWID"
+_MARKS = ", ".join("?" * (2 + len(Entry._fields)))
+_TABLE = f"CREATE TABLE IF NOT EXISTS lengths (key BLOB PRIMARY KEY, {_COLUMNS}, checksum BLOB) WITHOUT ROWID"
 
 
 @final
@@ -73,8 +75,9 @@ class LengthCache:
             return {}
         with self._errors():
             marks = ", ".join("?" * len(keys))
-            rows = self._open().execute(f"SELECT key, {_COLUMNS} FROM lengths WHERE key IN ({marks})", keys).fetchall()
-            return {key: _checked(values) for key, *values in rows}
+            found = f"SELECT key, {_COLUMNS}, checksum FROM lengths WHERE key IN ({marks})"
+            rows = self._open().execute(found, keys).fetchall()
+            return {key: _checked(key, values, checksum) for key, *values, checksum in rows}
 
     def put(self, entries: Mapping[bytes, Entry]) -> None:
         """Write entries, all or none of them; a process that is killed meanwhile leaves the file as it was."""
@@ -84,7 +87,7 @@ class LengthCache:
             connection = self._open()
             connection.execute("BEGIN IMMEDIATE")
             with connection:  # commits, or rolls back
-                rows = ((key, *entry) for key, entry in entries.items())
+                rows = ((key, *entry, _checksum(key, entry)) for key, entry in entries.items())
                 connection.executemany(f"INSERT OR REPLACE INTO lengths VALUES ({_MARKS})", rows)
 
     def __enter__(self) -> LengthCache:
@@ -135,11 +138,13 @@ class LengthCache:
         """SQLite's errors as ours, with the file's name."""
         try:
             yield
+        except ConfigError:
+            raise
         except sqlite3.OperationalError as error:  # locked, read-only, disk full, no such folder
             self.close()
-            raise ConfigError(f"the cache of lengths {self.path} cannot be used: {error}") from error
+            raise self._unusable(error) from error
         except OSError as error:
-            raise ConfigError(f"the cache of lengths {self.path} cannot be used: {error}") from error
+            raise self._unusable(error) from error
         except (sqlite3.DatabaseError, ValueError) as error:
             self.close()
             raise ConfigError(
@@ -147,14 +152,22 @@ class LengthCache:
                 "again"
             ) from error
 
+    def _unusable(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"the cache of lengths {self.path} cannot be used: {error}; see to its folder (rights, room, locks), or "
+            "name another file"
+        )
+
 
 _MARKERS = ("application_id", "user_version")
 
 
-def _checked(values: Sequence[object]) -> Entry:
+def _checked(key: bytes, values: Sequence[object], checksum: object) -> Entry:
     """The entry that was written; a ValueError where damage has made something else of it."""
-    *counts, reason, detail = values
-    whole = all(isinstance(count, int) and count >= 0 for count in counts)
-    if not whole or {type(reason), type(detail)} not in ({str}, {type(None)}):
-        raise ValueError(f"an entry holds {values}")
+    if checksum != _checksum(key, values):
+        raise ValueError(f"an entry holds {values}, and its checksum is another one")
     return Entry(*values)  # pyright: ignore[reportArgumentType]
+
+
+def _checksum(key: bytes, values: Sequence[object]) -> bytes:
+    return hashlib.blake2b(repr(tuple(values)).encode(errors="surrogatepass"), digest_size=8, key=key).digest()

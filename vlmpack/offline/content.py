@@ -21,6 +21,7 @@ import numpy as np
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.conversation import read_conversation
+from vlmpack.collate.holes import Markers
 from vlmpack.collate.processor import parts_of
 from vlmpack.collate.refusal import Refusal
 from vlmpack.data.images import ImageError, ImageLimits, read_size
@@ -44,14 +45,16 @@ def settings_key(collator: VLMCollator, *, estimate: bool = False) -> bytes:
             "image_processor": None if parts.image_processor is None else parts.image_processor.to_dict(),
             "facts": facts,
             "limits": asdict(collator.limits),
-            "collator": [collator.train_on, collator.max_length, collator.overlength],
+            "collator": [collator.train_on, collator.max_length, collator.overlength, collator.markers],
             "estimate": estimate,
         },
         default=str,
     )
 
 
-def sample_key(feature: Any, settings: bytes, limits: ImageLimits, *, has_vision: bool) -> bytes | None:
+def sample_key(
+    feature: Any, settings: bytes, limits: ImageLimits, *, has_vision: bool, markers: Markers = "auto"
+) -> bytes | None:
     """The key of one sample under settings; to a model that has no vision `<image>` in a text is text.
 
     Returns:
@@ -61,12 +64,12 @@ def sample_key(feature: Any, settings: bytes, limits: ImageLimits, *, has_vision
     if not isinstance(feature, Mapping) or feature.get("input_ids") is not None:
         return None
     try:
-        row = read_conversation(feature, has_vision=has_vision)
+        row = read_conversation(feature, has_vision=has_vision, markers=markers)
         images = [[read_size(ref.source, limits=limits), ref.options] for ref in row.images]
         videos = [[_frame_sizes(ref.source, limits), ref.options] for ref in row.videos]
         text = [row.messages, row.plain, row.trained_turns, row.template_options]
-        return _digest([*text, images, videos], key=settings, default=_plain)
-    except (Refusal, ImageError, TypeError, ValueError):
+        return _digest([*text, images, videos], key=settings, default=plain)
+    except (Refusal, ImageError, TypeError, ValueError, RecursionError):
         return None
 
 
@@ -89,7 +92,7 @@ def _digest(content: Any, *, default: Any, key: bytes = b"") -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES, key=key).digest()
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """What data sets hold besides JSON's own types."""
     if isinstance(value, np.generic | np.ndarray):
         return [str(value.dtype), value.tolist()]

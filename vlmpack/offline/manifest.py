@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -9,8 +10,9 @@ from pathlib import Path
 from typing import Any, final
 
 from vlmpack.errors import ConfigError
+from vlmpack.offline.files import unreadable
 
-FORMAT, VERSION = "vlmpack.rows", 1
+FORMAT, VERSION = "vlmpack.rows", 2
 NAME, PLAN, LENGTHS, LEFT_OUT = "manifest.json", "plan.zip", "lengths.zip", "left_out.jsonl"
 """Files of a store, besides its shards."""
 
@@ -28,6 +30,8 @@ class Shard:
     """Its size."""
     sha256: str
     """Of the file."""
+    footer: str
+    """SHA-256 of its footer, which says where everything lies and holds a checksum of each row."""
 
 
 @final
@@ -108,7 +112,8 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """As the file has it."""
-        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return {**content, "digest": _digest(content)}
 
     @classmethod
     def load(cls, folder: str | Path) -> Manifest:
@@ -118,20 +123,59 @@ class Manifest:
             ConfigError: the folder holds no finished store, or one of another version, or the file is damaged.
         """
         path = Path(folder) / NAME
-        if not path.is_file():
+        text = _text(path)
+        if text is None:
             raise ConfigError(
                 f"{folder} holds no {NAME}, so it is no finished store; write one with `vlmpack pack`, or run that "
                 "again where it was interrupted"
             )
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(text)
             if (found["format"], found["version"]) != (FORMAT, VERSION):
                 raise ConfigError(
                     f"{path} is {found['format']} of version {found['version']}, and this vlmpack reads {FORMAT} of "
                     f"version {VERSION}; pack again"
                 )
-            shards = tuple(Shard(**shard) for shard in found["shards"])
-            parts = {"counts": Counts(**found["counts"]), "sizes": FixedSizes(**found["sizes"]), "shards": shards}
-            return cls(**{**{field.name: found[field.name] for field in fields(cls)}, **parts})
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} is damaged ({error!r}); pack again") from error
+            manifest = cls._from_json(found)
+            if json.loads(json.dumps(manifest.to_json())) != found:
+                raise ValueError("it was changed since it was written: its digest is another one")
+            _check_shards(manifest)
+        except ConfigError:
+            raise
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                f"{path} is damaged ({error!r:.200}); restore it, or remove the folder and pack again"
+            ) from error
+        return manifest
+
+    @classmethod
+    def _from_json(cls, found: Mapping[str, Any]) -> Manifest:
+        shards = tuple(Shard(**shard) for shard in found["shards"])
+        parts = {"counts": Counts(**found["counts"]), "sizes": FixedSizes(**found["sizes"]), "shards": shards}
+        return cls(**{**{field.name: found[field.name] for field in fields(cls)}, **parts})
+
+
+def _text(path: Path) -> bytes | None:
+    """The file's content; None: there is no such file."""
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    """SHA-256 of everything else in a manifest, however it is spaced and ordered."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _check_shards(manifest: Manifest) -> None:
+    """Raise a ValueError unless files lie in the folder, each once, and have as many rows together as are counted."""
+    names = [shard.file for shard in manifest.shards]
+    if outside := [name for name in names if Path(name).name != name]:
+        raise ValueError(f"{outside[0]!r} is no name of a file in this folder")
+    if len(set(names)) != len(names):
+        raise ValueError("it names a file twice")
+    if (rows := sum(shard.rows for shard in manifest.shards)) != manifest.counts.rows:
+        raise ValueError(f"its files have {rows} rows, and it counts {manifest.counts.rows}")

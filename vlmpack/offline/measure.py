@@ -152,7 +152,9 @@ class Measurer:
     def _key(self, sample: Any) -> bytes | None:
         if self.cache is None:
             return None
-        return sample_key(sample, self.settings, self.collator.limits, has_vision=self.collator.facts.has_vision)
+        collator = self.collator
+        seen = {"has_vision": collator.facts.has_vision, "markers": collator.markers}
+        return sample_key(sample, self.settings, collator.limits, **seen)
 
     def _found(self, sample: Any, key: bytes | None, known: Mapping[bytes, Entry]) -> Found:
         if isinstance(sample, SampleError):

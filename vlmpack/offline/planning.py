@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import SlotRule
 from vlmpack.offline.manifest import Counts, FixedSizes
 from vlmpack.offline.settings import StoreSettings
+from vlmpack.offline.unchanged import sample_digest
 from vlmpack.plan import Budget, LengthTable, Plan, Refused, plan_bins
 from vlmpack.plan.lengths import refuse_too_large, too_large
 from vlmpack.plan.rounding import round_up
@@ -31,17 +33,19 @@ def check_refused(table: LengthTable, collator: VLMCollator) -> None:
     """
     ledger = Ledger(ceiling=collator.ledger.ceiling)
     refused = {one.index: one for one in table.refused}
-    for place in range(table.given):
-        if place not in refused:
-            ledger.use()
-            continue
-        error = _error(refused[place])
-        if collator.leaves_out(error.reason):
-            ledger.note(error)
-        elif collator.on_bad == "skip":
-            ledger.refuse(error)
-        else:
-            raise _with_count(error, len(table.refused))
+    with ledger.at_once():
+        for before, place in pairwise([-1, *sorted(refused), table.given]):
+            if place - before > 1:
+                ledger.use(place - before - 1)
+            if place == table.given:
+                break
+            error = _error(refused[place])
+            if collator.leaves_out(error.reason):
+                ledger.note(error)
+            elif collator.on_bad == "skip":
+                ledger.refuse(error)
+            else:
+                raise _with_count(error, len(table.refused))
     if not len(table):
         raise ConfigError(f"none of {table.given} samples can be packed: {table.reasons or 'the data set is empty'}")
 
@@ -104,26 +108,29 @@ def _id_at(dataset: MapStyle, place: int) -> int | str | None:
 # ---------------------------------------------------------------------- what it comes to
 
 
-def left_out(table: LengthTable, plan: Plan, dataset: MapStyle | None = None) -> list[dict[str, Any]]:
+def left_out(table: LengthTable, plan: Plan, dataset: MapStyle, collator: VLMCollator) -> list[dict[str, Any]]:
     """One entry for each sample that is in no row, by its place.
 
     Args:
         table: with the refused ones.
         plan: with those that exceed a row.
-        dataset: of which the ids of these are read; None: they are left open.
+        dataset: of which the ids of these, and the digests of all, are read.
+        collator: that refused them.
     """
-    refused = [dataclasses.asdict(one) for one in table.refused]
-    return sorted([*refused, *_dropped(table, plan, dataset)], key=lambda one: one["index"])
+    entries = [*(dataclasses.asdict(one) for one in table.refused), *_dropped(table, plan, dataset)]
+    for entry in entries:
+        entry["digest"] = sample_digest(sample_at(dataset, entry["index"]), collator)
+    return sorted(entries, key=lambda one: one["index"])
 
 
-def _dropped(table: LengthTable, plan: Plan, dataset: MapStyle | None) -> Iterator[dict[str, Any]]:
+def _dropped(table: LengthTable, plan: Plan, dataset: MapStyle) -> Iterator[dict[str, Any]]:
     limits = [("tokens", plan.lengths, plan.capacity), *((b.name, b.costs, b.limit) for b in plan.budgets)]
     for at in plan.dropped.tolist():
         over = ", ".join(f"{costs[at]} {name} (a row holds {most})" for name, costs, most in limits if costs[at] > most)
         place = int(table.sample_ids[at])
         yield {
             "index": place,
-            "sample_id": None if dataset is None else _id_at(dataset, place),
+            "sample_id": _id_at(dataset, place),
             "reason": "oversize",
             "detail": f"it exceeds a row by itself: {over}; raise the limit, or choose oversize='own_row'",
         }

@@ -19,7 +19,7 @@ from vlmpack.collate.encoded import Encoded
 from vlmpack.data.images import DEFAULT_LIMITS
 from vlmpack.errors import ConfigError, LayoutError, SampleError
 from vlmpack.layout import PackedRow, Segments
-from vlmpack.offline.files import sha256_of
+from vlmpack.offline.files import sha256_of, size_of
 from vlmpack.offline.fingerprint import differences, fingerprint
 from vlmpack.offline.fixed import slot_rule
 from vlmpack.offline.manifest import NAME, PLAN, Manifest
@@ -27,7 +27,7 @@ from vlmpack.offline.record import MEDIA, samples_of
 from vlmpack.offline.shardfiles import ShardFiles
 from vlmpack.plan import Plan
 
-DECIDED = ("layout", "slots", "max_length", "overlength", "train_on", "vocab_size")
+DECIDED = ("layout", "slots", "max_length", "overlength", "train_on", "markers", "vocab_size")
 """Settings of a collator that were decided when the rows were packed."""
 
 
@@ -46,8 +46,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
         pad_to_max_length: make every row as wide as the capacity.
         pad_cu_seqlens: give every row as many boundaries; needs `pad_to_max_length`.
         pad_seq_to_mult: what samples are rounded up to; None: as packed. Others have to divide that.
-        verify: compare the SHA-256 of every file now, which reads all of them. Damage is found without it too, when a
-            damaged row is read.
+        verify: compare the SHA-256 of every file now, which reads all of them. Without it, sizes are compared now, and
+            footers and rows by their checksums when they are read first.
         settings: further settings of `VLMCollator`: `on_bad`, `ledger`, `ceiling`, `limits`, `pixel_dtype`, ...
 
     Raises:
@@ -80,7 +80,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         _check_files(self.path, self.manifest, verify=verify)
         self.collator = None if processor is None else self._collator(processor, settings)
         """Cuts images into patches, and counts samples in its ledger; None: without a processor."""
-        self._files = ShardFiles(self.path)
+        self._files = ShardFiles(self.path, self.manifest.shards)
         self._starts = [0, *accumulate(shard.rows for shard in self.manifest.shards)]
 
     def __len__(self) -> int:
@@ -237,7 +237,7 @@ def _check_kinds(path: object, processor: object) -> None:
 def _check_files(folder: Path, manifest: Manifest, *, verify: bool) -> None:
     for shard in manifest.shards:
         path = folder / shard.file
-        size = path.stat().st_size if path.is_file() else None
+        size = size_of(path)
         if size != shard.bytes:
             seen = "is not there" if size is None else f"has {size} bytes"
             raise ConfigError(

@@ -6,16 +6,19 @@
     cu_seqlens       0 5 8                        where samples start and end
     places           17 4                         of the samples in the data set
     sample_ids       "\\"receipt-17\\"", "4"        their own ids as JSON, or else their places
+    digests          "9f...", "04..."             of what the data set held, see `unchanged.py`
     images_per_sample  1 0
     image_info       grid [1, 4, 6], options "{}"                 read without the images
     images           bytes, or path and sha256                    read when the row is trained on
 
 A row is a row group of its own: reading one touches no byte of another. Ids and labels are compressed by zstd; images
-are compressed already. Every page has a checksum.
+are compressed already. Every page has a checksum, and the footer of the file one of each row as it is read back: damage
+to what no page covers (the headers of pages, where they lie) would give other rows.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -33,9 +36,14 @@ from vlmpack.offline.arrow import pyarrow
 from vlmpack.offline.files import json_text
 from vlmpack.offline.media import StoredImage, kept_options, readable
 
-TOKENS = ("input_ids", "labels", "cu_seqlens", "places", "sample_ids")
+TOKENS = ("input_ids", "labels", "cu_seqlens", "places", "sample_ids", "digests")
 MEDIA = ("images", "videos")
+END = 64
+"""Bytes of each end of an image that its row's checksum covers."""
 COMPRESSION = dict.fromkeys(("input_ids.list.element", "labels.list.element"), "ZSTD")
+
+CHECKSUMS = "vlmpack.checksums"
+"""Key of the footer: `row_checksum` of each row, then `media_checksum` where there are media; separated by spaces."""
 
 Store = Callable[..., StoredImage]
 """(source, sample=, place=) to what is kept of an image or frame."""
@@ -46,7 +54,7 @@ def schema(*, has_media: bool) -> Any:
     pa = pyarrow()
     ints, texts = pa.list_(pa.int32()), pa.list_(pa.string())
     columns = [("input_ids", ints), ("labels", ints), ("cu_seqlens", ints), ("places", pa.list_(pa.int64()))]
-    columns.append(("sample_ids", texts))
+    columns += [("sample_ids", texts), ("digests", texts)]
     if not has_media:
         return pa.schema(columns)
     image = pa.struct([("bytes", pa.binary()), ("path", pa.string()), ("sha256", pa.string())])
@@ -73,7 +81,9 @@ def open_writer(file: Any, *, has_media: bool) -> Any:
 # ---------------------------------------------------------------------- samples to a row
 
 
-def record_of(samples: Sequence[Encoded], places: Sequence[int], store: Store) -> dict[str, Any]:
+def record_of(
+    samples: Sequence[Encoded], places: Sequence[int], digests: Sequence[str], store: Store
+) -> dict[str, Any]:
     """The columns of one row; those of media may be left out if there are none.
 
     Raises:
@@ -90,6 +100,7 @@ def record_of(samples: Sequence[Encoded], places: Sequence[int], store: Store) -
         "cu_seqlens": [0, *accumulate(sample.num_tokens for sample in samples)],
         "places": list(places),
         "sample_ids": [json_text(sample.sample_id) for sample in samples],
+        "digests": list(digests),
         "images_per_sample": [len(sample.images) for sample in samples],
         "videos_per_sample": [len(sample.videos) for sample in samples],
         "image_info": [_facts(image) for image, _ in images],
@@ -114,6 +125,46 @@ def _source(visual: Visual) -> MediaRef:
             "samples as messages with images"
         )
     return visual.source
+
+
+# ---------------------------------------------------------------------- checksums
+
+
+def row_checksum(table: Any) -> str:
+    """The checksum of one row without its media: 16 hexadecimal digits.
+
+    Args:
+        table: of pyarrow, one row.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for name in table.column_names:
+        if name not in MEDIA:
+            is_numbers = table.schema.field(name).type == pyarrow().list_(pyarrow().int32())
+            content = _ints(table, name).tobytes() if is_numbers else json.dumps(table[name].to_pylist()).encode()
+            digest.update(f"{name} {len(content)}:".encode() + content)
+    return digest.hexdigest()
+
+
+def media_checksum(table: Any) -> str:
+    """The checksum of the images and videos of one row, 16 hexadecimal digits: of each its length and its two ends.
+
+    What lies between is covered by the checksum of its page, as long as pages are found where they were written.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for name, images in (("images", _flat(table, "images")), ("videos", _flat(table, "videos").values)):
+        digest.update(f"{name} {len(images)}:".encode())
+        for image in map(images.field, ("path", "sha256")):
+            digest.update(json.dumps(image.to_pylist()).encode())
+        for encoded in images.field("bytes"):
+            buffer = memoryview(encoded.as_buffer() if encoded.is_valid else b"")
+            digest.update(f"{len(buffer)}:".encode() + buffer[:END] + buffer[-END:])
+    return digest.hexdigest()
+
+
+def _flat(table: Any, name: str) -> Any:
+    """What a list column of the one row holds."""
+    column = table[name]
+    return (column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()).values  # not copied
 
 
 # ---------------------------------------------------------------------- a row to samples
@@ -158,7 +209,7 @@ def samples_of(
 
 def _ints(table: Any, name: str) -> np.ndarray:
     """int64: the numbers of a list column of the one row."""
-    return table[name].combine_chunks().values.to_numpy().astype(np.int64)
+    return _flat(table, name).to_numpy().astype(np.int64)
 
 
 def _check(bounds: Sequence[int], ids: int, labels: int, places: int, names: int) -> None:

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.offline.files import size_of
 from vlmpack.offline.manifest import LEFT_OUT, LENGTHS, PLAN, Manifest, Shard
 from vlmpack.plan import LengthTable, Plan
 
 
 def whole_shards(out: Path, manifest: Manifest) -> Mapping[str, Shard]:
     """The files of rows that nobody has removed or cut."""
-    sizes = {path.name: path.stat().st_size for path in out.iterdir()}
-    return {shard.file: shard for shard in manifest.shards if sizes.get(shard.file) == shard.bytes}
+    return {shard.file: shard for shard in manifest.shards if size_of(out / shard.file) == shard.bytes}
 
 
 def lost_files(out: Path, manifest: Manifest) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,8 +12,8 @@ from typing import Any, final
 import numpy as np
 
 from vlmpack.collate import VLMCollator
-from vlmpack.errors import ConfigError, SampleError
-from vlmpack.offline.files import WorkFolder
+from vlmpack.errors import ConfigError
+from vlmpack.offline.files import WorkFolder, unreadable, writing
 from vlmpack.offline.fingerprint import differences, fingerprint
 from vlmpack.offline.manifest import LENGTHS, NAME, PLAN, Manifest
 from vlmpack.offline.media import IMAGES, Images
@@ -23,8 +22,6 @@ from vlmpack.stream.source import MapStyle
 
 STARTED = "settings.json"
 """In the work folder: what is being made."""
-LOOKED_AT = 8
-"""Samples that are compared to recognise a data set."""
 
 
 @final
@@ -88,16 +85,17 @@ def check_collator(collator: VLMCollator, settings: StoreSettings) -> None:
 
 
 def described(dataset: MapStyle, collator: VLMCollator, settings: StoreSettings) -> dict[str, Any]:
-    """Everything that decides the bytes of a store, as JSON has it."""
+    """Everything besides the samples that decides the bytes of a store, as JSON has it."""
     slots = {name: value for name, value in asdict(collator.slots).items() if name != "pad_to"}
     made = {"max_length": collator.max_length, "overlength": collator.overlength, "train_on": collator.train_on}
+    made |= {} if collator.markers == "auto" else {"markers": collator.markers}
     limits = {**asdict(collator.limits), "formats": list(collator.limits.formats)}
     made_of = {
         "settings": {
             **asdict(settings),
             "slots": slots,
             "collator": {**made, "on_bad": collator.on_bad, "limits": limits},
-            "data": {"samples": len(dataset), "looks_like": _look(dataset, collator)},
+            "data": {"samples": len(dataset)},
         },
         "processor": fingerprint(collator),
     }
@@ -109,22 +107,6 @@ def _number(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{value!r} is a {type(value).__name__}, and settings are numbers and texts")
-
-
-def _look(dataset: MapStyle, collator: VLMCollator) -> str:
-    """A digest of a few samples spread over the data set."""
-    digest = hashlib.sha256()
-    count = len(dataset)
-    for place in sorted({at * (count - 1) // max(LOOKED_AT - 1, 1) for at in range(LOOKED_AT)} if count else ()):
-        try:
-            sample = collator.outline(dataset[place], place)
-        except SampleError as error:
-            digest.update(error.reason.encode())
-            continue
-        grids = [visual.grid for visual in (*sample.images, *sample.videos)]
-        digest.update(json.dumps([place, sample.sample_id, grids]).encode())
-        digest.update(sample.input_ids.tobytes() + sample.labels.tobytes())
-    return digest.hexdigest()[:16]
 
 
 def finished(out: Path, description: Mapping[str, Any]) -> Manifest | None:
@@ -156,21 +138,35 @@ def check_free(out: Path) -> None:
 def claim(folder: WorkFolder, description: Mapping[str, Any]) -> None:
     """Make sure that a folder in which no store was finished holds parts of this one, or nothing.
 
-    `check_free` has looked before there was a work folder. Until there is a plan, settings may change: lengths are then
-    measured again, out of their cache.
+    `check_free` has looked before there was a work folder. Until there is a plan, settings and samples may change:
+    lengths are then measured again, out of their cache.
 
     Raises:
         ConfigError: it holds rows of other settings, data or processor (says which differ), or something else.
     """
     path = folder.path / STARTED
-    stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    stored = _stored(path)
     if stored and (folder.out / PLAN).is_file():
         _check_same(stored, description, folder.out)
     elif stored != description:
         _check_empty(folder)
         for outdated in (folder.out / LENGTHS, *folder.path.glob("lengths-*")):
-            outdated.unlink(missing_ok=True)
+            with writing(outdated):
+                outdated.unlink(missing_ok=True)
         folder.write_json(path, description)
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    """The description with which a store was begun; empty: there is none."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if not isinstance(stored, dict):
+            raise ValueError(f"it holds a {type(stored).__name__}")
+        return stored
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged ({error}); remove {path.parent.parent} and pack again") from error
 
 
 def _check_same(stored: Mapping[str, Any], seen: Mapping[str, Any], out: Path) -> None:
@@ -184,6 +180,9 @@ def _check_same(stored: Mapping[str, Any], seen: Mapping[str, Any], out: Path) -
 
 def _check_empty(folder: WorkFolder) -> None:
     ours = (folder.path.name, LENGTHS)
-    others = sorted(path.name for path in folder.out.iterdir() if path.name not in ours)
+    try:
+        others = sorted(path.name for path in folder.out.iterdir() if path.name not in ours)
+    except OSError as error:
+        raise unreadable(folder.out, error) from error
     if others:
         raise ConfigError(f"{folder.out} is no store and not empty ({', '.join(others[:5])}); choose another folder")

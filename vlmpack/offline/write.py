@@ -9,7 +9,7 @@ them, and ends with the same bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +18,14 @@ from typing import Any, Literal, final
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, check_kind
-from vlmpack.offline.files import WorkFolder, json_text, work_folder
+from vlmpack.offline.files import WorkFolder, json_text, work_folder, writing
 from vlmpack.offline.manifest import LEFT_OUT, LENGTHS, NAME, PLAN, Manifest, Shard
 from vlmpack.offline.measure import MapStyle, measure_lengths, undecoded
 from vlmpack.offline.planning import check_refused, count, fill, fixed_sizes, left_out, plan_rows, reasons
 from vlmpack.offline.repair import lost_files, whole_shards
 from vlmpack.offline.settings import StoreSettings, check_collator, check_free, claim, described, finished
 from vlmpack.offline.shards import ShardJob, ShardWriter, written
+from vlmpack.offline.unchanged import InOrder, check_unchanged
 from vlmpack.offline.workers import in_order
 from vlmpack.plan import LengthTable, Plan
 from vlmpack.stream.source import check_samples
@@ -32,9 +33,7 @@ from vlmpack.stream.source import check_samples
 Executor = Literal["local", "ray"]
 EXECUTORS: tuple[Executor, ...] = ("local", "ray")
 Progress = Callable[[str, int, int | None], None]
-"""Is told what is being done ("measure" samples or "write" files), how many are done, and of how many."""
-InOrder = Callable[[Callable[[int], Any], int], Generator[Any]]
-"""(work, parts) to the results of `work(0)`, `work(1)`, ... wherever they are made."""
+"""Is told what is being done ("measure" samples, "compare" or "write" files), how many are done, and of how many."""
 
 
 def _silent(stage: str, done: int, total: int | None) -> None:
@@ -74,7 +73,8 @@ def write_rows(
         SampleError: a sample cannot be used and the collator's `on_bad` is "raise", or one exceeds a row and
             `oversize` is "error".
         ConfigError: something of another kind (a path, a processor), settings that contradict each other or what is in
-            the folder, too many bad samples, a full disk, a worker that died, or an extra that is missing.
+            the folder, samples that were changed since they were packed, too many bad samples, a full disk, a worker
+            that died, or an extra that is missing.
     """
     if executor not in EXECUTORS:
         raise ConfigError(f"executor={executor!r} is not known; choose one of {', '.join(EXECUTORS)}")
@@ -83,29 +83,31 @@ def write_rows(
     check_collator(collator, settings)
     dataset = _with_places(dataset)
     description, out = described(dataset, collator, settings), Path(out)
+    in_order = _executor(executor, workers)
+    compared = partial(check_unchanged, dataset, collator, out, in_order=in_order, told=partial(progress, "compare"))
     before = finished(out, description)
     if before is None:
         check_free(out)
     elif _is_whole(out, before):
+        compared(before.shards)
         return before
     with work_folder(out) as folder:
+        before = finished(out, description)  # which another process may have made meanwhile
         if before is None:
             claim(folder, description)
         else:
-            for name in lost_files(out, before):
-                (out / name).unlink(missing_ok=True)  # damaged: made anew like those that are gone
-        writing = _Writing(
+            _remove(out, lost_files(out, before))  # damaged ones are made anew like those that are gone
+        manifest = _Writing(
             dataset=dataset,
             collator=collator,
             settings=settings,
             folder=folder,
-            in_order=_executor(executor, workers),
+            in_order=in_order,
             measure=_measurer(executor, folder, workers, cache, progress),
+            compare=compared,
             progress=progress,
             before=before,
-            there={} if before is None else whole_shards(out, before),
-        )
-        manifest = writing.manifest(description)
+        ).manifest(description)
         folder.remove()
     return manifest
 
@@ -114,6 +116,12 @@ def _is_whole(out: Path, manifest: Manifest) -> bool:
     """Whether a store was finished, and has lost nothing since."""
     shards_are_there = len(whole_shards(out, manifest)) == len(manifest.shards)
     return shards_are_there and not WorkFolder(out=out).path.exists() and not lost_files(out, manifest)
+
+
+def _remove(out: Path, names: Iterable[str]) -> None:
+    for name in names:
+        with writing(out / name):
+            (out / name).unlink(missing_ok=True)
 
 
 def _with_places(dataset: Any) -> MapStyle:
@@ -164,19 +172,19 @@ class _Writing:
     folder: WorkFolder
     in_order: InOrder
     measure: Callable[[MapStyle, VLMCollator], LengthTable]
+    compare: Callable[[Sequence[Shard]], None]
+    """Raises unless the samples of some files are those of the data set."""
     progress: Progress
     before: Manifest | None
     """Of the store, if it was finished before, and files of it are lost."""
-    there: Mapping[str, Shard]
-    """Files that were finished before the one that is written now."""
 
     def manifest(self, description: dict[str, Any]) -> Manifest:
         """Do whatever is left to do."""
-        table = self._kept(LENGTHS, LengthTable, self._measured)
-        check_refused(table, self.collator)
-        plan = self._kept(PLAN, Plan, lambda: self._planned(table))
-        is_listed = (self.folder.out / LEFT_OUT).is_file()
-        entries = left_out(table, plan, None if is_listed else self.dataset)
+        table, plan = self._planned()
+        jobs = _jobs(table, plan, self.settings.shard_rows)
+        there = self._there(jobs, plan)
+        self.compare(list(there.values()))
+        entries = left_out(table, plan, self.dataset, self.collator)
         self._write_text(LEFT_OUT, "".join(json_text(entry) + "\n" for entry in entries))
         manifest = Manifest(
             settings=description["settings"],
@@ -186,49 +194,57 @@ class _Writing:
             reasons=reasons(entries),
             fill=round(fill(table, plan), 6),
             sizes=fixed_sizes(table, plan, self.collator.slots),
-            shards=self._shards(table, plan),
+            shards=self._shards(jobs, there, table, plan),
         )
-        if self.before is not None and manifest.shards != self.before.shards:
+        if self.before is not None and manifest.to_json() != self.before.to_json():
             raise self._changed("has other bytes now: the data set or pyarrow")
         self._write_text(NAME, json.dumps(manifest.to_json(), indent=2, ensure_ascii=False) + "\n")
         return manifest
 
-    def _measured(self) -> LengthTable:
-        table = self.measure(self.dataset, self.collator)
-        if self.before is not None:
-            self._planned(table)  # before the table gets its name
-        return table
+    def _planned(self) -> tuple[LengthTable, Plan]:
+        """Lengths and plan, from their files where both belong to what is written; made and saved where not.
 
-    def _planned(self, table: LengthTable) -> Plan:
+        Until there is a plan lengths are measured anew, out of their cache: a sample that stopped the run before may
+        be a better one now.
+        """
+        lengths, planned = self.folder.out / LENGTHS, self.folder.out / PLAN
+        is_known = lengths.is_file() and (planned.is_file() or self.before is not None)
+        table = LengthTable.load(lengths) if is_known else self.measure(self.dataset, self.collator)
+        check_refused(table, self.collator)
         plan = plan_rows(table, self.settings, self.collator.slots, self.dataset)
+        if is_known and planned.is_file() and Plan.load(planned).digest != plan.digest:
+            raise ConfigError(f"{planned} is not the plan of {lengths}; remove {self.folder.out} and pack again")
         if self.before is not None and plan.digest != self.before.plan:
             raise self._changed("cannot be made again: the data set")
-        return plan
+        for path, content in ((lengths, table), (planned, plan)):
+            if not (is_known and path.is_file()):
+                with self.folder.whole_file(path) as temporary, writing(path):
+                    content.save(temporary)
+        return table, plan
 
     def _changed(self, what: str) -> ConfigError:
         return ConfigError(
             f"a file of {self.folder.out} that was lost {what} was changed since; remove the folder and pack again"
         )
 
-    def _kept(self, name: str, kind: Any, make: Callable[[], Any]) -> Any:
-        """What a file holds; made and saved first where there is none."""
-        path = self.folder.out / name
-        if not path.is_file():
-            made = make()
-            with self.folder.whole_file(path) as temporary:
-                made.save(temporary)
-        return kind.load(path)
-
     def _write_text(self, name: str, text: str) -> None:
-        """Write a file, unless it is there: what is in it never changes."""
+        """Write a file, unless it is there with this very content."""
         path = self.folder.out / name
-        if not path.is_file():
-            with self.folder.whole_file(path) as temporary:
-                temporary.write_text(text, encoding="utf-8")
+        with writing(path):
+            is_there = path.is_file() and path.read_bytes() == text.encode()
+        if not is_there:
+            self.folder.write_text(path, text)
 
-    def _shards(self, table: LengthTable, plan: Plan) -> tuple[Shard, ...]:
-        jobs = _jobs(table, plan, self.settings.shard_rows)
-        shards = {**self.there, **{j.file: shard for j in jobs if (shard := written(self.folder, j.file))}}
+    def _there(self, jobs: Sequence[ShardJob], plan: Plan) -> dict[str, Shard]:
+        """Files that were finished before, by name."""
+        there = {} if self.before is None else dict(whole_shards(self.folder.out, self.before))
+        continued = (written(self.folder, job.file, plan.digest) for job in jobs if job.file not in there)
+        return {**there, **{shard.file: shard for shard in continued if shard is not None}}
+
+    def _shards(
+        self, jobs: Sequence[ShardJob], there: Mapping[str, Shard], table: LengthTable, plan: Plan
+    ) -> tuple[Shard, ...]:
+        shards = dict(there)
         writer = ShardWriter(
             dataset=self.dataset,
             collator=self.collator,
@@ -236,6 +252,7 @@ class _Writing:
             images=self.settings.images,
             has_media=bool((table.images + table.videos).any()),
             jobs=tuple(job for job in jobs if job.file not in shards),
+            plan=plan.digest,
         )
         self.progress("write", len(shards), len(jobs))
         with closing(self.in_order(writer, len(writer.jobs))) as made:
@@ -252,6 +269,7 @@ def _jobs(table: LengthTable, plan: Plan, shard_rows: int) -> Sequence[ShardJob]
             file=f"rows-{number:05d}-of-{len(starts):05d}.parquet",
             rows=tuple(tuple(table.sample_ids[row].tolist()) for row in rows),
             lengths=tuple(tuple(table.tokens[row].tolist()) for row in rows),
+            targets=tuple(tuple(table.targets[row].tolist()) for row in rows),
         )
         for number, start in enumerate(starts)
         for rows in [[plan[at] for at in range(start, min(start + shard_rows, len(plan)))]]

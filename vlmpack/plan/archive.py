@@ -2,75 +2,83 @@
 
 from __future__ import annotations
 
+import io
 import json
-import struct
 import zipfile
-import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
 
-from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.errors import ConfigError, LayoutError, VlmpackError
 
 PLAN = "vlmpack.plan"
 VERSION = 1
 MANIFEST = "manifest.json"
 FIRST_DATE = (1980, 1, 1, 0, 0, 0)
 """The date of every file in the zip, so that its bytes are the same every time."""
-DAMAGE = (
-    zipfile.BadZipFile,
-    ValueError,  # text that is no JSON, bytes that are no array
-    RuntimeError,  # a flipped bit that says: encrypted, or (NotImplementedError) compressed in another way
-    OSError,  # a place that lies before the file
-    EOFError,  # ... or behind it
-    zlib.error,
-    struct.error,
-    TypeError,  # an array of something else than numbers
-)
-"""What reading a damaged file raises."""
 
 
 def write(path: str | Path, manifest: Mapping[str, Any], arrays: Mapping[str, np.ndarray], *, kind: str = PLAN) -> None:
-    """Write the file under another name beside it and rename it, so that it is there whole or not at all."""
+    """Write the file under another name beside it and rename it, so that it is there whole or not at all.
+
+    Raises:
+        ConfigError: the system does not let it be written: rights, a full disk, a file where a folder should be.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"format": kind, "version": VERSION, **manifest}, indent=2) + "\n"
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")  # not `tempfile`, which lets nobody else read it
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("xb") as file, zipfile.ZipFile(file, "w") as members:
             members.writestr(zipfile.ZipInfo(MANIFEST, FIRST_DATE), text)
             for name, array in arrays.items():
                 with members.open(zipfile.ZipInfo(f"{name}.npy", FIRST_DATE), "w", force_zip64=True) as member:
                     np.lib.format.write_array(member, array.astype("<i8"), version=(1, 0), allow_pickle=False)
         temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error}. See to the folder (rights, room), or name another file"
+        ) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def read(path: str | Path, *, kind: str = PLAN) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """(manifest, arrays) of a file that `write` made.
 
     Raises:
-        ConfigError: there is no such file, it is not of this kind, or it is of another version.
+        ConfigError: there is no such file, it cannot be read, it is not of this kind, or it is of another version.
         LayoutError: it is damaged.
     """
-    if not Path(path).is_file():
-        raise ConfigError(f"there is no file {path}; write it first, or name another one")
-    if not zipfile.is_zipfile(path):
-        raise ConfigError(f"{path} is no {kind}, which is a zip file. Write it again, or name another file")
     try:
-        with zipfile.ZipFile(path) as members:
-            manifest = _manifest(members, path, kind)
-            arrays = {
-                name.removesuffix(".npy"): _array(members, name) for name in members.namelist() if name != MANIFEST
-            }
-    except DAMAGE as error:
-        raise LayoutError(f"{path} is damaged ({str(error) or type(error).__name__}); write it again") from error
-    return manifest, arrays
+        content = Path(path).read_bytes()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise ConfigError(f"there is no file {path}; write it first, or name another one") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}; get the right to read it, or see to the disk") from error
+    if not zipfile.is_zipfile(io.BytesIO(content)):
+        raise ConfigError(f"{path} is no {kind}, which is a zip file. Write it again, or name another file")
+    with damaged(path), zipfile.ZipFile(io.BytesIO(content)) as members:
+        manifest = _manifest(members, path, kind)
+        names = [name for name in members.namelist() if name != MANIFEST]
+        return manifest, {name.removesuffix(".npy"): _array(members, name) for name in names}
+
+
+@contextmanager
+def damaged(path: str | Path) -> Iterator[None]:
+    """Whatever reading a damaged file raises, as a LayoutError that names it."""
+    try:
+        yield
+    except VlmpackError:
+        raise
+    except Exception as error:  # zipfile, json, numpy and what is made of their results: errors of every kind
+        seen = f"it has no {error}" if type(error) is KeyError else str(error) or type(error).__name__
+        raise LayoutError(f"{path} is damaged ({seen:.200}); write it again") from error
 
 
 def _manifest(members: zipfile.ZipFile, path: str | Path, kind: str) -> dict[str, Any]:
@@ -85,4 +93,7 @@ def _manifest(members: zipfile.ZipFile, path: str | Path, kind: str) -> dict[str
 
 def _array(members: zipfile.ZipFile, name: str) -> np.ndarray:
     with members.open(name) as member:
-        return np.lib.format.read_array(member, allow_pickle=False).astype(np.int64)
+        array = np.lib.format.read_array(member, allow_pickle=False)
+        if array.dtype != np.int64 or array.ndim != 1 or member.read(1):
+            raise ValueError(f"{name} is no array of int64 [N]")
+        return array

@@ -238,19 +238,17 @@ class Plan:
             LayoutError: it was changed since it was written.
         """
         manifest, arrays = archive.read(path)
-        try:
+        with archive.damaged(path):
             limits = manifest["budgets"].items()
-            fields: dict[str, Any] = {
+            plan = cls(
                 **{name: arrays[name] for name in ("sample_ids", "bounds", "lengths", "dropped")},
                 **{name: manifest[name] for name in ("capacity", "oversize", "strategy", "seed")},
-                "budgets": tuple(Budget(name=name, costs=arrays[f"budget.{name}"], limit=n) for name, n in limits),
-            }
-            digest = manifest["digest"]
-        except KeyError as error:
-            raise LayoutError(f"{path} is damaged: it has no {error}; plan again") from error
-        plan = cls(**fields)
-        if plan.check().digest != digest:
-            raise LayoutError(f"{path} does not hold what its digest says: it was changed or damaged; plan again")
+                budgets=tuple(Budget(name=name, costs=arrays[f"budget.{name}"], limit=n) for name, n in limits),
+            )
+            plan.check()
+            said = {name: value for name, value in manifest.items() if name not in ("format", "version")}
+            if {**plan.manifest, "digest": plan.digest} != said or plan._arrays().keys() != arrays.keys():
+                raise LayoutError(f"{path} does not hold what its digest says: it was changed or damaged; plan again")
         return plan
 
     def _arrays(self) -> dict[str, np.ndarray]:

@@ -13,6 +13,8 @@ N samples that can be used.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -122,8 +124,7 @@ class LengthTable:
 
     def save(self, path: str | Path) -> None:
         """Write the table to one file, whole or not at all; the same table gives the same bytes."""
-        manifest = {"samples": len(self), "refused": [asdict(one) for one in self.refused]}
-        archive.write(path, manifest, {name: self.__dict__[name] for name in COLUMNS}, kind=FORMAT)
+        archive.write(path, self._manifest(), self._columns(), kind=FORMAT)
 
     @classmethod
     def load(cls, path: str | Path) -> LengthTable:
@@ -131,14 +132,29 @@ class LengthTable:
 
         Raises:
             ConfigError: there is no such file, it is no table, or it is of another version.
-            LayoutError: it is damaged.
+            LayoutError: it was changed since it was written.
         """
         manifest, arrays = archive.read(path, kind=FORMAT)
-        try:
+        with archive.damaged(path):
             refused = tuple(Refused(**one) for one in manifest["refused"])
-            return cls(**{name: arrays[name] for name in COLUMNS}, refused=refused)
-        except (KeyError, TypeError, ConfigError) as error:
-            raise LayoutError(f"{path} is damaged ({error}); measure the lengths again") from error
+            table = cls(**{name: arrays[name] for name in COLUMNS}, refused=refused)
+            said = {name: value for name, value in manifest.items() if name not in ("format", "version")}
+            if json.loads(json.dumps(table._manifest())) != said or table._columns().keys() != arrays.keys():
+                raise LayoutError(
+                    f"{path} does not hold what its digest says: it was changed or damaged; measure the lengths again"
+                )
+        return table
+
+    def _columns(self) -> dict[str, np.ndarray]:
+        return {name: self.__dict__[name] for name in COLUMNS}
+
+    def _manifest(self) -> dict[str, Any]:
+        """Everything besides the columns, and the SHA-256 of both."""
+        content = {"samples": len(self), "refused": [asdict(one) for one in self.refused]}
+        digest = hashlib.sha256(json.dumps(content).encode())
+        for name, column in self._columns().items():
+            digest.update(f"{name} {len(column)} ".encode() + column.astype("<i8").tobytes())
+        return {**content, "digest": digest.hexdigest()}
 
     # ------------------------------------------------------------------ in words
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar, final
 from weakref import WeakSet
 
 import torch
+from torch import distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families import Family, family_of
@@ -24,10 +24,11 @@ from vlmpack.layout import around_graph
 from vlmpack.parallel import Parallel
 from vlmpack.step import attention, by_sample, cut, experts
 from vlmpack.step.engine import StepConfig
-from vlmpack.step.forward import packed_forward
+from vlmpack.step.forward import packed_forward, plain_forward, unpackable, without_guards
 from vlmpack.step.keys import ROW_KEYS
 from vlmpack.step.models import check_adapters, check_is_only_one, check_own_forward, check_own_loss, find_model
 from vlmpack.step.subclass import base_of, subclass
+from vlmpack.step.unpacked import plain_generate
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -45,8 +46,6 @@ class PackingState:
     """Its settings."""
     parallel: Parallel | None
     """How ranks work together on its rows; None: each by itself."""
-    hooks: tuple[RemovableHandle, ...]
-    """What keeps padding out of its experts and tells its n-gram layers the row."""
 
 
 def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: Parallel | None = None) -> Model:
@@ -58,7 +57,11 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
        loss as padded;
     2. a packed row with `cu_seqlens_q` (and `cu_seqlens_q_padded` if it has gaps), or with the host facts that
        `VLMCollator(layout="packed")` sends along;
-    3. anything else (generation, a cache, `inputs_embeds`, no mask): passed through to the model's own forward.
+    3. anything else (generation, a cache, `inputs_embeds`, `output_attentions`, no mask): passed through to the model's
+       own forward. A training step with padding is warned of once (`UnpackedWarning`).
+
+    `logits_to_keep` (a number, or columns), `output_hidden_states` and `return_dict=False` of a padded batch give what
+    they give without packing, zeros on padding.
 
     With 1 and 2 may come:
 
@@ -82,8 +85,8 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     Raises:
         FamilyError: the model's family cannot be packed exactly, and which part of it leaks.
         ConfigError: the forward of the model, or of a layer that has to know the boundaries, was replaced on the
-            object, so that ours would never be called; the model has a forward or a loss of its own, which would never
-            be; or a router loss for a model without experts.
+            object, so that ours would never be called; the model has a forward, a loss or an attention function of its
+            own, which would never be; its attention is not causal; or a router loss for a model without experts.
     """
     core = find_model(model)
     check_is_only_one(model)
@@ -95,26 +98,23 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     shared = parallel is not None
     if is_packing(core) and (vars(core)[_STATE].parallel is not None) != shared:
         disable_packing(core)  # other layers have to know
-    enabled = is_packing(core)
-    if not enabled:
+    if not (enabled := is_packing(core)):
         check_own_forward(core, family)
     check_own_loss(core)
+    attention.check_computed(family, core)
     cut.install(family, core, shared=shared)  # refuses, or does all
-    if enabled:
-        _unhook(core)
-    else:
+    if not enabled:
         core.__class__ = _packed_class(type(core))
-    hooks = experts.install(family, core) + by_sample.hook(family, core)
-    vars(core)[_STATE] = PackingState(family=family, config=config, parallel=parallel, hooks=hooks)
-    _ask(core, family)
+    vars(core)[_STATE] = PackingState(family=family, config=config, parallel=parallel)
+    experts.install(family, core)
+    by_sample.install(family, core)
+    _install_attention(core)
     return model
 
 
 def disable_packing(model: Model) -> Model:
-    """Undo `enable_packing`: the model is what it was before. A model without packing is left as it is.
-
-    Where several enabled models share one configuration object, its attention implementation is given back by the last
-    of them.
+    """Undo `enable_packing`: the model is what it was before. A model without packing is left as it is, and so are
+    layers that other enabled models have too: the last of them restores those.
 
     Raises:
         ConfigError: something else changed the model's class since (FSDP2's `fully_shard`); nothing is undone then.
@@ -123,14 +123,13 @@ def disable_packing(model: Model) -> Model:
     if is_packing(core):
         base = base_of(core)
         state: PackingState = vars(core)[_STATE]
-        family = state.family
-        cut.uninstall(family, core, shared=state.parallel is not None)  # refuses, or does all
-        _unhook(core)
+        family, kept = state.family, _shared_with_others(core)
+        cut.uninstall(family, core, shared=state.parallel is not None, kept=kept)  # refuses, or does all
+        experts.uninstall(family, core, kept=kept)
+        by_sample.uninstall(family, core, kept=kept)
+        attention.uninstall(family, core, kept=kept)
         del vars(core)[_STATE]
         core.__class__ = base
-        _enabled.discard(core)
-        others = [tower for other in _enabled for tower in _towers(other)]
-        attention.uninstall(family.language_model(core), family.vision_tower(core), still_asking=others)
     return model
 
 
@@ -148,8 +147,8 @@ def packing_state(core: nn.Module) -> PackingState:
     """The state of an enabled model.
 
     Raises:
-        ConfigError: packing is not enabled; or the attention implementation, the loss, gated delta layers or blocks of
-            experts were exchanged after it was.
+        ConfigError: packing is not enabled; or attention, the loss, gated delta layers or blocks of experts were
+            exchanged after it was.
     """
     state = remembered(core)
     if state is None:
@@ -171,31 +170,34 @@ def packing_state(core: nn.Module) -> PackingState:
             "blocks of experts were exchanged or wrapped after enable_packing (PEFT's modules_to_save copies them), so "
             "padding would be sent to experts and counted by routers; call enable_packing(model) again"
         )
-    if not attention.is_installed(state.family.language_model(core), state.family.vision_tower(core)):
+    if not attention.is_installed(state.family, core):
         raise ConfigError(
-            "the attention implementation was changed after enable_packing, or a layer was exchanged for a copy, "
-            "so that layers no longer know the boundaries of a row; call enable_packing(model) again afterwards"
+            "an attention layer was exchanged after enable_packing, or given another configuration, so that it no "
+            "longer knows the boundaries of a row; call enable_packing(model) again afterwards"
         )
+    attention.check_computed(state.family, core)
     return state
 
 
 _enabled: WeakSet[nn.Module] = WeakSet()
-"""Models with packing: a configuration object that they share is theirs together."""
+"""Models with packing, which may have layers in common: one backbone under several heads."""
 
 
-def _ask(core: nn.Module, family: Family) -> None:
-    attention.install(family.language_model(core), family.vision_tower(core))
+def _install_attention(core: nn.Module) -> None:
+    attention.install(vars(core)[_STATE].family, core)
     _enabled.add(core)
 
 
-def _towers(core: nn.Module) -> tuple[nn.Module | None, ...]:
-    family = vars(core)[_STATE].family
-    return family.language_model(core), family.vision_tower(core)
-
-
-def _unhook(core: nn.Module) -> None:
-    for handle in vars(core)[_STATE].hooks:
-        handle.remove()
+def _shared_with_others(core: nn.Module) -> set[int]:
+    """Ids of the modules that were changed for other enabled models."""
+    found: set[int] = set()
+    for other in _enabled:
+        if other is not core and (state := remembered(other)) is not None:
+            layers = cut.changed(state.family, other, shared=state.parallel is not None)
+            for changed in (experts.changed, by_sample.changed, attention.changed):
+                layers += changed(state.family, other)
+            found.update(map(id, layers))
+    return found
 
 
 @functools.cache
@@ -224,23 +226,49 @@ def _packed_class(base: type[nn.Module]) -> type[nn.Module]:
         }
         if not is_packing(self):  # accelerate's autocast wrapper keeps this function, beyond disable_packing
             return base.forward(self, **inputs)
+        inputs, own_forward = without_guards(inputs), functools.partial(base.forward, self)
+        if (reason := unpackable(self, inputs, vars(self)[_STATE].family)) is not None:
+            return plain_forward(self, own_forward, inputs, reason)
         state = packing_state(self)
-        own_forward = functools.partial(base.forward, self)
-        return packed_forward(self, own_forward, inputs, state.family, state.config, state.parallel)
+        return packed_forward(self, inputs, state.family, state.config, state.parallel)
 
     vars(forward)["__signature__"] = _signature(base.forward)
 
     def setstate(self: nn.Module, state: dict[str, Any]) -> None:
         base.__setstate__(self, state)
-        _ask(self, vars(self)[_STATE].family)
+        _install_attention(self)
 
     body = {
         "__setstate__": setstate,
         "forward": around_graph(forward),
-        # A trainer counts targets over the whole accumulated batch only for models that say they divide by it.
-        "accepts_loss_kwargs": True,
+        "generate": plain_generate(base),
+        "accepts_loss_kwargs": CountsTargets(),
     }
     return subclass(base, body, _packed_class)
+
+
+@final
+class CountsTargets:
+    """`accepts_loss_kwargs` of an enabled model: true, for HF Trainer to count targets over the accumulated batch.
+
+    Trainer's own evaluation looks here before each batch, without gradients. On several ranks it would multiply each
+    rank's share of the loss by their number, average the shares over samples, and cut off some with the last batch.
+    """
+
+    def __bool__(self) -> bool:
+        """Return True.
+
+        Raises:
+            ConfigError: HF Trainer's own evaluation runs on several ranks.
+        """
+        if not torch.is_grad_enabled() and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ConfigError(
+                f"HF Trainer's own evaluation over {dist.get_world_size()} ranks weighs the losses of packed batches "
+                "wrongly, so eval_loss would be no mean of them, and load_best_model_at_end would choose by it: use "
+                "PackedTrainer of vlmpack.trainer, which takes the same arguments (eval_packing=False: the same "
+                "batches; eval_capacity=: in planned rows); or evaluate of vlmpack"
+            )
+        return True
 
 
 def _signature(forward: Callable[..., Any]) -> inspect.Signature:

@@ -1,137 +1,243 @@
 """The attention functions that a model with packing enabled uses, under names of their own in transformers' registry.
 
 A call that carries a `RowContext` goes to a vlmpack back-end. A call without one (generation, a cache, a plain padded
-batch) goes to the implementation that the model had before: the name of ours ends in the name of that one.
+batch) goes to the implementation that the model's configuration names.
 
-    text model    vlmpack|sdpa
-    vision tower  vlmpack_flash|sdpa    transformers hands a vision tower's images over in one call only to
-                                        implementations with "flash" in their name; others get them one by one
+    text model    vlmpack
+    vision tower  vlmpack_flash    transformers hands a vision tower's images over in one call only to implementations
+                                   with "flash" in their name; others get them one by one
+
+The configuration keeps the name that it has. Each attention module gets a stand-in for it, with the same attributes and
+another name, so other models of the same configuration, and new ones that are made of it, do not change.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, final
+from collections.abc import Callable, Iterator, Set
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.torch_version import TorchVersion
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vlmpack.attention import AttentionCall, choose
-from vlmpack.errors import ConfigError
+from vlmpack.errors import BackendError, ConfigError
+from vlmpack.families import Family
 from vlmpack.layout import FACTS_KEY, Segments, outside_graph
 from vlmpack.step.context import CONTEXT, RowContext
+from vlmpack.step.subclass import is_subclassed
+from vlmpack.step.unpacked import warn_past_the_forward
 
-TEXT, VISION = "vlmpack|", "vlmpack_flash|"
-
-
-def install(text: nn.Module, vision: nn.Module | None) -> None:
-    """Let every attention layer of the two towers ask vlmpack first; nothing outside these modules changes."""
-    for prefix, tower, make in ((TEXT, text, _text_attention), (VISION, vision, _vision_attention)):
-        for config in _configs(tower):
-            original = original_name(config)
-            AttentionInterface.register(prefix + original, make(original))
-            if original in ALL_MASK_ATTENTION_FUNCTIONS:  # an implementation of the user's own may have none
-                AttentionMaskInterface.register(prefix + original, ALL_MASK_ATTENTION_FUNCTIONS[original])
-            # set_attn_implementation would look for a kernel of this name on the hub.
-            config._attn_implementation_internal = _NAME(prefix + original)
+TEXT, VISION = "vlmpack", "vlmpack_flash"
 
 
-def uninstall(text: nn.Module, vision: nn.Module | None, *, still_asking: Sequence[nn.Module | None] = ()) -> None:
-    """Give every attention layer its own implementation back.
-
-    Args:
-        text: the text part of the model.
-        vision: its vision tower; None: there is none.
-        still_asking: towers of other models: a configuration object of theirs is left as it is.
-    """
-    shared = {id(config) for tower in still_asking for config in _configs(tower)}
-    for tower in (text, vision):
-        for config in _configs(tower):
-            if id(config) not in shared:
-                config._attn_implementation_internal = original_name(config)
+# ---------------------------------------------------------------------- stand-ins for configurations
 
 
-def is_installed(text: nn.Module, vision: nn.Module | None) -> bool:
-    """Whether the attention layers still ask vlmpack: `set_attn_implementation` would have made them stop."""
-    return all(
-        str(config._attn_implementation_internal).startswith(prefix)
-        for prefix, tower in ((TEXT, text), (VISION, vision))
-        for config in _configs(tower)
-    )
-
-
-def original_name(config: PreTrainedConfig) -> str:
-    """The implementation that the model had, whether or not ours is installed."""
-    return _original_of(str(config._attn_implementation))
-
-
-def _original_of(name: str) -> str:
-    return name.removeprefix(TEXT).removeprefix(VISION)
-
-
-@final
-class _Asking(str):
-    """The name of one of ours in a model's configuration. Copies, which may be for new models, get the original's: no
-    model can be made with a name that has "flash" in it and is no package's."""
+class _StandIn:
+    """A configuration under another attention name. It shares the attributes of the plain one, in both directions."""
 
     __slots__ = ()
+    _vlmpack_name: ClassVar[str]
+    _vlmpack_plain: PreTrainedConfig
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> str:
-        return _original_of(str(self))
+    @property
+    def _attn_implementation(self) -> str:
+        return self._vlmpack_name
 
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (_original_of(str(self)),)
+    @_attn_implementation.setter
+    def _attn_implementation(self, value: str) -> None:
+        self._vlmpack_plain._attn_implementation = value
+
+    def __copy__(self) -> PreTrainedConfig:
+        return copy.copy(self._vlmpack_plain)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreTrainedConfig:
+        """A stand-in for a copied module; the plain configuration for somebody who copies only that."""
+        alone = not memo
+        plain = copy.deepcopy(self._vlmpack_plain, memo)
+        return plain if alone else _stand_in(plain, self._vlmpack_name)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _stand_in, (self._vlmpack_plain, self._vlmpack_name)
 
 
-_NAME = _Asking if TorchVersion(torch.__version__) >= "2.12" else str
-"""torch 2.11 compiles no model whose configuration names its attention by an instance of a subclass of `str`: it cannot
-look that up in a dictionary. There, copies of the configuration keep our name; the README has the remedy."""
+def _stand_in(plain: PreTrainedConfig, name: str) -> PreTrainedConfig:
+    made = object.__new__(_stand_in_class(type(plain), name))
+    object.__setattr__(made, "_vlmpack_plain", plain)
+    object.__setattr__(made, "__dict__", vars(plain))
+    return made
 
 
-def _configs(tower: nn.Module | None) -> list[PreTrainedConfig]:
-    """Every configuration object that a module of the tower reads its attention implementation from, once.
+@functools.cache
+def _stand_in_class(base: type[PreTrainedConfig], name: str) -> Any:
+    shown = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return type(base.__name__, (_StandIn, base), {**shown, "__slots__": ("_vlmpack_plain",), "_vlmpack_name": name})
+
+
+def plain_config(module: nn.Module) -> PreTrainedConfig:
+    """The configuration of a module, without our name."""
+    config = vars(module)["config"]
+    return config._vlmpack_plain if isinstance(config, _StandIn) else config
+
+
+def install(family: Family, core: nn.Module) -> None:
+    """Register the attention layers of both towers with vlmpack; nothing outside these modules changes."""
+    for name, module in _callers(family, core):
+        if not isinstance(config := vars(module)["config"], _StandIn):
+            vars(module)["config"] = _stand_in(config, name)
+
+
+def uninstall(family: Family, core: nn.Module, *, kept: Set[int]) -> None:
+    """Restore the configuration of every attention layer that is not among `kept`, ids of what other enabled models
+    have too."""
+    for module in changed(family, core):
+        if id(module) not in kept:
+            vars(module)["config"] = plain_config(module)
+
+
+def changed(family: Family, core: nn.Module) -> list[nn.Module]:
+    """The modules that have a stand-in for their configuration."""
+    return [module for _, module in _callers(family, core)]
+
+
+def is_installed(family: Family, core: nn.Module) -> bool:
+    """Whether every attention layer calls vlmpack: one in another's place does not."""
+    return all(isinstance(vars(module)["config"], _StandIn) for _, module in _callers(family, core))
+
+
+def _callers(family: Family, core: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of all modules that call the attention function of their configuration, and the vision tower
+    itself, which measures its images only for implementations with "flash" in their name.
 
     Each step looks. `Module.modules()`, which puts together names, takes four times as long.
     """
-    found: dict[int, PreTrainedConfig] = {}
-    waiting = [tower]
-    while waiting:
-        module = waiting.pop()
-        if module is None:
-            continue
-        config = vars(module).get("config")
-        if isinstance(config, PreTrainedConfig):
-            found[id(config)] = config
-        waiting.extend(module._modules.values())
-    return list(found.values())
+    text, vision = family.language_model(core), family.vision_tower(core)
+    for name, tower in ((TEXT, text), (VISION, vision)):
+        waiting = [] if tower is None else [tower]
+        while waiting:
+            module = waiting.pop()
+            attributes = vars(module)
+            is_caller = "is_causal" in attributes or module is vision
+            if is_caller and isinstance(attributes.get("config"), PreTrainedConfig):
+                yield name, module
+            waiting.extend(child for child in module._modules.values() if child is not None)
 
 
-def _text_attention(original: str) -> Callable[..., tuple[torch.Tensor, Any]]:
-    def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs):
-        row: RowContext | None = kwargs.pop(CONTEXT, None)
-        if row is None:
-            check_not_bypassed(kwargs)
-            return _original(original, module)(module, query, key, value, *args, **kwargs)
-        return _packed(query, key, value, row, **_settings(kwargs)), None
-
-    return attention
+# ---------------------------------------------------------------------- what packed attention computes, and what not
 
 
-def _vision_attention(original: str) -> Callable[..., tuple[torch.Tensor, Any]]:
-    def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs):
-        row: RowContext | None = kwargs.pop(CONTEXT, None)
-        if row is not None:
-            return _packed(query, key, value, row, vision=kwargs["cu_seq_lens_q"], **_settings(kwargs)), None
-        if "flash" in original:
-            return _original(original, module)(module, query, key, value, *args, **kwargs)
-        return _image_by_image(_original(original, module), module, query, key, value, *args, **kwargs), None
+def check_computed(family: Family, core: nn.Module) -> None:
+    """Packed rows get causal softmax attention over whole samples, whatever the model would have called.
 
-    return attention
+    Raises:
+        ConfigError: the model would have computed something else.
+    """
+    for config in (vars(core)["config"], vars(family.language_model(core))["config"]):
+        if vars(config).get("is_causal") is False:
+            raise ConfigError(f"is_causal is False in the model's {type(config).__name__}, but {_CAUSAL}")
+    stock: set[tuple[str, type[nn.Module]]] = set()
+    for name, module in _callers(family, core):
+        if name == TEXT:
+            _check_layer(module)
+        if name == TEXT and family.by_sample is not None:
+            continue  # packed rows call it too
+        if (seen := (_original_name(module), type(module))) not in stock and "is_causal" in vars(module):
+            _check_stock(seen[0], module)
+            stock.add(seen)
+
+
+_CAUSAL = (
+    "packed attention is causal: a token would not see the later ones of its sample. Set it to True, or train this "
+    "model without packing"
+)
+
+
+def _check_layer(module: nn.Module) -> None:
+    if vars(module).get("is_causal") is False:
+        raise ConfigError(f"is_causal is False on a {type(module).__name__}, but {_CAUSAL}")
+    if (window := vars(module).get("sliding_window")) is not None:
+        raise ConfigError(
+            f"sliding_window is {window} on a {type(module).__name__}, but packed attention reaches over whole "
+            "samples; set it to None"
+        )
+
+
+def _check_stock(name: str, module: nn.Module) -> None:
+    """A function of transformers itself computes what our back-ends compute; any other may do anything."""
+    called: Any = _original(name, module)
+    while isinstance(called, functools.partial):
+        called = called.func
+    if not str(called.__module__).startswith("transformers."):
+        raise ConfigError(
+            f"the attention {name!r} of a {type(module).__name__} is a function of your own "
+            f"({called.__module__}.{called.__qualname__}), which packed rows would not call: vlmpack's back-ends "
+            "compute plain softmax attention. Choose one of transformers, "
+            'model.set_attn_implementation("sdpa"), or train without packing'
+        )
+
+
+_COMPUTED = ("scaling", "dropout")
+_OF_VISION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_WITHOUT_EFFECT = ("position_ids", "use_cache", "output_router_logits", "output_hidden_states", "return_dict")
+_UNDERSTOOD = frozenset((*_COMPUTED, *_OF_VISION, *_WITHOUT_EFFECT))
+"""Keywords of an attention call that a back-end computes, or that say nothing of attention. transformers 5.17 to 5.23
+hands no others to the layers of the supported families."""
+
+
+def _settings(module: nn.Module, kwargs: dict[str, Any], *, causal: bool) -> dict[str, Any]:
+    """What a back-end is given.
+
+    Raises:
+        BackendError: a keyword that none computes, or attention that is not causal in a text model.
+    """
+    unknown = [name for name, value in kwargs.items() if value is not None and name not in _UNDERSTOOD]
+    if "is_causal" in unknown and bool(kwargs["is_causal"]) == causal:
+        unknown.remove("is_causal")
+    elif causal and vars(module).get("is_causal") is False:
+        unknown.append("is_causal")
+    if unknown:
+        said = ", ".join(f"{name}={kwargs.get(name, False)!r:.40}" for name in unknown)
+        raise BackendError(
+            f"a {type(module).__name__} asks for attention with {said}, which no back-end for packed rows computes; "
+            "leave it out, or train this model without packing"
+        )
+    return {"scale": kwargs["scaling"], "dropout": kwargs.get("dropout", 0.0)}
+
+
+# ---------------------------------------------------------------------- the functions
+
+
+def _text_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, Any]:
+    row: RowContext | None = kwargs.pop(CONTEXT, None)
+    if row is None:
+        check_not_bypassed(kwargs)
+        if module.training and not is_subclassed(module):  # sparse attention is given a mask of its indexer's choice
+            warn_past_the_forward(args[0] if args else kwargs.get("attention_mask"))
+        return _call_original(module, query, key, value, *args, **kwargs)
+    return _packed(query, key, value, row, **_settings(module, kwargs, causal=True)), None
+
+
+def _vision_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, Any]:
+    row: RowContext | None = kwargs.pop(CONTEXT, None)
+    if row is not None:
+        settings = _settings(module, kwargs, causal=False)
+        return _packed(query, key, value, row, vision=kwargs["cu_seq_lens_q"], **settings), None
+    if "flash" in _original_name(module):
+        return _call_original(module, query, key, value, *args, **kwargs)
+    return _image_by_image(module, query, key, value, *args, **kwargs), None
+
+
+AttentionInterface.register(TEXT, _text_attention)
+AttentionInterface.register(VISION, _vision_attention)
 
 
 def check_not_bypassed(kwargs: dict[str, Any]) -> None:
@@ -140,12 +246,9 @@ def check_not_bypassed(kwargs: dict[str, Any]) -> None:
         raise ConfigError(
             "the batch reached the attention layers without passing through the packed forward, which would mix its "
             "samples: the model's forward was replaced, or its backbone called directly, after enable_packing (Liger's "
-            "fused cross-entropy, TRL's fused head). Switch that off: vlmpack's own head is chunked already"
+            "fused cross-entropy, TRL's fused head). Switch that off, vlmpack's own head is chunked already: "
+            "apply_liger_kernel_to_...(model=model, fused_linear_cross_entropy=False) keeps Liger's other kernels"
         )
-
-
-def _settings(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {"scale": kwargs["scaling"], "dropout": kwargs.get("dropout", 0.0)}
 
 
 @outside_graph
@@ -187,6 +290,11 @@ def _in_autocast(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
+def _original_name(module: nn.Module) -> str:
+    """The implementation that the module's configuration names."""
+    return vars(module)["config"]._attn_implementation_internal
+
+
 def _original(name: str, module: nn.Module) -> Callable[..., tuple[torch.Tensor, Any]]:
     """The function that transformers would have called; "eager" is one that each modelling file has of its own."""
     files = [vars(sys.modules[klass.__module__]) for klass in type(module).__mro__ if klass.__module__ in sys.modules]
@@ -194,12 +302,23 @@ def _original(name: str, module: nn.Module) -> Callable[..., tuple[torch.Tensor,
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 
 
-def _image_by_image(
-    attention: Callable[..., tuple[torch.Tensor, Any]], module: nn.Module, *qkv: torch.Tensor, **kwargs: Any
-) -> torch.Tensor:
+def _call_original(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+    name = _original_name(module)
+    caller = module if name in ("sdpa", "eager", "flex_attention") else _with_plain_config(module)
+    return _original(name, module)(caller, *args, **kwargs)
+
+
+def _with_plain_config(module: nn.Module) -> nn.Module:
+    """The same module for a function that reads the name of its kernel from the configuration, as flash attention's."""
+    twin = object.__new__(type(module))
+    vars(twin).update(vars(module), config=plain_config(module))
+    return twin
+
+
+def _image_by_image(module: nn.Module, *qkv: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """What a vision tower does itself for implementations that know no boundaries: one call an image."""
     sizes = kwargs.pop("cu_seq_lens_q").diff().tolist()
     for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
         kwargs.pop(name, None)
     images = zip(*(x.split(sizes, dim=2) for x in qkv), strict=True)
-    return torch.cat([attention(module, *image, **kwargs)[0] for image in images], dim=1)
+    return torch.cat([_call_original(module, *image, **kwargs)[0] for image in images], dim=1)

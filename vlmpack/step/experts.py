@@ -8,14 +8,17 @@ So pads cost nothing, have no router statistics and no gradient, whatever comput
 that it sees. A row without gaps is handed over as it is.
 
 The block is called with hidden states alone. The layer's mixer (attention, or a gated delta layer) runs before it, is
-given the row with its keywords, and tells the block. Both happen in one call of the layer's `forward`, so when gradient
-checkpointing computes the layer again, they happen again. (Hooks on the layer itself would not: transformers 5.23
-leaves them out of that.)
+given the row with its keywords, and hands its real tokens on to the block. Both happen in one call of the layer's
+`forward`, so when gradient checkpointing computes the layer again, they happen again. (Hooks on the layer itself would
+not: transformers 5.23 leaves them out of that.) One call of a layer is computed by one thread, so what is handed on
+belongs to the thread: calls in other threads, and backward passes that compute layers again, have their own.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
+from collections.abc import Set
 from types import MethodType
 from typing import Any, final
 
@@ -34,20 +37,34 @@ each layer would be compiled for itself, until the limit of eight, and again whe
 was drawn from PyTorch as any hook's is, which gives each number once in a process: no other hook has it."""
 
 
-def install(family: Family, core: nn.Module) -> tuple[RemovableHandle, ...]:
-    """Hook every layer that has experts; the handles undo it. They may be copied and pickled with the model."""
-    if family.experts is None:
-        return ()
-    layers = family.experts.layers(family.language_model(core))
-    return tuple(handle for layer in layers for handle in _hook(layer))
+def install(family: Family, core: nn.Module) -> None:
+    """Hook every layer that has experts, but not again where another enabled model shares it. Hooks are copied and
+    pickled with the model."""
+    for layer in _layers(family, core):
+        if not _is_hooked(layer):
+            _unhook(layer)
+            _hook(layer)
+
+
+def uninstall(family: Family, core: nn.Module, *, kept: Set[int]) -> None:
+    """Remove the hooks of every layer, unless its block is among `kept`, ids of what other enabled models have too."""
+    for layer in _layers(family, core):
+        if id(layer.block) not in kept:
+            _unhook(layer)
 
 
 def is_installed(family: Family, core: nn.Module) -> bool:
     """Whether every block of experts is still told which tokens are real: one in another's place is not."""
-    if family.experts is None:
-        return True
-    layers = family.experts.layers(family.language_model(core))
-    return all(_gates(layer.mixer) & _gates(layer.block) for layer in layers)
+    return all(map(_is_hooked, _layers(family, core)))
+
+
+def changed(family: Family, core: nn.Module) -> list[nn.Module]:
+    """The modules whose hooks this one here owns."""
+    return [layer.block for layer in _layers(family, core)]
+
+
+def _layers(family: Family, core: nn.Module) -> list[ExpertLayer]:
+    return [] if family.experts is None else family.experts.layers(family.language_model(core))
 
 
 def check_has_routers(family: Family, z_loss_coef: float) -> None:
@@ -60,7 +77,7 @@ def check_has_routers(family: Family, z_loss_coef: float) -> None:
         raise ConfigError(f"z_loss_coef is {z_loss_coef}, but {family.model_type} has no experts; leave it out")
 
 
-def _hook(layer: ExpertLayer) -> tuple[RemovableHandle, ...]:
+def _hook(layer: ExpertLayer) -> None:
     gate = _Gate()
     handles = (
         layer.mixer.register_forward_pre_hook(gate.tell, with_kwargs=True),
@@ -70,7 +87,15 @@ def _hook(layer: ExpertLayer) -> tuple[RemovableHandle, ...]:
     )
     for handle in handles:
         _number(handle)
-    return handles
+
+
+def _unhook(layer: ExpertLayer) -> None:
+    for module in (layer.mixer, layer.block):
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for number in [number for number, hook in hooks.items() if _gate_of(hook) is not None]:
+                del hooks[number]
+                for told_apart in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
+                    told_apart.pop(number, None)
 
 
 def _number(handle: RemovableHandle) -> None:
@@ -85,35 +110,60 @@ def _number(handle: RemovableHandle) -> None:
     handle.id = _NUMBER
 
 
+def _is_hooked(layer: ExpertLayer) -> bool:
+    """Whether one gate leads from the mixer to the block; a copy of a block has a copy of the gate."""
+    return bool(_gates(layer.mixer) & _gates(layer.block))
+
+
 def _gates(module: nn.Module) -> set[int]:
     """The gates that a module tells, or that stand before it."""
-    hooks = module._forward_pre_hooks.values()
-    return {id(hook.__self__) for hook in hooks if isinstance(hook, MethodType) and isinstance(hook.__self__, _Gate)}
+    gates = map(_gate_of, module._forward_pre_hooks.values())
+    return {id(gate) for gate in gates if gate is not None}
+
+
+def _gate_of(hook: Any) -> _Gate | None:
+    own = hook.__self__ if isinstance(hook, MethodType) else None
+    return own if isinstance(own, _Gate) else None
 
 
 @final
 class _Gate:
-    """What one layer remembers from its mixer to its experts."""
+    """One layer's way from its mixer to its experts."""
 
     def __init__(self) -> None:
-        self._real: torch.Tensor | None = None
-        self._width = 0
+        self._call = _Call()
 
     def tell(self, mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         row: RowContext | None = kwargs.get(CONTEXT)
-        self._real = None if row is None else row.experts
+        self._call.real = None if row is None else row.experts
 
     def take(self, block: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
         """[1, T, D] to [1, R, D]."""
-        if self._real is None:
+        call = self._call
+        if call.real is None:
             return None
         (hidden,) = args
-        self._width = hidden.shape[1]  # not the row's: a number that is known beforehand would be compiled in
-        return (hidden.index_select(1, self._real),)
+        call.width = hidden.shape[1]  # not the row's: a number that is known beforehand would be compiled in
+        return (hidden.index_select(1, call.real),)
 
     def put_back(self, block: nn.Module, args: Any, output: torch.Tensor | None) -> torch.Tensor | None:
         """[1, R, D] to [1, T, D], zeros on padding."""
-        real, self._real = self._real, None
+        call = self._call
+        real, call.real = call.real, None
         if real is None or output is None:
             return None
-        return output.new_zeros(1, self._width, output.shape[-1]).index_copy_(1, real, output)
+        return output.new_zeros(1, call.width, output.shape[-1]).index_copy_(1, real, output)
+
+
+@final
+class _Call(threading.local):
+    """What a layer keeps from its mixer to its experts, for each thread. (Compilers read no context variables.)"""
+
+    real: torch.Tensor | None = None
+    """int64 [R]: places of the real tokens; None: every token goes to the experts."""
+    width: int = 0
+    """T."""
+
+    def __reduce__(self) -> tuple[type[_Call], tuple[()]]:
+        """A copy begins with nothing."""
+        return _Call, ()

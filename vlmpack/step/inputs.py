@@ -7,13 +7,15 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from vlmpack.errors import LayoutError
 from vlmpack.families import Family
-from vlmpack.layout import IMAGE, VIDEO, BatchFacts, Grid, PackedRow, Segments, outside_graph, require
-from vlmpack.layout.facts import host_grids, host_seconds
+from vlmpack.layout import IGNORE, BatchFacts, Grid, PackedRow, Segments, on_host, outside_graph, require
+from vlmpack.layout.batch import check_is_tensor
+from vlmpack.layout.facts import host_grids, host_seconds, seconds_of
 from vlmpack.step import by_sample, delta
 from vlmpack.step.context import CONTEXT, RowContext, VisionSegments
 from vlmpack.step.rotary import check_positions, check_restarts
@@ -31,7 +33,8 @@ def known_facts(row: PackedRow) -> BatchFacts:
         video_grids=host_grids(facts.video_grids, media.video_grid_thw, "video_grid_thw"),
     )
     if media.second_per_grid_ts is not None:
-        facts = replace(facts, seconds_per_grid=host_seconds(facts.seconds_per_grid, media.second_per_grid_ts))
+        seconds = host_seconds(facts.seconds_per_grid, seconds_of(media.second_per_grid_ts))
+        facts = replace(facts, seconds_per_grid=seconds)
     for pixels, grids, name in (
         (media.pixel_values, facts.image_grids, "pixel_values"),
         (media.pixel_values_videos, facts.video_grids, "pixel_values_videos"),
@@ -41,6 +44,9 @@ def known_facts(row: PackedRow) -> BatchFacts:
 
 
 def _check_patches(pixels: torch.Tensor | None, grids: Sequence[Grid], name: str) -> None:
+    if pixels is not None and (not isinstance(pixels, torch.Tensor) or pixels.ndim != 2 or pixels.is_complex()):
+        seen = f"{pixels.dtype} {list(pixels.shape)}" if isinstance(pixels, torch.Tensor) else type(pixels).__name__
+        raise LayoutError(f"{name} must be a tensor [patches, values], got {seen}; keep what the processor gives")
     expected, seen = sum(map(prod, grids)), 0 if pixels is None else pixels.shape[0]
     if expected != seen:
         raise LayoutError(f"the grids describe {expected} patches, {name} has {seen}; pass the media of every sample")
@@ -73,8 +79,11 @@ def backbone_inputs(
     """
     hf_config: Any = model.config
     _check_patch_size(family, row, hf_config)
+    _check_vocabulary(row, family.text_config(hf_config).vocab_size)
     types = family.media_types(row.input_ids, hf_config)
-    _check_media_tokens(types, family, facts, hf_config)
+    if row.mm_token_type_ids is not None:
+        _check_types(row.mm_token_type_ids, types, row.segments)
+    family.check_runs(types, row.segments, facts, config=hf_config)
     if rope_segments is not None:
         check_restarts(rope_segments, row.segments, types)
     positions = family.positions(
@@ -136,12 +145,40 @@ def _check_patch_size(family: Family, row: PackedRow, hf_config: Any) -> None:
             )
 
 
-def _check_media_tokens(types: torch.Tensor, family: Family, facts: BatchFacts, hf_config: Any) -> None:
-    """As many placeholders in the row as its grids make tokens."""
-    for kind, grids, name in ((IMAGE, facts.image_grids, "image"), (VIDEO, facts.video_grids, "video")):
-        expected = family.media_tokens(grids, hf_config)
-        message = (
-            f"the {name} grids make {expected} tokens, but the row has another number of {name} placeholders; "
-            "every placeholder needs its pixels, and the other way round"
+def _check_types(given: torch.Tensor, types: torch.Tensor, segments: Segments) -> None:
+    """What a caller says of each token, [1, T], against what the token ids say; padding does not matter."""
+    check_is_tensor(given, "mm_token_type_ids")
+    if given.shape != types.shape or given.is_complex():
+        raise LayoutError(
+            f"mm_token_type_ids is {given.dtype} {list(given.shape)} but input_ids is {list(types.shape)}; leave "
+            "it out, it is made from input_ids"
         )
-        require((types == kind).sum() == expected, message, LayoutError)
+    differs = given != types
+    if segments.has_gaps:
+        differs = differs & ~segments.padding_mask(types.device)
+    message = (
+        "mm_token_type_ids contradicts input_ids: it has to be 1 exactly on image placeholders, 2 on video "
+        "placeholders and 0 elsewhere; leave it out, it is made from input_ids"
+    )
+    require(~differs.any(), message, LayoutError)
+
+
+def _check_vocabulary(row: PackedRow, size: int) -> None:
+    """Look for ids that the model does not have, which PyTorch would name without their place.
+
+    On an accelerator its own assertions do, without making the host wait.
+    """
+    for name, ids in (("input_ids", row.input_ids), ("a target of labels", row.shift_labels)):
+        if ids is None or not on_host(ids):
+            continue
+        values = ids[0].numpy()
+        odd = values.view(np.uint64) >= size  # negative numbers are large ones
+        if name != "input_ids":
+            odd &= values != IGNORE
+        if odd.any():
+            at = int(odd.argmax())
+            raise LayoutError(
+                f"place {at} of the row: {name} is {values[at]}, but this model's ids go from 0 to {size - 1}"
+                f"{'' if name == 'input_ids' else f', and what is not learnt is {IGNORE}'}; use the tokenizer that "
+                "belongs to the model"
+            )

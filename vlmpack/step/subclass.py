@@ -32,8 +32,14 @@ def subclass(base: type[nn.Module], body: dict[str, Any], maker: Maker) -> type[
         _, _, *state = base.__reduce_ex__(self, protocol)
         return (_new, (maker, base), *state)
 
+    def new(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+        # Of a model that is there, `type(model)(config)` makes another one, which nobody has enabled.
+        return base(*args, **kwargs) if cls is made else object.__new__(cls)
+
     shown = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (base,), {**shown, "__reduce_ex__": reduce, **body, _BASE: base})
+    own = {"__reduce_ex__": reduce, "__new__": new, _BASE: base}
+    made = type(base.__name__, (base,), {**shown, **own, **body})
+    return made
 
 
 def is_subclassed(module: nn.Module) -> bool:
@@ -58,5 +64,4 @@ def base_of(module: nn.Module) -> type[nn.Module]:
 
 def _new(maker: Maker, base: type[nn.Module]) -> nn.Module:
     """What pickle and copy start from."""
-    made = maker(base)
-    return made.__new__(made)
+    return object.__new__(maker(base))

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sized
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer, default_data_collator
+from transformers.trainer_utils import SchedulerType
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.absent import CONVERSATION_COLUMNS, MEDIA_COLUMNS
@@ -23,6 +24,8 @@ from vlmpack.errors import ConfigError, SampleError
 from vlmpack.offline import PackedDataset
 from vlmpack.step import find_model, is_packing, packing_state
 from vlmpack.stream import PackedStream
+from vlmpack.trainer import of_trl
+from vlmpack.trainer.metrics import loss_metrics
 from vlmpack.trainer.packed_trainer import PackedTrainer
 
 READ = (
@@ -42,11 +45,14 @@ def check_trainer(trainer: Trainer) -> None:
         *_model(trainer),
         *_collator(trainer),
         *_loss(trainer),
+        *of_trl.check_loss(trainer),
+        *of_trl.check_settings(trainer),
         *_ranks(trainer),
         *_batches(trainer),
         *_rows(trainer),
         *_metrics(trainer),
         *_skipped(trainer),
+        *_evaluation(trainer),
     ]
     if problems:
         raise ConfigError("this Trainer does not train packed rows as their samples alone:\n- " + "\n- ".join(problems))
@@ -212,15 +218,36 @@ def _metrics(trainer: Trainer) -> Iterator[str]:
             )
 
 
+def _evaluation(trainer: Trainer) -> Iterator[str]:
+    """Trainer's own loop has one number a batch, which it weighs by samples."""
+    args, model = trainer.args, cast(Any, trainer.model)
+    if trainer.eval_dataset is None or isinstance(trainer, PackedTrainer) or not is_packing(model):
+        return
+    chosen_by = args.metric_for_best_model in (None, "loss", "eval_loss")
+    chooses = args.load_best_model_at_end or args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
+    if args.world_size > 1:
+        yield (
+            f"its own evaluation over {args.world_size} ranks weighs the losses of packed batches wrongly, and is "
+            "refused before its first batch: use PackedTrainer of vlmpack.trainer (eval_packing=False: the same "
+            "batches), or evaluate of vlmpack"
+        )
+    elif chooses and chosen_by and trainer.compute_metrics is not loss_metrics:
+        yield (
+            "it chooses by its own eval_loss (load_best_model_at_end, reduce_lr_on_plateau), a mean over samples of "
+            "their batches' means, which changes with the batch size: compute_metrics=loss_metrics makes eval_loss the "
+            "loss of the set, and so does PackedTrainer of vlmpack.trainer"
+        )
+
+
 def _skipped(trainer: Trainer) -> Iterator[str]:
     """Accelerate counts samples by their places, whether or not the collator could use them."""
     collator = trainer.data_collator
-    packs = isinstance(trainer, PackedTrainer) and trainer.eval_packing
-    if trainer.eval_dataset is None or packs or not isinstance(collator, VLMCollator) or collator.on_bad == "raise":
+    is_exact = isinstance(trainer, PackedTrainer) and (trainer.eval_packing or trainer.args.world_size == 1)
+    if trainer.eval_dataset is None or is_exact or not isinstance(collator, VLMCollator) or collator.on_bad == "raise":
         return
     yield (
-        "its evaluation weighs a batch by its places: samples that the collator skips (on_bad='skip') count with a "
-        "loss of 0 where a whole batch is skipped, and ranks with other numbers of them come apart: evaluate with "
+        "its evaluation weighs a batch by its places: samples that the collator skips (on_bad='skip') count with the "
+        "loss of the others in their batch, and ranks with other numbers of them come apart: evaluate with "
         "PackedTrainer of vlmpack.trainer, or evaluate of vlmpack, or leave such samples out of the evaluation set"
     )
 

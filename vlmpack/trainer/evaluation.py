@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from vlmpack.errors import ConfigError
 from vlmpack.layout import FACTS_KEY
@@ -195,6 +196,59 @@ class Account:
             rows=len(held_out.rows),
             work=Work(**{kind.name: sum(one[kind.name] for one in work) for kind in fields(Work)}),
         )
+
+
+@final
+class BatchAccount:
+    """The losses of every sample of an evaluation in batches as accelerate deals them, each sample counted once.
+
+    On several ranks accelerate fills the last batches with the first samples, and cuts what is gathered by the number
+    of samples that are left. Losses of samples can be cut so; the mean of a batch cannot.
+    """
+
+    def __init__(self, accelerator: Any, batch_size: int) -> None:
+        self._gather, self._ranks, self._size = accelerator.gather_for_metrics, accelerator.num_processes, batch_size
+        self._losses: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor] = []
+        self.is_complete = True
+        """Whether every batch was packed, so that the losses of its samples are known."""
+
+    def check_length(self, dataset: Any) -> None:
+        """Refuse a data set of which accelerate cannot tell how many samples are left for the last batch.
+
+        Raises:
+            ConfigError: several ranks evaluate an iterable data set.
+        """
+        if self._ranks > 1 and isinstance(dataset, IterableDataset):
+            raise ConfigError(
+                f"over {self._ranks} ranks accelerate fills up the last batch of an IterableDataset with samples that "
+                "were evaluated before, and does not say how many: give the evaluation set a length"
+            )
+
+    def add(self, result: StepResult | None) -> None:
+        """Store the losses of the next batch; all ranks have to call it.
+
+        Raises:
+            ConfigError: on several ranks: the batch was not packed, or has other samples than were dealt out.
+        """
+        if result is None:
+            self.is_complete = False
+        if self._ranks > 1 and (result is None or len(result.sample_targets) != self._size):
+            seen = "is not packed" if result is None else f"has {len(result.sample_targets)} samples, not {self._size}"
+            raise ConfigError(
+                f"a batch of the evaluation {seen}, so on {self._ranks} ranks it is not known which samples count "
+                "twice (packed rows, samples that the collator skips): evaluate in planned rows, with eval_capacity="
+            )
+        if result is not None:
+            losses, targets = result.sample_loss_sums, result.sample_targets
+            losses, targets = self._gather((losses, targets)) if self._ranks > 1 else (losses, targets)
+            self._losses.append(losses)
+            self._targets.append(targets)
+
+    def token_loss(self) -> float | None:
+        """Cross-entropy (nats) of all targets / their number; None: some batch was not packed, or there is none."""
+        sums, targets = _floats(self._losses).sum(), _floats(self._targets).sum()
+        return float(sums / targets) if self.is_complete and targets else None
 
 
 def _left_out(place: int) -> Refused:

@@ -14,8 +14,9 @@ def loss_metrics(prediction: EvalPrediction, compute_result: bool | None = None)
     """Losses of an evaluation set, whatever its batches: give it to `Trainer(compute_metrics=loss_metrics)`.
 
     Trainer's own `eval_loss` counts for each sample the mean over the targets of its whole batch, so it changes with
-    `per_device_eval_batch_size` and with the order of the samples. These numbers do not:
+    `per_device_eval_batch_size` and with the order of the samples. These numbers do not, and the first replaces it:
 
+        loss           the same as token_loss; Trainer reports it as `eval_loss`, and chooses the best model by it
         token_loss     cross-entropy (nats) of all targets / number of targets
         sample_loss    mean over samples of each sample's mean; samples without targets are left out
         perplexity     exp(token_loss)
@@ -35,11 +36,12 @@ def loss_metrics(prediction: EvalPrediction, compute_result: bool | None = None)
             "batch_eval_metrics=True hands over one batch at a time, but loss_metrics needs the whole set; set it to "
             "False: an enabled model keeps two numbers a sample, no logits"
         )
-    return losses_of_set(*_whole_set(prediction.predictions))
+    metrics = losses_of_set(*_whole_set(prediction.predictions))
+    return {"loss": metrics["token_loss"], **metrics}
 
 
 def losses_of_set(losses: np.ndarray, targets: np.ndarray) -> dict[str, float]:
-    """The numbers of `loss_metrics`, by name.
+    """The numbers of `loss_metrics`, by name; `loss` is left out.
 
     Args:
         losses: float64 [B]: mean loss of each sample.

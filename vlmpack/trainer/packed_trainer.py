@@ -9,18 +9,25 @@ import numpy as np
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import EvalPrediction, Trainer, default_data_collator
-from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint
+from transformers.trainer_utils import EvalLoopOutput
 
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.offline import PackedDataset
 from vlmpack.plan import Plan
+from vlmpack.step import is_packing
 from vlmpack.step.forward import Sink
 from vlmpack.step.keys import SINK
 from vlmpack.stream import PackedBatchSampler, PackedStream, Remainder
-from vlmpack.trainer.evaluation import Account, Evaluation
+from vlmpack.trainer.checkpoints import check_whole, checkpoint_folder, newest_whole
+from vlmpack.trainer.evaluation import Account, BatchAccount, Evaluation
 from vlmpack.trainer.held_out import HeldOut, HeldOutLoader, hold_out
-from vlmpack.trainer.plan_rows import PlanPlace, RowLoader, check_plan
-from vlmpack.trainer.stream_rows import StreamPlace, go_to_place, stream_loader
+from vlmpack.trainer.plan_rows import PLAN_FILE, PlanPlace, RowLoader, check_plan
+from vlmpack.trainer.stream_rows import (
+    StreamPlace,
+    go_to_place,
+    place_file,
+    stream_loader,
+)
 
 
 class PackedTrainer(Trainer):
@@ -71,6 +78,8 @@ class PackedTrainer(Trainer):
         self.evaluation: Evaluation | None = None
         """Of the last evaluation in planned rows: the loss of every sample, in the data set's order."""
         self._account: Account | None = None
+        self._batches: BatchAccount | None = None
+        self.model_accepts_loss_kwargs = bool(self.model_accepts_loss_kwargs)  # what it evaluates is counted by itself
         self._held_out: list[tuple[Any, int, HeldOut]] = []
         self._resumes_from: str | None = None
         if isinstance(self.train_dataset, PackedStream):
@@ -82,13 +91,34 @@ class PackedTrainer(Trainer):
     # ------------------------------------------------------------------ training
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's."""
-        found = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
-        self._resumes_from = found or None
+        """As Trainer's; True resumes from the newest checkpoint that was written to its end.
+
+        Raises:
+            ConfigError: the checkpoint was not, or has no rows that could be continued; or there is none.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(newest_whole(self.args.output_dir or ".", self._last_file))
+        elif resume_from_checkpoint:
+            check_whole(resume_from_checkpoint, self._last_file)
+        self._resumes_from = resume_from_checkpoint or None
         if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             # The mark of an evaluation before: accelerate would wrap no DDP around the model, and ranks train apart.
             vars(self.model).pop("_is_accelerate_prepared", None)
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    @property
+    def _last_file(self) -> str | None:
+        """The file that ends a checkpoint which its rows can be continued from; None: Trainer's own does."""
+        if isinstance(self.train_dataset, PackedStream):
+            return place_file(self.args.process_index)
+        return None if self.plan is None or self.args.ignore_data_skip else PLAN_FILE
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """As Trainer's; what ends an older checkpoint of this step goes first, so that no mixture looks whole."""
+        if (folder := checkpoint_folder(self.args, self.state)) is not None:
+            for last_file in (PLAN_FILE, place_file(self.args.process_index)):
+                (folder / last_file).unlink(missing_ok=True)
+        super()._save_checkpoint(*args, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader:
         """This rank's rows.
@@ -232,11 +262,23 @@ class PackedTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Trainer's; over planned rows, losses come from `evaluation`, the same on every rank."""
+        """Trainer's, with the exact loss; over planned rows it comes from `evaluation`, the same on every rank.
+
+        Raises:
+            ConfigError: over several ranks, in batches of which nobody can tell which samples are counted twice.
+        """
         if not isinstance(dataloader, HeldOutLoader):
-            return super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+            self._batches = batches = BatchAccount(self.accelerator, self.args.eval_batch_size)
+            batches.check_length(dataloader.dataset)
+            try:
+                output = super().evaluation_loop(
+                    dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+                )
+            finally:
+                self._batches = None
+            if output.metrics is not None and (loss := batches.token_loss()) is not None:
+                output.metrics[f"{metric_key_prefix}_loss"] = loss
+            return output
         self._account = Account(dataloader)
         try:
             output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
@@ -258,14 +300,19 @@ class PackedTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
-        """Trainer's; a planned row goes to the account instead, and leaves nothing for Trainer to gather.
+        """Trainer's, noting the losses of samples; a planned row leaves nothing for Trainer to gather.
 
         Raises:
             ConfigError: packing is not enabled on the model.
         """
-        if self._account is None:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         sink = Sink()
+        if self._account is None:
+            if self._batches is None or not is_packing(model):
+                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            outputs = super().prediction_step(model, {**inputs, SINK: sink}, prediction_loss_only, ignore_keys)
+            if outputs[0] is not None:
+                self._batches.add(sink.result)
+            return outputs
         super().prediction_step(model, {**inputs, SINK: sink}, True, ignore_keys)
         if sink.result is None:
             raise ConfigError("evaluation in planned rows needs PackedTrainer(model=enable_packing(model), ...)")

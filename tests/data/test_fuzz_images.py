@@ -1,0 +1,247 @@
+"""Images of every kind, whole and damaged: each is what Pillow makes of it, or refused with a reason.
+
+    drawn image ──encode──▶ file ──mutate──▶ data ──┬─ Pillow: open, exif_transpose, the documented rule for colour
+                                                    └─ load_image, read_size
+
+*Wrong* is an image that is taken and differs from Pillow's, or has another size than `read_size` gave; where a mutation
+only takes pixels away (cut, zeros at the end, strips that are not counted), one that differs from the whole file's.
+Damage inside compressed pixels that still decodes cannot be seen: it is right where it equals Pillow's.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps, TiffImagePlugin
+
+from vlmpack.data.images import ImageError, ImageLimits, load_image, read_size
+
+SEED, CASES = 20, 2000
+LIMITS = ImageLimits(max_pixels=250_000)
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+REASONS = {"image_undecodable", "image_too_large", "image_aspect_ratio", "image_mode", "image_exif", "image_zero_size"}
+XMP = '<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="{}"/></x:xmpmeta>'
+MODES = {
+    "BMP": ("1", "L", "P", "RGB", "RGBA"),
+    "GIF": ("1", "L", "P", "RGB", "RGBA"),
+    "JPEG": ("L", "RGB", "CMYK", "YCbCr"),
+    "PNG": ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"),
+    "PPM": ("1", "L", "RGB", "I", "I;16"),
+    "TIFF": ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "I;16", "I", "F"),
+    "WEBP": ("RGB", "RGBA", "L", "P"),
+    "ICO": ("RGBA",),
+    "JPEG2000": ("RGB",),
+}
+COMPRESSIONS = (None, "raw", "tiff_lzw", "tiff_adobe_deflate", "tiff_deflate", "packbits", "jpeg", "lzma", "zstd")
+FAX = ("group3", "group4", "tiff_ccitt")
+
+
+# ---------------------------------------------------------------- whole files
+
+
+def drawn(rng: random.Random, mode: str, height: int, width: int) -> Image.Image:
+    """Noise, or large even areas, in one of Pillow's modes."""
+    source = np.random.default_rng(rng.getrandbits(32))
+    pixels = source.integers(0, 256, (height, width, 4), dtype=np.uint8)
+    if rng.random() < 0.4:
+        pixels[:] = np.where(np.arange(width)[None, :, None] * 2 < width, pixels[0, 0], 255)
+    if mode in ("I;16", "I", "F"):
+        dtype = {"I;16": np.uint16, "I": np.int32, "F": np.float32}[mode]
+        return Image.fromarray(pixels[..., 0].astype(dtype) * (1 if mode == "F" else 257))
+    if mode in ("LA", "RGBA", "CMYK", "LAB"):
+        return Image.merge(mode, [Image.fromarray(pixels[..., band]) for band in range(len(mode))])
+    image = Image.fromarray(pixels[..., :3])
+    return image.quantize(16) if mode == "P" else image.convert(mode)
+
+
+def encoded(rng: random.Random) -> tuple[str, bytes]:
+    """A whole file and Pillow's name of its format, with an orientation wherever the format has a place for one."""
+    fmt = rng.choice([*FORMATS, *FORMATS, "ICO", "JPEG2000"])
+    mode = rng.choice(MODES[fmt])
+    image = drawn(rng, mode, rng.randint(1, 40), rng.randint(1, 40))
+    options: dict[str, Any] = {}
+    if fmt in ("GIF", "PNG", "TIFF", "WEBP") and rng.random() < 0.2:
+        options |= {"save_all": True, "append_images": [drawn(rng, mode, *image.size[::-1]) for _ in range(2)]}
+    if fmt in ("GIF", "PNG") and mode == "P" and rng.random() < 0.5:
+        options["transparency"] = rng.choice([0, 3] if fmt == "GIF" else [0, b"\0\x80\xff"])
+    if fmt == "PNG" and mode == "RGB" and rng.random() < 0.3:
+        options["transparency"] = image.getpixel((0, 0))
+    if fmt == "TIFF":
+        options["compression"] = rng.choice(COMPRESSIONS + FAX if mode == "1" else COMPRESSIONS)
+    if fmt == "JPEG":
+        options |= {"progressive": rng.random() < 0.3, "restart_marker_rows": rng.randint(0, 1)}
+    if fmt == "WEBP":
+        options |= {"lossless": rng.random() < 0.5, "method": 0}
+    options |= orientation(rng, fmt)
+    file = io.BytesIO()
+    try:
+        image.save(file, fmt, **options)
+    except (OSError, RuntimeError):  # libtiff has no such compression of this mode, or no such orientation
+        return encoded(rng)
+    return fmt, file.getvalue()
+
+
+def orientation(rng: random.Random, fmt: str) -> dict[str, Any]:
+    """Where it stands, as options of `save`: in EXIF, in XMP, in both or nowhere; sometimes none that there is."""
+    by, where = rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 6, 8, 0, 9]), rng.choice(["exif", "xmp", "both", "none"])
+    options: dict[str, Any] = {}
+    if where in ("exif", "both") and fmt in ("JPEG", "PNG", "TIFF", "WEBP"):
+        options["exif"] = Image.Exif()
+        options["exif"][274] = by
+    if where in ("xmp", "both") and fmt in ("JPEG", "TIFF", "WEBP"):
+        xmp = XMP.format(by).encode()
+        options |= {"tiffinfo": {700: xmp}} if fmt == "TIFF" and "exif" not in options else {"xmp": xmp}
+    if where in ("xmp", "both") and fmt == "PNG":
+        from PIL.PngImagePlugin import PngInfo
+
+        options["pnginfo"] = PngInfo()
+        options["pnginfo"].add_itxt("XML:com.adobe.xmp", XMP.format(by))
+    return options
+
+
+# ---------------------------------------------------------------- mutations
+
+
+def cut(rng: random.Random, data: bytes) -> bytes:
+    return data[: rng.choice([rng.randrange(len(data)), max(0, len(data) - rng.randint(1, 16))])]
+
+
+def zeros(rng: random.Random, data: bytes) -> bytes:
+    at = rng.randrange(len(data))
+    return data[:at] + bytes(len(data) - at)
+
+
+def flips(rng: random.Random, data: bytes) -> bytes:
+    changed = bytearray(data)
+    for _ in range(rng.randint(1, 8)):
+        changed[rng.randrange(rng.choice([len(data), min(len(data), 64), min(len(data), 400)]))] ^= 1 << rng.randrange(
+            8
+        )
+    return bytes(changed)
+
+
+def splice(rng: random.Random, data: bytes) -> bytes:
+    """The head of another file on the body of this one, or some bytes of it twice, or none of them."""
+    at = rng.randrange(1, len(data) + 1)
+    how = rng.randrange(3)
+    if how == 0:
+        return encoded(rng)[1][:at] + data[at:]
+    other = rng.randrange(len(data) + 1)
+    return (
+        data[: max(at, other)] + data[min(at, other) :] if how == 1 else data[: min(at, other)] + data[max(at, other) :]
+    )
+
+
+def uncounted(rng: random.Random, data: bytes) -> bytes:
+    """A TIFF with other rows in a strip, bytes of a strip, or more height or width; any other file as it is.
+
+    Of fax too: its lines end where they end, and libtiff fills them.
+    """
+    if data[:4] not in (b"II*\0", b"MM\0*") or Image.open(io.BytesIO(data)).info["compression"] in FAX:
+        return data
+    end = "<" if data[:2] == b"II" else ">"
+    (at,) = struct.unpack_from(f"{end}I", data, 4)
+    (number,) = struct.unpack_from(f"{end}H", data, at)
+    entries = [at + 2 + 12 * i for i in range(number)]
+    kinds = {struct.unpack_from(f"{end}H", data, entry)[0]: entry for entry in entries}
+    tag = rng.choice([278, 279, 257, 256])
+    entry = kinds[tag]
+    (count,) = struct.unpack_from(f"{end}I", data, entry + 4)
+    if count > 1:  # the values lie elsewhere
+        return data
+    value = rng.randint(41, 300) if tag in (256, 257) else rng.randint(0, 60)
+    return data[:entry] + struct.pack(f"{end}HHII", tag, 4, 1, value) + data[entry + 12 :]
+
+
+MUTATIONS: dict[str, Callable[[random.Random, bytes], bytes]] = {
+    "whole": lambda _, data: data,
+    "cut": cut,
+    "zeros": zeros,
+    "flips": flips,
+    "splice": splice,
+    "uncounted": uncounted,
+}
+LOSES_ONLY = {"cut": FORMATS, "zeros": ("PNG", "JPEG", "GIF"), "whole": FORMATS, "uncounted": ("TIFF",)}
+"""Mutations that take pixels away and add none, and the formats that tell it."""
+
+
+# ---------------------------------------------------------------- what is right
+
+
+def by_pillow(data: bytes) -> np.ndarray:
+    """uint8 [H, W, 3], by Pillow and the rule that `images.py` documents."""
+    image = ImageOps.exif_transpose(Image.open(io.BytesIO(data), formats=FORMATS))
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        full = 255.0 if image.mode == "F" else 65535.0
+        grey = np.rint(np.asarray(image).astype(np.float64) * (255.0 / full))
+        return np.repeat(grey[..., None], 3, 2).astype(np.uint8)
+    if image.has_transparency_data:
+        rgba = image.convert("RGBA")
+        white = Image.new("RGBA", rgba.size, "white")
+        image = Image.alpha_composite(white, rgba)
+    return np.asarray(image.convert("RGB"))
+
+
+def outcome(read: Callable[..., Any], source: bytes | Path) -> Any:
+    """What was read, or the reason of the refusal."""
+    try:
+        return read(source, limits=LIMITS)
+    except ImageError as error:
+        assert error.reason in REASONS, error.reason
+        assert len(error.detail) > 40
+        return error.reason
+
+
+def check(fmt: str, how: str, whole: bytes, data: bytes, path: Path | None = None) -> str:
+    """Compare one file, in memory or at a path whose name may say something else, with Pillow; what became of it."""
+    if path is not None:
+        path.write_bytes(data)
+    image, size = outcome(load_image, path or data), outcome(read_size, path or data)
+    if isinstance(image, str):
+        assert how != "whole" or fmt not in FORMATS, f"refused: {image}"
+        return image
+    pixels = np.asarray(image)
+    assert image.mode == "RGB"
+    assert size == pixels.shape[:2], f"read_size gave {size}, and it is {pixels.shape}"
+    np.testing.assert_array_equal(pixels, by_pillow(data), err_msg="not Pillow's")
+    if fmt in LOSES_ONLY.get(how, ()):
+        np.testing.assert_array_equal(pixels, by_pillow(whole), err_msg="not the whole file's")
+    return "taken"
+
+
+def fuzz(seed: int, cases: int, folder: Path) -> Counter[tuple[str, str]]:
+    """How often each mutation came to which outcome."""
+    rng, seen = random.Random(seed), Counter[tuple[str, str]]()
+    for case in range(cases):
+        fmt, whole = encoded(rng)
+        how = rng.choice(list(MUTATIONS))
+        data = MUTATIONS[how](rng, whole)
+        path = folder / f"image.{rng.choice(['png', 'jpg', 'tif', 'txt'])}" if rng.random() < 0.2 else None
+        began = time.perf_counter()
+        try:
+            seen[how, check(fmt, how, whole, data, path)] += 1
+        except Exception as error:
+            raise AssertionError(f"case {case} of seed {seed}: {how} {fmt} of {len(whole)} bytes: {error!r}") from error
+        assert time.perf_counter() - began < 10, f"case {case} of seed {seed}: {how} {fmt}"
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Pillow, about damage that it gets over
+def test_every_image_is_right_or_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(TiffImagePlugin, "STRIP_SIZE", 600)  # several strips in small images
+    seen = fuzz(SEED, CASES, tmp_path)
+    assert seen.total() == CASES
+    for how in MUTATIONS:
+        results = {result: number for (kind, result), number in seen.items() if kind == how}
+        assert results["taken"] > 20, f"{how}: {results}"
+        assert sum(results.values()) - results["taken"] > 20, f"{how}: {results}"

@@ -1,0 +1,216 @@
+"""Damage that Pillow decodes without an error, and that the structure of the file shows.
+
+| format | compared                                                                                                    |
+|--------|-------------------------------------------------------------------------------------------------------------|
+| PNG    | every chunk up to IEND; the CRC of those behind the pixels, which Pillow does not compare                   |
+| JPEG   | the end-of-image marker, where the file ends in zeros                                                       |
+| WebP   | the list of chunks with the size of the file; zeros at the end of compressed pixels                         |
+| GIF    | what follows the first frame, where the file ends in zeros                                                  |
+
+Zeros at the end are what a download leaves that reserved its file and did not finish. In what is not compressed (BMP,
+PPM, plain TIFF) they are black pixels like any others. TIFF has a file of its own, `tiff.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, final
+
+from PIL import Image, ImageFile
+
+from vlmpack.data.pixels import ImageError
+
+ZEROS = bytes(512)
+"""So many zero bytes end no compressed pixels."""
+JPEG_END = b"\xff\xd9"
+"""The marker of the end."""
+
+
+def check_content(image: Image.Image) -> None:
+    """Refuse an image that is cut short or filled up, where the structure of its file shows it.
+
+    Args:
+        image: what Pillow opened and has not decoded; others pass.
+
+    Raises:
+        ImageError: something is missing.
+    """
+    find = _FAULTS.get(image.format or "")
+    if find is not None and (encoded := _file_of(image)) is not None and (fault := find(encoded)):
+        raise damaged(image, fault)
+
+
+def _file_of(image: Image.Image) -> bytes | None:
+    """The encoded bytes of an image that was opened and not decoded; its file stays where it is."""
+    if not isinstance(image, ImageFile.ImageFile) or image.fp is None or image.tell():
+        return None
+    if isinstance(image.fp, io.BytesIO):
+        return image.fp.getvalue()
+    at = image.fp.tell()
+    image.fp.seek(0)
+    encoded = image.fp.read()
+    image.fp.seek(at)
+    return encoded
+
+
+def has_text_after_pixels(png: IO[bytes]) -> bool:
+    """Find chunks behind the pixels of a PNG that may hold its orientation: EXIF, or text with XMP in it."""
+    before, at, behind = png.tell(), 8, False
+    try:
+        while png.seek(at) and len(head := png.read(8)) == 8:
+            behind = behind or head[4:] == b"IDAT"
+            if behind and head[4:] in (b"eXIf", b"tEXt", b"zTXt", b"iTXt"):
+                return True
+            at += int.from_bytes(head[:4], "big") + 12
+        return False
+    finally:
+        png.seek(before)
+
+
+@final
+class _Filling:
+    """Pillow's one flag for the whole process, off as long as any thread decodes here."""
+
+    def __init__(self) -> None:
+        self.lock, self.threads = threading.Lock(), 0
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Decode with `ImageFile.LOAD_TRUNCATED_IMAGES` off, whatever the process has set it to; then put it back.
+
+        With it Pillow fills what is missing of an image with grey or black, and says nothing.
+        """
+        with self.lock:
+            counted = self.threads > 0 or ImageFile.LOAD_TRUNCATED_IMAGES
+            if counted:
+                self.threads += 1
+                ImageFile.LOAD_TRUNCATED_IMAGES = False
+        try:
+            yield
+        finally:
+            if counted:
+                self._leave()
+
+    def _leave(self) -> None:
+        with self.lock:
+            self.threads -= 1
+            ImageFile.LOAD_TRUNCATED_IMAGES = not self.threads
+
+    def restart(self) -> None:
+        """Begin anew in a forked process: threads that it does not have may have held the lock."""
+        ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES or self.threads > 0
+        self.lock, self.threads = threading.Lock(), 0
+
+
+filling = _Filling()
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=filling.restart)
+
+
+def _png_fault(data: bytes) -> str | None:
+    """A chunk is its length (4 bytes), its type (4), the data, and a CRC (4); zlib has one of the pixels."""
+    view, at = memoryview(data), 8
+    while at + 12 <= len(data):
+        kind, end = data[at + 4 : at + 8], at + 8 + int.from_bytes(data[at : at + 4], "big")
+        if end + 4 > len(data):
+            break
+        if kind != b"IDAT" and zlib.crc32(view[at + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
+            return f"the checksum of its {kind.decode('latin-1')} chunk at byte {at} is wrong"
+        if kind == b"IEND":
+            return None
+        at = end + 4
+    return f"it ends before its last chunk, at byte {len(data)}"
+
+
+def _jpeg_fault(data: bytes) -> str | None:
+    if not data.endswith(b"\0\0"):
+        return None
+    *_, (_, pixels) = [(0, 2), *_segments(data)]  # metadata in front of them may hold a whole JPEG of their own
+    if data.rfind(JPEG_END, pixels) < 0:
+        return "it ends in zeros, without the marker of its end"
+    return None
+
+
+def _segments(jpeg: bytes) -> Iterator[tuple[int, int]]:
+    """Marker and place of each segment in front of the pixels, up to the one of theirs, DA."""
+    at = 2
+    while at + 4 <= len(jpeg) and jpeg[at] == 0xFF:
+        if (marker := jpeg[at + 1]) == 0xFF:  # filled up
+            at += 1
+            continue
+        yield marker, at
+        if marker == 0xDA:
+            return
+        at += 2 + int.from_bytes(jpeg[at + 2 : at + 4], "big")
+
+
+def jpeg_size(jpeg: bytes) -> tuple[int, int]:
+    """(height, width) that a JPEG gives itself, in the one of its segments whose marker is C0 to CF."""
+    for marker, at in _segments(jpeg):
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # tables, an extension, arithmetic coding
+            return int.from_bytes(jpeg[at + 5 : at + 7], "big"), int.from_bytes(jpeg[at + 7 : at + 9], "big")
+    return 0, 0
+
+
+def _webp_fault(data: bytes) -> str | None:
+    """RIFF: its size at byte 4, chunks from byte 12: type (4 bytes), length (4), data, a byte if that is odd."""
+    at, stop = 12, 8 + int.from_bytes(data[4:8], "little")
+    if stop > len(data):
+        return f"it has {len(data)} bytes of {stop}"
+    while at + 8 <= stop:
+        kind, end = data[at : at + 4], at + 8 + int.from_bytes(data[at + 4 : at + 8], "little")
+        if not any(kind):
+            return f"there are zeros where its chunk at byte {at} begins"
+        if kind in (b"VP8 ", b"VP8L", b"ALPH") and data.endswith(ZEROS, at + 8, end):
+            return f"its pixels end in {len(ZEROS)} zero bytes or more, at byte {end}"
+        at = end + end % 2
+    return None
+
+
+def _gif_fault(data: bytes) -> str | None:
+    """The first frame is a chain of blocks, each its length (a byte) and as many bytes, up to one of length 0."""
+    at = _first_frame(data)
+    rest = data[at : at + 1]
+    if rest == b"\0" and not data.endswith(b";") and not data[at:].strip(b"\0"):
+        return f"there are zeros where it goes on or ends, at byte {at}"
+    return None
+
+
+def _first_frame(gif: bytes) -> int:
+    """The byte behind the first frame."""
+    at = 13 + _colours(gif[10:11])
+    while at < len(gif) and gif[at] != 0x2C:
+        at = _behind_blocks(gif, at + 2) if gif[at] == 0x21 else at + 1
+    return _behind_blocks(gif, at + 11 + _colours(gif[at + 9 : at + 10]))
+
+
+def _colours(flags: bytes) -> int:
+    """Bytes of a table of colours."""
+    return 3 << ((flags[0] & 7) + 1) if flags and flags[0] & 0x80 else 0
+
+
+def _behind_blocks(gif: bytes, at: int) -> int:
+    while at < len(gif) and gif[at]:
+        at += gif[at] + 1
+    return at + 1
+
+
+def damaged(image: Image.Image, fault: str) -> ImageError:
+    """The error for an image whose file shows a fault."""
+    return ImageError(
+        f"the {image.format} data of {image.width} x {image.height} pixels are damaged or cut short ({fault}); write "
+        "the file again or drop the sample",
+        "image_undecodable",
+    )
+
+
+_FAULTS: dict[str, Callable[[bytes], str | None]] = {
+    "PNG": _png_fault, "JPEG": _jpeg_fault, "MPO": _jpeg_fault, "WEBP": _webp_fault, "GIF": _gif_fault
+}  # fmt: skip
+"""By Pillow's name of the format: what is missing of a file, if anything is seen to be."""

@@ -1,0 +1,212 @@
+"""Every run of placeholders, compared with the image, video or frame that it stands for.
+
+    row       x [ i i i i ] x   x [ i i i i i i ] x       two samples; `i` an image placeholder
+    runs          4                   6                   the next grid of the row has to make as many tokens
+    grids     (1, 4, 4)           (1, 4, 6)
+
+A run ends where another kind of token, or another sample, begins. transformers counts placeholders of a whole batch
+only: of images in another order than their samples', one would fill tokens of both.
+
+N runs, M placeholders of one kind, T row tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+
+from vlmpack.errors import LayoutError
+from vlmpack.families.mrope import MediaItems
+from vlmpack.layout import Segments, on_host, require, to_device
+
+PADDING = -1
+"""The sample of a token that belongs to none."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ExpectedRuns:
+    """The runs of placeholders of one kind that a row has to have."""
+
+    kind: int
+    """What `mm_token_type_ids` has there: 1 image, 2 video."""
+    name: str
+    """ "image" or "video"."""
+    items: MediaItems
+    """The runs, in row order."""
+    per_sample: Sequence[int] = ()
+    """Images (or videos) of each sample as the host facts count them; empty: not counted."""
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """int64 [N]: placeholders of each run."""
+        return self.items.grids.prod(1)
+
+    @property
+    def samples(self) -> np.ndarray | None:
+        """int64 [N]: the sample of each run; None: not known.
+
+        Raises:
+            LayoutError: the host facts count another number of images or videos than there are grids.
+        """
+        if not len(self.per_sample):
+            return None
+        of_medium, media = np.repeat(np.arange(len(self.per_sample)), self.per_sample), self.items.num_media
+        if len(of_medium) != media:
+            raise LayoutError(
+                f"the host facts count {list(self.per_sample)} {self.name}s of the samples, but there are {media} "
+                "grids; leave the facts out of a batch that was changed"
+            )
+        return of_medium[self.items.medium]
+
+
+def check_runs(types: torch.Tensor, segments: Segments, expected: Sequence[ExpectedRuns]) -> None:
+    """Insist that each run of placeholders has the tokens of its grid, inside one sample, in the order of the grids.
+
+    On the host it is one look over the row; a device asserts the same, and nothing waits for it.
+
+    Args:
+        types: [1, T], 0 text, 1 image, 2 video, as the token ids say.
+        segments: the row's samples.
+        expected: the images, and the videos.
+
+    Raises:
+        LayoutError: it is not so; on the host it names the sample, what was seen and what its grid says.
+    """
+    if on_host(types):
+        found = _FoundRuns(types, segments)
+        for runs in expected:
+            found.check(runs)
+        return
+    for runs in expected:
+        require(_as_expected(types[0], segments, runs), _SOMEWHERE.format(runs.name), LayoutError)
+
+
+_REMEDY = (
+    "images and videos come in the order of their samples, each in a run of placeholders of its own (so do frames "
+    "from Qwen3-VL on), between vision_start and vision_end; give pixels and grids in that order"
+)
+_SOMEWHERE = "a run of {0} placeholders is not as long as its grid says, or lies in another sample: " + _REMEDY
+
+
+# ---------------------------------------------------------------------- on the host
+
+
+@final
+class _FoundRuns:
+    """The runs that a row has."""
+
+    def __init__(self, types: torch.Tensor, segments: Segments) -> None:
+        kinds_T = types[0].numpy()
+        begins_T = np.ones(len(kinds_T), bool)
+        np.not_equal(kinds_T[1:], kinds_T[:-1], out=begins_T[1:])
+        begins_T[_edges(segments)] = True
+        self._starts = np.flatnonzero(begins_T)
+        self._lengths = np.diff(self._starts, append=len(kinds_T))
+        self._kinds = kinds_T[self._starts]
+        self._segments = segments
+
+    def check(self, runs: ExpectedRuns) -> None:
+        """Raise a `LayoutError` where these are not the runs of one kind."""
+        of_kind, sizes = self._kinds == runs.kind, runs.sizes
+        starts, lengths = self._starts[of_kind], self._lengths[of_kind]
+        if lengths.sum() != sizes.sum():
+            raise LayoutError(
+                f"the {runs.name} grids make {sizes.sum()} tokens, but the row has another number of {runs.name} "
+                f"placeholders, {lengths.sum()}; every placeholder needs its pixels, and the other way round"
+            )
+        if not len(starts):
+            return
+        samples = _samples_at(starts, self._segments)
+        if len(lengths) != len(sizes) or (lengths != sizes).any():
+            raise LayoutError(self._differing(runs, starts, lengths, samples))
+        if samples.min() == PADDING:
+            at = int(starts[samples.argmin()])
+            raise LayoutError(f"place {at} of the row is padding, but has {runs.name} placeholders; {_REMEDY}")
+        medium = runs.items.medium
+        if len(split := np.flatnonzero((medium[1:] == medium[:-1]) & (samples[1:] != samples[:-1]))):
+            raise LayoutError(self._split(runs, int(medium[split[0]]), int(samples[split[0] + 1])))
+        counted = runs.samples
+        if counted is not None and (counted != samples).any():
+            at = int((counted != samples).argmax())
+            raise LayoutError(
+                f"{runs.name} {medium[at]} of the row lies in sample {samples[at]}, but the host facts say that it "
+                f"belongs to sample {counted[at]}; leave the facts out of a batch whose tokens were moved"
+            )
+
+    def _differing(self, runs: ExpectedRuns, starts: np.ndarray, lengths: np.ndarray, samples: np.ndarray) -> str:
+        """The first run that is not as expected; there is one among those that both have, as the totals agree."""
+        sizes, count = runs.sizes, min(len(lengths), len(runs.sizes))
+        at = int((lengths[:count] != sizes[:count]).argmax())
+        stop = int(starts[at] + lengths[at])
+        medium, sample = int(runs.items.medium[at]), int(samples[at])
+        if lengths[at] < sizes[at] and stop in starts and samples[at + 1] not in (sample, PADDING):
+            return self._split(runs, medium, int(samples[at + 1]))
+        part = "a frame of " if (runs.items.medium == medium).sum() > 1 else ""
+        return (
+            f"sample {sample}: a run of {lengths[at]} {runs.name} placeholders begins at place {starts[at]} of the "
+            f"row, but {part}{runs.name} {medium}, which is next, makes {sizes[at]} tokens; {_REMEDY}"
+        )
+
+    def _split(self, runs: ExpectedRuns, medium: int, sample: int) -> str:
+        return (
+            f"{runs.name} {medium} of the row is cut in two where sample {sample} starts, at place "
+            f"{self._segments.stride[sample]} of the row: move that boundary of cu_seqlens_q before the {runs.name}, "
+            "or behind it"
+        )
+
+
+def _edges(segments: Segments) -> list[int]:
+    """Where samples start, and where padding does."""
+    return [edge for edge in segments.kernel if edge < segments.total]
+
+
+def _samples_at(places: np.ndarray, segments: Segments) -> np.ndarray:
+    """int64: the sample of each of these places of the row; -1 on padding."""
+    starts, lengths = np.asarray(segments.stride, np.int64), np.asarray((*segments.lengths, 0), np.int64)
+    # Where slots end, so that one of no tokens holds none.
+    samples = np.searchsorted(starts[1:], places, side="right")
+    return np.where(places - starts[samples] < lengths[samples], samples, PADDING)
+
+
+# ---------------------------------------------------------------------- on a device
+
+
+def _as_expected(types_T: torch.Tensor, segments: Segments, runs: ExpectedRuns) -> torch.Tensor:
+    """Scalar bool: whether the row has these runs."""
+    here_T = types_T == runs.kind
+    counted = here_T.sum() == runs.items.num_tokens
+    if not runs.items.num_tokens:
+        return counted
+    place_M = torch.nonzero_static(here_T, size=runs.items.num_tokens, fill_value=0)[:, 0]
+    # Neighbours of one sample are 1 apart, those of two samples 2.
+    apart_T = segments.derived("runs", types_T.device, lambda: np.arange(segments.total) + _stretch(segments))
+    sample_T = segments.derived("samples", types_T.device, lambda: _samples_at(np.arange(segments.total), segments))
+    follows_M = apart_T.index_select(0, place_M).diff(prepend=apart_T.new_full((1,), -2)) == 1
+    sample_M = sample_T.index_select(0, place_M)
+    if (samples := runs.samples) is not None:
+        follows, samples = _continues(runs), np.repeat(samples, runs.sizes)
+        return (2 * sample_M + follows_M == to_device(2 * samples + follows, types_T.device)).all() & counted
+    again = np.diff(np.repeat(runs.items.medium, runs.sizes), prepend=-1) == 0
+    moves_M = sample_M.diff(prepend=sample_M[:1]) != 0
+    same_M = (follows_M == to_device(_continues(runs), types_T.device)) & (sample_M != PADDING)
+    return (same_M & ~(moves_M & to_device(again, types_T.device))).all() & counted
+
+
+def _stretch(segments: Segments) -> np.ndarray:
+    """int64 [T]: how many edges come before each place, its own included."""
+    steps = np.zeros(segments.total, np.int64)
+    steps[_edges(segments)] = 1
+    return steps.cumsum()
+
+
+def _continues(runs: ExpectedRuns) -> np.ndarray:
+    """bool [M]: whether a placeholder is of the run of the one before."""
+    sizes = runs.sizes
+    continues = np.ones(sizes.sum(), bool)
+    continues[sizes.cumsum() - sizes] = False
+    return continues
