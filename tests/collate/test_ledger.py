@@ -1,13 +1,24 @@
 """The ledger: nothing is lost, everything is written down, and too much is too much."""
 
+import copy
 import json
 import multiprocessing
+import os
 import pickle
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
 
 import pytest
+from chats import processor_of
+from torch.utils.data import DataLoader
 
+from vlmpack.collate import VLMCollator, shared
+from vlmpack.collate import ledger as ledger_module
 from vlmpack.collate.ledger import Ceiling, Ledger, read_ledger
 from vlmpack.errors import ConfigError, SampleError
+
+GOOD = {"prompt": "2 + 2 = ", "completion": "4"}
 
 
 def bad(reason="no_targets", index=0, sample_id=None):
@@ -140,3 +151,97 @@ def test_text_of_any_kind_stays_on_its_line(tmp_path):
     path = tmp_path / "ledger.jsonl"
     Ledger(path).refuse(SampleError("Zeile\u2028 \x85 日本", index=0, reason="r"))
     assert json.loads(path.read_text().splitlines()[0])["detail"] == "Zeile\u2028 \x85 日本"
+
+
+# ---------------------------------------------------------------------- all workers together
+
+
+@pytest.mark.parametrize(("start", "persistent"), [("fork", False), ("fork", True), ("spawn", True)])
+def test_the_counts_are_those_of_all_workers_in_all_epochs(start, persistent, tmp_path):
+    collator = VLMCollator(
+        processor_of().tokenizer, on_bad="skip", ledger=tmp_path / "bad.jsonl", ceiling=Ceiling(max_bad_fraction=1)
+    )
+    loader = DataLoader(
+        [GOOD if index % 3 else {"messages": index} for index in range(12)],
+        batch_size=2,
+        collate_fn=collator,
+        num_workers=2,
+        multiprocessing_context=start,
+        persistent_workers=persistent,
+    )
+    epochs = 2
+    for epoch in range(1, epochs + 1):
+        assert len(list(loader)) == 6
+        ledger = collator.ledger
+        assert (ledger.given, ledger.used, dict(ledger.reasons)) == (12 * epoch, 8 * epoch, {"bad_row": 4 * epoch})
+    assert len({line["process"] for line in read_ledger(tmp_path / "bad.jsonl")}) >= 2
+    assert {line["seen"] for line in read_ledger(tmp_path / "bad.jsonl")} <= set(range(1, 25))
+
+
+def test_the_ceiling_is_that_of_all_workers_together():
+    collator = VLMCollator(processor_of().tokenizer, on_bad="skip", ceiling=Ceiling(max_consecutive_bad=7))
+    loader = DataLoader(
+        [{"messages": None}] * 4 + [{"messages": 5}] * 4,  # four to a worker
+        batch_size=1,
+        collate_fn=collator,
+        num_workers=2,
+        multiprocessing_context="fork",
+    )
+    with pytest.raises(ConfigError, match="7 samples in a row"):
+        list(loader)
+    assert collator.ledger.refused >= 7
+
+
+def test_a_worker_that_was_killed_blocks_nobody():
+    ledger = Ledger()
+
+    def die():
+        with ledger.at_once():
+            ledger.use()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    worker = multiprocessing.get_context("fork").Process(target=die)
+    worker.start()
+    worker.join()
+    ledger.use()
+    assert ledger.given == 1
+
+
+def test_threads_count_together():
+    ledger = Ledger()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: ledger.use(), range(40)))
+    assert ledger.used == 40
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda ledger: pickle.loads(pickle.dumps(ledger))])
+def test_a_copy_goes_on_by_itself(again):
+    ledger = Ledger()
+    ledger.use()
+    other = again(ledger)
+    other.use()
+    assert (ledger.used, other.used) == (1, 2)
+
+
+def test_without_a_file_to_share_the_counts_are_those_of_the_process(monkeypatch):
+    monkeypatch.setattr(shared, "fcntl", None)
+    ledger = Ledger()
+    ledger.use()
+    ledger.refuse(bad())
+    assert (ledger.given, pickle.loads(pickle.dumps(ledger)).given) == (2, 2)
+
+
+def test_a_ledger_that_cannot_be_written_says_so(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"the ledger cannot be written .* give ledger= another path"):
+        Ledger(tmp_path / "file" / "ledger.jsonl").refuse(bad())
+
+
+def test_many_refusals_take_no_longer_each_than_few(tmp_path):
+    """The file is opened once a batch, not once a sample: 20,000 lines would be half a minute on a slow disk."""
+    ledger = Ledger(tmp_path / "bad.jsonl", ceiling=Ceiling(max_bad_fraction=1, max_consecutive_bad=10**6))
+    with patch.object(ledger_module, "_append", wraps=ledger_module._append) as append, ledger.at_once():
+        for index in range(1000):
+            ledger.refuse(bad(f"reason {index}", index=index))
+    assert append.call_count == 1
+    assert len(read_ledger(tmp_path / "bad.jsonl")) == ledger.refused == len(ledger.reasons) == 1000

@@ -16,6 +16,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -190,20 +191,23 @@ def by_pillow(data: bytes) -> np.ndarray:
     return np.asarray(image.convert("RGB"))
 
 
-def outcome(read: Callable[..., Any], data: bytes) -> Any:
+def outcome(read: Callable[..., Any], source: bytes | Path) -> Any:
     """What was read, or the reason of the refusal."""
     try:
-        return read(data, limits=LIMITS)
+        return read(source, limits=LIMITS)
     except ImageError as error:
         assert error.reason in REASONS, error.reason
         assert len(error.detail) > 40
         return error.reason
 
 
-def check(fmt: str, how: str, whole: bytes, data: bytes) -> str:
-    """Compare one file with Pillow; returns what became of it."""
-    image, size = outcome(load_image, data), outcome(read_size, data)
+def check(fmt: str, how: str, whole: bytes, data: bytes, path: Path | None = None) -> str:
+    """Compare one file, in memory or at a path whose name may say something else, with Pillow; what became of it."""
+    if path is not None:
+        path.write_bytes(data)
+    image, size = outcome(load_image, path or data), outcome(read_size, path or data)
     if isinstance(image, str):
+        assert how != "whole" or fmt not in FORMATS, f"refused: {image}"
         return image
     pixels = np.asarray(image)
     assert image.mode == "RGB"
@@ -214,16 +218,17 @@ def check(fmt: str, how: str, whole: bytes, data: bytes) -> str:
     return "taken"
 
 
-def fuzz(seed: int, cases: int) -> Counter[tuple[str, str]]:
+def fuzz(seed: int, cases: int, folder: Path) -> Counter[tuple[str, str]]:
     """How often each mutation came to which outcome."""
     rng, seen = random.Random(seed), Counter[tuple[str, str]]()
     for case in range(cases):
         fmt, whole = encoded(rng)
         how = rng.choice(list(MUTATIONS))
         data = MUTATIONS[how](rng, whole)
+        path = folder / f"image.{rng.choice(['png', 'jpg', 'tif', 'txt'])}" if rng.random() < 0.2 else None
         began = time.perf_counter()
         try:
-            seen[how, check(fmt, how, whole, data)] += 1
+            seen[how, check(fmt, how, whole, data, path)] += 1
         except Exception as error:
             raise AssertionError(f"case {case} of seed {seed}: {how} {fmt} of {len(whole)} bytes: {error!r}") from error
         assert time.perf_counter() - began < 10, f"case {case} of seed {seed}: {how} {fmt}"
@@ -232,9 +237,9 @@ def fuzz(seed: int, cases: int) -> Counter[tuple[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of Pillow, about damage that it gets over
-def test_every_image_is_right_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_image_is_right_or_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(TiffImagePlugin, "STRIP_SIZE", 600)  # several strips in small images
-    seen = fuzz(SEED, CASES)
+    seen = fuzz(SEED, CASES, tmp_path)
     assert seen.total() == CASES
     for how in MUTATIONS:
         results = {result: number for (kind, result), number in seen.items() if kind == how}

@@ -141,3 +141,12 @@ def test_a_processor_without_a_template_is_saved_too(tmp_path: Path) -> None:
 def test_it_is_not_sent_to_the_hub_while_it_is_saved(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="call push_to_hub of the processor"):
         tiny_processor().save_pretrained(tmp_path, push_to_hub=True)
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_settings_that_cannot_be_read_are_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"preprocessor_config.json (cannot be read|holds a list).*save the processor"
+    ):
+        load_processor(tmp_path)

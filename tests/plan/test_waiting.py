@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from vlmpack.bench.cases.plan import LENGTH_SETS, several_limits, stream
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.plan import WaitingRoom
+from vlmpack.plan import WaitingRoom, waiting
 from vlmpack.plan.several import fill_row
+from vlmpack.plan.subset import best_subset
 
 LIMITS = (50, 40, 4)
 needs = st.tuples(st.integers(1, LIMITS[0]), st.integers(0, LIMITS[1]), st.integers(0, LIMITS[2]))
@@ -37,14 +38,14 @@ def test_a_row_holds_the_oldest_sample_and_what_fills_it():
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40), pause=st.integers(1, 9))
 def test_every_sample_comes_out_once_and_each_row_begins_with_the_oldest(lengths, pause):
-    room, rows, waiting = WaitingRoom(30), [], []
+    room, rows, queue = WaitingRoom(30), [], []
     for sample, length in enumerate(lengths):
         room.add(sample, length)
-        waiting.append(sample)
+        queue.append(sample)
         if sample % pause == 0:
             rows.append(room.take())
-            assert rows[-1][0] == waiting[0]
-            waiting = [other for other in waiting if other not in rows[-1]]
+            assert rows[-1][0] == queue[0]
+            queue = [other for other in queue if other not in rows[-1]]
     while row := room.take():
         rows.append(row)
     assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
@@ -131,3 +132,38 @@ def test_limits_are_whole_numbers_of_at_least_1():
         WaitingRoom(0)
     with pytest.raises(ConfigError, match="a row's limit must lie between 1 and"):
         WaitingRoom(5, [0])
+
+
+@pytest.mark.parametrize("lengths", [[1000], [700, 1000, 3000]])
+def test_of_equal_lengths_no_more_are_looked_at_than_fit_together(lengths, monkeypatch):
+    """So that the work on many of them grows as their number does."""
+    looked: list[int] = []
+
+    def counted(company, room):
+        return best_subset((looked.append(length) or length for length in company), room)
+
+    monkeypatch.setattr(waiting, "best_subset", counted)
+    work = []
+    for count in (500, 2000):
+        looked.clear()
+        room = WaitingRoom(8192)
+        for at in range(count):
+            room.add(at, lengths[at % len(lengths)])
+        while len(room):
+            assert room.take()
+        work.append(len(looked))
+    assert work[1] < 5 * work[0]
+
+
+@given(lengths=st.lists(st.sampled_from([2, 3, 3, 5, 8, 13]), max_size=24), room=st.integers(0, 40))
+def test_repeated_lengths_change_nothing_in_what_is_chosen(lengths, room):
+    chosen = best_subset(lengths, room)
+    assert chosen == sorted(set(chosen))
+    assert sum(lengths[at] for at in chosen) == max(_sums(lengths, room))
+
+
+def _sums(lengths: list[int], room: int) -> set[int]:
+    sums = {0}
+    for length in lengths:
+        sums |= {total + length for total in sums if total + length <= room}
+    return sums

@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from training import KINDS, Samples, arguments, collator, lengths_of, logged, receipts
 
@@ -14,6 +15,8 @@ from vlmpack.plan import Plan, plan_bins
 from vlmpack.step import enable_packing
 from vlmpack.stream import PackedStream, RowSettings
 from vlmpack.trainer import PackedTrainer
+
+torchdata_on_new_torch = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 
 class Noting:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from training import KINDS, LAYOUTS, descend, distance, receipts, train
+from samples import padded
+from training import KINDS, LAYOUTS, descend, distance, logged, receipts, train, trainer, weights
 
 from vlmpack.families.tiny import tiny_model
 from vlmpack.step import enable_packing
@@ -45,6 +46,32 @@ def test_a_last_accumulation_of_fewer_batches(tmp_path):
     expected = descend(reference, samples, size=6, steps=2)
     run = train(model, samples, tmp_path, gradient_accumulation_steps=3)
     assert run.losses == pytest.approx(expected.losses, rel=1e-6)
+
+
+@pytest.mark.parametrize(("family", "averages"), [("qwen2_vl", False), ("qwen2_5_vl", True), ("qwen3_vl", True)])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_collator_of_ones_own_trains_as_before_unless_trainer_averaged_batches(
+    family, averages, accumulate, tmp_path
+):
+    """The unmodified model's loss counts every sample's first label, so there is none."""
+    runs = []
+    for enable in (enable_packing, lambda model: model):
+        model = enable(tiny_model(family))
+        samples = receipts(model, kinds=KINDS * 4)
+        for sample in samples:
+            sample["labels"][0] = -100
+        run = trainer(model, samples, tmp_path, "padded", gradient_accumulation_steps=accumulate, max_steps=3)
+        run.data_collator = lambda features: {**padded(features, facts=False).to_hf()}
+        run.train()
+        runs.append((logged(run), weights(model)))
+    (ours, our_weights), (plain, plain_weights) = runs
+    apart = max(abs(a - b) for a, b in zip(ours, plain, strict=True))
+    if averages and accumulate > 1:
+        assert apart > 0.01
+        assert distance(plain_weights, our_weights) > 0.01
+    else:
+        assert apart < 1e-5
+        assert distance(plain_weights, our_weights) < 1e-5
 
 
 def test_it_does_not_depend_on_the_number_of_devices_averaged_over(tmp_path):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from chats import chat, picture, processor_of
-from trainer.packed_runs import fingerprint, fresh, plan_of, planned, scene, streamed
+from trainer.packed_runs import fingerprint, fresh, plan_of, planned, scene, streamed, torchdata_on_new_torch
 from training import Samples, Stream, arguments, collator, lengths_of, loss_sums, receipts
 from transformers import Trainer
 
@@ -18,8 +20,6 @@ from vlmpack.step import enable_packing
 from vlmpack.stream import PackedStream, RowSettings
 from vlmpack.trainer import PackedTrainer, evaluate, loss_metrics
 from vlmpack.trainer.held_out import HeldOut
-
-torchdata_on_new_torch = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 # ---------------------------------------------------------------------- training on a plan
 
@@ -162,16 +162,42 @@ def test_the_last_checkpoint_is_found_and_a_finished_run_stays_as_it_is(tmp_path
 @torchdata_on_new_torch
 def test_a_checkpoint_that_does_not_know_the_place_is_refused(tmp_path):
     streamed(tmp_path, save_strategy="steps", save_steps=4).train()
-    place = tmp_path / "checkpoint-4" / "packed_stream_0.pt"
+    place = tmp_path / "checkpoint-8" / "packed_stream_0.safetensors"
     place.unlink()
-    with pytest.raises(ConfigError, match=r"packed_stream_0.pt is missing: .* resume from the checkpoint before"):
+    with pytest.raises(ConfigError, match=r"packed_stream_0.safetensors is missing: .*resume from .*checkpoint-9$"):
         streamed(tmp_path).train(resume_from_checkpoint=str(place.parent))
+
+
+@torchdata_on_new_torch
+def test_a_place_of_other_workers_is_refused(tmp_path):
+    streamed(tmp_path, save_strategy="steps", save_steps=4, max_steps=4).train()
+    with pytest.raises(ConfigError, match=r"stream with dataloader_num_workers=0, .* but now there are 2: resume with"):
+        streamed(tmp_path, dataloader_num_workers=2).train(resume_from_checkpoint=True)
+
+
+@torchdata_on_new_torch
+@pytest.mark.parametrize("newest", [True, False])
+def test_a_pickled_place_is_not_read(newest, tmp_path):
+    class Running:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "it ran",)
+
+    streamed(tmp_path, save_strategy="steps", save_steps=4, max_steps=4).train()
+    place = tmp_path / "checkpoint-4" / "packed_stream_0.safetensors"
+    place.unlink()
+    torch.save(Running(), place.with_suffix(".pt"))
+    with pytest.raises(ConfigError, match=r"was pickled by an earlier version.*end the run with that version"):
+        streamed(tmp_path).train(resume_from_checkpoint=newest or str(place.parent))
+    torch.save(Running(), place)
+    with pytest.raises(ConfigError, match=r"packed_stream_0.safetensors is damaged, or is no state that vlmpack wrote"):
+        streamed(tmp_path).train(resume_from_checkpoint=newest or str(place.parent))
+    assert not (tmp_path / "it ran").exists()
 
 
 @torchdata_on_new_torch
 def test_a_checkpoint_of_the_model_alone_has_no_place(tmp_path):
     streamed(tmp_path, save_strategy="steps", save_steps=4, save_only_model=True, max_steps=4).train()
-    assert not (tmp_path / "checkpoint-4" / "packed_stream_0.pt").exists()
+    assert not (tmp_path / "checkpoint-4" / "packed_stream_0.safetensors").exists()
 
 
 @pytest.mark.parametrize(
@@ -240,7 +266,7 @@ def test_evaluation_in_planned_rows_is_that_of_the_samples_alone(layout, tmp_pat
     torch.testing.assert_close(torch.from_numpy(run.evaluation.sample_losses), alone, rtol=1e-6, atol=1e-6)
 
 
-def test_evaluation_without_packing_is_trainers(tmp_path):
+def test_evaluation_without_packing_takes_trainers_batches(tmp_path):
     model, samples, sums, counts = held_out()
     run = PackedTrainer(
         model,
@@ -253,7 +279,7 @@ def test_evaluation_without_packing_is_trainers(tmp_path):
     metrics = run.evaluate()
     assert run.evaluation is None
     assert metrics["eval_token_loss"] == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
-    assert metrics["eval_loss"] != pytest.approx(metrics["eval_token_loss"], rel=1e-6)
+    assert metrics["eval_loss"] == pytest.approx(metrics["eval_token_loss"], rel=1e-6)
 
 
 def test_evaluation_while_training_chooses_the_best_model_and_changes_nothing(tmp_path):

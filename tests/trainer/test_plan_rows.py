@@ -66,9 +66,19 @@ def test_settings_that_change_no_row_may_change(stopped):
     assert resume(stopped, num_train_epochs=3, dataloader_num_workers=1).state.epoch == 3
 
 
-def test_a_checkpoint_that_does_not_say_its_plan_is_gone_on_with(stopped):
+def test_a_checkpoint_that_does_not_say_its_plan_is_refused(stopped):
+    """That of another Trainer, or one that was being written when the run was stopped."""
     (stopped / "packed_plan.json").unlink()
-    assert resume(stopped, seed=7).state.epoch == 2
+    with pytest.raises(ConfigError, match=r"packed_plan.json is missing: .* another Trainer wrote it.*begin a new run"):
+        resume(stopped)
+    assert resume(stopped, ignore_data_skip=True).state.global_step > STOP  # nothing is skipped
+
+
+def test_a_damaged_word_on_the_plan_is_refused(stopped):
+    for text in ("", "{}", "[1]", "{"):
+        (stopped / "packed_plan.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"packed_plan.json is damaged"):
+            resume(stopped)
 
 
 def test_who_skips_nothing_may_take_other_rows(stopped):

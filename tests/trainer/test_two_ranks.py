@@ -76,6 +76,10 @@ def test_trainers_own_evaluation_is_refused_before_its_first_batch(ranks):
     assert calls == 0
 
 
+def test_ranks_resume_from_the_newest_checkpoint_that_is_whole_on_all_of_them(ranks):
+    assert ranks[0]["resumed_from"] == ["checkpoint-3", "checkpoint-3"]
+
+
 # ---------------------------------------------------------------------- planned rows and streams
 
 

@@ -23,6 +23,7 @@ from vlmpack.families.tiny import tiny_model
 from vlmpack.plan import plan_bins
 from vlmpack.step import PackedStep, enable_packing
 from vlmpack.trainer import PackedTrainer, evaluate, loss_metrics
+from vlmpack.trainer.checkpoints import newest_whole
 
 
 def main(folder: Path) -> None:
@@ -36,6 +37,7 @@ def main(folder: Path) -> None:
     losses, targets = run.predict(Samples(samples)).predictions
     result |= {"sample_losses": losses.tolist(), "sample_targets": targets.tolist(), "metrics": run.evaluate()}
     result |= {"eval_losses": eval_losses(samples, folder), "refused": refused(samples, folder)}
+    result |= {"resumed_from": resumed_from(folder / "places")}
     if rank() == 0:
         (folder / "result.json").write_text(json.dumps(result))
     packed = {"planned": on_a_plan(folder), "streamed": on_a_stream(folder), "evaluated": evaluated(samples)}
@@ -83,6 +85,26 @@ def refused(samples, folder):
     except ConfigError as error:
         return [str(error), len(calls)]
     return None
+
+
+def resumed_from(folder):
+    """The newest checkpoint, where rank 1 was stopped before it had written its last file."""
+    for step in (3, 6):
+        here = folder / f"checkpoint-{step}"
+        here.mkdir(parents=True, exist_ok=True)
+        if rank() == 0:
+            (here / "trainer_state.json").write_text("{}")
+        if (step, rank()) != (6, 1):
+            (here / f"place{rank()}").touch()
+    torch.distributed.barrier()
+    return [path.name for path in gathered(newest_whole(folder, f"place{rank()}"))]
+
+
+def gathered(mine):
+    """What every rank gives, rank after rank."""
+    everybody = [None, None]
+    torch.distributed.all_gather_object(everybody, mine)
+    return everybody
 
 
 def on_a_plan(folder):

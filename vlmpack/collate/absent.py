@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
+
+import numpy as np
+from PIL import Image
 
 from vlmpack.collate.refusal import Refusal
 
@@ -15,6 +20,19 @@ MEDIA_COLUMNS = ("image", "images", "video", "videos")
 _RECEIPT_COLUMNS = ("image", "ground_truth")
 _TEXT_COLUMNS = ("input_ids", *CONVERSATION_COLUMNS, "completion")
 _READ = {*_TEXT_COLUMNS, *MEDIA_COLUMNS, "system", "tools", "chat_template_kwargs", "id", "sample_id"}
+_NOTES = {"length", "lengths", "index", "idx", "source", "dataset", "split", "attention_mask", "token_type_ids"}
+"""Columns that nothing reads and that would change nothing."""
+_PREFERENCE = re.compile(r"(chosen|rejected)(_.*)?|(loss|sample)_(scale|weight)s?")
+"""Names of columns that say how much, or against what, a sample is learnt."""
+_NAMED_MEDIA = re.compile(
+    r"(images?|imgs?|pictures?|pics?|photos?|videos?|clips?)(_?(paths?|files?|urls?|bytes|file_?names?|data|base64))?"
+)
+"""Names of columns that hold images or videos; `image_id` and `num_images` do not."""
+_FILE_COLUMN = re.compile(r"(file_?names?|files?|file_?paths?|paths?|media|media_paths?|attachments?|frames)")
+"""Names of columns that hold files of any kind."""
+_FILE = re.compile(r"(?i)\S.*\.(png|jpe?g|webp|gif|bmp|tiff?|mp4|avi|mkv|mov|webm)")
+_GROUNDING = ("<bbox>", "<ref-object>", "<quad>")
+"""Places in a text that ms-swift fills from its column `objects`."""
 _KEPT = {*MEDIA_COLUMNS, "id", "sample_id", "length", "label", "labels", "label_ids", "attention_mask", "position_ids"}
 """All that HF Trainer or TRL may leave of a sample whose text they dropped."""
 _OF_TOKENS = (
@@ -22,6 +40,7 @@ _OF_TOKENS = (
     *("completion_mask", "assistant_masks", "loss_mask"),
 )
 """Of samples that were tokenised before."""
+_KNOWN = {*_READ, *_OF_TOKENS, "labels", "attention_mask", "mm_token_type_ids", "second_per_grid_ts", "audio", "audios"}
 _MANY = 12
 """Columns that are named in an error."""
 
@@ -64,6 +83,58 @@ def check_one_form(forms: Sequence[str], present: Mapping[str, Any]) -> None:
         raise Refusal("bad_row", f"it has {found}, which these models cannot hear; leave the column out")
 
 
+def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Iterable[str]) -> tuple[str, ...]:
+    """The columns of a sample that nothing reads, of which none holds something that the sample would lack.
+
+    Args:
+        feature: the sample's columns.
+        has_media: whether it has images or videos; a column of file names is then a note.
+        texts: what it says.
+
+    Raises:
+        Refusal: `unread_column`: one of them holds media and the sample has none, or preferences or weights, or it is
+            ms-swift's `objects` and the text has places for them.
+    """
+    unread = {str(name): value for name, value in feature.items() if name not in _KNOWN and not is_empty(value)}
+    for name, value in unread.items():
+        if _is_preference(name.lower(), value):
+            raise Refusal(
+                "unread_column",
+                f"it has a column {name}, which says what is learnt, and which nothing reads: preferences and weights "
+                "are not what this collator trains on; leave the column out",
+            )
+        if not has_media and _is_media(name.lower(), value):
+            raise Refusal(
+                "unread_column",
+                f"it has a column {name}, which looks like its image or video and which nothing reads, and it has no "
+                "other; rename it image or images (or video, videos), or leave it out if the sample is text",
+            )
+        if name == "objects" and (found := next((one for one in _GROUNDING if any(one in t for t in texts)), None)):
+            raise Refusal(
+                "unread_column",
+                f"its text holds {found!r} and it has a column objects, from which ms-swift fills it and which nothing "
+                "reads here; write the boxes and names into the text",
+            )
+    return tuple(name for name in unread if name not in _NOTES)
+
+
+def _is_preference(name: str, value: Any) -> bool:
+    """Weights of 1 change nothing; a label that is true or false is KTO's."""
+    if name == "label":
+        return isinstance(value, bool)
+    values = np.asarray(value, dtype=object).reshape(-1).tolist()
+    return _PREFERENCE.fullmatch(name) is not None and any(one != 1 for one in values)
+
+
+def _is_media(name: str, value: Any) -> bool:
+    values = value if isinstance(value, list | tuple) else [value]
+    if isinstance(values[0], Image.Image):
+        return True
+    if _NAMED_MEDIA.fullmatch(name):
+        return isinstance(values[0], str | bytes | Mapping)
+    return bool(_FILE_COLUMN.fullmatch(name)) and isinstance(values[0], str) and _FILE.fullmatch(values[0]) is not None
+
+
 def no_columns(feature: Mapping[str, Any]) -> str:
     """The error of a feature with none of the columns that hold a sample's text."""
     return (
@@ -99,6 +170,7 @@ def _remedy(feature: Mapping[str, Any]) -> str:
     return "Rename the column with the conversation to messages, or make messages of your columns: a list of turns"
 
 
+@lru_cache(maxsize=1024)
 def _meant(name: str) -> str:
     """The column of a sample's text that a name nearly spells; "" where it spells one, or is like none."""
     near = get_close_matches(name.lower(), _TEXT_COLUMNS, n=1, cutoff=0.8)

@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 import torch
 
-from vlmpack.collate.buffers import NotFinite, PixelBuffers
+from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.processor import ProcessorFacts
 from vlmpack.layout import IGNORE, IMAGE, BatchFacts, Media, PackedRow, PaddedBatch, Segments, SlotRule, shift_labels
@@ -20,19 +20,16 @@ NO_BUFFERS = PixelBuffers(0)
 
 @final
 class BrokenPixels(Exception):  # noqa: N818 (never leaves the room: the collator refuses the sample)
-    """An image or a video holds NaN or infinity.
+    """An image or a video of at least one sample holds NaN or infinity."""
 
-    Args:
-        visual: which one.
-    """
-
-    def __init__(self, visual: Visual) -> None:
+    def __init__(self) -> None:
         super().__init__("its pixels hold NaN or infinity; the image is broken or was normalised by 0")
-        self.visual = visual
 
-    def is_of(self, sample: Encoded) -> bool:
-        """Whether it is this sample's."""
-        return any(visual is self.visual for visual in (*sample.images, *sample.videos))
+
+def has_broken_pixels(sample: Encoded) -> bool:
+    """Whether a sample is one of those for which `BrokenPixels` is raised."""
+    visuals = (*sample.images, *sample.videos)
+    return not all(is_finite(visual.pixels) for visual in visuals if visual.pixels is not None)
 
 
 UNTOLD_SECONDS = 1.0
@@ -171,4 +168,4 @@ def _join(visuals: Sequence[Visual], dtype: torch.dtype | None, buffers: PixelBu
     try:
         return buffers.join(parts, dtype or reduce(torch.promote_types, (part.dtype for part in parts)))
     except NotFinite as found:
-        raise BrokenPixels(visuals[found.part]) from found
+        raise BrokenPixels from found

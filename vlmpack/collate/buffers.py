@@ -100,7 +100,7 @@ class PixelBuffers:
         in_worker = get_worker_info() is not None
         if len(parts) == 1 and not in_worker:
             joined = parts[0].detach().to(dtype)
-            finite = [_is_finite(parts[0].detach())]
+            finite = [is_finite(parts[0].detach())]
         else:
             joined = self._take((sum(map(len, parts)), parts[0].shape[1]), dtype, shared=in_worker)
             places = joined.split([len(part) for part in parts])
@@ -150,13 +150,13 @@ def _copy(part: torch.Tensor, place: torch.Tensor) -> bool:
     """
     if torch.get_num_threads() > 1:
         place.copy_(part)  # `torch.cat` into another type would go through a third tensor
-        return _is_finite(part)
+        return is_finite(part)
     values, place = part.contiguous().view(-1), place.view(-1)
     if values.dtype == place.dtype == torch.float32:
         finite = _copy_floats(values.numpy(), place.numpy())
     else:
         finite = _copy_values(values, place)
-    return finite or _is_finite(part)
+    return finite or is_finite(part)
 
 
 def _copy_floats(source: np.ndarray, target: np.ndarray) -> bool:
@@ -186,7 +186,7 @@ def _copy_values(source: torch.Tensor, target: torch.Tensor) -> bool:
     return isfinite(total)
 
 
-def _is_finite(pixels: torch.Tensor) -> bool:
+def is_finite(pixels: torch.Tensor) -> bool:
     """One pass without a mask as large as the pixels: a sum is finite only if no NaN or infinity went into it."""
     return isfinite(pixels.sum(dtype=torch.float32)) or bool(pixels.isfinite().all())
 

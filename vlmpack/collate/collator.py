@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from numbers import Integral
 from pathlib import Path
 from traceback import extract_tb
@@ -12,7 +13,7 @@ from typing import Any, Literal, final, get_args
 
 import torch
 
-from vlmpack.collate.assemble import BrokenPixels, filler, to_packed, to_padded
+from vlmpack.collate.assemble import BrokenPixels, filler, has_broken_pixels, to_packed, to_padded
 from vlmpack.collate.buffers import PixelBuffers
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import Encoded
@@ -111,6 +112,7 @@ class VLMCollator:
             limits=self.limits,
             train_on=train_on,
             markers=markers,
+            name_unread=self.ledger.name_unread,
             max_length=max_length,
         )
 
@@ -169,7 +171,7 @@ class VLMCollator:
         Raises:
             SampleError, ConfigError: as `outline`; the first only if `on_bad` is "raise".
         """
-        outcome = _outcome(lambda: self.outline(feature))
+        outcome = self._outcome(lambda: self.outline(feature))
         if isinstance(outcome, SampleError) and self._is_fatal(outcome):
             raise outcome
         return round_up(outcome.num_tokens if isinstance(outcome, Encoded) else 1, self.slots.multiple)
@@ -193,7 +195,7 @@ class VLMCollator:
         """The batch of what can be used; all samples are counted, in their order, once that is known."""
         outcomes: list[Encoded | SampleError] = []
         for make in makers:
-            outcomes.append(_outcome(make))
+            outcomes.append(self._outcome(make))
             if self._is_fatal(outcomes[-1]):
                 self._count(outcomes)  # raises
         batch = self._lay_out(outcomes)
@@ -201,13 +203,15 @@ class VLMCollator:
         return batch
 
     def _lay_out(self, outcomes: list[Encoded | SampleError]) -> PaddedBatch | PackedRow:
-        """The batch. A sample whose pixels turn out to be broken as they are joined becomes its error in `outcomes`."""
+        """The batch. Samples whose pixels turn out to be broken as they are joined become errors in `outcomes`."""
         usable = [(at, sample) for at, sample in enumerate(outcomes) if isinstance(sample, Encoded)]
         try:
             return self._joined([_with_id(sample, at) for at, sample in usable] or [filler(self.facts)])
         except BrokenPixels as broken:
-            at, sample = next((at, sample) for at, sample in usable if broken.is_of(sample))
-            outcomes[at] = SampleError(str(broken), index=at, reason="pixels_not_finite", sample_id=sample.sample_id)
+            for at, sample in usable:
+                if has_broken_pixels(sample):
+                    named = {"index": at, "reason": "pixels_not_finite", "sample_id": sample.sample_id}
+                    outcomes[at] = SampleError(str(broken), **named)
         return self._lay_out(outcomes)
 
     def _joined(self, samples: Sequence[Encoded]) -> PaddedBatch | PackedRow:
@@ -258,16 +262,35 @@ class VLMCollator:
 
     def _count(self, outcomes: Iterable[Encoded | SampleError]) -> None:
         """Tell the ledger; raises the first error that is not to be skipped."""
-        for outcome in outcomes:
-            if not isinstance(outcome, SampleError):
-                self.ledger.use()
-            elif self._is_fatal(outcome):
-                self.ledger.note(outcome)
-                raise outcome
-            elif self.leaves_out(outcome.reason):
-                self.ledger.note(outcome)
-            else:
-                self.ledger.refuse(outcome)
+        with self.ledger.at_once():
+            for kind, group in groupby(outcomes, key=type):
+                if kind is Encoded:
+                    self.ledger.use(len(list(group)))
+                    continue
+                for error in group:
+                    assert isinstance(error, SampleError)
+                    self._count_bad(error)
+
+    def _count_bad(self, error: SampleError) -> None:
+        if self._is_fatal(error):
+            self.ledger.note(error)
+            raise error
+        if self.leaves_out(error.reason):
+            self.ledger.note(error)
+        else:
+            self.ledger.refuse(error)
+
+    def _outcome(self, make: Callable[[], Encoded]) -> Encoded | SampleError:
+        """A sample, or why there is none: without its traceback, which would hold on to all that holds the error.
+
+        One that is skipped is also without its cause, which has a traceback of its own.
+        """
+        try:
+            return make()
+        except SampleError as error:
+            if not self._is_fatal(error):
+                error.__cause__ = error.__context__ = None
+            return error.with_traceback(None)
 
     def _is_fatal(self, outcome: Encoded | SampleError) -> bool:
         return isinstance(outcome, SampleError) and self.on_bad == "raise" and not self.leaves_out(outcome.reason)
@@ -285,14 +308,6 @@ def _refusal_of(error: Exception) -> Refusal:
     frame = [frame for frame in extract_tb(error.__traceback__) if _ROOM in Path(frame.filename).parents][-1]
     place = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
     return Refusal("unexpected", f"{type(error).__name__}: {error} ({place}); look at what its columns hold there")
-
-
-def _outcome(make: Callable[[], Encoded]) -> Encoded | SampleError:
-    """A sample, or why there is none: without its traceback, which would hold on to all that holds the error."""
-    try:
-        return make()
-    except SampleError as error:
-        return error.with_traceback(None)
 
 
 def _with_id(sample: Encoded, index: int) -> Encoded:

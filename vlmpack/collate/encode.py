@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, final
 
 import numpy as np
 
+from vlmpack.collate.absent import check_unread
 from vlmpack.collate.checks import check_sample, tokens_of
 from vlmpack.collate.conversation import Conversation, read_conversation
 from vlmpack.collate.encoded import Encoded, Visual
@@ -47,6 +49,8 @@ class Encoder:
     """Which tokens are learnt."""
     markers: Markers = "auto"
     """What `<image>` and `<video>` in a text are."""
+    name_unread: Callable[[Iterable[str]], Collection[str]] | None = None
+    """Takes columns that nothing reads and returns those that are not named yet; None: none is named."""
     max_length: int | None = None
     """Tokens beyond which media are not made, as no sample holds them; None: no limit."""
 
@@ -82,13 +86,22 @@ class Encoder:
             raise Refusal("bad_row", f"a sample must be a mapping of columns, got a {type(feature).__name__}")
         if feature.get("input_ids") is not None:
             sample = read_tokenised(feature, self.facts, train_on=self.train_on)
+            self._check_unread(feature, has_media=bool(sample.images or sample.videos), texts=())
         else:
-            sample = self._encode_conversation(self._read(feature), read)
+            conversation = read_conversation(feature, has_vision=self.facts.has_vision, markers=self.markers)
+            has_media = bool(conversation.images or conversation.videos)
+            self._check_unread(feature, has_media=has_media, texts=conversation.plain or conversation.texts())
+            sample = self._encode_conversation(conversation, read)
         check_sample(sample, self.facts)
         return sample
 
-    def _read(self, feature: Mapping[str, Any]) -> Conversation:
-        return read_conversation(feature, has_vision=self.facts.has_vision, markers=self.markers)
+    def _check_unread(self, feature: Mapping[str, Any], *, has_media: bool, texts: Iterable[str]) -> None:
+        columns = check_unread(feature, has_media=has_media or not self.facts.has_vision, texts=texts)
+        if columns and self.name_unread is not None and (new := self.name_unread(columns)):
+            warnings.warn(
+                f"samples have columns that nothing reads: {', '.join(new)}; this is said once",
+                stacklevel=2,
+            )
 
     def _encode_conversation(self, conversation: Conversation, read: Callable[..., tuple[Visual, ...]]) -> Encoded:
         self._check_texts(conversation)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from vlmpack.collate.shared import SharedDocument
 from vlmpack.errors import ConfigError, SampleError
 
 
@@ -35,10 +38,11 @@ class Ceiling:
 
 @final
 class Ledger:
-    """Counts of one process, and a JSON-lines file that all processes write to.
+    """Counts of a process and of all DataLoader workers that it starts, and a JSON-lines file that they write to.
 
-    `given == used + refused` holds after every batch. A DataLoader worker has its own copy of the collator, and so its
-    own counts and its own ceiling; the file, one line a refused sample, holds those of all workers.
+    `given == used + refused` holds after every batch. Counts and ceiling are those of all these processes together,
+    over all epochs, whether workers are forked or spawned. "In a row" goes by the order in which batches are counted.
+    A copy (pickle, deepcopy) goes on by itself.
 
     Args:
         path: the JSON-lines file; it is appended to. None: counts only.
@@ -48,12 +52,12 @@ class Ledger:
     def __init__(self, path: str | Path | None = None, *, ceiling: Ceiling | None = None) -> None:
         self.path = None if path is None else Path(path)
         self.ceiling = ceiling or Ceiling()
-        self.used = 0
-        """Samples that went into a batch."""
-        self.reasons: Counter[str] = Counter()
-        """Refused samples by reason, those left out on purpose included."""
-        self._noted = 0
-        self._consecutive = 0
+        self._counts = SharedDocument(
+            {"used": 0, "refused": 0, "reasons": {}, "noted": 0, "consecutive": 0, "unread": []}
+        )
+        self._lines: list[str] = []
+        self._is_open = False
+        self._named: set[str] = set()
 
     def __repr__(self) -> str:
         why = "".join(f", {reason} {count}" for reason, count in self.reasons.most_common())
@@ -61,24 +65,58 @@ class Ledger:
         return f"Ledger({self.given} given, {self.used} used, {self.refused} refused{why}{where})"
 
     @property
+    def used(self) -> int:
+        """Samples that went into a batch."""
+        with self._counts.changed() as counts:
+            return counts["used"]
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """Refused samples by reason, those left out on purpose included."""
+        with self._counts.changed() as counts:
+            return Counter(counts["reasons"])
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Columns of samples that nothing reads, in the order in which they were met."""
+        with self._counts.changed() as counts:
+            return tuple(counts["unread"])
+
+    @property
     def refused(self) -> int:
         """Samples that went into no batch."""
-        return sum(self.reasons.values())
+        with self._counts.changed() as counts:
+            return counts["refused"]
 
     @property
     def given(self) -> int:
         """Samples seen."""
-        return self.used + self.refused
+        with self._counts.changed() as counts:
+            return counts["used"] + counts["refused"]
 
-    def use(self) -> None:
-        """Count a sample that can be used."""
-        self.used += 1
-        self._consecutive = 0
+    @contextmanager
+    def at_once(self) -> Iterator[dict[str, Any]]:
+        """Count and write down together all that is counted in the block: no other process counts in between."""
+        with self._counts.changed() as counts:
+            is_inner, self._is_open = self._is_open, True
+            try:
+                yield counts
+            finally:
+                self._is_open = is_inner
+                if not is_inner:
+                    self._write_down()
+
+    def use(self, samples: int = 1) -> None:
+        """Count samples that can be used."""
+        with self.at_once() as counts:
+            counts["used"] += samples
+            counts["consecutive"] = 0
 
     def note(self, error: SampleError) -> None:
         """Count and write down a sample without looking at the ceiling: left out by choice, or about to be raised."""
-        self._noted += 1
-        self._record(error)
+        with self.at_once() as counts:
+            counts["noted"] += 1
+            self._record(error, counts)
 
     def refuse(self, error: SampleError) -> None:
         """Count and write down a bad sample.
@@ -86,28 +124,46 @@ class Ledger:
         Raises:
             ConfigError: more bad samples than the ceiling allows.
         """
-        self._consecutive += 1
-        self._record(error)
-        self._check_ceiling(error)
+        with self.at_once() as counts:
+            counts["consecutive"] += 1
+            self._record(error, counts)
+            self._check_ceiling(error, counts)
 
-    def _record(self, error: SampleError) -> None:
-        self.reasons[error.reason] += 1
+    def name_unread(self, columns: Iterable[str]) -> tuple[str, ...]:
+        """Take down columns that nothing reads; returns those that no process has named yet."""
+        if self._named.issuperset(columns := tuple(columns)):
+            return ()
+        self._named.update(columns)
+        with self.at_once() as counts:
+            new = tuple(name for name in columns if name not in counts["unread"])
+            counts["unread"] += new
+            return new
+
+    def _record(self, error: SampleError, counts: dict[str, Any]) -> None:
+        counts["refused"] += 1
+        counts["reasons"][error.reason] = counts["reasons"].get(error.reason, 0) + 1
         if self.path is not None:
-            _append(self.path, _line(error, seen=self.given))
+            self._lines.append(_line(error, seen=counts["used"] + counts["refused"]))
 
-    def _check_ceiling(self, error: SampleError) -> None:
-        bad = self.refused - self._noted
-        if self._consecutive >= self.ceiling.max_consecutive_bad:
-            seen = f"{self._consecutive} samples in a row (max_consecutive_bad={self.ceiling.max_consecutive_bad})"
-        elif self.given >= self.ceiling.min_seen and bad > self.ceiling.max_bad_fraction * self.given:
+    def _write_down(self) -> None:
+        lines, self._lines = self._lines, []
+        if lines and self.path is not None:
+            _append(self.path, "".join(lines))
+
+    def _check_ceiling(self, error: SampleError, counts: dict[str, Any]) -> None:
+        bad, given = counts["refused"] - counts["noted"], counts["used"] + counts["refused"]
+        in_a_row = counts["consecutive"]
+        if in_a_row >= self.ceiling.max_consecutive_bad:
+            seen = f"{in_a_row} samples in a row (max_consecutive_bad={self.ceiling.max_consecutive_bad})"
+        elif given >= self.ceiling.min_seen and bad > self.ceiling.max_bad_fraction * given:
             limit = f"max_bad_fraction={self.ceiling.max_bad_fraction:g}"
-            seen = f"{bad} of {self.given} samples ({bad / self.given:.1%}, {limit})"
+            seen = f"{bad} of {given} samples ({bad / given:.1%}, {limit})"
         else:
             return
-        counts = ", ".join(f"{reason} {count}" for reason, count in self.reasons.most_common())
+        why = ", ".join(f"{reason} {count}" for reason, count in self.reasons.most_common())
         where = "" if self.path is None else f"; each is written down in {self.path}"
         raise ConfigError(
-            f"{seen} had to be refused: {counts}{where}. The last was {error}. Repair the data, or raise the ceiling"
+            f"{seen} had to be refused: {why}{where}. The last was {error}. Repair the data, or raise the ceiling"
         ) from error
 
 
@@ -132,11 +188,15 @@ def _line(error: SampleError, *, seen: int) -> str:
     return json.dumps(record, ensure_ascii=True) + "\n"
 
 
-def _append(path: Path, line: str) -> None:
-    """One write to a file opened for appending: lines of several workers do not mix."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+def _append(path: Path, lines: str) -> None:
+    """One write to a file opened for appending: lines of several workers do not mix.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     try:
-        os.write(descriptor, line.encode())
-    finally:
-        os.close(descriptor)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab", buffering=0) as file:
+            file.write(lines.encode())
+    except OSError as error:
+        raise ConfigError(f"the ledger cannot be written ({error}); give ledger= another path") from error

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, final
 
 from vlmpack.collate.absent import is_absent, is_empty
@@ -183,10 +183,9 @@ def _with_known_roles(turns: list[Turn], column: str) -> list[Turn]:
     seen = list(dict.fromkeys(turn.message["role"] for turn in turns))
     known = (*ROLES, *ALIASES)
     if unknown := next((role for role in seen if role not in known), None):
-        near = get_close_matches(unknown.lower(), known, n=1)
         raise Refusal(
             "bad_row",
-            f"{column} has a turn of the role {unknown!r}, which is not known{_did_you_mean(near)}; its roles are "
+            f"{column} has a turn of the role {unknown!r}, which is not known{_did_you_mean(unknown)}; its roles are "
             f"{', '.join(seen)}, and those that can be used {', '.join(known)}: rename it",
         )
     return [replace(turn, message={**turn.message, "role": _canonical(turn.message["role"])}) for turn in turns]
@@ -196,7 +195,9 @@ def _canonical(role: str) -> str:
     return ALIASES.get(role, role)
 
 
-def _did_you_mean(near: list[str]) -> str:
+@lru_cache(maxsize=1024)
+def _did_you_mean(role: str) -> str:
+    near = get_close_matches(role.lower(), (*ROLES, *ALIASES), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 

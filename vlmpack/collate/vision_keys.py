@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 from PIL import Image
@@ -67,6 +68,7 @@ def has_image_keys(element: Mapping[str, Any]) -> bool:
     return any(element.get(key) is not None for key in IMAGE_KEYS)
 
 
+@lru_cache(maxsize=1024)
 def misspelt_key(name: str) -> str | None:
     """The key that a name is nearly; None: it is one itself, or like none (`height` and `video_id` are notes)."""
     if name in KNOWN_KEYS:

@@ -14,8 +14,12 @@ from typing import Any
 from vlmpack.data.receipts import SPLITS, parse_lines
 from vlmpack.errors import ConfigError, SampleError
 
-ALIASES = {"train": "train", "validation": "validation", "valid": "validation", "dev": "validation", "test": "test"}
-"""Names of splits in files and folders, and the splits that they mean."""
+ALIASES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+"""Names of splits in files and folders, and the splits that they mean; as `datasets` reads them."""
 
 
 def archive_in(folder: Path, split: str) -> ImageFolder | None:
@@ -51,9 +55,10 @@ class ImageFolder:
             truth = json.loads(text)
             if "gt_parse" not in truth and "valid_line" in truth:
                 text = json.dumps({"gt_parse": parse_lines(truth["valid_line"]), **truth})
-        except (ValueError, KeyError, TypeError) as error:  # UnicodeDecodeError is a ValueError
+        except (OSError, ValueError, KeyError, TypeError) as error:  # UnicodeDecodeError is a ValueError
             message = (
-                f"{_json_beside(image)} is not a CORD annotation ({error!r}); download it again or remove the pair"
+                f"{_json_beside(image)} cannot be read as a CORD annotation ({error!r}); download it again or remove "
+                "the pair"
             )
             raise SampleError(message, index=index, reason="ground_truth_unreadable", sample_id=image.stem) from error
         return {"image": image, "ground_truth": text}

@@ -104,7 +104,7 @@ def load_image(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> 
         _decode(image)
         by = orientation(image)
     rgb = to_rgb(image)
-    if rgb is image and image.format == "WEBP":
+    if rgb is image and image is not source and image.format == "WEBP":
         rgb = image.copy()  # without Pillow's decoder, which holds twice as much again
     del image  # what it holds is free before another copy is made
     return turned(rgb, by)
@@ -212,7 +212,13 @@ def _file_uri_path(uri: str) -> Path:
 
 def _open_file(path: Path, limits: ImageLimits) -> IO[bytes]:
     """A regular file; a device or a pipe, which may never end, is not one."""
-    if not _is_file(path):
+    try:
+        found = path.is_file()
+    except PermissionError as error:
+        raise ImageError(f"the image file {_short(str(path))} cannot be read: {error}", "image_missing") from error
+    except (OSError, ValueError):  # a name too long, a null byte
+        found = False
+    if not found:
         raise ImageError(f"there is no image file at {_short(str(path))}; check the path", "image_missing")
     try:
         _check_bytes(path.stat().st_size, limits)

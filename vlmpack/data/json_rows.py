@@ -45,12 +45,16 @@ class JsonRows:
         """One row.
 
         Raises:
-            SampleError: it is no JSON object.
+            SampleError: it is no JSON object, or the file cannot be read any more.
         """
         start, stop = self.spans[index].tolist()
-        with self.path.open("rb") as file:
-            file.seek(start)
-            text = file.read(stop - start)
+        try:
+            with self.path.open("rb") as file:
+                file.seek(start)
+                text = file.read(stop - start)
+        except OSError as error:
+            message = f"{self.path} cannot be read any more: {error}; put it back, or open the data set again"
+            raise SampleError(message, index=int(index), reason="row_unreadable") from error
         try:
             row = json.loads(text)
         except ValueError as error:  # UnicodeDecodeError is one too
@@ -78,7 +82,7 @@ def json_rows(path: Path) -> JsonRows:
         ConfigError: the file holds no rows, is not JSON, or its first row is no object.
     """
     with path.open("rb") as file:
-        head = file.read(HEAD).removeprefix(MARK).lstrip()
+        head = _head(file)
         spans = _array_spans(path) if head.startswith(b"[") else _line_spans(file)
     rows = JsonRows(path=path, spans=spans)
     if not len(rows):
@@ -88,6 +92,16 @@ def json_rows(path: Path) -> JsonRows:
     except SampleError as error:
         raise ConfigError(f"{error.detail}{_hint(head)}") from error
     return rows
+
+
+def is_array(path: Path) -> bool:
+    """Find whether a file of JSON begins as a list of rows does."""
+    with path.open("rb") as file:
+        return _head(file).startswith(b"[")
+
+
+def _head(file: BinaryIO) -> bytes:
+    return file.read(HEAD).removeprefix(MARK).lstrip()
 
 
 def _hint(head: bytes) -> str:

@@ -37,6 +37,7 @@ from vlmpack.data.sources import (
     check_source,
     complete_row,
     find_stored,
+    readable,
     refuse_scale,
 )
 from vlmpack.errors import ConfigError, SampleError
@@ -56,7 +57,7 @@ def open_dataset(
     Args:
         source: `"synthetic"`, a file of JSON or JSONL or a list of them, parquet files or a folder of them, a folder
             written by `save_to_disk`, an unpacked CORD archive, or a hub id.
-        split: of a source that has several. A JSON file is one split, whatever it is called.
+        split: of a source that has several. A file that is named is one split, whatever it is called.
         num: the first so many samples; None: all of them.
         seed: of synthetic receipts. Stored samples keep their order.
         scale: of the text of synthetic receipts; 0.35 draws small pictures.
@@ -64,8 +65,9 @@ def open_dataset(
             file that names them.
 
     Raises:
-        ConfigError: the source, split or number do not fit what is there; it holds no samples; `scale` is given for
-            stored ones; `image_root` is no folder, or the source names no paths; or an extra is missing.
+        ConfigError: the source, split or number do not fit what is there; it cannot be read, or holds no samples;
+            `scale` is given for stored ones; `image_root` is no folder, or the source names no paths; or an extra is
+            missing.
     """
     check_source(source)
     root = None if image_root is None else _root(image_root)
@@ -74,11 +76,12 @@ def open_dataset(
         _check_names_paths(receipts, source, root)
         return OpenDataset(rows=receipts, name=source, are_receipts=True)
     refuse_scale(scale)
-    found = _find(source, split, root)
+    with readable(source):
+        found = _find(source, split, root)
+        are_receipts = _are_receipts(found.rows, found.name)
     _check_names_paths(found.rows, found.name, root)
     if num is not None and not 0 <= num <= len(found.rows):
         raise ConfigError(f"num is {num}, but {found.name} holds {len(found.rows)} samples; ask for at most that many")
-    are_receipts = _are_receipts(found.rows, found.name)
     return OpenDataset(
         rows=found.rows, name=found.name, folder=root or found.folder, num=num, are_receipts=are_receipts
     )
@@ -176,7 +179,7 @@ class JoinedRows:
 
     @cached_property
     def _starts(self) -> list[int]:
-        """Place of each file's first row among all, and the number of all: counted once, for there may be many files."""
+        """Place of each file's first row among all, and the number of all: counted once, as there may be many."""
         return [0, *accumulate(map(len, self.files))]
 
     def __getitem__(self, index: int) -> dict[str, Any]:

@@ -80,4 +80,11 @@ def _class_saved_in(folder: Path) -> type:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """The settings in a file; none where it is not there."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); save the processor again") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} holds a {type(settings).__name__}, and no settings; save the processor again")
+    return settings

@@ -2,6 +2,7 @@
 
     folder of `save_to_disk`      dataset_dict.json, dataset_info.json            extra [data]
     folder of parquet files       data/train-00000-of-00004-....parquet           extra [data]
+                                  (a split by the names of folders and files; what names none is of train)
     folder of the CORD archive    train/image/receipt_00000.png, train/json/...   no extra
     parquet files                 one path or a list                              extra [data]
     hub id                        naver-clova-ix/cord-v2                          extra [data], network
@@ -13,18 +14,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, final
 
 from vlmpack.data.archive import ALIASES, ImageFolder, archive_in, in_files
+from vlmpack.data.json_rows import is_array
 from vlmpack.errors import ConfigError, SampleError
 
 COLUMNS = ("image", "ground_truth")
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 JSON_FILES = (".json", ".jsonl", ".ndjson")
+_SHARD = re.compile(r"(?P<split>\w+(\.\w+)*)-\d{5}-of-\d{5}.*")
+_WORDS = re.compile(r"[-._ 0-9]+")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -69,9 +74,20 @@ class StoredRows:
         return StoredRows(table=self.table.select_columns(list(columns)))
 
 
+@contextmanager
+def readable(source: Source) -> Iterator[None]:
+    """Raise what the file system refuses as a ConfigError that names the source."""
+    try:
+        yield
+    except OSError as error:
+        name = source if isinstance(source, str | os.PathLike) else f"the list of {len(source)} files"
+        raise ConfigError(f"{name} cannot be read: {error}; check that this user may read it, and all of it") from error
+
+
 def find_rows(source: Source, split: str) -> tuple[Rows, str]:
     """The receipts of a real source (their two columns) and its name for messages."""
-    rows, name = find_stored(source, split)
+    with readable(source):
+        rows, name = find_stored(source, split)
     return (rows.only(COLUMNS, name) if isinstance(rows, StoredRows) else rows), name
 
 
@@ -107,12 +123,12 @@ def find_stored(source: Source, split: str) -> tuple[StoredRows | ImageFolder, s
     """The rows of a real source, whatever their columns, and its name for messages."""
     check_source(source)
     if not isinstance(source, str | os.PathLike):
-        return _parquet_rows([Path(path).expanduser() for path in source], split), f"{len(source)} parquet files"
+        return _named_rows([Path(path).expanduser() for path in source], split), f"{len(source)} parquet files"
     path = Path(source).expanduser()
     if path.is_dir():
         return _folder_rows(path, split), str(source)
     if path.is_file() or path.suffix == ".parquet":
-        return _parquet_rows([path], split), str(source)
+        return _named_rows([path], split), str(source)
     if isinstance(source, str) and _HUB_ID.fullmatch(source) and path.suffix not in JSON_FILES:
         return _hub_rows(source, split), source
     raise ConfigError(
@@ -160,36 +176,93 @@ def _saved_in(folder: Path, split: str) -> StoredRows | None:
 
 
 def _parquet_in(folder: Path, split: str) -> StoredRows | None:
-    parquet = sorted(folder.rglob("*.parquet"))
-    chosen = [path for path in parquet if _split_of(path, folder) == split]
-    if parquet and not chosen:
-        seen = ", ".join(str(path.relative_to(folder)) for path in parquet[:6])
+    files = [path for path in sorted(folder.rglob("*.parquet")) if not _is_hidden(path.relative_to(folder))]
+    if not files:
+        return None
+    wanted, splits = ALIASES.get(split, split), {path: _split_of(path.relative_to(folder)) for path in files}
+    chosen = [path for path in files if splits[path] == wanted]
+    unnamed = [path for path in files if splits[path] is None] if wanted == "train" else []
+    if chosen and unnamed:
         raise ConfigError(
-            f"no parquet file of split {split!r} under {folder}; its files: {seen}; expected {split}-*.parquet"
+            f"{folder} holds {_some(chosen, folder)}, named after split 'train', and {_some(unnamed, folder)}, which "
+            "no split is named in; give a list of the files that are meant"
         )
-    return _parquet_rows(chosen, split) if chosen else None
+    if not (chosen or unnamed):
+        names = ", ".join(sorted({repr(name or "train") for name in splits.values()}))
+        raise ConfigError(
+            f"no parquet file of split {split!r} under {folder}; its files are of {names}: {_some(files, folder)}; "
+            "pass one of these as split, or give the files themselves"
+        )
+    if beside := _rows_beside(chosen or unnamed):
+        raise ConfigError(
+            f"{folder} holds parquet files and {_some(beside, folder)}: which of them are samples is not known; give a "
+            "list of the parquet files, or of the files of JSON"
+        )
+    return _parquet_rows(chosen or unnamed)
 
 
-def _split_of(path: Path, folder: Path) -> str | None:
-    """The split that a parquet file's name (`train-00000-of-00004.parquet`) or its folders (`train/0.parquet`) tell."""
-    for part in reversed(path.relative_to(folder).with_suffix("").parts):
-        name = re.split(r"[-_.]", part.lower())[0]
-        if name in ALIASES:
-            return ALIASES[name]
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith((".", "__")) for part in path.parts)
+
+
+def _rows_beside(files: Sequence[Path]) -> list[Path]:
+    """Files of JSON in the folders of these that may hold samples; an object that describes them all is none."""
+    folders = sorted({path.parent for path in files})
+    beside = [path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in JSON_FILES]
+    return [path for path in beside if path.suffix != ".json" or is_array(path)]
+
+
+def _some(paths: Sequence[Path], folder: Path) -> str:
+    names = [str(path.relative_to(folder)) for path in paths]
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+
+
+def _split_of(path: Path) -> str | None:
+    """The split that a parquet file is of, by the names of its folders and its own, as `datasets` reads them.
+
+        data/train_sft-00000-of-00004.parquet    'train_sft': all that stands in front of the number of a shard
+        validation/0000.parquet                  'validation', of the outermost folder that names one
+        receipts-dev-2.parquet                   'validation', a word of the name
+        0000.parquet                             None
+
+    Raises:
+        ConfigError: a name has words of two splits.
+    """
+    if path.parent.name == "data" and (shard := _SHARD.fullmatch(path.name)):
+        return ALIASES.get(shard["split"], shard["split"])
+    for part in path.with_suffix("").parts:
+        splits = {ALIASES[word] for word in _WORDS.split(part.lower()) if word in ALIASES}
+        if len(splits) > 1:
+            raise ConfigError(f"{path} is named after splits {' and '.join(sorted(splits))}; give a list of the files")
+        if splits:
+            return splits.pop()
     return None
 
 
-def _parquet_rows(paths: list[Path], split: str) -> StoredRows:
+def _named_rows(paths: list[Path], split: str) -> StoredRows:
+    """Parquet files that were named one by one: their names decide nothing, and may contradict another split."""
     absent = [str(path) for path in paths if not path.is_file()]
     if absent or not paths:
         raise ConfigError(f"no such parquet file: {', '.join(absent) or 'the list is empty'}; check the path")
-    others = {_split_of(Path(path.name), Path()) for path in paths} - {split, None}
-    if others:
+    others = {_split_of(Path(path.name)) for path in paths} - {ALIASES.get(split, split), None}
+    if split != "train" and others:  # "train" is what stands where no split is given
         other = sorted(filter(None, others))[0]
-        raise ConfigError(f"a file named after split {other!r} was given for split {split!r}; pass split={other!r}")
+        raise ConfigError(
+            f"a file named after split {other!r} was given for split {split!r}; files that are named are read whatever "
+            "they are called, so leave split= out"
+        )
+    return _parquet_rows(paths)
+
+
+def _parquet_rows(paths: list[Path]) -> StoredRows:
     datasets = _datasets(f"parquet file {paths[0]}")
     try:
         table = datasets.Dataset.from_parquet([str(path) for path in paths])
+    except OSError as error:
+        raise ConfigError(
+            f"{paths[0]} cannot be read, or not be copied into the cache of datasets: {error}; HF_DATASETS_CACHE names "
+            "another folder for that"
+        ) from error
     except Exception as error:  # datasets and pyarrow raise many kinds for a broken file
         raise ConfigError(f"{paths[0]} cannot be read as parquet: {error}; download it again") from error
     return StoredRows(table=table.with_format("arrow"))

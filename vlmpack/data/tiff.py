@@ -59,7 +59,7 @@ def check_directory(file: IO[bytes]) -> None:
     size, fault = file.seek(0, io.SEEK_END), None
     try:
         entries = _entries(file)
-    except (struct.error, OverflowError):
+    except (struct.error, OverflowError, ValueError, OSError):  # at a place that no file has
         entries, fault = {}, "its directory of tags is cut short"
     for tag, entry in entries.items():
         if tag in _DECIDING and entry.place + entry.size > size:
@@ -204,7 +204,8 @@ def _raw_bytes(tags: Mapping[int, Any], width: int, rows: int, planes: int, *, i
     """Bytes that each strip or tile has to have where nothing is compressed; 1 where colour has a size of its own."""
     bits = _several(tags.get(_BITS, 1))
     per_pixel = max(bits) if planes > 1 else sum(bits) if len(bits) > 1 else sum(bits) * tags.get(_SAMPLES, 1)
-    row = 0 if tags.get(_PHOTOMETRIC) == _YCBCR else -(-width * per_pixel // 8)
+    is_subsampled = tags.get(_PHOTOMETRIC) == _YCBCR and tags.get(_SUBSAMPLING) != (1, 1)
+    row = 0 if is_subsampled else -(-width * per_pixel // 8)
     across = -(-tags[_WIDTH] // width)
     starts = range(0, tags[_LENGTH], rows)
     heights = [rows if is_tiled else min(rows, tags[_LENGTH] - start) for start in starts]

@@ -104,7 +104,9 @@ def work_folder(out: Path) -> Iterator[WorkFolder]:
             raise unwritable(out, error) from error
         raise ConfigError(f"{out} cannot be made a folder of rows: {error}; name another one") from error
     for path in (folder.path, folder.unfinished):
-        if path.is_symlink():
+        with writing(path):
+            is_link = path.is_symlink()
+        if is_link:
             raise ConfigError(f"{path} is a symbolic link, and may lead to other people's files; remove it")
     with _locked(folder.path / "lock", out):
         with writing(folder.unfinished):
@@ -121,6 +123,10 @@ def _locked(path: Path, out: Path) -> Iterator[None]:
     """
     import fcntl  # not on every system, and needed for writing only
 
+    with suppress(OSError), _guard:
+        found = path.lstat()
+        if (found.st_dev, found.st_ino) in _written_here:  # to open and close it would free the lock
+            raise _busy(out)
     with _opened(path) as lock:
         name = _identity(lock)
         with _guard:

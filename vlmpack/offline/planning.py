@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,17 +33,19 @@ def check_refused(table: LengthTable, collator: VLMCollator) -> None:
     """
     ledger = Ledger(ceiling=collator.ledger.ceiling)
     refused = {one.index: one for one in table.refused}
-    for place in range(table.given):
-        if place not in refused:
-            ledger.use()
-            continue
-        error = _error(refused[place])
-        if collator.leaves_out(error.reason):
-            ledger.note(error)
-        elif collator.on_bad == "skip":
-            ledger.refuse(error)
-        else:
-            raise _with_count(error, len(table.refused))
+    with ledger.at_once():
+        for before, place in pairwise([-1, *sorted(refused), table.given]):
+            if place - before > 1:
+                ledger.use(place - before - 1)
+            if place == table.given:
+                break
+            error = _error(refused[place])
+            if collator.leaves_out(error.reason):
+                ledger.note(error)
+            elif collator.on_bad == "skip":
+                ledger.refuse(error)
+            else:
+                raise _with_count(error, len(table.refused))
     if not len(table):
         raise ConfigError(f"none of {table.given} samples can be packed: {table.reasons or 'the data set is empty'}")
 

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-import numpy as np
-import torch
 from PIL import Image
 
 from vlmpack.collate import VLMCollator
@@ -28,11 +26,12 @@ from vlmpack.collate.collator import own_id
 from vlmpack.collate.conversation import read_conversation
 from vlmpack.collate.refusal import Refusal
 from vlmpack.data.images import ImageError, ImageLimits, load_image, read_encoded
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.errors import ConfigError
 from vlmpack.offline.content import plain
 from vlmpack.offline.manifest import LEFT_OUT, Shard
 from vlmpack.offline.shardfiles import ShardFiles
 from vlmpack.stream.source import MapStyle, sample_at
+from vlmpack.stream.state import digest_of
 
 DIGEST_BYTES = 16
 PART = 256
@@ -51,13 +50,10 @@ def sample_digest(sample: Any, collator: VLMCollator) -> str:
         sample: as the collator takes it, or the SampleError that a data set raised in its place.
         collator: its limits hold for images.
     """
-    content = hashlib.blake2b(digest_size=DIGEST_BYTES)
     try:
-        content.update(_conversation(sample, collator))
+        return hashlib.blake2b(_conversation(sample, collator), digest_size=DIGEST_BYTES).hexdigest()
     except (Refusal, ConfigError, TypeError, ValueError, RecursionError):  # bad, or tokenised before
-        content = hashlib.blake2b(b"as it is", digest_size=DIGEST_BYTES)
-        _update(content, sample, collator.limits)
-    return content.hexdigest()
+        return digest_of(sample)
 
 
 def _conversation(sample: Any, collator: VLMCollator) -> bytes:
@@ -85,35 +81,6 @@ def _medium(source: Any, limits: ImageLimits) -> Any:
 def _sums(data: bytes) -> list[int]:
     """Length, CRC-32 and Adler-32: a third of the time of SHA-256, and enough against accidents."""
     return [len(data), zlib.crc32(data), zlib.adler32(data)]
-
-
-def _update(content: Any, value: Any, limits: ImageLimits, depth: int = 0) -> None:
-    """Add any value to a digest; of what has no content that could be read, its type."""
-    if isinstance(value, Mapping | list | tuple) and depth < 99:
-        content.update(f"{'map' if isinstance(value, Mapping) else 'list'} {len(value)}:".encode())
-        for inner in value.items() if isinstance(value, Mapping) else value:
-            _update(content, inner, limits, depth + 1)
-    elif isinstance(value, Image.Image):
-        content.update(repr(_medium(value, limits)).encode())
-    else:
-        leaf = _leaf(value)
-        content.update(f"{len(leaf)}:".encode() + leaf)
-
-
-def _leaf(value: Any) -> bytes:
-    """A single value as bytes."""
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
-        values = value.detach().cpu().contiguous().reshape(-1)
-        return f"{value.dtype} {tuple(value.shape)}".encode() + values.view(torch.uint8).numpy().tobytes()
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return f"{value.dtype} {value.shape}".encode() + value.tobytes()
-    if isinstance(value, bytes | bytearray | memoryview):
-        return bytes(value)
-    if isinstance(value, SampleError):
-        return f"{value.reason} {value.detail}".encode(errors="surrogatepass")
-    if value is None or isinstance(value, str | bool | int | float | Path | np.generic):
-        return f"{type(value).__name__} {value}".encode(errors="surrogatepass")
-    return type(value).__qualname__.encode()
 
 
 # ---------------------------------------------------------------------- a whole store

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from operator import index as as_int
 from typing import final
 
@@ -12,6 +14,9 @@ from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan.lengths import checked_capacity
 from vlmpack.plan.several import fill_row
 from vlmpack.plan.subset import best_subset
+
+STEPS = 64
+"""Samples that are looked at before those that may be of use are counted."""
 
 
 @final
@@ -34,16 +39,21 @@ class WaitingRoom:
         """The capacity and the other limits."""
         self.tokens = 0
         """Tokens that wait."""
-        self._ids: list[int] = []
-        self._costs: list[tuple[int, ...]] = []
+        self._waiting: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        """(id, length, *costs) by the number under which a sample came in, the oldest first."""
+        self._lengths: Counter[int] = Counter()
+        """How many samples of each length wait."""
+        self._added = 0
+        self._table = np.zeros((0, len(self.limits)), np.int64)
+        """int64 [W, K]: what the samples need, in their order; those that came since it was last used have no line."""
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._waiting)
 
     @property
     def waiting(self) -> list[tuple[int, ...]]:
         """(id, length, *costs) of each waiting sample, the oldest first: what `add` takes."""
-        return [(name, *costs) for name, costs in zip(self._ids, self._costs, strict=True)]
+        return list(self._waiting.values())
 
     def add(self, sample_id: int, length: int, *costs: int) -> None:
         """Take a sample in.
@@ -75,40 +85,76 @@ class WaitingRoom:
                 index=sample_id,
                 reason="bad_cost",
             )
-        self._ids.append(sample_id)
-        self._costs.append(needs)
+        self._waiting[self._added] = (sample_id, *needs)
+        self._added += 1
+        self._lengths[needs[0]] += 1
         self.tokens += needs[0]
 
     def take_oldest(self) -> tuple[int, ...]:
         """Give out the sample that has waited longest by itself: (id, length, *costs)."""
-        sample_id, costs = self._ids.pop(0), self._costs.pop(0)
-        self.tokens -= costs[0]
-        return (sample_id, *costs)
+        sample = self._waiting[next(iter(self._waiting))]
+        self._remove([0], [next(iter(self._waiting))])
+        return sample
 
     @property
     def oldest(self) -> int:
         """The id of the sample that has waited longest; somebody has to be there."""
-        return self._ids[0]
+        return next(iter(self._waiting.values()))[0]
 
     def take(self, *, at_least: float = 0) -> list[int]:
         """Give out one row: ids, the oldest first. Empty if nobody waits, or it would hold fewer tokens than that."""
-        if not self._ids:
+        if not self._waiting:
             return []
-        chosen = self._choose()
-        row = [self._ids[index] for index in chosen]
-        tokens = sum(self._costs[index][0] for index in chosen)
-        if tokens < at_least:
+        places, chosen = self._choose()
+        row = [self._waiting[number] for number in chosen]
+        if sum(sample[1] for sample in row) < at_least:
             return []
-        self.tokens -= tokens
-        for index in reversed(chosen):
-            del self._ids[index], self._costs[index]
-        return row
+        self._remove(places, chosen)
+        return [sample[0] for sample in row]
 
-    def _choose(self) -> list[int]:
-        if len(self.limits) > 1:
-            return fill_row(np.asarray(self._costs), np.asarray(self.limits))
-        (first,), *others = self._costs
-        return [0, *(1 + index for index in best_subset([length for (length,) in others], self.limits[0] - first))]
+    def _remove(self, places: Sequence[int], numbers: Sequence[int]) -> None:
+        """Take samples out; `places` in the table are looked at where there is one."""
+        self._table = np.delete(self._table, [at for at in places if at < len(self._table)], axis=0)
+        for number in numbers:
+            length = self._waiting.pop(number)[1]
+            self.tokens -= length
+            self._lengths[length] -= 1
+            if not self._lengths[length]:
+                del self._lengths[length]
+
+    def _choose(self) -> tuple[list[int], list[int]]:
+        """(places among those that wait, numbers) of the samples of one row; no places under one limit alone."""
+        if len(self.limits) == 1:
+            return [], self._fullest()
+        new = [needs for _, *needs in islice(self._waiting.values(), len(self._table), None)]
+        self._table = np.concatenate([self._table, np.array(new, np.int64).reshape(-1, len(self.limits))])
+        places, numbers = fill_row(self._table, np.asarray(self.limits)), list(self._waiting)
+        return places, [numbers[at] for at in places]
+
+    def _fullest(self) -> list[int]:
+        """Numbers of the oldest sample, and of those that fill its row best."""
+        oldest, first = next(iter(self._waiting.items()))
+        room, numbers = self.limits[0] - first[1], list[int]()
+        return [oldest, *(numbers[at] for at in best_subset(self._company(room, numbers), room))]
+
+    def _company(self, room: int, numbers: list[int]) -> Iterator[int]:
+        """Lengths of the samples that may share a room with the oldest, the oldest first; their numbers go to a list.
+
+        Of equal lengths, no more than fit together. The walk ends where all such have been met, which is only counted
+        out after some steps: most rooms are full by then.
+        """
+        more: dict[int, int] = {}
+        end: int | None = None
+        for step, (number, (_, length, *_)) in enumerate(islice(self._waiting.items(), 1, None)):
+            if more.setdefault(length, room // length):
+                more[length] -= 1
+                numbers.append(number)
+                yield length
+            if step == STEPS:
+                others = self._lengths - Counter([next(iter(self._waiting.values()))[1]])
+                end = sum(min(count, room // length) for length, count in others.items())
+            if len(numbers) == end:
+                return
 
 
 def _whole(sample_id: int, needs: tuple[int, ...]) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from operator import index as as_int
 from typing import Any, Generic, TypeVar, final
 
@@ -11,6 +12,16 @@ import numpy as np
 from vlmpack.errors import ConfigError, SampleError, check_kind
 from vlmpack.plan import WaitingRoom
 from vlmpack.stream.settings import RowSettings
+from vlmpack.stream.state import (
+    LOAD_ANOTHER,
+    SEAL,
+    SampleDigests,
+    check_seal,
+    checked_fields,
+    digest_of,
+    listed,
+    whole,
+)
 
 Sample = TypeVar("Sample")
 Row = list[Sample]
@@ -97,6 +108,7 @@ class StreamPacker(Generic[Sample]):
         self._samples: dict[int, Sample] = {}
         self._alone: list[Row] = []
         self._carried = 0
+        self._digests = SampleDigests()
 
     def __len__(self) -> int:
         """Samples that wait, those with a row of their own included."""
@@ -134,8 +146,8 @@ class StreamPacker(Generic[Sample]):
 
     def rows(self) -> Iterator[Row]:
         """Rows that can be made while enough tokens wait."""
-        while self._alone:
-            yield self._alone.pop(0)
+        alone, self._alone = self._alone, []
+        yield from alone
         while len(self._room) and self._room.tokens >= self.settings.enough_waiting:
             yield self._take()
 
@@ -150,12 +162,12 @@ class StreamPacker(Generic[Sample]):
         """
         if isinstance(samples, Mapping | str):
             raise ConfigError(f"pack takes a list of samples, got a {type(samples).__name__}; of one give [sample]")
-        before = self.state_dict()
+        before, waiting = self._fields(), self._room.waiting
         try:
             for sample in samples:
                 self.add(sample)
         except BaseException:
-            self.load_state_dict(before)
+            self._set(before, waiting)
             raise
         rows, self._alone = self._alone, []
         passed_over = []
@@ -222,6 +234,31 @@ class StreamPacker(Generic[Sample]):
 
         They are in a list: `StatefulDataLoader` does not keep the order of a dictionary.
         """
+        fields = self._fields()
+        return {**fields, SEAL: self._seal(fields)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was asked, with the same settings.
+
+        Raises:
+            ConfigError: the state is of other settings, a waiting sample has another length here, or its fields
+                contradict each other or their seal. The packer is then as it was.
+        """
+        fields = checked_fields(state, FIELDS, optional=(SEAL,), of="StreamPacker")
+        if fields["of"] != repr(self.settings):
+            raise ConfigError(f"the state is of {fields['of']!s:.300}, these are {self.settings!r}; pack as before")
+        seen, waiting, alone = whole(fields, "seen"), listed(fields, "waiting"), listed(fields, "alone")
+        out = whole(fields, "dropped", seen) + whole(fields, "left_out", seen)
+        whole(fields, "carried", seen)
+        _check_waiting(waiting, alone, seen - out)
+        check_seal(state, self._seal(fields))
+        try:
+            needs = [(at, *self._named_needs(at, sample)) for at, sample in waiting]
+            self._set(fields, needs)
+        except SampleError as error:
+            raise ConfigError(f"the state is of samples that are measured otherwise: {error}") from error
+
+    def _fields(self) -> dict[str, Any]:
         return {
             "waiting": [[at, sample] for at, sample in self._samples.items()],
             "alone": [list(row) for row in self._alone],
@@ -232,21 +269,34 @@ class StreamPacker(Generic[Sample]):
             "of": repr(self.settings),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was asked, with the same settings.
+    def _seal(self, fields: Mapping[str, Any]) -> str:
+        samples = [sample for _, sample in fields["waiting"]] + [sample for row in fields["alone"] for sample in row]
+        counts = [fields[name] for name in ("seen", "dropped", "left_out", "carried", "of")]
+        return digest_of([[at for at, _ in fields["waiting"]], self._digests.of(samples), counts])
 
-        Raises:
-            ConfigError: the state is of other settings, or a waiting sample has another length here.
-        """
-        if state["of"] != repr(self.settings):
-            raise ConfigError(f"the state is of {state['of']}, these are {self.settings!r}; pack as before")
-        self._room = WaitingRoom(self.settings.capacity, list(self.settings.limits.values()))
-        self._samples = dict(state["waiting"])
-        try:
-            for at, sample in self._samples.items():
-                self._room.add(at, *self._named_needs(at, sample))
-        except SampleError as error:
-            raise ConfigError(f"the state is of samples that are measured otherwise: {error}") from error
-        self._alone = [list(row) for row in state["alone"]]
-        self.seen, self.dropped, self.left_out = state["seen"], state["dropped"], state["left_out"]
-        self._carried = state["carried"]
+    def _set(self, fields: Mapping[str, Any], waiting: Iterable[tuple[int, ...]]) -> None:
+        """Take over checked fields, and (number, *needs) of the samples that wait."""
+        room = WaitingRoom(self.settings.capacity, list(self.settings.limits.values()))
+        for sample in waiting:
+            room.add(*sample)
+        self._room, self._samples = room, dict(fields["waiting"])
+        self._alone = [list(row) for row in fields["alone"]]
+        self.seen, self.dropped, self.left_out = (int(fields[name]) for name in ("seen", "dropped", "left_out"))
+        self._carried = int(fields["carried"])
+
+
+FIELDS = ("waiting", "alone", "seen", "dropped", "left_out", "carried", "of")
+"""Of a state."""
+
+
+def _check_waiting(waiting: Sequence[Any], alone: Sequence[Any], most: int) -> None:
+    """Raise a ConfigError unless there are numbered samples, rising, and rows of one sample, at most so many."""
+    pairs = all(isinstance(one, list | tuple) and len(one) == 2 for one in waiting)
+    numbers = [one[0] for one in waiting] if pairs else []
+    rise = all(type(at) is int and at >= 0 for at in numbers) and all(a < b for a, b in pairwise(numbers))
+    rows = all(isinstance(row, list | tuple) and len(row) == 1 for row in alone)
+    if not (pairs and rise and rows and len(waiting) + len(alone) <= most):
+        raise ConfigError(
+            f"the state has {len(waiting)} waiting samples and {len(alone)} with a row of their own, of {most} that "
+            f"were read and not left out; each waiting one is [number, sample], numbers rising; {LOAD_ANOTHER}"
+        )

@@ -9,7 +9,7 @@ from typing import Any, Protocol, final, runtime_checkable
 import numpy as np
 import torch
 
-from vlmpack.stream.whole import whole
+from vlmpack.stream.whole import whole_source
 
 END = object()
 """After the last sample."""
@@ -54,10 +54,10 @@ class Place:
     def samples(self, *, is_new_pass: bool) -> Iterator[Any]:
         """The remaining samples of the current pass, or a new pass."""
         if self._to_tell is None:
-            yield from whole(self._source) if self._after_first is None else self._anew()
+            yield from whole_source(self._source) if self._after_first is None else self._anew()
             return
         self._source.load_state_dict(self._to_tell)
-        samples = whole(self._source)
+        samples = whole_source(self._source)
         first = next(samples, END)
         self._to_tell, self._after_first = None, deepcopy(self._source.state_dict())
         if first is not END:
@@ -69,11 +69,11 @@ class Place:
     def _anew(self) -> Iterator[Any]:
         """A new pass of a source that was told a place in the one before."""
         told, self._after_first = self._after_first, None
-        samples = whole(self._source)
+        samples = whole_source(self._source)
         first = next(samples, END)
         if first is END or _same(self._source.state_dict(), told):
             self._source.load_state_dict(self._begin)
-            yield from whole(self._source)
+            yield from whole_source(self._source)
             return
         yield first
         yield from samples

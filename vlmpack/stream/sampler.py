@@ -12,6 +12,7 @@ from torch.utils.data import Sampler
 
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.plan import EMPTY, Plan, Schedule, balance_rows, check_seed, checked_capacity, split_rows
+from vlmpack.stream.state import checked_fields, whole
 
 Remainder = Literal["split", "empty", "drop"]
 REMAINDERS: tuple[Remainder, ...] = ("split", "empty", "drop")
@@ -159,11 +160,13 @@ class PackedBatchSampler(Sampler[list[int]]):
         """Go on from there; nothing that is skipped is loaded.
 
         Raises:
-            ConfigError: the state is of another plan, or was dealt in another way.
+            ConfigError: the state is of another plan, was dealt in another way, or is damaged.
         """
+        checked_fields(state, ("epoch", "rows", "of"), of="PackedBatchSampler")
         if state["of"] != self._identity:
             raise ConfigError(f"the state is of {state['of']}, but this is {self._identity}; plan and deal as before")
-        self.epoch, self._done, self._start = state["epoch"], state["rows"], state["rows"]
+        epoch, rows = whole(state, "epoch"), whole(state, "rows", len(self))
+        self.epoch, self._done, self._start = epoch, rows, rows
 
 
 def checked_rank(rank: int | None, ranks: int) -> int:

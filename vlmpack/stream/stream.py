@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
 from typing import Any, final
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -16,7 +15,8 @@ from vlmpack.stream.place import END, Place, Resumable
 from vlmpack.stream.sampler import REMAINDERS, Remainder, checked_rank
 from vlmpack.stream.settings import RowSettings
 from vlmpack.stream.source import MapStyle, check_samples, sample_at
-from vlmpack.stream.whole import whole
+from vlmpack.stream.state import LOAD_ANOTHER, SEAL, SampleDigests, check_seal, checked_fields, digest_of, listed, whole
+from vlmpack.stream.whole import whole_source
 
 
 @final
@@ -78,6 +78,7 @@ class PackedStream(IterableDataset[list[Any]]):
         self._resumed = False
         self._place = Place(source) if isinstance(source, Resumable) else None
         self._reader: object = None
+        self._digests = SampleDigests()
         self._start()
 
     def _start(self, rounds: int = 0) -> None:
@@ -87,6 +88,11 @@ class PackedStream(IterableDataset[list[Any]]):
         self._rounds = rounds
         self._ended = False
         self._uneven = 0
+        self._last: Any = END
+        self._last_digest: str | None = None
+        """Of the last sample read before the state that was loaded."""
+        self._expected: dict[int, str] = {}
+        """Digests, by number, of samples that are read again on the way to where the state was."""
 
     def __repr__(self) -> str:
         rows = f"a {type(self.source).__name__} in rows of {self.settings.capacity} tokens"
@@ -155,6 +161,7 @@ class PackedStream(IterableDataset[list[Any]]):
             if sample is END:
                 self._end()
             else:
+                self._last = sample
                 self._packer.add(sample)
                 self._rows += self._packer.rows()
         while self._rows:
@@ -180,7 +187,21 @@ class PackedStream(IterableDataset[list[Any]]):
         if isinstance(self.source, MapStyle) and not isinstance(self.source, IterableDataset):
             source = self.source
             return (sample_at(source, at) for at in range(start, len(source)))
-        return islice(whole(self.source), start, None)
+        return self._after(start)
+
+    def _after(self, start: int) -> Iterator[Any]:
+        """The samples from a number on; those before are read again, and compared where the state tells of them."""
+        samples = whole_source(self.source)
+        for at in range(start):
+            sample = next(samples, END)
+            if sample is END:
+                raise _other_data(f"it ends after {at} samples, and {start} were read before")
+            self._compare(at, sample)
+        yield from samples
+
+    def _compare(self, at: int, sample: Any) -> None:
+        if at in self._expected and digest_of(sample) != self._expected[at]:
+            raise _other_data(f"its sample {at} is another one than before")
 
     # ------------------------------------------------------------------ to continue elsewhere
 
@@ -189,7 +210,7 @@ class PackedStream(IterableDataset[list[Any]]):
 
         `StatefulDataLoader` asks every worker for its own.
         """
-        return {
+        fields = {
             "packer": self._packer.state_dict(),
             "rows": [list(row) for row in self._rows],
             "rounds": self._rounds,
@@ -198,24 +219,100 @@ class PackedStream(IterableDataset[list[Any]]):
             "ranks": self.ranks,
             "remainder": self.remainder,
             "source": None if self._place is None else self._place.state_dict(),
+            "data": [self._size(), self._last_digest if self._last is END else digest_of(self._last)],
         }
+        return {**fields, SEAL: self._seal(fields)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue there when next iterated.
 
         Raises:
-            ConfigError: the state is of another number of ranks, another remainder, or other settings.
+            ConfigError: the state is of another number of ranks, another remainder, or other settings; of another
+                source, where that can be seen; or its fields contradict each other or their seal. A source that can
+                only be iterated over is compared when it is.
         """
-        theirs, ours = (state["ranks"], state["remainder"]), (self.ranks, self.remainder)
+        fields = checked_fields(state, FIELDS, optional=("data", SEAL), of="PackedStream")
+        theirs, ours = (fields["ranks"], fields["remainder"]), (self.ranks, self.remainder)
         if theirs != ours:
             raise ConfigError(
-                f"the state is of {theirs[0]} ranks with remainder {theirs[1]!r}, this stream is of {ours[0]} with "
-                f"{ours[1]!r}; deal as before"
+                f"the state is of {theirs[0]!r:.40} ranks with remainder {theirs[1]!r:.40}, this stream is of "
+                f"{ours[0]} with {ours[1]!r}; deal as before"
             )
+        packer = StreamPacker(self.settings, length=self._length, costs=self._costs)
+        packer.load_state_dict(fields["packer"])
+        rows = _checked_rows(fields, packer)
+        if (self._place is None) != (fields["source"] is None):
+            kind = "with" if self._place is None else "without"
+            raise ConfigError(f"the state is of a source {kind} a state of its own; {SAME}")
+        if SEAL in fields:
+            check_seal(fields, self._seal(fields))
+        size, last = _checked_data(fields)
+        expected = {at: digest_of(sample) for at, sample in fields["packer"]["waiting"]}
+        if last is not None and packer.seen:
+            expected[packer.seen - 1] = last
+        self._check_source(size, packer.seen, expected, ended=fields["ended"])
         self._start()
-        self._packer.load_state_dict(state["packer"])
-        self._rows = [list(row) for row in state["rows"]]
-        self._rounds, self._ended, self._uneven = state["rounds"], state["ended"], state["uneven"]
+        self._packer, self._rows, self._expected, self._last_digest = packer, rows, expected, last
+        self._rounds, self._ended, self._uneven = fields["rounds"], fields["ended"], fields["uneven"]
         if self._place is not None:
-            self._place.load_state_dict(state["source"])
+            self._place.load_state_dict(fields["source"])
         self._resumed = True
+
+    def _seal(self, fields: Mapping[str, Any]) -> str:
+        counts = [value for name, value in fields.items() if name not in ("packer", "rows", SEAL)]
+        sizes = [len(row) for row in fields["rows"]]
+        samples = self._digests.of([sample for row in fields["rows"] for sample in row])
+        return digest_of([fields["packer"].get(SEAL), sizes, samples, sorted(map(digest_of, counts))])
+
+    @property
+    def _by_number(self) -> MapStyle | None:
+        """The source, if its samples have numbers and it keeps no place of its own."""
+        has_numbers = isinstance(self.source, MapStyle) and not isinstance(self.source, IterableDataset)
+        return self.source if has_numbers and self._place is None else None  # pyright: ignore[reportReturnType]
+
+    def _size(self) -> int | None:
+        """Samples of the source; None: it does not tell."""
+        return None if (source := self._by_number) is None else len(source)
+
+    def _check_source(self, size: int | None, seen: int, expected: Mapping[int, str], *, ended: bool) -> None:
+        """Refuse a source by number unless it is as long as before and has the samples that the state tells of."""
+        if (source := self._by_number) is None:
+            return
+        if (size is not None and size != len(source)) or seen > len(source) or (ended and seen < len(source)):
+            raise _other_data(f"it has {len(source)} samples, and before it had {seen if size is None else size}")
+        self._expected = dict(expected)
+        for at in expected:
+            self._compare(at, sample_at(source, at))
+
+
+FIELDS = ("packer", "rows", "rounds", "ended", "uneven", "ranks", "remainder", "source")
+"""Of a state."""
+SAME = "give the data set of the run that is continued"
+
+
+def _other_data(seen: str) -> ConfigError:
+    return ConfigError(
+        f"the state is of another source: {seen}; {SAME}, whose samples are the same whenever they are read"
+    )
+
+
+def _checked_rows(fields: Mapping[str, Any], packer: StreamPacker) -> list[list[Any]]:
+    """The rows that were not given out yet; a ConfigError unless they and the counts agree."""
+    rows, ended = listed(fields, "rows"), fields["ended"]
+    whole(fields, "rounds")
+    in_rows = sum(len(listed({"rows": row}, "rows")) for row in rows)
+    most = packer.seen - packer.dropped - packer.left_out - len(packer)
+    if not isinstance(ended, bool) or in_rows + whole(fields, "uneven") > most or (ended and len(packer)):
+        raise ConfigError(
+            f"the state has {in_rows} samples in rows and {fields['uneven']} left out, of {most} that may be, with "
+            f"ended={ended!r:.40} and {len(packer)} waiting; {LOAD_ANOTHER}"
+        )
+    return [list(row) for row in rows]
+
+
+def _checked_data(fields: Mapping[str, Any]) -> tuple[int | None, str | None]:
+    """(samples of the source, digest of the last one read), each None where it is not known."""
+    data = listed(fields, "data") if "data" in fields else [None, None]
+    if len(data) != 2 or not isinstance(data[1], str | None):
+        raise ConfigError(f"the state has data={data!r:.40}, and that is a size and a digest; {LOAD_ANOTHER}")
+    return None if data[0] is None else whole({"data": data[0]}, "data"), data[1]

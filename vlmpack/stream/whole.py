@@ -11,7 +11,7 @@ from torch.utils.data import _utils
 _END = object()
 
 
-def whole(source: Iterable[Any]) -> Iterator[Any]:
+def whole_source(source: Iterable[Any]) -> Iterator[Any]:
     """All samples of a source.
 
     Data sets that find themselves in a worker give out their share only. Every worker packs alike, so each needs all

@@ -9,7 +9,7 @@ import numpy as np
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import EvalPrediction, Trainer, default_data_collator
-from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint
+from transformers.trainer_utils import EvalLoopOutput
 
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.offline import PackedDataset
@@ -18,10 +18,16 @@ from vlmpack.step import is_packing
 from vlmpack.step.forward import Sink
 from vlmpack.step.keys import SINK
 from vlmpack.stream import PackedBatchSampler, PackedStream, Remainder
+from vlmpack.trainer.checkpoints import check_whole, checkpoint_folder, newest_whole
 from vlmpack.trainer.evaluation import Account, BatchAccount, Evaluation
 from vlmpack.trainer.held_out import HeldOut, HeldOutLoader, hold_out
-from vlmpack.trainer.plan_rows import PlanPlace, RowLoader, check_plan
-from vlmpack.trainer.stream_rows import StreamPlace, go_to_place, stream_loader
+from vlmpack.trainer.plan_rows import PLAN_FILE, PlanPlace, RowLoader, check_plan
+from vlmpack.trainer.stream_rows import (
+    StreamPlace,
+    go_to_place,
+    place_file,
+    stream_loader,
+)
 
 
 class PackedTrainer(Trainer):
@@ -85,13 +91,34 @@ class PackedTrainer(Trainer):
     # ------------------------------------------------------------------ training
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's."""
-        found = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
-        self._resumes_from = found or None
+        """As Trainer's; True resumes from the newest checkpoint that was written to its end.
+
+        Raises:
+            ConfigError: the checkpoint was not, or has no rows that could be continued; or there is none.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(newest_whole(self.args.output_dir or ".", self._last_file))
+        elif resume_from_checkpoint:
+            check_whole(resume_from_checkpoint, self._last_file)
+        self._resumes_from = resume_from_checkpoint or None
         if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             # The mark of an evaluation before: accelerate would wrap no DDP around the model, and ranks train apart.
             vars(self.model).pop("_is_accelerate_prepared", None)
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    @property
+    def _last_file(self) -> str | None:
+        """The file that ends a checkpoint which its rows can be continued from; None: Trainer's own does."""
+        if isinstance(self.train_dataset, PackedStream):
+            return place_file(self.args.process_index)
+        return None if self.plan is None or self.args.ignore_data_skip else PLAN_FILE
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """As Trainer's; what ends an older checkpoint of this step goes first, so that no mixture looks whole."""
+        if (folder := checkpoint_folder(self.args, self.state)) is not None:
+            for last_file in (PLAN_FILE, place_file(self.args.process_index)):
+                (folder / last_file).unlink(missing_ok=True)
+        super()._save_checkpoint(*args, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader:
         """This rank's rows.

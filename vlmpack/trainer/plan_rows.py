@@ -30,15 +30,10 @@ class RowLoader(DataLoader[Any]):
 def check_plan(sampler: PackedBatchSampler, checkpoint: str | Path) -> None:
     """Trainer skips as many rows as there were steps, so they have to be the rows that were trained on.
 
-    Checkpoints without a word on their plan are taken: those of another Trainer, or of the time before there was one.
-
     Raises:
         ConfigError: the steps of the checkpoint were of another plan, or dealt in another way.
     """
-    file = Path(checkpoint) / PLAN_FILE
-    if not file.exists():
-        return
-    theirs, ours = json.loads(file.read_text(encoding="utf-8"))["of"], sampler.state_dict()["of"]
+    theirs, ours = _plan_of(Path(checkpoint) / PLAN_FILE), sampler.state_dict()["of"]
     if theirs == ours:
         return
     differing = [pair for pair in zip(theirs.split(", "), ours.split(", "), strict=False) if pair[0] != pair[1]]
@@ -48,6 +43,14 @@ def check_plan(sampler: PackedBatchSampler, checkpoint: str | Path) -> None:
         "and others never. Plan and deal as before (capacity and seed of the plan, seed, gradient_accumulation_steps, "
         "ranks, costs, remainder), or begin a new run from its weights: from_pretrained(checkpoint)"
     )
+
+
+def _plan_of(file: Path) -> str:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))["of"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} is damaged ({type(error).__name__}: {error}); resume from another one") from error
+    return str(found)
 
 
 @final
@@ -63,9 +66,13 @@ class PlanPlace(TrainerCallback):
         train_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Whole, or not there; once, since it is the same for every rank."""
+        """The last file of a checkpoint: whole, or not there; once, after every rank has written its own files."""
         folder = checkpoint_folder(args, state)
-        if folder is None or not args.should_save or not isinstance(train_dataloader, RowLoader):
+        if folder is None or not isinstance(train_dataloader, RowLoader):
+            return
+        if args.distributed_state is not None:
+            args.distributed_state.wait_for_everyone()
+        if not args.should_save:
             return
         plan = json.dumps({"of": train_dataloader.batch_sampler.state_dict()["of"]})
         write_whole(folder / PLAN_FILE, lambda file: file.write_text(plan, encoding="utf-8"))

@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from vlmpack.errors import ConfigError
 from vlmpack.stream import PackedStream
 from vlmpack.trainer.checkpoints import checkpoint_folder, write_whole
+from vlmpack.trainer.plain_state import read_state, write_state
 
 
 def stream_loader(
@@ -45,26 +46,27 @@ def stream_loader(
     return StatefulDataLoader(stream, batch_size=None, collate_fn=collator, generator=generator, **settings)
 
 
-def place_file(checkpoint: str | Path, rank: int) -> Path:
-    """Where a checkpoint keeps the place of one rank's stream."""
-    return Path(checkpoint) / f"packed_stream_{rank}.pt"
+def place_file(rank: int) -> str:
+    """In a checkpoint: the place of one rank's stream, with the samples that wait in it."""
+    return f"packed_stream_{rank}.safetensors"
 
 
 def go_to_place(loader: Any, checkpoint: str | Path, rank: int) -> None:
     """Continue a loader where it was when the checkpoint was written.
 
-    The samples that waited are part of it, whatever they are, so it is unpickled: resume what you trust.
-
     Raises:
-        ConfigError: the checkpoint does not know the place.
+        ConfigError: the file is damaged, or of a loader with other workers, each of which keeps a part of the place.
     """
-    file = place_file(checkpoint, rank)
-    if not file.exists():
+    file = Path(checkpoint) / place_file(rank)
+    state = read_state(file)
+    if not isinstance(state, dict) or state.keys() != {"workers", "loader"}:
+        raise ConfigError(f"{file} is no place of a stream; resume from another checkpoint")
+    if state["workers"] != loader.num_workers:
         raise ConfigError(
-            f"{file} is missing: the run was stopped while this checkpoint was written, or was no PackedTrainer with a "
-            "PackedStream; resume from the checkpoint before"
+            f"{file} is of a stream with dataloader_num_workers={state['workers']}, each of which keeps its part of "
+            f"it, but now there are {loader.num_workers}: resume with as many as before"
         )
-    loader.load_state_dict(torch.load(file, weights_only=False))
+    loader.load_state_dict(state["loader"])
 
 
 @final
@@ -86,5 +88,6 @@ class StreamPlace(TrainerCallback):
     ) -> None:
         """The last file of a checkpoint, written by every rank: whole, or not there."""
         if folder := checkpoint_folder(args, state):
-            place = place_file(folder, args.process_index)
-            write_whole(place, lambda file: torch.save(train_dataloader.state_dict(), file))
+            place = folder / place_file(args.process_index)
+            at = {"workers": train_dataloader.num_workers, "loader": train_dataloader.state_dict()}
+            write_whole(place, lambda file: write_state(at, file))

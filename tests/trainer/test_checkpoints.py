@@ -1,0 +1,114 @@
+"""A run that was killed while it saved goes on from the newest checkpoint that is whole, and says so."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from trainer.packed_runs import fingerprint, planned, streamed, torchdata_on_new_torch
+
+from vlmpack.errors import ConfigError
+from vlmpack.trainer.checkpoints import check_whole, newest_whole
+from vlmpack.trainer.plan_rows import PLAN_FILE
+from vlmpack.trainer.stream_rows import place_file
+
+MAKERS = {
+    PLAN_FILE: planned,
+    place_file(0): streamed,
+}
+CASES = [PLAN_FILE, pytest.param(place_file(0), marks=torchdata_on_new_torch)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """By the last file of its checkpoints: (folder of a whole run with checkpoints 3 and 6, what it came to)."""
+    done = {}
+
+    def run(last_file):
+        if last_file not in done:
+            folder = tmp_path_factory.mktemp("run")
+            whole = MAKERS[last_file](folder, save_strategy="steps", save_steps=3, max_steps=7)
+            whole.train()
+            shutil.rmtree(folder / "checkpoint-7")  # Trainer saves at the end, too
+            done[last_file] = folder, fingerprint(whole)
+        return done[last_file]
+
+    return run
+
+
+def in_order_of_writing(checkpoint):
+    return sorted(checkpoint.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+
+
+def killed_states(checkpoint):
+    """(how it looked, its files) at every moment of its writing: so many whole files, and half of the next."""
+    files = in_order_of_writing(checkpoint)
+    for whole in range(len(files)):
+        yield f"{whole} files", {path.name: path.read_bytes() for path in files[:whole]}
+        name = files[whole].name
+        half = files[whole].read_bytes()[: files[whole].stat().st_size // 2]
+        name = name if whole < len(files) - 1 else f"{name.split('.')[0]}.unfinished"
+        yield f"{whole} files and half of {name}", {p.name: p.read_bytes() for p in files[:whole]} | {name: half}
+
+
+@pytest.mark.parametrize("last_file", CASES)
+def test_wherever_a_save_was_stopped_the_checkpoint_before_is_taken(last_file, runs, tmp_path):
+    source, _ = runs(last_file)
+    assert in_order_of_writing(source / "checkpoint-6")[-1].name == last_file
+    assert newest_whole(source, last_file).name == "checkpoint-6"
+    shutil.copytree(source / "checkpoint-3", tmp_path / "checkpoint-3")
+    seen = 0
+    for how, files in killed_states(source / "checkpoint-6"):
+        stopped = tmp_path / "checkpoint-6"
+        stopped.mkdir()
+        for name, data in files.items():
+            (stopped / name).write_bytes(data)
+        with pytest.warns(
+            UserWarning, match=r"resuming from checkpoint-3, since in checkpoint-6 .* is missing|too early"
+        ):
+            assert newest_whole(tmp_path, last_file).name == "checkpoint-3", how
+        with pytest.raises(ConfigError, match=r"the run was stopped while .* Instead, resume from .*checkpoint-3$"):
+            check_whole(stopped, last_file)
+        shutil.rmtree(stopped)
+        seen += 1
+    assert seen == 18
+
+
+@pytest.mark.parametrize("last_file", CASES)
+@pytest.mark.parametrize("stopped_after", ["model.safetensors", "trainer_state.json"])
+def test_the_run_ends_as_if_it_had_not_been_killed(stopped_after, last_file, runs, tmp_path):
+    source, whole = runs(last_file)
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    files = in_order_of_writing(source / "checkpoint-6")
+    for path in files[[path.name for path in files].index(stopped_after) + 1 :]:
+        (tmp_path / "checkpoint-6" / path.name).unlink()
+    resumed = MAKERS[last_file](tmp_path, save_strategy="steps", save_steps=3, max_steps=7)
+    with pytest.warns(UserWarning, match="resuming from checkpoint-3, since in checkpoint-6"):
+        resumed.train(resume_from_checkpoint=True)
+    assert fingerprint(resumed) == whole
+    check_whole(tmp_path / "checkpoint-6", last_file)  # written anew
+
+
+def test_without_a_whole_checkpoint_there_is_a_remedy(runs, tmp_path):
+    source, _ = runs(PLAN_FILE)
+    run = planned(tmp_path)
+    with pytest.raises(ConfigError, match=r"no checkpoint to resume from \(there is none at all\)\. Instead, begin"):
+        run.train(resume_from_checkpoint=True)
+    shutil.copytree(source / "checkpoint-3", tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-3" / PLAN_FILE).unlink()
+    with pytest.raises(
+        ConfigError, match=r"\(in checkpoint-3 packed_plan.json is missing: .*\. Instead, begin a new run"
+    ):
+        run.train(resume_from_checkpoint=True)
+
+
+def test_a_folder_that_is_written_again_does_not_look_whole_meanwhile(runs, tmp_path, monkeypatch):
+    """A new run in the folder of an old one, killed while it overwrites an old checkpoint."""
+    source, _ = runs(PLAN_FILE)
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    run = planned(tmp_path, save_strategy="steps", save_steps=3, max_steps=7, seed=5)
+    monkeypatch.setattr(run, "save_model", lambda *args, **settings: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.train()
+    with pytest.raises(ConfigError, match=f"{PLAN_FILE} is missing"):
+        check_whole(tmp_path / "checkpoint-3", PLAN_FILE)
