@@ -136,7 +136,7 @@ def _gradients(checks: Sequence[Check]) -> Table:
         if check.part == "equality" and what.startswith(GRADIENT):
             groups.setdefault(what, []).append(check)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("gradients, against each sample alone", overflow="fold")
+    table.add_column("worst parameter of each group", overflow="fold")
     for title in ("seen", "allowed", "autocast"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("finding")
