@@ -94,7 +94,7 @@ def test_a_tiny_copy_a_back_end_and_a_precision_can_be_asked_for(tmp_path: Path)
         (["nowhere/at-all"], "no configuration can be read there"),
         (["--dtype", "int8", "x"], "--dtype int8: choose float32 or bfloat16"),
         (["--device", "tpu", "x"], "--device tpu: choose cpu or cuda"),
-        (["--attention", "flash", "x"], "--attention flash; it is one of auto, "),
+        (["--attention", "flash", "x"], "--attention flash: choose auto, torch_varlen, "),
     ],
 )
 def test_what_cannot_be_done_is_one_clear_line(arguments: list[str], said: str) -> None:
@@ -147,7 +147,7 @@ def test_a_back_end_that_cannot_serve_says_why(folder: str) -> None:
 
 def printed(report: Report, *, width: int = 80) -> list[str]:
     file = io.StringIO()
-    print_report(report, Console(file=file, width=width))
+    print_report(report, Console(file=file, width=width, force_terminal=True, color_system=None))
     return [line.rstrip() for line in file.getvalue().splitlines()]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 from pathlib import Path
@@ -87,6 +88,15 @@ def test_two_threads_do_not_write_the_same_store(tmp_path):
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
+        child = os.fork()
+        if not child:  # after the thread's attempt the system still holds the lock for this process
+            lock = os.open(tmp_path / ".work" / "lock", os.O_RDWR)
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert "another process is writing" in told[0] and len(told) == 1
     with work_folder(tmp_path):  # free again
         pass
@@ -94,7 +104,6 @@ def test_two_threads_do_not_write_the_same_store(tmp_path):
 
 def test_a_lock_that_was_removed_meanwhile_is_none(tmp_path, monkeypatch):
     """Whoever held it has finished, and somebody else may have made another one."""
-    fcntl = pytest.importorskip("fcntl")
     lockf = fcntl.lockf
 
     def late(*args: object) -> None:

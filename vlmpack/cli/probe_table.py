@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vlmpack.proof import Check, Contrast, Report
+from vlmpack.terminal import print_table
 
 COLOURS = {
     "ok": "green",
@@ -45,13 +46,13 @@ def print_report(report: Report, console: Console) -> None:
     console.print(f"[bold]{report.model}[/] [dim]({report.family})[/], {escape(report.weights)}", highlight=False)
     console.print(f"{report.device}, {report.dtype}, attention by {report.attention}", highlight=False)
     console.print(f"rows of up to {report.row_tokens} tokens: {'; '.join(report.samples)}\n", highlight=False)
-    console.print(_checks(report.checks))
-    console.print(_circumstances(report))
-    console.print(_gradients(report.checks))
+    print_table(console, _checks(report.checks))
+    print_table(console, _circumstances(report))
+    print_table(console, _gradients(report.checks))
     console.print(CAPTION)
     if report.plain:
         console.print("[bold]Plain transformers[/], given the same samples")
-        console.print(_plain(report.plain))
+        print_table(console, _plain(report.plain))
         console.print(PLAIN_CAPTION)
     print_verdict(report, console)
 

@@ -123,6 +123,10 @@ def _locked(path: Path, out: Path) -> Iterator[None]:
     """
     import fcntl  # not on every system, and needed for writing only
 
+    with suppress(OSError), _guard:
+        found = path.lstat()
+        if (found.st_dev, found.st_ino) in _written_here:  # to open and close it would free the lock
+            raise _busy(out)
     with _opened(path) as lock:
         name = _identity(lock)
         with _guard:

@@ -201,7 +201,7 @@ def _shared_with_others(core: nn.Module) -> set[int]:
 
 
 @functools.cache
-def _packed_class(base: type[nn.Module]) -> type[nn.Module]:
+def _packed_class(base: Any) -> type[nn.Module]:
     """A subclass of `base`, of the same name, whose forward understands rows; one a base class."""
 
     @functools.wraps(base.forward)  # signature and name stay: trainers and generation look at them
@@ -238,8 +238,21 @@ def _packed_class(base: type[nn.Module]) -> type[nn.Module]:
         base.__setstate__(self, state)
         _install_attention(self)
 
+    @functools.wraps(base.set_attn_implementation)
+    def set_attn_implementation(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # transformers finds the towers that a dictionary names by their configuration objects
+        state = remembered(self)
+        if state is not None:
+            attention.uninstall(state.family, self, kept=frozenset())
+        try:
+            return base.set_attn_implementation(self, *args, **kwargs)
+        finally:
+            if state is not None:
+                attention.install(state.family, self)
+
     body = {
         "__setstate__": setstate,
+        "set_attn_implementation": set_attn_implementation,
         "forward": around_graph(forward),
         "generate": plain_generate(base),
         "accepts_loss_kwargs": CountsTargets(),

@@ -102,7 +102,7 @@ def packed_forward(
     text_config: Any = vars(family.language_model(model))["config"]
     if is_row and text_config.output_attentions:
         raise ConfigError("output_attentions, which the configuration asks for, cannot be had of a packed row")
-    as_tuple = not _asked(inputs, "return_dict", model.config.return_dict)
+    as_tuple = inputs.get("return_dict") is False
     keep = None if is_row or not _has_columns(inputs) else inputs["logits_to_keep"]
     want_logits = _wants_logits(inputs) or (as_tuple and not is_row)
     by_hidden = keep is not None and parallel is None
