@@ -7,6 +7,8 @@ VlmpackError
 ├── FamilyError    this model (or processor) is of a family that is not supported, and why
 └── ConfigError    settings that contradict each other or the surrounding trainer
 
+UnpackedWarning, a UserWarning: a training step of an enabled model computes its padding, and why.
+
 SampleError and ConfigError are a ValueError too, which scripts catch where a data set or an argument is refused.
 """
 
@@ -58,6 +60,10 @@ class FamilyError(VlmpackError):
 
 class ConfigError(VlmpackError, ValueError):
     """Settings that contradict each other, or a trainer set up in a way that would corrupt packed rows."""
+
+
+class UnpackedWarning(UserWarning):
+    """A training step went past the packed forward, so that padding is computed; the message says why."""
 
 
 def check_kind(name: str, value: object, kind: type, such_as: str) -> None:

@@ -30,7 +30,7 @@ def test_runs_stand_side_by_side() -> None:
         "| case | figure | before | after | target |\n"
         "| --- | --- | ---: | ---: | ---: |\n"
         "| pack | pack 8 x 4096 | 310 µs |  |  |\n"
-        "| step qwen3_vl | speed-up | 2.07 x (2 to 2.11 x) | **1.9 x** (1.8 to 1.95 x) | ≥ 2.05 |\n"
+        "| step qwen3_vl | speed-up | 2.07 x (2 to 2.11) | **1.9 x** (1.8 to 1.95) | ≥ 2.05 x |\n"
         "\n"
         "- before: vlmpack 1.2 (0123456789ab+), Python 3.11, torch 2.13, transformers 5.23, a CPU, 2 threads, wall "
         "clock, seed 0\n"

@@ -53,7 +53,7 @@ def printed(table: LengthTable, *, source: str = "mine", width: int = 80) -> str
     packing = PackingTrial(capacities=(20,), recipe=PaddedRecipe(per_device_batch=2))
     analysis = Analysis.of(table, packing, source=source)
     file = io.StringIO()
-    print_analysis(analysis, Console(file=file, width=width))
+    print_analysis(analysis, Console(file=file, width=width, force_terminal=True, color_system=None))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
@@ -154,9 +154,9 @@ class TestCommand:
     def test_a_json_file_has_no_splits(self, chats: str) -> None:
         assert "a JSON file, which is one split, whatever it is called" in analyze(chats, "--split", "test").stderr
 
-    def test_what_is_told_of_samples_names_options(self, chats: str) -> None:
-        told = " ".join(analyze(chats, "--max-length", "100").stdout.split())
-        assert "but --max-length 100; raise --max-length, lower --max-pixels, or choose --overlength drop or" in told
+    def test_what_is_said_of_samples_is_what_the_library_says(self, chats: str) -> None:
+        said = " ".join(analyze(chats, "--max-length", "100").stdout.split())
+        assert "but max_length=100; raise max_length, lower the processor's max_pixels, or choose" in said
 
     def test_where_no_sample_can_be_used_it_fails(self, tmp_path: Path) -> None:
         path = tmp_path / "bad.jsonl"

@@ -84,6 +84,14 @@ def test_bench_shows_its_own_help() -> None:
     result = CliRunner().invoke(app, ["bench", "--help"])
     assert result.exit_code == 0
     assert "usage: vlmpack bench" in result.stdout
+    assert "`vlmpack bench report FILE...`" in " ".join(result.stdout.split())
+
+
+def test_bench_gpu_and_bench_report_show_theirs() -> None:
+    for word in ("gpu", "report"):
+        result = CliRunner().invoke(app, ["bench", word, "--help"])
+        assert result.exit_code == 0
+        assert f"bench {word}" in result.stdout
 
 
 def run_on_a_terminal(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -160,7 +160,7 @@ def test_speed_leaves_out_the_first_step_and_fill_does_not() -> None:
     run = a_run()
     assert run.fill == 28 / 32
     assert run.step_seconds == 1.5
-    assert run.tokens_per_second == (6 / 1.0 + 14 / 2.0) / 2
+    assert run.tokens_per_second == (6 + 14) / 2 / 1.5
     assert a_run(lengths=((3, 5),), physical=(10,), seconds=(4.0,), losses=(3.0,)).tokens_per_second == 2
 
 
@@ -180,7 +180,7 @@ def test_the_table_shows_ratios_and_differences() -> None:
         "worst of 7 parameters, vision tower included (head)",
     ):
         assert text in " ".join(said.split())
-    assert "2.0 times as fast with 50% of the memory" in said
+    assert "2.00 times as fast with 0.50 times the memory" in said
 
 
 def test_an_unmodified_model_is_not_shown_what_only_the_host_knows(receipts: Any) -> None:

@@ -53,9 +53,9 @@ def test_it_writes_a_store_and_tells_what_is_in_it(source: Path, tmp_path: Path)
     done = pack(source, tmp_path / "rows", *GOOD)
     assert done.exit_code == 0, done.output
     manifest = Manifest.load(tmp_path / "rows")
-    told = {line.split("  ")[1].strip(): line for line in done.output.splitlines() if line.startswith("  ")}
+    told = {line.split("  ")[0]: line for line in done.output.splitlines()}
     assert f" {manifest.counts.rows} " in told["rows"]
-    assert "6   of 8" in told["samples"]
+    assert "6  of 8" in told["samples"]
     assert f"{manifest.fill:.2%}" in told["fill"]
     assert size(manifest.bytes) in told["written"]
     for name in ("longest row", "longest segment", "most segments", "most images", "most patches"):
@@ -113,18 +113,30 @@ def test_a_refusal_is_one_line(source: Path, tmp_path: Path, change: tuple[Any, 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (("--on-bad", "raise"), "1 sample(s) cannot be used in all; --on-bad skip leaves them out and lists them"),
-        (("--oversize", "error"), "or choose --oversize drop or --oversize own_row"),
+        (("--on-bad", "raise"), "1 sample(s) cannot be used in all; on_bad='skip' leaves them out and lists them"),
+        (("--oversize", "error"), "or choose oversize='drop' or oversize='own_row'"),
     ],
 )
-def test_a_refusal_names_options_where_the_library_names_arguments(
-    source: Path, tmp_path: Path, change: tuple[Any, ...], told: str
-) -> None:
+def test_a_refusal_is_what_the_library_says(source: Path, tmp_path: Path, change: tuple[Any, ...], told: str) -> None:
     assert told in pack(source, tmp_path / "rows", *GOOD, *change).stderr
 
 
 def test_so_does_what_is_told_of_samples_left_out(source: Path, tmp_path: Path) -> None:
-    assert "raise the limit, or choose --oversize own_row" in pack(source, tmp_path / "rows", *GOOD).stdout
+    assert "raise the limit, or choose oversize='own_row'" in pack(source, tmp_path / "rows", *GOOD).stdout
+
+
+def test_a_text_that_looks_like_an_option_is_left_as_it_is(source: Path, tmp_path: Path) -> None:
+    named = tmp_path / "max_length=3, capacity=3.jsonl"
+    named.write_text("{}")
+    assert f"'{named}'" in pack(named, tmp_path / "rows", *GOOD, "--on-bad", "raise").stderr
+
+
+def test_a_folder_whose_packing_was_refused_is_no_data_set(source: Path, tmp_path: Path) -> None:
+    assert pack(source, tmp_path / "rows", *GOOD, "--on-bad", "raise").exit_code == 2
+    for verb in ("show", "analyze"):
+        refused = CliRunner().invoke(app, [verb, str(tmp_path / "rows"), "--processor", "tiny"])
+        assert refused.exit_code == 2
+        assert "rows holds no rows yet: `vlmpack pack` was interrupted there, or refused a sample" in refused.stderr
 
 
 def test_pictures_in_no_file_are_refused_before_any_is_measured(
@@ -134,7 +146,7 @@ def test_pictures_in_no_file_are_refused_before_any_is_measured(
     few = ("--processor", "tiny", "--capacity", 3000, "--num", 2, "--images", "reference")
     refused = pack("synthetic", tmp_path / "rows", *few)
     assert refused.exit_code == 2
-    assert "lies in no file that a store could refer to; keep --images bytes" in refused.stderr
+    assert "lies in no file that a store could refer to; keep images='bytes'" in refused.stderr
 
 
 def test_the_words_of_options_are_those_of_the_library() -> None:

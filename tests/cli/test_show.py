@@ -39,21 +39,21 @@ def test_the_first_row_of_a_planned_data_set(tokens: str) -> None:
     assert said(tokens, "--processor", "tiny", "--capacity", "10") == [
         f"{tokens}: 4 samples in 2 rows of 10 tokens, 100.00% full",
         "",
-        "row 0 of 0 to 1: 10 of 10 tokens (100.0%)",
+        "row 0 of 0 to 1: 10 of 10 tokens, 100.00% full",
         " 0 aaaaaabbbb",
         "",
         "a 0: 6   b second: 4",
         "",
-        "10 tokens = 10 text + 0 padding (dots): 100.00% full, 2 samples. A character is a token.",
+        "10 tokens = 10 text + 0 padding (dots), 2 samples. A character is a token.",
     ]
 
 
 def test_rows_are_counted_from_the_end_too(tokens: str) -> None:
     lines = said(tokens, "--processor", "tiny", "--capacity", "10", "--row", "-1", "--row", "0")
     assert [line for line in lines if line.startswith((" 0 ", "row"))] == [
-        "row 1 of 0 to 1: 10 of 10 tokens (100.0%)",
+        "row 1 of 0 to 1: 10 of 10 tokens, 100.00% full",
         " 0 aaabbbbbbb",
-        "row 0 of 0 to 1: 10 of 10 tokens (100.0%)",
+        "row 0 of 0 to 1: 10 of 10 tokens, 100.00% full",
         " 0 aaaaaabbbb",
     ]
 
@@ -80,7 +80,7 @@ def test_a_packed_folder_is_shown_as_it_was_packed(tokens: str, tmp_path: Path) 
     assert said(folder)[:6] == [
         f"{folder}: 4 samples in 2 rows of 12 tokens, 83.33% full",
         "",
-        "row 0 of 0 to 1: 12 of 12 tokens (100.0%)",
+        "row 0 of 0 to 1: 12 of 12 tokens, 83.33% full",
         " 0 aaaaaa..bbbb",
         "",
         "a 0: 6   b second: 4",

@@ -32,8 +32,8 @@ def test_a_row_of_three_samples_with_an_image_gaps_and_a_tail() -> None:
         "\n"
         "a 17: 3   b receipt-4: 5 (3 image)   c 2: 2\n"
         "\n"
-        "20 tokens = 7 text + 3 image (capitals) + 10 padding (dots):\n"
-        "50.00% full, 3 samples. A character is a token."
+        "20 tokens = 7 text + 3 image (capitals) + 10 padding (dots),\n"
+        "3 samples. A character is a token."
     )
 
 
@@ -76,7 +76,7 @@ def test_a_row_of_any_size_takes_few_lines_of_the_terminals_width(total: int, wi
 
 def test_repeated_boundaries_are_no_samples() -> None:
     segments = Segments.from_lengths([3, 2], SlotRule(max_segments=4))
-    assert "100.00% full, 2 samples" in shown(segments, width=80)
+    assert "(dots), 2 samples" in shown(segments, width=80)
 
 
 def test_colours_say_no_more_than_letters() -> None:

@@ -273,6 +273,25 @@ def test_the_masks_of_a_tokenised_sample_say_what_is_learnt(labelled):
     )
 
 
+@pytest.mark.parametrize("value", [2, -1])
+@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks", "loss_mask"])
+def test_a_mask_of_what_is_learnt_holds_zeros_and_ones(name, value):
+    plain = good()
+    mask = torch.ones(len(plain["input_ids"]), dtype=torch.int64)
+    assert ENCODER.encode({**plain, name: mask.bool()}).labels is not None
+    mask[3] = value
+    assert refusal({**plain, name: mask}) == (
+        "bad_mask",
+        f"{name} holds other values than 0 and 1; weights of targets are no mask",
+    )
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+def test_ids_and_labels_are_no_masks(name):
+    plain = good()
+    assert refusal({**plain, name: torch.ones(len(plain["input_ids"]), dtype=torch.bool)})[0] == "bad_dtype"
+
+
 @pytest.mark.parametrize("name", ["shift_labels", "assistant_mask", "loss_masks"])
 def test_a_column_that_means_to_say_what_is_learnt_and_is_not_read_is_refused(name):
     reason, message = refusal({**good(), name: [1]})

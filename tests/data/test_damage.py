@@ -7,6 +7,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -120,6 +121,15 @@ class TestTiff:
             assert "its tag 700 of 325 bytes at byte" in refusal(whole[:cut])
         directory = struct.unpack_from("<I", whole, 4)[0]
         assert "its directory of tags is cut short" in refusal(whole[: directory + 20])
+
+    @pytest.mark.parametrize("place", [2**64 - 1, 2**63, 2**40])
+    def test_a_directory_at_a_place_that_no_file_has(self, place: int, tmp_path: Path) -> None:
+        data = b"II+\0" + struct.pack("<HHQ", 8, 0, place) + bytes(64)
+        (tmp_path / "a.tif").write_bytes(data)
+        for source in (data, tmp_path / "a.tif"):
+            assert "its directory of tags is cut short" in refusal(source)
+            with pytest.raises(ImageError, match="its directory of tags is cut short"):
+                read_size(source)
 
     def test_a_tag_of_more_values_than_python_can_hold(self) -> None:
         with pytest.raises(ImageError, match="its tag 324 has 9000000 values"):

@@ -36,7 +36,7 @@ DELTA = ["qwen3_5", "qwen4_exp"]
 
 
 def probed(family: str) -> Report:
-    return probe(tiny_model(family))
+    return probe(tiny_model(family), plain=False)
 
 
 def bad(report: Report, part: str) -> list[str]:
@@ -112,7 +112,8 @@ def a_pad_for_a_token(family: str, patch: Patch) -> None:
 
     def exchanged(segments: Segments, device: torch.device) -> Any:
         real = honest(segments, device)
-        assert real is not None
+        if real is None:  # no padding to be had
+            return None
         padding = segments.padding_mask("cpu").nonzero()[0]
         return torch.cat([real[:-1], padding])
 
@@ -235,7 +236,8 @@ def test_images_that_see_each_other(family: str, monkeypatch: Patch) -> None:
     report = probed(family)
     assert (report.verdict, report.causes) == ("leaks", ("vision",))
     assert {"row: logits", "row: gradient of visual.patch_embed.proj"} <= set(bad(report, "equality"))
-    assert bad(report, "isolation") == ["change sample 0 (image)", "change sample 2 (two images)"]
+    with_images = ["change sample 0 (image)", "change sample 1 (another image)", "change sample 4 (two images)"]
+    assert [name for name in bad(report, "isolation") if "sample" in name] == with_images
 
 
 @pytest.mark.parametrize("family", EXPERTS)
@@ -263,8 +265,8 @@ def test_first_labels_that_are_kept(family: str, monkeypatch: Patch) -> None:
     first_labels_kept(family, monkeypatch)
     report = probed(family)
     assert (report.verdict, report.causes) == ("differs", ("loss count",))
-    assert {"row: loss", "padded: loss"} <= set(bad(report, "equality"))
-    assert not {"row: logits", "padded: logits"} & set(bad(report, "equality"))
+    assert {"gaps: loss", "padded: loss"} <= set(bad(report, "equality"))
+    assert not {"gaps: logits", "padded: logits"} & set(bad(report, "equality"))
 
 
 @pytest.mark.parametrize("family", SOME)

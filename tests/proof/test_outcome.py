@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,6 +14,8 @@ def outcome(*, scale: float = 1.0, **gradients: float) -> Outcome:
     return Outcome(
         logits=[scale * torch.tensor([[1.0, -2.0]])],
         target_losses=scale * torch.tensor([1.0, 3.0]),
+        sample_losses=scale * torch.tensor([1.0, 3.0]),
+        sample_targets=(1, 1),
         loss=2.0 * scale,
         gradients={name: torch.tensor([value, 0.5]) for name, value in gradients.items()},
     )
@@ -24,6 +28,20 @@ def test_an_outcome_is_as_far_as_its_worst_entry() -> None:
     assert errors.target_losses == pytest.approx(0.1, rel=1e-5)
 
 
+def test_in_low_precision_one_rounding_among_many_is_no_worst_case() -> None:
+    truth = replace(outcome(), gradients={"a.weight": torch.ones(100), "a.bias": torch.ones(1)})
+    seen = replace(truth, gradients={"a.weight": torch.ones(100), "a.bias": torch.full((1,), 2.0)})
+    assert compare(seen, truth).gradients["a"] == GradientError(error=1.0, parameter="a.bias")
+    assert compare(seen, truth, low=True).gradients["a"].error == pytest.approx(101**-0.5)
+
+
+def test_samples_with_each_others_losses_are_far_though_the_mean_is_right() -> None:
+    truth = outcome()
+    seen = replace(truth, sample_losses=truth.sample_losses.flip(0))
+    errors = compare(seen, truth)
+    assert (errors.loss, errors.target_losses, errors.sample_losses) == (0, 0, pytest.approx(2 / 3))
+
+
 def test_losses_of_targets_do_not_cancel() -> None:
     truth, seen = outcome(), outcome()
     seen.target_losses.add_(torch.tensor([0.4, -0.4]))
@@ -34,10 +52,8 @@ def test_losses_of_targets_do_not_cancel() -> None:
 
 def test_a_group_is_as_far_as_its_worst_parameter() -> None:
     names = [f"model.language_model.layers.{i}.mlp.up_proj.weight" for i in (0, 1)]
-    seen, truth = (Outcome(logits=[torch.ones(1, 1)], target_losses=torch.ones(1), loss=1.0, gradients=g) for g in (
-        {names[0]: torch.tensor([1.0]), names[1]: torch.tensor([1.5])},
-        {names[0]: torch.tensor([1.0]), names[1]: torch.tensor([1.0])},
-    ))  # fmt: skip
+    truth = replace(outcome(), gradients={name: torch.tensor([1.0]) for name in names})
+    seen = replace(truth, gradients={**truth.gradients, names[1]: torch.tensor([1.5])})
     assert compare(seen, truth).gradients == {"language_model.layers.mlp": GradientError(error=0.5, parameter=names[1])}
 
 
@@ -83,7 +99,14 @@ def test_a_group_is_one_module_of_all_layers(parameter: str, group: str) -> None
 
 def errors_of(error: float) -> Errors:
     gradients = {"a": GradientError(error=error, parameter="a.weight")}
-    return Errors(logits=error, target_losses=error, loss=0.0, gradients=gradients)
+    return Errors(
+        logits=error,
+        target_losses=error,
+        loss=0.0,
+        sample_losses=0.0,
+        sample_target_losses=error,
+        gradients=gradients,
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ def report(*findings: Finding) -> Report:
         samples=("text, 5 tokens",),
         row_tokens=8,
         checks=checks,
+        circumstances={},
         plain=(),
     )
 

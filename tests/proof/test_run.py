@@ -28,7 +28,9 @@ def test_receipts_go_through_the_users_own_processor(family: str) -> None:
     processor = tiny_processor(family)
     report = vlmpack.probe(tiny_model(family, processor=processor), processor)
     assert report.verdict == "exact", report
-    assert [sample.split(",")[0] for sample in report.samples] == ["image", "text", "two images", "video"]
+    assert [sample.split(",")[0] for sample in report.samples] == [
+        "image", "another image", "text", "long text", "two images", "video",
+    ]  # fmt: skip
     assert report.row_tokens > sum(int(sample.split()[-2]) for sample in report.samples), "no gaps"
 
 
@@ -48,13 +50,14 @@ def test_an_adapter_is_probed_where_it_is() -> None:
     report = vlmpack.probe(model)
     assert report.verdict == "exact", report
     gradients = {name for name in seen(report, "equality") if "gradient" in name}
-    assert gradients == {f"{way}: gradient of language_model.layers.self_attn" for way in ("row", "padded")}
+    assert gradients == {f"{way}: gradient of language_model.layers.self_attn" for way in report.circumstances}
 
 
 def test_a_frozen_model_has_logits_and_a_loss_to_compare() -> None:
     report = vlmpack.probe(tiny_model("qwen2_vl").requires_grad_(False))
     assert report.verdict == "exact", report
-    assert set(seen(report, "equality")) == {"row: logits", "row: loss", "padded: logits", "padded: loss"}
+    numbers = ("logits", "loss", "sample losses")
+    assert set(seen(report, "equality")) == {f"{way}: {what}" for way in report.circumstances for what in numbers}
 
 
 def test_the_settings_of_an_enabled_model_are_probed() -> None:
@@ -74,7 +77,7 @@ def test_low_precision_has_the_limits_of_low_precision(family: str) -> None:
     assert logits.allowed is not None
     assert logits.seen is not None
     assert 1e-3 < logits.seen <= logits.allowed < 0.5
-    assert all(seen == 0 for name, seen in seen_isolation(report).items()), "other samples are computed bit for bit"
+    assert set(seen(report, "isolation").values()) == {0}, "other samples are computed bit for bit"
 
 
 def test_what_the_tower_rounds_over_all_images_is_no_fault_of_a_row_in_low_precision() -> None:
@@ -82,10 +85,6 @@ def test_what_the_tower_rounds_over_all_images_is_no_fault_of_a_row_in_low_preci
     processor = tiny_processor("qwen3_vl")
     report = vlmpack.probe(tiny_model("qwen3_vl", processor=processor, dtype=torch.bfloat16), processor, plain=False)
     assert report.verdict == "exact", report
-
-
-def seen_isolation(report: vlmpack.proof.Report) -> dict[str, float]:
-    return seen(report, "isolation") if "moe" not in report.family else {}
 
 
 def test_pairs_are_the_sum_of_squared_lengths_and_nothing_of_ours_waits() -> None:
@@ -110,8 +109,8 @@ def test_a_report_says_itself_and_goes_through_json() -> None:
 def test_progress_names_every_part() -> None:
     said: list[str] = []
     vlmpack.probe(tiny_model("qwen3"), progress=said.append)
-    assert said[:3] == ["each sample alone", "plain transformers", "isolation"]
-    assert said[-1] == "host waits"
+    assert said[:3] == ["each sample alone", "plain transformers", "a packed row with gaps"]
+    assert said[-1] == "work"
 
 
 def test_every_back_end_that_can_serve_is_exact() -> None:

@@ -78,6 +78,17 @@ def test_a_probe_leaves_nothing_behind(enabled: bool) -> None:
         assert packing_state(model).config == settings
 
 
+def test_what_modules_count_in_train_mode_is_put_back() -> None:
+    model = tiny_model("qwen3")
+    norm = model.model.norm
+    norm.register_buffer("calls", torch.zeros(1))
+    counter = norm.calls
+    norm.register_forward_hook(lambda module, args, output: counter.add_(1) and None)
+    vlmpack.probe(model, plain=False)
+    assert norm.calls is counter
+    assert counter.item() == 0
+
+
 def test_ranks_go_on_working_together_afterwards() -> None:
     model = tiny_model("qwen3")
     together = vlmpack.Parallel()

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+import types
 
 import pytest
 import torch
@@ -144,6 +145,42 @@ def test_a_forward_or_a_loss_of_ones_own_is_refused():
         model(**padded(mixed_samples(model.config)).to_hf())
     del model._loss_function
     assert torch.isfinite(model(**padded(mixed_samples(model.config)).to_hf()).loss)
+
+
+def liger_patched(model, *, fused_linear_cross_entropy):
+    """As `apply_liger_kernel_to_...(model=model)` does: methods are bound to the model's own norms and MLPs, and with
+    its fused loss another forward to the model."""
+
+    def bound(module, name):
+        own = type(module).forward
+        module.forward = types.MethodType(lambda self, *args, **kwargs: own(self, *args, **kwargs), module)
+        module._get_name = lambda: name
+
+    for layer in model.model.language_model.layers:
+        bound(layer.mlp, "LigerSwiGLUMLP")
+        bound(layer.input_layernorm, "LigerRMSNorm")
+        bound(layer.post_attention_layernorm, "LigerRMSNorm")
+    if fused_linear_cross_entropy:
+        model.forward = types.MethodType(lambda self, **inputs: self.model(**inputs), model)
+    return model
+
+
+@pytest.mark.parametrize("first", ["Liger", "packing"])
+def test_ligers_kernels_without_its_fused_loss_are_the_remedy_in_either_order(first):
+    batch = padded(mixed_samples(tiny_model("qwen3_vl").config)).to_hf()
+    expected = enable_packing(tiny_model("qwen3_vl"))(**batch).loss
+    if first == "Liger":
+        with pytest.raises(ConfigError, match=r"Liger: apply_liger_kernel_to_...\(model=model, fused_linear_cross_ent"):
+            enable_packing(liger_patched(tiny_model("qwen3_vl"), fused_linear_cross_entropy=True))
+        model = enable_packing(liger_patched(tiny_model("qwen3_vl"), fused_linear_cross_entropy=False))
+    else:
+        model = liger_patched(enable_packing(tiny_model("qwen3_vl")), fused_linear_cross_entropy=True)
+        row = pack(padded(mixed_samples(model.config))).to_hf()
+        del row["labels"]
+        with pytest.raises(ConfigError, match=r"without passing through the packed forward.*Liger's fused cross-ent"):
+            model(**row)
+        model = liger_patched(enable_packing(tiny_model("qwen3_vl")), fused_linear_cross_entropy=False)
+    assert torch.equal(model(**batch).loss, expected)
 
 
 def test_a_wrapped_model_is_found():

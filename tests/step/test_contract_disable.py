@@ -1,6 +1,7 @@
 """After disable_packing a model is bit for bit what it was, whatever happened while packing was enabled."""
 
 import copy
+import gc
 import os
 import pickle
 import subprocess
@@ -247,13 +248,44 @@ def test_models_that_share_a_configuration_are_enabled_and_disabled_one_by_one(f
     assert [same(outputs(m), e) for m, e in zip(pair, expected, strict=True)] == [True, True]
 
 
-def test_a_model_that_is_gone_holds_no_configuration_back():
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5_moe", "qwen4_exp"])
+def test_models_that_share_a_backbone_are_enabled_and_disabled_one_by_one(family, first):
+    """One text model and tower under two heads: what is changed in them stays until the last one is disabled."""
+    pair = [fresh(family), fresh(family, seed=9)]
+    row, before = row_of(pair[0]), anatomy(pair[0])
+    pair[1].model = pair[0].model
+    alone_enabled = [enable_packing(copy.deepcopy(model))(**row).loss for model in pair]
+    assert not torch.equal(*alone_enabled)
+
+    def losses():
+        return [model(**row).loss for model in pair]
+
+    for model in pair:
+        enable_packing(model)
+    assert all(map(torch.equal, losses(), alone_enabled))
+    enable_packing(pair[first], StepConfig(slots=GAPS))
+    assert all(map(torch.equal, losses(), alone_enabled))
+    sum(losses()).backward()
+    pair[0].zero_grad()
+    disable_packing(pair[first])
+    other = 1 - first
+    assert torch.equal(pair[other](**row).loss, alone_enabled[other]), "the other one goes on"
+    disable_packing(pair[other])
+    assert anatomy(pair[0]) == before
+
+
+def test_a_model_that_is_gone_keeps_no_backbone_changed():
     model = fresh("qwen3")
-    other = enable_packing(type(model)(model.config))
+    before = anatomy(model)
+    other = type(model)(model.config)
+    other.model = model.model
+    enable_packing(other)
     enable_packing(model)
     del other
+    gc.collect()
     disable_packing(model)
-    assert model.config._attn_implementation == "sdpa"
+    assert anatomy(model) == before
 
 
 @every_family

@@ -47,8 +47,7 @@ def test_generation_caches_and_unmasked_input_go_to_the_models_own_forward(model
     for extra in (
         {},
         {"use_cache": True, "attention_mask": torch.ones_like(batch["input_ids"])},
-        {"logits_to_keep": 1, "attention_mask": torch.ones_like(batch["input_ids"])},
-        {"output_hidden_states": True, "attention_mask": torch.ones_like(batch["input_ids"])},
+        {"output_attentions": True, "attention_mask": torch.ones_like(batch["input_ids"])},
     ):
         ours, theirs = model(**batch, **extra), untouched(**batch, **extra)
         assert torch.equal(ours.logits, theirs.logits)
@@ -160,7 +159,7 @@ def test_empty_rows_are_refused_or_kept_as_configured(model, samples):
         ({"attention_mask": torch.ones(1, 4)}, LayoutError, r"comes without attention_mask, got one of shape \[1, 4\]"),
         ({"moe_padding_mask": torch.ones(1, 2)}, LayoutError, r"moe_padding_mask is \[1, 2\] but input_ids is \[1, "),
         ({"use_cache": True}, ConfigError, "use_cache cannot be combined with a packed row"),
-        ({"output_hidden_states": True}, ConfigError, "output_hidden_states cannot be combined"),
+        ({"output_attentions": True}, ConfigError, "output_attentions cannot be combined with a packed row"),
         ({"rope_cu_seqlens": [0, 9999]}, LayoutError, r"rope_cu_seqlens ends at 9999, but the row has \d+ real tokens"),
         ({"cu_seqlens_q": [0, 3]}, LayoutError, r"cu_seqlens_q differs from the boundaries \[0, .*that the host facts"),
         ({"cu_seqlens_q_padded": torch.arange(5)}, LayoutError, "cu_seqlens_q_padded differs from the boundaries"),
@@ -238,7 +237,7 @@ def test_token_types_that_contradict_the_tokens_are_refused(model, samples, layo
         ({"pixel_values": torch.Tensor.tolist}, r"pixel_values must be a tensor \[patches, values\], got list"),
         (
             {"pixel_values": lambda pixels: pixels[None]},
-            r"pixel_values must be a tensor \[patches, values\], got \[1, ",
+            r"pixel_values must be a tensor \[patches, values\], got torch.float32 \[1, ",
         ),
     ],
 )

@@ -112,7 +112,7 @@ def test_an_evaluation_that_skips_samples(tmp_path):
     args = arguments(tmp_path, remove_unused_columns=False)
     check_trainer(Trainer(model, args, **settings))
     run = Trainer(model, args, **settings, eval_dataset=[chat()])
-    assert "samples that the collator skips (on_bad='skip') count with a loss of 0" in refusal(run)
+    assert "samples that the collator skips (on_bad='skip') count with the loss of the others" in refusal(run)
     check_trainer(PackedTrainer(model, args, **settings, eval_dataset=[chat()], eval_capacity=99))
     run.data_collator = VLMCollator(processor_of(), layout="packed")
     check_trainer(run)

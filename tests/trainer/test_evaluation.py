@@ -94,6 +94,23 @@ def test_packed_trainers_batches_give_the_loss_of_the_set(batch, layout, tmp_pat
     assert run.predict(data).metrics["test_loss"] == exact
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_batch_without_targets_does_not_count_as_a_loss_of_0(layout, tmp_path):
+    """The unmodified model's loss of it is NaN, which Trainer leaves out."""
+    model = tiny_model()
+    samples = receipts(model)
+    for sample in samples[:2]:
+        sample["labels"][:] = -100
+    with torch.no_grad():
+        sums, counts = loss_sums(model, samples)
+    exact = float(sums[2:].sum() / counts[2:].sum())
+    run = trainer(enable_packing(model), samples, tmp_path, layout, per_device_eval_batch_size=2)
+    means = [float(sums[at : at + 2].sum() / counts[at : at + 2].sum()) for at in (2, 4)]
+    assert run.evaluate()["eval_loss"] == pytest.approx((2 * sum(means) + float(sums[6] / counts[6])) / 5, rel=1e-6)
+    run.compute_metrics = loss_metrics
+    assert run.evaluate()["eval_loss"] == pytest.approx(exact, rel=1e-6)
+
+
 def test_logits_are_not_kept_unless_asked_for(tmp_path):
     model = tiny_model()
     run = trainer(enable_packing(model), receipts(model), tmp_path)

@@ -169,6 +169,13 @@ def test_a_checkpoint_that_does_not_know_the_place_is_refused(tmp_path):
 
 
 @torchdata_on_new_torch
+def test_a_place_of_other_workers_is_refused(tmp_path):
+    streamed(tmp_path, save_strategy="steps", save_steps=4, max_steps=4).train()
+    with pytest.raises(ConfigError, match=r"stream with dataloader_num_workers=0, .* but now there are 2: resume with"):
+        streamed(tmp_path, dataloader_num_workers=2).train(resume_from_checkpoint=True)
+
+
+@torchdata_on_new_torch
 @pytest.mark.parametrize("newest", [True, False])
 def test_a_pickled_place_is_not_read(newest, tmp_path):
     class Running:

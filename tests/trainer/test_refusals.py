@@ -197,7 +197,7 @@ def test_a_backbone_that_is_called_directly(layout, model):
 def test_packing_that_would_never_be_asked():
     model = tiny_model()
     model.forward = types.MethodType(type(model).forward, model)
-    with pytest.raises(ConfigError, match=r"was replaced on the object itself.*enable packing first"):
+    with pytest.raises(ConfigError, match=r"was replaced on the object itself.*accelerate: enable packing before"):
         enable_packing(model)
     del model.forward
     enable_packing(model)

@@ -18,11 +18,10 @@ from vlmpack.bench.cases import CASES
 from vlmpack.bench.figure import place_for
 from vlmpack.bench.run import Unit, run_cases, units_of
 from vlmpack.bench.settings import CLOCKS, BenchSettings, check_budget, check_seed
-from vlmpack.bench.table import skipped, table, tables_of_families, title
+from vlmpack.bench.table import print_report
 from vlmpack.errors import ConfigError, VlmpackError
 from vlmpack.families import FAMILIES
 
-WIDTH = 120
 GPU = "gpu"
 """The first word of the command that measures everything about one GPU, `vlmpack.bench.gpu`."""
 ALL = "all"
@@ -71,7 +70,7 @@ def _measure(chosen: argparse.Namespace, console: Console) -> int:
         if path is not None:
             report.save(path)
     finally:  # figures that took minutes are told and kept, whichever of the two cannot be done
-        console.print(title(report), table(report), *tables_of_families(report), *skipped(report), sep="\n")
+        print_report(report, console)
     return 1 if chosen.check and not report.complete else 0
 
 
@@ -107,11 +106,10 @@ def _bar(console: Console, units: int) -> Iterator[Callable[[Unit], None]]:
 
 
 def _console() -> Console:
-    """The terminal; a file or a pipe gets lines wide enough for the table. What it cannot write comes as an escape."""
+    """The terminal, or a file or pipe. What it cannot write comes as an escape."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")
-    console = Console()
-    return console if console.is_terminal else Console(width=WIDTH)
+    return Console()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -146,7 +144,8 @@ def _parser() -> argparse.ArgumentParser:
 
 _ABOUT = (
     "Measure vlmpack against what it replaces, alternating in one process. "
-    "`gpu` as the first word measures everything about one GPU instead; it has a --help of its own."
+    "As the first word, `gpu` measures everything about one GPU instead, and `vlmpack bench report FILE...` puts what "
+    "several runs wrote with --json side by side; both have a --help of their own."
 )
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from vlmpack.bench.figure import Figure, Report
-from vlmpack.bench.table import readable, target_in_words
-
-Line = tuple[str, str | None, str]
-"""Case, family and name of a figure: what makes figures of two runs the same."""
+from vlmpack.bench.table import cell_of, lines_of
 
 
 def markdown(reports: Mapping[str, Report]) -> str:
@@ -17,37 +14,24 @@ def markdown(reports: Mapping[str, Report]) -> str:
     Args:
         reports: by the name that heads their column; at least one.
     """
-    found = {name: {_line(figure): figure for figure in report.figures} for name, report in reports.items()}
-    lines = list(dict.fromkeys(line for figures in found.values() for line in figures))
     table = [
         _row("case", "figure", *reports, "target"),
         _row(*["---"] * 2, *["---:"] * (len(reports) + 1)),
-        *(_figures(line, [figures.get(line) for figures in found.values()]) for line in lines),
+        *(_row(line.group, line.name, *map(_cell, line.figures), line.target) for line in lines_of(reports)),
     ]
-    return "\n".join([*table, "", *(_run(name, report) for name, report in reports.items())]) + "\n"
+    return "\n".join([*table, "", *runs(reports)]) + "\n"
 
 
-def _line(figure: Figure) -> Line:
-    return figure.case, figure.family, figure.name
-
-
-def _figures(line: Line, figures: Sequence[Figure | None]) -> str:
-    case, family, name = line
-    target = next((figure.target for figure in figures if figure is not None and figure.target), None)
-    words = "" if target is None else target_in_words(target)
-    return _row(case if family is None else f"{case} {family}", name, *map(_cell, figures), words)
+def runs(reports: Mapping[str, Report]) -> list[str]:
+    """For each run its versions and place, and what it left out."""
+    return [_run(name, report) for name, report in reports.items()]
 
 
 def _cell(figure: Figure | None) -> str:
     """The value with its quartiles; in bold if it misses its target."""
-    if figure is None:
-        return ""
-    value = readable([figure.value], figure.unit)
-    if figure.met is False:
-        value = f"**{value}**"
-    if figure.low is None or figure.high is None:
-        return value
-    return f"{value} ({readable([figure.low, figure.high], figure.unit)})"
+    value, bracket, spread = cell_of(figure).partition(" (")
+    bold = figure is not None and figure.met is False
+    return f"{f'**{value}**' if bold else value}{bracket}{spread}"
 
 
 def _run(name: str, report: Report) -> str:

@@ -2,40 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
 
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from vlmpack.bench.figure import Figure, Report, Target
+from vlmpack.bench.figure import Figure, Report
+from vlmpack.terminal import NEEDED, columns_that_fit, print_table, wrapped
 
 _UNITS = {
     "s": ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")),
     "bytes": ((2**10, 1.0, "bytes"), (2**20, 2**-10, "KiB"), (2**60, 2**-20, "MiB")),
 }
 """unit -> (numbers below this, are multiplied by this, and get this unit)"""
+NAMES = 30
+"""Columns of a terminal for the names of figures, which wrap."""
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Where a run was made, its figures, its families side by side, and what it left out."""
+    console.print(title(report), highlight=False)
+    width = console.width if console.is_terminal else NEEDED
+    for one in (table(report), *tables_of_families(report, width=width)):
+        print_table(console, one)
+    for line in skipped(report):
+        console.print(line)
 
 
 def table(report: Report) -> Table:
-    """One line a figure: the value, how it spread over the rounds, and its target."""
-    found = Table()
-    for name in ("case", "figure"):
-        found.add_column(name, no_wrap=True)
-    for name in ("median", "quartiles", "rounds", "target"):
-        found.add_column(name, justify="right")
+    """One line a figure, below its case: the value, how it spread over the rounds, and its target, all in one unit."""
+    found = _table("figure", "median", "quartiles", "rounds", "target")
     last = None
     for figure in report.figures:
         group = _group(figure)
-        if last and group != last:
-            found.add_section()
-        found.add_row("" if group == last else group, figure.name, *_cells(figure))
+        if group != last:
+            if last is not None:
+                found.add_section()
+            found.add_row(Text(group, style="bold"))
+        found.add_row(Padding(figure.name, (0, 0, 0, 2), expand=False), *_cells(figure))
         last = group
     return found
 
 
-def tables_of_families(report: Report) -> list[Table]:
-    """One table for each case that measured several families: a line a family, its ratios side by side."""
-    return [_side_by_side(case, figures) for case, figures in _ratios(report).items() if len(figures) > 1]
+def tables_of_families(report: Report, *, width: int) -> list[Table]:
+    """For each case that measured several families a line a family, its ratios side by side.
+
+    A case has as many tables as it takes to fit them into `width` columns.
+    """
+    return [
+        one for case, figures in _ratios(report).items() if len(figures) > 1 for one in _by_family(case, figures, width)
+    ]
+
+
+def tables_of_runs(reports: Mapping[str, Report], *, width: int) -> list[Table]:
+    """Reports side by side: a line a figure, a column a run; as many tables as it takes to fit into `width` columns.
+
+    Args:
+        reports: by the name that heads their column; at least one.
+        width: of the terminal.
+    """
+    lines = lines_of(reports)
+    names = [f"{line.group}: {line.name}" + (f" ({line.target})" if line.target else "") for line in lines]
+    cells = [[_coloured(line.figures[run]) for line in lines] for run in range(len(reports))]
+    runs = list(reports)
+    found = []
+    for run in columns_that_fit(runs, cells, taken=NAMES, width=width):
+        one = _table("figure", *map(wrapped, runs[run]))
+        for at, name in enumerate(names):
+            one.add_row(name, *(column[at] for column in cells[run]))
+        found.append(one)
+    return found
 
 
 def skipped(report: Report) -> list[Text]:
@@ -53,13 +94,21 @@ def _ratios(report: Report) -> dict[str, dict[str, list[Figure]]]:
     return found
 
 
-def _side_by_side(case: str, figures: Mapping[str, Sequence[Figure]]) -> Table:
-    found = Table()
-    found.add_column(case, no_wrap=True)
-    for figure in next(iter(figures.values())):
-        found.add_column(figure.name, justify="right")
-    for family, ratios in figures.items():
-        found.add_row(family, *(_short(ratio) for ratio in ratios))
+def _by_family(case: str, figures: Mapping[str, Sequence[Figure]], width: int) -> Iterator[Table]:
+    titles = [figure.name for figure in next(iter(figures.values()))]
+    cells = [[_short(ratio) for ratio in column] for column in zip(*figures.values(), strict=True)]
+    for run in columns_that_fit(titles, cells, taken=max(map(len, (case, *figures))), width=width):
+        found = _table(case, *map(wrapped, titles[run]))
+        for at, family in enumerate(figures):
+            found.add_row(family, *(column[at] for column in cells[run]))
+        yield found
+
+
+def _table(first: str, *numbers: str) -> Table:
+    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    found.add_column(first, overflow="fold")
+    for title in numbers:
+        found.add_column(title, justify="right", no_wrap=True)
     return found
 
 
@@ -73,11 +122,46 @@ def _group(figure: Figure) -> str:
     return figure.case if figure.family is None else f"{figure.case} {figure.family}"
 
 
-def readable(values: Sequence[float], unit: str) -> str:
-    """Numbers with one unit, three digits or so: `[0.00152, 0.00161]` of "s" are "1.52 to 1.61 ms"."""
-    factor, name = _scale(max(map(abs, values)), unit)
+@final
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """The same figure of several runs."""
+
+    group: str
+    """Case and family."""
+    name: str
+    """What it is."""
+    figures: tuple[Figure | None, ...]
+    """Of each run; None: it has none."""
+
+    @property
+    def target(self) -> str:
+        """What it must reach, as the first run that has one says; nothing where none has."""
+        return next((target_in_words(figure) for figure in self.figures if figure is not None and figure.target), "")
+
+
+def lines_of(reports: Mapping[str, Report]) -> list[Line]:
+    """All figures of some runs, in the order in which they first appear."""
+    found = [{(_group(figure), figure.name): figure for figure in report.figures} for report in reports.values()]
+    keys = dict.fromkeys(key for figures in found for key in figures)
+    return [Line(group=key[0], name=key[1], figures=tuple(figures.get(key) for figures in found)) for key in keys]
+
+
+def readable(values: Sequence[float], unit: str, *, like: float | None = None) -> str:
+    """Numbers with one unit, three digits or so: `[0.00152, 0.00161]` of "s" are "1.52 to 1.61 ms".
+
+    Args:
+        values: one or more.
+        unit: theirs.
+        like: the number beside which they stand, and which chooses the unit; None: the largest of them.
+    """
+    factor, name = _scale(max(map(abs, values)) if like is None else abs(like), unit)
+    return f"{_digits(values, factor)} {name}"
+
+
+def _digits(values: Sequence[float], factor: float) -> str:
     scaled = [value * factor for value in values]
-    return " to ".join(f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" for value in scaled) + f" {name}"
+    return " to ".join(f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" for value in scaled)
 
 
 def _scale(largest: float, unit: str) -> tuple[float, str]:
@@ -88,23 +172,42 @@ def _scale(largest: float, unit: str) -> tuple[float, str]:
     return 1.0, unit
 
 
+def _coloured(figure: Figure | None) -> Text:
+    return Text(cell_of(figure), style="bold red" if figure is not None and figure.met is False else "")
+
+
+def cell_of(figure: Figure | None) -> str:
+    """The value with its quartiles, in its unit."""
+    if figure is None:
+        return ""
+    spread = quartiles(figure)
+    return readable([figure.value], figure.unit) + (f" ({spread})" if spread else "")
+
+
+def quartiles(figure: Figure) -> str:
+    """Both, in the unit of the figure's value; nothing for an exact number."""
+    if figure.low is None or figure.high is None:
+        return ""
+    return _digits([figure.low, figure.high], _scale(abs(figure.value), figure.unit)[0])
+
+
 def _cells(figure: Figure) -> tuple[str | Text, ...]:
-    spread = ""
-    if figure.low is not None and figure.high is not None:
-        spread = readable([figure.low, figure.high], figure.unit)
-    return readable([figure.value], figure.unit), spread, str(figure.rounds or "exact"), _target(figure)
+    return readable([figure.value], figure.unit), quartiles(figure), str(figure.rounds or "exact"), _target(figure)
 
 
 def _target(figure: Figure) -> Text:
     if figure.target is None:
         return Text("")
-    words = f"{target_in_words(figure.target)} {'reached' if figure.met else 'missed'}"
+    words = f"{target_in_words(figure)} {'reached' if figure.met else 'missed'}"
     return Text(words, style="green" if figure.met else "bold red")
 
 
-def target_in_words(target: Target) -> str:
-    """`≤ 1.3`."""
-    return f"{'≤' if target.better == 'lower' else '≥'} {target.limit:g}"
+def target_in_words(figure: Figure) -> str:
+    """`≤ 20 µs`, in the unit of the figure's value; nothing where it has no target."""
+    if figure.target is None:
+        return ""
+    limit = readable([figure.target.limit], figure.unit, like=figure.value)
+    return f"{'≤' if figure.target.better == 'lower' else '≥'} {limit}"
 
 
 def title(report: Report) -> str:

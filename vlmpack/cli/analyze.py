@@ -25,7 +25,6 @@ from vlmpack.cli.options import (
     SplitOption,
     WorkersOption,
 )
-from vlmpack.cli.refusal import in_options
 from vlmpack.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,7 +49,6 @@ OutOption = Annotated[Path | None, typer.Option(help="Folder for a PNG of the hi
 
 
 def analyze(
-    ctx: typer.Context,
     dataset: DatasetArgument,
     processor: ProcessorOption,
     capacity: CapacitiesOption = None,
@@ -106,7 +104,7 @@ def analyze(
     console = Console(quiet=as_json)
     table = measured(inputs, console, workers=workers, cache=cache, estimate=estimate)
     analysis = Analysis.of(table, packing, source=dataset, is_estimate=estimate)
-    print_analysis(analysis, console, say=in_options(ctx.command))
+    print_analysis(analysis, console)
     for path in _save(analysis, out) if out is not None else ():
         console.print(f"written: {path}", highlight=False, markup=False)
     if as_json:

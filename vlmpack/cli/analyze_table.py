@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from vlmpack.cli.analyze_run import Analysis
-from vlmpack.cli.refusal import Say
 from vlmpack.plan import HistogramBin, LengthTable, Padding, Simulation, histogram
+from vlmpack.terminal import print_table
 
 LISTED = 5
 """Refused samples that are told in full."""
@@ -24,22 +24,16 @@ BAR = 20
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def print_analysis(analysis: Analysis, console: Console, *, say: Say = str) -> None:
-    """Tables, histograms, and what they mean.
-
-    Args:
-        analysis: to be told.
-        console: where.
-        say: translates why a sample is refused.
-    """
-    console.print(_head(analysis), soft_wrap=True)
-    _print_refused(analysis.table, console, say)
+def print_analysis(analysis: Analysis, console: Console) -> None:
+    """Tables, histograms, and what they mean."""
+    console.print(_head(analysis), soft_wrap=not console.is_terminal)
+    _print_refused(analysis.table, console)
     if not len(analysis.table):
         return
-    console.print(_summaries(analysis))
+    print_table(console, _summaries(analysis))
     drawn = (bars(name, values, ascii_only=console.options.ascii_only) for name, values in analysis.drawn.items())
     console.print(Columns(drawn, padding=(0, 4)))
-    console.print(_layouts(analysis))
+    print_table(console, _layouts(analysis))
     for simulation in analysis.simulations:
         console.print(f"[bold]Rows of {simulation.capacity:,} tokens[/]", highlight=False)
         for sentence in simulation.explain():
@@ -84,7 +78,7 @@ def _head(analysis: Analysis) -> str:
     return f"[bold]{escape(analysis.source)}[/]: {', '.join(told)}{estimate}\n"
 
 
-def _print_refused(table: LengthTable, console: Console, say: Say) -> None:
+def _print_refused(table: LengthTable, console: Console) -> None:
     if not table.refused:
         return
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in table.reasons.items())
@@ -92,7 +86,7 @@ def _print_refused(table: LengthTable, console: Console, say: Say) -> None:
     console.print(f"[yellow]{count} samples cannot be used[/]: {escape(reasons)}", highlight=False)
     for one in table.refused[:LISTED]:
         name = "" if one.sample_id is None or one.sample_id == one.index else f" (id {one.sample_id!r})"
-        said = Text(f"{one.index}{name}: {one.reason}: {say(one.detail)}")
+        said = Text(f"{one.index}{name}: {one.reason}: {one.detail}")
         console.print(Indented(said, (0, 0, 0, 2)), highlight=False)
     more = len(table.refused) - LISTED
     console.print(f"  and {more:,} more (--out writes them all)\n" if more > 0 else "", highlight=False)

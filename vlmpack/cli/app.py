@@ -11,7 +11,6 @@ from typer.core import TyperGroup
 
 from vlmpack import __version__
 from vlmpack.cli import analyze, bench, demo, doctor, pack, probe, show
-from vlmpack.cli.refusal import in_options
 from vlmpack.errors import VlmpackError
 
 
@@ -26,8 +25,7 @@ class ClearErrors(TyperGroup):
         try:
             return super().invoke(ctx)
         except VlmpackError as error:
-            said = in_options(self.commands[ctx.invoked_subcommand])(str(error))
-            typer.secho(f"vlmpack: {said}", err=True, fg=typer.colors.RED)
+            typer.secho(f"vlmpack: {error}", err=True, fg=typer.colors.RED)
             raise typer.Exit(2) from error
 
 

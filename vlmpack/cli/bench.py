@@ -11,7 +11,7 @@ REPORT = "report"
 def bench(ctx: typer.Context) -> None:
     """Measure packed against padded on this machine, as ratios of runs that alternate in one process.
 
-    `vlmpack bench report FILE...` puts the figures of several runs side by side.
+    `vlmpack bench report FILE...` puts the figures of several runs side by side, `vlmpack bench gpu` measures one GPU.
     """
     if ctx.args[:1] == [REPORT]:
         from vlmpack.cli.bench_report import report_app

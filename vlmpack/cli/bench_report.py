@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from vlmpack.cli.folder import made_folder
 from vlmpack.cli.need import need
 from vlmpack.errors import ConfigError
+from vlmpack.terminal import print_table
 
 if TYPE_CHECKING:
     from vlmpack.bench import Report
@@ -25,7 +27,7 @@ report_app = typer.Typer(add_completion=False)
 def report(
     files: Annotated[list[Path], typer.Argument(help="What `vlmpack bench --json FILE` wrote; a column each.")],
     out: Annotated[
-        Path | None, typer.Option(help=f"Folder for {TABLE} and {PICTURE}; without it the table is printed.")
+        Path | None, typer.Option(help=f"Folder for {TABLE} and {PICTURE}; without it: a table, in a pipe Markdown.")
     ] = None,
 ) -> None:
     """Put the figures of several runs side by side."""
@@ -34,13 +36,27 @@ def report(
     reports = {name: Report.load(path) for name, path in _names(files).items()}
     text = markdown(reports)
     if out is None:
-        typer.echo(text, nl=False)
+        console = Console()
+        if console.is_terminal:
+            print_runs(reports, console)
+        else:
+            typer.echo(text, nl=False)
         return
     made_folder("--out", out)
     (out / TABLE).write_text(text, encoding="utf-8")
     typer.echo(f"{out / TABLE}")
     if any(_ratios(one) for one in reports.values()):
         typer.echo(f"{_draw(reports, out / PICTURE)}")
+
+
+def print_runs(reports: Mapping[str, Report], console: Console) -> None:
+    """The figures of some runs at a terminal, then where each was made."""
+    from vlmpack.bench.markdown import runs
+    from vlmpack.bench.table import tables_of_runs
+
+    for table in tables_of_runs(reports, width=console.width):
+        print_table(console, table)
+    console.print(*runs(reports), sep="\n", markup=False, highlight=False)
 
 
 def _names(files: list[Path]) -> dict[str, Path]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, final
 
 import torch
@@ -84,9 +84,11 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """Real tokens a second in the median step, the first one left out."""
-        speeds = [sum(lengths) / seconds for lengths, seconds in zip(self.lengths, self.seconds, strict=True)]
-        return median(speeds[1:] or speeds)
+        """Real tokens of a step on average over the seconds of the median one, the first step left out of both.
+
+        Two runs on the same samples are as far apart in this as in `step_seconds`.
+        """
+        return mean(map(sum, self.lengths[1:] or self.lengths)) / self.step_seconds
 
 
 @final

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vlmpack.cli.contest import Run, TrainingSettings, run
 from vlmpack.cli.contestants import Contestants, contestants
-from vlmpack.cli.demo_table import comparison, notes
+from vlmpack.cli.demo_table import print_comparison
 from vlmpack.cli.device import checked_device, quiet_transformers
 from vlmpack.cli.folder import made_folder
 from vlmpack.cli.gradients import Agreement, packed_against_alone
@@ -69,8 +69,7 @@ def run_demo(settings: DemoSettings) -> None:
         console.print(f"[bold]{given.title}[/], on {settings.data} receipts, {settings.device}", highlight=False)
         result = _compete(settings, given, device, console)
     console.print()
-    console.print(comparison(*result, device=settings.device))
-    console.print(notes(*result, device=settings.device), highlight=False)
+    print_comparison(*result, console, device=settings.device)
     _save(settings, given, result)
     files = {name: settings.out / name for name in ("rows.png", "losses.png", "demo.json")}
     console.print(

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from vlmpack.cli.contest import Run
 from vlmpack.cli.gradients import Agreement
+from vlmpack.terminal import print_table
+
+
+def print_comparison(padded: Run, packed: Run, agreement: Agreement, console: Console, *, device: str) -> None:
+    """The table, and what its numbers are."""
+    print_table(console, comparison(padded, packed, agreement, device=device))
+    console.print(notes(padded, packed, agreement, device=device), highlight=False)
 
 
 def comparison(padded: Run, packed: Run, agreement: Agreement, *, device: str) -> Table:
@@ -55,8 +63,8 @@ def notes(padded: Run, packed: Run, agreement: Agreement, *, device: str) -> str
     ]
     if device != "cuda":
         said.append("* tensors alive at one time in the forward and backward pass of one batch.")
-    speed, memory = padded.step_seconds / packed.step_seconds, packed.peak_bytes / padded.peak_bytes
-    said.append(f"[/]\nThe same training, [bold]{speed:.1f} times as fast[/] with [bold]{memory:.0%} of the memory[/].")
+    speed, memory = _ratio(padded.step_seconds, packed.step_seconds), _ratio(packed.peak_bytes, padded.peak_bytes)
+    said.append(f"[/]\nThe same training, [bold]{speed} times as fast[/] with [bold]{memory} times the memory[/].")
     return "\n".join(said)
 
 

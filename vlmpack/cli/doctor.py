@@ -52,20 +52,20 @@ def doctor(
     console = Console(quiet=as_json)
     console.print("[bold]Versions[/]")
     versions = environment.versions()
-    console.print(_versions_table(versions))
+    print_versions(versions, console)
     devices = environment.devices()
     console.print("\n[bold]Devices[/]")
     for found in devices:
         console.print(f"  {found.type:<5} {found.name}")
     serving = environment.serving([found.type for found in devices])
     console.print("\n[bold]Attention back-ends[/] [dim](heads 32, key-value heads 8, head dimension 128)[/]")
-    console.print(_serving_table(serving))
+    print_serving(serving, console)
     gated = environment.delta_serving([found.type for found in devices])
     console.print("\n[bold]Gated delta layers[/] [dim](Qwen3.5, Qwen3-Next; training)[/]")
-    console.print(_serving_table(gated))
+    print_serving(gated, console)
     console.print("\n[bold]Probe[/] [dim](a few samples in one packed row; `vlmpack probe` tells more)[/]")
     reports = _probe(model, device or devices[-1].type, console)
-    console.print(_probe_table(reports))
+    print_probes(reports, console)
     healthy = all(report.verdict == "exact" for report in reports)
     console.print(CAPTION)
     _print_verdict(reports, console, healthy=healthy)
@@ -106,53 +106,68 @@ def _copy(model_id: str, dtype: torch.dtype) -> Any:
         return small_copy(model_id, dtype=dtype)
 
 
-def _versions_table(versions: Sequence[Version]) -> Any:
+def print_versions(versions: Sequence[Version], console: Console) -> None:
+    """A line a package."""
     from rich.table import Table
+
+    from vlmpack.terminal import print_table
 
     table = Table.grid(padding=(0, 2))
     for entry in versions:
         problem = f"[yellow]{entry.problem}[/]" if entry.problem else ""
         table.add_row(f"  {entry.name}", entry.version or "[dim]not installed[/]", problem)
-    return table
+    print_table(console, table)
 
 
-def _serving_table(serving: Sequence[Serving]) -> Any:
+def print_serving(serving: Sequence[Serving], console: Console) -> None:
+    """A line for each device, precision and back-end."""
     from rich.table import Table
+
+    from vlmpack.terminal import print_table
 
     table = Table.grid(padding=(0, 2))
     for entry in serving:
         answer = f"[dim]no: {'; '.join(entry.reasons)}[/]" if entry.reasons else "[green]yes[/]"
         table.add_row(f"  {entry.device}", entry.dtype, entry.backend, answer)
-    return table
+    print_table(console, table)
 
 
-def _probe_table(reports: Sequence[Report]) -> Any:
+def print_probes(reports: Sequence[Report], console: Console) -> None:
+    """A line for each family and back-end, and below it plain transformers."""
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("family", no_wrap=True)
-    table.add_column("row computed by", no_wrap=True)
+    from vlmpack.terminal import print_table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("family", overflow="fold")
+    table.add_column("row computed by", overflow="fold")
     for title in ("leak", "logits", "loss", "gradients"):
-        table.add_column(title, justify="right")
-    table.add_column("verdict")
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
     families = dict.fromkeys(report.family for report in reports)
     for family in families:
         own = [report for report in reports if report.family == family]
         rows = [_row(report) for report in own] + [_plain_row(one) for report in own for one in report.plain[:-1]]
         for i, row in enumerate(rows):
             table.add_row("" if i else family, *row, end_section=i + 1 == len(rows))
-    return table
+    print_table(console, table)
 
 
 def _row(report: Report) -> list[str]:
     how = report.attention if report.dtype == "float32" else f"{report.attention}, {report.dtype}"
     leak = [check.seen for check in report.checks if check.part == "isolation"]
     rest = [
-        [check.seen for check in report.checks if check.part == "equality" and check.name.startswith(f"row: {what}")]
+        [check.seen for check in report.checks if check.part == "equality" and _is_of(check.name, what)]
         for what in ("logits", "loss", "gradient")
     ]
     return [how, *(_largest(seen) for seen in (leak, *rest)), _verdict(report)]
+
+
+def _is_of(name: str, what: str) -> bool:
+    """Mixed precision stands apart: its limits are others."""
+    circumstance, _, of = name.partition(": ")
+    return circumstance != "autocast" and of.startswith(what)
 
 
 def _plain_row(one: Contrast) -> list[str]:

@@ -71,6 +71,7 @@ def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
     from vlmpack.data.receipts import SMALLEST_LEGIBLE
 
     _check_dataset(options)
+    _check_options(options)
     source: dict[str, Any] = {name: vars(options)[name] for name in ("split", "num", "seed", "image_root")}
     if options.dataset == "synthetic" and tiny_family(options.processor) is not None:
         source["scale"] = SMALLEST_LEGIBLE  # images of the built-in processor have at most 256 tokens
@@ -87,6 +88,21 @@ def is_store(source: str) -> bool:
     return (Path(source).expanduser() / NAME).is_file()
 
 
+def check_finished(source: str) -> None:
+    """Refuse the folder of a `vlmpack pack` that did not reach its end.
+
+    Raises:
+        ConfigError: `source` is one.
+    """
+    from vlmpack.offline.files import WorkFolder
+
+    if not is_store(source) and WorkFolder(out=Path(source).expanduser()).path.is_dir():
+        raise ConfigError(
+            f"{source} holds no rows yet: `vlmpack pack` was interrupted there, or refused a sample. Run it again, and "
+            "it goes on where it was"
+        )
+
+
 def _check_dataset(options: InputOptions) -> None:
     """Refuse what would be taken for something else.
 
@@ -101,11 +117,25 @@ def _check_dataset(options: InputOptions) -> None:
             f"{options.dataset} is packed already: `vlmpack pack` wrote it. `vlmpack show {options.dataset}` shows its "
             "rows; give the data set that it was made of"
         )
+    check_finished(options.dataset)
     if options.split != DEFAULT_SPLIT and path.suffix in JSON_FILES and path.is_file():
         raise ConfigError(
             f"--split {options.split}: {options.dataset} is a JSON file, which is one split, whatever it is called; "
             "leave --split out"
         )
+
+
+def _check_options(options: InputOptions) -> None:
+    """Refuse options that contradict each other, or name what is not there.
+
+    Raises:
+        ConfigError: one does.
+    """
+    root = options.image_root
+    if root is not None and not root.expanduser().is_dir():
+        raise ConfigError(f"--image-root {root} is no folder here; give the one at which images' paths start")
+    if options.overlength != "error" and options.max_length is None:
+        raise ConfigError(f"--overlength {options.overlength} needs --max-length, the most tokens of a sample")
 
 
 def measured(

@@ -23,7 +23,6 @@ from vlmpack.cli.options import (
     WorkersOption,
     one_of,
 )
-from vlmpack.cli.refusal import in_options
 
 if TYPE_CHECKING:
     from vlmpack.cli.inputs import Inputs
@@ -68,7 +67,6 @@ RayOption = Annotated[bool, typer.Option("--ray", help="Measure and write as tas
 
 
 def pack(
-    ctx: typer.Context,
     dataset: DatasetArgument,
     out: OutArgument,
     processor: ProcessorOption,
@@ -132,7 +130,7 @@ def pack(
             inputs.dataset, out, inputs.collator, settings, workers=workers, executor="ray" if ray else "local",
             cache=cache, progress=progress,
         )  # fmt: skip
-    print_store(out, manifest, Console(), say=in_options(ctx.command))
+    print_store(out, manifest, Console())
 
 
 def _check_files(inputs: Inputs) -> None:

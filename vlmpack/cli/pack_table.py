@@ -14,10 +14,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from vlmpack.cli.refusal import Say
 from vlmpack.offline import Manifest
 from vlmpack.offline.manifest import LEFT_OUT
 from vlmpack.offline.write import Progress as Told
+from vlmpack.terminal import print_table
 
 STAGES = {"measure": "measuring samples", "compare": "comparing what is packed", "write": "writing files"}
 LISTED = 5
@@ -38,15 +38,8 @@ def told(console: Console) -> Iterator[Told]:
         yield tell
 
 
-def print_store(out: Path, manifest: Manifest, console: Console, *, say: Say = str) -> None:
-    """Rows, samples, sizes, and what was left out.
-
-    Args:
-        out: the folder.
-        manifest: what is in it.
-        console: where it is told.
-        say: translates why a sample is left out.
-    """
+def print_store(out: Path, manifest: Manifest, console: Console) -> None:
+    """Rows, samples, sizes, and what was left out of the folder `out`."""
     counts = manifest.counts
     table = Table(box=box.SIMPLE, show_header=False, title=f"[bold]{escape(str(out))}[/]", title_justify="left")
     table.add_column(style="cyan")
@@ -54,9 +47,9 @@ def print_store(out: Path, manifest: Manifest, console: Console, *, say: Say = s
     table.add_column(style="dim")
     for name, value, meaning in _lines(manifest):
         table.add_row(name, value, meaning)
-    console.print(table)
+    print_table(console, table)
     if counts.refused + counts.dropped:
-        _print_left_out(out, manifest, console, say)
+        _print_left_out(out, manifest, console)
 
 
 def _lines(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
@@ -80,14 +73,14 @@ def _lines(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
         yield "most patches", f"{sizes.most_patches:,}", "in a row"
 
 
-def _print_left_out(out: Path, manifest: Manifest, console: Console, say: Say) -> None:
+def _print_left_out(out: Path, manifest: Manifest, console: Console) -> None:
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in manifest.reasons.items())
     console.print(f"[yellow]Left out[/] (all are listed in {escape(str(out / LEFT_OUT))}): {escape(reasons)}")
     with (out / LEFT_OUT).open(encoding="utf-8") as lines:
         for line in islice(lines, LISTED):
             one = json.loads(line)
             name = "" if one["sample_id"] in (None, one["index"]) else f" (id {one['sample_id']!r})"
-            console.print(escape(f"  sample {one['index']}{name}: {say(one['detail'])}"), highlight=False)
+            console.print(escape(f"  sample {one['index']}{name}: {one['detail']}"), highlight=False)
 
 
 def size(count: int) -> str:

@@ -10,6 +10,7 @@ import typer
 
 from vlmpack.cli.options import DTYPES, BestDeviceOption, JsonOption, one_of
 from vlmpack.cli.processors import named_processor, refuse_file, tiny_family
+from vlmpack.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -48,13 +49,14 @@ def probe(
 
     from rich.console import Console
 
+    from vlmpack.attention import BACKENDS
     from vlmpack.cli.device import checked_device, quiet_transformers
     from vlmpack.cli.probe_table import print_report
     from vlmpack.proof import probe as examine
-    from vlmpack.step import StepConfig
 
-    if attention is not None:
-        StepConfig(attention=attention)  # refuses a name that there is not, before a model is read
+    choices = ("auto", *BACKENDS)
+    if attention is not None and attention not in choices:  # before a model is read
+        raise ConfigError(f"--attention {attention}: choose {', '.join(choices[:-1])} or {choices[-1]}")
     where = checked_device(device or _best_device())
     console = Console(quiet=as_json)
     with quiet_transformers(), console.status("reading the model") as status:

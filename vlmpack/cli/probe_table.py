@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -11,20 +11,28 @@ from rich.markup import escape
 from rich.table import Table
 
 from vlmpack.proof import Check, Contrast, Report
+from vlmpack.terminal import print_table
 
-COLOURS = {"ok": "green", "exact": "green", "leaks": "red", "differs": "red", "fails": "red"}
+COLOURS = {
+    "ok": "green",
+    "exact": "green",
+    "leaks": "red",
+    "differs": "red",
+    "fails": "red",
+    "not deterministic": "yellow",
+}
 TITLES = {
-    "isolation": "isolation: how far the other samples' logits move",
+    "isolation": "isolation: how far other samples move",
     "mechanism": "mechanisms, each by itself",
     "work": "work",
 }
 GRADIENT = "gradient of "
+ROUTERS = ("load-balancing loss", "routers' part of the loss", "routers' gradient")
 CAPTION = """\
-[dim]row     a packed row
-padded  a padded batch, which the step packs itself
-Errors are parts of the largest entry (of logits, or of each parameter's
-gradient). A limit is what float32 accounts for, and twice the error that the
-model makes without packing.[/]
+[dim]Errors are parts of the largest entry (of logits, or of each parameter's
+gradient); gradients are those of the worst parameter, and seen is the worst of
+all circumstances but autocast. A limit is what float32 accounts for, and twice
+the error that the model makes without packing.[/]
 """
 PLAIN_CAPTION = """\
 [dim]leak    how far a sample's logits move when only another one changes
@@ -37,13 +45,14 @@ def print_report(report: Report, console: Console) -> None:
     """Tables, and one line that says it all."""
     console.print(f"[bold]{report.model}[/] [dim]({report.family})[/], {escape(report.weights)}", highlight=False)
     console.print(f"{report.device}, {report.dtype}, attention by {report.attention}", highlight=False)
-    console.print(f"a row of {report.row_tokens} tokens: {'; '.join(report.samples)}\n", highlight=False)
-    console.print(_checks(report.checks))
-    console.print(_equality(report.checks))
+    console.print(f"rows of up to {report.row_tokens} tokens: {'; '.join(report.samples)}\n", highlight=False)
+    print_table(console, _checks(report.checks))
+    print_table(console, _circumstances(report))
+    print_table(console, _gradients(report.checks))
     console.print(CAPTION)
     if report.plain:
         console.print("[bold]Plain transformers[/], given the same samples")
-        console.print(_plain(report.plain))
+        print_table(console, _plain(report.plain))
         console.print(PLAIN_CAPTION)
     print_verdict(report, console)
 
@@ -58,13 +67,16 @@ def print_verdict(report: Report, console: Console) -> None:
             cause = f" [bold]{check.cause}[/]:" if check.cause else ""
             console.print(f"[red]{check.name} {check.finding}.[/]{cause} {escape(check.detail)}", highlight=False)
     console.print(f"[red]{report.verdict.capitalize()}.[/] The cause: [bold]{', '.join(report.causes)}[/].")
-    console.print("Do not train packed rows here; please report this table.")
+    if report.verdict == "not deterministic":
+        console.print("Nothing that could be compared leaks or differs; the rest is not proved.")
+    else:
+        console.print("Do not train packed rows here; please report this table.")
 
 
 def _checks(checks: Sequence[Check]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in ("what", "seen", "allowed", "finding"):
-        table.add_column(title, justify="right" if title in ("seen", "allowed") else "left")
+        table.add_column(title, justify="right" if title in ("seen", "allowed") else "left", no_wrap=title == "what")
     for part, title in TITLES.items():
         table.add_row(f"[dim]{title}[/]")
         found = [check for check in checks if check.part == part]
@@ -75,22 +87,61 @@ def _checks(checks: Sequence[Check]) -> Table:
     return table
 
 
-def _equality(checks: Sequence[Check]) -> Table:
-    """One line for what is compared both ways: the row as such, and the padded batch that the step packs.
-
-    Gradients stand below the part of the model that they are of, so that a name fits a narrow terminal.
-    """
-    lines: dict[str, dict[str, Check]] = {}
-    for check in (check for check in checks if check.part == "equality"):
-        way, _, what = check.name.partition(": ")
-        lines.setdefault(what or check.name, {})[way if what else "row"] = check
+def _circumstances(report: Report) -> Table:
+    """One line a circumstance, and one for each comparison that belongs to none of the columns."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("against each sample alone", overflow="fold")
-    for title in ("row", "padded", "allowed"):
+    for title in ("logits", "loss", "samples'", "gradients"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("finding")
+    equality = [check for check in report.checks if check.part == "equality"]
+    for name, title in report.circumstances.items():
+        own = {check.name.removeprefix(f"{name}: "): check for check in equality if check.name.startswith(f"{name}: ")}
+        own |= {check.name: check for check in equality if check.name == name}
+        if own:
+            table.add_row(title, *_worst_of_each(own), _findings(own.values()))
+    others = [check for check in equality if check.name.partition(":")[0] not in report.circumstances]
+    for check in others:
+        table.add_row(check.name, "", "", "", "", _finding(check.finding))
+    for name in ROUTERS:
+        found = [check for check in equality if check.name.endswith(name)]
+        if found:
+            seen = _number(max(check.seen or 0.0 for check in found))
+            numbers = ("", "", "", seen) if "gradient" in name else ("", seen, "", "")
+            table.add_row(f"  {name}", *numbers, _findings(found))
+    return table
+
+
+def _worst_of_each(checks: Mapping[str, Check]) -> list[str]:
+    columns = ("logits", "loss", "sample losses")
+    numbers = [_number(checks[name].seen if name in checks else None) for name in columns]
+    gradients = [check.seen for name, check in checks.items() if name.startswith(GRADIENT) and check.seen is not None]
+    return [*numbers, _number(max(gradients, default=None))]
+
+
+def _findings(checks: Iterable[Check]) -> str:
+    """The bad ones; ok if there are none."""
+    findings = dict.fromkeys(check.finding for check in checks)
+    return ", ".join(_finding(one) for one in findings if one != "ok") or _finding("ok")
+
+
+def _gradients(checks: Sequence[Check]) -> Table:
+    """One line a group of parameters: the worst of all circumstances, and the one in mixed precision.
+
+    They stand below the part of the model that they are of, so that a name fits a narrow terminal.
+    """
+    groups: dict[str, list[Check]] = {}
+    for check in checks:
+        what = check.name.partition(": ")[2]
+        if check.part == "equality" and what.startswith(GRADIENT):
+            groups.setdefault(what, []).append(check)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("gradients, against each sample alone", overflow="fold")
+    for title in ("seen", "allowed", "autocast"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("finding")
     above = ""
-    for what, ways in lines.items():
+    for what, found in groups.items():
         of, name = _placed(what)
         if of and of != above:
             table.add_section()
@@ -98,10 +149,11 @@ def _equality(checks: Sequence[Check]) -> Table:
         elif above and not of:
             table.add_section()
         above = of
-        findings = dict.fromkeys(check.finding for check in ways.values())
-        seen = (_number(ways[way].seen if way in ways else None) for way in ("row", "padded"))
-        allowed = next(iter(ways.values())).allowed
-        table.add_row(name, *seen, _number(allowed), ", ".join(_finding(finding) for finding in findings))
+        mixed = next((check.seen for check in found if check.name.startswith("autocast: ")), None)
+        own = [check for check in found if not check.name.startswith("autocast: ")]
+        seen = max((check.seen for check in own if check.seen is not None), default=None)
+        allowed = max((check.allowed for check in own if check.allowed is not None), default=None)
+        table.add_row(name, _number(seen), _number(allowed), _number(mixed), _findings(found))
     return table
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,6 +18,13 @@ from vlmpack.cli.options import (
     SplitOption,
     WorkersOption,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from vlmpack.cli.show_rows import ShownRows
 
 
 def show(
@@ -46,21 +53,32 @@ def show(
     """
     from rich.console import Console
 
-    from vlmpack.cli.inputs import InputOptions, is_store
-    from vlmpack.cli.show_ribbon import draw, make_ribbon
+    from vlmpack.cli.inputs import InputOptions, check_finished, is_store
     from vlmpack.cli.show_rows import checked_processor, planned, stored
 
     console, asked = Console(), row or [0]
     if is_store(source):
         rows = stored(source)
     else:
+        check_finished(source)
         options = InputOptions(
             dataset=source, processor=checked_processor(source, processor), split=split, num=num, seed=seed,
             max_length=max_length, overlength=overlength, max_pixels=max_pixels, image_root=image_root,
         )  # fmt: skip
         rows = planned(options, console, asked=asked, capacity=capacity, workers=workers, cache=cache)
+    print_rows(rows, asked, console, tokens_per_cell=tokens_per_cell)
+
+
+def print_rows(rows: ShownRows, asked: Sequence[int], console: Console, *, tokens_per_cell: int | None = None) -> None:
+    """The source in one line, then each row that was asked for.
+
+    Raises:
+        ConfigError: there is no such row.
+    """
+    from vlmpack.cli.show_ribbon import draw, make_ribbon
+
     shown = [rows.row(at) for at in asked]
-    console.print(rows.told, highlight=False, markup=False, soft_wrap=True)
+    console.print(rows.told, highlight=False, markup=False, soft_wrap=not console.is_terminal)
     for one in shown:
         ribbon = make_ribbon(
             one.segments, one.types, one.sample_ids, width=console.width, tokens_per_cell=tokens_per_cell

@@ -121,9 +121,8 @@ def _totals(ribbon: Ribbon, *, has_hidden: bool) -> Text:
     real, media = sum(ribbon.lengths), sum(ribbon.media)
     padding, count = ribbon.total - real, len(ribbon.names)
     parts = [f"{real - media:,} text", f"{media:,} image (capitals)" if media else "", f"{padding:,} padding (dots)"]
-    fill = f"{real / ribbon.total:.2%} full" if ribbon.total else "empty"
     samples = f"{count:,} sample{'' if count == 1 else 's'}"
-    told = f"{ribbon.total:,} tokens = {' + '.join(part for part in parts if part)}: {fill}, {samples}"
+    told = f"{ribbon.total:,} tokens = {' + '.join(part for part in parts if part)}, {samples}"
     each = f"{ribbon.tokens_per_cell:,} tokens" if ribbon.tokens_per_cell > 1 else "a token"
     return Text(f"{told}. A character is {each}{'; samples in brackets fill none' if has_hidden else ''}.")
 

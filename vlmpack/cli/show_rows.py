@@ -24,7 +24,7 @@ class ShownRow:
     """One row, without its pixels."""
 
     told: str
-    """Its place among the rows, and how full it is."""
+    """Its place among the rows, and how full it is: real tokens over the capacity, as for all rows together."""
     segments: Segments
     """Where samples lie."""
     types: np.ndarray
@@ -66,7 +66,7 @@ class ShownRows:
         return ShownRow(told=self._told(number, segments), segments=segments, types=types, sample_ids=names)
 
     def _told(self, number: int, segments: Segments) -> str:
-        held = f"{segments.total:,} of {self.capacity:,} tokens ({segments.total / self.capacity:.1%})"
+        held = f"{segments.total:,} of {self.capacity:,} tokens, {segments.num_tokens / self.capacity:.2%} full"
         return f"row {number:,} of 0 to {self.count - 1:,}: {held}"
 
 

@@ -104,7 +104,7 @@ def load_image(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> 
         _decode(image)
         by = orientation(image)
     rgb = to_rgb(image)
-    if rgb is image and image.format == "WEBP":
+    if rgb is image and image is not source and image.format == "WEBP":
         rgb = image.copy()  # without Pillow's decoder, which holds twice as much again
     del image  # what it holds is free before another copy is made
     return turned(rgb, by)

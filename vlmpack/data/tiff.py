@@ -59,7 +59,7 @@ def check_directory(file: IO[bytes]) -> None:
     size, fault = file.seek(0, io.SEEK_END), None
     try:
         entries = _entries(file)
-    except (struct.error, OverflowError):
+    except (struct.error, OverflowError, ValueError, OSError):  # at a place that no file has
         entries, fault = {}, "its directory of tags is cut short"
     for tag, entry in entries.items():
         if tag in _DECIDING and entry.place + entry.size > size:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, final
 
@@ -47,6 +47,16 @@ class Experts:
         """Whether gradient checkpointing computes the layers again in the backward pass."""
         layers = language_model.get_submodule("layers").children()
         return any(layer.training and getattr(layer, "gradient_checkpointing", False) for layer in layers)
+
+    def puts_aux_loss_first(self, model_class: str) -> bool:
+        """Whether the load-balancing loss comes before the logits in the outputs of this class of models, as a tuple.
+
+        The output class itself is looked at: Qwen3-VL-MoE's changed from transformers 5.17 to 5.23.
+        """
+        file = vars(import_module(self.modelling))
+        of_vision = f"{model_class.removesuffix('ForConditionalGeneration')}CausalLMOutputWithPast"
+        names = [field.name for field in fields(file.get(of_vision) or file["MoeCausalLMOutputWithPast"])]
+        return names.index("aux_loss") < names.index("logits")
 
     # ------------------------------------------------------------------ the load-balancing loss
 

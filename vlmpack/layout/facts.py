@@ -49,7 +49,8 @@ def host_grids(known: tuple[Grid, ...], tensor: torch.Tensor | None, name: str) 
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
+    """Of a type that transformers can count frames in."""
+    return tensor.dtype in (torch.int64, torch.int32)
 
 
 def seconds_of(given: Any) -> torch.Tensor:

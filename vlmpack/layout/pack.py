@@ -134,7 +134,8 @@ def _check_shapes(batch: PaddedBatch) -> None:
         if tensor is None:
             continue
         check_is_tensor(tensor, name)
-        if tensor.shape[-2:] != batch.input_ids.shape:
+        whole = name in ("labels", "mm_token_type_ids")  # others may have several rows a sample
+        if (tensor.shape if whole else tensor.shape[-2:]) != batch.input_ids.shape:
             raise LayoutError(f"{name} is {list(tensor.shape)} but input_ids is {list(batch.input_ids.shape)}")
     if batch.labels is not None:
         whole_numbers(batch.labels, "labels")

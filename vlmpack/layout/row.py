@@ -195,9 +195,10 @@ def _check_boundaries(batch: Mapping[str, Any], segments: Segments) -> None:
             "row; was the batch split or concatenated on its way (accelerate: set dispatch_batches=False)? If you "
             "changed the row, leave its facts out"
         )
-        if isinstance(given, torch.Tensor) and given.shape == (len(on_host),):
+        is_whole = isinstance(given, torch.Tensor) and not (given.is_floating_point() or given.is_complex())
+        if is_whole and given.shape == (len(on_host),):
             require((given == on_device(given.device)).all(), message, LayoutError)
-        elif isinstance(given, torch.Tensor) or checked_boundaries(given, name) != on_host:
+        elif is_whole or checked_boundaries(given, name) != on_host:
             raise LayoutError(message)
 
 

@@ -33,11 +33,11 @@ def _caught(way: PlainRow | PlainPadded, subject: Subject, truth: Truth) -> Cont
 def _contrast(way: PlainRow | PlainPadded, subject: Subject, truth: Truth) -> Contrast:
     leak = max(leaks(way, subject.samples, subject.words))
     found = way(subject.samples)
-    logits = max(distance(host(x), own) for x, own in zip(found.logits, truth.outcome.logits, strict=True))
-    loss = relative(float(found.loss), truth.outcome.loss)
+    logits = max(distance(host(x), own) for x, own in zip(found.logits, truth.eval.outcome.logits, strict=True))
+    loss = relative(float(found.loss), truth.eval.outcome.loss)
     pairs, _ = count_pairs(subject, way)
-    leaks_here = not leak <= max(LEAK, 0.0 if subject.dtype == torch.float32 else truth.limits.logits)
-    same = logits <= max(truth.limits.logits, FLOOR["logits"]) and loss <= truth.limits.loss
+    leaks_here = not leak <= max(LEAK, 0.0 if subject.dtype == torch.float32 else truth.eval.limits.logits)
+    same = logits <= max(truth.eval.limits.logits, FLOOR["logits"]) and loss <= truth.eval.limits.loss
     causes: tuple[Cause, ...] = ()
     if isinstance(way, PlainRow):
         causes = _causes(way, subject, truth)
@@ -56,10 +56,10 @@ def _causes(way: PlainRow, subject: Subject, truth: Truth) -> tuple[Cause, ...]:
     scene = watch(subject.core, subject.family, way, subject.samples)
     mask = check_mask(scene)
     checks = [
-        check_positions(scene, truth.rotary),
+        check_positions(scene, truth.seen.rotary),
         _blamed_on_cache(way, subject) if mask.is_bad else mask,
         *check_delta(scene),
-        check_vision(scene, truth.features, own_error=truth.feature_error),
+        check_vision(scene, truth.seen.features, own_error=truth.seen.feature_error),
         check_loss_count(way(subject.samples), subject.samples),
     ]
     return causes_of(checks)

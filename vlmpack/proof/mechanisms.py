@@ -30,7 +30,6 @@ def rotary_of(call: Call) -> Rotary:
     return tuple(call.args[1] if len(call.args) > 1 else call.kwargs["position_embeddings"])
 
 
-@torch.no_grad()
 def check_positions(scene: Scene, alone: Sequence[Rotary]) -> Check:
     """`alone`: the same of each sample by itself."""
     row = rotary_of(next(iter(scene.attention.values())))
@@ -56,7 +55,6 @@ def check_cache(scene: Scene) -> Check:
     return Check.of_mechanism("cache", "differs", seen=len(found), allowed=0, detail=detail)
 
 
-@torch.no_grad()
 def check_mask(scene: Scene) -> Check:
     """Others do not move; a sample's last token sees its first half; nothing before it sees its last token."""
     leak, at = _worst(scene.attention, scene, lambda call: lambda hidden: call.again(hidden)[0])
@@ -76,7 +74,6 @@ def check_delta(scene: Scene) -> list[Check]:
     return [_delta_part(scene, name) for name in names]
 
 
-@torch.no_grad()
 def _delta_part(scene: Scene, cause: Cause) -> Check:
     exchange = _forgetful if cause == "conv taps" else _current_tap_only
 

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, final
 
 Cause = Literal[
-    "positions", "mask", "cache", "conv taps", "recurrent state", "router", "vision", "loss count", "unknown"
+    "packing",
+    "positions",
+    "mask",
+    "cache",
+    "conv taps",
+    "recurrent state",
+    "router",
+    "vision",
+    "head",
+    "loss count",
+    "sample results",
+    "not deterministic",
+    "unknown",
 ]
-"""The mechanisms that keep samples apart; as a cause, the one that fails to. "unknown": none of them shows it."""
+"""The mechanisms that keep samples apart; as a cause, the one that fails to. "not deterministic": packing is not at
+fault, the model alone gives other numbers when it is run again. "unknown": no mechanism shows it."""
 
 Part = Literal["isolation", "equality", "mechanism", "work"]
-Finding = Literal["ok", "leaks", "differs", "fails", "waits", "absent", "not counted"]
-Verdict = Literal["exact", "leaks", "differs", "fails"]
+Finding = Literal["ok", "leaks", "differs", "fails", "not deterministic", "waits", "absent", "not counted"]
+Verdict = Literal["exact", "leaks", "differs", "fails", "not deterministic"]
 
-BAD: tuple[Finding, ...] = ("fails", "leaks", "differs")
-"""Findings that a packed row must not have, the worst first."""
+BAD: tuple[Finding, ...] = ("fails", "leaks", "differs", "not deterministic")
+"""Findings that a packed row must not have, the worst first; after the last of them nothing is proved."""
 
 
 @final
@@ -30,7 +43,8 @@ class Check:
     name: str
     """What was looked at."""
     finding: Finding
-    """ok; leaks; differs; fails (raised an error); waits (exact, but slow); absent (no such part); not counted."""
+    """ok; leaks; differs; fails (raised an error); not deterministic (differs without packing too); waits (exact, but
+    slow); absent (no such part); not counted."""
     seen: float | None = None
     """What was measured: a part of the largest entry, or a count."""
     allowed: float | None = None
@@ -108,12 +122,15 @@ class Report:
     """Width of the row, gaps included."""
     checks: tuple[Check, ...]
     """Everything that was looked at."""
+    circumstances: Mapping[str, str]
+    """In which the samples were packed: a word, with which names of checks begin, and what it stands for."""
     plain: tuple[Contrast, ...]
     """Plain transformers, for contrast; nothing that it does wrong counts against the verdict."""
 
     @property
     def verdict(self) -> Verdict:
-        """exact; leaks: a sample sees another; differs: isolated, but not what a sample alone gives; fails."""
+        """exact; leaks: a sample sees another; differs: isolated, but not what a sample alone gives; fails; not
+        deterministic: what could be compared is exact, but two runs of the model alone differ."""
         return verdict_of(self.checks)
 
     @property

@@ -6,18 +6,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from vlmpack.attention import BACKENDS, choose
 from vlmpack.families import family_of
 from vlmpack.proof.contrast import contrasts
-from vlmpack.proof.packed import packed_checks
+from vlmpack.proof.packed import UNSTEADY, packed_checks
 from vlmpack.proof.receipts import check_fits, processed_samples
 from vlmpack.proof.report import Check, Contrast, Report, said
-from vlmpack.proof.samples import synthetic_samples
-from vlmpack.proof.subject import Subject, attention_call, find_truth
+from vlmpack.proof.samples import synthetic_samples, with_company
+from vlmpack.proof.subject import Subject, UnsteadyError, attention_call, find_truth
 from vlmpack.proof.untouched import settings_of, untouched
-from vlmpack.proof.ways import gappy
 from vlmpack.step import StepConfig, find_model
 
 Say = Callable[[str], None]
@@ -68,6 +68,7 @@ def probe(
         samples=tuple(f"{sample.kind}, {len(sample.input_ids)} tokens" for sample in subject.samples),
         row_tokens=subject.segments.total,
         checks=tuple(checks),
+        circumstances={one.name: one.title for one in subject.circumstances},
         plain=tuple(contrast),
     )
 
@@ -90,10 +91,10 @@ def _subject(model: nn.Module, processor: Any, attention: str | None) -> Subject
         model=model,
         core=core,
         family=family,
-        samples=samples,
+        samples=with_company(samples, family, core.config),
+        autocast=_mixed_precision(core),
         settings=replace(
             settings,
-            slots=gappy(samples),
             attention=attention or settings.attention,
             # what transformers computes for a batch, and nothing beside it
             aux_loss="row",
@@ -102,10 +103,25 @@ def _subject(model: nn.Module, processor: Any, attention: str | None) -> Subject
     )
 
 
+def _mixed_precision(core: nn.Module) -> torch.dtype:
+    """That of the autocast in which the probe is called; outside of any, bfloat16."""
+    device = next(core.parameters()).device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.bfloat16
+
+
 def _examined(subject: Subject, say: Say, *, plain: bool) -> tuple[list[Check], list[Contrast]]:
     say("each sample alone")
     try:
         truth = find_truth(subject)
+    except UnsteadyError as error:
+        alone = Check(
+            part="equality",
+            name="each sample alone",
+            finding="not deterministic",
+            cause="not deterministic",
+            detail=f"{error}: {UNSTEADY}",
+        )
+        return [alone], []
     except Exception as error:  # nothing to compare with: that is the finding
         return [Check(part="equality", name="each sample alone", finding="fails", detail=said(error))], []
     say("plain transformers")

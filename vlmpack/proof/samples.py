@@ -1,7 +1,8 @@
-"""The samples of a probe: an image, text, two images, a video; random, and made without a processor.
+"""The samples of a probe: images, texts, two images, a video; random, and made without a processor.
 
-Every kind has its first token labelled, which nothing predicts: a row that forgets to mask it learns it from the sample
-before.
+There are more than four, of which two have one length and one is longer than 128 tokens: kernels and layouts choose
+other ways by number and by length. Every kind has its first token labelled, which nothing predicts: a row that forgets
+to mask it learns it from the sample before.
 """
 
 from __future__ import annotations
@@ -98,6 +99,18 @@ def perturbed(sample: ProbeSample, words: Words) -> ProbeSample:
     return replace(sample, input_ids=words.exchanged(sample.input_ids), media=replace(media, **changed))
 
 
+LONG = 70
+"""Words before and after the middle of the long text: more than 128 tokens."""
+
+
+def with_company(samples: Sequence[ProbeSample], family: Family, config: Any) -> list[ProbeSample]:
+    """The samples of every kind, another one of the first one's length beside it, and a long text in their middle."""
+    first, second, *others = samples
+    twin = replace(perturbed(first, Words.of(family, config)), kind=f"another {first.kind}")
+    long = make_sample(family, config, kind="long text", words=LONG, seed=5)
+    return [first, twin, second, long, *others]
+
+
 # ---------------------------------------------------------------------- making them
 
 
@@ -181,16 +194,23 @@ def _media(
 # ---------------------------------------------------------------------- several in one batch
 
 
-def batch_of(samples: Sequence[ProbeSample]) -> PaddedBatch:
-    """The samples as a right-padded batch, with what a collator knows of them."""
+def offsets_of(samples: Sequence[ProbeSample], *, left: bool) -> tuple[int, ...]:
+    """The first column of each sample in a batch that is padded on the left, or on the right."""
+    lengths = [len(sample.input_ids) for sample in samples]
+    return tuple(max(lengths) - n if left else 0 for n in lengths)
+
+
+def batch_of(samples: Sequence[ProbeSample], *, left: bool = False) -> PaddedBatch:
+    """The samples as a padded batch, with what a collator knows of them."""
     lengths = tuple(len(sample.input_ids) for sample in samples)
     return PaddedBatch(
-        input_ids=_stack([sample.input_ids for sample in samples], 0),
-        attention_mask=(torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long(),
-        labels=_stack([sample.labels for sample in samples], IGNORE),
+        input_ids=_stack([sample.input_ids for sample in samples], 0, left=left),
+        attention_mask=_stack([torch.ones_like(sample.input_ids) for sample in samples], 0, left=left),
+        labels=_stack([sample.labels for sample in samples], IGNORE, left=left),
         media=joined_media(samples),
         facts=BatchFacts(
             lengths=lengths,
+            offsets=offsets_of(samples, left=left),
             image_grids=tuple(grid for sample in samples for grid in sample.image_grids),
             video_grids=tuple(grid for sample in samples for grid in sample.video_grids),
             images_per_sample=tuple(len(sample.image_grids) for sample in samples),
@@ -208,5 +228,6 @@ def joined_media(samples: Sequence[ProbeSample]) -> Media:
     return Media(**{name: torch.cat([media[name] for media in found if name in media]) for name in names})
 
 
-def _stack(rows: list[torch.Tensor], fill: int) -> torch.Tensor:
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
+def _stack(rows: list[torch.Tensor], fill: int, *, left: bool) -> torch.Tensor:
+    side = "left" if left else "right"
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill, padding_side=side)

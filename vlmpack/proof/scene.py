@@ -14,7 +14,7 @@ from torch.func import functional_call
 from vlmpack.families import Family
 from vlmpack.layout import Segments
 from vlmpack.proof.samples import ProbeSample
-from vlmpack.proof.ways import Way
+from vlmpack.proof.ways import Pass, Way
 
 LEAK = 1e-5
 """What may move when something else is changed, as a part of the largest entry: a real leak is 1e-2."""
@@ -76,6 +76,12 @@ class Scene:
     """The blocks around them, by the same names."""
     vision: Sequence[Call]
     """The calls of the vision tower: images, then videos."""
+    backbone: Call
+    """The call of the model without its head."""
+    head: Sequence[Call]
+    """The calls of the head."""
+    given: Pass
+    """What came back."""
 
     @property
     def gaps(self) -> list[Span]:
@@ -84,18 +90,18 @@ class Scene:
         return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
 
 
-@torch.no_grad()
 def watch(model: nn.Module, family: Family, way: Way, samples: Sequence[ProbeSample]) -> Scene:
-    """Run `way` once. `model` is the one with the head, not a wrapper around it."""
+    """Run `way` once, with a graph or without. `model` is the one with the head, not a wrapper around it."""
     text, tower = family.language_model(model), family.vision_tower(model)
     attention = children(text, "self_attn")
     delta = children(text, "linear_attn") if family.delta is not None else {}
     blocks = {} if family.experts is None else _expert_blocks(family, text)
     experts = {name: block.get_submodule("experts") for name, block in blocks.items()}
     mixers = [*attention.values(), *delta.values()]
-    watched = [*mixers, *experts.values(), *blocks.values(), *([] if tower is None else [tower])]
+    backbone, head = family.backbone(model), family.head(model)
+    watched = [backbone, head, *mixers, *experts.values(), *blocks.values(), *([] if tower is None else [tower])]
     with recorded(watched) as calls:
-        way(samples)
+        given = way(samples)
     return Scene(
         family=family,
         samples=samples,
@@ -105,6 +111,9 @@ def watch(model: nn.Module, family: Family, way: Way, samples: Sequence[ProbeSam
         experts={name: calls[module][0] for name, module in experts.items()},
         blocks={name: calls[module][0] for name, module in blocks.items()},
         vision=[] if tower is None else calls[tower],
+        backbone=calls[backbone][0],
+        head=calls[head],
+        given=given,
     )
 
 
@@ -126,7 +135,7 @@ def recorded(modules: Iterable[nn.Module]) -> Iterator[Calls]:
     calls: Calls = {module: [] for module in modules}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        calls[module].append(Call(module=module, args=args, kwargs=dict(kwargs), output=tensors_in(output)))
+        calls[module].append(Call(module=module, args=args, kwargs=dict(kwargs), output=_detached(output)))
 
     handles = [module.register_forward_hook(note, with_kwargs=True) for module in calls]
     try:
@@ -141,7 +150,7 @@ def recorded(modules: Iterable[nn.Module]) -> Iterator[Calls]:
 
 def changed(x: torch.Tensor, spans: Iterable[Span], *, dim: int) -> torch.Tensor:
     """`x` with other numbers of the same size in these spans of `dim`."""
-    out = x.clone()
+    out = x.detach().clone()
     for start, stop in spans:
         part = out.narrow(dim, start, stop - start)
         part.copy_(-part.roll(1, dims=-1) - 0.5 * part.roll(3, dims=-1))
@@ -150,8 +159,9 @@ def changed(x: torch.Tensor, spans: Iterable[Span], *, dim: int) -> torch.Tensor
 
 def moved(after: torch.Tensor, before: torch.Tensor, spans: Iterable[Span], *, dim: int) -> float:
     """The most that these spans moved, as a part of the largest entry; NaN counts as infinitely far."""
+    before = before.detach()
     scale = max(float(before.abs().nan_to_num().max()), 1e-30)
-    difference = (after - before).abs().nan_to_num(nan=float("inf"))
+    difference = (after.detach() - before).abs().nan_to_num(nan=float("inf"))
     moves = [float(difference.narrow(dim, a, b - a).max()) for a, b in spans if b > a]
     return max(moves, default=0.0) / scale
 
@@ -159,13 +169,16 @@ def moved(after: torch.Tensor, before: torch.Tensor, spans: Iterable[Span], *, d
 def most_moved(
     run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, spans: Sequence[Span], gaps: Sequence[Span]
 ) -> float:
-    """The most that any span of `run(x)` moves when another one, or the gaps, are changed. [1, T, D] in and out."""
+    """The most that spans of `run(x)` move when every other one, or the gaps, are changed. [1, T, D] in and out."""
     before = run(x)
     worst = moved(run(changed(x, gaps, dim=1)), before, spans, dim=1) if gaps else 0.0
-    for i, span in enumerate(spans):
-        others = [other for j, other in enumerate(spans) if j != i]
-        worst = max(worst, moved(run(changed(x, [span], dim=1)), before, others, dim=1))
+    for these, others in (spans[::2], spans[1::2]), (spans[1::2], spans[::2]):
+        worst = max(worst, moved(run(changed(x, these, dim=1)), before, others, dim=1))
     return worst
+
+
+def _detached(output: Any) -> list[torch.Tensor]:
+    return [x.detach() for x in tensors_in(output)]
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:

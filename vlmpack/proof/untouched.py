@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -30,12 +30,15 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Inside: no packing, eval mode, no gradients, exact float32, no autocast; small models have one thread.
     Afterwards: everything as it was, bit for bit.
 
-    Weights, buffers and the configuration are not written to at all. Modes, gradients (the very tensors), packing and
-    the random state of every device are put back.
+    Weights and the configuration are not written to at all. Buffers (in train mode some modules count in them), modes,
+    gradients (the very tensors), packing and the random state of every device are put back.
     """
     packing = _packing_of(model)
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(p, p.grad) for p in model.parameters()]
+    buffers = [
+        (m, name, x, None if x is None else x.clone()) for m in model.modules() for name, x in m._buffers.items()
+    ]
     cuda = [device for device in {p.device for p in model.parameters()} if device.type == "cuda"]
     with torch.random.fork_rng(devices=cuda), _exact_arithmetic(), _threads_for(model), torch.enable_grad():
         try:
@@ -49,9 +52,19 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 p.grad = gradient
             for module, training in modes:
                 module.training = training
+            _put_back(buffers)
             disable_packing(model)
             if packing is not None:
                 enable_packing(model, packing.config, parallel=packing.parallel)
+
+
+@torch.no_grad()
+def _put_back(buffers: Iterable[tuple[nn.Module, str, torch.Tensor | None, torch.Tensor | None]]) -> None:
+    """The very tensors, with the values that they had."""
+    for module, name, buffer, value in buffers:
+        module._buffers[name] = buffer
+        if buffer is not None and value is not None and not torch.equal(buffer, value):
+            buffer.copy_(value)
 
 
 @contextmanager

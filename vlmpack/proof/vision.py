@@ -25,7 +25,6 @@ def features_of(calls: Sequence[Call]) -> Features:
     return [[x.detach() for x in call.output] for call in calls]
 
 
-@torch.no_grad()
 def check_vision(scene: Scene, alone: Sequence[Features], *, own_error: float) -> Check:
     """Nothing moves but what is changed, and features are those of the sample alone.
 
@@ -56,13 +55,10 @@ def _patches(samples: Sequence[ProbeSample]) -> list[list[int]]:
 
 
 def _leak(call: Call, patches: list[int]) -> float:
-    pixels, spans = call.hidden, _spans(patches)
+    pixels, spans = call.hidden, [span for span in _spans(patches) if span[0] < span[1]]
     before, worst = call.again(pixels), 0.0
-    for i, span in enumerate(spans):
-        if span[0] == span[1]:
-            continue
-        after = call.again(changed(pixels, [span], dim=0))
-        others = [other for j, other in enumerate(spans) if j != i]
+    for these, others in (spans[::2], spans[1::2]), (spans[1::2], spans[::2]):
+        after = call.again(changed(pixels, these, dim=0)) if these and others else before
         for x, y in zip(after, before, strict=True):
             worst = max(worst, moved(x, y, _scaled(others, len(y), pixels.shape[0]), dim=0))
     return worst

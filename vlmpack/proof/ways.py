@@ -10,20 +10,11 @@ import torch
 from torch import nn
 
 from vlmpack.families import Family
-from vlmpack.layout import PackedRow, PaddedBatch, Segments, SlotRule, pack
+from vlmpack.layout import FACTS_KEY, PackedRow, PaddedBatch, Segments, SlotRule, pack
+from vlmpack.proof.circumstances import TIGHT, Circumstance
 from vlmpack.proof.outcome import Outcome, backward, outcome_of, take_gradients, target_losses, without_routers
-from vlmpack.proof.samples import ProbeSample, batch_of, joined_media
+from vlmpack.proof.samples import ProbeSample, batch_of, joined_media, offsets_of
 from vlmpack.step import PackedStep, StepResult
-
-TIGHT = SlotRule()
-"""No gaps."""
-
-
-def gappy(samples: Sequence[ProbeSample]) -> SlotRule:
-    """Slots that leave room behind a sample at least, and at the end of the row."""
-    lengths = [len(sample.input_ids) for sample in samples]
-    multiple = next(m for m in (8, 12, 20, 2 * max(lengths)) if any(n % m for n in lengths))
-    return SlotRule(multiple=multiple, row_multiple=4 * multiple)
 
 
 @final
@@ -36,13 +27,25 @@ class Pass:
     loss: torch.Tensor
     """Scalar: what a trainer would be given."""
     result: StepResult | None = None
-    """Of vlmpack's ways: all that the step gave back."""
+    """Of `PackedStep`: all that it gave back."""
+    sample_losses: torch.Tensor | None = None
+    """Of vlmpack's ways, [B]: each sample's own loss."""
+    sample_targets: torch.Tensor | None = None
+    """Of vlmpack's ways, [B]: how many targets each sample has."""
+    share: float = 1.0
+    """The samples' own targets, as a part of those that the loss was divided by."""
+
+    @property
+    def mean_loss(self) -> torch.Tensor:
+        """Scalar: the loss if it were divided by the samples' own targets."""
+        return self.loss / self.share
 
     def outcome(self, model: nn.Module, samples: Sequence[ProbeSample]) -> Outcome:
         """The outcome with its gradients, which are computed now; what an aborted pass left is discarded first."""
         take_gradients(model)
-        backward(self.loss)
-        return outcome_of(model, samples, self.logits, float(self.loss.detach()))
+        backward(self.mean_loss)
+        loss = float(self.mean_loss.detach())
+        return outcome_of(model, samples, self.logits, loss, sample_losses=self.sample_losses)
 
 
 class Way(Protocol):
@@ -65,40 +68,93 @@ class Way(Protocol):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """vlmpack's own: as a packed row, or as a padded batch that the step packs."""
+    """vlmpack's own, in one circumstance: as a packed row, or as a padded batch that the step packs."""
 
     step: PackedStep
-    """On the model."""
+    """On the model, with the settings of the circumstance."""
     family: Family
     """Of the model."""
-    poison: int
-    """Id of the token that stands in every gap."""
+    circumstance: Circumstance
+    """How samples are given and computed."""
     rule: SlotRule
     """Of the row."""
-    padded: bool = False
-    """Hand over the padded batch; its slots are those of the step's own settings."""
+    poison: int
+    """Id of the token that stands in every gap."""
 
     @property
     def name(self) -> str:
         """For people."""
-        return "a padded batch, packed inside the step" if self.padded else "a packed row"
+        return self.circumstance.title
 
     def segments(self, samples: Sequence[ProbeSample]) -> Segments:
         """The row's."""
         return _segments(samples, self.rule)
 
+    def batch(self, samples: Sequence[ProbeSample]) -> PaddedBatch:
+        """The padded batch."""
+        return batch_of(samples, left=self.circumstance.padded == "left")
+
     def given(self, samples: Sequence[ProbeSample]) -> PaddedBatch | PackedRow:
         """What the step is given."""
-        batch = batch_of(samples)
-        return batch if self.padded else pack(batch, rule=self.rule, pad_token_id=self.poison)
+        facts = self.circumstance.facts
+        if not self.circumstance.padded:
+            return self.row(samples, facts=facts)
+        return self.batch(samples) if facts else replace(self.batch(samples), facts=None)
 
-    def __call__(self, samples: Sequence[ProbeSample], *, routers: bool = False) -> Pass:
-        """`routers`: with the load-balancing loss."""
+    def row(self, samples: Sequence[ProbeSample], *, facts: bool = True) -> PackedRow:
+        """The packed row, also of a batch that the step would pack itself; `facts`: with those that the host has."""
+        batch = self.batch(samples)
+        given = batch if facts else replace(batch, facts=None)
+        return pack(given, rule=self.rule, pad_token_id=self.poison)
+
+    def __call__(self, samples: Sequence[ProbeSample], *, routers: bool = False, by_step: bool = False) -> Pass:
+        """Compute them; `routers`: with the load-balancing loss; `by_step`: by `PackedStep` in any circumstance."""
         asked = {"output_router_logits": routers} if self.family.experts is not None else {}
-        result = self.step(self.given(samples), logits=True, **asked)
-        assert result.row_logits is not None
-        logits = [result.row_logits[0, start:stop] for start, stop in result.segments.spans]
-        return Pass(logits=logits, loss=result.loss, result=result)
+        if by_step or not self.circumstance.by_model:
+            return self._by_step(samples, asked)
+        return self._by_model(samples, asked)
+
+    def _by_step(self, samples: Sequence[ProbeSample], asked: dict[str, Any]) -> Pass:
+        items = self.circumstance.items(samples)
+        result = self.step(self.given(samples), logits=True, num_items_in_batch=items, **asked)
+        logits = result.logits if self.circumstance.padded else result.row_logits
+        assert logits is not None
+        return Pass(
+            logits=self._of_samples(logits, samples),
+            loss=result.loss,
+            result=result,
+            sample_losses=result.sample_losses,
+            sample_targets=result.sample_targets,
+            share=_share(samples, items),
+        )
+
+    def _by_model(self, samples: Sequence[ProbeSample], asked: dict[str, Any]) -> Pass:
+        device, items = device_of(self.step.model), self.circumstance.items(samples)
+        inputs = self.given(samples).to(device).to_hf()
+        if not self.circumstance.facts:
+            inputs.pop(FACTS_KEY, None)
+        if items is not None:
+            inputs["num_items_in_batch"] = torch.tensor(items, device=device)
+        output: Any = self.step.model(**inputs, output_logits=True, **asked)
+        return Pass(
+            logits=self._of_samples(output.logits, samples),
+            loss=output.loss,
+            sample_losses=output.sample_losses,
+            sample_targets=output.sample_targets,
+            share=_share(samples, items),
+        )
+
+    def _of_samples(self, logits: torch.Tensor, samples: Sequence[ProbeSample]) -> list[torch.Tensor]:
+        """[B, S, V] or [1, T, V] to [L, V] of each sample."""
+        if not self.circumstance.padded:
+            return [logits[0, start:stop] for start, stop in self.segments(samples).spans]
+        starts = offsets_of(samples, left=self.circumstance.padded == "left")
+        cut = zip(logits, starts, samples, strict=True)
+        return [row[start : start + len(sample.input_ids)] for row, start, sample in cut]
+
+
+def _share(samples: Sequence[ProbeSample], items: int | None) -> float:
+    return 1.0 if items is None else sum(sample.num_targets for sample in samples) / items
 
 
 @final
@@ -218,12 +274,14 @@ class PlainPadded:
         logits = [row[: len(sample.input_ids)] for row, sample in zip(output.logits, samples, strict=True)]
         return Pass(logits=logits, loss=output.loss)
 
-    @torch.no_grad()
-    def balance(self, samples: Sequence[ProbeSample]) -> float | None:
-        """The routers' load-balancing loss over the real tokens; None: this version does not compute it."""
-        inputs = {name: value.to(device_of(self.model)) for name, value in self.inputs(samples).items()}
-        loss = self.model(**inputs, output_router_logits=True, use_cache=False).aux_loss
-        return None if loss is None else float(loss)
+    def with_routers(self, samples: Sequence[ProbeSample]) -> tuple[Pass, torch.Tensor | None]:
+        """The pass with the routers' losses in its loss, and the load-balancing loss over the real tokens; None: this
+        version computes none."""
+        inputs = {**self.inputs(samples), "labels": batch_of(samples).labels}
+        placed = {name: value.to(device_of(self.model)) for name, value in inputs.items() if value is not None}
+        output = self.model(**placed, output_router_logits=True, use_cache=False)
+        logits = [row[: len(sample.input_ids)] for row, sample in zip(output.logits, samples, strict=True)]
+        return Pass(logits=logits, loss=output.loss), output.aux_loss
 
 
 def _call(model: Any, family: Family, inputs: dict[str, torch.Tensor], settings: dict[str, Any]) -> Any:

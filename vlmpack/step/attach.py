@@ -12,11 +12,11 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
+from weakref import WeakSet
 
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families import Family, family_of
@@ -24,10 +24,11 @@ from vlmpack.layout import around_graph
 from vlmpack.parallel import Parallel
 from vlmpack.step import attention, by_sample, cut, experts
 from vlmpack.step.engine import StepConfig
-from vlmpack.step.forward import packed_forward
+from vlmpack.step.forward import packed_forward, plain_forward, unpackable, without_guards
 from vlmpack.step.keys import ROW_KEYS
 from vlmpack.step.models import check_adapters, check_is_only_one, check_own_forward, check_own_loss, find_model
 from vlmpack.step.subclass import base_of, subclass
+from vlmpack.step.unpacked import plain_generate
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -45,8 +46,6 @@ class PackingState:
     """Its settings."""
     parallel: Parallel | None
     """How ranks work together on its rows; None: each by itself."""
-    hooks: tuple[RemovableHandle, ...]
-    """What keeps padding out of its experts and tells its n-gram layers the row."""
 
 
 def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: Parallel | None = None) -> Model:
@@ -58,7 +57,11 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
        loss as padded;
     2. a packed row with `cu_seqlens_q` (and `cu_seqlens_q_padded` if it has gaps), or with the host facts that
        `VLMCollator(layout="packed")` sends along;
-    3. anything else (generation, a cache, `inputs_embeds`, no mask): passed through to the model's own forward.
+    3. anything else (generation, a cache, `inputs_embeds`, `output_attentions`, no mask): passed through to the model's
+       own forward. A training step with padding is warned of once (`UnpackedWarning`).
+
+    `logits_to_keep` (a number, or columns), `output_hidden_states` and `return_dict=False` of a padded batch give what
+    they give without packing, zeros on padding.
 
     With 1 and 2 may come:
 
@@ -95,24 +98,23 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     shared = parallel is not None
     if is_packing(core) and (vars(core)[_STATE].parallel is not None) != shared:
         disable_packing(core)  # other layers have to know
-    enabled = is_packing(core)
-    if not enabled:
+    if not (enabled := is_packing(core)):
         check_own_forward(core, family)
     check_own_loss(core)
     attention.check_computed(family, core)
     cut.install(family, core, shared=shared)  # refuses, or does all
-    if enabled:
-        _unhook(core)
-    else:
+    if not enabled:
         core.__class__ = _packed_class(type(core))
-    hooks = experts.install(family, core) + by_sample.hook(family, core)
-    vars(core)[_STATE] = PackingState(family=family, config=config, parallel=parallel, hooks=hooks)
-    attention.install(family, core)
+    vars(core)[_STATE] = PackingState(family=family, config=config, parallel=parallel)
+    experts.install(family, core)
+    by_sample.install(family, core)
+    _install_attention(core)
     return model
 
 
 def disable_packing(model: Model) -> Model:
-    """Undo `enable_packing`: the model is what it was before. A model without packing is left as it is.
+    """Undo `enable_packing`: the model is what it was before. A model without packing is left as it is, and so are
+    layers that other enabled models have too: the last of them restores those.
 
     Raises:
         ConfigError: something else changed the model's class since (FSDP2's `fully_shard`); nothing is undone then.
@@ -121,12 +123,13 @@ def disable_packing(model: Model) -> Model:
     if is_packing(core):
         base = base_of(core)
         state: PackingState = vars(core)[_STATE]
-        family = state.family
-        cut.uninstall(family, core, shared=state.parallel is not None)  # refuses, or does all
-        _unhook(core)
+        family, kept = state.family, _shared_with_others(core)
+        cut.uninstall(family, core, shared=state.parallel is not None, kept=kept)  # refuses, or does all
+        experts.uninstall(family, core, kept=kept)
+        by_sample.uninstall(family, core, kept=kept)
+        attention.uninstall(family, core, kept=kept)
         del vars(core)[_STATE]
         core.__class__ = base
-        attention.uninstall(family, core)
     return model
 
 
@@ -176,13 +179,29 @@ def packing_state(core: nn.Module) -> PackingState:
     return state
 
 
-def _unhook(core: nn.Module) -> None:
-    for handle in vars(core)[_STATE].hooks:
-        handle.remove()
+_enabled: WeakSet[nn.Module] = WeakSet()
+"""Models with packing, which may have layers in common: one backbone under several heads."""
+
+
+def _install_attention(core: nn.Module) -> None:
+    attention.install(vars(core)[_STATE].family, core)
+    _enabled.add(core)
+
+
+def _shared_with_others(core: nn.Module) -> set[int]:
+    """Ids of the modules that were changed for other enabled models."""
+    found: set[int] = set()
+    for other in _enabled:
+        if other is not core and (state := remembered(other)) is not None:
+            layers = cut.changed(state.family, other, shared=state.parallel is not None)
+            for changed in (experts.changed, by_sample.changed, attention.changed):
+                layers += changed(state.family, other)
+            found.update(map(id, layers))
+    return found
 
 
 @functools.cache
-def _packed_class(base: type[nn.Module]) -> type[nn.Module]:
+def _packed_class(base: Any) -> type[nn.Module]:
     """A subclass of `base`, of the same name, whose forward understands rows; one a base class."""
 
     @functools.wraps(base.forward)  # signature and name stay: trainers and generation look at them
@@ -207,19 +226,35 @@ def _packed_class(base: type[nn.Module]) -> type[nn.Module]:
         }
         if not is_packing(self):  # accelerate's autocast wrapper keeps this function, beyond disable_packing
             return base.forward(self, **inputs)
+        inputs, own_forward = without_guards(inputs), functools.partial(base.forward, self)
+        if (reason := unpackable(self, inputs, vars(self)[_STATE].family)) is not None:
+            return plain_forward(self, own_forward, inputs, reason)
         state = packing_state(self)
-        own_forward = functools.partial(base.forward, self)
-        return packed_forward(self, own_forward, inputs, state.family, state.config, state.parallel)
+        return packed_forward(self, inputs, state.family, state.config, state.parallel)
 
     vars(forward)["__signature__"] = _signature(base.forward)
 
     def setstate(self: nn.Module, state: dict[str, Any]) -> None:
         base.__setstate__(self, state)
-        attention.install(vars(self)[_STATE].family, self)
+        _install_attention(self)
+
+    @functools.wraps(base.set_attn_implementation)
+    def set_attn_implementation(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # transformers finds the towers that a dictionary names by their configuration objects
+        state = remembered(self)
+        if state is not None:
+            attention.uninstall(state.family, self, kept=frozenset())
+        try:
+            return base.set_attn_implementation(self, *args, **kwargs)
+        finally:
+            if state is not None:
+                attention.install(state.family, self)
 
     body = {
         "__setstate__": setstate,
+        "set_attn_implementation": set_attn_implementation,
         "forward": around_graph(forward),
+        "generate": plain_generate(base),
         "accepts_loss_kwargs": CountsTargets(),
     }
     return subclass(base, body, _packed_class)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Set
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +29,8 @@ from vlmpack.errors import BackendError, ConfigError
 from vlmpack.families import Family
 from vlmpack.layout import FACTS_KEY, Segments, outside_graph
 from vlmpack.step.context import CONTEXT, RowContext
+from vlmpack.step.subclass import is_subclassed
+from vlmpack.step.unpacked import warn_past_the_forward
 
 TEXT, VISION = "vlmpack", "vlmpack_flash"
 
@@ -90,18 +92,17 @@ def install(family: Family, core: nn.Module) -> None:
             vars(module)["config"] = _stand_in(config, name)
 
 
-def uninstall(family: Family, core: nn.Module, *, kept: Sequence[nn.Module] = ()) -> None:
-    """Restore the configuration of every attention layer.
-
-    Args:
-        family: the model's family.
-        core: the model with its head.
-        kept: modules that other enabled models have too: left as they are.
-    """
-    others = set(map(id, kept))
-    for _, module in _callers(family, core):
-        if id(module) not in others:
+def uninstall(family: Family, core: nn.Module, *, kept: Set[int]) -> None:
+    """Restore the configuration of every attention layer that is not among `kept`, ids of what other enabled models
+    have too."""
+    for module in changed(family, core):
+        if id(module) not in kept:
             vars(module)["config"] = plain_config(module)
+
+
+def changed(family: Family, core: nn.Module) -> list[nn.Module]:
+    """The modules that have a stand-in for their configuration."""
+    return [module for _, module in _callers(family, core)]
 
 
 def is_installed(family: Family, core: nn.Module) -> bool:
@@ -217,6 +218,8 @@ def _text_attention(
     row: RowContext | None = kwargs.pop(CONTEXT, None)
     if row is None:
         check_not_bypassed(kwargs)
+        if module.training and not is_subclassed(module):  # sparse attention is given a mask of its indexer's choice
+            warn_past_the_forward(args[0] if args else kwargs.get("attention_mask"))
         return _call_original(module, query, key, value, *args, **kwargs)
     return _packed(query, key, value, row, **_settings(module, kwargs, causal=True)), None
 
@@ -243,7 +246,8 @@ def check_not_bypassed(kwargs: dict[str, Any]) -> None:
         raise ConfigError(
             "the batch reached the attention layers without passing through the packed forward, which would mix its "
             "samples: the model's forward was replaced, or its backbone called directly, after enable_packing (Liger's "
-            "fused cross-entropy, TRL's fused head). Switch that off: vlmpack's own head is chunked already"
+            "fused cross-entropy, TRL's fused head). Switch that off, vlmpack's own head is chunked already: "
+            "apply_liger_kernel_to_...(model=model, fused_linear_cross_entropy=False) keeps Liger's other kernels"
         )
 
 

@@ -12,12 +12,11 @@ are. An n-gram layer is given no keywords; it is told with its token ids (`InRow
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers.masking_utils import create_causal_mask
 
 from vlmpack.families import Family
@@ -25,6 +24,7 @@ from vlmpack.layout import Buckets, Segments, around_graph, outside_graph
 from vlmpack.step.attention import plain_config
 from vlmpack.step.context import CONTEXT, InRow, RowContext
 from vlmpack.step.subclass import subclass
+from vlmpack.step.unpacked import warn_past_the_forward
 
 
 def cut(family: Family, segments: Segments) -> Buckets | None:
@@ -35,20 +35,35 @@ def cut(family: Family, segments: Segments) -> Buckets | None:
     return None if family.by_sample is None else Buckets.cheapest(segments, call_cost=0)
 
 
-def hook(family: Family, core: nn.Module) -> tuple[RemovableHandle, ...]:
-    """Let the row go to the n-gram layers with their token ids; the handles undo it."""
-    if family.by_sample is None:
-        return ()
-    tell = functools.partial(_tell, family.by_sample.ngram_ids)  # can be copied and pickled with the model
-    return (family.language_model(core).register_forward_pre_hook(tell, with_kwargs=True),)
+def install(family: Family, core: nn.Module) -> None:
+    """Hook the text model, unless it is, so that the row goes to the n-gram layers with their token ids."""
+    if family.by_sample is not None and not is_installed(family, core):
+        tell = functools.partial(_tell, family.by_sample.ngram_ids)  # can be copied and pickled with the model
+        family.language_model(core).register_forward_pre_hook(tell, with_kwargs=True)
+
+
+def uninstall(family: Family, core: nn.Module, *, kept: Set[int]) -> None:
+    """Remove the hook, unless the text model is among `kept`, ids of what other enabled models have too."""
+    for text in changed(family, core):
+        if id(text) not in kept:
+            for number in [number for number, hook in text._forward_pre_hooks.items() if _is_ours(hook)]:
+                del text._forward_pre_hooks[number]
+                text._forward_pre_hooks_with_kwargs.pop(number, None)
 
 
 def is_installed(family: Family, core: nn.Module) -> bool:
-    """Whether the row still goes to the n-gram layers: `hook` is on the text model, which may be another one by now."""
-    if family.by_sample is None:
-        return True
-    hooks = family.language_model(core)._forward_pre_hooks.values()
-    return any(isinstance(hook, functools.partial) and hook.func is _tell for hook in hooks)
+    """Whether the row still goes to the n-gram layers: the hook is on the text model, which may be another one by
+    now."""
+    return all(any(map(_is_ours, text._forward_pre_hooks.values())) for text in changed(family, core))
+
+
+def changed(family: Family, core: nn.Module) -> list[nn.Module]:
+    """The text model, if it is hooked."""
+    return [] if family.by_sample is None else [family.language_model(core)]
+
+
+def _is_ours(hook: Any) -> bool:
+    return isinstance(hook, functools.partial) and hook.func is _tell
 
 
 def _tell(
@@ -74,6 +89,8 @@ def attention_class(base: type[nn.Module]) -> type[nn.Module]:
     ) -> tuple[torch.Tensor, Any]:
         row: RowContext | None = kwargs.pop(CONTEXT, None)
         if row is None:
+            if self.training:
+                warn_past_the_forward(attention_mask)
             return base.forward(self, hidden_states, position_embeddings, attention_mask, **kwargs)
 
         def attend(hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from torch import nn
 
 from vlmpack.errors import ConfigError
@@ -26,14 +28,21 @@ def install(family: Family, core: nn.Module, *, shared: bool) -> None:
             layer.__class__ = maker(type(layer))
 
 
-def uninstall(family: Family, core: nn.Module, *, shared: bool) -> None:
-    """Give every such layer its class back, or none if one of them has another class by now.
+def uninstall(family: Family, core: nn.Module, *, shared: bool, kept: Set[int]) -> None:
+    """Restore the class of every such layer, or of none if one of them has another class by now. Those among `kept`,
+    ids of what other enabled models have too, stay.
 
     Raises:
         ConfigError: one has.
     """
-    for layer, base in [(layer, base_of(layer)) for layer, _ in _layers(family, core, shared=shared)]:
+    layers = [layer for layer in changed(family, core, shared=shared) if id(layer) not in kept]
+    for layer, base in [(layer, base_of(layer)) for layer in layers]:
         layer.__class__ = base
+
+
+def changed(family: Family, core: nn.Module, *, shared: bool) -> list[nn.Module]:
+    """The layers that have another class."""
+    return [layer for layer, _ in _layers(family, core, shared=shared)]
 
 
 def changed_since(family: Family, core: nn.Module, *, shared: bool) -> nn.Module | None:

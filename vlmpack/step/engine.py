@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf, prod
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -76,6 +76,8 @@ def run_row(
     num_items_in_batch: torch.Tensor | int | None = None,
     rope_segments: Segments | None = None,
     logits: bool = False,
+    last_hidden: bool = False,
+    hidden_states: Any = False,
     balance: bool = False,
 ) -> StepResult:
     """Compute one row.
@@ -89,6 +91,8 @@ def run_row(
         num_items_in_batch: what the loss sum is divided by; None: this row's targets.
         rope_segments: boundaries at which MRoPE restarts; None: the row's own.
         logits: also compute logits at every position of the row, [1, T, V].
+        last_hidden: also return what the head is given, [1, T, D].
+        hidden_states: also return hidden states, [1, T, D] of each layer: all, or as transformers lets one choose.
         balance: also compute the routers' load-balancing loss; it becomes part of the loss if the row has targets.
     """
     facts = known_facts(row)
@@ -97,6 +101,8 @@ def run_row(
     recorded = balance or config.z_loss_coef > 0
     if family.experts is not None:
         inputs.update(output_router_logits=recorded, return_dict=True)  # whatever the configuration says
+    if hidden_states:
+        inputs.update(output_hidden_states=hidden_states, return_dict=True)
     output = family.backbone(model)(**inputs)
     hidden = output[0]  # of a tuple where the configuration says return_dict=False
     routers = None
@@ -107,7 +113,7 @@ def run_row(
         )
     pairs = family.attended_pairs(row.segments, model.config)
     work = _work(row.segments, facts, inputs[CONTEXT].delta, pairs)
-    return _result(
+    result = _result(
         hidden,
         row,
         facts,
@@ -119,6 +125,10 @@ def run_row(
         logits=logits,
         work=work,
     )
+    if hidden_states:
+        states = tuple(None if x is None else share.same(x[0])[None] for x in output.hidden_states)
+        result = replace(result, row_hidden_states=states)
+    return replace(result, row_last_hidden=share.same(hidden[0])[None]) if last_hidden else result
 
 
 @outside_graph
@@ -150,7 +160,10 @@ def _result(
     sums, counts = sums_by_sample(logprobs, index, row.segments)
     targets = index.numel()
     items = _items(num_items_in_batch, targets)
-    loss = loss_sum / items if targets else loss_sum  # 0: not 0 / 0 where no row of the whole step has targets
+    # In training 0, not 0 / 0, where no row of the whole step has targets. Of a batch that is evaluated, and has none,
+    # there is no mean: a 0 would count in HF Trainer's eval_loss, which leaves NaN out.
+    counted = num_items_in_batch is not None and not torch.is_grad_enabled()
+    loss = loss_sum / items if targets or counted else loss_sum
     if routers is not None and targets:
         loss = loss + routers.added.to(loss.device)
     return StepResult(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Set
 from types import MethodType
 from typing import Any, final
 
@@ -36,20 +37,34 @@ each layer would be compiled for itself, until the limit of eight, and again whe
 was drawn from PyTorch as any hook's is, which gives each number once in a process: no other hook has it."""
 
 
-def install(family: Family, core: nn.Module) -> tuple[RemovableHandle, ...]:
-    """Hook every layer that has experts; the handles undo it. They may be copied and pickled with the model."""
-    if family.experts is None:
-        return ()
-    layers = family.experts.layers(family.language_model(core))
-    return tuple(handle for layer in layers for handle in _hook(layer))
+def install(family: Family, core: nn.Module) -> None:
+    """Hook every layer that has experts, but not again where another enabled model shares it. Hooks are copied and
+    pickled with the model."""
+    for layer in _layers(family, core):
+        if not _is_hooked(layer):
+            _unhook(layer)
+            _hook(layer)
+
+
+def uninstall(family: Family, core: nn.Module, *, kept: Set[int]) -> None:
+    """Remove the hooks of every layer, unless its block is among `kept`, ids of what other enabled models have too."""
+    for layer in _layers(family, core):
+        if id(layer.block) not in kept:
+            _unhook(layer)
 
 
 def is_installed(family: Family, core: nn.Module) -> bool:
     """Whether every block of experts is still told which tokens are real: one in another's place is not."""
-    if family.experts is None:
-        return True
-    layers = family.experts.layers(family.language_model(core))
-    return all(_gates(layer.mixer) & _gates(layer.block) for layer in layers)
+    return all(map(_is_hooked, _layers(family, core)))
+
+
+def changed(family: Family, core: nn.Module) -> list[nn.Module]:
+    """The modules whose hooks this one here owns."""
+    return [layer.block for layer in _layers(family, core)]
+
+
+def _layers(family: Family, core: nn.Module) -> list[ExpertLayer]:
+    return [] if family.experts is None else family.experts.layers(family.language_model(core))
 
 
 def check_has_routers(family: Family, z_loss_coef: float) -> None:
@@ -62,7 +77,7 @@ def check_has_routers(family: Family, z_loss_coef: float) -> None:
         raise ConfigError(f"z_loss_coef is {z_loss_coef}, but {family.model_type} has no experts; leave it out")
 
 
-def _hook(layer: ExpertLayer) -> tuple[RemovableHandle, ...]:
+def _hook(layer: ExpertLayer) -> None:
     gate = _Gate()
     handles = (
         layer.mixer.register_forward_pre_hook(gate.tell, with_kwargs=True),
@@ -72,7 +87,15 @@ def _hook(layer: ExpertLayer) -> tuple[RemovableHandle, ...]:
     )
     for handle in handles:
         _number(handle)
-    return handles
+
+
+def _unhook(layer: ExpertLayer) -> None:
+    for module in (layer.mixer, layer.block):
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for number in [number for number, hook in hooks.items() if _gate_of(hook) is not None]:
+                del hooks[number]
+                for told_apart in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
+                    told_apart.pop(number, None)
 
 
 def _number(handle: RemovableHandle) -> None:
@@ -87,10 +110,20 @@ def _number(handle: RemovableHandle) -> None:
     handle.id = _NUMBER
 
 
+def _is_hooked(layer: ExpertLayer) -> bool:
+    """Whether one gate leads from the mixer to the block; a copy of a block has a copy of the gate."""
+    return bool(_gates(layer.mixer) & _gates(layer.block))
+
+
 def _gates(module: nn.Module) -> set[int]:
     """The gates that a module tells, or that stand before it."""
-    hooks = module._forward_pre_hooks.values()
-    return {id(hook.__self__) for hook in hooks if isinstance(hook, MethodType) and isinstance(hook.__self__, _Gate)}
+    gates = map(_gate_of, module._forward_pre_hooks.values())
+    return {id(gate) for gate in gates if gate is not None}
+
+
+def _gate_of(hook: Any) -> _Gate | None:
+    own = hook.__self__ if isinstance(hook, MethodType) else None
+    return own if isinstance(own, _Gate) else None
 
 
 @final

@@ -33,6 +33,7 @@ from vlmpack.step.engine import StepConfig, run_row
 from vlmpack.step.keys import SINK, check_boundaries_kept, check_keys
 from vlmpack.step.result import StepResult
 from vlmpack.step.rotary import rope_segments
+from vlmpack.step.unpacked import is_generating, passed_on, warn_of_padding
 
 
 @dataclass
@@ -45,7 +46,10 @@ class PackedOutput(ModelOutput):
     loss: torch.Tensor | None = None
     """Scalar; None without labels."""
     logits: torch.Tensor | None = None
-    """[B, S, V] for a padded batch, [1, T, V] for a row; on request (`output_logits=True`) or without labels."""
+    """[B, S, V] for a padded batch, [1, T, V] for a row; on request (`output_logits=True`, `return_dict=False`) or
+    without labels. With `logits_to_keep` of those columns alone."""
+    hidden_states: tuple[torch.Tensor | None, ...] | None = None
+    """[B, S, D] for a padded batch, [1, T, D] for a row, of the embeddings and of each layer; on request."""
     aux_loss: torch.Tensor | None = None
     """Scalar: the routers' load-balancing loss, where the model computes one."""
     z_loss: torch.Tensor | None = None
@@ -67,28 +71,41 @@ class Sink:
     result: StepResult | None = None
 
 
+def without_guards(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Take out what a row's dictionary holds for models without packing to stumble over."""
+    return {name: None if isinstance(value, OnlyPacked) else value for name, value in inputs.items()}
+
+
+@around_graph
+def plain_forward(model: nn.Module, own_forward: Callable[..., Any], inputs: dict[str, Any], reason: str) -> Any:
+    """Pass a call on to the model's own forward; `reason` says why it is not packed."""
+    if not is_generating(model) and inputs.get("cache") is None:  # continuous batching keeps its requests apart
+        check_boundaries_kept(inputs)
+    if model.training and not is_generating(model):
+        warn_of_padding(inputs["attention_mask"], reason)
+    with passed_on():
+        return own_forward(**{name: value for name, value in inputs.items() if name not in (FACTS_KEY, SINK)})
+
+
 @around_graph
 def packed_forward(
-    model: nn.Module,
-    own_forward: Callable[..., Any],
-    inputs: dict[str, Any],
-    family: Family,
-    config: StepConfig,
-    parallel: Parallel | None,
+    model: Any, inputs: dict[str, Any], family: Family, config: StepConfig, parallel: Parallel | None
 ) -> Any:
-    """Pack, use or pass on; see `enable_packing`."""
-    inputs = {name: None if isinstance(value, OnlyPacked) else value for name, value in inputs.items()}
+    """Pack a padded batch, or use a row as it is; see `enable_packing`."""
     is_row = _is_row(inputs)
-    if not is_row and _is_foreign(inputs):
-        check_boundaries_kept(inputs)
-        return own_forward(**{name: value for name, value in inputs.items() if name not in (FACTS_KEY, SINK)})
     routers = inputs.pop("output_router_logits", None) if family.experts is not None else None
     check_keys(inputs, is_row=is_row)
     inputs |= {name: whole_numbers(inputs[name], name) for name in _WHOLE if inputs.get(name) is not None}
     pad_token_id = family.text_config(model.config).pad_token_id
     slots = config.slots if parallel is None else parallel.slots(config.slots)
     row = _given_row(inputs) if is_row else _packed_batch(inputs, slots, config, pad_token_id)
-    want_logits = _wants_logits(inputs)
+    text_config: Any = vars(family.language_model(model))["config"]
+    if is_row and text_config.output_attentions:
+        raise ConfigError("output_attentions, which the configuration asks for, cannot be had of a packed row")
+    as_tuple = inputs.get("return_dict") is False
+    keep = None if is_row or not _has_columns(inputs) else inputs["logits_to_keep"]
+    want_logits = _wants_logits(inputs) or (as_tuple and not is_row)
+    by_hidden = keep is not None and parallel is None
     _check_counted(inputs, row, is_row=is_row)
     result = run_row(
         model,
@@ -98,7 +115,9 @@ def packed_forward(
         parallel=parallel,
         num_items_in_batch=inputs.get("num_items_in_batch"),
         rope_segments=rope_segments(inputs.get("rope_cu_seqlens"), row.segments),
-        logits=want_logits,
+        logits=want_logits and not by_hidden,
+        last_hidden=by_hidden,
+        hidden_states=_asked(inputs, "output_hidden_states", text_config.output_hidden_states),
         balance=_wants_balance(family, model, routers),
     )
     if not is_row:
@@ -107,7 +126,32 @@ def packed_forward(
     if inputs.get(SINK) is not None:
         inputs[SINK].result = result
     output = _output(result, has_labels=row.shift_labels is not None, is_row=is_row, routers=bool(routers))
-    return output if inputs.get("return_dict") is not False else output.to_tuple()
+    if keep is not None:
+        output.logits = _kept_logits(result, keep, family.head(model))
+    return _tuple_of(output, family) if as_tuple else output
+
+
+def _asked(inputs: dict[str, Any], name: str, configured: Any) -> Any:
+    """The argument of a call, or else what the configuration says."""
+    return configured if inputs.get(name) is None else inputs[name]
+
+
+@outside_graph
+def _kept_logits(result: StepResult, keep: int | torch.Tensor, head: nn.Module) -> torch.Tensor:
+    """[B, K, V]: logits of these columns of the padded batch (of the last ones, if a number), 0 on padding."""
+    columns = slice(-keep, None) if isinstance(keep, int) else keep
+    if result.logits is not None:  # ranks share the row
+        return result.logits[:, columns]
+    assert result.last_hidden is not None
+    return head(result.last_hidden[:, columns])
+
+
+def _tuple_of(output: PackedOutput, family: Family) -> tuple[Any, ...]:
+    """In the order of the unmodified model, which may put the routers' loss before the logits."""
+    if family.experts is None or not family.experts.puts_aux_loss_first(family.model_class):
+        return output.to_tuple()
+    names = sorted(output.keys(), key=("loss", "aux_loss", *output.keys()).index)
+    return tuple(output[name] for name in names)
 
 
 def _wants_logits(inputs: dict[str, Any]) -> bool:
@@ -154,6 +198,7 @@ def _output(result: StepResult, *, has_labels: bool, is_row: bool, routers: bool
     """`routers`: whether router statistics were asked for by name; what is kept for a loss need not come back."""
     found: dict[str, Any] = {
         "logits": result.row_logits if is_row else result.logits,
+        "hidden_states": result.row_hidden_states if is_row else result.hidden_states,
         "aux_loss": result.aux_loss,
         "z_loss": result.z_loss,
     }
@@ -174,20 +219,47 @@ def _is_row(inputs: dict[str, Any]) -> bool:
     return inputs.get("cu_seqlens_q") is not None or (facts is not None and facts.segments is not None)
 
 
-def _is_foreign(inputs: dict[str, Any]) -> bool:
-    """Not a padded batch to be packed: generation, a cache, embeddings, no mask, or outputs that only layers have."""
-    return (
-        inputs["input_ids"] is None
-        or inputs["attention_mask"] is None
-        or any(inputs.get(name) is not None for name in ("past_key_values", "inputs_embeds", "mm_encoder_outputs"))
-        or any(inputs.get(name) for name in ("use_cache", "output_attentions", "output_hidden_states"))
-        or not isinstance(inputs.get("logits_to_keep", 0), int)
-        or bool(inputs.get("logits_to_keep", 0))
-    )
+_PACKED_BY = "a padded batch is packed by its input_ids and 2D attention_mask"
+
+
+def unpackable(model: nn.Module, inputs: dict[str, Any], family: Family) -> str | None:
+    """Why a call goes to the model's own forward, and what would be packed; None: it is packed."""
+    if is_generating(model):
+        return "this is a step of generate()"
+    if _is_row(inputs):
+        return None
+    missing = [name for name in ("input_ids", "attention_mask") if inputs[name] is None]
+    if missing:
+        return f"{missing[0]} is missing; {_PACKED_BY}"
+    given = [name for name in _PLAIN_INPUTS if inputs.get(name) is not None]
+    if inputs.get("use_cache"):
+        given.append("use_cache")
+    text_config: Any = vars(family.language_model(model))["config"]
+    if _asked(inputs, "output_attentions", text_config.output_attentions):
+        given.append("output_attentions")
+    if _has_columns(inputs) and not _can_keep(inputs):
+        given.append("logits_to_keep")
+    return f"{', '.join(given)} cannot be had of a packed row; {_PACKED_BY}, without them" if given else None
+
+
+_PLAIN_INPUTS = ("past_key_values", "inputs_embeds", "mm_encoder_outputs", "cache")
+
+
+def _has_columns(inputs: dict[str, Any]) -> bool:
+    """Whether `logits_to_keep` is given, and is not 0, which keeps all."""
+    keep = inputs.get("logits_to_keep")
+    return keep is not None and not (isinstance(keep, int) and keep == 0)
+
+
+def _can_keep(inputs: dict[str, Any]) -> bool:
+    """Whether `logits_to_keep` are columns of the batch. With labels, transformers' own loss does not fit them."""
+    keep = inputs["logits_to_keep"]
+    return inputs["labels"] is None and (isinstance(keep, int) or (isinstance(keep, torch.Tensor) and keep.ndim == 1))
 
 
 @outside_graph
 def _given_row(inputs: dict[str, Any]) -> PackedRow:
+    check_is_tensor(inputs["input_ids"], "input_ids of a packed row")
     if (shape := list(inputs["input_ids"].shape))[:-1] != [1]:
         raise LayoutError(
             f"a packed row is [1, T] but input_ids is {shape}; was the batch concatenated on its way (accelerate: set "

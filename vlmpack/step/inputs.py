@@ -44,8 +44,8 @@ def known_facts(row: PackedRow) -> BatchFacts:
 
 
 def _check_patches(pixels: torch.Tensor | None, grids: Sequence[Grid], name: str) -> None:
-    if pixels is not None and (not isinstance(pixels, torch.Tensor) or pixels.ndim != 2):
-        seen = list(pixels.shape) if isinstance(pixels, torch.Tensor) else type(pixels).__name__
+    if pixels is not None and (not isinstance(pixels, torch.Tensor) or pixels.ndim != 2 or pixels.is_complex()):
+        seen = f"{pixels.dtype} {list(pixels.shape)}" if isinstance(pixels, torch.Tensor) else type(pixels).__name__
         raise LayoutError(f"{name} must be a tensor [patches, values], got {seen}; keep what the processor gives")
     expected, seen = sum(map(prod, grids)), 0 if pixels is None else pixels.shape[0]
     if expected != seen:
@@ -148,8 +148,11 @@ def _check_patch_size(family: Family, row: PackedRow, hf_config: Any) -> None:
 def _check_types(given: torch.Tensor, types: torch.Tensor, segments: Segments) -> None:
     """What a caller says of each token, [1, T], against what the token ids say; padding does not matter."""
     check_is_tensor(given, "mm_token_type_ids")
-    if given.shape != types.shape:
-        raise LayoutError(f"mm_token_type_ids is {list(given.shape)} but input_ids is {list(types.shape)}")
+    if given.shape != types.shape or given.is_complex():
+        raise LayoutError(
+            f"mm_token_type_ids is {given.dtype} {list(given.shape)} but input_ids is {list(types.shape)}; leave "
+            "it out, it is made from input_ids"
+        )
     differs = given != types
     if segments.has_gaps:
         differs = differs & ~segments.padding_mask(types.device)

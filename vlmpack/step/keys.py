@@ -19,9 +19,10 @@ _MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_t
 ROW_KEYS = (*_BOUNDARIES, FACTS_KEY, "use_cache", "output_logits")
 """What a packed row brings with it, or a batch asks for, that the model's own forward may not have."""
 
-_BATCH_KEYS = frozenset((*_TOKENS, *_MEDIA, *_BOUNDARIES, "num_items_in_batch", "output_logits", FACTS_KEY, SINK))
+_WANTED = ("output_logits", "output_hidden_states")
+_BATCH_KEYS = frozenset((*_TOKENS, *_MEDIA, *_BOUNDARIES, "num_items_in_batch", *_WANTED, FACTS_KEY, SINK))
 
-_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+_OUTPUTS = ("output_attentions", "output_router_logits")
 _GENERATION = ("past_key_values", "inputs_embeds", "use_cache", "logits_to_keep", "mm_encoder_outputs", "rope_deltas")
 _SETTLED_KEYS = frozenset((*_GENERATION, *_OUTPUTS, "return_dict"))
 """Arguments of the model's own forward that a packed pass has settled: only their defaults go through it."""

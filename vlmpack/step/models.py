@@ -101,7 +101,10 @@ def check_own_forward(core: nn.Module, family: Family) -> None:
     if "forward" in vars(core):
         raise ConfigError(
             f"the forward of this {type(core).__name__} was replaced on the object itself, so packing would never be "
-            "asked: enable packing first, before Liger or TRL patch the model or accelerate prepares it (afterwards: "
-            "accelerator.unwrap_model(model, keep_fp32_wrapper=False)), and load it without a device_map that spreads "
-            "it over several devices"
+            "asked, in whatever order. Liger: apply_liger_kernel_to_...(model=model, fused_linear_cross_entropy=False) "
+            'keeps its other kernels (Trainer: liger_kernel_config={"fused_linear_cross_entropy": False}). TRL: '
+            'loss_type="nll". '
+            "accelerate: enable packing before it prepares the model "
+            "(afterwards: accelerator.unwrap_model(model, keep_fp32_wrapper=False)). And load the model without a "
+            "device_map that spreads it over several devices"
         )

@@ -57,6 +57,10 @@ class StepResult:
     """What was computed."""
     row_logits: torch.Tensor | None = None
     """[1, T, V] on request."""
+    row_hidden_states: tuple[torch.Tensor | None, ...] | None = None
+    """[1, T, D] of the embeddings and of each layer, on request; None in place of those that were not chosen."""
+    row_last_hidden: torch.Tensor | None = None
+    """[1, T, D]: what the head is given, on request."""
     routers: RouterStatistics | None = None
     """What the routers did with the real tokens; None: not asked for, or no experts."""
     width: int | None = None
@@ -106,9 +110,20 @@ class StepResult:
     @property
     def logits(self) -> torch.Tensor | None:
         """[B, S, V]: `row_logits` as a padded batch, 0 on padding; None unless they were asked for."""
-        if self.row_logits is None:
-            return None
-        return unpack(self.row_logits, self.segments, width=self.width, offsets=self.offsets)
+        return self._padded(self.row_logits)
+
+    @property
+    def hidden_states(self) -> tuple[torch.Tensor | None, ...] | None:
+        """[B, S, D] of the embeddings and of each layer: `row_hidden_states` as a padded batch, 0 on padding."""
+        return None if self.row_hidden_states is None else tuple(map(self._padded, self.row_hidden_states))
+
+    @property
+    def last_hidden(self) -> torch.Tensor | None:
+        """[B, S, D]: `row_last_hidden` as a padded batch, 0 on padding; None unless it was asked for."""
+        return self._padded(self.row_last_hidden)
+
+    def _padded(self, row: torch.Tensor | None) -> torch.Tensor | None:
+        return None if row is None else unpack(row, self.segments, width=self.width, offsets=self.offsets)
 
 
 def _said(loss: torch.Tensor) -> str:

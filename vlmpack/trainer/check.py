@@ -242,12 +242,12 @@ def _evaluation(trainer: Trainer) -> Iterator[str]:
 def _skipped(trainer: Trainer) -> Iterator[str]:
     """Accelerate counts samples by their places, whether or not the collator could use them."""
     collator = trainer.data_collator
-    packs = isinstance(trainer, PackedTrainer) and trainer.eval_packing
-    if trainer.eval_dataset is None or packs or not isinstance(collator, VLMCollator) or collator.on_bad == "raise":
+    is_exact = isinstance(trainer, PackedTrainer) and (trainer.eval_packing or trainer.args.world_size == 1)
+    if trainer.eval_dataset is None or is_exact or not isinstance(collator, VLMCollator) or collator.on_bad == "raise":
         return
     yield (
-        "its evaluation weighs a batch by its places: samples that the collator skips (on_bad='skip') count with a "
-        "loss of 0 where a whole batch is skipped, and ranks with other numbers of them come apart: evaluate with "
+        "its evaluation weighs a batch by its places: samples that the collator skips (on_bad='skip') count with the "
+        "loss of the others in their batch, and ranks with other numbers of them come apart: evaluate with "
         "PackedTrainer of vlmpack.trainer, or evaluate of vlmpack, or leave such samples out of the evaluation set"
     )
 

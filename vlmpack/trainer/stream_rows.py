@@ -55,9 +55,18 @@ def go_to_place(loader: Any, checkpoint: str | Path, rank: int) -> None:
     """Continue a loader where it was when the checkpoint was written.
 
     Raises:
-        ConfigError: the file is damaged, or of another stream.
+        ConfigError: the file is damaged, or of a loader with other workers, each of which keeps a part of the place.
     """
-    loader.load_state_dict(read_state(Path(checkpoint) / place_file(rank)))
+    file = Path(checkpoint) / place_file(rank)
+    state = read_state(file)
+    if not isinstance(state, dict) or state.keys() != {"workers", "loader"}:
+        raise ConfigError(f"{file} is no place of a stream; resume from another checkpoint")
+    if state["workers"] != loader.num_workers:
+        raise ConfigError(
+            f"{file} is of a stream with dataloader_num_workers={state['workers']}, each of which keeps its part of "
+            f"it, but now there are {loader.num_workers}: resume with as many as before"
+        )
+    loader.load_state_dict(state["loader"])
 
 
 @final
@@ -80,4 +89,5 @@ class StreamPlace(TrainerCallback):
         """The last file of a checkpoint, written by every rank: whole, or not there."""
         if folder := checkpoint_folder(args, state):
             place = folder / place_file(args.process_index)
-            write_whole(place, lambda file: write_state(train_dataloader.state_dict(), file))
+            at = {"workers": train_dataloader.num_workers, "loader": train_dataloader.state_dict()}
+            write_whole(place, lambda file: write_state(at, file))

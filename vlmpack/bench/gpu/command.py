@@ -61,8 +61,14 @@ def main(arguments: Sequence[str], *, console: Console, restart: Callable[[list[
     report = _run(chosen, console, restart=lambda: (restart or _in_place)(again))
     if chosen.markdown:
         Path(chosen.markdown).write_text(markdown({report.environment["device_name"]: report}), encoding="utf-8")
-    console.print(title(report), *_lines(report), *skipped(report), sep="\n", highlight=False, soft_wrap=True)
+    print_targets(report, console)
     return 1 if report.failed or (chosen.check and not report.complete) else 0
+
+
+def print_targets(report: Report, console: Console) -> None:
+    """Where it was measured, a line for each figure that is held to a target, and what was left out."""
+    for line in (title(report), *_lines(report), *skipped(report)):
+        console.print(line, highlight=False, soft_wrap=not console.is_terminal)
 
 
 def _run(chosen: argparse.Namespace, console: Console, *, restart: Callable[[], None]) -> Report:
@@ -90,7 +96,7 @@ def _lines(report: Report) -> Iterator[Text]:
     """What is held to a target; all figures are in the file."""
     for figure in report.figures:
         if figure.target is not None:
-            words = f"{readable([figure.value], figure.unit)}, {target_in_words(figure.target)}"
+            words = f"{readable([figure.value], figure.unit)}, {target_in_words(figure)}"
             style = "green" if figure.met else "bold red"
             name = " ".join(filter(None, (figure.case, figure.family, figure.name)))
             yield Text(f"{'reached' if figure.met else 'missed '}  {name}: {words}", style=style)

@@ -1,0 +1,247 @@
+"""Every table of the command: whole at a terminal of 80 columns, plain lines behind a pipe."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from vlmpack.bench import Figure, Skipped, Target
+from vlmpack.bench import Report as Measured
+from vlmpack.bench.gpu.command import print_targets
+from vlmpack.bench.table import print_report as print_measured
+from vlmpack.cli.analyze_run import Analysis, PackingTrial
+from vlmpack.cli.analyze_table import print_analysis
+from vlmpack.cli.bench_report import print_runs
+from vlmpack.cli.contest import Run
+from vlmpack.cli.demo_table import print_comparison
+from vlmpack.cli.doctor import print_probes, print_serving, print_versions
+from vlmpack.cli.environment import Serving, Version
+from vlmpack.cli.gradients import Agreement
+from vlmpack.cli.pack_table import print_store
+from vlmpack.cli.probe_table import print_report
+from vlmpack.cli.show import print_rows
+from vlmpack.cli.show_rows import stored
+from vlmpack.collate import VLMCollator
+from vlmpack.data.processor import tiny_processor
+from vlmpack.offline import Manifest, StoreSettings, write_rows
+from vlmpack.plan import LengthTable, PaddedRecipe
+from vlmpack.proof import Check, Contrast, Report
+
+WIDTH = 80
+DRAWN = set("─━│┃┏┓┗┛┌┐└┘├┤┡┩╇╭╮╰╯|")
+
+# ---------------------------------------------------------------------- results, as long as real ones
+
+
+def analysis() -> Analysis:
+    lengths = np.random.default_rng(0).integers(1_000, 100_000, 300)
+    zeros = np.zeros(len(lengths), np.int64)
+    columns = dict.fromkeys(("video_tokens", "images", "videos", "patches"), zeros)
+    table = LengthTable(
+        sample_ids=np.arange(len(lengths)),
+        text_tokens=lengths,
+        image_tokens=lengths // 2,
+        targets=lengths // 3,
+        **columns,
+    )
+    trial = PackingTrial(capacities=(8_192, 131_072), recipe=PaddedRecipe(world_size=64, per_device_batch=16))
+    return Analysis.of(table, trial, source="a/data/set")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = [{"input_ids": [5] * (n % 40 + 2), "labels": [5] * (n % 40 + 2), "id": f"sample-{n}"} for n in range(200)]
+    out = tmp_path_factory.mktemp("packed") / "rows"
+    write_rows(rows, out, VLMCollator(tiny_processor(), layout="packed"), StoreSettings(capacity=4_000))
+    return out
+
+
+def probed() -> Report:
+    limits: dict[str, Any] = {"seen": 1.2345e-7, "allowed": 5.4321e-5}
+    groups = ("model.language_model.layers.self_attn.q_proj", "model.visual.deepstack_merger_list.linear_fc1")
+    return Report(
+        model="Qwen3VLForConditionalGeneration", family="qwen3_vl_moe", weights="a tiny copy with random weights",
+        device="NVIDIA H200", dtype="bfloat16", attention="sdpa_segments", samples=("text of 7 tokens",) * 9,
+        row_tokens=4_096,
+        checks=(
+            Check(part="isolation", name="tokens of another sample are changed", finding="ok", **limits),
+            Check(part="mechanism", name="gated delta", finding="ok", detail="convolution, recurrence " * 4, **limits),
+            *(
+                Check(part="equality", name=f"{way}: gradient of {group}", finding="ok", **limits)
+                for group in groups
+                for way in ("row", "padded")
+            ),
+            Check(part="work", name="attended pairs", finding="ok", seen=123_456_789, allowed=123_456_789),
+        ),
+        circumstances={"row": "a packed row", "padded": "a padded batch, which the step packs"},
+        plain=(
+            Contrast(name="one row, [4, 1, T] positions", verdict="leaks", leak=1.2e-1, logits=3.4e-1, loss=5.6e-2,
+                     pairs=123_456_789, causes=("mask", "positions")),
+            Contrast(name="padded", verdict="fails", detail="RuntimeError: " + "a long message " * 6),
+        ),
+    )  # fmt: skip
+
+
+def contest(**changes: Any) -> Run:
+    given: dict[str, Any] = {
+        "layout": "packed", "lengths": ((123_456, 98_765),) * 9, "physical": (987_654_321,) * 9,
+        "seconds": (1234.5,) * 9, "losses": (3.14159,) * 9, "peak_bytes": 140 * 2**30,
+    }  # fmt: skip
+    return Run(**{**given, **changes})
+
+
+def measured(families: int = 8) -> Measured:
+    target = Target(limit=2e-5, better="lower")
+    spread: dict[str, Any] = {"low": 2.45e-5, "high": 2.512e-5, "rounds": 300, "target": target}
+    names = (
+        "packed / padded, forward and backward",
+        "compiled / eager",
+        "tokens / ideal",
+        "peak memory packed / padded",
+    )
+    figures = [
+        Figure(
+            case="plan", name="uniform: a sample of a stream of a million lengths", value=2.5e-5, unit="s", **spread
+        ),
+        Figure(case="plan", name="CORD: longest wait", value=1_234_567, unit="samples"),
+        Figure(case="memory", name="peak of a step, activations alone", value=139 * 2**30, unit="bytes"),
+        *(
+            Figure(
+                case="step",
+                family=f"qwen{n}_vl_moe",
+                name=name,
+                value=0.512,
+                unit="x",
+                target=Target(limit=0.5, better="lower"),
+            )
+            for n in range(families)
+            for name in names
+        ),
+    ]
+    where = {"vlmpack": "0.1.0", "torch": "2.13.0+cu128", "transformers": "5.23.0", "python": "3.11.7", "threads": 16}
+    return Measured(
+        figures=tuple(figures), environment={**where, "device_name": "NVIDIA H200", "commit": "0123456789abcdef"},
+        settings={"clock": "wall", "seed": 0}, shapes={},
+        skipped=(Skipped(case="plan", name="plan / TRL's bfd, 100,000 lengths", why="TRL cannot be imported"),),
+    )  # fmt: skip
+
+
+def versions() -> list[Version]:
+    problem = "does not import: ModuleNotFoundError: No module named 'torchvision'"
+    return [
+        Version(name="transformers", version="5.23.0"),
+        Version(name="qwen-vl-utils", version="0.1", problem=problem),
+    ]
+
+
+def serving() -> list[Serving]:
+    reasons = ("it runs on CUDA only, the tensors are on cpu", "it takes float16 and bfloat16 only, these are float32")
+    return [Serving(device="cpu", dtype="bfloat16", backend="sdpa_segments", reasons=reasons)]
+
+
+VERBS: dict[str, Callable[[Console, Path], None]] = {
+    "analyze": lambda console, _: print_analysis(analysis(), console),
+    "pack": lambda console, store: print_store(store, Manifest.load(store), console),
+    "show": lambda console, store: print_rows(stored(str(store)), [0], console),
+    "demo": lambda console, _: print_comparison(
+        contest(), contest(), Agreement(cosine=0.5, parameter="model.visual.blocks.0.attn.qkv", parameters=700),
+        console, device="cpu",
+    ),
+    "doctor, versions": lambda console, _: print_versions(versions(), console),
+    "doctor, back-ends": lambda console, _: print_serving(serving(), console),
+    "doctor, probe": lambda console, _: print_probes([probed()], console),
+    "probe": lambda console, _: print_report(probed(), console),
+    "bench": lambda console, _: print_measured(measured(), console),
+    "bench gpu": lambda console, _: print_targets(measured(), console),
+    "bench report": lambda console, _: print_runs({f"run-{n}": measured() for n in range(5)}, console),
+}  # fmt: skip
+TABLES = [verb for verb in VERBS if verb not in ("show", "bench gpu")]
+
+
+# ---------------------------------------------------------------------- what is printed
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Table]]:
+    """Those that were printed."""
+    found: list[Table] = []
+    own = Table.__rich_console__
+
+    def noted(self: Table, *arguments: Any) -> Any:
+        if any(isinstance(cell, str) for column in self.columns for cell in column._cells):
+            found.append(self)  # and not what rich puts texts side by side with
+        return own(self, *arguments)
+
+    monkeypatch.setattr(Table, "__rich_console__", noted)
+    yield found
+
+
+def printed(verb: str, store: Path, *, terminal: bool) -> str:
+    file = io.StringIO()
+    VERBS[verb](Console(file=file, width=WIDTH, force_terminal=terminal, color_system=None), store)
+    return file.getvalue()
+
+
+def plain(cell: Any) -> str:
+    if isinstance(cell, Padding):
+        return plain(cell.renderable)
+    return cell.plain if isinstance(cell, Text) else Text.from_markup(str(cell)).plain
+
+
+def numbers(tables: list[Table]) -> set[str]:
+    """Cells of all columns in which numbers stand."""
+    columns = [column for table in tables for column in table.columns if column.justify == "right"]
+    return {plain(cell) for column in columns for cell in column._cells}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_terminal_of_80_columns_shows_every_number_whole(verb: str, store: Path, tables: list[Table]) -> None:
+    said = printed(verb, store, terminal=True)
+    assert max(map(len, said.splitlines())) <= WIDTH
+    assert "…" not in said
+    assert [number for number in numbers(tables) if number not in said] == []
+    assert bool(tables) == (verb in TABLES)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_pipe_gets_plain_lines(verb: str, store: Path) -> None:
+    said = printed(verb, store, terminal=False)
+    assert not DRAWN & set(said.replace("**", ""))
+    assert "…" not in said
+    assert "\x1b" not in said
+
+
+@pytest.mark.parametrize("verb", TABLES)
+def test_a_row_of_a_table_is_one_line_of_a_pipe(verb: str, store: Path, tables: list[Table]) -> None:
+    lines = [" ".join(line.split()) for line in printed(verb, store, terminal=False).splitlines()]
+    assert tables
+    for table in tables:
+        for row in zip(*(column._cells for column in table.columns), strict=True):
+            words = " ".join(" ".join(plain(cell) for cell in row).split())
+            assert not words or words in lines
+
+
+def test_a_figure_its_spread_and_its_target_are_in_one_unit(store: Path) -> None:
+    said = " ".join(printed("bench", store, terminal=False).split())
+    assert "uniform: a sample of a stream of a million lengths 25 µs 24.5 to 25.1 300 ≤ 20 µs missed" in said
+
+
+def test_a_pipe_of_the_command_has_no_colours_and_no_cut_cells(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from vlmpack.cli import app
+
+    measured().save(tmp_path / "run.json")
+    result = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "run.json")], env={"COLUMNS": "80"})
+    assert "| plan | CORD: longest wait | 1,234,567 samples |  |" in result.stdout.splitlines()
+    assert json.loads((tmp_path / "run.json").read_text())["schema"]

@@ -1,0 +1,596 @@
+"""Conversations by the thousand, valid and broken, in every format: right as the processor has it, or refused.
+
+A *scene* says what a conversation is. It is written down in one of the formats (`WRITERS`), and then changed: not at
+all or in ways that mean the same (`same`), in ways that no collator may accept (`BROKEN`), or at random. The first must
+be what the processor itself makes of the scene; the second must be refused; the third, where it is accepted, must hold
+every turn and text of the row, learn what the assistant says and nothing else, and have a run for every image.
+
+    python tests/collate/test_fuzz_conversations.py 7 50000        another seed, and more of them
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.video_utils import VideoMetadata
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from chats import picture
+
+from vlmpack.collate import VLMCollator
+from vlmpack.collate.video import VideoSettings, load_video
+from vlmpack.data.processor import CHAT_TEMPLATE, tiny_processor
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.layout import FACTS_KEY
+
+CASES = 5000
+BATCH = 20
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+TEMPLATE = (
+    "{%- if tools -%}{{- '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' -}}{%- endif -%}"
+    "{%- if mood -%}{{- mood -}}{%- endif -%}"
+    + CHAT_TEMPLATE.replace(
+        "{%- if message['content'] is string -%}",
+        "{%- if message.reasoning_content -%}{{- '<think>' + message.reasoning_content + '</think>' -}}{%- endif -%}"
+        "{%- if message.tool_calls -%}{{- message.tool_calls | tojson -}}{%- endif -%}"
+        "{%- if message['content'] is string -%}",
+        1,
+    )
+)
+TEXTS = (
+    *("What is the total?", "2 + 2 = 4", "x", "Ä日本😀", "a\nb", "a  b\t.", "<b>bold</b>", "</s>", "{'a': 1}"),
+    *("if x < 3 and y > 4:", "<|im_", "im_end|>", "assistant", "<|endoftext", "75,000 Rp.", "<bbox>", "a" * 70),
+)
+MARKED = ("<img src='a'/> or <image>?", "<video> tag", "the word <image> in <image>")
+SIZES = ((28, 28), (61, 43), (32, 90))
+RESERVED = ("<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+JUNK = (
+    None,
+    5,
+    "",
+    [],
+    {},
+    ["x"],
+    "text",
+    True,
+    float("nan"),
+    b"x",
+    -1,
+    {"type": "image"},
+    [[]],
+    {"a": None},
+    "<image>",
+)
+START, END = "<|im_start|>", "<|im_end|>"
+
+Row = dict[str, Any]
+
+
+@lru_cache
+def processor_of(family: str) -> Any:
+    return tiny_processor(family, chat_template=TEMPLATE)
+
+
+@lru_cache
+def picture_of(seed: int) -> Any:
+    return picture(*SIZES[seed % len(SIZES)], seed=seed)
+
+
+# ---------------------------------------------------------------------- scenes
+
+
+class Scene:
+    """Turns of parts: a text, an image (its seed), or a video (its seeds)."""
+
+    def __init__(self, rng: random.Random, family: str) -> None:
+        self.family = family
+        self.kind = rng.choice(("none", "image", "image", "video"))
+        self.tools = [{"type": "function", "function": {"name": rng.choice("fgh")}}] * (rng.random() < 0.15)
+        self.options = {"mood": "calm "} if rng.random() < 0.1 else {}
+        self.turns: list[Row] = []
+        texts = TEXTS if self.kind != "none" else (*TEXTS, *MARKED)
+        if rng.random() < 0.2:
+            self.turns.append({"role": "system", "parts": [rng.choice(texts)]})
+        for _ in range(rng.randint(1, 3)):
+            self.turns.append({"role": "user", "parts": self._parts(rng, texts)})
+            answer: Row = {"role": "assistant", "parts": [rng.choice(texts)]}
+            if rng.random() < 0.15:
+                answer["reasoning_content"] = rng.choice(TEXTS)
+            if rng.random() < 0.15:
+                answer["tool_calls"] = [{"function": {"name": "f", "arguments": {"at": rng.choice(TEXTS)}}}]
+            self.turns.append(answer)
+        if self.kind == "video":  # one of them: that is what the stand-in for torchvision's processor can write
+            first = next(turn for turn in self.turns if turn["role"] == "user")
+            first["parts"].insert(0, [rng.randrange(3) * 3 for _ in range(rng.randint(1, 5))])
+
+    def _parts(self, rng: random.Random, texts: tuple[str, ...]) -> list[Any]:
+        images = [rng.randrange(9) for _ in range(rng.randint(0, 2))] if self.kind == "image" else []
+        return rng.sample([*images, rng.choice(texts)], len(images) + 1)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has nothing but turns of texts and media."""
+        return not self.tools and not any(
+            key in turn for turn in self.turns for key in ("reasoning_content", "tool_calls")
+        )
+
+    @property
+    def images(self) -> list[int]:
+        return [part for turn in self.turns for part in turn["parts"] if isinstance(part, int)]
+
+    @property
+    def video(self) -> list[int] | None:
+        return next((part for turn in self.turns for part in turn["parts"] if isinstance(part, list)), None)
+
+    def messages(self, of_part: Callable[[Any], Row] | None = None) -> list[Row]:
+        """With holes for the media, or what `of_part` puts there."""
+        return [
+            {
+                **{k: v for k, v in turn.items() if k != "parts"},
+                "content": [self._part(p, of_part) for p in turn["parts"]],
+            }
+            for turn in self.turns
+        ]
+
+    @staticmethod
+    def _part(part: Any, of_part: Callable[[Any], Row] | None) -> Row:
+        if isinstance(part, str):
+            return {"type": "text", "text": part}
+        return of_part(part) if of_part else {"type": "image" if isinstance(part, int) else "video"}
+
+    def media(self) -> Row:
+        images, video = self.images, self.video
+        return {
+            **({"images": [picture_of(seed) for seed in images]} if images else {}),
+            **({"videos": [[picture_of(seed) for seed in video]]} if video else {}),
+        }
+
+    def settings(self) -> Row:
+        return {
+            **({"tools": self.tools} if self.tools else {}),
+            **({"chat_template_kwargs": self.options} if self.options else {}),
+        }
+
+
+# ---------------------------------------------------------------------- how the processor writes it
+
+
+class Frames:
+    """Patches in the place of torchvision's video processor; what is written into the text is the processor's."""
+
+    merge_size, temporal_patch_size, valid_kwargs = 2, 2, None
+
+    def __init__(self, processor: Any, frames: list[Any]) -> None:
+        self.patches = load_video(
+            {"video": frames}, settings=VideoSettings.from_image_processor(processor.image_processor)
+        )
+        count = len(frames) + len(frames) % 2  # as in qwen-vl-utils, a repeated last frame is a frame
+        self.metadata = VideoMetadata(
+            total_num_frames=count, fps=2.0, duration=count / 2, frames_indices=list(range(count))
+        )
+
+    def __call__(self, videos: Any, **_: Any) -> Row:
+        return {
+            "pixel_values_videos": self.patches.pixel_values,
+            "video_grid_thw": torch.tensor([self.patches.grid]),
+            "video_metadata": [self.metadata],
+        }
+
+
+def truth(processor: Any, scene: Scene, learnt: list[bool]) -> tuple[list[int], list[int], Any]:
+    """(ids, labels, patches) of a scene by the processor's own call; labels by the places of turns in its text."""
+    options = {**scene.options, **({"tools": scene.tools} if scene.tools else {})}
+    text = processor.apply_chat_template(scene.messages(), tokenize=False, **options)
+    patches = None
+    if scene.video:
+        frames = [picture_of(seed) for seed in scene.video]
+        processor.video_processor = Frames(processor, frames)
+        processed, replacements = processor._process_videos([np.stack([np.asarray(frame) for frame in frames])])
+        (text,), _ = processor.get_text_with_replacements([text], videos_replacements=replacements)
+        processor.video_processor, patches = None, processed["pixel_values_videos"]
+    if not scene.images:
+        ids = processor.tokenizer(text)["input_ids"]
+        return ids, expected_labels(processor, text, ids, learnt), patches
+    out = processor(text=text, images=[picture_of(seed) for seed in scene.images], return_tensors="pt")
+    ids = out["input_ids"][0].tolist()
+    return ids, expected_labels(processor, text, ids, learnt), out["pixel_values"]
+
+
+def plain_truth(processor: Any, scene: Scene) -> tuple[list[int], list[int], Any]:
+    """The same of a prompt and its completion, tokenised apart as for generation."""
+    hole = f"<|vision_start|>{processor.image_token}<|vision_end|>"
+    prompt, completion = ("".join(hole if isinstance(p, int) else p for p in turn["parts"]) for turn in scene.turns)
+    images = [picture_of(seed) for seed in scene.images]
+    out = processor(text=prompt, images=images or None, return_tensors="pt")
+    answer = processor.tokenizer(completion + processor.tokenizer.eos_token)["input_ids"]
+    before = out["input_ids"][0].tolist()
+    return [*before, *answer], [*[-100] * len(before), *answer], out.get("pixel_values")
+
+
+def expected_labels(processor: Any, text: str, ids: list[int], learnt: list[bool]) -> list[int]:
+    """The tokens that lie inside an answer, by their characters; a run of image tokens is one in the text."""
+    found = re.finditer(re.escape(START) + r"assistant\n(.*?" + re.escape(END) + ")", text, re.DOTALL)
+    spans = [match.span(1) for match, is_learnt in zip(found, learnt, strict=True) if is_learnt]
+    short = processor.tokenizer(text, return_offsets_mapping=True)
+    in_answer = [any(a <= start and stop <= b for a, b in spans) for start, stop in short["offset_mapping"]]
+    image, places = processor.image_token_id, iter(zip(short["input_ids"], in_answer, strict=True))
+    labels: list[int] = []
+    for token, before in zip(ids, [None, *ids], strict=False):
+        if not (token == image and before == image):
+            at, is_learnt = next(places)
+            assert at == token
+        labels.append(token if is_learnt and token != image else -100)
+    return labels
+
+
+# ---------------------------------------------------------------------- how data sets write it
+
+
+def trl(scene: Scene, _: random.Random) -> Row:
+    return {"messages": scene.messages(), **scene.media(), **scene.settings()}
+
+
+def texts(scene: Scene, _: random.Random) -> Row:
+    """Messages of strings, with markers in the users' texts."""
+    return {
+        "messages": [{**m, "content": marked(m["content"])} for m in scene.messages()],
+        **scene.media(),
+        **scene.settings(),
+    }
+
+
+def marked(content: list[Row]) -> str:
+    return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
+
+
+def inline(scene: Scene, rng: random.Random) -> Row:
+    def of_part(part: Any) -> Row:
+        if isinstance(part, list):
+            return {"type": "video", "video": [picture_of(seed) for seed in part]}
+        return {"type": rng.choice(("image", "image_url")), rng.choice(("image", "path")): picture_of(part)}
+
+    return {"conversation": scene.messages(of_part), **scene.settings()}
+
+
+def sharegpt(scene: Scene, _: random.Random) -> Row | None:
+    if not scene.is_plain or any(
+        part != part.strip() for turn in scene.turns for part in turn["parts"] if isinstance(part, str)
+    ):
+        return None
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    turns = [{"from": names[m["role"]], "value": marked(m["content"])} for m in scene.messages()]
+    media = {name.removesuffix("s"): value for name, value in scene.media().items()}
+    return {"conversations": turns, **media, **scene.settings()}
+
+
+def prompt_completion(scene: Scene, _: random.Random) -> Row:
+    *prompt, answer = scene.messages()
+    return {"prompt": prompt, "completion": [answer], **scene.media(), **scene.settings()}
+
+
+def plain(scene: Scene, _: random.Random) -> Row | None:
+    is_pair = [turn["role"] for turn in scene.turns] == ["user", "assistant"]
+    if not scene.is_plain or scene.options or scene.video or not is_pair:
+        return None
+    prompt, completion = (marked(message["content"]) for message in scene.messages())
+    return {"prompt": prompt, "completion": completion, **scene.media()}
+
+
+def tokenised(scene: Scene, rng: random.Random) -> Row:
+    """The processor's own output, its labels left to be made or brought along."""
+    processor = processor_of(scene.family)
+    ids, labels, patches = truth(processor, scene, [True] * sum(turn["role"] == "assistant" for turn in scene.turns))
+    row: Row = {"input_ids": ids, **({"labels": labels} if rng.random() < 0.5 else {})}
+    if rng.random() < 0.3:
+        row.update(attention_mask=[1] * len(ids))
+    if scene.video:
+        settings = VideoSettings.from_image_processor(processor.image_processor)
+        video = load_video({"video": [picture_of(seed) for seed in scene.video]}, settings=settings)
+        row.update(pixel_values_videos=patches, video_grid_thw=[video.grid], second_per_grid_ts=[1.0])
+    elif scene.images:
+        images = [picture_of(seed) for seed in scene.images]
+        grids = processor.image_processor(images=images, return_tensors="pt")["image_grid_thw"]
+        row.update(pixel_values=patches, image_grid_thw=grids)
+    return row
+
+
+WRITERS = (trl, texts, inline, sharegpt, prompt_completion, plain, tokenised)
+
+
+# ---------------------------------------------------------------------- changes
+
+
+def same(row: Row, rng: random.Random) -> Row:
+    """What means the same: keys of None, names, other names of roles, one text instead of a list of one."""
+    row = {
+        **row,
+        **rng.choice(({}, {"id": "s 1"}, {"sample_id": 7}, {"tools": row.get("tools")}, {"videos": row.get("videos")})),
+    }
+    for turn in turns_of(row):
+        if rng.random() < 0.3:
+            turn.update({"tool_calls": turn.get("tool_calls"), "name": None})
+        if rng.random() < 0.2 and turn.get("role") == "system":
+            turn["role"] = "developer"
+        content = turn.get("content")
+        if isinstance(content, list) and len(content) == 1 and content[0]["type"] == "text" and rng.random() < 0.5:
+            turn["content"] = rng.choice((content[0]["text"], [content[0]["text"]], content[0]))
+        elif isinstance(content, list) and rng.random() < 0.3:
+            turn["content"] = [{"text": None, **part} for part in content]
+    return {
+        name: value for name, value in row.items() if value is not None or (rng.random() < 0.5 and name not in MEDIA)
+    }
+
+
+MEDIA = ("image", "images", "video", "videos")
+BROKEN: dict[str, Callable[[Row, random.Random], Any]] = {
+    "a reserved token": lambda row, rng: turns_of(row)[-1].update(
+        {key_of(turns_of(row)[-1]): f"a{rng.choice(RESERVED)}b"}
+    ),
+    "a reserved key": lambda row, rng: row.update(tools=[{"function": {"x": {f"a{rng.choice(RESERVED)}": 1}}}]),
+    "a reserved call": lambda row, rng: turns_of(row)[-1].update(
+        tool_calls=[{"function": {"name": "f", "arguments": {f"{rng.choice(RESERVED)}b": 1}}}]
+    ),
+    "a reserved option": lambda row, rng: row.update(chat_template_kwargs={"mood": rng.choice(RESERVED)}),
+    "a misspelt option": lambda row, rng: row.update(chat_template_kwargs={"moo": "x"}),
+    "an unknown role": lambda row, rng: turns_of(row)[0].update(
+        {role_of(turns_of(row)[0]): rng.choice(("usr", ["user"], 5))}
+    ),
+    "no content": lambda row, rng: [turn.pop(key_of(turn)) for turn in turns_of(row)[:1]],
+    "half a character": lambda row, rng: turns_of(row)[-1].update({key_of(turns_of(row)[-1]): "\ud83d"}),
+    "a flag of 2": lambda row, rng: turns_of(row)[-1].update(weight=2),
+    "two shapes": lambda row, rng: row.update(dict.fromkeys(("messages", "conversation"), trl_turns())),
+    "lists in lists": lambda row, rng: row.update(tools=deep()),
+    "one image too many": lambda row, rng: row.update(image=picture_of(1), images=[picture_of(1)]),
+    "no medium": lambda row, rng: (
+        row.update(images=[b"no image"], image=None) or row.pop("video", 0) or row.pop("videos", 0)
+    ),
+    "a preference": lambda row, rng: row.update({rng.choice(("chosen", "rejected_response")): "no"}),
+    "a video file": lambda row, rng: row.update(video="a.mp4"),
+    "no answer": lambda row, rng: [turn.update({role_of(turn): "user"}) for turn in turns_of(row)],
+}
+
+
+BROKEN_TOKENS: dict[str, Callable[[Row, random.Random], Any]] = {
+    "an id that is none": lambda row, rng: row["input_ids"].__setitem__(rng.randrange(len(row["input_ids"])), 10**6),
+    "too few labels": lambda row, rng: row.update(labels=row["input_ids"][:-1]),
+    "a hole in the mask": lambda row, rng: row.update(attention_mask=[1, 0, *[1] * (len(row["input_ids"]) - 2)]),
+    "nothing to learn": lambda row, rng: row.update(labels=[-100] * len(row["input_ids"])),
+    "a run too short": lambda row, rng: row.update(
+        input_ids=[*row["input_ids"], processor_of(FAMILIES[0]).image_token_id], labels=None, attention_mask=None
+    ),
+    "positions": lambda row, rng: row.update(position_ids=list(range(len(row["input_ids"])))),
+    "several samples": lambda row, rng: row.update(cu_seqlens=[0, len(row["input_ids"])]),
+}
+BROKEN_TEXT: dict[str, Callable[[Row, random.Random], Any]] = {
+    "a placeholder in the answer": lambda row, rng: row.update(completion=f"a{RESERVED[rng.randint(2, 5)]}"),
+    "no marker": lambda row, rng: row.update(prompt="no marker", images=[picture_of(0)]),
+    "half an answer": lambda row, rng: row.update(completion=["a"]),
+}
+"""What is broken in samples of tokens, and in plain strings."""
+
+
+def turns_of(row: Row) -> list[Row]:
+    """All turns, those of a prompt and its completion too."""
+    return [
+        turn
+        for name in ("messages", "conversation", "conversations", "prompt", "completion")
+        for turn in row.get(name, [])
+    ]
+
+
+def key_of(turn: Row) -> str:
+    return "value" if "value" in turn else "content"
+
+
+def role_of(turn: Row) -> str:
+    return "from" if "from" in turn else "role"
+
+
+def trl_turns() -> list[Row]:
+    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+
+
+def deep() -> list[Any]:
+    inner: list[Any] = []
+    for _ in range(5000):
+        inner = [inner]
+    return inner
+
+
+def at_random(row: Row, rng: random.Random) -> None:
+    """Change one to three places anywhere in the row."""
+    for _ in range(rng.randint(1, 3)):
+        holder: Any = row
+        while True:
+            places = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
+            if not places:
+                break
+            place = rng.choice(places)
+            if isinstance(holder[place], dict | list) and holder[place] and rng.random() < 0.75:
+                holder = holder[place]
+                continue
+            change(holder, place, rng)
+            break
+
+
+def change(holder: Any, place: Any, rng: random.Random) -> None:
+    action = rng.randrange(4)
+    if action == 0:
+        del holder[place]
+    elif action == 1 or (isinstance(holder, dict) and action == 2):
+        holder[place] = copy.copy(rng.choice(JUNK))
+    elif isinstance(holder, dict):
+        holder[rng.choice(("content", "role", "text", "type", "image", "images", "tools", "x", f"{place}s"))] = (
+            holder.pop(place)
+        )
+    elif action == 2:
+        holder.insert(place, holder[place])
+    else:
+        rng.shuffle(holder)
+
+
+# ---------------------------------------------------------------------- what must hold
+
+
+def check_equal(batch: Row, processor: Any, scene: Scene, row: Row) -> None:
+    answers = [turn for turn in scene.turns if turn["role"] == "assistant"]
+    learnt = [("prompt" not in row or turn is answers[-1]) for turn in answers]
+    is_plain = isinstance(row.get("prompt"), str)
+    ids, labels, patches = plain_truth(processor, scene) if is_plain else truth(processor, scene, learnt)
+    assert batch["input_ids"][0].tolist() == ids
+    assert batch["labels"][0].tolist() == [-100, *labels[1:]]
+    given = batch.get("pixel_values", batch.get("pixel_values_videos"))
+    assert (given is None) == (patches is None)
+    assert patches is None or torch.equal(given, patches)
+
+
+def check_sound(batch: Row, processor: Any, row: Row) -> None:
+    """Of a row that was changed at random, and accepted."""
+    ids, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
+    text, tokens = processor.tokenizer.decode(ids), processor.tokenizer.convert_ids_to_tokens(ids)
+    turns = turns_of(row)
+    assert tokens.count(START) == len(turns) + bool(
+        row.get("tools") or (row.get("chat_template_kwargs") or {}).get("tools")
+    )
+    assert all(label in (-100, token) for label, token in zip(labels, ids, strict=True))
+    assert labels[0] == -100
+    assert any(label != -100 for label in labels)
+    inside = False
+    for at, token in enumerate(tokens):
+        opened = tokens[at - 2 : at] if at > 1 else []
+        inside = inside or (
+            opened[:1] != [] and tokens[max(at - 3, 0)] == START and "".join(opened).startswith("assistant")
+        )
+        assert labels[at] == -100 or inside or is_answer(processor, ids, at), (at, token)
+        inside = inside and token != END
+        assert labels[at] == -100 or token not in RESERVED[2:]
+    for kind, token in (("image", processor.image_token), ("video", processor.video_token)):
+        grids = batch.get(f"{kind}_grid_thw", torch.zeros(0, 3, dtype=torch.int64))
+        assert tokens.count(token) == int(grids.prod(-1).sum()) // 4
+    for said in said_in(turns):
+        assert said in text, said
+
+
+def is_answer(processor: Any, ids: list[int], at: int) -> bool:
+    """Whether the turn around a token is the assistant's, by its text."""
+    before = processor.tokenizer.decode(ids[: at + 1])
+    return re.match(r"assistant\n", before.rsplit(START, 1)[-1]) is not None
+
+
+def said_in(turns: list[Row]) -> list[str]:
+    """All that turns say, between the markers."""
+    found = []
+    for turn in turns:
+        content = turn.get("content", turn.get("value", ""))
+        parts = content if isinstance(content, list) else [content]
+        for part in parts:
+            said = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
+            found += [piece.strip() for piece in re.split("<image>|<video>", said or "")]
+    return found
+
+
+# ---------------------------------------------------------------------- the run
+
+
+def case(rng: random.Random, family: str) -> tuple[str, Scene, Row]:
+    """How it was changed, what it was, and the row."""
+    while True:
+        scene = Scene(rng, family)
+        row = rng.choice(WRITERS)(scene, rng)
+        if row is not None:
+            break
+    if not turns_of(row) or isinstance(row.get("prompt"), str):
+        broken = BROKEN_TOKENS if "input_ids" in row else BROKEN_TEXT
+        how = rng.choice(("same", "same", *broken))
+        if how != "same":
+            broken[how](row, rng)
+        return how, scene, row
+    row = {name: copy_nested(value) for name, value in row.items()}
+    how = rng.choice(("same", "same", "broken", "random", "random"))
+    if how == "same":
+        return how, scene, same(row, rng)
+    if how == "broken":
+        how = rng.choice(list(BROKEN))
+        BROKEN[how](row, rng)
+        return how, scene, row
+    at_random(row, rng)
+    return how, scene, row
+
+
+def copy_nested(value: Any) -> Any:
+    """A copy of all but the pictures."""
+    if isinstance(value, dict):
+        return {key: copy_nested(inner) for key, inner in value.items()}
+    return [copy_nested(inner) for inner in value] if isinstance(value, list) else value
+
+
+def run(seed: int, cases: int) -> Counter[str]:
+    """Counts by what became of the cases; raises for the first that is wrong, naming its number and row."""
+    outcomes: Counter[str] = Counter()
+    for start in range(0, cases, BATCH):
+        family = FAMILIES[start // BATCH % len(FAMILIES)]
+        processor, rows, refused = processor_of(family), [], []
+        raising = VLMCollator(processor)
+        for number in range(start, start + BATCH):
+            how, scene, row = case(random.Random(f"{seed} {number}"), family)
+            rows.append(row)
+            try:
+                outcome = judge(raising, how, scene, row)
+            except Exception as error:
+                raise AssertionError(f"case {number} of seed {seed} ({how}, {family}): {row}") from error
+            outcomes[outcome] += 1
+            refused.append(outcome.startswith("refused"))
+        skipping = VLMCollator(processor, on_bad="skip", layout="packed", ceiling=None)
+        skipping.ledger.use(10**6)  # the ceiling is for data sets of which most is sound
+        for at in range(0, BATCH, 10):
+            batch = skipping.collate(rows[at : at + 10])
+            kept = [number for number in range(10) if not refused[at + number]]
+            names = [rows[at + n].get("id") or rows[at + n].get("sample_id") for n in kept]
+            assert len(batch.facts.sample_ids) == len(kept), (seed, start, names)
+        assert skipping.ledger.refused == sum(refused)
+        assert "unexpected" not in skipping.ledger.reasons
+    return outcomes
+
+
+def judge(collator: VLMCollator, how: str, scene: Scene, row: Row) -> str:
+    """What became of a case, which is as it must be."""
+    try:
+        batch = collator([row])
+    except (SampleError, ConfigError) as error:
+        assert str(error).startswith("sample 0")
+        assert not isinstance(error, SampleError) or error.reason != "unexpected", error
+        assert how != "same", error
+        return f"refused ({how})"
+    assert batch[FACTS_KEY].lengths == (batch["input_ids"].shape[1],)
+    if how == "same":
+        check_equal(batch, collator.processor, scene, row)
+    else:
+        assert how == "random", "it was accepted"
+        check_sound(batch, collator.processor, row)
+    return f"accepted ({how})"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:samples have columns that nothing reads")
+def test_every_conversation_is_what_the_processor_makes_of_it_or_is_refused() -> None:
+    outcomes = run(seed=0, cases=CASES)
+    assert sum(outcomes.values()) == CASES
+    assert {f"refused ({how})" for how in (*BROKEN, *BROKEN_TOKENS, *BROKEN_TEXT)} <= set(outcomes)
+    assert min(outcomes["accepted (same)"], outcomes["accepted (random)"], outcomes["refused (random)"]) > CASES / 50
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    print(run(seed=int(sys.argv[1]), cases=int(sys.argv[2])))
