@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
@@ -63,3 +64,39 @@ def test_text_that_is_no_json_is_named(kept):
     (kept / "manifest.json").write_text("{")
     with pytest.raises(ConfigError, match=r"manifest.json is damaged .JSONDecodeError"):
         Manifest.load(kept)
+
+
+def signed(found):
+    """A changed manifest with the digest that belongs to it."""
+    content = {name: value for name, value in found.items() if name != "digest"}
+    return {**content, "digest": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
+
+
+@pytest.mark.parametrize("is_signed", [False, True])
+@pytest.mark.parametrize("edit", ["rows", "order", "outside", "twice"])
+def test_files_that_are_counted_ordered_or_named_otherwise_are_refused(tmp_path, edit, is_signed):
+    store(tmp_path, texts(12))
+    found = json.loads((tmp_path / "manifest.json").read_text())
+    shards = found["shards"]
+    assert len(shards) > 1
+    if edit == "rows":
+        found["counts"]["rows"] -= 1
+    elif edit == "order":
+        shards[0], shards[1] = shards[1], shards[0]
+    elif edit == "outside":
+        shards[0]["file"] = f"../{tmp_path.name}/{shards[0]['file']}"
+    else:
+        shards[0] = shards[1]
+    (tmp_path / "manifest.json").write_text(json.dumps(signed(found) if is_signed else found))
+    with pytest.raises(ConfigError, match=r"manifest.json is damaged .*; restore it, or remove the folder and pack"):
+        PackedDataset(tmp_path)
+
+
+def test_another_file_of_the_same_size_is_seen_when_it_is_read(tmp_path):
+    store(tmp_path, texts(4), seed=0)
+    path = tmp_path / Manifest.load(tmp_path).shards[0].file
+    data = bytearray(path.read_bytes())
+    data[data.index(b"vlmpack.checksums") + 30] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"parquet cannot be read: its footer is not the one that manifest.json says"):
+        PackedDataset(tmp_path).outline(0)

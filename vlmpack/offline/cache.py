@@ -145,7 +145,7 @@ class LengthCache:
             raise self._unusable(error) from error
         except OSError as error:
             raise self._unusable(error) from error
-        except (sqlite3.DatabaseError, ValueError) as error:
+        except (sqlite3.DatabaseError, ValueError, TypeError) as error:  # TypeError: a key that is none
             self.close()
             raise ConfigError(
                 f"{self.path} is damaged, or no cache of lengths ({error}); delete it, if it is one: it will be made "

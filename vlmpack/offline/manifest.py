@@ -170,12 +170,16 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def shard_name(number: int, files: int) -> str:
+    """The name of one of so many files of rows, counted from 0."""
+    return f"rows-{number:05d}-of-{files:05d}.parquet"
+
+
 def _check_shards(manifest: Manifest) -> None:
-    """Raise a ValueError unless files lie in the folder, each once, and have as many rows together as are counted."""
+    """Raise a ValueError unless files lie in the folder, each once and in order, and have the rows that are counted."""
     names = [shard.file for shard in manifest.shards]
-    if outside := [name for name in names if Path(name).name != name]:
-        raise ValueError(f"{outside[0]!r} is no name of a file in this folder")
-    if len(set(names)) != len(names):
-        raise ValueError("it names a file twice")
+    for number, name in enumerate(names):
+        if name != (expected := shard_name(number, len(names))):
+            raise ValueError(f"it names {name!r} where {expected} belongs")
     if (rows := sum(shard.rows for shard in manifest.shards)) != manifest.counts.rows:
         raise ValueError(f"its files have {rows} rows, and it counts {manifest.counts.rows}")

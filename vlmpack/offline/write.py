@@ -19,7 +19,7 @@ from typing import Any, Literal, final
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.offline.files import WorkFolder, json_text, work_folder, writing
-from vlmpack.offline.manifest import LEFT_OUT, LENGTHS, NAME, PLAN, Manifest, Shard
+from vlmpack.offline.manifest import LEFT_OUT, LENGTHS, NAME, PLAN, Manifest, Shard, shard_name
 from vlmpack.offline.measure import MapStyle, measure_lengths, undecoded
 from vlmpack.offline.planning import check_refused, count, fill, fixed_sizes, left_out, plan_rows, reasons
 from vlmpack.offline.repair import lost_files, whole_shards
@@ -266,7 +266,7 @@ def _jobs(table: LengthTable, plan: Plan, shard_rows: int) -> Sequence[ShardJob]
     starts = range(0, len(plan), shard_rows)
     return [
         ShardJob(
-            file=f"rows-{number:05d}-of-{len(starts):05d}.parquet",
+            file=shard_name(number, len(starts)),
             rows=tuple(tuple(table.sample_ids[row].tolist()) for row in rows),
             lengths=tuple(tuple(table.tokens[row].tolist()) for row in rows),
             targets=tuple(tuple(table.targets[row].tolist()) for row in rows),
