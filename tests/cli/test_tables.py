@@ -178,7 +178,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Table]]:
     own = Table.__rich_console__
 
     def noted(self: Table, *arguments: Any) -> Any:
-        if any(isinstance(cell, str) for column in self.columns for cell in column._cells):
+        if any(isinstance(cell, str) and cell for column in self.columns for cell in column._cells):
             found.append(self)  # and not what rich puts texts side by side with
         return own(self, *arguments)
 

@@ -74,9 +74,15 @@ def print_verdict(report: Report, console: Console) -> None:
 
 
 def _checks(checks: Sequence[Check]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for title in ("what", "seen", "allowed", "finding"):
-        table.add_column(title, justify="right" if title in ("seen", "allowed") else "left", no_wrap=title == "what")
+        is_number = title in ("seen", "allowed")
+        table.add_column(
+            title,
+            justify="right" if is_number else "left",
+            no_wrap=is_number or title == "what",
+            overflow="fold" if title == "finding" else "ellipsis",
+        )
     for part, title in TITLES.items():
         table.add_row(f"[dim]{title}[/]")
         found = [check for check in checks if check.part == part]
@@ -89,11 +95,11 @@ def _checks(checks: Sequence[Check]) -> Table:
 
 def _circumstances(report: Report) -> Table:
     """One line a circumstance, and one for each comparison that belongs to none of the columns."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("against each sample alone", overflow="fold")
     for title in ("logits", "loss", "samples'", "gradients"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("finding")
+    table.add_column("finding", overflow="fold")
     equality = [check for check in report.checks if check.part == "equality"]
     for name, title in report.circumstances.items():
         own = {check.name.removeprefix(f"{name}: "): check for check in equality if check.name.startswith(f"{name}: ")}
@@ -135,11 +141,11 @@ def _gradients(checks: Sequence[Check]) -> Table:
         what = check.name.partition(": ")[2]
         if check.part == "equality" and what.startswith(GRADIENT):
             groups.setdefault(what, []).append(check)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("worst parameter of each group", overflow="fold")
     for title in ("seen", "allowed", "autocast"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("finding")
+    table.add_column("finding", overflow="fold")
     above = ""
     for what, found in groups.items():
         of, name = _placed(what)
@@ -164,11 +170,11 @@ def _placed(what: str) -> tuple[str, str]:
 
 
 def _plain(contrasts: Sequence[Contrast]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("given")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("given", overflow="fold")
     for title in ("leak", "logits", "loss", "pairs"):
-        table.add_column(title, justify="right")
-    table.add_column("verdict")
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("verdict", overflow="fold")
     for one in contrasts:
         colour = "green" if one.verdict == "exact" else "yellow"
         why = f": {', '.join(one.causes)}" if one.causes else f": {escape(one.detail)}" if one.detail else ""
