@@ -128,7 +128,7 @@ def test_so_does_what_is_told_of_samples_left_out(source: Path, tmp_path: Path) 
 def test_a_text_that_looks_like_an_option_is_left_as_it_is(source: Path, tmp_path: Path) -> None:
     named = tmp_path / "max_length=3, capacity=3.jsonl"
     named.write_text("{}")
-    assert f"'{named}'" in pack(named, tmp_path / "rows", *GOOD, "--on-bad", "raise").stderr
+    assert str(named) in pack(named, tmp_path / "rows", *GOOD, "--on-bad", "raise").stderr
 
 
 def test_a_folder_whose_packing_was_refused_is_no_data_set(source: Path, tmp_path: Path) -> None:
