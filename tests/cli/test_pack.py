@@ -136,7 +136,7 @@ def test_a_folder_whose_packing_was_refused_is_no_data_set(source: Path, tmp_pat
     for verb in ("show", "analyze"):
         refused = CliRunner().invoke(app, [verb, str(tmp_path / "rows"), "--processor", "tiny"])
         assert refused.exit_code == 2
-        assert "rows holds no rows yet: `vlmpack pack` was interrupted there, or refused a sample" in refused.stderr
+        assert "rows is not packed to its end: `vlmpack pack` was interrupted there, or refused" in refused.stderr
 
 
 def test_pictures_in_no_file_are_refused_before_any_is_measured(

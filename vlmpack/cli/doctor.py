@@ -207,6 +207,10 @@ def _verdict(report: Report) -> str:
 
 
 def _print_verdict(reports: Sequence[Report], console: Console, *, healthy: bool) -> None:
+    from rich.text import Text
+
+    from vlmpack.terminal import print_text
+
     for report in reports:
         if report.verdict == "exact":
             continue
@@ -214,7 +218,7 @@ def _print_verdict(reports: Sequence[Report], console: Console, *, healthy: bool
         console.print(f"[red]{what}[/]", highlight=False)
         for check in report.checks:
             if check.is_bad:
-                console.print(f"  {check.name} {check.finding}. {check.detail}", highlight=False, markup=False)
+                print_text(console, Text(f"{check.name} {check.finding}. {check.detail}"), indent=2)
     if healthy:
         console.print("[green]Nothing leaks:[/] every packed sample is what it would have been alone.")
     else:
