@@ -52,6 +52,7 @@ GOOD = ("--processor", "tiny", "--capacity", 64, "--on-bad", "skip", "--max-bad-
 def test_it_writes_a_store_and_tells_what_is_in_it(source: Path, tmp_path: Path) -> None:
     done = pack(source, tmp_path / "rows", *GOOD)
     assert done.exit_code == 0, done.output
+    assert done.stderr == ""  # no bar, and no empty line, behind a pipe
     manifest = Manifest.load(tmp_path / "rows")
     told = {line.split("  ")[0]: line for line in done.output.splitlines()}
     assert f" {manifest.counts.rows} " in told["rows"]

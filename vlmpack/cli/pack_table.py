@@ -30,7 +30,7 @@ UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 def told(console: Console) -> Iterator[Told]:
     """A function for `write_rows(progress=...)` that draws a bar for each stage."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bars = {stage: progress.add_task(text, total=None, visible=False) for stage, text in STAGES.items()}
 
         def tell(stage: str, done: int, total: int | None) -> None:
