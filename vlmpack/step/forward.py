@@ -95,7 +95,7 @@ def packed_forward(
     is_row = _is_row(inputs)
     routers = inputs.pop("output_router_logits", None) if family.experts is not None else None
     check_keys(inputs, is_row=is_row)
-    inputs |= {name: whole_numbers(inputs[name], name) for name in _WHOLE if inputs.get(name) is not None}
+    inputs |= _whole_columns(inputs)
     pad_token_id = family.text_config(model.config).pad_token_id
     slots = config.slots if parallel is None else parallel.slots(config.slots)
     row = _given_row(inputs) if is_row else _packed_batch(inputs, slots, config, pad_token_id)
@@ -129,6 +129,12 @@ def packed_forward(
     if keep is not None:
         output.logits = _kept_logits(result, keep, family.head(model))
     return _tuple_of(output, family) if as_tuple else output
+
+
+@outside_graph
+def _whole_columns(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Token ids and labels as int64."""
+    return {name: whole_numbers(inputs[name], name) for name in _WHOLE if inputs.get(name) is not None}
 
 
 def _asked(inputs: dict[str, Any], name: str, configured: Any) -> Any:
