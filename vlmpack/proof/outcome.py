@@ -20,8 +20,9 @@ FLOOR = {"logits": 2e-5, "loss": 1e-5, "gradients": 1e-4}
 IN_LOW_PRECISION = 4.0
 """How much larger errors may be in low precision than without packing: rounding sends tokens to other experts, and
 kernels round at other places. A leak shows far below that, as nothing may move that is computed again."""
-SMALLEST_GRADIENT = 1e-6
-"""A parameter whose gradient is below this part of the model's largest entry is compared with that instead."""
+SMALLEST_GRADIENT = 1e-4
+"""A parameter whose gradient is below this part of the model's largest entry is compared with that instead: times the
+floor it is 1e-8 of that entry, less than one rounding in float32. Gradients that almost cancel are off by as much."""
 
 
 @final
