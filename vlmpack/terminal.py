@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -31,6 +32,15 @@ def print_table(console: Console, table: Table) -> None:
     with wide.capture() as text:
         wide.print(table)
     console.file.write("".join(line.rstrip() + "\n" for line in text.get().splitlines()))
+
+
+def print_text(console: Console, text: str | Text, *, indent: int = 0) -> None:
+    """Print a sentence: wrapped at a terminal, one line in a pipe. A string may have markup."""
+    line = Text.from_markup(text) if isinstance(text, str) else text
+    if console.is_terminal:
+        console.print(Padding(line, (0, 0, 0, indent)) if indent else line, highlight=False)
+    else:
+        console.print(Text(" " * indent).append_text(line), highlight=False, soft_wrap=True)
 
 
 def columns_that_fit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import io
 import json
@@ -70,14 +71,35 @@ def test_the_module_can_be_run() -> None:
 def test_bench_is_handed_everything_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[list[str]] = []
 
-    def main(arguments: list[str]) -> int:
+    def measure(arguments: list[str]) -> int:
         given.append(arguments)
         return 7
 
-    monkeypatch.setattr("vlmpack.bench.main", main)
+    monkeypatch.setattr("vlmpack.bench.measure", measure)
     result = CliRunner().invoke(app, ["bench", "pack", "--json", "x.json", "--help"])
     assert result.exit_code == 7
     assert given == [["pack", "--json", "x.json", "--help"]]
+
+
+def test_bench_refuses_as_every_verb_does() -> None:
+    result = CliRunner().invoke(app, ["bench", "no_such_case"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("vlmpack: there is no case 'no_such_case'; choose from pack, ")
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_what_the_system_refuses_is_one_line_and_a_bug_is_not(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refused(arguments: list[str]) -> int:
+        raise OSError(code, os.strerror(code), "a/folder")
+
+    monkeypatch.setattr("vlmpack.bench.measure", refused)
+    result = CliRunner().invoke(app, ["bench"])
+    (line,) = result.stderr.splitlines()
+    assert result.exit_code == 2
+    assert line.startswith(f"vlmpack: a/folder: {os.strerror(code)}; get the right")
+
+    code = errno.EBADF
+    assert isinstance(CliRunner().invoke(app, ["bench"]).exception, OSError)
 
 
 def test_bench_shows_its_own_help() -> None:

@@ -52,6 +52,7 @@ def run_demo(out: Path, *args: str) -> tuple[str, dict[str, Any]]:
 
 def test_packed_trains_as_padded_does_on_fewer_tokens(tmp_path: Path) -> None:
     said, numbers = run_demo(tmp_path)
+    assert "━" not in said  # no bars behind a pipe
     padded, packed = numbers["padded"], numbers["packed"]
     assert padded["lengths"] == packed["lengths"]
     assert len(packed["lengths"]) == STEPS

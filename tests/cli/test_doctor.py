@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from vlmpack.cli import app, environment
@@ -51,6 +53,25 @@ def test_a_model_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> N
         assert result.exit_code == 2
         assert result.stderr.startswith(f"vlmpack: --model {name}")
         assert told in result.stderr
+
+
+def test_a_model_is_read_before_anything_is_printed_and_the_hub_is_asked_again_in_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unreachable(*args: Any, **kwargs: Any) -> None:
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s")
+        raise OSError("no connection\nread the manual.")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
+    result = CliRunner().invoke(app, ["doctor", "--model", "Qwen/Qwen3-VL-2B-Instruct", "--device", "cpu"])
+    (line,) = result.output.splitlines()
+    assert "nothing there can be read (no connection read the manual); give a hub id" in line
+
+
+def test_tiny_means_the_model_that_is_made_here_as_in_probe() -> None:
+    status, report = run_doctor("--device", "cpu", "--model", "tiny:qwen3")
+    assert status == 0
+    assert {probe["family"] for probe in report["probes"]} == {"qwen3"}
 
 
 def test_a_healthy_machine_gets_exit_status_0_and_a_probe_of_every_family(few_families: None) -> None:

@@ -52,6 +52,7 @@ GOOD = ("--processor", "tiny", "--capacity", 64, "--on-bad", "skip", "--max-bad-
 def test_it_writes_a_store_and_tells_what_is_in_it(source: Path, tmp_path: Path) -> None:
     done = pack(source, tmp_path / "rows", *GOOD)
     assert done.exit_code == 0, done.output
+    assert done.stderr == ""  # no bar, and no empty line, behind a pipe
     manifest = Manifest.load(tmp_path / "rows")
     told = {line.split("  ")[0]: line for line in done.output.splitlines()}
     assert f" {manifest.counts.rows} " in told["rows"]
@@ -136,7 +137,7 @@ def test_a_folder_whose_packing_was_refused_is_no_data_set(source: Path, tmp_pat
     for verb in ("show", "analyze"):
         refused = CliRunner().invoke(app, [verb, str(tmp_path / "rows"), "--processor", "tiny"])
         assert refused.exit_code == 2
-        assert "rows holds no rows yet: `vlmpack pack` was interrupted there, or refused a sample" in refused.stderr
+        assert "rows is not packed to its end: `vlmpack pack` was interrupted there, or refused" in refused.stderr
 
 
 def test_pictures_in_no_file_are_refused_before_any_is_measured(

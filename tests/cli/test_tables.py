@@ -36,9 +36,24 @@ from vlmpack.data.processor import tiny_processor
 from vlmpack.offline import Manifest, StoreSettings, write_rows
 from vlmpack.plan import LengthTable, PaddedRecipe
 from vlmpack.proof import Check, Contrast, Report
+from vlmpack.terminal import print_text
 
 WIDTH = 80
 DRAWN = set("─━│┃┏┓┗┛┌┐└┘├┤┡┩╇╭╮╰╯|")
+
+
+def lines_of(text: Text, *, terminal: bool) -> list[str]:
+    page = io.StringIO()
+    print_text(Console(file=page, width=WIDTH, force_terminal=terminal, color_system=None), text, indent=2)
+    return page.getvalue().splitlines()
+
+
+def test_a_sentence_is_one_line_in_a_pipe_and_wrapped_at_a_terminal() -> None:
+    sentence = Text("[a] " + "word " * 40 + "end")
+    assert lines_of(sentence, terminal=False) == [f"  {sentence}"]
+    lines = lines_of(sentence, terminal=True)
+    assert len(lines) > 1 and all(len(line) <= WIDTH and line.startswith("  ") for line in lines)
+
 
 # ---------------------------------------------------------------------- results, as long as real ones
 

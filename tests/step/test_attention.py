@@ -1,6 +1,7 @@
 """How a packed call reaches a back-end, and what is left of the model's own attention."""
 
 import copy
+import functools
 import pickle
 import sys
 
@@ -78,6 +79,33 @@ def test_a_second_model_of_the_configuration_of_an_enabled_one_is_a_plain_model(
     assert getattr(new, "accepts_loss_kwargs", None) == getattr(expected, "accepts_loss_kwargs", None)
 
 
+@pytest.mark.parametrize("part", ["text layer", "tower"])
+def test_the_configuration_of_a_layer_is_used_as_if_packing_were_not_enabled(part):
+    model, plain = enable_packing(tiny_model("qwen3_vl")), tiny_model("qwen3_vl").config
+    inner = model.model.visual if part == "tower" else model.model.language_model.layers[0].self_attn
+    mine, expected = inner.config, plain.vision_config if part == "tower" else plain.text_config
+    assert mine == expected
+    assert expected == mine
+    assert mine.to_dict() == expected.to_dict()
+    assert repr(mine) == repr(expected)
+    assert isinstance(mine, type(expected))
+    made = type(mine)(**mine.to_dict())
+    assert type(made) is type(expected)
+    assert made.to_dict() == type(expected)(**expected.to_dict()).to_dict()
+
+
+def test_a_text_model_is_not_made_of_the_configuration_of_a_layer():
+    """It would store the layer's name in the configuration that both share, and build no masks."""
+    model = enable_packing(tiny_model("qwen3_vl"))
+    text = model.model.language_model
+    batch = padded(mixed_samples(model.config)).to_hf()
+    loss = model(**batch).loss
+    with pytest.raises(ConfigError, match=r"Qwen3VLTextConfig is that of a layer with packing enabled.*copy\.copy"):
+        type(text)(text.layers[0].self_attn.config)
+    assert torch.equal(model(**batch).loss, loss)
+    assert type(text)(copy.copy(text.layers[0].self_attn.config)).config._attn_implementation == "sdpa"
+
+
 @pytest.mark.parametrize("backend", ["sdpa_segments", "eager_mask"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_of_nothing_but_padding_gives_every_parameter_the_gradient_that_other_ranks_wait_for(family, backend):
@@ -122,6 +150,18 @@ def a_function_of_ones_own_in_the_tower(model):
     model.set_attn_implementation({"vision_config": "softcapped"})
 
 
+def a_wrapper_that_took_the_name_of_what_it_wraps(model):
+    model.set_attn_implementation({"text_config": "wrapped"})
+
+
+def an_object_that_is_called(model):
+    model.set_attn_implementation({"text_config": "called"})
+
+
+def a_function_of_transformers_with_a_setting(model):
+    model.set_attn_implementation({"text_config": "with a setting"})
+
+
 OTHER_ATTENTION = {
     not_causal_by_configuration: r"is_causal is False in the model's Qwen2VLTextConfig",
     not_causal_by_the_whole_configuration: r"is_causal is False in the model's Qwen2VLConfig",
@@ -129,6 +169,9 @@ OTHER_ATTENTION = {
     a_window_on_a_layer: r"sliding_window is 2 on a Qwen2VLAttention.*set it to None",
     a_function_of_ones_own: r"'softcapped' of a Qwen2VLAttention is a function of your own \(.*softcapped\).*\"sdpa\"",
     a_function_of_ones_own_in_the_tower: r"'softcapped' of a VisionAttention is a function of your own",
+    a_wrapper_that_took_the_name_of_what_it_wraps: r"'wrapped' of a Qwen2VLAttention is a function of your own",
+    an_object_that_is_called: r"'called' of a Qwen2VLAttention is a function of your own \(.*SoftCapped\)",
+    a_function_of_transformers_with_a_setting: r"'with a setting' of a Qwen2VLAttention is a function of your own",
 }
 
 
@@ -138,8 +181,19 @@ def softcapped_attention(monkeypatch):
         out, weights = sdpa_attention_forward(*args, **kwargs)
         return out.tanh(), weights
 
-    monkeypatch.setitem(AttentionInterface._global_mapping, "softcapped", softcapped)
-    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "softcapped", sdpa_mask)
+    class SoftCapped:
+        def __call__(self, *args, **kwargs):
+            return softcapped(*args, **kwargs)
+
+    functions = {
+        "softcapped": softcapped,
+        "wrapped": functools.wraps(sdpa_attention_forward)(lambda *args, **kwargs: softcapped(*args, **kwargs)),
+        "called": SoftCapped(),
+        "with a setting": functools.partial(sdpa_attention_forward, softcap=2.0),
+    }
+    for name, function in functions.items():
+        monkeypatch.setitem(AttentionInterface._global_mapping, name, function)
+        monkeypatch.setitem(AttentionMaskInterface._global_mapping, name, sdpa_mask)
 
 
 @pytest.mark.usefixtures("softcapped_attention")
@@ -155,6 +209,24 @@ def test_attention_that_no_back_end_computes_is_refused_before_and_after_enablin
     model = enable_packing(tiny_model("qwen2_vl"))
     change(model)
     with pytest.raises(ConfigError, match=OTHER_ATTENTION[change]):
+        model(**batch)
+
+
+@pytest.mark.parametrize("calls", [True, False], ids=["calls the function", "calls none"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_next"])
+def test_a_forward_of_ones_own_on_a_layer_has_to_call_the_attention_function(family, calls):
+    """One that only surrounds the layer's own forward is as good as that."""
+    model = tiny_model(family)
+    batch = padded(mixed_samples(model.config, kinds=("text", "text"))).to_hf()
+    expected = PackedStep(model)(batch).loss
+    layer = next(module for module in model.modules() if "is_causal" in vars(module) and "layer_idx" in vars(module))
+    own = layer.forward
+    if calls:
+        layer.forward = lambda *args, **kwargs: own(*args, **kwargs)
+        assert torch.equal(model(**batch).loss, expected)
+        return
+    layer.forward = lambda hidden_states, **_: (hidden_states.cumsum(1), None)
+    with pytest.raises(ConfigError, match=r"Attention has a forward of its own, which does not call"):
         model(**batch)
 
 

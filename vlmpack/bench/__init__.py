@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from vlmpack.bench.cases import CASES, Case
-from vlmpack.bench.command import main
+from vlmpack.bench.command import main, measure
 from vlmpack.bench.figure import Figure, Report, Skipped, Target
 from vlmpack.bench.markdown import markdown
 from vlmpack.bench.run import run_cases
 from vlmpack.bench.settings import BenchSettings
 
-__all__ = ["CASES", "BenchSettings", "Case", "Figure", "Report", "Skipped", "Target", "main", "markdown", "run_cases"]
+__all__ = [
+    "CASES",
+    "BenchSettings",
+    "Case",
+    "Figure",
+    "Report",
+    "Skipped",
+    "Target",
+    "main",
+    "markdown",
+    "measure",
+    "run_cases",
+]

@@ -41,17 +41,25 @@ def main(arguments: Sequence[str] | None = None, *, console: Console | None = No
         0: measured; 1: `--check` was given and a target was missed, or there was no time to measure it; 2: could not
         be run as asked.
     """
-    console = console or _console()
-    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if words[:1] == [GPU]:
-            from vlmpack.bench.gpu import main as gpu
-
-            return gpu(words[1:], console=console)
-        return _measure(_parser().parse_args(words), console)
+        return measure(sys.argv[1:] if arguments is None else arguments, console=console)
     except VlmpackError as error:
-        console.print(Text(str(error), style="red"), soft_wrap=True)
+        (console or Console(stderr=True)).print(Text(str(error), style="red"), soft_wrap=True)
         return 2
+
+
+def measure(arguments: Sequence[str], *, console: Console | None = None) -> int:
+    """`main`, but that what could not be run as asked is raised.
+
+    Raises:
+        VlmpackError: it could not.
+    """
+    console, words = console or _console(), list(arguments)
+    if words[:1] == [GPU]:
+        from vlmpack.bench.gpu import main as gpu
+
+        return gpu(words[1:], console=console)
+    return _measure(_parser().parse_args(words), console)
 
 
 def _measure(chosen: argparse.Namespace, console: Console) -> int:

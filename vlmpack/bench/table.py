@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vlmpack.bench.figure import Figure, Report
-from vlmpack.terminal import NEEDED, columns_that_fit, print_table, wrapped
+from vlmpack.terminal import NEEDED, columns_that_fit, print_table, print_text, wrapped
 
 _UNITS = {
     "s": ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")),
@@ -26,12 +26,12 @@ NAMES = 30
 
 def print_report(report: Report, console: Console) -> None:
     """Where a run was made, its figures, its families side by side, and what it left out."""
-    console.print(title(report), highlight=False)
+    print_text(console, title(report))
     width = console.width if console.is_terminal else NEEDED
     for one in (table(report), *tables_of_families(report, width=width)):
         print_table(console, one)
     for line in skipped(report):
-        console.print(line)
+        print_text(console, line)
 
 
 def table(report: Report) -> Table:

@@ -9,13 +9,12 @@ from rich import box
 from rich.columns import Columns
 from rich.console import Console, Group
 from rich.markup import escape
-from rich.padding import Padding as Indented
 from rich.table import Table
 from rich.text import Text
 
 from vlmpack.cli.analyze_run import Analysis
 from vlmpack.plan import HistogramBin, LengthTable, Padding, Simulation, histogram
-from vlmpack.terminal import print_table
+from vlmpack.terminal import print_table, print_text
 
 LISTED = 5
 """Refused samples that are told in full."""
@@ -37,7 +36,7 @@ def print_analysis(analysis: Analysis, console: Console) -> None:
     for simulation in analysis.simulations:
         console.print(f"[bold]Rows of {simulation.capacity:,} tokens[/]", highlight=False)
         for sentence in simulation.explain():
-            console.print(Indented(Text(sentence), (0, 0, 0, 2)), highlight=False)
+            print_text(console, Text(sentence), indent=2)
 
 
 def bars(name: str, values: np.ndarray, *, ascii_only: bool = False) -> Group:
@@ -87,7 +86,7 @@ def _print_refused(table: LengthTable, console: Console) -> None:
     for one in table.refused[:LISTED]:
         name = "" if one.sample_id is None or one.sample_id == one.index else f" (id {one.sample_id!r})"
         said = Text(f"{one.index}{name}: {one.reason}: {one.detail}")
-        console.print(Indented(said, (0, 0, 0, 2)), highlight=False)
+        print_text(console, said, indent=2)
     more = len(table.refused) - LISTED
     console.print(f"  and {more:,} more (--out writes them all)\n" if more > 0 else "", highlight=False)
 

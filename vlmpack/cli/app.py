@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import sys
 from typing import Annotated, Any
@@ -13,9 +14,13 @@ from vlmpack import __version__
 from vlmpack.cli import analyze, bench, demo, doctor, pack, probe, show
 from vlmpack.errors import VlmpackError
 
+OF_THE_SYSTEM = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO})
+"""What the system refuses, wherever it is noticed: rights, a file system for reading alone, a full or a broken disk."""
+
 
 class ClearErrors(TyperGroup):
-    """A refusal of vlmpack is one clear line and exit status 2; anything else is a bug and keeps its traceback.
+    """A refusal of vlmpack or of the system is one clear line and exit status 2; anything else is a bug and keeps its
+    traceback.
 
     2 as for an option that does not exist: status 1 is the answer of a verb, such as `probe`'s that something leaks.
     """
@@ -26,6 +31,13 @@ class ClearErrors(TyperGroup):
             return super().invoke(ctx)
         except VlmpackError as error:
             typer.secho(f"vlmpack: {error}", err=True, fg=typer.colors.RED)
+            raise typer.Exit(2) from error
+        except OSError as error:
+            if error.errno not in OF_THE_SYSTEM:
+                raise
+            place = "" if error.filename is None else f"{error.filename}: "
+            message = f"vlmpack: {place}{error.strerror}; get the right to read and write there, or see to the disk"
+            typer.secho(message, err=True, fg=typer.colors.RED)
             raise typer.Exit(2) from error
 
 

@@ -18,6 +18,6 @@ def bench(ctx: typer.Context) -> None:
 
         report_app(ctx.args[1:], prog_name="vlmpack bench report", standalone_mode=False)
         return
-    from vlmpack.bench import main
+    from vlmpack.bench import measure
 
-    raise typer.Exit(main(ctx.args))
+    raise typer.Exit(measure(ctx.args))

@@ -130,7 +130,7 @@ def _progress(console: Console) -> Iterator[Progress]:
         TimeElapsedColumn(),
         TextColumn("{task.fields[loss]}"),
     )
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         yield progress
 
 

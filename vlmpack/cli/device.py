@@ -24,19 +24,30 @@ def checked_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def best_device() -> str:
+    """cuda where there is one, else cpu."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without the advice, warnings and progress bars of the libraries below; their errors still come through."""
+    """Without the advice, warnings, progress bars and repeated requests to the hub of the libraries below.
+
+    Their errors still come through.
+    """
+    from huggingface_hub.utils import logging as hub
     from transformers.utils import logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level, bars, requests = logging.get_verbosity(), logging.is_progress_bar_enabled(), hub.get_verbosity()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    hub.set_verbosity_error()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.set_verbosity(level)
+        hub.set_verbosity(requests)
         if bars:
             logging.enable_progress_bar()

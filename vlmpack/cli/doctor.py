@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vlmpack.cli.options import BestDeviceOption, JsonOption
-from vlmpack.cli.processors import reading, refuse_file
+from vlmpack.cli.processors import reading, refuse_file, tiny_family
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import torch
     from rich.console import Console
@@ -32,7 +32,8 @@ def doctor(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Hub id or folder: probe a small random copy of this model's configuration, not each supported family."
+            help="Hub id or folder: probe a small random copy of this model's configuration, not every family; or "
+            '"tiny", "tiny:FAMILY": one family.'
         ),
     ] = None,
     device: BestDeviceOption = None,
@@ -48,8 +49,11 @@ def doctor(
     from rich.console import Console
 
     from vlmpack.cli import environment
+    from vlmpack.cli.device import best_device, checked_device
 
     console = Console(quiet=as_json)
+    where = checked_device(device or best_device())
+    models = None if model is None else _named(model, where, console)
     console.print("[bold]Versions[/]")
     versions = environment.versions()
     print_versions(versions, console)
@@ -64,7 +68,7 @@ def doctor(
     console.print("\n[bold]Gated delta layers[/] [dim](Qwen3.5, Qwen3-Next; training)[/]")
     print_serving(gated, console)
     console.print("\n[bold]Probe[/] [dim](a few samples in one packed row; `vlmpack probe` tells more)[/]")
-    reports = _probe(model, device or devices[-1].type, console)
+    reports = _probe(_of_every_family(where) if models is None else models, where, console)
     print_probes(reports, console)
     healthy = all(report.verdict == "exact" for report in reports)
     console.print(CAPTION)
@@ -77,33 +81,48 @@ def doctor(
     raise typer.Exit(0 if healthy else 1)
 
 
-def _probe(model_id: str | None, device: str, console: Console) -> list[Report]:
-    import torch
+def _named(name: str, device: torch.device, console: Console) -> list[Any]:
+    """A small random model of a family, or with the configuration of another model, in each type to be probed.
 
-    from vlmpack.cli.device import checked_device, quiet_transformers
-    from vlmpack.families import FAMILIES
+    Raises:
+        ConfigError: nothing can be read there. FamilyError: the family cannot be packed exactly, or is not known.
+    """
+    from vlmpack.cli.device import quiet_transformers
     from vlmpack.families.tiny import tiny_model
-    from vlmpack.proof import backends_for, probe
-
-    where = checked_device(device)
-    reports: list[Report] = []
-    with quiet_transformers(), console.status("probing") as status:
-        for name in [model_id] if model_id else list(FAMILIES):
-            for dtype in (torch.float32,) if device == "cpu" else (torch.float32, torch.bfloat16):
-                model = (_copy(name, dtype) if model_id else tiny_model(name, dtype=dtype)).to(where)
-                for backend in backends_for(model):
-                    status.update(f"probing {name}, {backend}")
-                    first = not reports or reports[-1].family != model.config.model_type
-                    reports.append(probe(model, attention=backend, plain=first))
-    return reports
-
-
-def _copy(model_id: str, dtype: torch.dtype) -> Any:
-    """A small random model with the configuration of another."""
     from vlmpack.proof import small_copy
 
-    with reading("--model", model_id):
-        return small_copy(model_id, dtype=dtype)
+    if (family := tiny_family(name)) is not None:
+        return [tiny_model(family, dtype=dtype) for dtype in _dtypes(device)]
+    with quiet_transformers(), console.status("reading the model"), reading("--model", name):
+        return [small_copy(name, dtype=dtype) for dtype in _dtypes(device)]
+
+
+def _of_every_family(device: torch.device) -> Iterator[Any]:
+    from vlmpack.families import FAMILIES
+    from vlmpack.families.tiny import tiny_model
+
+    return (tiny_model(name, dtype=dtype) for name in FAMILIES for dtype in _dtypes(device))
+
+
+def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    import torch
+
+    return (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16)
+
+
+def _probe(models: Iterable[Any], device: torch.device, console: Console) -> list[Report]:
+    from vlmpack.cli.device import quiet_transformers
+    from vlmpack.proof import backends_for, probe
+
+    reports: list[Report] = []
+    with quiet_transformers(), console.status("probing") as status:
+        for model in models:
+            model.to(device)
+            for backend in backends_for(model):
+                status.update(f"probing {model.config.model_type}, {backend}")
+                first = not reports or reports[-1].family != model.config.model_type
+                reports.append(probe(model, attention=backend, plain=first))
+    return reports
 
 
 def print_versions(versions: Sequence[Version], console: Console) -> None:
@@ -188,6 +207,10 @@ def _verdict(report: Report) -> str:
 
 
 def _print_verdict(reports: Sequence[Report], console: Console, *, healthy: bool) -> None:
+    from rich.text import Text
+
+    from vlmpack.terminal import print_text
+
     for report in reports:
         if report.verdict == "exact":
             continue
@@ -195,7 +218,7 @@ def _print_verdict(reports: Sequence[Report], console: Console, *, healthy: bool
         console.print(f"[red]{what}[/]", highlight=False)
         for check in report.checks:
             if check.is_bad:
-                console.print(f"  {check.name} {check.finding}. {check.detail}", highlight=False, markup=False)
+                print_text(console, Text(f"{check.name} {check.finding}. {check.detail}"), indent=2)
     if healthy:
         console.print("[green]Nothing leaks:[/] every packed sample is what it would have been alone.")
     else:

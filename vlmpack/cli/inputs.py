@@ -98,8 +98,8 @@ def check_finished(source: str) -> None:
 
     if not is_store(source) and WorkFolder(out=Path(source).expanduser()).path.is_dir():
         raise ConfigError(
-            f"{source} holds no rows yet: `vlmpack pack` was interrupted there, or refused a sample. Run it again, and "
-            "it goes on where it was"
+            f"{source} is not packed to its end: `vlmpack pack` was interrupted there, or refused a sample. Run it "
+            "again, and it goes on where it was"
         )
 
 

@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from vlmpack.offline import Manifest
 from vlmpack.offline.manifest import LEFT_OUT
 from vlmpack.offline.write import Progress as Told
-from vlmpack.terminal import print_table
+from vlmpack.terminal import print_table, print_text
 
 STAGES = {"measure": "measuring samples", "compare": "comparing what is packed", "write": "writing files"}
 LISTED = 5
@@ -29,7 +30,7 @@ UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 def told(console: Console) -> Iterator[Told]:
     """A function for `write_rows(progress=...)` that draws a bar for each stage."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bars = {stage: progress.add_task(text, total=None, visible=False) for stage, text in STAGES.items()}
 
         def tell(stage: str, done: int, total: int | None) -> None:
@@ -80,7 +81,7 @@ def _print_left_out(out: Path, manifest: Manifest, console: Console) -> None:
         for line in islice(lines, LISTED):
             one = json.loads(line)
             name = "" if one["sample_id"] in (None, one["index"]) else f" (id {one['sample_id']!r})"
-            console.print(escape(f"  sample {one['index']}{name}: {one['detail']}"), highlight=False)
+            print_text(console, Text(f"sample {one['index']}{name}: {one['detail']}"), indent=2)
 
 
 def size(count: int) -> str:

@@ -50,14 +50,14 @@ def probe(
     from rich.console import Console
 
     from vlmpack.attention import BACKENDS
-    from vlmpack.cli.device import checked_device, quiet_transformers
+    from vlmpack.cli.device import best_device, checked_device, quiet_transformers
     from vlmpack.cli.probe_table import print_report
     from vlmpack.proof import probe as examine
 
     choices = ("auto", *BACKENDS)
     if attention is not None and attention not in choices:  # before a model is read
         raise ConfigError(f"--attention {attention}: choose {', '.join(choices[:-1])} or {choices[-1]}")
-    where = checked_device(device or _best_device())
+    where = checked_device(device or best_device())
     console = Console(quiet=as_json)
     with quiet_transformers(), console.status("reading the model") as status:
         loaded = _loaded(model, where, _dtype(dtype), tiny=tiny)
@@ -91,12 +91,6 @@ def _loaded(name: str, device: torch.device, dtype: torch.dtype, *, tiny: bool) 
     processor = named_processor(name) if family_named(family).has_vision else None
     model = tiny_model(family, dtype=dtype, processor=processor)
     return Loaded(model=model.to(device), processor=processor, weights="made here with random weights")
-
-
-def _best_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _dtype(name: str) -> torch.dtype:

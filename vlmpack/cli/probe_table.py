@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vlmpack.proof import Check, Contrast, Report
-from vlmpack.terminal import print_table
+from vlmpack.terminal import print_table, print_text
 
 COLOURS = {
     "ok": "green",
@@ -45,7 +45,7 @@ def print_report(report: Report, console: Console) -> None:
     """Tables, and one line that says it all."""
     console.print(f"[bold]{report.model}[/] [dim]({report.family})[/], {escape(report.weights)}", highlight=False)
     console.print(f"{report.device}, {report.dtype}, attention by {report.attention}", highlight=False)
-    console.print(f"rows of up to {report.row_tokens} tokens: {'; '.join(report.samples)}\n", highlight=False)
+    print_text(console, f"rows of up to {report.row_tokens} tokens: {'; '.join(report.samples)}\n")
     print_table(console, _checks(report.checks))
     print_table(console, _circumstances(report))
     print_table(console, _gradients(report.checks))
@@ -65,7 +65,7 @@ def print_verdict(report: Report, console: Console) -> None:
     for check in report.checks:
         if check.is_bad:
             cause = f" [bold]{check.cause}[/]:" if check.cause else ""
-            console.print(f"[red]{check.name} {check.finding}.[/]{cause} {escape(check.detail)}", highlight=False)
+            print_text(console, f"[red]{check.name} {check.finding}.[/]{cause} {escape(check.detail)}")
     console.print(f"[red]{report.verdict.capitalize()}.[/] The cause: [bold]{', '.join(report.causes)}[/].")
     if report.verdict == "not deterministic":
         console.print("Nothing that could be compared leaks or differs; the rest is not proved.")

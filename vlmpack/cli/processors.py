@@ -45,7 +45,8 @@ def reading(option: str, name: str, *, remedy: str = "give a hub id or the folde
     try:
         yield
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{option} {name}: nothing there can be read ({error}); {remedy}") from error
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(f"{option} {name}: nothing there can be read ({reason}); {remedy}") from error
 
 
 def named_processor(name: str) -> Any:

@@ -132,8 +132,8 @@ def find_stored(source: Source, split: str) -> tuple[StoredRows | ImageFolder, s
     if isinstance(source, str) and _HUB_ID.fullmatch(source) and path.suffix not in JSON_FILES:
         return _hub_rows(source, split), source
     raise ConfigError(
-        f"{str(source)!r} is no file or folder here and no hub id; give 'synthetic', a folder, parquet files, "
-        "or an id such as 'naver-clova-ix/cord-v2'"
+        f"{str(source)!r} is no file or folder here and no hub id; give 'synthetic', a folder or file that is "
+        "there, or an id such as 'naver-clova-ix/cord-v2'"
     )
 
 

@@ -17,6 +17,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Iterator, Set
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -53,6 +54,29 @@ class _StandIn:
     def _attn_implementation(self, value: str) -> None:
         self._vlmpack_plain._attn_implementation = value
 
+    @property
+    def _attn_implementation_internal(self) -> str | None:
+        return self._vlmpack_plain._attn_implementation_internal
+
+    @_attn_implementation_internal.setter
+    def _attn_implementation_internal(self, value: str | None) -> None:
+        """Store the name of an implementation.
+
+        Raises:
+            ConfigError: it is the stand-in's name, which a new model stores that is made of it.
+        """
+        if value == self._vlmpack_name:
+            raise ConfigError(
+                f"this {type(self).__name__} is that of a layer with packing enabled; make the new model of "
+                "model.config, or of copy.copy(layer.config)"
+            )
+        self._vlmpack_plain._attn_implementation_internal = value
+
+    def __eq__(self, other: object) -> bool:
+        return self._vlmpack_plain == (other._vlmpack_plain if isinstance(other, _StandIn) else other)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # as that of every configuration
+
     def __copy__(self) -> PreTrainedConfig:
         return copy.copy(self._vlmpack_plain)
 
@@ -75,8 +99,12 @@ def _stand_in(plain: PreTrainedConfig, name: str) -> PreTrainedConfig:
 
 @functools.cache
 def _stand_in_class(base: type[PreTrainedConfig], name: str) -> Any:
+    def new(cls: type[PreTrainedConfig], *args: Any, **kwargs: Any) -> PreTrainedConfig:
+        return base(*args, **kwargs)  # `type(config)(...)` makes a configuration of a model that nobody has enabled
+
     shown = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (_StandIn, base), {**shown, "__slots__": ("_vlmpack_plain",), "_vlmpack_name": name})
+    own = {"__new__": new, "__eq__": _StandIn.__eq__, "__slots__": ("_vlmpack_plain",), "_vlmpack_name": name}
+    return type(base.__name__, (_StandIn, base), {**shown, **own})
 
 
 def plain_config(module: nn.Module) -> PreTrainedConfig:
@@ -167,15 +195,24 @@ def _check_layer(module: nn.Module) -> None:
         )
 
 
+_OF_KERNELS = {"implementation", "attention_wrapper"}
+"""Arguments under which transformers hands a kernel to its own function."""
+
+
 def _check_stock(name: str, module: nn.Module) -> None:
     """A function of transformers itself computes what our back-ends compute; any other may do anything."""
     called: Any = _original(name, module)
+    is_stock = True
     while isinstance(called, functools.partial):
+        is_stock &= not called.args and called.keywords.keys() <= _OF_KERNELS
         called = called.func
-    if not str(called.__module__).startswith("transformers."):
+    code = called if isinstance(called, FunctionType) else type(called)
+    # A wrapper has taken the name and the module of what it wraps; its globals are those of its file.
+    file = code.__globals__["__name__"] if isinstance(code, FunctionType) else code.__module__
+    if not (is_stock and file.startswith("transformers.")):
         raise ConfigError(
             f"the attention {name!r} of a {type(module).__name__} is a function of your own "
-            f"({called.__module__}.{called.__qualname__}), which packed rows would not call: vlmpack's back-ends "
+            f"({file}.{code.__qualname__}), which packed rows would not call: vlmpack's back-ends "
             "compute plain softmax attention. Choose one of transformers, "
             'model.set_attn_implementation("sdpa"), or train without packing'
         )
@@ -207,6 +244,29 @@ def _settings(module: nn.Module, kwargs: dict[str, Any], *, causal: bool) -> dic
             "leave it out, or train this model without packing"
         )
     return {"scale": kwargs["scaling"], "dropout": kwargs.get("dropout", 0.0)}
+
+
+@outside_graph
+def check_reached(family: Family, core: nn.Module, row: RowContext) -> None:
+    """Look whether every attention layer that has a forward of its own handed the row on.
+
+    Raises:
+        ConfigError: one did not, so that its samples saw each other.
+    """
+    text: Any = family.language_model(core)
+    layers = [part for layer in text.layers[: text.config.num_hidden_layers] for part in layer.children()]
+    callers = [part for part in layers if "is_causal" in vars(part) and not is_subclassed(part)]
+    own = next((part for part in callers if not _has_stock_forward(part)), None)
+    if own is not None and row.attended < len(callers):
+        raise ConfigError(
+            f"a {type(own).__name__} has a forward of its own, which does not call the attention function of its "
+            "configuration, so that the samples of a row see each other; give it back the forward of transformers, or "
+            "train this model without packing"
+        )
+
+
+def _has_stock_forward(module: nn.Module) -> bool:
+    return "forward" not in vars(module) and type(module).forward.__module__.startswith("transformers.")
 
 
 # ---------------------------------------------------------------------- the functions
@@ -263,6 +323,7 @@ def _packed(
     vision: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """transformers' [1, N, T, H] in, its [1, T, N, H] out. `vision`: boundaries of a vision block; None: text."""
+    row.attended += vision is None
     segments = row.segments if vision is None else row.vision.find(vision, query.shape[2])
     q_TNH, k_TKH, v_TKH = (_in_autocast(x.squeeze(0).transpose(0, 1)) for x in (query, key, value))
     if not segments.num_tokens:  # nothing but padding; the projections keep their place in the graph

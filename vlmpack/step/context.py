@@ -81,9 +81,11 @@ class RowContext:
         """How layers are to compute the row that are given each sample by itself; None: there are none."""
         self.features = features
         """The form of what comes in place of pixels, the features of this rank's tokens; None: pixels come."""
+        self.attended = 0
+        """Calls of packed attention in the text model so far."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowContext:
-        """Immutable: a copy is itself."""
+        """Of one call: a copy is itself."""
         return self
 
 

@@ -25,6 +25,7 @@ from vlmpack.layout import (
 )
 from vlmpack.layout.roll import check_none_on_padding
 from vlmpack.parallel import Parallel
+from vlmpack.step.attention import check_reached
 from vlmpack.step.balance import Balance, RouterSettings, RouterStatistics, router_statistics
 from vlmpack.step.context import CONTEXT
 from vlmpack.step.head import target_logprobs, target_positions
@@ -104,6 +105,7 @@ def run_row(
     if hidden_states:
         inputs.update(output_hidden_states=hidden_states, return_dict=True)
     output = family.backbone(model)(**inputs)
+    check_reached(family, model, inputs[CONTEXT])
     hidden = output[0]  # of a tuple where the configuration says return_dict=False
     routers = None
     if recorded:

@@ -131,15 +131,15 @@ class _Gate:
     """One layer's way from its mixer to its experts."""
 
     def __init__(self) -> None:
-        self._call = _Call()
+        self._calls = _Calls()
 
     def tell(self, mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         row: RowContext | None = kwargs.get(CONTEXT)
-        self._call.real = None if row is None else row.experts
+        self._calls.mine.real = None if row is None else row.experts
 
     def take(self, block: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
         """[1, T, D] to [1, R, D]."""
-        call = self._call
+        call = self._calls.mine
         if call.real is None:
             return None
         (hidden,) = args
@@ -148,7 +148,7 @@ class _Gate:
 
     def put_back(self, block: nn.Module, args: Any, output: torch.Tensor | None) -> torch.Tensor | None:
         """[1, R, D] to [1, T, D], zeros on padding."""
-        call = self._call
+        call = self._calls.mine
         real, call.real = call.real, None
         if real is None or output is None:
             return None
@@ -156,14 +156,23 @@ class _Gate:
 
 
 @final
-class _Call(threading.local):
-    """What a layer keeps from its mixer to its experts, for each thread. (Compilers read no context variables.)"""
+class _Call:
+    """What a layer keeps from its mixer to its experts."""
 
-    real: torch.Tensor | None = None
-    """int64 [R]: places of the real tokens; None: every token goes to the experts."""
-    width: int = 0
-    """T."""
+    def __init__(self) -> None:
+        self.real: torch.Tensor | None = None
+        """int64 [R]: places of the real tokens; None: every token goes to the experts."""
+        self.width = 0
+        """T."""
 
-    def __reduce__(self) -> tuple[type[_Call], tuple[()]]:
+
+@final
+class _Calls(threading.local):
+    """One call for each thread. (Compilers read no context variables, and lose what is stored in a `local` itself.)"""
+
+    def __init__(self) -> None:
+        self.mine = _Call()
+
+    def __reduce__(self) -> tuple[type[_Calls], tuple[()]]:
         """A copy begins with nothing."""
-        return _Call, ()
+        return _Calls, ()
