@@ -31,8 +31,8 @@ _NAMED_MEDIA = re.compile(
 _FILE_COLUMN = re.compile(r"(file_?names?|files?|file_?paths?|paths?|media|media_paths?|attachments?|frames)")
 """Names of columns that hold files of any kind."""
 _FILE = re.compile(r"(?i)\S.*\.(png|jpe?g|webp|gif|bmp|tiff?|mp4|avi|mkv|mov|webm)")
-_ENCODED = ((b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF"), ("data:image/", "data:video/"))
-"""How encoded images begin, as bytes and as text."""
+_ENCODED = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF")
+"""How the bytes of encoded images begin."""
 _GROUNDING = ("<bbox>", "<ref-object>", "<quad>")
 """Places in a text that ms-swift fills from its column `objects`."""
 _KEPT = {*MEDIA_COLUMNS, "id", "sample_id", "length", "label", "labels", "label_ids", "attention_mask", "position_ids"}
@@ -141,7 +141,9 @@ def _is_stored_image(value: Any) -> bool:
     """An image as Arrow stores it, {"bytes", "path"}, or encoded, whatever its column is called."""
     if isinstance(value, Mapping):
         return {"bytes", "path"} == set(value) and not is_absent(value)
-    return isinstance(value, bytes | str) and value[:12].startswith(_ENCODED[isinstance(value, str)])
+    if isinstance(value, str):
+        return value.startswith(("data:image/", "data:video/"))
+    return isinstance(value, bytes) and value.startswith(_ENCODED)
 
 
 def no_columns(feature: Mapping[str, Any]) -> str:
