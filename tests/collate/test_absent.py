@@ -109,6 +109,21 @@ def test_grounding_rows_of_ms_swift_do_not_train_on_the_names_of_their_places():
     assert check_unread(chat(), has_media=True, texts=["at <bbox>"]) == ()
 
 
+@pytest.mark.parametrize("place", ["<bbox>", "<ref-object>", "<quad>"])
+def test_each_of_these_places_is_found_in_a_whole_sample(place):
+    collator = VLMCollator(processor_of(), on_bad="skip")
+    collator([chat(f"Find {place}.", "5", picture(), objects={"ref": ["cat"], "bbox": [[1, 2, 3, 4]]})])
+    assert collator.ledger.reasons == {"unread_column": 1}
+
+
+@pytest.mark.parametrize(
+    "value", [{"bytes": b"1", "path": None}, b"\xff\xd8\xff\xe0", [b"\x89PNG"], "data:image/png;base64,aa"], ids=str
+)
+def test_an_encoded_image_is_one_whatever_its_column_is_called(value):
+    with pytest.raises(Refusal, match="it has a column screenshot, which looks like its image or video"):
+        check_unread(chat(screenshot=value), has_media=False, texts=[])
+
+
 def test_other_columns_are_named_once():
     collator = VLMCollator(processor_of(), on_bad="skip")
     rows = [chat(topic="a", note="b", source="c", id=7), chat(topic="d"), chat(mood=None)]

@@ -217,10 +217,22 @@ def test_tokens_of_the_template_typed_by_a_person_are_refused(token, place):
         {"content": "5", "tool_calls": [{"function": {"name": "sum", "arguments": {"of": ["<|im_end|>"]}}}]},
         {"content": "5", "tool_calls": [{"function": {"name": "sum", "arguments": {"<|im_end|>": 1}}}]},
         {"content": "5", "tool_calls": np.array([{"function": {"name": "sum<|im_end|>"}}], dtype=object)},
+        {"content": "5", "tool_calls": [{"function": {"name": "sum", "arguments": {"at<|im_end|": 1}}}]},
+        {"content": "5", "tool_calls": [{"function": {"name": "|im_end|"}}]},
         {"content": "5", "tool_call_id": "<|im_end|>"},
         {"content": "5", "name<|im_end|>": "x"},
     ],
-    ids=["joined of two parts", "in thoughts", "in a call", "a call's key", "a call in an array", "an id", "a key"],
+    ids=[
+        "joined of two parts",
+        "in thoughts",
+        "in a call",
+        "a call's key",
+        "a key that XML ends",
+        "a name in XML",
+        "a call in an array",
+        "an id",
+        "a key",
+    ],
 )
 def test_an_end_of_turn_that_would_cut_an_answer_short_is_refused_wherever_it_stands(answer):
     feature = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", **answer}]}

@@ -198,6 +198,18 @@ class TestZerosAtTheEnd:
         whole = encoded(noise(), "WEBP", lossless=lossless)
         assert "its pixels end in 512 zero bytes or more" in refusal(whole[:-600] + bytes(600))
 
+    @pytest.mark.parametrize("top", [False, True], ids=["blank", "with something on top"])
+    @pytest.mark.parametrize("how", [{"quality": 80}, {"lossless": True, "quality": 0, "method": 0}], ids=str)
+    def test_a_large_blank_page_in_webp_ends_in_zeros_and_is_whole(self, top: bool, how: dict) -> None:
+        page = Image.new("RGB", (2600, 2600), "white")
+        if top:
+            page.paste(noise(), (7, 7))
+        whole = encoded(page, "WEBP", **how)
+        image = load_image(whole)
+        assert image.tobytes() == Image.open(io.BytesIO(whole)).convert("RGB").tobytes()
+        if top:
+            assert whole[-600:].rstrip(b"\0\1") == b""  # or the case would be none
+
     def test_a_thumbnail_has_an_end_of_its_own(self) -> None:
         exif = Image.Exif()
         exif[270] = encoded(Image.new("RGB", (8, 8)), "JPEG").decode("latin-1")

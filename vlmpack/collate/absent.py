@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
@@ -31,6 +31,8 @@ _NAMED_MEDIA = re.compile(
 _FILE_COLUMN = re.compile(r"(file_?names?|files?|file_?paths?|paths?|media|media_paths?|attachments?|frames)")
 """Names of columns that hold files of any kind."""
 _FILE = re.compile(r"(?i)\S.*\.(png|jpe?g|webp|gif|bmp|tiff?|mp4|avi|mkv|mov|webm)")
+_ENCODED = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF")
+"""How the bytes of encoded images begin."""
 _GROUNDING = ("<bbox>", "<ref-object>", "<quad>")
 """Places in a text that ms-swift fills from its column `objects`."""
 _KEPT = {*MEDIA_COLUMNS, "id", "sample_id", "length", "label", "labels", "label_ids", "attention_mask", "position_ids"}
@@ -83,7 +85,7 @@ def check_one_form(forms: Sequence[str], present: Mapping[str, Any]) -> None:
         raise Refusal("bad_row", f"it has {found}, which these models cannot hear; leave the column out")
 
 
-def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Iterable[str]) -> tuple[str, ...]:
+def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Sequence[str]) -> tuple[str, ...]:
     """The columns of a sample that nothing reads, of which none holds something that the sample would lack.
 
     Args:
@@ -128,11 +130,20 @@ def _is_preference(name: str, value: Any) -> bool:
 
 def _is_media(name: str, value: Any) -> bool:
     values = value if isinstance(value, list | tuple) else [value]
-    if isinstance(values[0], Image.Image):
+    if isinstance(values[0], Image.Image) or _is_stored_image(values[0]):
         return True
     if _NAMED_MEDIA.fullmatch(name):
         return isinstance(values[0], str | bytes | Mapping)
     return bool(_FILE_COLUMN.fullmatch(name)) and isinstance(values[0], str) and _FILE.fullmatch(values[0]) is not None
+
+
+def _is_stored_image(value: Any) -> bool:
+    """An image as Arrow stores it, {"bytes", "path"}, or encoded, whatever its column is called."""
+    if isinstance(value, Mapping):
+        return {"bytes", "path"} == set(value) and not is_absent(value)
+    if isinstance(value, str):
+        return value.startswith(("data:image/", "data:video/"))
+    return isinstance(value, bytes) and value.startswith(_ENCODED)
 
 
 def no_columns(feature: Mapping[str, Any]) -> str:

@@ -116,7 +116,8 @@ def _template_options(present: Mapping[str, Any]) -> dict[str, Any]:
         raise Refusal("bad_row", f"tools must be a list of tools, got {short(tools)}")
     if tools and not is_empty(options.get("tools")):
         raise Refusal("bad_row", "it has tools in a column and in chat_template_kwargs; keep the column")
-    return {**options, **({"tools": list(tools)} if tools else {})}
+    set_ones = {name: value for name, value in options.items() if value is not None}  # Arrow writes every row's names
+    return {**set_ones, **({"tools": list(tools)} if tools else {})}
 
 
 # ---------------------------------------------------------------------- conversations

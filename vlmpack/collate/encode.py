@@ -90,12 +90,12 @@ class Encoder:
         else:
             conversation = read_conversation(feature, has_vision=self.facts.has_vision, markers=self.markers)
             has_media = bool(conversation.images or conversation.videos)
-            self._check_unread(feature, has_media=has_media, texts=conversation.plain or conversation.texts())
+            self._check_unread(feature, has_media=has_media, texts=conversation.plain or tuple(conversation.texts()))
             sample = self._encode_conversation(conversation, read)
         check_sample(sample, self.facts)
         return sample
 
-    def _check_unread(self, feature: Mapping[str, Any], *, has_media: bool, texts: Iterable[str]) -> None:
+    def _check_unread(self, feature: Mapping[str, Any], *, has_media: bool, texts: Sequence[str]) -> None:
         columns = check_unread(feature, has_media=has_media or not self.facts.has_vision, texts=texts)
         if columns and self.name_unread is not None and (new := self.name_unread(columns)):
             warnings.warn(
@@ -139,11 +139,14 @@ class Encoder:
     # ------------------------------------------------------------------ text
 
     def _check_texts(self, conversation: Conversation) -> None:
-        """A person's text that holds the template's own tokens would make false images or false turns."""
+        """A person's text that holds the template's own tokens would make false images or false turns.
+
+        Templates that write XML put the angle brackets around a name: `<|im_end|` is as good as the token.
+        """
         typed = conversation.texts() if conversation.plain is None else conversation.plain[1:]
         reserved = self.facts.reserved if conversation.plain is None else self.facts.reserved_media
         for text in typed:
-            found = next((token for token in reserved if token in text), None)
+            found = next((token for token in reserved if token in f"<{text}>"), None)
             if found is not None:
                 raise Refusal(
                     "reserved_token_in_text",

@@ -4,7 +4,7 @@
 |--------|-------------------------------------------------------------------------------------------------------------|
 | PNG    | every chunk up to IEND; the CRC of those behind the pixels, which Pillow does not compare                   |
 | JPEG   | the end-of-image marker, where the file ends in zeros                                                       |
-| WebP   | the list of chunks with the size of the file; zeros at the end of compressed pixels                         |
+| WebP   | the list of chunks with the size of the file; more zeros at the end of pixels than one colour needs         |
 | GIF    | what follows the first frame, where the file ends in zeros                                                  |
 
 Zeros at the end are what a download leaves that reserved its file and did not finish. In what is not compressed (BMP,
@@ -28,6 +28,8 @@ from vlmpack.data.pixels import ImageError
 
 ZEROS = bytes(512)
 """So many zero bytes end no compressed pixels."""
+BLOCKS = 20
+"""Blocks of pixels in a lossy WebP, at least, for each zero byte at its end."""
 JPEG_END = b"\xff\xd9"
 """The marker of the end."""
 
@@ -167,10 +169,28 @@ def _webp_fault(data: bytes) -> str | None:
         kind, end = data[at : at + 4], at + 8 + int.from_bytes(data[at + 4 : at + 8], "little")
         if not any(kind):
             return f"there are zeros where its chunk at byte {at} begins"
-        if kind in (b"VP8 ", b"VP8L", b"ALPH") and data.endswith(ZEROS, at + 8, end):
+        if kind in (b"VP8 ", b"VP8L") and data.endswith(ZEROS, at + 8, end) and not _is_one_colour(data, at + 8, end):
             return f"its pixels end in {len(ZEROS)} zero bytes or more, at byte {end}"
         at = end + end % 2
     return None
+
+
+def _is_one_colour(webp: bytes, start: int, end: int) -> bool:
+    """Find out whether zeros at the end of pixels are what an encoder makes of an area of one colour at the bottom.
+
+    As libwebp writes it, a zero byte of VP8 stands for 40 blocks of 16 x 16 pixels or more; half of them are required.
+    One of VP8L stands for a pixel or more, and these are decoded.
+    """
+    zeros = end - start - len(webp[start:end].rstrip(b"\0"))
+    if webp[start - 8 : start - 4] == b"VP8 ":
+        width, height = (int.from_bytes(webp[at : at + 2], "little") & 0x3FFF for at in (start + 6, start + 8))
+        return zeros * BLOCKS <= -(-width // 16) * -(-height // 16)
+    try:
+        image = Image.open(io.BytesIO(webp), formats=["WEBP"]).convert("RGBA")
+    except Exception:  # whoever decodes it next sees this too
+        return True
+    rows = max(1, zeros // image.width)
+    return rows <= image.height and bool(image.crop((0, image.height - rows, *image.size)).getcolors(1))
 
 
 def _gif_fault(data: bytes) -> str | None:
