@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vlmpack.collate import Ceiling, VLMCollator
+    from vlmpack.context_parallel import Parallel, sum_counts
     from vlmpack.data import ImageLimits, open_dataset
     from vlmpack.errors import BackendError, ConfigError, FamilyError, LayoutError, SampleError, VlmpackError
     from vlmpack.layout import BatchFacts, Media, PackedRow, PaddedBatch, Segments, SlotRule, pack, unpack
     from vlmpack.offline import PackedDataset, StoreSettings, measure_lengths, write_rows
-    from vlmpack.parallel import Parallel, sum_counts
     from vlmpack.plan import Budget, CostModel, LengthTable, Plan, plan_bins
     from vlmpack.proof import probe
     from vlmpack.step import PackedStep, StepConfig, StepResult, compile_layers, disable_packing, enable_packing
@@ -83,7 +83,7 @@ _ROOM = {
     "errors": ("BackendError", "ConfigError", "FamilyError", "LayoutError", "SampleError", "VlmpackError"),
     "layout": ("BatchFacts", "Media", "PackedRow", "PaddedBatch", "Segments", "SlotRule", "pack", "unpack"),
     "offline": ("PackedDataset", "StoreSettings", "measure_lengths", "write_rows"),
-    "parallel": ("Parallel", "sum_counts"),
+    "context_parallel": ("Parallel", "sum_counts"),
     "plan": ("Budget", "CostModel", "LengthTable", "Plan", "plan_bins"),
     "proof": ("probe",),
     "step": ("PackedStep", "StepConfig", "StepResult", "compile_layers", "disable_packing", "enable_packing"),

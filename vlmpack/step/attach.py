@@ -18,10 +18,10 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families import Family, family_of
 from vlmpack.layout import around_graph
-from vlmpack.parallel import Parallel
 from vlmpack.step import attention, by_sample, cut, experts
 from vlmpack.step.engine import StepConfig
 from vlmpack.step.forward import packed_forward, plain_forward, unpackable, without_guards

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from vlmpack.attention import AUTO, BACKENDS
+from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families import Family
 from vlmpack.layout import (
@@ -24,7 +25,6 @@ from vlmpack.layout import (
     outside_graph,
 )
 from vlmpack.layout.roll import check_none_on_padding
-from vlmpack.parallel import Parallel
 from vlmpack.step.attention import check_reached
 from vlmpack.step.balance import Balance, RouterSettings, RouterStatistics, router_statistics
 from vlmpack.step.context import CONTEXT

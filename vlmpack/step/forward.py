@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers.utils.generic import ModelOutput
 
+from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, LayoutError, check_kind
 from vlmpack.families import Family
 from vlmpack.layout import (
@@ -28,7 +29,6 @@ from vlmpack.layout import (
     to_device,
 )
 from vlmpack.layout.batch import check_is_tensor, whole_numbers
-from vlmpack.parallel import Parallel
 from vlmpack.step.engine import StepConfig, run_row
 from vlmpack.step.keys import SINK, check_boundaries_kept, check_keys
 from vlmpack.step.result import StepResult

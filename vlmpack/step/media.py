@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from vlmpack.context_parallel import MediaShare, Partition
+from vlmpack.context_parallel.collectives import Collectives
 from vlmpack.families import FeatureForm, media_features
 from vlmpack.layout import IMAGE, VIDEO, Grid, to_device
-from vlmpack.parallel import MediaShare, Partition
-from vlmpack.parallel.exchange import Exchange
 from vlmpack.step.context import CONTEXT, RowContext, VisionSegments
 from vlmpack.step.whole import MediaCall, MediaInputs
 
 
-def shared_media(call: MediaCall, partition: Partition, exchange: Exchange) -> MediaInputs:
+def shared_media(call: MediaCall, partition: Partition, exchange: Collectives) -> MediaInputs:
     """The features of this rank's tokens.
 
     The tower is called once on every rank, whatever the row holds: also where there is nothing for it to do.
@@ -71,7 +71,7 @@ def _tower_context(call: MediaCall, grids: Sequence[Grid]) -> RowContext:
 
 
 def _sent(
-    own: torch.Tensor, share: MediaShare, types: torch.Tensor, kind: int, partition: Partition, exchange: Exchange
+    own: torch.Tensor, share: MediaShare, types: torch.Tensor, kind: int, partition: Partition, exchange: Collectives
 ) -> torch.Tensor:
     """The features of the images that this rank computed to those of the tokens that it has, in their order."""
     if exchange.size == 1 or not share.grids:

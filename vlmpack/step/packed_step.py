@@ -9,9 +9,9 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError
 from vlmpack.layout import FACTS_KEY, PackedRow, PaddedBatch
-from vlmpack.parallel import Parallel
 from vlmpack.step.attach import enable_packing, remembered
 from vlmpack.step.engine import StepConfig
 from vlmpack.step.forward import Sink

@@ -8,12 +8,12 @@ from typing import final
 import torch
 from torch import nn
 
+from vlmpack.context_parallel import Parallel, Partition
+from vlmpack.context_parallel.kv_gather import GatheredKV
+from vlmpack.context_parallel.ulysses import Attend, attend_by_heads, to_heads, to_tokens
 from vlmpack.errors import LayoutError
 from vlmpack.families import DeltaHeads
 from vlmpack.layout import PackedRow, Segments
-from vlmpack.parallel import Parallel, Partition
-from vlmpack.parallel.heads import Attend, attend_by_heads, to_heads, to_tokens
-from vlmpack.parallel.keys import attend_by_keys
 from vlmpack.step.media import shared_media
 from vlmpack.step.whole import MediaCall, MediaInputs, OnRow, OnTensors, Whole
 
@@ -25,6 +25,7 @@ class Shared:
     def __init__(self, row: PackedRow, parallel: Parallel) -> None:
         self._exchange = parallel.exchange
         self._partition = Partition(segments=row.segments, ranks=parallel.ranks, layout="contiguous")
+        self._kv = GatheredKV(self._partition, self._exchange)
         self._start = self._exchange.rank * self._partition.local_total
         self.segments = self._partition.local_segments(self._exchange.rank)
         before = sum(self._partition.local_segments(rank).num_tokens for rank in range(self._exchange.rank))
@@ -47,8 +48,9 @@ class Shared:
         """See `Whole`. By heads, if they can be shared out; otherwise by keys."""
         if self.has_all:
             return attend(q_tNH, k_tKH, v_tKH, segments)
-        by = attend_by_keys if q_tNH.shape[1] % self._exchange.size else attend_by_heads
-        return by(attend, q_tNH, k_tKH, v_tKH, self._partition, self._exchange)
+        if q_tNH.shape[1] % self._exchange.size:
+            return self._kv.attend(attend, q_tNH, k_tKH, v_tKH)
+        return attend_by_heads(attend, q_tNH, k_tKH, v_tKH, self._partition, self._exchange)
 
     def delta(self, on_row: OnRow, layer: nn.Module, hidden_1tD: torch.Tensor) -> torch.Tensor:
         """See `Whole`. By heads, if they can be shared out; otherwise each rank computes the whole row."""
@@ -63,17 +65,17 @@ class Shared:
 
     def by_row(self, on_row: OnTensors, hidden_1tD: torch.Tensor, *beside_1t: torch.Tensor) -> torch.Tensor:
         """See `Whole`. Every rank computes the whole row and goes on with its own part."""
-        row_1TD = self._exchange.gather(hidden_1tD[0], "whole rows")[None]
-        beside_1T = [self._exchange.gather_same(own[0], "whole rows")[None] for own in beside_1t]
+        row_1TD = self._exchange.all_gather(hidden_1tD[0], "whole rows")[None]
+        beside_1T = [self._exchange.all_gather_equal(own[0], "whole rows")[None] for own in beside_1t]
         return self.own(on_row(row_1TD, *beside_1T), dim=1)
 
     def sum(self, own: torch.Tensor) -> torch.Tensor:
         """See `Whole`."""
-        return self._exchange.sum_same(own, "routers")
+        return self._exchange.all_reduce(own, "routers")
 
     def same(self, own_t: torch.Tensor) -> torch.Tensor:
         """See `Whole`."""
-        return self._exchange.gather_same(own_t, "loss")
+        return self._exchange.all_gather_equal(own_t, "loss")
 
     def targets(self, index_L: torch.Tensor) -> torch.Tensor:
         """See `Whole`. Waits for the device."""
@@ -97,7 +99,7 @@ class Shared:
         weights = torch.arange(1, ids.shape[1] + 1, device=ids.device)
         boundaries = hash((row.segments.lengths, row.segments.slots, row.segments.total)) % 2**62
         own = torch.stack([ids.new_full((), boundaries), (ids * weights).sum(), (labels * weights).sum()])
-        of_all = self._exchange.gather_same(own, "check").unflatten(0, (self._exchange.size, -1)).tolist()
+        of_all = self._exchange.all_gather_equal(own, "check").unflatten(0, (self._exchange.size, -1)).tolist()
         if any(other != of_all[0] for other in of_all):
             raise LayoutError(
                 "the ranks of one context group were given different rows; give all of them the same batch: let the "

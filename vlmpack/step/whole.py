@@ -12,9 +12,9 @@ from typing import final
 import torch
 from torch import nn
 
+from vlmpack.context_parallel.ulysses import Attend
 from vlmpack.families import Family, FeatureForm
 from vlmpack.layout import BatchFacts, PackedRow, Segments
-from vlmpack.parallel.heads import Attend
 
 OnRow = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 """A layer and [1, T, D] to [1, T, D']."""

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from shared_rows import CASES, DATA_CASES, WAIT_CASES, WORLD, Case
 
+from vlmpack.context_parallel import MediaShare
 from vlmpack.families import FAMILIES, family_named
-from vlmpack.parallel import MediaShare
 
 pytestmark = pytest.mark.dist
 

@@ -9,7 +9,7 @@ from typing import Literal, final, get_args
 
 from vlmpack.errors import ConfigError
 from vlmpack.layout import Layout, Precision, SlotRule
-from vlmpack.parallel.megatron import Boundaries
+from vlmpack.megatron.thd import Boundaries
 
 Packing = Literal["in_batch", "offline", "stream"]
 """When samples are put into rows: the samples of a micro-batch into one row; rows stored ahead; while data are read

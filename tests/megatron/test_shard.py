@@ -9,9 +9,10 @@ import torch
 from cut_rows import ALL_LAYOUTS, row_with_images
 from waiting import waits_are_errors
 
+from vlmpack.context_parallel import Layout
 from vlmpack.errors import LayoutError
 from vlmpack.layout import IGNORE, Media, PackedRow, Segments, SlotRule, without_successor
-from vlmpack.parallel import Layout, LocalRow, shard, unshard
+from vlmpack.megatron import LocalRow, shard, unshard
 
 RANKS = 2
 IMAGES = {3: (1, 4, 8), 20: (1, 4, 4), 26: (1, 2, 4)}

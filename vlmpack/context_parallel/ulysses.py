@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from vlmpack.parallel.exchange import Exchange
-from vlmpack.parallel.partition import Partition
+from vlmpack.context_parallel.collectives import Collectives
+from vlmpack.context_parallel.partition import Partition
 
 ATTENTION = "attention"
 """The name under which the bytes of attention are counted."""
@@ -27,17 +27,17 @@ Attend = Callable[..., torch.Tensor]
 """An attention back-end: q [T, N, H], k [T, K, H], v [T, K, H], `Segments` (and `keys`) to [T, N, H]."""
 
 
-def to_heads(parts_tRF: Sequence[torch.Tensor], ranks: Exchange, what: str) -> list[torch.Tensor]:
+def to_heads(parts_tRF: Sequence[torch.Tensor], ranks: Collectives, what: str) -> list[torch.Tensor]:
     """[t, R, F] of several tensors, what each rank is to have of the own tokens, to [T, F] of each, in one exchange."""
     sizes = [part.shape[-1] for part in parts_tRF]
     sent_RtF = torch.cat(list(parts_tRF), -1).transpose(0, 1)
-    got_TF = ranks.scatter(sent_RtF.flatten(0, 1), what)
+    got_TF = ranks.all_to_all(sent_RtF.flatten(0, 1), what)
     return list(got_TF.split(sizes, -1))
 
 
-def to_tokens(part_TF: torch.Tensor, ranks: Exchange, what: str) -> torch.Tensor:
+def to_tokens(part_TF: torch.Tensor, ranks: Collectives, what: str) -> torch.Tensor:
     """The inverse for one tensor: [T, F] to [t, R, F]."""
-    got = ranks.scatter(part_TF, what)
+    got = ranks.all_to_all(part_TF, what)
     return got.unflatten(0, (ranks.size, -1)).transpose(0, 1)
 
 
@@ -47,7 +47,7 @@ def attend_by_heads(
     k_tKH: torch.Tensor,
     v_tKH: torch.Tensor,
     partition: Partition,
-    ranks: Exchange,
+    ranks: Collectives,
 ) -> torch.Tensor:
     """[t, N, H] of the own tokens. N has to be a multiple of the ranks.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmpack.parallel import Parallel
+from vlmpack.context_parallel import Parallel
 
 
 def test_ranks_with_rows_of_their_own_say_so() -> None:

@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared_rows import CASES, DATA_CASES, WAIT_CASES, WORLD, Case, relative, rows_of, targets
 
 import vlmpack
+from vlmpack.context_parallel import Parallel, sum_counts, sum_gradients
 from vlmpack.errors import LayoutError
 from vlmpack.families import family_of
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import recorded_waits
-from vlmpack.parallel import Parallel, sum_counts, sum_gradients
 from vlmpack.step import PackedStep, StepConfig, StepResult, enable_packing
 
 Seen = dict[str, Any]

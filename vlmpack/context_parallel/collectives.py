@@ -2,8 +2,8 @@
 
 Two kinds of gathering differ in what the ranks do next, and so in what their gradients mean:
 
-    each goes on by itself (`gather`)        gradients of all ranks are added up, and each gets those of its own part
-    all go on with the same (`gather_same`)  each rank keeps the gradient of its own part, and nothing is sent
+    `all_gather`         each rank computes something else from the result: the backward pass is a reduce-scatter
+    `all_gather_equal`   all ranks compute the same from it: each keeps the gradient of its part, and nothing is sent
 
 R ranks, n entries of a rank along the first dimension.
 """
@@ -12,18 +12,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import distributed as dist
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from vlmpack.parallel.route import Route
+from vlmpack.layout import to_device
 
 
 @final
-class Exchange:
+class Collectives:
     """The ranks of one process group, as one of them sees them."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -37,13 +40,13 @@ class Exchange:
         """Bytes sent to other ranks since this was made or cleared, by what they were for. A gathering counts what
         each rank hands on in a ring, (R - 1) parts; a sum what is handed on in a ring twice, 2 (R - 1) / R."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Collectives:
         """Processes cannot be copied: the copy of a model talks to the same ones."""
         return self
 
     # ------------------------------------------------------------------ differentiable
 
-    def scatter(
+    def all_to_all(
         self, x: torch.Tensor, what: str, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
     ) -> torch.Tensor:
         """Everybody to everybody: the parts of x along its first dimension go to one rank each, in order.
@@ -57,33 +60,35 @@ class Exchange:
         if self.size == 1:
             return x
         even = [x.shape[0] // self.size] * self.size
-        return _Scatter.apply(x, self, what, list(send or even), list(receive or even))  # pyright: ignore
+        return _AllToAll.apply(x, self, what, list(send or even), list(receive or even))  # pyright: ignore
 
     def along(self, route: Route, x: torch.Tensor, what: str) -> torch.Tensor:
         """What this rank gets along a route: [n, ...] of its own to [m, ...], m the sum of `route.receive_counts`."""
-        return self.scatter(x.index_select(0, route.sent_from(x.device)), what, route.send_counts, route.receive_counts)
+        return self.all_to_all(
+            x.index_select(0, route.sent_from(x.device)), what, route.send_counts, route.receive_counts
+        )
 
-    def gather(self, x: torch.Tensor, what: str) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor, what: str) -> torch.Tensor:
         """[n, ...] of each rank to [R n, ...] on all of them; each goes on by itself."""
-        return x if self.size == 1 else _Gather.apply(x, self, what)  # pyright: ignore[reportReturnType]
+        return x if self.size == 1 else _AllGather.apply(x, self, what)  # pyright: ignore[reportReturnType]
 
-    def gather_same(self, x: torch.Tensor, what: str) -> torch.Tensor:
+    def all_gather_equal(self, x: torch.Tensor, what: str) -> torch.Tensor:
         """[n, ...] of each rank to [R n, ...] on all of them; all go on with the same."""
-        return x if self.size == 1 else _GatherSame.apply(x, self, what)  # pyright: ignore[reportReturnType]
+        return x if self.size == 1 else _AllGatherEqual.apply(x, self, what)  # pyright: ignore[reportReturnType]
 
-    def sum_same(self, x: torch.Tensor, what: str) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, what: str) -> torch.Tensor:
         """The sum over the ranks, on all of them; all go on with the same."""
-        return x if self.size == 1 else _SumSame.apply(x, self, what)  # pyright: ignore[reportReturnType]
+        return x if self.size == 1 else _AllReduce.apply(x, self, what)  # pyright: ignore[reportReturnType]
 
     # ------------------------------------------------------------------ plain
 
-    def add_up(self, x: torch.Tensor, what: str) -> None:
+    def all_reduce_(self, x: torch.Tensor, what: str) -> None:
         """The sum over the ranks, in place. No gradient."""
         if self.size > 1:
             self.sent[what] += 2 * (self.size - 1) * _bytes(x) // self.size
             dist.all_reduce(x, group=self._group)
 
-    def _scatter(self, x: torch.Tensor, what: str, send: list[int], receive: list[int]) -> torch.Tensor:
+    def _send_parts(self, x: torch.Tensor, what: str, send: list[int], receive: list[int]) -> torch.Tensor:
         out = x.new_empty(sum(receive), *x.shape[1:])
         self.sent[what] += _bytes(x) - send[self.rank] * _bytes(x[:1])
         dist.all_to_all_single(out, x.contiguous(), receive, send, group=self._group)
@@ -103,23 +108,23 @@ def _bytes(x: torch.Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-class _Scatter(Function):
+class _AllToAll(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: Exchange, what: str, send: list[int], receive: list[int]):
+    def forward(ctx: Any, x: torch.Tensor, ranks: Collectives, what: str, send: list[int], receive: list[int]):
         ctx.back = (ranks, what, receive, send)
-        return ranks._scatter(x, what, send, receive)
+        return ranks._send_parts(x, what, send, receive)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,) = grad_outputs
         ranks, what, send, receive = ctx.back
-        return ranks._scatter(grad, what, send, receive), None, None, None, None
+        return ranks._send_parts(grad, what, send, receive), None, None, None, None
 
 
-class _Gather(Function):
+class _AllGather(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: Exchange, what: str):
+    def forward(ctx: Any, x: torch.Tensor, ranks: Collectives, what: str):
         ctx.ranks, ctx.what = ranks, what
         return ranks._gather(x, what)
 
@@ -128,13 +133,13 @@ class _Gather(Function):
     def backward(ctx: Any, *grad_outputs: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,) = grad_outputs
         even = [grad.shape[0] // ctx.ranks.size] * ctx.ranks.size
-        parts = ctx.ranks._scatter(grad, ctx.what, even, even)
+        parts = ctx.ranks._send_parts(grad, ctx.what, even, even)
         return parts.unflatten(0, (ctx.ranks.size, -1)).sum(0), None, None
 
 
-class _GatherSame(Function):
+class _AllGatherEqual(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: Exchange, what: str):
+    def forward(ctx: Any, x: torch.Tensor, ranks: Collectives, what: str):
         ctx.ranks = ranks
         return ranks._gather(x, what)
 
@@ -145,11 +150,11 @@ class _GatherSame(Function):
         return ctx.ranks._own(grad), None, None
 
 
-class _SumSame(Function):
+class _AllReduce(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: Exchange, what: str):
+    def forward(ctx: Any, x: torch.Tensor, ranks: Collectives, what: str):
         total = x.clone()
-        ranks.add_up(total, what)
+        ranks.all_reduce_(total, what)
         return total
 
     @staticmethod
@@ -157,3 +162,59 @@ class _SumSame(Function):
     def backward(ctx: Any, *grad_outputs: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,) = grad_outputs
         return grad, None, None
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Route:
+    """One rank's side of an exchange: `all_to_all_single(got, own[send], receive_counts, send_counts)`."""
+
+    send: torch.Tensor
+    """int64, on the host: places among the rank's own, in the order in which they are sent: rank after rank."""
+    send_counts: tuple[int, ...]
+    """How many go to each rank."""
+    receive_counts: tuple[int, ...]
+    """How many come from each rank."""
+
+    def sent_from(self, device: torch.device) -> torch.Tensor:
+        """`send` on `device`, copied there once, without making the host wait."""
+        if device not in self._on_device:
+            self._on_device[device] = to_device(self.send.numpy(), device)
+        return self._on_device[device]
+
+    @cached_property
+    def _on_device(self) -> dict[torch.device, torch.Tensor]:
+        return {}
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Transfers:
+    """All that goes from any rank to any, N things."""
+
+    source: np.ndarray
+    """int64 [N]: the rank that has each."""
+    local: np.ndarray
+    """int64 [N]: where that rank has it."""
+    target: np.ndarray
+    """int64 [N]: the rank that needs it."""
+    ranks: int
+    """How many ranks there are."""
+
+    def arriving(self, rank: int) -> np.ndarray:
+        """int64: which of the N come to `rank`, in the order in which they come."""
+        mine = np.flatnonzero(self.target == rank)
+        return mine[np.argsort(self.source[mine], kind="stable")]
+
+    def route(self, rank: int) -> Route:
+        """The side of `rank`."""
+        leaving = np.flatnonzero(self.source == rank)
+        leaving = leaving[np.argsort(self.target[leaving], kind="stable")]
+        return Route(
+            send=torch.from_numpy(self.local[leaving]),
+            send_counts=self._counts(self.target[leaving]),
+            receive_counts=self._counts(self.source[self.target == rank]),
+        )
+
+    def _counts(self, ranks: np.ndarray) -> tuple[int, ...]:
+        return tuple(np.bincount(ranks, minlength=self.ranks).tolist())

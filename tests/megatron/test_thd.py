@@ -19,11 +19,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vlmpack.context_parallel.partition import Partition
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout import FACTS_KEY, IGNORE, BatchFacts, Media, PackedRow, Segments, SlotRule, roll_left
-from vlmpack.parallel import megatron as exchange
-from vlmpack.parallel.megatron import from_megatron, packed_seq_fields, packed_seq_params, to_megatron
-from vlmpack.parallel.partition import Partition
+from vlmpack.megatron import thd as exchange
+from vlmpack.megatron.thd import from_megatron, packed_seq_fields, packed_seq_params, to_megatron
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 ROLLS = json.loads((VECTORS / "roll.json").read_text())["cases"]

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from samples import mixed_samples, padded
 
 from vlmpack.attention.sdpa_segments import SdpaSegments
+from vlmpack.context_parallel import GatheredKV, Parallel, Partition
+from vlmpack.context_parallel.ulysses import kv_heads
 from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Segments, SlotRule, pack
-from vlmpack.parallel import Parallel, Partition
-from vlmpack.parallel.heads import kv_heads
-from vlmpack.parallel.keys import attend_by_keys
 from vlmpack.step import PackedStep, disable_packing, enable_packing
 
 HEADS, KV_HEADS, DIM = 3, 1, 5
@@ -68,9 +67,9 @@ def test_parts_by_keys_make_up_the_whole_row(lengths, multiple, ranks):
 
     out = []
     for rank in range(ranks):
-        everyone: Any = SimpleNamespace(rank=rank, size=ranks, gather=all_keys)
+        everyone: Any = SimpleNamespace(rank=rank, size=ranks, all_gather=all_keys)
         own = [partition.cut(x, rank, token_dim=0) for x in parts]
-        out.append(attend_by_keys(attend, *own, partition, everyone))
+        out.append(GatheredKV(partition, everyone).attend(attend, *own))
     truth = attend(*whole, segments)
     torch.testing.assert_close(torch.cat(out), truth, rtol=0, atol=1e-12)
     torch.cat(out).sin().sum().backward()

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from context_parallel.naive import naive_pairs
 from cut_rows import ALL_LAYOUTS, owners, partitions
 from hypothesis import given
 
+from vlmpack.context_parallel import Layout, Partition, tail_as_segment
 from vlmpack.errors import LayoutError
 from vlmpack.layout import Segments, SlotRule
-from vlmpack.parallel import Layout, Partition, tail_as_segment
-from vlmpack.parallel.naive import naive_pairs
 
 OWN = Path(__file__).parents[1] / "vectors" / "context_parallel.json"
 SHARED = Path(__file__).parents[3] / "shared" / "vectors" / "context_parallel.json"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vlmpack.parallel import gradients
+from vlmpack.context_parallel import mesh as gradients
 
 CPU, DEVICE = torch.device("cpu"), torch.device("meta")
 

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vlmpack.context_parallel import Parallel
+from vlmpack.context_parallel.partition import Partition
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout import PackedRow, Segments, SlotRule
-from vlmpack.parallel import Parallel, rules
-from vlmpack.parallel.partition import Partition
-from vlmpack.parallel.recipe import Recipe
-from vlmpack.parallel.validate import validate
+from vlmpack.megatron import rules, validate
+from vlmpack.megatron.recipe import Recipe
 
 CUTS = json.loads((Path(__file__).parents[1] / "vectors" / "context_parallel.json").read_text())
 

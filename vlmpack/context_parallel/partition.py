@@ -93,23 +93,6 @@ class Partition:
             self._local_segments[rank] = self._make_local_segments(rank)
         return self._local_segments[rank]
 
-    def views(self, rank: int) -> tuple[Segments, Segments]:
-        """(queries, keys) of a contiguous part: its segments that have tokens here, and all that these may attend to.
-
-        A segment's keys are its real tokens from its start, wherever they lie, to its last one in this part.
-        """
-        self.check_rank(rank)
-        if rank not in self._views:
-            queries = [length for length in self.local_segments(rank).lengths if length]
-            starts, stops = self._key_spans(rank)
-            self._views[rank] = Segments.from_lengths(queries), Segments.from_lengths((stops - starts).tolist())
-        return self._views[rank]
-
-    def keys_index(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """int64: the place in the row of each of the keys of `views`."""
-        self.check_rank(rank)
-        return self._derived(("keys", rank), device, partial(self._keys_index, rank))
-
     # ------------------------------------------------------------------ cutting, and back
 
     def cut(self, tensor: torch.Tensor, rank: int, *, token_dim: int = -1) -> torch.Tensor:
@@ -189,20 +172,6 @@ class Partition:
     @cached_property
     def _local_segments(self) -> dict[int, Segments]:
         return {}
-
-    @cached_property
-    def _views(self) -> dict[int, tuple[Segments, Segments]]:
-        return {}
-
-    def _key_spans(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """(start, stop) in the row of the keys of each segment that has tokens in the part, each int64."""
-        starts, stops = np.asarray(self.segments.spans, np.int64).T
-        here = np.asarray(self.local_segments(rank).lengths) > 0
-        return starts[here], np.minimum(stops[here], (rank + 1) * self.local_total)
-
-    def _keys_index(self, rank: int) -> np.ndarray:
-        starts, stops = self._key_spans(rank)
-        return stretches(starts, stops - starts)
 
     def _make_local_segments(self, rank: int) -> Segments:
         whole = self.segments

@@ -21,11 +21,11 @@ from typing import final
 import numpy as np
 import torch
 
+from vlmpack.context_parallel.collectives import Route, Transfers
+from vlmpack.context_parallel.partition import Partition
 from vlmpack.errors import LayoutError
 from vlmpack.layout import Grid
 from vlmpack.layout.device import to_device
-from vlmpack.parallel.partition import Partition
-from vlmpack.parallel.route import Route, Transfers
 
 
 @final

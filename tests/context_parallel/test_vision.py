@@ -8,9 +8,9 @@ from cut_rows import ALL_LAYOUTS, row_with_images
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vlmpack.context_parallel import MediaRoute, MediaShare, Partition
 from vlmpack.errors import LayoutError
 from vlmpack.layout import PackedRow, SlotRule
-from vlmpack.parallel import MediaRoute, MediaShare, Partition
 
 grids = st.builds(lambda t, h, w: (t, 2 * h, 2 * w), st.integers(1, 2), st.integers(1, 3), st.integers(1, 3))
 

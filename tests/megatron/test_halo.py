@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from context_parallel.naive import naive_halo
 from cut_rows import owners, partitions
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from vlmpack.context_parallel import Layout, Partition
 from vlmpack.errors import LayoutError
 from vlmpack.layout import IGNORE, DepthTargets, Segments, SlotRule, roll_left
-from vlmpack.parallel import Halo, Layout, Partition
-from vlmpack.parallel.naive import naive_halo
+from vlmpack.megatron import Halo
 
 CASES = json.loads((Path(__file__).parents[1] / "vectors" / "roll.json").read_text())["cases"]
 
