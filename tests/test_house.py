@@ -24,7 +24,7 @@ USUAL_FUNCTION_LINES = 40
 
 CONTRACTS = (
     "the house: upper rooms import lower ones, siblings never",
-    "step works on a hand-made row: it never imports collate",
+    "model works on a hand-made row: it never imports collate",
     "the plain-loop twins are imported by tests only",
     "layout is pure index maths",
     "plan plans with numpy alone",
@@ -33,7 +33,7 @@ CONTRACTS = (
 
 OFFENCES = {
     "layout/offence.py": "import transformers\nfrom vlmpack import families",
-    "step/offence.py": "from vlmpack import collate",
+    "model/offence.py": "from vlmpack import collate",
     "plan/offence.py": "import torch",
     "data/offence.py": "from vlmpack.layout import naive",
     "trainer/offence.py": "import matplotlib",

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from vlmpack.data import ImageLimits, open_dataset
     from vlmpack.errors import BackendError, ConfigError, FamilyError, LayoutError, SampleError, VlmpackError
     from vlmpack.layout import BatchFacts, Media, PackedRow, PaddedBatch, Segments, SlotRule, pack, unpack
+    from vlmpack.model import PackedStep, StepConfig, StepResult, compile_layers, disable_packing, enable_packing
     from vlmpack.offline import PackedDataset, StoreSettings, measure_lengths, write_rows
     from vlmpack.plan import Budget, CostModel, LengthTable, Plan, plan_bins
     from vlmpack.proof import probe
-    from vlmpack.step import PackedStep, StepConfig, StepResult, compile_layers, disable_packing, enable_packing
     from vlmpack.stream import PackedBatchSampler, PackedStream, RowSettings, StreamPacker
     from vlmpack.trainer import Evaluation, PackedTrainer, check_trainer, evaluate, loss_metrics
 
@@ -86,7 +86,7 @@ _ROOM = {
     "context_parallel": ("Parallel", "sum_counts"),
     "plan": ("Budget", "CostModel", "LengthTable", "Plan", "plan_bins"),
     "proof": ("probe",),
-    "step": ("PackedStep", "StepConfig", "StepResult", "compile_layers", "disable_packing", "enable_packing"),
+    "model": ("PackedStep", "StepConfig", "StepResult", "compile_layers", "disable_packing", "enable_packing"),
     "stream": ("PackedBatchSampler", "PackedStream", "RowSettings", "StreamPacker"),
     "trainer": ("Evaluation", "PackedTrainer", "check_trainer", "evaluate", "loss_metrics"),
 }

@@ -18,7 +18,7 @@ from vlmpack.columns import RowCollator, pack_dataset, pack_result_to_tensors, p
 from vlmpack.columns.naive import seqpacker_columns
 from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
-from vlmpack.step import PackedStep, enable_packing
+from vlmpack.model import PackedStep, enable_packing
 from vlmpack.trainer import loss_metrics
 
 CAPACITY = 16

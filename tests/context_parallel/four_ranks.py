@@ -28,7 +28,7 @@ from vlmpack.errors import LayoutError
 from vlmpack.families import family_of
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import recorded_waits
-from vlmpack.step import PackedStep, StepConfig, StepResult, enable_packing
+from vlmpack.model import PackedStep, StepConfig, StepResult, enable_packing
 
 Seen = dict[str, Any]
 HOME = Path(vlmpack.__file__).parent

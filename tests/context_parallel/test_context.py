@@ -78,7 +78,7 @@ def test_ranks_that_were_given_different_rows_all_say_so(seen: dict[str, Any]) -
 @pytest.mark.parametrize("case", WAIT_CASES, ids=str)
 def test_the_host_waits_three_times_a_step_however_many_layers_there_are(case: Case, seen: dict[str, Any]) -> None:
     """Once to compare rows, once for the places of images, once for those of targets; recomputed layers do not wait."""
-    assert sorted(seen["waits"][str(case)]) == ["media.shared_media", "shared._check_same", "shared.targets"]
+    assert sorted(seen["waits"][str(case)]) == ["row._check_equal", "row.targets", "vision._features_of_part"]
 
 
 # ---------------------------------------------------------------------- the formulas of the README
@@ -92,7 +92,7 @@ def expected_bytes(case: Case) -> Counter[str]:
     ranks, t = case.ranks, row.segments.total // case.ranks
     if ranks == 1:
         return Counter()
-    kinds = Counter(text.layer_types if family.delta else ["full_attention"] * text.num_hidden_layers)
+    kinds = Counter(text.layer_types if family.has("gated_delta") else ["full_attention"] * text.num_hidden_layers)
     N, K, D = text.num_attention_heads, text.num_key_value_heads, text.hidden_size
     H = getattr(text, "head_dim", None) or D // N
     to_each = (ranks - 1) * t * FLOAT  # what a rank sends of one number for each token, if it sends it to all
@@ -118,7 +118,7 @@ def expected_bytes(case: Case) -> Counter[str]:
 
 def moved_features(case: Case, model: Any, row: Any) -> int:
     """Image and video tokens whose features another rank computes."""
-    family = FAMILIES[case.family]()
+    family = FAMILIES[case.family]
     merge = family.merge(model.config)
     grids = [
         [] if tensor is None else [tuple(grid) for grid in tensor.tolist()]

@@ -19,7 +19,7 @@ from vlmpack.context_parallel.ulysses import kv_heads
 from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Segments, SlotRule, pack
-from vlmpack.step import PackedStep, disable_packing, enable_packing
+from vlmpack.model import PackedStep, disable_packing, enable_packing
 
 HEADS, KV_HEADS, DIM = 3, 1, 5
 

@@ -423,5 +423,5 @@ def test_the_slots_that_a_recipe_needs_serve_training_and_evaluation():
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_an_enabled_model_is_given_no_more_room_than_it_takes_itself(ranks):
     parallel = Parallel()
-    parallel.exchange.size = ranks
+    parallel.collectives.size = ranks
     assert SlotRule.for_parallel(context=ranks) == parallel.slots(SlotRule()) == recipe(context=ranks).needed_slots

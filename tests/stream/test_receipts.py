@@ -12,8 +12,8 @@ from training import arguments
 from vlmpack.collate import VLMCollator
 from vlmpack.data import load_cord, tiny_processor, to_conversation
 from vlmpack.families.tiny import tiny_model
+from vlmpack.model import enable_packing
 from vlmpack.plan import plan_bins
-from vlmpack.step import enable_packing
 from vlmpack.stream import PackedBatchSampler, PackedStream, RowSettings
 from vlmpack.trainer import PackedTrainer
 

@@ -11,8 +11,8 @@ import torch
 from training import KINDS, Samples, arguments, collator, lengths_of, logged, receipts
 
 from vlmpack.families.tiny import tiny_model
+from vlmpack.model import enable_packing
 from vlmpack.plan import Plan, plan_bins
-from vlmpack.step import enable_packing
 from vlmpack.stream import PackedStream, RowSettings
 from vlmpack.trainer import PackedTrainer
 

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from training import collator, descend, distance, gradients, receipts, train
 
 from vlmpack.families.tiny import tiny_model
-from vlmpack.step import PackedStep, enable_packing
+from vlmpack.model import PackedStep, enable_packing
 
 SMALL = {"layers": 1, "vision_depth": 1}
 pytestmark = [

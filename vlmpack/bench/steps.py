@@ -15,7 +15,7 @@ from vlmpack.bench.workload import ReceiptShapes, alone, hf_inputs, receipt_batc
 from vlmpack.errors import VlmpackError
 from vlmpack.families import family_named
 from vlmpack.layout import PaddedBatch
-from vlmpack.step import PackedStep
+from vlmpack.model import PackedStep
 
 SAME = 1e-4
 """Relative difference between the losses of two float32 steps above which they did not compute the same."""

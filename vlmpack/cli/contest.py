@@ -22,7 +22,7 @@ from vlmpack.collate import VLMCollator
 from vlmpack.collate.collator import BatchLayout
 from vlmpack.data import to_conversation
 from vlmpack.layout import FACTS_KEY, BatchFacts
-from vlmpack.step import enable_packing
+from vlmpack.model import enable_packing
 
 
 @final

@@ -39,22 +39,22 @@ class Parallel:
         Raises:
             ConfigError: the mesh has no such dimension.
         """
-        self.exchange = Collectives(None if mesh is None else _group(mesh, context))
+        self.collectives = Collectives(None if mesh is None else _group(mesh, context))
         """The ranks that share a row."""
 
     def __repr__(self) -> str:
-        shared = f"{self.ranks} ranks share a row, this is rank {self.exchange.rank}"
+        shared = f"{self.ranks} ranks share a row, this is rank {self.collectives.rank}"
         return f"Parallel({shared if self.ranks > 1 else 'each rank has rows of its own'})"
 
     @property
     def ranks(self) -> int:
         """How many ranks share a row."""
-        return self.exchange.size
+        return self.collectives.size
 
     @property
     def sent(self) -> dict[str, int]:
         """Bytes that this rank sent to the others of its context group, by what they were for."""
-        return dict(self.exchange.sent)
+        return dict(self.collectives.sent)
 
     def slots(self, rule: SlotRule) -> SlotRule:
         """`rule` for rows that can be cut into as many parts of one size as there are ranks."""

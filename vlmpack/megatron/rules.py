@@ -159,7 +159,7 @@ def _fixed_boundaries(recipe: Recipe) -> Iterator[str]:
 
 def _router_graphs(recipe: Recipe) -> Iterator[str]:
     family = FAMILIES.get(recipe.family or "")
-    with_router = {"moe", "moe_router"} | ({"layer"} if family is not None and family.experts is not None else set())
+    with_router = {"moe", "moe_router"} | ({"layer"} if family is not None and family.has("experts") else set())
     captured = sorted(with_router.intersection(recipe.cuda_graphs))
     if captured:
         left = tuple(scope for scope in recipe.cuda_graphs if scope not in with_router)
@@ -209,7 +209,7 @@ def _family(recipe: Recipe) -> Iterator[str]:
         yield f"family: {error}"
         return
     version = installed_version()
-    if recipe.engine == "megatron" and family.delta is not None and version is not None and version < _PACKED_GDN:
+    if recipe.engine == "megatron" and family.has("gated_delta") and version is not None and version < _PACKED_GDN:
         yield (
             f"family: gated delta layers of megatron-core {'.'.join(map(str, version))} refuse packed rows, and "
             f"{recipe.family} has such layers: install megatron-core>=0.18, or set engine='vlmpack'"

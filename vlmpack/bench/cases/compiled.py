@@ -21,7 +21,7 @@ from vlmpack.bench.workload import ReceiptShapes, receipt_batch, receipt_config,
 from vlmpack.errors import VlmpackError
 from vlmpack.families import family_named
 from vlmpack.layout import PaddedBatch
-from vlmpack.step import PackedStep, compile_layers
+from vlmpack.model import PackedStep, compile_layers
 
 CASE = "compile"
 AGAIN = Target(limit=3, better="lower")

@@ -65,7 +65,7 @@ def measure_step(settings: BenchSettings, shapes: ReceiptShapes) -> list[Figure]
 
 def target_of(family: Family) -> Target:
     """What share of the ideal speed-up the family must reach."""
-    return DENSE if family.experts is None and family.delta is None else SPARSE
+    return DENSE if not family.has("experts") and not family.has("gated_delta") else SPARSE
 
 
 def causal_ideal(family: Family, config: Any, batch: PaddedBatch) -> float:

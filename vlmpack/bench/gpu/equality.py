@@ -19,7 +19,7 @@ from vlmpack.bench.workload import alone, receipt_batch
 from vlmpack.families import family_named
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule
-from vlmpack.step import PackedStep, StepConfig
+from vlmpack.model import PackedStep, StepConfig
 
 CASE = "gpu equality"
 LOW = torch.bfloat16

@@ -14,7 +14,7 @@ from vlmpack.bench.gpu.run import Cell, Found, Lab
 from vlmpack.bench.gpu.shapes import GpuShapes
 from vlmpack.bench.memory import peak_bytes
 from vlmpack.bench.timing import alternate
-from vlmpack.step import StepConfig
+from vlmpack.model import StepConfig
 
 CASE = "gpu head"
 GUESS = 4.0

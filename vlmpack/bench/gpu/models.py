@@ -25,7 +25,7 @@ from vlmpack.errors import VlmpackError
 from vlmpack.families import Family, family_named
 from vlmpack.families.tiny import tiny_config
 from vlmpack.layout import IGNORE, PaddedBatch, SlotRule
-from vlmpack.step import PackedStep, StepConfig
+from vlmpack.model import PackedStep, StepConfig
 
 LONGEST, FIXED, PACKED, SLOTS = "padded to longest", "padded to width", "packed", "packed, slots of 8"
 FLASH = "padded to longest, flash"

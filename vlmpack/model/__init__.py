@@ -1,0 +1,35 @@
+"""The model step: a packed row in; loss, log-probabilities and per-sample results out."""
+
+from __future__ import annotations
+
+from vlmpack.model.enable import PackedStep, disable_packing, enable_packing, is_packing, packing_state
+from vlmpack.model.engine import PackingState, StepConfig, run_row
+from vlmpack.model.forward import STEP, PackedOutput, StepCall
+from vlmpack.model.mechanisms import ModelParts
+from vlmpack.model.mechanisms.experts import RouterStatistics, expert_layers
+from vlmpack.model.mechanisms.gated_delta import FlaCall, uses_fla
+from vlmpack.model.plain import compile_layers, find_model
+from vlmpack.model.result import StepResult, Work
+
+__all__ = [
+    "STEP",
+    "FlaCall",
+    "ModelParts",
+    "PackedOutput",
+    "PackedStep",
+    "PackingState",
+    "RouterStatistics",
+    "StepCall",
+    "StepConfig",
+    "StepResult",
+    "Work",
+    "compile_layers",
+    "disable_packing",
+    "enable_packing",
+    "expert_layers",
+    "find_model",
+    "is_packing",
+    "packing_state",
+    "run_row",
+    "uses_fla",
+]
