@@ -20,8 +20,7 @@ import torch
 from vlmpack.context_parallel.collectives import Collectives
 from vlmpack.context_parallel.partition import Partition
 from vlmpack.context_parallel.ulysses import ATTENTION, Attend
-from vlmpack.layout import Segments, outside_graph
-from vlmpack.layout.roll import stretches
+from vlmpack.layout import Segments, outside_graph, stretches
 
 
 @final

@@ -13,8 +13,7 @@ import torch
 
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families import FAMILIES, family_named
-from vlmpack.layout import PackedRow, Segments, SlotRule
-from vlmpack.layout.slots import round_up
+from vlmpack.layout import PackedRow, Segments, SlotRule, round_up
 from vlmpack.megatron.recipe import Recipe
 from vlmpack.megatron.thd import installed_version
 

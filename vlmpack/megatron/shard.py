@@ -10,13 +10,9 @@ from typing import final
 import numpy as np
 import torch
 
-from vlmpack.context_parallel.collectives import Route, Transfers
-from vlmpack.context_parallel.partition import Partition
-from vlmpack.context_parallel.vision import MediaShare
+from vlmpack.context_parallel import MediaShare, Partition, Route, Transfers
 from vlmpack.errors import LayoutError
-from vlmpack.layout import BatchFacts, Layout, Media, PackedRow, Segments, outside_graph
-from vlmpack.layout.facts import host_grids
-from vlmpack.layout.roll import stops_of_tokens
+from vlmpack.layout import BatchFacts, Layout, Media, PackedRow, Segments, host_grids, outside_graph, stops_of_tokens
 
 
 @final

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlmpack.model.enable import PackedStep, disable_packing, enable_packing, is_packing, packing_state
-from vlmpack.model.engine import PackingState, StepConfig, run_row
+from vlmpack.model.engine import PackingState, StepConfig, run_row, target_logprobs
 from vlmpack.model.forward import STEP, PackedOutput, StepCall
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.experts import RouterStatistics, expert_layers
@@ -31,5 +31,6 @@ __all__ = [
     "is_packing",
     "packing_state",
     "run_row",
+    "target_logprobs",
     "uses_fla",
 ]

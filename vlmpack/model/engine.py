@@ -26,10 +26,10 @@ from vlmpack.layout import (
     Segments,
     SlotRule,
     around_graph,
+    check_none_on_padding,
     outside_graph,
     require,
 )
-from vlmpack.layout.roll import check_none_on_padding
 from vlmpack.model.inputs import backbone_inputs, setup_row
 from vlmpack.model.mechanisms import CONTEXT, Mechanism, ModelParts, RowSetup
 from vlmpack.model.mechanisms.experts import Balance, RouterSettings, RouterStatistics, router_statistics

@@ -24,12 +24,13 @@ from vlmpack.layout import (
     PaddedBatch,
     SlotRule,
     around_graph,
+    check_is_tensor,
     outside_graph,
     pack,
     require,
     to_device,
+    whole_numbers,
 )
-from vlmpack.layout.batch import check_is_tensor, whole_numbers
 from vlmpack.model.engine import PackingState, StepConfig, run_row
 from vlmpack.model.inputs import rope_segments
 from vlmpack.model.mechanisms import ModelParts

@@ -31,14 +31,16 @@ from vlmpack.layout import (
     Grid,
     PackedRow,
     Segments,
+    check_is_tensor,
     checked_boundaries,
+    host_grids,
+    host_seconds,
     on_host,
     outside_graph,
     require,
+    seconds_of,
     to_device,
 )
-from vlmpack.layout.batch import check_is_tensor
-from vlmpack.layout.facts import host_grids, host_seconds, seconds_of
 from vlmpack.model.mechanisms import CONTEXT, Mechanism, ModelParts, RowContext, RowSetup
 from vlmpack.model.row import part_of
 

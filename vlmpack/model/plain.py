@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 
 from vlmpack.errors import ConfigError, FamilyError, UnpackedWarning
 from vlmpack.families import Family, family_of
-from vlmpack.layout import FACTS_KEY, outside_graph
-from vlmpack.layout.device import on_host
+from vlmpack.layout import FACTS_KEY, on_host, outside_graph
 
 _HAS_HEAD = ("ForConditionalGeneration", "ForCausalLM")
 

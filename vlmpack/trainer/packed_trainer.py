@@ -12,10 +12,10 @@ from transformers import EvalPrediction, Trainer, default_data_collator
 from transformers.trainer_utils import EvalLoopOutput
 
 from vlmpack.errors import ConfigError, check_kind
+from vlmpack.loading import PackedBatchSampler, PackedStream, Remainder
 from vlmpack.model import STEP, StepCall, is_packing
 from vlmpack.offline import PackedDataset
 from vlmpack.plan import Plan
-from vlmpack.stream import PackedBatchSampler, PackedStream, Remainder
 from vlmpack.trainer.checkpoints import check_whole, checkpoint_folder, newest_whole
 from vlmpack.trainer.evaluation import Account, BatchAccount, Evaluation
 from vlmpack.trainer.held_out import HeldOut, HeldOutLoader, hold_out
