@@ -11,5 +11,5 @@ def test_ranks_with_rows_of_their_own_say_so() -> None:
 
 def test_ranks_that_share_a_row_say_how_many_they_are() -> None:
     parallel = Parallel()
-    parallel.collectives.size, parallel.exchange.rank = 4, 1
+    parallel.collectives.size, parallel.collectives.rank = 4, 1
     assert repr(parallel) == "Parallel(4 ranks share a row, this is rank 1)"

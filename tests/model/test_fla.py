@@ -23,7 +23,7 @@ from vlmpack.layout import Segments, Spaced
 from vlmpack.model.mechanisms.gated_delta import FlaCall, check_fla, fla_boundaries, keeps_zeros, reach, uses_fla
 
 GATED = [name for name, family in FAMILIES.items() if family.has("gated_delta")]
-STAND_IN = Path(__file__).parents[1] / "step" / "stand_ins" / "fla" / "ops" / "gated_delta_rule" / "__init__.py"
+STAND_IN = Path(__file__).parent / "stand_ins" / "fla" / "ops" / "gated_delta_rule" / "__init__.py"
 H100 = FlaCall(device="cuda", chip=9, fla="0.6.0", triton="3.7.1", tilelang=False, training=True)
 
 SERVED = {

@@ -24,7 +24,7 @@ from vlmpack.proof import probe
 
 Patch = pytest.MonkeyPatch
 Break = Callable[[Any, Patch], None]
-packing = sys.modules["vlmpack.layout.pack"]
+packing = sys.modules["vlmpack.layout.packing"]
 
 
 def wrapped(owner: Any, name: str, change: Callable[..., Any]) -> Break:

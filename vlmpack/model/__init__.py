@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from vlmpack.model.enable import PackedStep, disable_packing, enable_packing, is_packing, packing_state
+from vlmpack.model.enable import (
+    PackedStep,
+    bind_loss_metrics,
+    disable_packing,
+    enable_packing,
+    is_packing,
+    packing_state,
+)
 from vlmpack.model.engine import PackingState, StepConfig, run_row, target_logprobs
-from vlmpack.model.forward import STEP, PackedOutput, StepCall
+from vlmpack.model.forward import STEP, StepCall
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.experts import RouterStatistics, expert_layers
 from vlmpack.model.mechanisms.gated_delta import FlaCall, uses_fla
 from vlmpack.model.plain import compile_layers, find_model
-from vlmpack.model.result import StepResult, Work
+from vlmpack.model.result import LossCount, PackedOutput, StepResult, Work
 
 __all__ = [
     "STEP",
     "FlaCall",
+    "LossCount",
     "ModelParts",
     "PackedOutput",
     "PackedStep",
@@ -23,6 +31,7 @@ __all__ = [
     "StepConfig",
     "StepResult",
     "Work",
+    "bind_loss_metrics",
     "compile_layers",
     "disable_packing",
     "enable_packing",

@@ -40,7 +40,7 @@ from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.per_sample import PerSample
 from vlmpack.model.mechanisms.vision import Vision
 from vlmpack.model.plain import check_adapters, check_forward, check_is_only_one, check_loss, find_model, plain_generate
-from vlmpack.model.result import StepResult
+from vlmpack.model.result import LossCount, StepResult
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -108,7 +108,8 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
         check_forward(core, family)
     check_loss(core)
     mechanisms = tuple(mechanism for mechanism in MECHANISMS if mechanism.is_in(family))
-    state = PackingState(family=family, config=config, parallel=parallel, mechanisms=mechanisms)
+    loss_count = None if before is None else before.loss_count
+    state = PackingState(family=family, config=config, parallel=parallel, mechanisms=mechanisms, loss_count=loss_count)
     parts = state.parts_of(core)
     for mechanism in mechanisms:  # all of them before anything is changed
         _refuse(mechanism.problem(parts, attached=False))
@@ -174,6 +175,19 @@ def packing_state(core: nn.Module) -> PackingState:
     return state
 
 
+def bind_loss_metrics(model: nn.Module) -> LossCount:
+    """Let HF Trainer evaluate this model on one rank: `loss_metrics` will replace `eval_loss` by the exact loss.
+
+    Raises:
+        ConfigError: packing is not enabled on the model.
+    """
+    core = find_model(model)
+    state = packing_state(core)
+    loss_count = state.loss_count or LossCount()
+    core._vlmpack_state = replace(state, loss_count=loss_count)
+    return loss_count
+
+
 _enabled: WeakSet[nn.Module] = WeakSet()
 """Models with packing, which may have layers in common: one backbone under several heads."""
 
@@ -223,12 +237,18 @@ def _packed_class(base: Any) -> type[nn.Module]:
         inputs = without_guards(inputs)
         if (reason := unpackable(self, inputs, state)) is not None:
             return plain_forward(self, functools.partial(base.forward, self), inputs, reason)
-        return packed_forward(self, inputs, packing_state(self))
+        state = packing_state(self)
+        output = packed_forward(self, inputs, state)
+        if state.loss_count is not None:
+            state.loss_count.add(output)
+        return output
 
     vars(forward)["__signature__"] = _signature(base.forward)
 
     def setstate(self: nn.Module, state: dict[str, Any]) -> None:
         base.__setstate__(self, state)
+        packing: PackingState = vars(self)[_STATE]
+        vars(self)[_STATE] = replace(packing, loss_count=None)  # loss_metrics is bound to one object
         _attach_attention(self)
         _enabled.add(self)
 
@@ -247,7 +267,7 @@ def _packed_class(base: Any) -> type[nn.Module]:
         "set_attn_implementation": set_attn_implementation,
         "forward": around_graph(forward),
         "generate": plain_generate(base),
-        "accepts_loss_kwargs": CountsTargets(),
+        "accepts_loss_kwargs": property(CountsTargets),
     }
     return subclass(base, body, _packed_class)
 
@@ -261,24 +281,55 @@ def _attach_attention(core: nn.Module) -> None:
 class CountsTargets:
     """`accepts_loss_kwargs` of an enabled model: true, for HF Trainer to count targets over the accumulated batch.
 
-    Trainer's own evaluation looks here before each batch, without gradients. On several ranks it would multiply each
-    rank's share of the loss by their number, average the shares over samples, and cut off some with the last batch.
+    Trainer reads its truth before each batch: with gradients in training, without in its own evaluation. That takes the
+    mean loss of each batch and averages these means over samples (over rows, of packed rows). On several ranks it also
+    multiplies each rank's share of the loss by their number, and cuts off some with the last batch.
     """
+
+    def __init__(self, core: nn.Module) -> None:
+        self._core = core
 
     def __bool__(self) -> bool:
         """Return True.
 
         Raises:
-            ConfigError: HF Trainer's own evaluation runs on several ranks.
+            ConfigError: HF Trainer's own evaluation begins, on several ranks or without `loss_metrics(model)`; or one
+                has ended, and `loss_metrics` was not called with its losses.
         """
-        if not torch.is_grad_enabled() and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        state = stored_state(self._core)
+        if torch.is_grad_enabled():
+            _check_was_read(state)
+        elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise ConfigError(
                 f"HF Trainer's own evaluation over {dist.get_world_size()} ranks weighs the losses of packed batches "
                 "wrongly, so eval_loss would be no mean of them, and load_best_model_at_end would choose by it: use "
                 "PackedTrainer of vlmpack.trainer, which takes the same arguments (eval_packing=False: the same "
                 "batches; eval_capacity=: in planned rows); or evaluate of vlmpack"
             )
+        elif state is not None:
+            _begin_batch(state)
         return True
+
+
+def _begin_batch(state: PackingState) -> None:
+    if state.loss_count is None:
+        raise ConfigError(
+            "HF Trainer's own evaluation averages the mean losses of batches over samples, so eval_loss would change "
+            "with the batch size, and load_best_model_at_end would choose by it: use PackedTrainer of "
+            "vlmpack.trainer, which takes the same arguments (eval_packing=False: the same batches); or, on one rank, "
+            "compute_metrics=loss_metrics(model), which makes eval_loss the mean over all targets"
+        )
+    state.loss_count.is_evaluating = True
+
+
+def _check_was_read(state: PackingState | None) -> None:
+    if state is not None and state.loss_count is not None and (unread := state.loss_count.take()):
+        raise ConfigError(
+            f"HF Trainer evaluated {unread} samples and did not call loss_metrics(model) with their losses, so "
+            "eval_loss was a mean of batches' means: give this Trainer compute_metrics=loss_metrics(model), without "
+            "prediction_loss_only, or use PackedTrainer of vlmpack.trainer. After an evaluation that was interrupted, "
+            "train again"
+        )
 
 
 def _signature(forward: Callable[..., Any]) -> inspect.Signature:

@@ -33,7 +33,7 @@ from vlmpack.layout import (
 from vlmpack.model.inputs import backbone_inputs, setup_row
 from vlmpack.model.mechanisms import CONTEXT, Mechanism, ModelParts, RowSetup
 from vlmpack.model.mechanisms.experts import Balance, RouterSettings, RouterStatistics, router_statistics
-from vlmpack.model.result import StepResult, Work, sums_by_sample
+from vlmpack.model.result import LossCount, StepResult, Work, sums_by_sample
 
 
 @final
@@ -81,6 +81,8 @@ class PackingState:
     """How ranks work together on its rows; None: each by itself."""
     mechanisms: tuple[Mechanism, ...]
     """Those of its family."""
+    loss_count: LossCount | None = None
+    """Set by `loss_metrics(model)`, which replaces Trainer's `eval_loss`; None: nothing does."""
 
     def parts_of(self, core: nn.Module) -> ModelParts:
         """The enabled model and its parts."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import nn
-from transformers.utils.generic import ModelOutput
 
 from vlmpack.errors import ConfigError, LayoutError, check_kind
 from vlmpack.families import Family
@@ -36,36 +35,7 @@ from vlmpack.model.inputs import rope_segments
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.experts import puts_aux_loss_first, wants_balance
 from vlmpack.model.plain import is_generating, passed_on, warn_of_padding
-from vlmpack.model.result import StepResult
-
-
-@dataclass
-class PackedOutput(ModelOutput):
-    """What an enabled model returns for packed input. B samples.
-
-    `sample_losses` and `sample_targets` reach `Trainer.predict` as its predictions, one entry a sample.
-    """
-
-    loss: torch.Tensor | None = None
-    """Scalar; None without labels."""
-    logits: torch.Tensor | None = None
-    """[B, S, V] for a padded batch, [1, T, V] for a row; on request (`output_logits=True`, `return_dict=False`) or
-    without labels. With `logits_to_keep` of those columns alone."""
-    hidden_states: tuple[torch.Tensor | None, ...] | None = None
-    """[B, S, D] for a padded batch, [1, T, D] for a row, of the embeddings and of each layer; on request."""
-    aux_loss: torch.Tensor | None = None
-    """Scalar: the routers' load-balancing loss, where the model computes one."""
-    z_loss: torch.Tensor | None = None
-    """Scalar: the routers' z-loss, with `aux_loss` or if it is part of the loss (`StepConfig.z_loss_coef`)."""
-    expert_counts: torch.Tensor | None = None
-    """int64 [layers, E]: real tokens that each expert was sent; with `output_router_logits=True`."""
-    router_logits: tuple[torch.Tensor, ...] | None = None
-    """[R, E] of each layer that has experts, real tokens in row order; with `output_router_logits=True`."""
-    sample_losses: torch.Tensor | None = None
-    """float32 [B]: mean cross-entropy (nats) of each sample's targets."""
-    sample_targets: torch.Tensor | None = None
-    """int64 [B]: targets of each sample."""
-
+from vlmpack.model.result import PackedOutput, StepResult
 
 STEP = "vlmpack_step"
 """The keyword of a `StepCall`."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
+from transformers.utils.generic import ModelOutput
 
 from vlmpack.layout import Segments, on_host, unpack
 from vlmpack.model.mechanisms.experts import RouterStatistics
@@ -144,3 +145,56 @@ def sums_by_sample(
     counts = torch.zeros(segments.num_samples, dtype=torch.int64, device=index_L.device)
     sums = sums.index_add(0, sample_L, -logprobs_L.detach())
     return sums, counts.index_add(0, sample_L, torch.ones_like(sample_L))
+
+
+# ---------------------------------------------------------------------- the output of the model's forward
+
+
+@dataclass
+class PackedOutput(ModelOutput):
+    """What an enabled model returns for packed input. B samples.
+
+    `sample_losses` and `sample_targets` reach `Trainer.predict` as its predictions, one entry a sample.
+    """
+
+    loss: torch.Tensor | None = None
+    """Scalar; None without labels."""
+    logits: torch.Tensor | None = None
+    """[B, S, V] for a padded batch, [1, T, V] for a row; on request (`output_logits=True`, `return_dict=False`) or
+    without labels. With `logits_to_keep` of those columns alone."""
+    hidden_states: tuple[torch.Tensor | None, ...] | None = None
+    """[B, S, D] for a padded batch, [1, T, D] for a row, of the embeddings and of each layer; on request."""
+    aux_loss: torch.Tensor | None = None
+    """Scalar: the routers' load-balancing loss, where the model computes one."""
+    z_loss: torch.Tensor | None = None
+    """Scalar: the routers' z-loss, with `aux_loss` or if it is part of the loss (`StepConfig.z_loss_coef`)."""
+    expert_counts: torch.Tensor | None = None
+    """int64 [layers, E]: real tokens that each expert was sent; with `output_router_logits=True`."""
+    router_logits: tuple[torch.Tensor, ...] | None = None
+    """[R, E] of each layer that has experts, real tokens in row order; with `output_router_logits=True`."""
+    sample_losses: torch.Tensor | None = None
+    """float32 [B]: mean cross-entropy (nats) of each sample's targets."""
+    sample_targets: torch.Tensor | None = None
+    """int64 [B]: targets of each sample."""
+
+
+@final
+class LossCount:
+    """Count samples whose losses HF Trainer's own evaluation computed, until `loss_metrics` has read them."""
+
+    def __init__(self) -> None:
+        self.unread = 0
+        """Samples whose losses `loss_metrics` has not read."""
+        self.is_evaluating = False
+        """Whether the next forward pass is a batch of Trainer's evaluation."""
+
+    def add(self, output: Any) -> None:
+        """Count the samples of a batch of the evaluation."""
+        if self.is_evaluating and not torch.is_grad_enabled() and isinstance(output, PackedOutput):
+            self.unread += 0 if output.sample_losses is None else len(output.sample_losses)
+        self.is_evaluating = False
+
+    def take(self) -> int:
+        """Return the number of unread samples and begin at 0 again."""
+        unread, self.unread = self.unread, 0
+        return unread
