@@ -14,7 +14,7 @@ import vlmpack
 
 PUBLIC = [
     "BackendError",
-    "BatchFacts",
+    "HostMetadata",
     "Budget",
     "Ceiling",
     "ConfigError",

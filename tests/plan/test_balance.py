@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plan.naive import naive_least_imbalance
 
 from vlmpack.bench.cases.plan import LENGTH_SETS, QWEN3_VL_8B
 from vlmpack.errors import ConfigError
 from vlmpack.plan import EMPTY, CostModel, balance_rows, plan_bins
 from vlmpack.plan.balance import METHODS
-from vlmpack.plan.naive import naive_least_imbalance
 
 costs_lists = st.lists(st.integers(0, 50), min_size=1, max_size=60)
 

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from vlmpack.plan.algorithms import best_fit_decreasing, falling, first_fit_decreasing, next_fit, worst_fit_decreasing
-from vlmpack.plan.naive import (
+from plan.naive import (
     Bins,
     naive_best_fit,
     naive_decreasing,
@@ -16,6 +14,8 @@ from vlmpack.plan.naive import (
     naive_next_fit,
     naive_worst_fit,
 )
+
+from vlmpack.plan.algorithms import best_fit_decreasing, falling, first_fit_decreasing, next_fit, worst_fit_decreasing
 
 CAPACITY = 23
 lengths_lists = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=60)

@@ -22,7 +22,7 @@ import torch
 from vlmpack.columns.learnt import learnt_column, masked_labels, real_tokens
 from vlmpack.columns.samples import token_ids_of, vector
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.layout import IGNORE, BatchFacts, PackedRow, Segments, shift_labels
+from vlmpack.layout import IGNORE, HostMetadata, PackedRow, Segments, shift_labels
 
 PositionRows = Literal[0, 1, 4]
 """How many rows of positions a model takes."""
@@ -105,7 +105,7 @@ def joined_row(
     """
     segments = Segments.from_lengths(lengths)
     shifted_1T = shift_labels(labels[None], segments)
-    facts = BatchFacts(
+    facts = HostMetadata(
         lengths=tuple(lengths),
         num_targets=int(np.count_nonzero(shifted_1T.numpy() != IGNORE)),
         sample_ids=sample_ids,

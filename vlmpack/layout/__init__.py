@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from vlmpack.layout.batch import (
-    FACTS_KEY,
     IMAGE,
+    METADATA_KEY,
     TEXT,
     VIDEO,
-    BatchFacts,
     Grid,
+    HostMetadata,
     MaskSpans,
     Media,
     PaddedBatch,
@@ -21,12 +21,12 @@ from vlmpack.layout.batch import (
 )
 from vlmpack.layout.buckets import Bucket, Buckets
 from vlmpack.layout.device import (
-    Wait,
+    HostSync,
     around_graph,
     nothing_on_host,
     on_host,
     outside_graph,
-    recorded_waits,
+    recorded_syncs,
     require,
     to_device,
 )
@@ -38,7 +38,6 @@ from vlmpack.layout.roll import (
     roll_left,
     shift_labels,
     stops_of_tokens,
-    stretches,
     unshift_labels,
     without_successor,
 )
@@ -48,16 +47,17 @@ from vlmpack.layout.slots import Layout, Precision, SlotRule, round_up
 from vlmpack.layout.spaced import Spaced
 
 __all__ = [
-    "FACTS_KEY",
     "IGNORE",
     "IMAGE",
+    "METADATA_KEY",
     "TEXT",
     "VIDEO",
-    "BatchFacts",
     "Bucket",
     "Buckets",
     "DepthTargets",
     "Grid",
+    "HostMetadata",
+    "HostSync",
     "Layout",
     "MaskSpans",
     "Media",
@@ -68,7 +68,6 @@ __all__ = [
     "Segments",
     "SlotRule",
     "Spaced",
-    "Wait",
     "around_graph",
     "check_is_tensor",
     "check_none_on_padding",
@@ -80,14 +79,13 @@ __all__ = [
     "on_host",
     "outside_graph",
     "pack",
-    "recorded_waits",
+    "recorded_syncs",
     "require",
     "roll_left",
     "round_up",
     "seconds_of",
     "shift_labels",
     "stops_of_tokens",
-    "stretches",
     "to_device",
     "unpack",
     "unshift_labels",

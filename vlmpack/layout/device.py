@@ -96,7 +96,7 @@ INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 TORCH = str(Path(torch.__file__).parent)
 
 
-class Wait(NamedTuple):
+class HostSync(NamedTuple):
     """The host waited for the device, or would have."""
 
     operation: str
@@ -116,19 +116,19 @@ class Wait(NamedTuple):
 
 
 @contextmanager
-def recorded_waits(device: torch.device) -> Iterator[list[Wait]]:
+def recorded_syncs(device: torch.device) -> Iterator[list[HostSync]]:
     """Record while something runs: on CUDA PyTorch itself says when it waits; on a CPU, what would have to.
 
     The CPU then takes the paths of an accelerator (`nothing_on_host`), and copies between host and device are followed
     by `_Copying`. `numpy` is not recorded: of a tensor on a device it is an error.
     """
-    waits: list[Wait] = []
+    waits: list[HostSync] = []
     with _cuda_waits(waits) if device.type == "cuda" else _cpu_waits(waits):
         yield waits
 
 
 @contextmanager
-def _cuda_waits(waits: list[Wait]) -> Iterator[None]:
+def _cuda_waits(waits: list[HostSync]) -> Iterator[None]:
     def note(message: Any, *_: Any, **__: Any) -> None:
         if "synchronizing CUDA operation" in str(message):
             waits.append(_asked_by("a wait"))
@@ -145,7 +145,7 @@ def _cuda_waits(waits: list[Wait]) -> Iterator[None]:
 
 
 @contextmanager
-def _cpu_waits(waits: list[Wait]) -> Iterator[None]:
+def _cpu_waits(waits: list[HostSync]) -> Iterator[None]:
     with nothing_on_host(), _Waiting(waits), _Copying(waits):
         yield
 
@@ -154,7 +154,7 @@ def _cpu_waits(waits: list[Wait]) -> Iterator[None]:
 class _Waiting(TorchDispatchMode):
     """Records every operation that would wait."""
 
-    def __init__(self, waits: list[Wait]) -> None:
+    def __init__(self, waits: list[HostSync]) -> None:
         super().__init__()
         self._waits = waits
 
@@ -179,14 +179,14 @@ def _has_mask(indices: Any) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
-def _asked_by(operation: str) -> Wait:
+def _asked_by(operation: str) -> HostSync:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((TORCH, "<")) and file not in (__file__, warnings.__file__):
-            return Wait(operation, file, frame.f_lineno, frame.f_code.co_name)
+            return HostSync(operation, file, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
-    return Wait(operation, "", 0, "")
+    return HostSync(operation, "", 0, "")
 
 
 # ---------------------------------------------------------------------- copies
@@ -200,7 +200,7 @@ class _Copying(TorchFunctionMode):
     called "cpu" by name; or if it was computed of such tensors alone. All others are on the device.
     """
 
-    def __init__(self, waits: list[Wait]) -> None:
+    def __init__(self, waits: list[HostSync]) -> None:
         super().__init__()
         self._waits = waits
         self._on_host = WeakTensorKeyDictionary()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError, check_kind
-from vlmpack.layout.batch import BatchFacts, MaskSpans, PaddedBatch, check_is_tensor, lengths_from_mask, whole_numbers
+from vlmpack.layout.batch import HostMetadata, MaskSpans, PaddedBatch, check_is_tensor, lengths_from_mask, whole_numbers
 from vlmpack.layout.device import on_host, outside_graph, require, to_device
 from vlmpack.layout.roll import IGNORE, shift_labels
 from vlmpack.layout.row import PackedRow
@@ -85,7 +85,7 @@ def unpack(
         segments: the row's boundaries; B is `segments.num_samples`.
         token_dim: the dimension of length T; the one before it is the row dimension of length 1.
         width: S in tokens; None: the longest sample.
-        offsets: first column of each sample (`BatchFacts.offsets`); empty: right padded.
+        offsets: first column of each sample (`HostMetadata.offsets`); empty: right padded.
         fill: value on padding.
 
     Raises:
@@ -201,10 +201,10 @@ def _check_labels(labels: torch.Tensor, mask: torch.Tensor, spans: MaskSpans) ->
         raise LayoutError(f"row {row}: {what} (labels.masked_fill(mask == 0, -100))")
 
 
-def _row_facts(facts: BatchFacts | None, spans: MaskSpans, segments: Segments) -> BatchFacts:
+def _row_facts(facts: HostMetadata | None, spans: MaskSpans, segments: Segments) -> HostMetadata:
     if facts is not None:
         return replace(facts, segments=segments)
-    return BatchFacts(lengths=spans.lengths, offsets=spans.offsets, segments=segments)
+    return HostMetadata(lengths=spans.lengths, offsets=spans.offsets, segments=segments)
 
 
 # ---------------------------------------------------------------------- the index map

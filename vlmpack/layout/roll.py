@@ -97,7 +97,7 @@ def _without_predecessor(segments: Segments, device: torch.device | str) -> torc
     return segments.derived("without_predecessor", device, lambda: np.flatnonzero(arrays.position(segments) == 0))
 
 
-def stretches(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """int64: the whole numbers of every stretch [start, start + length), one stretch after the other."""
     before = np.cumsum(lengths) - lengths
     return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
@@ -115,7 +115,7 @@ def _without_successor(segments: Segments, depth: int) -> np.ndarray:
     starts = np.asarray((*segments.stride, segments.total), np.int64)
     stops = starts[:-1] + np.asarray((*segments.lengths, 0))
     firsts = np.maximum(starts[:-1], stops - depth)
-    return stretches(firsts, starts[1:] - firsts)
+    return ranges(firsts, starts[1:] - firsts)
 
 
 @final

@@ -21,7 +21,7 @@ from vlmpack.loading.state import (
     listed,
     whole,
 )
-from vlmpack.plan import OVERSIZE, ROWS_WAITING, Oversize, WaitingRoom, checked_capacity
+from vlmpack.plan import OVERSIZE, ROWS_BUFFERED, Oversize, PackingBuffer, checked_capacity
 
 
 @final
@@ -55,9 +55,9 @@ class RowSettings:
             raise ConfigError(f"oversize must be one of {', '.join(OVERSIZE)}, got {self.oversize!r}")
 
     @property
-    def enough_waiting(self) -> int:
+    def enough_buffered(self) -> int:
         """Tokens that have to wait before a row is made."""
-        return ROWS_WAITING * self.capacity if self.buffer_tokens is None else self.buffer_tokens
+        return ROWS_BUFFERED * self.capacity if self.buffer_tokens is None else self.buffer_tokens
 
     @property
     def least_tokens(self) -> float:
@@ -146,7 +146,7 @@ class StreamPacker(Generic[Sample]):
         self.left_out = 0
         """Samples of rows that were not full enough at the end and left out."""
         self._length, self._costs = length, costs
-        self._room = WaitingRoom(settings.capacity, list(settings.limits.values()))
+        self._room = PackingBuffer(settings.capacity, list(settings.limits.values()))
         self._samples: dict[int, Sample] = {}
         self._alone: list[Row] = []
         self._carried = 0
@@ -190,7 +190,7 @@ class StreamPacker(Generic[Sample]):
         """Rows that can be made while enough tokens wait."""
         alone, self._alone = self._alone, []
         yield from alone
-        while len(self._room) and self._room.tokens >= self.settings.enough_waiting:
+        while len(self._room) and self._room.tokens >= self.settings.enough_buffered:
             yield self._take()
 
     def pack(self, samples: Iterable[Sample]) -> list[Row]:
@@ -318,7 +318,7 @@ class StreamPacker(Generic[Sample]):
 
     def _set(self, fields: Mapping[str, Any], waiting: Iterable[tuple[int, ...]]) -> None:
         """Take over checked fields, and (number, *needs) of the samples that wait."""
-        room = WaitingRoom(self.settings.capacity, list(self.settings.limits.values()))
+        room = PackingBuffer(self.settings.capacity, list(self.settings.limits.values()))
         for sample in waiting:
             room.add(*sample)
         self._room, self._samples = room, dict(fields["waiting"])

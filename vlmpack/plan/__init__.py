@@ -19,7 +19,7 @@ from vlmpack.plan.lengths import (
     round_up,
     too_large,
 )
-from vlmpack.plan.packing_buffer import ROWS_WAITING, WAITING, WaitingRoom
+from vlmpack.plan.packing_buffer import ROWS_BUFFERED, WAITING, PackingBuffer
 from vlmpack.plan.plan import Plan
 from vlmpack.plan.planner import ALIASES, STRATEGIES, middle, plan_bins, small_letters, split_rows, strategy_name
 from vlmpack.plan.simulation import CAPACITIES, PaddedRecipe, Padding, Simulation, simulate
@@ -31,7 +31,7 @@ __all__ = [
     "EMPTY",
     "LARGEST",
     "OVERSIZE",
-    "ROWS_WAITING",
+    "ROWS_BUFFERED",
     "STRATEGIES",
     "WAITING",
     "Budget",
@@ -39,6 +39,7 @@ __all__ = [
     "HistogramBin",
     "LengthTable",
     "Oversize",
+    "PackingBuffer",
     "PaddedRecipe",
     "Padding",
     "Plan",
@@ -46,7 +47,6 @@ __all__ = [
     "Schedule",
     "Simulation",
     "Summary",
-    "WaitingRoom",
     "balance_rows",
     "best_subset",
     "check_seed",

@@ -61,7 +61,7 @@ class Runs:
             heappush(self._waiting, (-run.room, run))
 
 
-def place_falling(
+def place_decreasing(
     lengths: np.ndarray, capacity: int, preference: Preference, *, one_a_visit: bool = False
 ) -> np.ndarray:
     """Place every sample in the preferred open bin that has room, the longest first; open a bin where none has.
@@ -156,17 +156,17 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     Returns:
         int64 [N]: the bin of each sample, from 0.
     """
-    return place_falling(lengths, capacity, least_room)
+    return place_decreasing(lengths, capacity, least_room)
 
 
 def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """The same by first-fit-decreasing, which needs no more than that either."""
-    return place_falling(lengths, capacity, lambda room, first_bin: first_bin)
+    return place_decreasing(lengths, capacity, lambda room, first_bin: first_bin)
 
 
 def worst_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """The same by worst-fit-decreasing, which keeps bins equally full."""
-    return place_falling(lengths, capacity, lambda room, first_bin: -room, one_a_visit=True)
+    return place_decreasing(lengths, capacity, lambda room, first_bin: -room, one_a_visit=True)
 
 
 def least_room(room: int, first_bin: int) -> int:

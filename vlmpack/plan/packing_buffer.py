@@ -129,7 +129,7 @@ STEPS = 64
 
 
 @final
-class WaitingRoom:
+class PackingBuffer:
     """Take samples in one by one and give rows out: the oldest sample, and those that fill its row exactly.
 
     No randomness: what comes out depends on what came in and when rows were taken, and on nothing else. To continue
@@ -279,7 +279,7 @@ def _whole(sample_id: int, needs: tuple[int, ...]) -> tuple[int, ...]:
 WAITING = 64
 """Samples among which a row is chosen ..."""
 
-ROWS_WAITING = 4
+ROWS_BUFFERED = 4
 """... and at least this many rows' worth of tokens."""
 
 
@@ -294,13 +294,13 @@ def rolling_fill(lengths: np.ndarray, capacity: int, budgets: Sequence[Budget] =
     Returns:
         int64 [N]: the bin of each sample, in the order in which rows came out.
     """
-    room = WaitingRoom(capacity, [budget.limit for budget in budgets])
+    room = PackingBuffer(capacity, [budget.limit for budget in budgets])
     columns = [lengths.tolist(), *(budget.costs.tolist() for budget in budgets)]
     samples = enumerate(zip(*columns, strict=True))
     bin_of = np.empty(len(lengths), np.int64)
     bins, more = 0, True
     while more or len(room):
-        while more and (len(room) < WAITING or room.tokens < ROWS_WAITING * capacity):
+        while more and (len(room) < WAITING or room.tokens < ROWS_BUFFERED * capacity):
             sample = next(samples, None)
             if more := sample is not None:
                 room.add(sample[0], *sample[1])
