@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from vlmpack.data import ImageLimits, open_dataset
     from vlmpack.errors import BackendError, ConfigError, FamilyError, LayoutError, SampleError, VlmpackError
     from vlmpack.layout import BatchFacts, Media, PackedRow, PaddedBatch, Segments, SlotRule, pack, unpack
-    from vlmpack.offline import PackedDataset, StoreSettings, measure_lengths, write_rows
     from vlmpack.parallel import Parallel, sum_counts
     from vlmpack.plan import Budget, CostModel, LengthTable, Plan, plan_bins
     from vlmpack.proof import probe
     from vlmpack.step import PackedStep, StepConfig, StepResult, compile_layers, disable_packing, enable_packing
+    from vlmpack.store import PackedDataset, StoreSettings, measure_lengths, write_rows
     from vlmpack.stream import PackedBatchSampler, PackedStream, RowSettings, StreamPacker
     from vlmpack.trainer import Evaluation, PackedTrainer, check_trainer, evaluate, loss_metrics
 
@@ -82,7 +82,7 @@ _ROOM = {
     "data.open": ("open_dataset",),
     "errors": ("BackendError", "ConfigError", "FamilyError", "LayoutError", "SampleError", "VlmpackError"),
     "layout": ("BatchFacts", "Media", "PackedRow", "PaddedBatch", "Segments", "SlotRule", "pack", "unpack"),
-    "offline": ("PackedDataset", "StoreSettings", "measure_lengths", "write_rows"),
+    "store": ("PackedDataset", "StoreSettings", "measure_lengths", "write_rows"),
     "parallel": ("Parallel", "sum_counts"),
     "plan": ("Budget", "CostModel", "LengthTable", "Plan", "plan_bins"),
     "proof": ("probe",),

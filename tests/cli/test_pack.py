@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 from chats import picture, processor_of
-from offline.stores import digests, encoded
+from store.stores import digests, encoded
 from typer.testing import CliRunner, Result
 
 from vlmpack import plan
@@ -17,7 +17,7 @@ from vlmpack.cli.options import OVERLENGTH
 from vlmpack.cli.pack import IMAGES, ON_BAD, OVERSIZE, TRAIN_ON
 from vlmpack.cli.pack_table import size
 from vlmpack.collate.collator import OnBad, Overlength, TrainOn
-from vlmpack.offline import Manifest, PackedDataset, media
+from vlmpack.store import Manifest, PackedDataset, media
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_a_folder_whose_packing_was_refused_is_no_data_set(source: Path, tmp_pat
 def test_pictures_in_no_file_are_refused_before_any_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vlmpack.offline.write_rows", None)
+    monkeypatch.setattr("vlmpack.store.write_rows", None)
     few = ("--processor", "tiny", "--capacity", 3000, "--num", 2, "--images", "reference")
     refused = pack("synthetic", tmp_path / "rows", *few)
     assert refused.exit_code == 2

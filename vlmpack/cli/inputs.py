@@ -83,7 +83,7 @@ def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
 
 def is_store(source: str) -> bool:
     """Whether a folder written by `vlmpack pack` is meant."""
-    from vlmpack.offline.manifest import NAME
+    from vlmpack.store.manifest import NAME
 
     return (Path(source).expanduser() / NAME).is_file()
 
@@ -94,7 +94,7 @@ def check_finished(source: str) -> None:
     Raises:
         ConfigError: `source` is one.
     """
-    from vlmpack.offline.files import WorkFolder
+    from vlmpack.store.files import WorkFolder
 
     if not is_store(source) and WorkFolder(out=Path(source).expanduser()).path.is_dir():
         raise ConfigError(
@@ -155,7 +155,7 @@ def measured(
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from vlmpack.offline import measure_lengths
+    from vlmpack.store import measure_lengths
 
     columns = (TextColumn("reading samples"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -96,7 +96,7 @@ def pack(
     """Plan which samples share a row, and write the rows down: token ids, what is learnt, and images still encoded.
 
     Killed or stopped, run it again: it goes on where it was, and ends with the same files. Train on them with
-    vlmpack.offline.PackedDataset(OUT, processor).
+    vlmpack.store.PackedDataset(OUT, processor).
     """
     need("pack", "pyarrow", extra="data")
     if ray:
@@ -108,7 +108,7 @@ def pack(
     from vlmpack.cli.pack_table import print_store, told
     from vlmpack.collate import Ceiling
     from vlmpack.layout import SlotRule
-    from vlmpack.offline import StoreSettings, write_rows
+    from vlmpack.store import StoreSettings, write_rows
 
     settings = StoreSettings(
         capacity=capacity, max_patches=max_patches, max_images=max_images, seed=shuffle, rows_multiple=rows_multiple,
@@ -141,8 +141,8 @@ def _check_files(inputs: Inputs) -> None:
     """
     from vlmpack.data.images import ImageError
     from vlmpack.errors import SampleError
-    from vlmpack.offline.measure import undecoded
-    from vlmpack.offline.media import stored_image
+    from vlmpack.store.measure import undecoded
+    from vlmpack.store.media import stored_image
 
     dataset = undecoded(inputs.dataset)
     for place in range(min(LOOKED_AT, len(dataset))):

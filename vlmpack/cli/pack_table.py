@@ -15,9 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from vlmpack.offline import Manifest
-from vlmpack.offline.manifest import LEFT_OUT
-from vlmpack.offline.write import Progress as Told
+from vlmpack.store import Manifest
+from vlmpack.store.manifest import LEFT_OUT
+from vlmpack.store.write import Progress as Told
 from vlmpack.terminal import print_table, print_text
 
 STAGES = {"measure": "measuring samples", "compare": "comparing what is packed", "write": "writing files"}

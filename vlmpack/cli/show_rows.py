@@ -14,8 +14,8 @@ from vlmpack.cli.inputs import InputOptions, measured, open_inputs
 from vlmpack.collate.encoded import Encoded
 from vlmpack.errors import ConfigError
 from vlmpack.layout import Segments
-from vlmpack.offline import PackedDataset
 from vlmpack.plan import plan_bins
+from vlmpack.store import PackedDataset
 
 
 @final

@@ -22,9 +22,9 @@ from vlmpack.collate import VLMCollator
 from vlmpack.collate.collator import own_id
 from vlmpack.collate.length import OVERLENGTH
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.offline import measure_lengths
 from vlmpack.plan import EMPTY, Plan, balance_rows, plan_bins
 from vlmpack.plan.table import LengthTable, Refused
+from vlmpack.store import measure_lengths
 from vlmpack.stream.source import MapStyle, check_samples
 
 Collator = Callable[[Sequence[Any]], Mapping[str, Any]]
