@@ -19,7 +19,8 @@ from store.stores import CAPACITY, digests, packing
 from vlmpack.collate import Ceiling
 from vlmpack.data import open_dataset
 from vlmpack.errors import VlmpackError
-from vlmpack.store import StoreSettings, on_ray, write_rows
+from vlmpack.store import StoreSettings, measure, write_rows
+from vlmpack.store.executors import in_order_on_ray
 
 ON_THIS_MACHINE: dict[str, Any] = {
     "num_cpus": 2,
@@ -61,18 +62,18 @@ def refusal(run: Any) -> str:
 def main(folder: Path) -> None:
     source = folder / "samples.jsonl"
     seen: dict[str, Any] = {}
-    on_ray.PART = 5  # several parts, of which one is not full
+    measure.RAY_PART = 5  # several parts, of which one is not full
     start_ray()
     seen["whole"] = write(folder / "whole", source)
     seen["others are left running"] = ray.is_initialized()
     os.truncate(folder / "whole" / sorted(seen["whole"])[-1], 10)
-    seen["repaired"] = write(folder / "whole", source)
+    seen["cut"] = refusal(lambda: write(folder / "whole", source))
     missing = folder / "missing.jsonl"
     missing.write_text(source.read_text().replace('"1.png"', '"none.png"'))
     write(folder / "missing", missing)
     seen["left out"] = (folder / "missing" / "left_out.jsonl").read_text()
     seen["refused"] = refusal(lambda: write(folder / "refused", source, capacity=24))
-    seen["task failed"] = refusal(lambda: list(on_ray.in_order_on_ray(_fails, 3)))
+    seen["task failed"] = refusal(lambda: list(in_order_on_ray(_fails, 3)))
     ray.shutdown()
     (folder / "seen.json").write_text(json.dumps(seen))
 

@@ -26,8 +26,7 @@ from vlmpack.data.processor import CHAT_TEMPLATE
 from vlmpack.errors import ConfigError
 from vlmpack.store import LengthCache, measure_lengths
 from vlmpack.store import measure as measure_module
-from vlmpack.store.cache import Entry
-from vlmpack.store.content import sample_key, settings_key
+from vlmpack.store.cache import Entry, sample_key, settings_key
 
 COLLATOR = VLMCollator(processor_of())
 LIMITS = ImageLimits()
@@ -35,7 +34,7 @@ SAMPLES = conversations(100)
 
 
 def key(sample: Any) -> bytes | None:
-    return sample_key(sample, b"settings", LIMITS, has_vision=True)
+    return sample_key(sample, b"settings", COLLATOR)
 
 
 def entries_in(path: Path) -> int:

@@ -28,7 +28,7 @@ def test_it_says_how_the_rows_were_made(kept):
     manifest = Manifest.load(kept)
     assert manifest.capacity == manifest.settings["capacity"] == CAPACITY
     assert manifest.settings["collator"]["train_on"] == "assistant"
-    assert manifest.settings["data"]["samples"] == manifest.counts.given == 4
+    assert manifest.settings["data"]["samples"] == manifest.counts.total == 4
     assert manifest.processor["images"]["patch_size"] == 16
     assert manifest.bytes == sum((kept / shard.file).stat().st_size for shard in manifest.shards)
 
@@ -48,8 +48,8 @@ def test_a_folder_without_one_is_no_store(tmp_path):
 @pytest.mark.parametrize(
     ("entries", "told"),
     [
-        ({"version": 1}, "is vlmpack.rows of version 1, and this vlmpack reads vlmpack.rows of version 2; pack again"),
-        ({"format": "vlmpack.plan"}, "is vlmpack.plan of version 2"),
+        ({"version": 1}, "is vlmpack.rows of version 1, and this vlmpack reads vlmpack.rows of version 3; pack again"),
+        ({"format": "vlmpack.plan"}, "is vlmpack.plan of version 3"),
         ({"counts": {"rows": 1}}, "is damaged .TypeError"),
         ({"shards": [{}]}, "is damaged .TypeError"),
     ],
@@ -98,5 +98,5 @@ def test_another_file_of_the_same_size_is_seen_when_it_is_read(tmp_path):
     data = bytearray(path.read_bytes())
     data[data.index(b"vlmpack.checksums") + 30] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ConfigError, match=r"parquet cannot be read: its footer is not the one that manifest.json says"):
+    with pytest.raises(ConfigError, match=r"cannot be read: its footer is not the one that manifest.json lists"):
         PackedDataset(tmp_path).outline(0)

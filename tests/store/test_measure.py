@@ -16,9 +16,9 @@ from vlmpack.collate import Ceiling, VLMCollator
 from vlmpack.data import open_dataset, tiny_processor
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan.table import LengthTable
-from vlmpack.store import lengths_of, measure_lengths
-from vlmpack.store.content import settings_key
-from vlmpack.store.measure import PART
+from vlmpack.store import measure_lengths
+from vlmpack.store.cache import settings_key
+from vlmpack.store.measure import PART, lengths_of
 
 SAMPLES = conversations(150)
 

@@ -15,7 +15,8 @@ from store.stores import digests, encoded, packing, store
 from vlmpack.collate import Ceiling
 from vlmpack.data import open_dataset
 from vlmpack.errors import ConfigError
-from vlmpack.store import StoreSettings, on_ray, write_rows
+from vlmpack.store import StoreSettings, write_rows
+from vlmpack.store.executors import in_order_on_ray
 
 pytestmark = pytest.mark.dist
 
@@ -64,8 +65,8 @@ def test_ray_writes_the_same_bytes(local, seen):
     assert seen["whole"] == local
 
 
-def test_a_file_that_was_damaged_is_written_again(local, seen):
-    assert seen["repaired"] == local
+def test_a_file_that_was_cut_since_is_refused_with_the_remedy(seen):
+    assert "parquet has 10 bytes" in seen["cut"] and "remove the folder and pack again" in seen["cut"]
 
 
 def test_refusals_come_back_as_what_they_are(seen):
@@ -88,7 +89,7 @@ def test_a_ray_that_was_running_before_goes_on_running(seen):
 def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"executor='ray' needs Ray: pip install 'vlmpack\[ray\]'"):
-        list(on_ray.in_order_on_ray(str, 1))
+        list(in_order_on_ray(str, 1))
 
 
 def test_an_executor_that_does_not_exist_is_refused(tmp_path):

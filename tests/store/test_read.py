@@ -210,7 +210,7 @@ def test_a_missing_or_cut_file_is_found_when_the_store_is_opened(tmp_path):
     shard = tmp_path / manifest.shards[-1].file
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(
-        ConfigError, match=rf"{shard.name} has \d+ bytes, and manifest.json tells of {shard.stat().st_size + 1}"
+        ConfigError, match=rf"{shard.name} has \d+ bytes, and manifest.json lists it with {shard.stat().st_size + 1}"
     ):
         PackedDataset(tmp_path, processor_of())
     shard.unlink()

@@ -16,9 +16,9 @@ from store.stores import digests, encoded, mixed, packing, store, texts
 from vlmpack.collate import Ceiling
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan import Plan
-from vlmpack.store.unchanged import sample_digest
+from vlmpack.store.shards import sample_digest
 
-REFUSED = "holds other samples than the data set given"
+REFUSED = "holds other samples than the data set"
 
 
 class Stopped(BaseException):

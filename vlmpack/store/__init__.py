@@ -1,20 +1,25 @@
-"""What is done before training: lengths measured from image headers, and rows planned and stored ahead."""
+"""Lengths and rows ahead of training: lengths measured from image headers, rows planned and written to files."""
 
 from __future__ import annotations
 
 from vlmpack.store.cache import LengthCache
-from vlmpack.store.manifest import Manifest
-from vlmpack.store.measure import lengths_of, measure_lengths
+from vlmpack.store.manifest import LEFT_OUT, Manifest, is_store, is_unfinished_store
+from vlmpack.store.measure import measure_lengths
+from vlmpack.store.planning import StoreSettings
 from vlmpack.store.read import PackedDataset
-from vlmpack.store.settings import StoreSettings
-from vlmpack.store.write import write_rows
+from vlmpack.store.records import IMAGES
+from vlmpack.store.write import Progress, write_rows
 
 __all__ = [
+    "IMAGES",
+    "LEFT_OUT",
     "LengthCache",
     "Manifest",
     "PackedDataset",
+    "Progress",
     "StoreSettings",
-    "lengths_of",
+    "is_store",
+    "is_unfinished_store",
     "measure_lengths",
     "write_rows",
 ]

@@ -1,33 +1,53 @@
-"""LengthCache: what was measured before, in one SQLite file that several processes may use at a time.
+"""LengthCache: lengths that were measured before, in one SQLite file that several processes may use at a time.
 
-    content.py: settings + sample ──▶ 16 bytes ──▶ Entry: its lengths, or why it was refused
+    settings + sample ──▶ key of 16 bytes ──▶ Entry: its lengths, or why it was refused
 
-Nothing in it can go stale: what was measured under other settings, or of other content, has another key. Damage is
-told as such and never repaired, as the file might be somebody else's; it can be deleted at any time. SQLite would miss
-most of it: each entry has a checksum of its own.
+    settings   collator, processor, tokenizer, chat template, versions of what renders and tokenises
+    text       messages as the chat template gets them, or prompt and completion as they stand
+    media      height and width of the header, and the keys beside them that choose another size
+
+Only image sizes enter the key, never pixels. So an image that is encoded again in its old size is found again, wherever
+it lies, and an image of another size is never taken for it, whatever its file's name and date.
+
+No entry can go stale: what was measured under other settings, or of other content, has another key. Damage is refused
+and never repaired, as the file might be somebody's data; the file can be deleted at any time. SQLite would miss most
+damage, so each entry has a checksum.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
+import numpy as np
+
+from vlmpack.collate import VLMCollator
+from vlmpack.collate.conversation import read_conversation
+from vlmpack.collate.processor import parts_of
+from vlmpack.collate.refusal import Refusal
+from vlmpack.data.images import ImageError, ImageLimits, read_size
 from vlmpack.errors import ConfigError
 
 APPLICATION = int.from_bytes(b"vlmp", "big")
 """SQLite's `application_id` of these files."""
 VERSION = 2
 """SQLite's `user_version` of these files."""
-PATIENCE = 60.0
-"""Seconds to wait for another process that is writing."""
+BUSY_SECONDS = 60.0
+"""How long another process may be writing before an access fails."""
+RULES = 1
+"""To be raised with every change that gives the same sample other lengths."""
+KEY_BYTES = 16
 
 
 class Entry(NamedTuple):
-    """What is known of one sample: a row of a `LengthTable`, or a refusal."""
+    """The lengths of one sample, a row of a `LengthTable`, or a refusal."""
 
     text_tokens: int = 0
     image_tokens: int = 0
@@ -70,13 +90,13 @@ class LengthCache:
             self.close()  # a fork must not inherit an open one
 
     def get(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
-        """The entries that are there, by key."""
+        """Read the entries that are there, by key."""
         if not keys:
             return {}
         with self._errors():
             marks = ", ".join("?" * len(keys))
-            found = f"SELECT key, {_COLUMNS}, checksum FROM lengths WHERE key IN ({marks})"
-            rows = self._open().execute(found, keys).fetchall()
+            query = f"SELECT key, {_COLUMNS}, checksum FROM lengths WHERE key IN ({marks})"
+            rows = self._open().execute(query, keys).fetchall()
             return {key: _checked(key, values, checksum) for key, *values, checksum in rows}
 
     def put(self, entries: Mapping[bytes, Entry]) -> None:
@@ -113,15 +133,17 @@ class LengthCache:
 
     def _open(self) -> sqlite3.Connection:
         if self._connection is None:
-            self._connection = sqlite3.connect(self.path, timeout=PATIENCE, isolation_level=None)
+            self._connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
         return self._connection
 
     def _create(self) -> None:
-        """Make the table in an empty file; look at whose file it is otherwise."""
+        """Make the table in an empty file; refuse a file that is no cache of this version."""
         connection = self._open()
         connection.execute("BEGIN IMMEDIATE")
         with connection:
-            application, version = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in _MARKERS)
+            application, version = (
+                connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
+            )
             is_empty = connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0] == 0
             if is_empty and (application, version) == (0, 0):
                 connection.execute(f"PRAGMA application_id = {APPLICATION}")
@@ -135,7 +157,7 @@ class LengthCache:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """SQLite's errors as ours, with the file's name."""
+        """Raise SQLite's errors as a ConfigError that names the file."""
         try:
             yield
         except ConfigError:
@@ -159,11 +181,8 @@ class LengthCache:
         )
 
 
-_MARKERS = ("application_id", "user_version")
-
-
 def _checked(key: bytes, values: Sequence[object], checksum: object) -> Entry:
-    """The entry that was written; a ValueError where damage has made something else of it."""
+    """Check an entry against its checksum; raises a ValueError where damage has changed it."""
     if checksum != _checksum(key, values):
         raise ValueError(f"an entry holds {values}, and its checksum is another one")
     return Entry(*values)  # pyright: ignore[reportArgumentType]
@@ -171,3 +190,74 @@ def _checked(key: bytes, values: Sequence[object], checksum: object) -> Entry:
 
 def _checksum(key: bytes, values: Sequence[object]) -> bytes:
     return hashlib.blake2b(repr(tuple(values)).encode(errors="surrogatepass"), digest_size=8, key=key).digest()
+
+
+# ---------------------------------------------------------------------- keys
+
+
+def settings_key(collator: VLMCollator, *, estimate: bool = False) -> bytes:
+    """Compute the digest of everything besides the samples that decides lengths."""
+    parts = parts_of(collator.processor)
+    facts = {**asdict(collator.facts), "newline_ids": sorted(collator.facts.newline_ids)}
+    return _digest(
+        {
+            "versions": [RULES, version("transformers"), version("tokenizers")],
+            "processor": type(collator.processor).__name__,
+            "chat_template": collator.processor.chat_template,
+            "special_tokens": {name: str(token) for name, token in parts.tokenizer.special_tokens_map.items()},
+            "tokenizer": _tokenizer(parts.tokenizer),
+            "image_processor": None if parts.image_processor is None else parts.image_processor.to_dict(),
+            "facts": facts,
+            "limits": asdict(collator.limits),
+            "collator": [collator.train_on, collator.max_length, collator.overlength, collator.markers],
+            "estimate": estimate,
+        },
+        default=str,
+    )
+
+
+def sample_key(feature: Any, settings: bytes, collator: VLMCollator) -> bytes | None:
+    """Compute the key of one sample under settings; to a model that has no vision `<image>` in a text is text.
+
+    Returns:
+        16 bytes. None: the sample is not worth a key, as it was tokenised before; or it has none, as an image cannot
+        be read, its columns contradict each other, or it holds what JSON cannot.
+    """
+    if not isinstance(feature, Mapping) or feature.get("input_ids") is not None:
+        return None
+    try:
+        row = read_conversation(feature, has_vision=collator.facts.has_vision, markers=collator.markers)
+        images = [[read_size(ref.source, limits=collator.limits), ref.options] for ref in row.images]
+        videos = [[_frame_sizes(ref.source, collator.limits), ref.options] for ref in row.videos]
+        text = [row.messages, row.plain, row.trained_turns, row.template_options]
+        return _digest([*text, images, videos], key=settings, default=plain)
+    except (Refusal, ImageError, TypeError, ValueError, RecursionError):
+        return None
+
+
+def _frame_sizes(video: Any, limits: ImageLimits) -> list[tuple[int, int]]:
+    if not isinstance(video, list | tuple):
+        raise TypeError("only a list of frames has sizes")
+    return [read_size(frame, limits=limits) for frame in video]
+
+
+def _tokenizer(tokenizer: Any) -> Any:
+    """Describe a tokenizer by everything except what its last call left behind."""
+    if not tokenizer.is_fast:
+        return [tokenizer.get_vocab(), tokenizer.init_kwargs]
+    return {**json.loads(tokenizer.backend_tokenizer.to_str()), "truncation": None, "padding": None}
+
+
+def _digest(content: Any, *, default: Any, key: bytes = b"") -> bytes:
+    """Hash JSON whose keys are not sorted: a template may write a mapping in the order it has."""
+    text = json.dumps(content, default=default, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES, key=key).digest()
+
+
+def plain(value: Any) -> Any:
+    """Convert what data sets hold besides JSON's types."""
+    if isinstance(value, np.generic | np.ndarray):
+        return [str(value.dtype), value.tolist()]
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a {type(value).__name__} has no place in a key")

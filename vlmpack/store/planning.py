@@ -1,12 +1,12 @@
-"""From lengths to rows: what may be left out, which samples share a row, and what the rows come to."""
+"""StoreSettings, and from lengths to rows: the plan, the samples that are left out, and the counts of a store."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from math import lcm
+from typing import Any, final
 
 import numpy as np
 
@@ -14,14 +14,88 @@ from vlmpack.collate import Ledger, VLMCollator
 from vlmpack.collate.collator import own_id
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import SlotRule
-from vlmpack.plan import Budget, LengthTable, Plan, Refused, plan_bins
+from vlmpack.plan import (
+    OVERSIZE,
+    Budget,
+    LengthTable,
+    Oversize,
+    Plan,
+    check_seed,
+    checked_capacity,
+    plan_bins,
+    split_rows,
+    strategy_name,
+)
 from vlmpack.plan.lengths import refuse_too_large, too_large
 from vlmpack.plan.rounding import round_up
-from vlmpack.plan.split import split_rows
 from vlmpack.store.manifest import Counts, FixedSizes
-from vlmpack.store.settings import StoreSettings
-from vlmpack.store.unchanged import sample_digest
+from vlmpack.store.records import IMAGES, Images
 from vlmpack.stream.source import MapStyle, sample_at
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoreSettings:
+    """How rows are planned and stored."""
+
+    capacity: int
+    """Tokens that a row may hold."""
+    max_patches: int | None = None
+    """Most patches of the vision tower in a row; None: no limit."""
+    max_images: int | None = None
+    """Most images and videos in a row; None: no limit."""
+    strategy: str = "exact_fill"
+    """How samples are placed: see `plan_bins`."""
+    oversize: Oversize = "error"
+    """What becomes of a sample that exceeds a row by itself: "error", "drop" (listed) or "own_row"."""
+    seed: int | None = None
+    """Shuffles samples and rows; None: samples keep their order."""
+    rows_multiple: int = 1
+    """Rows of many samples are cut in two until the number of rows is a multiple of this: ranks times accumulation."""
+    images: Images = "bytes"
+    """Images are kept as encoded "bytes", or as a "reference" to their files."""
+    shard_rows: int = 128
+    """Rows of a file. A kill costs the work on one file."""
+
+    def __post_init__(self) -> None:
+        limits = {"max_patches": self.max_patches, "max_images": self.max_images}
+        counts = {"capacity": self.capacity, "rows_multiple": self.rows_multiple, "shard_rows": self.shard_rows}
+        counts |= {name: limit for name, limit in limits.items() if limit is not None}
+        for name, value in counts.items():
+            object.__setattr__(self, name, checked_capacity(value, f"StoreSettings.{name}"))
+        check_seed(self.seed)
+        object.__setattr__(self, "seed", None if self.seed is None else int(self.seed))
+        object.__setattr__(self, "strategy", strategy_name(self.strategy))
+        if self.oversize not in OVERSIZE:
+            raise ConfigError(f"oversize must be one of {', '.join(OVERSIZE)}, got {self.oversize!r}")
+        if self.images not in IMAGES:
+            raise ConfigError(f"images must be one of {', '.join(IMAGES)}, got {self.images!r}")
+
+
+def check_collator(collator: VLMCollator, settings: StoreSettings) -> None:
+    """Refuse the collator unless its rows can be stored.
+
+    Raises:
+        ConfigError: it pads, fixes sizes that are fixed when rows are read, or has slots that do not fit the capacity.
+    """
+    slots = collator.slots
+    if collator.layout != "packed":
+        raise ConfigError("rows are stored by VLMCollator(layout='packed'); this one has layout='padded'")
+    if slots.pad_to is not None:
+        raise ConfigError(
+            f"slots.pad_to={slots.pad_to}: rows are stored without padding, and get a fixed width when they are read, "
+            "by PackedDataset(pad_to_max_length=True); leave it out"
+        )
+    unit = lcm(slots.multiple, slots.row_multiple)
+    if settings.capacity % unit:
+        raise ConfigError(
+            f"a capacity of {settings.capacity} tokens is no multiple of {unit}, which slots and rows are rounded up "
+            f"to (multiple={slots.multiple}, row_multiple={slots.row_multiple}); choose "
+            f"{settings.capacity // unit * unit or unit} or {(settings.capacity // unit + 1) * unit}"
+        )
+
+
+# ---------------------------------------------------------------------- the plan
 
 
 def check_refused(table: LengthTable, collator: VLMCollator) -> None:
@@ -29,40 +103,35 @@ def check_refused(table: LengthTable, collator: VLMCollator) -> None:
 
     Raises:
         SampleError: a sample was refused, and `on_bad` is "raise".
-        ConfigError: more were refused than the ledger's ceiling allows, or all.
+        ConfigError: more were refused than the collator's limit of skipped samples allows, or all.
     """
     ledger = Ledger(ceiling=collator.ledger.ceiling)
-    refused = {one.index: one for one in table.refused}
+    refused = {refusal.index: refusal for refusal in table.refused}
     with ledger.at_once():
         for before, place in pairwise([-1, *sorted(refused), table.given]):
             if place - before > 1:
                 ledger.use(place - before - 1)
             if place == table.given:
                 break
-            error = _error(refused[place])
+            refusal = refused[place]
+            error = SampleError(refusal.detail, index=place, reason=refusal.reason, sample_id=refusal.sample_id)
             if collator.leaves_out(error.reason):
                 ledger.note(error)
             elif collator.on_bad == "skip":
                 ledger.refuse(error)
             else:
-                raise _with_count(error, len(table.refused))
+                count = f"{len(refused)} sample(s) cannot be used in all; on_bad='skip' leaves them out and lists them"
+                raise SampleError(
+                    f"{error.detail}. {count}", index=place, reason=error.reason, sample_id=error.sample_id
+                )
     if not len(table):
         raise ConfigError(f"none of {table.given} samples can be packed: {table.reasons or 'the data set is empty'}")
 
 
-def _error(one: Refused) -> SampleError:
-    return SampleError(one.detail, index=one.index, reason=one.reason, sample_id=one.sample_id)
-
-
-def _with_count(error: SampleError, count: int) -> SampleError:
-    detail = f"{error.detail}. {count} sample(s) cannot be used in all; on_bad='skip' leaves them out and lists them"
-    return SampleError(detail, index=error.index, reason=error.reason, sample_id=error.sample_id)
-
-
 def plan_rows(table: LengthTable, settings: StoreSettings, slots: SlotRule, dataset: MapStyle) -> Plan:
-    """Which samples share a row; a sample's id in the plan is its place in the table.
+    """Plan which samples share a row; a sample's id in the plan is its place in the table.
 
-    Samples count as long as their slots are. The data set is asked for the id of a sample that is refused.
+    Samples count as long as their slots are. The data set is read for the id of a sample that is refused.
 
     Raises:
         SampleError: samples exceed a row by themselves, and `oversize` is "error"; lists their places.
@@ -90,37 +159,29 @@ def plan_rows(table: LengthTable, settings: StoreSettings, slots: SlotRule, data
 def _refuse_too_large(
     table: LengthTable, lengths: np.ndarray, capacity: int, budgets: tuple[Budget, ...], dataset: MapStyle
 ) -> None:
-    """As `plan_bins` does it, with the samples' places in the data set instead of those in the table."""
-    by_place = [dataclasses.replace(one, costs=table.by_place(one.costs)) for one in budgets]
+    """Refuse samples as `plan_bins` does, by their places in the data set instead of those in the table."""
+    by_place = [dataclasses.replace(budget, costs=table.by_place(budget.costs)) for budget in budgets]
     lengths = table.by_place(lengths)
     try:
         refuse_too_large(too_large(lengths, capacity, by_place), lengths, capacity, by_place)
     except SampleError as error:
-        name = None if error.index is None else _id_at(dataset, error.index)
+        name = None if error.index is None else own_id(sample_at(dataset, error.index))
         raise SampleError(error.detail, index=error.index, reason=error.reason, sample_id=name) from None
 
 
-def _id_at(dataset: MapStyle, place: int) -> int | str | None:
-    """The id that a sample brings: a table of lengths keeps those of refused samples only."""
-    return own_id(sample_at(dataset, place))
+# ---------------------------------------------------------------------- samples in no row, and totals
 
 
-# ---------------------------------------------------------------------- what it comes to
-
-
-def left_out(table: LengthTable, plan: Plan, dataset: MapStyle, collator: VLMCollator) -> list[dict[str, Any]]:
-    """One entry for each sample that is in no row, by its place.
+def left_out(table: LengthTable, plan: Plan, dataset: MapStyle) -> list[dict[str, Any]]:
+    """List the samples that are in no row, by their places.
 
     Args:
         table: with the refused ones.
         plan: with those that exceed a row.
-        dataset: of which the ids of these, and the digests of all, are read.
-        collator: that refused them.
+        dataset: of which the ids of the latter are read.
     """
-    entries = [*(dataclasses.asdict(one) for one in table.refused), *_dropped(table, plan, dataset)]
-    for entry in entries:
-        entry["digest"] = sample_digest(sample_at(dataset, entry["index"]), collator)
-    return sorted(entries, key=lambda one: one["index"])
+    entries = [*(dataclasses.asdict(refusal) for refusal in table.refused), *_dropped(table, plan, dataset)]
+    return sorted(entries, key=lambda entry: entry["index"])
 
 
 def _dropped(table: LengthTable, plan: Plan, dataset: MapStyle) -> Iterator[dict[str, Any]]:
@@ -130,33 +191,31 @@ def _dropped(table: LengthTable, plan: Plan, dataset: MapStyle) -> Iterator[dict
         place = int(table.sample_ids[at])
         yield {
             "index": place,
-            "sample_id": _id_at(dataset, place),
+            "sample_id": own_id(sample_at(dataset, place)),
             "reason": "oversize",
             "detail": f"it exceeds a row by itself: {over}; raise the limit, or choose oversize='own_row'",
         }
 
 
-def reasons(entries: list[dict[str, Any]]) -> dict[str, int]:
-    """How many samples were left out for each reason, the most frequent first."""
-    return dict(Counter(entry["reason"] for entry in entries).most_common())
-
-
 def count(table: LengthTable, plan: Plan) -> Counts:
-    """Samples, rows and what is in them."""
-    columns = ("tokens", "targets", "images", "videos", "patches")
-    sums: dict[str, np.ndarray] = {**table.__dict__, "tokens": table.tokens}
+    """Count samples, rows and what is in them."""
+    packed = plan.sample_ids
     return Counts(
-        given=table.given,
+        total=table.given,
         refused=len(table.refused),
         dropped=len(plan.dropped),
-        samples=len(plan.sample_ids),
+        samples=len(packed),
         rows=len(plan),
-        **{name: int(sums[name][plan.sample_ids].sum()) for name in columns},
+        tokens=int(table.tokens[packed].sum()),
+        targets=int(table.targets[packed].sum()),
+        images=int(table.images[packed].sum()),
+        videos=int(table.videos[packed].sum()),
+        patches=int(table.patches[packed].sum()),
     )
 
 
 def fixed_sizes(table: LengthTable, plan: Plan, slots: SlotRule) -> FixedSizes:
-    """The largest sizes of any row."""
+    """Return the largest sizes of any row."""
     widths = round_up(plan.tokens, slots.row_multiple)
     return FixedSizes(
         longest_row=int(widths.max()),
@@ -167,7 +226,7 @@ def fixed_sizes(table: LengthTable, plan: Plan, slots: SlotRule) -> FixedSizes:
     )
 
 
-def fill(table: LengthTable, plan: Plan) -> float:
-    """Real tokens per token of row; rows count as wide as the capacity, or wider where they exceed it."""
+def fill_ratio(table: LengthTable, plan: Plan) -> float:
+    """Return real tokens per token of row; rows count as wide as the capacity, or wider where they exceed it."""
     tokens = plan.sums(table.tokens)
     return float(tokens.sum() / np.maximum(plan.tokens, plan.capacity).sum())

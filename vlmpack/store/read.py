@@ -1,10 +1,19 @@
-"""PackedDataset: the rows that `write_rows` wrote, as a map-style data set of batches for a model."""
+"""PackedDataset: the rows that `write_rows` wrote, as a map-style data set of batches for a model.
+
+    pad_to_max_length    every row is as wide as the capacity
+    pad_cu_seqlens       every row has as many boundaries: the last one is repeated
+    pad_seq_to_mult      samples start at multiples of it; decided when packing, because the plan has to count it
+
+Names and rules of the three are those of Megatron-Bridge's offline packing. There, real lengths end before a final
+end-of-text token; here they are stored, so that a token that is learnt counts whatever its id is.
+"""
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from operator import index
@@ -18,14 +27,11 @@ from vlmpack.collate import VLMCollator
 from vlmpack.collate.encoded import Encoded
 from vlmpack.data.images import DEFAULT_LIMITS
 from vlmpack.errors import ConfigError, LayoutError, SampleError
-from vlmpack.layout import PackedRow, Segments
+from vlmpack.layout import PackedRow, Segments, SlotRule
 from vlmpack.plan import Plan
-from vlmpack.store.files import sha256_of, size_of
-from vlmpack.store.fingerprint import differences, fingerprint
-from vlmpack.store.fixed import slot_rule
-from vlmpack.store.manifest import NAME, PLAN, Manifest
-from vlmpack.store.record import MEDIA, samples_of
-from vlmpack.store.shardfiles import ShardFiles
+from vlmpack.store.manifest import PLAN, Manifest, check_shard_files, differences, fingerprint
+from vlmpack.store.records import MEDIA, samples_of
+from vlmpack.store.shards import ShardFiles
 
 DECIDED = ("layout", "slots", "max_length", "overlength", "train_on", "markers", "vocab_size")
 """Settings of a collator that were decided when the rows were packed."""
@@ -41,7 +47,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     Args:
         path: the folder that `write_rows` or `vlmpack pack` wrote.
-        processor: as for `VLMCollator`, with the settings that it had then; None: rows can be looked at by `outline`
+        processor: as for `VLMCollator`, with the settings that it had when packing; None: rows can be read by `outline`
             and not be trained on.
         pad_to_max_length: make every row as wide as the capacity.
         pad_cu_seqlens: give every row as many boundaries; needs `pad_to_max_length`.
@@ -52,7 +58,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     Raises:
         ConfigError: no store, files that are missing or damaged, a processor that differs from the one that packed
-            (says in what), or settings that contradict each other.
+            (names the differences), or settings that contradict each other.
     """
 
     def __init__(
@@ -71,13 +77,10 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self.manifest = Manifest.load(path)
         """Counts, and the fixed sizes that CUDA graphs need."""
         self.slots = slot_rule(
-            self.manifest,
-            pad_to_max_length=pad_to_max_length,
-            pad_cu_seqlens=pad_cu_seqlens,
-            pad_seq_to_mult=pad_seq_to_mult,
+            self.manifest, pad_to_max_length=pad_to_max_length, pad_cu_seqlens=pad_cu_seqlens, multiple=pad_seq_to_mult
         )
         """How samples lie in the rows."""
-        _check_files(self.path, self.manifest, verify=verify)
+        check_shard_files(self.path, self.manifest, verify=verify)
         self.collator = None if processor is None else self._collator(processor, settings)
         """Cuts images into patches, and counts samples in its ledger; None: without a processor."""
         self._files = ShardFiles(self.path, self.manifest.shards)
@@ -88,10 +91,10 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return self.manifest.counts.rows
 
     def __repr__(self) -> str:
-        counts = self.manifest.counts
+        counts, full = self.manifest.counts, f"{self.manifest.fill_ratio:.2%} full"
         return (
             f"PackedDataset({str(self.path)!r}, {counts.rows} rows of {self.manifest.capacity} tokens, "
-            f"{self.manifest.fill:.2%} full, {counts.samples} samples, {counts.images} images, {counts.videos} videos"
+            f"{full}, {counts.samples} samples, {counts.images} images, {counts.videos} videos"
             f"{', no processor' if self.collator is None else ''})"
         )
 
@@ -100,7 +103,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
     @overload
     def __getitem__(self, row: slice) -> list[dict[str, Any]]: ...
     def __getitem__(self, row: SupportsIndex | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        """A row as a dictionary for `model(**batch)`; of a slice, as many, in a list.
+        """Return a row as a dictionary for `model(**batch)`; of a slice, as many, in a list.
 
         Raises:
             TypeError: rows have numbers, and this is none (the name of a column).
@@ -116,7 +119,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return (self[row] for row in range(len(self)))
 
     def row(self, row: SupportsIndex) -> PackedRow:
-        """A row as an object; raises as `dataset[row]`."""
+        """Return a row as an object; raises as `dataset[row]`."""
         if self.collator is None:
             raise ConfigError(f"the rows of {self.path} need the processor: PackedDataset(path, processor)")
         samples = self._read(row)
@@ -128,7 +131,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return packed
 
     def outline(self, row: SupportsIndex) -> tuple[Encoded, ...]:
-        """The samples of a row without their images: token ids, labels, grids. Needs no processor.
+        """Return the samples of a row without their images: token ids, labels, grids. Needs no processor.
 
         Raises:
             IndexError: there is no such row.
@@ -137,11 +140,11 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return tuple(sample for _, sample in self._read(row, without=MEDIA))
 
     def segments(self, row: SupportsIndex) -> Segments:
-        """Where the samples of a row lie; raises as `outline`."""
+        """Return the boundaries of the samples of a row; raises as `outline`."""
         return Segments.from_lengths([sample.num_tokens for sample in self.outline(row)], self.slots)
 
     def collate(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The `collate_fn` of a loader of single rows: hands the row on, and makes a step of loss 0 of no row.
+        """Return the one row of a list, or a step of loss 0 for an empty list: the `collate_fn` of a loader of rows.
 
         Raises:
             ConfigError: several rows; a row is a whole batch.
@@ -159,7 +162,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     @cached_property
     def plan(self) -> Plan:
-        """Each row as one sample, for `PackedBatchSampler(dataset.plan, ranks=..., remainder="empty" or "drop")`."""
+        """Plan each row as one sample: for `PackedBatchSampler(dataset.plan, ranks=..., remainder="empty")`."""
         rows, packed = len(self), Plan.load(self.path / PLAN)
         lengths = packed.tokens
         return Plan(
@@ -170,23 +173,20 @@ class PackedDataset(Dataset[dict[str, Any]]):
             capacity=max(packed.capacity, int(lengths.max())),
         )
 
-    # ------------------------------------------------------------------ how
-
     def _collator(self, processor: Any, settings: Mapping[str, Any]) -> VLMCollator:
         wrong = [name for name in DECIDED if name in settings]
         if wrong:
             raise ConfigError(f"{', '.join(wrong)}: decided when the rows were packed; pack again to change that")
         vocab_size = self.manifest.processor["tokens"]["vocab_size"]
         collator = VLMCollator(processor, layout="packed", slots=self.slots, vocab_size=vocab_size, **settings)
-        found = list(differences(self.manifest.processor, fingerprint(collator)))
-        if found:
+        if lines := list(differences(self.manifest.processor, fingerprint(collator))):
             raise ConfigError(
-                f"{self.path} was packed with another processor: {'; '.join(found)}. Give that one, or pack again"
+                f"{self.path} was packed with another processor: {'; '.join(lines)}. Give that one, or pack again"
             )
         return collator
 
     def _read(self, row: SupportsIndex, *, without: Sequence[str] = ()) -> tuple[tuple[int, Encoded], ...]:
-        """(place in the data set, sample) of every sample of a row."""
+        """Return (place in the data set, sample) of every sample of a row."""
         file, at = self._where(row)
         tokens = self.manifest.processor["tokens"]
         limits = DEFAULT_LIMITS if self.collator is None else self.collator.limits
@@ -197,13 +197,13 @@ class PackedDataset(Dataset[dict[str, Any]]):
             raise ConfigError(f"row {at} of {self.path / file} contradicts itself: {error}") from error
 
     def _where(self, row: SupportsIndex) -> tuple[str, int]:
-        """The file of a row, and its number in there."""
+        """Return the file of a row, and its number in there."""
         at = _number(row, len(self))
         shard = bisect_right(self._starts, at) - 1
         return self.manifest.shards[shard].file, at - self._starts[shard]
 
     def _named(self, error: SampleError, row: SupportsIndex, places: Sequence[int]) -> SampleError:
-        """The refusal of a sample, by its place in the data set and in the store."""
+        """Name a refused sample by its place in the data set and in the store."""
         file, at = self._where(row)
         place = None if error.index is None else places[error.index]
         detail = f"{error.detail} (row {row} of the store: row {at} of {self.path / file})"
@@ -211,7 +211,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
 
 def _number(row: SupportsIndex, rows: int) -> int:
-    """The number of a row, counted from the start."""
+    """Return the number of a row, counted from the start."""
     try:
         at = index(row)
     except TypeError:
@@ -229,23 +229,48 @@ def _check_kinds(path: object, processor: object) -> None:
         raise ConfigError(f"path has to be the folder that write_rows wrote, got a {type(path).__name__}")
     if isinstance(processor, VLMCollator):
         raise ConfigError(
-            "a store has a collator of its own, and needs the processor only: give PackedDataset(path, "
+            "a store makes its collator, and needs the processor only: give PackedDataset(path, "
             "collator.processor), and further settings by name, such as on_bad='skip'"
         )
 
 
-def _check_files(folder: Path, manifest: Manifest, *, verify: bool) -> None:
-    for shard in manifest.shards:
-        path = folder / shard.file
-        size = size_of(path)
-        if size != shard.bytes:
-            seen = "is not there" if size is None else f"has {size} bytes"
-            raise ConfigError(
-                f"{path} {seen}, and {NAME} tells of {shard.bytes} bytes; restore it, or pack again into the same "
-                "folder, which writes this file alone"
-            )
-        if verify and sha256_of(path) != shard.sha256:
-            raise ConfigError(
-                f"{path} is damaged: its SHA-256 is not that of {NAME}; restore it, or remove it and pack again into "
-                "the same folder, which writes this file alone"
-            )
+# ---------------------------------------------------------------------- fixed sizes
+
+
+def slot_rule(manifest: Manifest, *, pad_to_max_length: bool, pad_cu_seqlens: bool, multiple: int | None) -> SlotRule:
+    """Return the rule by which samples lie in the rows.
+
+    Raises:
+        ConfigError: the settings contradict each other, or what the rows were planned for.
+    """
+    slots = SlotRule(**manifest.settings["slots"])
+    if multiple is not None:
+        slots = _with_multiple(slots, multiple)
+    if pad_cu_seqlens and not pad_to_max_length:
+        raise ConfigError(
+            "pad_cu_seqlens=True makes boundaries of a fixed number, for CUDA graphs, which need rows of a fixed width "
+            "too: set pad_to_max_length=True"
+        )
+    if pad_to_max_length and manifest.sizes.longest_row > manifest.capacity:
+        raise ConfigError(
+            f"pad_to_max_length=True pads rows to {manifest.capacity} tokens, but the longest has "
+            f"{manifest.sizes.longest_row}: a sample got a row of its own (oversize='own_row'). Pack again with "
+            "oversize='drop', or with a larger capacity"
+        )
+    return replace(
+        slots,
+        pad_to=manifest.capacity if pad_to_max_length else None,
+        max_segments=manifest.sizes.most_segments if pad_cu_seqlens else None,
+    )
+
+
+def _with_multiple(slots: SlotRule, multiple: int) -> SlotRule:
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+        raise ConfigError(f"pad_seq_to_mult must be a whole number of at least 1, got {multiple!r}")
+    if slots.multiple % multiple:
+        raise ConfigError(
+            f"pad_seq_to_mult={multiple}, but the rows were planned for samples rounded up to {slots.multiple}: with "
+            f"another multiple they may not fit. Pack again with SlotRule(multiple={multiple}) (vlmpack pack "
+            f"--pad-seq-to-mult {multiple}), or give a divisor of {slots.multiple}"
+        )
+    return replace(slots, multiple=multiple)

@@ -1,39 +1,59 @@
-"""write_rows: a data set, planned and written down as packed rows.
+"""write_rows: plan the rows of a data set and write them to files.
 
     samples ──measure──▶ lengths.zip ──plan──▶ plan.zip, left_out.jsonl ──write──▶ rows-*.parquet ──▶ manifest.json
 
-Every arrow ends in files that are there whole or not at all. Whoever was killed is run again, goes on from the last of
-them, and ends with the same bytes.
+Every arrow ends in files that are there whole or not at all. A run that was killed is started again, goes on behind the
+last of them, and ends with the same bytes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, final
+
+import numpy as np
 
 from vlmpack.collate import VLMCollator
-from vlmpack.errors import ConfigError, check_kind
+from vlmpack.data.images import ImageError
+from vlmpack.errors import ConfigError, SampleError, check_kind
 from vlmpack.plan import LengthTable, Plan
-from vlmpack.store.files import WorkFolder, json_text, work_folder, writing
-from vlmpack.store.manifest import LEFT_OUT, LENGTHS, NAME, PLAN, Manifest, Shard, shard_name
-from vlmpack.store.measure import MapStyle, measure_lengths, undecoded
-from vlmpack.store.planning import check_refused, count, fill, fixed_sizes, left_out, plan_rows, reasons
-from vlmpack.store.repair import lost_files, whole_shards
-from vlmpack.store.settings import StoreSettings, check_collator, check_free, claim, described, finished
-from vlmpack.store.shards import ShardJob, ShardWriter, written
-from vlmpack.store.unchanged import InOrder, check_unchanged
-from vlmpack.store.workers import in_order
-from vlmpack.stream.source import check_samples
+from vlmpack.plan.rounding import divided_up
+from vlmpack.store import planning
+from vlmpack.store.executors import Executor, InOrder, executor_of
+from vlmpack.store.files import WorkFolder, json_text, unreadable, work_folder, writing
+from vlmpack.store.manifest import (
+    LEFT_OUT,
+    LENGTHS,
+    NAME,
+    PLAN,
+    Manifest,
+    Shard,
+    check_other_files,
+    check_shard_files,
+    differences,
+    fingerprint,
+    is_store,
+    shard_name,
+)
+from vlmpack.store.measure import measure_lengths, measure_on_ray, undecoded
+from vlmpack.store.planning import StoreSettings
+from vlmpack.store.records import stored_image
+from vlmpack.store.shards import PlannedSample, ShardJob, ShardWriter, check_unchanged, finished_shard, sample_digest
+from vlmpack.stream.source import MapStyle, check_samples, sample_at
 
-Executor = Literal["local", "ray"]
-EXECUTORS: tuple[Executor, ...] = ("local", "ray")
 Progress = Callable[[str, int, int | None], None]
-"""Is told what is being done ("measure" samples, "compare" or "write" files), how many are done, and of how many."""
+"""Is called with the stage ("measure" samples, "compare" or "write" files), how many are done, and of how many."""
+
+BEGUN = "settings.json"
+"""In the work folder: the settings with which a store was begun."""
+TRIED = 8
+"""Samples whose images must lie in files, before all are measured for a store of references."""
 
 
 def _silent(stage: str, done: int, total: int | None) -> None:
@@ -59,73 +79,60 @@ def write_rows(
     Args:
         dataset: map-style, of samples that the collator takes.
         out: the folder; what is in it must be of the same call.
-        collator: with `layout="packed"`. Its `slots` say what samples are rounded up to, which the plan counts.
+        collator: with `layout="packed"`. Its `slots` decide what samples are rounded up to, which the plan counts.
         settings: of the plan and the files.
         workers: processes that measure and write; 0: this one alone.
-        executor: "ray" hands the work out to a Ray cluster, whose machines have to see `out`, instead of to `workers`.
+        executor: "ray" measures and writes as Ray tasks, on machines that all see `out`, instead of by `workers`.
         cache: file that keeps lengths between calls; None: as long as this one is not finished.
-        progress: is told how far it is.
+        progress: is called as the work goes on.
 
     Returns:
-        What was written, and the sizes that CUDA graphs need.
+        The manifest, with the sizes that CUDA graphs need.
 
     Raises:
         SampleError: a sample cannot be used and the collator's `on_bad` is "raise", or one exceeds a row and
             `oversize` is "error".
         ConfigError: something of another kind (a path, a processor), settings that contradict each other or what is in
-            the folder, samples that were changed since they were packed, too many bad samples, a full disk, a worker
-            that died, or an extra that is missing.
+            the folder, samples that were changed since they were packed, a finished store that lost a file, too many
+            bad samples, a full disk, a worker that died, or an extra that is missing.
     """
-    if executor not in EXECUTORS:
-        raise ConfigError(f"executor={executor!r} is not known; choose one of {', '.join(EXECUTORS)}")
+    in_order = executor_of(executor, workers)
     check_kind("collator", collator, VLMCollator, 'VLMCollator(processor, layout="packed")')
     check_kind("settings", settings, StoreSettings, "StoreSettings(capacity=4096)")
-    check_collator(collator, settings)
+    planning.check_collator(collator, settings)
     dataset = _with_places(dataset)
-    description, out = described(dataset, collator, settings), Path(out)
-    in_order = _executor(executor, workers)
-    compared = partial(check_unchanged, dataset, collator, out, in_order=in_order, told=partial(progress, "compare"))
-    before = finished(out, description)
-    if before is None:
-        check_free(out)
-    elif _is_whole(out, before):
-        compared(before.shards)
-        return before
+    if settings.images == "reference":
+        _check_references(dataset, collator)
+    description, out = _description(dataset, collator, settings), Path(out)
+    compare = partial(check_unchanged, dataset, collator, out, in_order=in_order, progress=partial(progress, "compare"))
+    manifest = _finished(out, description)
+    if manifest is None:
+        _check_free(out)
+    elif not WorkFolder(out=out).path.exists():
+        compare(manifest.shards)
+        return manifest
     with work_folder(out) as folder:
-        before = finished(out, description)  # which another process may have made meanwhile
-        if before is None:
-            claim(folder, description)
+        manifest = _finished(out, description)  # by another process meanwhile, or by a run that was killed at its end
+        if manifest is None:
+            _claim(folder, description)
+            run = _Run(
+                dataset=dataset,
+                collator=collator,
+                settings=settings,
+                folder=folder,
+                in_order=in_order,
+                compare=compare,
+                progress=progress,
+            )
+            manifest = run.manifest(description, _measurer(executor, folder, workers, cache, progress))
         else:
-            _remove(out, lost_files(out, before))  # damaged ones are made anew like those that are gone
-        manifest = _Writing(
-            dataset=dataset,
-            collator=collator,
-            settings=settings,
-            folder=folder,
-            in_order=in_order,
-            measure=_measurer(executor, folder, workers, cache, progress),
-            compare=compared,
-            progress=progress,
-            before=before,
-        ).manifest(description)
+            compare(manifest.shards)
         folder.remove()
     return manifest
 
 
-def _is_whole(out: Path, manifest: Manifest) -> bool:
-    """Whether a store was finished, and has lost nothing since."""
-    shards_are_there = len(whole_shards(out, manifest)) == len(manifest.shards)
-    return shards_are_there and not WorkFolder(out=out).path.exists() and not lost_files(out, manifest)
-
-
-def _remove(out: Path, names: Iterable[str]) -> None:
-    for name in names:
-        with writing(out / name):
-            (out / name).unlink(missing_ok=True)
-
-
 def _with_places(dataset: Any) -> MapStyle:
-    """The data set, images left encoded.
+    """Return the data set, images left encoded.
 
     Raises:
         ConfigError: it is a path or empty, or its samples have no places.
@@ -141,110 +148,96 @@ def _with_places(dataset: Any) -> MapStyle:
     return undecoded(dataset)
 
 
-def _executor(executor: Executor, workers: int) -> InOrder:
-    if executor == "local":
-        return partial(in_order, workers=workers)
-    from vlmpack.store.on_ray import in_order_on_ray
+def _check_references(dataset: MapStyle, collator: VLMCollator) -> None:
+    """Raise unless the images of the first samples lie in files; bad samples are refused later, with all others.
 
-    return in_order_on_ray
+    Raises:
+        ConfigError: one of them lies in none.
+    """
+    for place in range(min(TRIED, len(dataset))):
+        try:
+            for visual in collator.outline(dataset[place], place).images:
+                if visual.source is not None:
+                    stored_image(visual.source.source, "reference", collator.limits)
+        except (SampleError, ImageError):
+            continue
 
 
 def _measurer(
     executor: Executor, folder: WorkFolder, workers: int, cache: str | Path | None, progress: Progress
 ) -> Callable[[MapStyle, VLMCollator], LengthTable]:
-    told = partial(progress, "measure")
-    if executor == "local":
-        kept = folder.path / "lengths.sqlite" if cache is None else cache
-        return partial(measure_lengths, workers=workers, cache=kept, progress=told)
-    from vlmpack.store.on_ray import measure_on_ray
+    measured = partial(progress, "measure")
+    if executor == "ray":
+        return partial(measure_on_ray, folder=folder, progress=measured)
+    kept = folder.path / "lengths.sqlite" if cache is None else cache
+    return partial(measure_lengths, workers=workers, cache=kept, progress=measured)
 
-    return partial(measure_on_ray, folder=folder, progress=told)
+
+# ---------------------------------------------------------------------- one run
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class _Writing:
-    """One call of `write_rows`."""
+class _Run:
+    """One call of `write_rows` into a folder in which no store was finished."""
 
     dataset: MapStyle
     collator: VLMCollator
     settings: StoreSettings
     folder: WorkFolder
     in_order: InOrder
-    measure: Callable[[MapStyle, VLMCollator], LengthTable]
     compare: Callable[[Sequence[Shard]], None]
     """Raises unless the samples of some files are those of the data set."""
     progress: Progress
-    before: Manifest | None
-    """Of the store, if it was finished before, and files of it are lost."""
 
-    def manifest(self, description: dict[str, Any]) -> Manifest:
-        """Do whatever is left to do."""
-        table, plan = self._planned()
+    def manifest(
+        self, description: Mapping[str, Any], measure: Callable[[MapStyle, VLMCollator], LengthTable]
+    ) -> Manifest:
+        """Write whatever is not written yet."""
+        table, plan = self._planned(measure)
         jobs = _jobs(table, plan, self.settings.shard_rows)
-        there = self._there(jobs, plan)
-        self.compare(list(there.values()))
-        entries = left_out(table, plan, self.dataset, self.collator)
-        self._write_text(LEFT_OUT, "".join(json_text(entry) + "\n" for entry in entries))
+        noted = [finished_shard(self.folder, job.file, plan.digest) for job in jobs]
+        shards = {shard.file: shard for shard in noted if shard is not None}
+        self.compare(list(shards.values()))
+        entries = planning.left_out(table, plan, self.dataset)
+        for entry in entries:
+            entry["digest"] = sample_digest(sample_at(self.dataset, entry["index"]), self.collator)
+        self.folder.write_text(self.folder.out / LEFT_OUT, "".join(json_text(entry) + "\n" for entry in entries))
         manifest = Manifest(
             settings=description["settings"],
             processor=description["processor"],
             plan=plan.digest,
-            counts=count(table, plan),
-            reasons=reasons(entries),
-            fill=round(fill(table, plan), 6),
-            sizes=fixed_sizes(table, plan, self.collator.slots),
-            shards=self._shards(jobs, there, table, plan),
+            counts=planning.count(table, plan),
+            reasons=dict(Counter(entry["reason"] for entry in entries).most_common()),
+            fill_ratio=round(planning.fill_ratio(table, plan), 6),
+            sizes=planning.fixed_sizes(table, plan, self.collator.slots),
+            shards=self._shards(jobs, shards, table, plan),
         )
-        if self.before is not None and manifest.to_json() != self.before.to_json():
-            raise self._changed("has other bytes now: the data set or pyarrow")
-        self._write_text(NAME, json.dumps(manifest.to_json(), indent=2, ensure_ascii=False) + "\n")
+        self.folder.write_json(self.folder.out / NAME, manifest.to_json())
         return manifest
 
-    def _planned(self) -> tuple[LengthTable, Plan]:
-        """Lengths and plan, from their files where both belong to what is written; made and saved where not.
+    def _planned(self, measure: Callable[[MapStyle, VLMCollator], LengthTable]) -> tuple[LengthTable, Plan]:
+        """Load lengths and plan; make and save both where one is missing.
 
         Until there is a plan lengths are measured anew, out of their cache: a sample that stopped the run before may
         be a better one now.
         """
         lengths, planned = self.folder.out / LENGTHS, self.folder.out / PLAN
-        is_known = lengths.is_file() and (planned.is_file() or self.before is not None)
-        table = LengthTable.load(lengths) if is_known else self.measure(self.dataset, self.collator)
-        check_refused(table, self.collator)
-        plan = plan_rows(table, self.settings, self.collator.slots, self.dataset)
-        if is_known and planned.is_file() and Plan.load(planned).digest != plan.digest:
+        is_planned = lengths.is_file() and planned.is_file()
+        table = LengthTable.load(lengths) if is_planned else measure(self.dataset, self.collator)
+        planning.check_refused(table, self.collator)
+        plan = planning.plan_rows(table, self.settings, self.collator.slots, self.dataset)
+        if is_planned and Plan.load(planned).digest != plan.digest:
             raise ConfigError(f"{planned} is not the plan of {lengths}; remove {self.folder.out} and pack again")
-        if self.before is not None and plan.digest != self.before.plan:
-            raise self._changed("cannot be made again: the data set")
-        for path, content in ((lengths, table), (planned, plan)):
-            if not (is_known and path.is_file()):
-                with self.folder.whole_file(path) as temporary, writing(path):
-                    content.save(temporary)
+        for path, content in () if is_planned else ((lengths, table), (planned, plan)):
+            with self.folder.whole_file(path) as temporary, writing(path):
+                content.save(temporary)
         return table, plan
 
-    def _changed(self, what: str) -> ConfigError:
-        return ConfigError(
-            f"a file of {self.folder.out} that was lost {what} was changed since; remove the folder and pack again"
-        )
-
-    def _write_text(self, name: str, text: str) -> None:
-        """Write a file, unless it is there with this very content."""
-        path = self.folder.out / name
-        with writing(path):
-            is_there = path.is_file() and path.read_bytes() == text.encode()
-        if not is_there:
-            self.folder.write_text(path, text)
-
-    def _there(self, jobs: Sequence[ShardJob], plan: Plan) -> dict[str, Shard]:
-        """Files that were finished before, by name."""
-        there = {} if self.before is None else dict(whole_shards(self.folder.out, self.before))
-        continued = (written(self.folder, job.file, plan.digest) for job in jobs if job.file not in there)
-        return {**there, **{shard.file: shard for shard in continued if shard is not None}}
-
     def _shards(
-        self, jobs: Sequence[ShardJob], there: Mapping[str, Shard], table: LengthTable, plan: Plan
+        self, jobs: Sequence[ShardJob], finished: Mapping[str, Shard], table: LengthTable, plan: Plan
     ) -> tuple[Shard, ...]:
-        shards = dict(there)
+        shards = dict(finished)
         writer = ShardWriter(
             dataset=self.dataset,
             collator=self.collator,
@@ -255,22 +248,126 @@ class _Writing:
             plan=plan.digest,
         )
         self.progress("write", len(shards), len(jobs))
-        with closing(self.in_order(writer, len(writer.jobs))) as made:
-            for shard in made:
+        with closing(self.in_order(writer, len(writer.jobs))) as written:
+            for shard in written:
                 shards[shard.file] = shard
                 self.progress("write", len(shards), len(jobs))
         return tuple(shards[job.file] for job in jobs)
 
 
-def _jobs(table: LengthTable, plan: Plan, shard_rows: int) -> Sequence[ShardJob]:
-    starts = range(0, len(plan), shard_rows)
+def _jobs(table: LengthTable, plan: Plan, shard_rows: int) -> list[ShardJob]:
+    columns = (column.tolist() for column in (table.sample_ids, table.tokens, table.targets))
+    samples = list(map(PlannedSample, *columns))
+    rows = [tuple(samples[at] for at in row) for row in plan]
+    files = divided_up(len(rows), shard_rows)
     return [
-        ShardJob(
-            file=shard_name(number, len(starts)),
-            rows=tuple(tuple(table.sample_ids[row].tolist()) for row in rows),
-            lengths=tuple(tuple(table.tokens[row].tolist()) for row in rows),
-            targets=tuple(tuple(table.targets[row].tolist()) for row in rows),
-        )
-        for number, start in enumerate(starts)
-        for rows in [[plan[at] for at in range(start, min(start + shard_rows, len(plan)))]]
+        ShardJob(file=shard_name(number, files), rows=tuple(rows[number * shard_rows : (number + 1) * shard_rows]))
+        for number in range(files)
     ]
+
+
+# ---------------------------------------------------------------------- the folder
+
+
+def _description(dataset: MapStyle, collator: VLMCollator, settings: StoreSettings) -> dict[str, Any]:
+    """Describe everything besides the samples that decides the bytes of a store, as JSON has it."""
+    slots = {name: value for name, value in asdict(collator.slots).items() if name != "pad_to"}
+    decided = {"max_length": collator.max_length, "overlength": collator.overlength, "train_on": collator.train_on}
+    decided |= {} if collator.markers == "auto" else {"markers": collator.markers}
+    limits = {**asdict(collator.limits), "formats": list(collator.limits.formats)}
+    description = {
+        "settings": {
+            **asdict(settings),
+            "slots": slots,
+            "collator": {**decided, "on_bad": collator.on_bad, "limits": limits},
+            "data": {"samples": len(dataset)},
+        },
+        "processor": fingerprint(collator),
+    }
+    return json.loads(json.dumps(description, default=_number))
+
+
+def _number(value: Any) -> Any:
+    """Convert a NumPy number, as settings of a collator may be, to a Python one."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{value!r} is a {type(value).__name__}, and settings are numbers and texts")
+
+
+def _finished(out: Path, description: Mapping[str, Any]) -> Manifest | None:
+    """Return the manifest of a folder in which this very store was finished before; None: there is none.
+
+    Raises:
+        ConfigError: another store was finished there (names the differences), or this one has lost a file since.
+    """
+    if not is_store(out):
+        return None
+    manifest = Manifest.load(out)
+    _check_differences({"settings": manifest.settings, "processor": manifest.processor}, description, out)
+    check_shard_files(out, manifest)
+    check_other_files(out, manifest)
+    return manifest
+
+
+def _check_free(out: Path) -> None:
+    """Refuse a folder unless a store may be begun or continued in it.
+
+    Raises:
+        ConfigError: it is a file, or holds something that is no part of a store.
+    """
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is a file, and a store is a folder; name one that is empty or not there yet")
+    folder = WorkFolder(out=out)
+    if out.is_dir() and not (folder.path / BEGUN).is_file():
+        _check_empty(folder)
+
+
+def _claim(folder: WorkFolder, description: Mapping[str, Any]) -> None:
+    """Refuse a folder with parts of another store, and note the settings of this one.
+
+    Until there is a plan, settings and samples may change: lengths are then measured again, out of their cache.
+
+    Raises:
+        ConfigError: it holds rows of other settings, data or processor (names the differences), or something else.
+    """
+    path = folder.path / BEGUN
+    stored = _stored(path)
+    if stored and (folder.out / PLAN).is_file():
+        _check_differences(stored, description, folder.out)
+    elif stored != description:
+        _check_empty(folder)
+        for outdated in (folder.out / LENGTHS, *folder.path.glob("lengths-*")):
+            with writing(outdated):
+                outdated.unlink(missing_ok=True)
+        folder.write_json(path, description)
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    """Read the description with which a store was begun; empty: there is none."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if not isinstance(stored, dict):
+            raise ValueError(f"it holds a {type(stored).__name__}")
+        return stored
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged ({error}); remove {path.parent.parent} and pack again") from error
+
+
+def _check_differences(stored: Mapping[str, Any], current: Mapping[str, Any], out: Path) -> None:
+    if lines := list(differences(stored, current)):
+        raise ConfigError(
+            f"{out} holds rows that were made otherwise: {'; '.join(lines)}. Pack into another folder, or remove this "
+            "one"
+        )
+
+
+def _check_empty(folder: WorkFolder) -> None:
+    expected = (folder.path.name, LENGTHS)
+    try:
+        others = sorted(path.name for path in folder.out.iterdir() if path.name not in expected)
+    except OSError as error:
+        raise unreadable(folder.out, error) from error
+    if others:
+        raise ConfigError(f"{folder.out} is no store and not empty ({', '.join(others[:5])}); choose another folder")

@@ -123,4 +123,4 @@ def test_the_manifest_has_the_fixed_sizes_of_its_rows(tmp_path):
     assert manifest.counts.patches == sum(map(sum, images))
     assert manifest.counts.targets == sum(row.facts.num_targets for row in rows)
     assert manifest.counts.tokens == sum(row.segments.num_tokens for row in rows)
-    assert manifest.fill == pytest.approx(manifest.counts.tokens / (CAPACITY * len(rows)), abs=1e-6)
+    assert manifest.fill_ratio == pytest.approx(manifest.counts.tokens / (CAPACITY * len(rows)), abs=1e-6)
