@@ -34,9 +34,8 @@ def atomic_file(path: Path, *, folder: Path | None = None) -> Iterator[Path]:
         ConfigError: the disk is full, or the file cannot be written or renamed. Other errors of the block stay as they
             are: they may be of what it reads. A block that only writes goes into `writing(path)`.
     """
-    temporary = (
-        folder or path.parent
-    ) / f".{path.name}.{uuid4().hex}"  # `tempfile` makes files that others cannot read
+    # not `tempfile`, which makes files that other users cannot read
+    temporary = (folder or path.parent) / f".{path.name}.{uuid4().hex}"
     try:
         if folder is None:
             with writing(path):
