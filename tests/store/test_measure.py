@@ -169,7 +169,7 @@ def test_mistakes_in_the_setup_are_raised() -> None:
         measure_lengths([{"text": "?"}], collator_of())
     with pytest.raises(ConfigError, match="'train', 'test'; if they are splits"):
         measure_lengths({"train": SAMPLES, "test": SAMPLES}, collator_of())
-    with pytest.raises(ConfigError, match="workers=-1"):
+    with pytest.raises(ConfigError, match="workers must be a whole number of at least 0, got -1"):
         measure_lengths(SAMPLES, collator_of(), workers=-1)
 
 

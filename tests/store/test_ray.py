@@ -88,7 +88,9 @@ def test_a_ray_that_was_running_before_goes_on_running(seen):
 
 def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"executor='ray' needs Ray: pip install 'vlmpack\[ray\]'"):
+    with pytest.raises(
+        ConfigError, match=r"executor='ray' needs ray, not installed here: pip install 'vlmpack\[ray\]'"
+    ):
         list(in_order_on_ray(str, 1))
 
 

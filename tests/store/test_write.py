@@ -17,10 +17,11 @@ from store.stores import CAPACITY, digests, encoded, mixed, packing, places, sto
 
 from vlmpack.collate import Ceiling, VLMCollator
 from vlmpack.errors import ConfigError, SampleError
+from vlmpack.files import atomic_file
 from vlmpack.layout import SlotRule
 from vlmpack.plan import LengthTable, Plan
 from vlmpack.store import Manifest, PackedDataset, StoreSettings, write_rows
-from vlmpack.store.files import work_folder
+from vlmpack.store.folder import work_folder
 
 BROKEN = {"messages": [{"role": "user", "content": "?"}], "id": "broken"}
 """Nothing to learn."""
@@ -339,7 +340,7 @@ def test_other_errors_of_the_system_are_not_told_as_a_full_disk(tmp_path):
     with (
         work_folder(tmp_path) as folder,
         pytest.raises(PermissionError),
-        folder.whole_file(tmp_path / "file") as temporary,
+        atomic_file(tmp_path / "file", folder=folder.unfinished) as temporary,
     ):
         temporary.touch()
         raise PermissionError(errno.EACCES, "no")

@@ -16,7 +16,7 @@ from vlmpack.terminal import print_table
 
 if TYPE_CHECKING:
     from vlmpack.bench import Report
-    from vlmpack.plots.ratios import Ratio
+    from vlmpack.plots import Ratio
 
 TABLE, PICTURE = "report.md", "report.png"
 
@@ -84,7 +84,7 @@ def _draw(reports: Mapping[str, Report], path: Path) -> Path:
 
 def _ratios(report: Report) -> list[Ratio]:
     """What a run measured as ratios of two times or two sizes."""
-    from vlmpack.plots.ratios import Ratio
+    from vlmpack.plots import Ratio
 
     return [
         Ratio(

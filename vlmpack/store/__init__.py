@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from vlmpack.store.cache import LengthCache
-from vlmpack.store.manifest import LEFT_OUT, Manifest, is_store, is_unfinished_store
+from vlmpack.store.folder import is_unfinished_store
+from vlmpack.store.manifest import LEFT_OUT, Manifest, is_store
 from vlmpack.store.measure import measure_lengths
 from vlmpack.store.planning import StoreSettings
 from vlmpack.store.read import PackedDataset

@@ -162,23 +162,18 @@ class LengthCache:
             yield
         except ConfigError:
             raise
-        except sqlite3.OperationalError as error:  # locked, read-only, disk full, no such folder
+        except (sqlite3.OperationalError, OSError) as error:  # locked, read-only, disk full, no such folder
             self.close()
-            raise self._unusable(error) from error
-        except OSError as error:
-            raise self._unusable(error) from error
+            raise ConfigError(
+                f"the cache of lengths {self.path} cannot be used: {error}; see to its folder (rights, room, locks), "
+                "or name another file"
+            ) from error
         except (sqlite3.DatabaseError, ValueError, TypeError) as error:  # TypeError: a key that is none
             self.close()
             raise ConfigError(
                 f"{self.path} is damaged, or no cache of lengths ({error}); delete it, if it is one: it will be made "
                 "again"
             ) from error
-
-    def _unusable(self, error: Exception) -> ConfigError:
-        return ConfigError(
-            f"the cache of lengths {self.path} cannot be used: {error}; see to its folder (rights, room, locks), or "
-            "name another file"
-        )
 
 
 def _checked(key: bytes, values: Sequence[object], checksum: object) -> Entry:

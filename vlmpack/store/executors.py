@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from vlmpack.errors import ConfigError, VlmpackError
+from vlmpack.errors import ConfigError, VlmpackError, check_extra, check_whole_number
 
 Result = TypeVar("Result")
 Start = Literal["fork", "spawn", "forkserver"]
@@ -55,8 +55,7 @@ def in_order(
     Raises:
         ConfigError: a negative number of workers, something that cannot be sent to them, or one that died.
     """
-    if workers < 0:
-        raise ConfigError(f"workers={workers}: give a number of processes that is not negative, 0 for this one alone")
+    check_whole_number("workers", workers, at_least=0, remedy="0: this process alone")
     workers = min(workers, parts)
     if not workers:
         yield from map(work, range(parts))
@@ -145,10 +144,9 @@ def _result(ray: Any, reference: Any) -> Any:
 @contextmanager
 def _cluster() -> Iterator[Any]:
     """Connect Ray; a cluster that was started here is stopped again."""
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError("executor='ray' needs Ray: pip install 'vlmpack[ray]'") from error
+    check_extra("ray", "ray", needed_by="executor='ray'")
+    import ray
+
     if ray.is_initialized():
         yield ray
         return

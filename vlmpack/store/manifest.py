@@ -17,8 +17,8 @@ from typing import Any, final
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.processor import ProcessorFacts, parts_of
 from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.files import unreadable
 from vlmpack.plan import LengthTable, Plan
-from vlmpack.store.files import WorkFolder, sha256_of, size_of, unreadable
 
 FORMAT, VERSION = "vlmpack.rows", 3
 NAME, PLAN, LENGTHS, LEFT_OUT = "manifest.json", "plan.zip", "lengths.zip", "left_out.jsonl"
@@ -131,12 +131,15 @@ class Manifest:
             ConfigError: the folder holds no finished store, or one of another version, or the file is damaged.
         """
         path = Path(folder) / NAME
-        text = _text(path)
-        if text is None:
+        try:
+            text = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise ConfigError(
                 f"{folder} holds no {NAME}, so it is no finished store; write one with `vlmpack pack`, or run that "
                 "again where it was interrupted"
-            )
+            ) from None
+        except OSError as error:
+            raise unreadable(path, error) from error
         try:
             content = json.loads(text)
             if (content["format"], content["version"]) != (FORMAT, VERSION):
@@ -161,16 +164,6 @@ class Manifest:
         shards = tuple(Shard(**shard) for shard in content["shards"])
         parts = {"counts": Counts(**content["counts"]), "sizes": FixedSizes(**content["sizes"]), "shards": shards}
         return cls(**{**{field.name: content[field.name] for field in fields(cls)}, **parts})
-
-
-def _text(path: Path) -> bytes | None:
-    """Read a file; None: there is no such file."""
-    try:
-        return path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return None
-    except OSError as error:
-        raise unreadable(path, error) from error
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -201,11 +194,6 @@ def is_store(folder: str | Path) -> bool:
     return (Path(folder) / NAME).is_file()
 
 
-def is_unfinished_store(folder: str | Path) -> bool:
-    """Return whether a store was begun in a folder and not finished."""
-    return not is_store(folder) and WorkFolder(out=Path(folder)).path.is_dir()
-
-
 def check_shard_files(folder: Path, manifest: Manifest, *, verify: bool = False) -> None:
     """Refuse a store whose files of rows are missing or have another size; with `verify` also another SHA-256.
 
@@ -214,7 +202,10 @@ def check_shard_files(folder: Path, manifest: Manifest, *, verify: bool = False)
     """
     for shard in manifest.shards:
         path = folder / shard.file
-        size = size_of(path)
+        try:
+            size = path.stat().st_size if path.is_file() else None
+        except OSError as error:
+            raise unreadable(path, error) from error
         if size is None:
             raise _lost(path, f"is not there, and {NAME} lists it with {shard.bytes} bytes")
         if size != shard.bytes:
@@ -262,6 +253,22 @@ def _lost(path: Path, fault: str) -> ConfigError:
     return ConfigError(f"{path} {fault}; restore it, or remove the folder and pack again")
 
 
+def sha256_of(path: Path) -> str:
+    """Compute the SHA-256 of a file, in hexadecimal digits.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return digest.hexdigest()
+
+
 # ---------------------------------------------------------------------- the processor
 
 
@@ -302,7 +309,7 @@ def _image_settings(image_processor: Any, facts: ProcessorFacts) -> dict[str, An
     settings = image_processor.to_dict()
     size = image_processor.size
     return {
-        **{name: _plain(settings.get(name)) for name in IMAGE_SETTINGS},
+        **{name: settings.get(name) for name in IMAGE_SETTINGS},
         "min_pixels": size["shortest_edge"],
         "max_pixels": size["longest_edge"],
         "image_mean": [float(value) for value in image_processor.image_mean],
@@ -311,11 +318,6 @@ def _image_settings(image_processor: Any, facts: ProcessorFacts) -> dict[str, An
         "merge_size": facts.merge_size,
         "temporal_patch_size": facts.temporal_patch_size,
     }
-
-
-def _plain(value: Any) -> Any:
-    """Convert a member of an enumeration to its number, so that JSON holds it."""
-    return int(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _short_digest(text: str) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
@@ -31,7 +31,7 @@ from vlmpack.plan.rounding import divided_up
 from vlmpack.plan.table import COLUMNS
 from vlmpack.store.cache import Entry, LengthCache, sample_key, settings_key
 from vlmpack.store.executors import Start, in_order, in_order_on_ray
-from vlmpack.store.files import WorkFolder
+from vlmpack.store.folder import WorkFolder
 from vlmpack.stream.source import MapStyle, check_samples, sample_at
 
 SampleProgress = Callable[[int, int | None], None]
@@ -95,8 +95,8 @@ def measure_lengths(
     else:
         parts = in_order(measurer, divided_up(total, PART), workers=workers, start=start)
     rows, refused, done = [], [], 0
-    with _buffered(entries) as write, closing(parts):
-        for part in parts:
+    with closing(parts), closing(parts if entries is None else _saved(parts, entries)) as measured:
+        for part in measured:
             for index, (entry, sample_id, _) in enumerate(part, done):
                 if entry.reason is None:
                     rows.append({"sample_ids": index, **entry._asdict()})
@@ -104,7 +104,6 @@ def measure_lengths(
                     refused.append(
                         Refused(index=index, sample_id=sample_id, reason=entry.reason, detail=entry.detail or "")
                     )
-            write({sample.new_key: sample.entry for sample in part if sample.new_key is not None})
             done += len(part)
             if progress is not None:
                 progress(done, total)
@@ -199,27 +198,17 @@ def undecoded(dataset: Any) -> Any:
     return StoredRows(table=dataset.with_format("arrow", columns=dataset.format["columns"]))
 
 
-@contextmanager
-def _buffered(cache: LengthCache | None) -> Iterator[Callable[[Mapping[bytes, Entry]], None]]:
-    """Yield a function that writes new entries every few seconds; the rest is written at the end, and before an error
-    leaves the block."""
-    if cache is None:
-        yield lambda entries: None
-        return
-    pending: dict[bytes, Entry] = {}
-    due = time.monotonic() + WRITE_EVERY
-
-    def write(entries: Mapping[bytes, Entry]) -> None:
-        nonlocal due
-        pending.update(entries)
-        if time.monotonic() > due:
-            cache.put(pending)
-            pending.clear()
-            due = time.monotonic() + WRITE_EVERY
-
+def _saved(parts: Iterable[list[Measured]], cache: LengthCache) -> Generator[list[Measured]]:
+    """Yield parts, and write their new entries every few seconds, at the end, and before an error leaves."""
+    pending, due = {}, time.monotonic() + WRITE_EVERY
     with cache:
         try:
-            yield write
+            for part in parts:
+                pending |= {sample.new_key: sample.entry for sample in part if sample.new_key is not None}
+                if time.monotonic() > due:
+                    cache.put(pending)
+                    pending, due = {}, time.monotonic() + WRITE_EVERY
+                yield part
         finally:
             cache.put(pending)
 
@@ -238,8 +227,7 @@ def measure_on_ray(
     work = RayMeasurer(dataset=dataset, collator=collator, parts=tuple(missing.values()))
     with closing(in_order_on_ray(work, len(missing))) as tables:
         for (path, part), table in zip(missing.items(), tables, strict=True):
-            with folder.whole_file(path) as temporary:
-                table.save(temporary)
+            table.save(path)
             progress(part.stop, total)
     tables = [LengthTable.load(path) for path in files]
     columns = {name: np.concatenate(list(map(attrgetter(name), tables))) for name in COLUMNS}

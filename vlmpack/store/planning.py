@@ -12,20 +12,9 @@ import numpy as np
 
 from vlmpack.collate import Ledger, VLMCollator
 from vlmpack.collate.collator import own_id
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.errors import ConfigError, SampleError, check_whole_number
 from vlmpack.layout import SlotRule
-from vlmpack.plan import (
-    OVERSIZE,
-    Budget,
-    LengthTable,
-    Oversize,
-    Plan,
-    check_seed,
-    checked_capacity,
-    plan_bins,
-    split_rows,
-    strategy_name,
-)
+from vlmpack.plan import OVERSIZE, Budget, LengthTable, Oversize, Plan, plan_bins, split_rows, strategy_name
 from vlmpack.plan.lengths import refuse_too_large, too_large
 from vlmpack.plan.rounding import round_up
 from vlmpack.store.manifest import Counts, FixedSizes
@@ -62,9 +51,10 @@ class StoreSettings:
         counts = {"capacity": self.capacity, "rows_multiple": self.rows_multiple, "shard_rows": self.shard_rows}
         counts |= {name: limit for name, limit in limits.items() if limit is not None}
         for name, value in counts.items():
-            object.__setattr__(self, name, checked_capacity(value, f"StoreSettings.{name}"))
-        check_seed(self.seed)
-        object.__setattr__(self, "seed", None if self.seed is None else int(self.seed))
+            object.__setattr__(self, name, check_whole_number(f"StoreSettings.{name}", value))
+        if self.seed is not None:
+            seed = check_whole_number("StoreSettings.seed", self.seed, at_least=0, remedy="or None for no shuffle")
+            object.__setattr__(self, "seed", seed)
         object.__setattr__(self, "strategy", strategy_name(self.strategy))
         if self.oversize not in OVERSIZE:
             raise ConfigError(f"oversize must be one of {', '.join(OVERSIZE)}, got {self.oversize!r}")

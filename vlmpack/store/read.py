@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.encoded import Encoded
 from vlmpack.data.images import DEFAULT_LIMITS
-from vlmpack.errors import ConfigError, LayoutError, SampleError
+from vlmpack.errors import ConfigError, LayoutError, SampleError, check_whole_number
 from vlmpack.layout import PackedRow, Segments, SlotRule
 from vlmpack.plan import Plan
 from vlmpack.store.manifest import PLAN, Manifest, check_shard_files, differences, fingerprint
@@ -265,8 +265,7 @@ def slot_rule(manifest: Manifest, *, pad_to_max_length: bool, pad_cu_seqlens: bo
 
 
 def _with_multiple(slots: SlotRule, multiple: int) -> SlotRule:
-    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
-        raise ConfigError(f"pad_seq_to_mult must be a whole number of at least 1, got {multiple!r}")
+    multiple = check_whole_number("pad_seq_to_mult", multiple)
     if slots.multiple % multiple:
         raise ConfigError(
             f"pad_seq_to_mult={multiple}, but the rows were planned for samples rounded up to {slots.multiple}: with "

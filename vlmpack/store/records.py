@@ -34,9 +34,8 @@ from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.holes import MediaRef
 from vlmpack.collate.vision_keys import VIDEO_KEYS
 from vlmpack.data.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_image, read_encoded
-from vlmpack.errors import ConfigError, LayoutError, SampleError
+from vlmpack.errors import ConfigError, LayoutError, SampleError, check_extra
 from vlmpack.layout import IMAGE, VIDEO
-from vlmpack.store.files import json_text
 
 Images = Literal["bytes", "reference"]
 IMAGES: tuple[Images, ...] = ("bytes", "reference")
@@ -60,11 +59,10 @@ def pyarrow() -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ConfigError("stored rows are parquet files, which need pyarrow: pip install 'vlmpack[data]'") from error
+    check_extra("data", "pyarrow", needed_by="the parquet files of stored rows")
+    import pyarrow
+    import pyarrow.parquet
+
     return pyarrow
 
 
@@ -251,6 +249,19 @@ def _source(visual: Visual) -> MediaRef:
             "samples as messages with images"
         )
     return visual.source
+
+
+def json_text(content: Any) -> str:
+    """Write JSON in one line, letters of all scripts as they are; what UTF-8 cannot hold is escaped.
+
+    Half of a surrogate pair is legal in JSON and in a Python string, and in no file.
+    """
+    text = json.dumps(content, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(content)
+    return text
 
 
 def checksums(table: Any) -> str:

@@ -32,11 +32,12 @@ from vlmpack.collate.encoded import Encoded
 from vlmpack.collate.refusal import Refusal
 from vlmpack.data.images import ImageError, ImageLimits, load_image, read_encoded
 from vlmpack.errors import ConfigError, SampleError
+from vlmpack.files import atomic_file, unreadable, writing
 from vlmpack.plan.rounding import divided_up
 from vlmpack.store.cache import plain
 from vlmpack.store.executors import InOrder
-from vlmpack.store.files import WorkFolder, sha256_of, unreadable, writing
-from vlmpack.store.manifest import NAME, Shard, read_left_out
+from vlmpack.store.folder import WorkFolder
+from vlmpack.store.manifest import NAME, Shard, read_left_out, sha256_of
 from vlmpack.store.records import CHECKSUMS, MEDIA, Images, checksums, open_writer, pyarrow, record_of, schema
 from vlmpack.stream.source import MapStyle, sample_at
 from vlmpack.stream.state import digest_of
@@ -104,7 +105,7 @@ class ShardWriter:
             ConfigError: a sample cannot be stored, or the disk is full.
         """
         job = self.jobs[at]
-        with self.folder.whole_file(self.folder.out / job.file) as path:
+        with atomic_file(self.folder.out / job.file, folder=self.folder.unfinished) as path:
             self._write(job, path)
             shard = Shard(
                 file=job.file,

@@ -22,11 +22,12 @@ import numpy as np
 from vlmpack.collate import VLMCollator
 from vlmpack.data.images import ImageError
 from vlmpack.errors import ConfigError, SampleError, check_kind
+from vlmpack.files import atomic_file, write_text, writing
 from vlmpack.plan import LengthTable, Plan
 from vlmpack.plan.rounding import divided_up
 from vlmpack.store import planning
 from vlmpack.store.executors import Executor, InOrder, executor_of
-from vlmpack.store.files import WorkFolder, json_text, unreadable, work_folder, writing
+from vlmpack.store.folder import WorkFolder, check_differences, check_free, claim, work_folder
 from vlmpack.store.manifest import (
     LEFT_OUT,
     LENGTHS,
@@ -36,28 +37,21 @@ from vlmpack.store.manifest import (
     Shard,
     check_other_files,
     check_shard_files,
-    differences,
     fingerprint,
     is_store,
     shard_name,
 )
 from vlmpack.store.measure import measure_lengths, measure_on_ray, undecoded
 from vlmpack.store.planning import StoreSettings
-from vlmpack.store.records import stored_image
+from vlmpack.store.records import json_text, stored_image
 from vlmpack.store.shards import PlannedSample, ShardJob, ShardWriter, check_unchanged, finished_shard, sample_digest
 from vlmpack.stream.source import MapStyle, check_samples, sample_at
 
 Progress = Callable[[str, int, int | None], None]
 """Is called with the stage ("measure" samples, "compare" or "write" files), how many are done, and of how many."""
 
-BEGUN = "settings.json"
-"""In the work folder: the settings with which a store was begun."""
 TRIED = 8
 """Samples whose images must lie in files, before all are measured for a store of references."""
-
-
-def _silent(stage: str, done: int, total: int | None) -> None:
-    return None
 
 
 def write_rows(
@@ -69,7 +63,7 @@ def write_rows(
     workers: int = 0,
     executor: Executor = "local",
     cache: str | Path | None = None,
-    progress: Progress = _silent,
+    progress: Progress = lambda stage, done, total: None,
 ) -> Manifest:
     """Plan the rows of a data set and write them to a folder, images encoded or by reference, never as pixels.
 
@@ -107,14 +101,14 @@ def write_rows(
     compare = partial(check_unchanged, dataset, collator, out, in_order=in_order, progress=partial(progress, "compare"))
     manifest = _finished(out, description)
     if manifest is None:
-        _check_free(out)
+        check_free(out)
     elif not WorkFolder(out=out).path.exists():
         compare(manifest.shards)
         return manifest
     with work_folder(out) as folder:
         manifest = _finished(out, description)  # by another process meanwhile, or by a run that was killed at its end
         if manifest is None:
-            _claim(folder, description)
+            claim(folder, description)
             run = _Run(
                 dataset=dataset,
                 collator=collator,
@@ -202,7 +196,8 @@ class _Run:
         entries = planning.left_out(table, plan, self.dataset)
         for entry in entries:
             entry["digest"] = sample_digest(sample_at(self.dataset, entry["index"]), self.collator)
-        self.folder.write_text(self.folder.out / LEFT_OUT, "".join(json_text(entry) + "\n" for entry in entries))
+        lines = "".join(json_text(entry) + "\n" for entry in entries)
+        write_text(self.folder.out / LEFT_OUT, lines, folder=self.folder.unfinished)
         manifest = Manifest(
             settings=description["settings"],
             processor=description["processor"],
@@ -230,7 +225,7 @@ class _Run:
         if is_planned and Plan.load(planned).digest != plan.digest:
             raise ConfigError(f"{planned} is not the plan of {lengths}; remove {self.folder.out} and pack again")
         for path, content in () if is_planned else ((lengths, table), (planned, plan)):
-            with self.folder.whole_file(path) as temporary, writing(path):
+            with atomic_file(path, folder=self.folder.unfinished) as temporary, writing(path):
                 content.save(temporary)
         return table, plan
 
@@ -284,14 +279,7 @@ def _description(dataset: MapStyle, collator: VLMCollator, settings: StoreSettin
         },
         "processor": fingerprint(collator),
     }
-    return json.loads(json.dumps(description, default=_number))
-
-
-def _number(value: Any) -> Any:
-    """Convert a NumPy number, as settings of a collator may be, to a Python one."""
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"{value!r} is a {type(value).__name__}, and settings are numbers and texts")
+    return json.loads(json.dumps(description, default=np.generic.item))
 
 
 def _finished(out: Path, description: Mapping[str, Any]) -> Manifest | None:
@@ -303,71 +291,7 @@ def _finished(out: Path, description: Mapping[str, Any]) -> Manifest | None:
     if not is_store(out):
         return None
     manifest = Manifest.load(out)
-    _check_differences({"settings": manifest.settings, "processor": manifest.processor}, description, out)
+    check_differences({"settings": manifest.settings, "processor": manifest.processor}, description, out)
     check_shard_files(out, manifest)
     check_other_files(out, manifest)
     return manifest
-
-
-def _check_free(out: Path) -> None:
-    """Refuse a folder unless a store may be begun or continued in it.
-
-    Raises:
-        ConfigError: it is a file, or holds something that is no part of a store.
-    """
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"{out} is a file, and a store is a folder; name one that is empty or not there yet")
-    folder = WorkFolder(out=out)
-    if out.is_dir() and not (folder.path / BEGUN).is_file():
-        _check_empty(folder)
-
-
-def _claim(folder: WorkFolder, description: Mapping[str, Any]) -> None:
-    """Refuse a folder with parts of another store, and note the settings of this one.
-
-    Until there is a plan, settings and samples may change: lengths are then measured again, out of their cache.
-
-    Raises:
-        ConfigError: it holds rows of other settings, data or processor (names the differences), or something else.
-    """
-    path = folder.path / BEGUN
-    stored = _stored(path)
-    if stored and (folder.out / PLAN).is_file():
-        _check_differences(stored, description, folder.out)
-    elif stored != description:
-        _check_empty(folder)
-        for outdated in (folder.out / LENGTHS, *folder.path.glob("lengths-*")):
-            with writing(outdated):
-                outdated.unlink(missing_ok=True)
-        folder.write_json(path, description)
-
-
-def _stored(path: Path) -> dict[str, Any]:
-    """Read the description with which a store was begun; empty: there is none."""
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        if not isinstance(stored, dict):
-            raise ValueError(f"it holds a {type(stored).__name__}")
-        return stored
-    except OSError as error:
-        raise unreadable(path, error) from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is damaged ({error}); remove {path.parent.parent} and pack again") from error
-
-
-def _check_differences(stored: Mapping[str, Any], current: Mapping[str, Any], out: Path) -> None:
-    if lines := list(differences(stored, current)):
-        raise ConfigError(
-            f"{out} holds rows that were made otherwise: {'; '.join(lines)}. Pack into another folder, or remove this "
-            "one"
-        )
-
-
-def _check_empty(folder: WorkFolder) -> None:
-    expected = (folder.path.name, LENGTHS)
-    try:
-        others = sorted(path.name for path in folder.out.iterdir() if path.name not in expected)
-    except OSError as error:
-        raise unreadable(folder.out, error) from error
-    if others:
-        raise ConfigError(f"{folder.out} is no store and not empty ({', '.join(others[:5])}); choose another folder")

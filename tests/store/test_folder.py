@@ -16,7 +16,7 @@ from vlmpack.cli.app import app
 from vlmpack.errors import ConfigError
 from vlmpack.plan import plan_bins
 from vlmpack.store import LengthCache, Manifest, PackedDataset, measure_lengths
-from vlmpack.store.files import WorkFolder, work_folder
+from vlmpack.store.folder import WorkFolder, work_folder
 
 
 @pytest.fixture
