@@ -15,7 +15,7 @@ from measured import UNREADABLE, Deadly, KeyTeller, Stored, Stream, conversation
 from vlmpack.collate import Ceiling, VLMCollator
 from vlmpack.data import open_dataset, tiny_processor
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.plan.table import LengthTable
+from vlmpack.plan.length_table import LengthTable
 from vlmpack.store import measure_lengths
 from vlmpack.store.cache import settings_key
 from vlmpack.store.measure import PART, lengths_of

@@ -51,8 +51,7 @@ def report(
 
 def print_runs(reports: Mapping[str, Report], console: Console) -> None:
     """The figures of some runs at a terminal, then where each was made."""
-    from vlmpack.bench.markdown import runs
-    from vlmpack.bench.table import tables_of_runs
+    from vlmpack.bench import runs, tables_of_runs
 
     for table in tables_of_runs(reports, width=console.width):
         print_table(console, table)

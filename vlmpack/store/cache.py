@@ -28,12 +28,9 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from vlmpack.collate import VLMCollator
-from vlmpack.collate.conversation import read_conversation
-from vlmpack.collate.processor import parts_of
-from vlmpack.collate.refusal import Refusal
-from vlmpack.data.images import ImageError, ImageLimits, read_size
-from vlmpack.errors import ConfigError
+from vlmpack.collate import VLMCollator, parts_of, read_conversation
+from vlmpack.data import ImageError, ImageLimits, read_size
+from vlmpack.errors import ConfigError, Refusal
 
 APPLICATION = int.from_bytes(b"vlmp", "big")
 """SQLite's `application_id` of these files."""

@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, final
 
-from vlmpack.collate import VLMCollator
-from vlmpack.collate.processor import ProcessorFacts, parts_of
+from vlmpack.collate import ProcessorFacts, VLMCollator, parts_of
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.files import unreadable
 from vlmpack.plan import LengthTable, Plan

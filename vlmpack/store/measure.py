@@ -21,18 +21,14 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from torch.utils.data import IterableDataset, Subset
 
-from vlmpack.collate import VLMCollator
-from vlmpack.collate.collator import own_id
-from vlmpack.collate.encoded import Encoded
-from vlmpack.data.sources import StoredRows
+from vlmpack.collate import Encoded, VLMCollator, own_id
+from vlmpack.data import StoredRows
 from vlmpack.errors import SampleError, check_kind
-from vlmpack.plan import LengthTable, Refused
-from vlmpack.plan.rounding import divided_up
-from vlmpack.plan.table import COLUMNS
+from vlmpack.loading import MapStyle, check_samples, sample_at
+from vlmpack.plan import COLUMNS, LengthTable, Refused, divided_up
 from vlmpack.store.cache import Entry, LengthCache, sample_key, settings_key
 from vlmpack.store.executors import Start, in_order, in_order_on_ray
 from vlmpack.store.folder import WorkFolder
-from vlmpack.stream.source import MapStyle, check_samples, sample_at
 
 SampleProgress = Callable[[int, int | None], None]
 """Is called with the number of samples that are measured and the number of all; None: the data set has no length."""

@@ -10,16 +10,25 @@ from typing import Any, final
 
 import numpy as np
 
-from vlmpack.collate import Ledger, VLMCollator
-from vlmpack.collate.collator import own_id
+from vlmpack.collate import Ledger, VLMCollator, own_id
 from vlmpack.errors import ConfigError, SampleError, check_whole_number
 from vlmpack.layout import SlotRule
-from vlmpack.plan import OVERSIZE, Budget, LengthTable, Oversize, Plan, plan_bins, split_rows, strategy_name
-from vlmpack.plan.lengths import refuse_too_large, too_large
-from vlmpack.plan.rounding import round_up
+from vlmpack.loading import MapStyle, sample_at
+from vlmpack.plan import (
+    OVERSIZE,
+    Budget,
+    LengthTable,
+    Oversize,
+    Plan,
+    plan_bins,
+    refuse_too_large,
+    round_up,
+    split_rows,
+    strategy_name,
+    too_large,
+)
 from vlmpack.store.manifest import Counts, FixedSizes
 from vlmpack.store.records import IMAGES, Images
-from vlmpack.stream.source import MapStyle, sample_at
 
 
 @final

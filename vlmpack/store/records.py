@@ -30,10 +30,14 @@ from typing import Any, Literal, TypedDict, final
 import numpy as np
 from PIL import Image
 
-from vlmpack.collate.encoded import Encoded, Visual
-from vlmpack.collate.holes import MediaRef
-from vlmpack.collate.vision_keys import VIDEO_KEYS
-from vlmpack.data.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_image, read_encoded
+from vlmpack.collate import VIDEO_KEYS, Encoded, MediaRef, Visual
+from vlmpack.data import (
+    DEFAULT_LIMITS,
+    ImageError,
+    ImageLimits,
+    load_image,
+    read_encoded,
+)
 from vlmpack.errors import ConfigError, LayoutError, SampleError, check_extra
 from vlmpack.layout import IMAGE, VIDEO
 

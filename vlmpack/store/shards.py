@@ -25,22 +25,22 @@ from typing import Any, NamedTuple, final
 
 from PIL import Image
 
-from vlmpack.collate import VLMCollator
-from vlmpack.collate.collator import own_id
-from vlmpack.collate.conversation import read_conversation
-from vlmpack.collate.encoded import Encoded
-from vlmpack.collate.refusal import Refusal
-from vlmpack.data.images import ImageError, ImageLimits, load_image, read_encoded
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.collate import Encoded, VLMCollator, own_id, read_conversation
+from vlmpack.data import (
+    ImageError,
+    ImageLimits,
+    load_image,
+    read_encoded,
+)
+from vlmpack.errors import ConfigError, Refusal, SampleError
 from vlmpack.files import atomic_file, unreadable, writing
-from vlmpack.plan.rounding import divided_up
+from vlmpack.loading import MapStyle, digest_of, sample_at
+from vlmpack.plan import divided_up
 from vlmpack.store.cache import plain
 from vlmpack.store.executors import InOrder
 from vlmpack.store.folder import WorkFolder
 from vlmpack.store.manifest import NAME, Shard, read_left_out, sha256_of
 from vlmpack.store.records import CHECKSUMS, MEDIA, Images, checksums, open_writer, pyarrow, record_of, schema
-from vlmpack.stream.source import MapStyle, sample_at
-from vlmpack.stream.state import digest_of
 
 TAIL = 8
 """Bytes behind a footer: its length in 4 bytes, and b"PAR1"."""

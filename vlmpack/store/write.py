@@ -20,11 +20,11 @@ from typing import Any, final
 import numpy as np
 
 from vlmpack.collate import VLMCollator
-from vlmpack.data.images import ImageError
+from vlmpack.data import ImageError
 from vlmpack.errors import ConfigError, SampleError, check_kind
 from vlmpack.files import atomic_file, write_text, writing
-from vlmpack.plan import LengthTable, Plan
-from vlmpack.plan.rounding import divided_up
+from vlmpack.loading import MapStyle, check_samples, sample_at
+from vlmpack.plan import LengthTable, Plan, divided_up
 from vlmpack.store import planning
 from vlmpack.store.executors import Executor, InOrder, executor_of
 from vlmpack.store.folder import WorkFolder, check_differences, check_free, claim, work_folder
@@ -45,7 +45,6 @@ from vlmpack.store.measure import measure_lengths, measure_on_ray, undecoded
 from vlmpack.store.planning import StoreSettings
 from vlmpack.store.records import json_text, stored_image
 from vlmpack.store.shards import PlannedSample, ShardJob, ShardWriter, check_unchanged, finished_shard, sample_digest
-from vlmpack.stream.source import MapStyle, check_samples, sample_at
 
 Progress = Callable[[str, int, int | None], None]
 """Is called with the stage ("measure" samples, "compare" or "write" files), how many are done, and of how many."""
