@@ -143,7 +143,7 @@ def test_a_folder_whose_packing_was_refused_is_no_data_set(source: Path, tmp_pat
 def test_pictures_in_no_file_are_refused_before_any_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vlmpack.store.write_rows", None)
+    monkeypatch.setattr("vlmpack.store.write.measure_lengths", None)
     few = ("--processor", "tiny", "--capacity", 3000, "--num", 2, "--images", "reference")
     refused = pack("synthetic", tmp_path / "rows", *few)
     assert refused.exit_code == 2

@@ -70,7 +70,5 @@ def _dress(axes: Axes, name: str, stats: Summary) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     heading(
-        axes,
-        name,
-        f"mean {stats.mean:,.0f}   median {stats.median:,.0f}   p99 {stats.p99:,.0f}   max {stats.max:,}",
+        axes, name, f"mean {stats.mean:,.0f}   median {stats.median:,.0f}   p99 {stats.p99:,.0f}   max {stats.max:,}"
     )

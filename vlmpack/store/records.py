@@ -31,13 +31,7 @@ import numpy as np
 from PIL import Image
 
 from vlmpack.collate import VIDEO_KEYS, Encoded, MediaRef, Visual
-from vlmpack.data import (
-    DEFAULT_LIMITS,
-    ImageError,
-    ImageLimits,
-    load_image,
-    read_encoded,
-)
+from vlmpack.data import DEFAULT_LIMITS, ImageError, ImageLimits, load_image, read_encoded
 from vlmpack.errors import ConfigError, LayoutError, SampleError, check_extra
 from vlmpack.layout import IMAGE, VIDEO
 

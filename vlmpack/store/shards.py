@@ -26,12 +26,7 @@ from typing import Any, NamedTuple, final
 from PIL import Image
 
 from vlmpack.collate import Encoded, VLMCollator, own_id, read_conversation
-from vlmpack.data import (
-    ImageError,
-    ImageLimits,
-    load_image,
-    read_encoded,
-)
+from vlmpack.data import ImageError, ImageLimits, load_image, read_encoded
 from vlmpack.errors import ConfigError, Refusal, SampleError
 from vlmpack.files import atomic_file, unreadable, writing
 from vlmpack.loading import MapStyle, digest_of, sample_at
