@@ -16,7 +16,7 @@ from vlmpack.cli.app import app
 from vlmpack.errors import ConfigError
 from vlmpack.plan import plan_bins
 from vlmpack.store import LengthCache, Manifest, PackedDataset, measure_lengths
-from vlmpack.store.folder import WorkFolder, work_folder
+from vlmpack.store.folder import WorkFolder, locked
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_no_link_is_followed_to_other_peoples_files(tmp_path, others, link):
     link(tmp_path / "out", others)
     with (
         pytest.raises(ConfigError, match=r"is a symbolic link, and may lead to .* remove it"),
-        work_folder(tmp_path / "out"),
+        locked(WorkFolder(out=tmp_path / "out")),
     ):
         pass
     assert [path.name for path in others.iterdir()] == ["thesis.tex"]
@@ -61,7 +61,7 @@ def test_a_lock_that_is_no_file_is_refused(tmp_path, make):
     make(tmp_path / ".work" / "lock")
     with (
         pytest.raises(ConfigError, match=r"lock (is no regular file; remove it|cannot be written)"),
-        work_folder(tmp_path),
+        locked(WorkFolder(out=tmp_path)),
     ):
         pass
 
@@ -69,7 +69,7 @@ def test_a_lock_that_is_no_file_is_refused(tmp_path, make):
 def test_the_content_of_a_lock_is_left_alone(tmp_path):
     (tmp_path / ".work").mkdir()
     (tmp_path / ".work" / "lock").write_text("a note")
-    with work_folder(tmp_path):
+    with locked(WorkFolder(out=tmp_path)):
         assert (tmp_path / ".work" / "lock").read_text() == "a note"
 
 
@@ -79,12 +79,12 @@ def test_two_threads_do_not_write_the_same_store(tmp_path):
 
     def other() -> None:
         try:
-            with work_folder(tmp_path):
+            with locked(WorkFolder(out=tmp_path)):
                 told.append("both")
         except ConfigError as error:
             told.append(str(error))
 
-    with work_folder(tmp_path):
+    with locked(WorkFolder(out=tmp_path)):
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
@@ -98,7 +98,7 @@ def test_two_threads_do_not_write_the_same_store(tmp_path):
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert "another process is writing" in told[0] and len(told) == 1
-    with work_folder(tmp_path):  # free again
+    with locked(WorkFolder(out=tmp_path)):  # free again
         pass
 
 
@@ -111,7 +111,7 @@ def test_a_lock_that_was_removed_meanwhile_is_none(tmp_path, monkeypatch):
         lockf(*args)
 
     monkeypatch.setattr(fcntl, "lockf", late)
-    with pytest.raises(ConfigError, match="another process is writing"), work_folder(tmp_path):
+    with pytest.raises(ConfigError, match="another process is writing"), locked(WorkFolder(out=tmp_path)):
         pass
 
 
@@ -177,8 +177,8 @@ def test_a_file_in_the_way_is_named_wherever_a_file_is_written_or_read(tmp_path)
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", "[" * 5000, '{"settings": 1}'])
 def test_damaged_notes_of_an_interrupted_run_are_refused_or_made_anew(tmp_path, content):
-    with work_folder(tmp_path) as folder:
-        assert isinstance(folder, WorkFolder)
+    with locked(WorkFolder(out=tmp_path)):
+        pass
     store(tmp_path / "whole", texts())
     (tmp_path / ".work" / "settings.json").write_text(content)
     (tmp_path / ".work" / "rows-00000-of-00003.parquet.json").write_text(content)

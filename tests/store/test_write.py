@@ -21,7 +21,7 @@ from vlmpack.files import atomic_file
 from vlmpack.layout import SlotRule
 from vlmpack.plan import LengthTable, Plan
 from vlmpack.store import Manifest, PackedDataset, StoreSettings, write_rows
-from vlmpack.store.folder import work_folder
+from vlmpack.store.folder import WorkFolder, locked
 
 BROKEN = {"messages": [{"role": "user", "content": "?"}], "id": "broken"}
 """Nothing to learn."""
@@ -337,8 +337,9 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path):
 
 
 def test_other_errors_of_the_system_are_not_told_as_a_full_disk(tmp_path):
+    folder = WorkFolder(out=tmp_path)
     with (
-        work_folder(tmp_path) as folder,
+        locked(folder),
         pytest.raises(PermissionError),
         atomic_file(tmp_path / "file", folder=folder.unfinished) as temporary,
     ):
@@ -349,11 +350,11 @@ def test_other_errors_of_the_system_are_not_told_as_a_full_disk(tmp_path):
 
 @pytest.mark.dist
 def test_two_processes_do_not_write_the_same_store(tmp_path):
-    with work_folder(tmp_path):
+    with locked(WorkFolder(out=tmp_path)):
         child = os.fork()
         if not child:
             try:
-                with work_folder(tmp_path):
+                with locked(WorkFolder(out=tmp_path)):
                     os._exit(1)
             except ConfigError as error:
                 os._exit(0 if "another process is writing" in str(error) else 2)

@@ -66,14 +66,14 @@ def is_unfinished_store(folder: str | Path) -> bool:
 
 
 @contextmanager
-def work_folder(out: Path) -> Iterator[WorkFolder]:
-    """Lock the work folder of a store for this process, and remove unfinished files of a killed run.
+def locked(folder: WorkFolder) -> Iterator[None]:
+    """Make and lock the work folder of a store for this process, and remove unfinished files of a killed run.
 
     Raises:
         ConfigError: another process writes the same store, or there can be no such folder, or a symbolic link stands
             in its place, through which files elsewhere would be written or removed.
     """
-    folder = WorkFolder(out=out)
+    out = folder.out
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -85,15 +85,15 @@ def work_folder(out: Path) -> Iterator[WorkFolder]:
             is_link = path.is_symlink()
         if is_link:
             raise ConfigError(f"{path} is a symbolic link, and may lead to other users' files; remove it")
-    with _locked(folder.path / "lock", out):
+    with _lock(folder.path / "lock", out):
         with writing(folder.unfinished):
             shutil.rmtree(folder.unfinished, ignore_errors=True)
             folder.unfinished.mkdir(exist_ok=True)
-        yield folder
+        yield
 
 
 @contextmanager
-def _locked(path: Path, out: Path) -> Iterator[None]:
+def _lock(path: Path, out: Path) -> Iterator[None]:
     """Hold the lock of a folder; the file is neither followed to where it may link nor changed.
 
     Not by `flock`, which a forked worker would go on holding.
@@ -152,15 +152,15 @@ def _busy(out: Path) -> ConfigError:
 # ---------------------------------------------------------------------- parts of another store
 
 
-def check_free(out: Path) -> None:
+def check_free(folder: WorkFolder) -> None:
     """Refuse a folder unless a store may be begun or continued in it.
 
     Raises:
         ConfigError: it is a file, or holds something that is no part of a store.
     """
+    out = folder.out
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file, and a store is a folder; name one that is empty or not there yet")
-    folder = WorkFolder(out=out)
     if out.is_dir() and not (folder.path / BEGUN).is_file():
         _check_empty(folder)
 

@@ -27,7 +27,7 @@ from vlmpack.loading import MapStyle, check_samples, sample_at
 from vlmpack.plan import LengthTable, Plan, divided_up
 from vlmpack.store import planning
 from vlmpack.store.executors import Executor, InOrder, executor_of
-from vlmpack.store.folder import WorkFolder, check_differences, check_free, claim, work_folder
+from vlmpack.store.folder import WorkFolder, check_differences, check_free, claim, locked
 from vlmpack.store.manifest import (
     LEFT_OUT,
     LENGTHS,
@@ -93,34 +93,26 @@ def write_rows(
     check_kind("collator", collator, VLMCollator, 'VLMCollator(processor, layout="packed")')
     check_kind("settings", settings, StoreSettings, "StoreSettings(capacity=4096)")
     planning.check_collator(collator, settings)
-    dataset = _with_places(dataset)
+    dataset, folder = _with_places(dataset), WorkFolder(out=Path(out))
     if settings.images == "reference":
         _check_references(dataset, collator)
-    description, out = _description(dataset, collator, settings), Path(out)
-    compare = partial(check_unchanged, dataset, collator, out, in_order=in_order, progress=partial(progress, "compare"))
-    manifest = _finished(out, description)
+    run = _Run(
+        dataset=dataset,
+        collator=collator,
+        settings=settings,
+        folder=folder,
+        in_order=in_order,
+        measure=_measurer(executor, folder, workers, cache, progress),
+        progress=progress,
+    )
+    description = _description(dataset, collator, settings)
+    manifest = run.finished(description)
     if manifest is None:
-        check_free(out)
-    elif not WorkFolder(out=out).path.exists():
-        compare(manifest.shards)
-        return manifest
-    with work_folder(out) as folder:
-        manifest = _finished(out, description)  # by another process meanwhile, or by a run that was killed at its end
-        if manifest is None:
-            claim(folder, description)
-            run = _Run(
-                dataset=dataset,
-                collator=collator,
-                settings=settings,
-                folder=folder,
-                in_order=in_order,
-                compare=compare,
-                progress=progress,
-            )
-            manifest = run.manifest(description, _measurer(executor, folder, workers, cache, progress))
-        else:
-            compare(manifest.shards)
-        folder.remove()
+        check_free(folder)
+    if manifest is None or folder.path.exists():  # a run may have been killed just before it removed its work folder
+        with locked(folder):
+            manifest = manifest or run.finished(description) or run.write(description)
+            folder.remove()
     return manifest
 
 
@@ -172,26 +164,40 @@ def _measurer(
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """One call of `write_rows` into a folder in which no store was finished."""
+    """One call of `write_rows`."""
 
     dataset: MapStyle
     collator: VLMCollator
     settings: StoreSettings
     folder: WorkFolder
     in_order: InOrder
-    compare: Callable[[Sequence[Shard]], None]
-    """Raises unless the samples of some files are those of the data set."""
+    measure: Callable[[MapStyle, VLMCollator], LengthTable]
     progress: Progress
 
-    def manifest(
-        self, description: Mapping[str, Any], measure: Callable[[MapStyle, VLMCollator], LengthTable]
-    ) -> Manifest:
+    def finished(self, description: Mapping[str, Any]) -> Manifest | None:
+        """Return the manifest of a folder in which this very store was finished before; None: there is none.
+
+        Raises:
+            ConfigError: another store was finished there (names the differences), or this one has lost a file since.
+        """
+        out = self.folder.out
+        if not is_store(out):
+            return None
+        manifest = Manifest.load(out)
+        check_differences({"settings": manifest.settings, "processor": manifest.processor}, description, out)
+        check_shard_files(out, manifest)
+        check_other_files(out, manifest)
+        self._compare(manifest.shards)
+        return manifest
+
+    def write(self, description: dict[str, Any]) -> Manifest:
         """Write whatever is not written yet."""
-        table, plan = self._planned(measure)
+        claim(self.folder, description)
+        table, plan = self._planned()
         jobs = _jobs(table, plan, self.settings.shard_rows)
         noted = [finished_shard(self.folder, job.file, plan.digest) for job in jobs]
         shards = {shard.file: shard for shard in noted if shard is not None}
-        self.compare(list(shards.values()))
+        self._compare(list(shards.values()))
         entries = planning.left_out(table, plan, self.dataset)
         for entry in entries:
             entry["digest"] = sample_digest(sample_at(self.dataset, entry["index"]), self.collator)
@@ -210,7 +216,7 @@ class _Run:
         self.folder.write_json(self.folder.out / NAME, manifest.to_json())
         return manifest
 
-    def _planned(self, measure: Callable[[MapStyle, VLMCollator], LengthTable]) -> tuple[LengthTable, Plan]:
+    def _planned(self) -> tuple[LengthTable, Plan]:
         """Load lengths and plan; make and save both where one is missing.
 
         Until there is a plan lengths are measured anew, out of their cache: a sample that stopped the run before may
@@ -218,7 +224,7 @@ class _Run:
         """
         lengths, planned = self.folder.out / LENGTHS, self.folder.out / PLAN
         is_planned = lengths.is_file() and planned.is_file()
-        table = LengthTable.load(lengths) if is_planned else measure(self.dataset, self.collator)
+        table = LengthTable.load(lengths) if is_planned else self.measure(self.dataset, self.collator)
         planning.check_refused(table, self.collator)
         plan = planning.plan_rows(table, self.settings, self.collator.slots, self.dataset)
         if is_planned and Plan.load(planned).digest != plan.digest:
@@ -227,6 +233,10 @@ class _Run:
             with atomic_file(path, folder=self.folder.unfinished) as temporary, writing(path):
                 content.save(temporary)
         return table, plan
+
+    def _compare(self, shards: Sequence[Shard]) -> None:
+        compared = partial(self.progress, "compare")
+        check_unchanged(self.dataset, self.collator, self.folder.out, shards, self.in_order, compared)
 
     def _shards(
         self, jobs: Sequence[ShardJob], finished: Mapping[str, Shard], table: LengthTable, plan: Plan
@@ -260,9 +270,6 @@ def _jobs(table: LengthTable, plan: Plan, shard_rows: int) -> list[ShardJob]:
     ]
 
 
-# ---------------------------------------------------------------------- the folder
-
-
 def _description(dataset: MapStyle, collator: VLMCollator, settings: StoreSettings) -> dict[str, Any]:
     """Describe everything besides the samples that decides the bytes of a store, as JSON has it."""
     slots = {name: value for name, value in asdict(collator.slots).items() if name != "pad_to"}
@@ -279,18 +286,3 @@ def _description(dataset: MapStyle, collator: VLMCollator, settings: StoreSettin
         "processor": fingerprint(collator),
     }
     return json.loads(json.dumps(description, default=np.generic.item))
-
-
-def _finished(out: Path, description: Mapping[str, Any]) -> Manifest | None:
-    """Return the manifest of a folder in which this very store was finished before; None: there is none.
-
-    Raises:
-        ConfigError: another store was finished there (names the differences), or this one has lost a file since.
-    """
-    if not is_store(out):
-        return None
-    manifest = Manifest.load(out)
-    check_differences({"settings": manifest.settings, "processor": manifest.processor}, description, out)
-    check_shard_files(out, manifest)
-    check_other_files(out, manifest)
-    return manifest
