@@ -95,5 +95,5 @@ def test_without_ray_the_extra_is_named(monkeypatch):
 
 
 def test_an_executor_that_does_not_exist_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="executor='slurm' is not known; choose one of local, ray"):
+    with pytest.raises(ConfigError, match="executor='slurm' does not exist; choose one of local, ray"):
         write_rows([], tmp_path, packing(), StoreSettings(capacity=8), executor="slurm")  # pyright: ignore

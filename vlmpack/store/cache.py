@@ -10,7 +10,7 @@ Only image sizes enter the key, never pixels. So an image that is encoded again 
 it lies, and an image of another size is never taken for it, whatever its file's name and date.
 
 No entry can go stale: what was measured under other settings, or of other content, has another key. Damage is refused
-and never repaired, as the file might be somebody's data; the file can be deleted at any time. SQLite would miss most
+and never repaired, as the file might hold other data; the file can be deleted at any time. SQLite would miss most
 damage, so each entry has a checksum.
 """
 

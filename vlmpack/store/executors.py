@@ -31,7 +31,7 @@ def executor_of(name: Executor, workers: int) -> InOrder:
         ConfigError: there is no executor of this name.
     """
     if name not in EXECUTORS:
-        raise ConfigError(f"executor={name!r} is not known; choose one of {', '.join(EXECUTORS)}")
+        raise ConfigError(f"executor={name!r} does not exist; choose one of {', '.join(EXECUTORS)}")
     return partial(in_order, workers=workers) if name == "local" else in_order_on_ray
 
 
@@ -86,7 +86,7 @@ def in_order(
 def _started(loader: DataLoader) -> Iterable[Any]:
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Got pickle error", UserWarning)  # the error below says it
+            warnings.filterwarnings("ignore", "Got pickle error", UserWarning)  # the error below has the remedy
             return iter(loader)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(

@@ -35,7 +35,7 @@ _guard = threading.Lock()
 @final
 @dataclass(frozen=True, kw_only=True)
 class WorkFolder:
-    """The folder of a store, with the folder beside its files for what is unfinished."""
+    """The folder of a store, and the folder in it for unfinished files."""
 
     out: Path
     """The store."""
@@ -47,7 +47,7 @@ class WorkFolder:
 
     @property
     def unfinished(self) -> Path:
-        """The folder of files that are being written, for `atomic_file`."""
+        """Folder of files that are being written, for `atomic_file`."""
         return self.path / "unfinished"
 
     def write_json(self, path: Path, content: Mapping[str, Any]) -> None:

@@ -38,7 +38,7 @@ class Shard:
     sha256: str
     """Of the file."""
     footer: str
-    """SHA-256 of its footer, which says where everything lies and holds a checksum of each row."""
+    """SHA-256 of its footer, which has the offsets of all columns and a checksum of each row."""
 
 
 @final
@@ -71,7 +71,7 @@ class Counts:
 @final
 @dataclass(frozen=True, kw_only=True)
 class FixedSizes:
-    """The largest sizes of any row: what is allocated, or captured in a CUDA graph, once for all rows."""
+    """Largest sizes of any row: they are allocated, or captured in a CUDA graph, once for all rows."""
 
     longest_row: int
     """Tokens of the longest row, what slots and rows are rounded up by included."""
@@ -114,7 +114,7 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Of all shards."""
+        """Bytes of all shards."""
         return sum(shard.bytes for shard in self.shards)
 
     def to_json(self) -> dict[str, Any]:

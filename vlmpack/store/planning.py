@@ -34,7 +34,7 @@ from vlmpack.store.records import IMAGES, Images
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoreSettings:
-    """How rows are planned and stored."""
+    """Settings of the plan and of the files of a store."""
 
     capacity: int
     """Tokens that a row may hold."""

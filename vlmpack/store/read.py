@@ -42,7 +42,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
     `dataset[2:5]` a list of batches.
 
     Equal to what `VLMCollator(layout="packed")` makes of the same samples: images are decoded and cut into patches when
-    a row is asked for. Files are opened by each process when it needs them first.
+    a row is read. Each process opens files at its first access.
 
     Args:
         path: the folder that `write_rows` or `vlmpack pack` wrote.
