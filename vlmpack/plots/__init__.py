@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from vlmpack.plots.lengths import plot_lengths
+from vlmpack.plots.losses import plot_losses
+from vlmpack.plots.ratios import Ratio, plot_ratios
 from vlmpack.plots.rows import plot_rows
-from vlmpack.plots.runs import Ratio, plot_losses, plot_ratios
 from vlmpack.plots.style import save
 
 __all__ = ["Ratio", "plot_lengths", "plot_losses", "plot_ratios", "plot_rows", "save"]

@@ -1,4 +1,4 @@
-"""Histograms of the lengths of samples: tokens, image tokens, patches."""
+"""Histograms of lengths: how long samples are, and of what."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from vlmpack.plan import Summary, histogram, summary
-from vlmpack.plots.style import ACCENT, FAINT, INK, SAMPLES, figure_heading, heading, label_x, remove_frame
+from vlmpack.plots.style import ACCENT, FAINT, INK, SAMPLES, bare, heading
 
 BINS = 40
 PANEL_INCHES = 2.1
@@ -34,41 +34,44 @@ def plot_lengths(
     panels = figure.subplots(len(columns), 1, squeeze=False)[:, 0]
     for i, (axes, (name, values)) in enumerate(zip(panels, columns.items(), strict=True)):
         _draw(axes, name, values, SAMPLES[i % len(SAMPLES)], capacities if i == 0 else ())
-    label_x(panels[-1], "of a sample")
-    figure_heading(figure, title)
+    panels[-1].set_xlabel("of a sample", fontsize=8.5, color=FAINT, loc="right")
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
     return figure
 
 
 def _draw(axes: Axes, name: str, values: np.ndarray, colour: str, capacities: Sequence[int]) -> None:
     bins = histogram(values, most=BINS)
     width = (bins[0].stop or 1) - bins[0].start
-    edges = [part.start for part in bins]
-    axes.bar(edges, [part.count for part in bins], width=0.92 * width, align="edge", color=colour, linewidth=0)
+    edges = [one.start for one in bins]
+    axes.bar(edges, [one.count for one in bins], width=0.92 * width, align="edge", color=colour, linewidth=0)
     stop = edges[-1] + width
     if bins[-1].stop is None:
         axes.annotate("+", (edges[-1] + width / 2, bins[-1].count), ha="center", va="bottom", fontsize=9, color=FAINT)
-    stats = summary(values)
-    lines = [("median", stats.median, ACCENT), ("p95", stats.p95, ACCENT), ("p99", stats.p99, ACCENT)]
+    known = summary(values)
+    lines = [("median", known.median, ACCENT), ("p95", known.p95, ACCENT), ("p99", known.p99, ACCENT)]
     lines += [(f"row of {capacity:,}", capacity, INK) for capacity in capacities if capacity < stop]
     for place, (text, at, ink) in enumerate(lines):
         _mark(axes, text, at, ink, height=1 - 0.1 * place)
     axes.set_xlim(edges[0], stop)
-    _dress(axes, name, stats)
+    _dress(axes, name, known)
 
 
 def _mark(axes: Axes, text: str, at: float, ink: str, *, height: float) -> None:
-    """Draw a vertical line with its name at a height."""
+    """A line with its name, each a little lower than the one before."""
     axes.axvline(at, color=ink, linewidth=1)
     above = axes.get_xaxis_transform()
     axes.text(at, height, f" {text}", transform=above, fontsize=7.5, color=ink, ha="left", va="top", clip_on=False)
 
 
-def _dress(axes: Axes, name: str, stats: Summary) -> None:
-    remove_frame(axes, grid="y")
+def _dress(axes: Axes, name: str, known: Summary) -> None:
+    bare(axes)
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", color="#E9E9EC", linewidth=0.8)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     heading(
-        axes, name, f"mean {stats.mean:,.0f}   median {stats.median:,.0f}   p99 {stats.p99:,.0f}   max {stats.max:,}"
+        axes, name, f"mean {known.mean:,.0f}   median {known.median:,.0f}   p99 {known.p99:,.0f}   max {known.max:,}"
     )

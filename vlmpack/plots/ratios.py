@@ -1,4 +1,4 @@
-"""Figures that compare runs: curves of training losses, and ratios of benchmarks."""
+"""Benchmark ratios as dots: how far each is from 1, where its target lies, and how it differs between runs."""
 
 from __future__ import annotations
 
@@ -8,35 +8,10 @@ from typing import final
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from vlmpack.plots.style import ACCENT, FAINT, INK, PADDING, SAMPLES, heading, label_x, remove_frame
+from vlmpack.plots.style import FAINT, INK, PADDING, SAMPLES, bare, heading
 
-COLOURS = (SAMPLES[0], ACCENT, *SAMPLES[2:])
 LINE_INCHES = 0.28
-
-
-def plot_losses(curves: Mapping[str, Sequence[float]], *, title: str = "Training loss") -> Figure:
-    """Draw one loss curve a name.
-
-    The first is broad and pale and the others are thin, so that curves which agree all stay visible.
-
-    Args:
-        curves: name -> loss of each optimiser step, in nats a token.
-        title: the heading.
-    """
-    figure = Figure(figsize=(7, 3.4), layout="constrained")
-    axes = figure.subplots()
-    for i, (name, losses) in enumerate(curves.items()):
-        broad = i == 0 and len(curves) > 1
-        (line,) = axes.plot(range(1, len(losses) + 1), losses, label=name, color=COLOURS[i % len(COLOURS)])
-        line.set(linewidth=6 if broad else 1.6, alpha=0.35 if broad else 1.0)
-    remove_frame(axes, grid="y")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    label_x(axes, "step")
-    axes.legend(frameon=False, fontsize=9, labelcolor=INK)
-    heading(axes, title, "nats a token")
-    return figure
 
 
 @final
@@ -45,7 +20,7 @@ class Ratio:
     """One ratio of one run."""
 
     name: str
-    """Name of the ratio; ratios of several runs with one name share a line."""
+    """What it is; ratios of several runs with one name share a line."""
     value: float
     """The median."""
     low: float
@@ -53,7 +28,7 @@ class Ratio:
     high: float
     """The upper quartile."""
     target: float | None = None
-    """The value it has to reach; None: none."""
+    """What it has to reach; None: nothing."""
 
 
 def plot_ratios(runs: Mapping[str, Sequence[Ratio]], *, title: str = "Ratios") -> Figure:
@@ -72,7 +47,9 @@ def plot_ratios(runs: Mapping[str, Sequence[Ratio]], *, title: str = "Ratios") -
     axes.axvline(1, color=PADDING, linewidth=2, zorder=0)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:g} x")
-    remove_frame(axes, grid="x")
+    bare(axes)
+    axes.grid(axis="x", color=PADDING, linewidth=0.8)
+    axes.set_axisbelow(True)
     axes.set_yticks(range(len(names)), names, fontsize=8, color=INK)
     axes.set_ylim(len(names) - 0.5, -0.5)
     if len(runs) > 1:

@@ -1,4 +1,4 @@
-"""Draw the picture of the README, eight receipts padded and packed: python docs/packed_rows.py [PATH]."""
+"""The picture in the project's README: eight receipts, padded and packed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 from vlmpack.collate import VLMCollator
 from vlmpack.data import load_cord, tiny_processor, to_conversation
 from vlmpack.layout import PaddedBatch
-from vlmpack.plots import plot_rows, save
+from vlmpack.plots.rows import plot_rows
+from vlmpack.plots.style import save
 
 
 def readme_picture(path: str | Path, *, samples: int = 8, seed: int = 0) -> Path:
@@ -21,4 +22,4 @@ def readme_picture(path: str | Path, *, samples: int = 8, seed: int = 0) -> Path
 
 
 if __name__ == "__main__":
-    readme_picture(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).with_suffix(".png"))
+    readme_picture(sys.argv[1] if len(sys.argv) > 1 else "docs/packed_rows.png")
