@@ -121,9 +121,12 @@ def stored_image(source: Any, how: Images, limits: ImageLimits) -> StoredImage:
     """
     if how == "reference":
         path = _path_of(source)
-        return StoredImage(bytes=None, path=path, sha256=_digest(read_encoded(path, limits=limits)))
-    encoded = _as_png(source, limits) if isinstance(source, Image.Image) else read_encoded(source, limits=limits)
-    return StoredImage(bytes=encoded, path=None, sha256=None)
+        return StoredImage(bytes=None, path=path, sha256=hashlib.sha256(read_encoded(path, limits=limits)).hexdigest())
+    if isinstance(source, Image.Image):  # upright RGB: it is read back with the pixels that the collator makes of it
+        file = io.BytesIO()
+        load_image(source, limits=limits).save(file, "PNG", compress_level=PNG_EFFORT)
+        return StoredImage(bytes=file.getvalue(), path=None, sha256=None)
+    return StoredImage(bytes=read_encoded(source, limits=limits), path=None, sha256=None)
 
 
 @final
@@ -152,19 +155,13 @@ class ReferencedImage(Mapping[str, Any]):
         path = self.stored["path"]
         assert path is not None, "an image has bytes or a path"
         encoded = read_encoded(path, limits=self.limits)
-        if _digest(encoded) != self.stored["sha256"]:
+        if hashlib.sha256(encoded).hexdigest() != self.stored["sha256"]:
             raise ImageError(
                 f"the file {path} is another one than when the rows were packed (its SHA-256 differs); put the old one "
                 "back, or pack again",
                 "image_changed",
             )
         return encoded
-
-
-def _options_json(ref: MediaRef) -> str:
-    """Write the keys that size a medium as JSON."""
-    options = {key: ref.options[key] for key in OPTION_KEYS if ref.options.get(key) is not None}
-    return json.dumps(options, sort_keys=True, default=_number)
 
 
 def _number(value: Any) -> Any:
@@ -184,17 +181,6 @@ def _path_of(source: Any) -> str:
     raise ConfigError(
         f"an image given as {type(source).__name__} lies in no file that a store could refer to; keep images='bytes'"
     )
-
-
-def _as_png(image: Image.Image, limits: ImageLimits) -> bytes:
-    """Encode an image as upright RGB: it is read back with the pixels that the collator makes of it."""
-    file = io.BytesIO()
-    load_image(image, limits=limits).save(file, "PNG", compress_level=PNG_EFFORT)
-    return file.getvalue()
-
-
-def _digest(encoded: bytes) -> str:
-    return hashlib.sha256(encoded).hexdigest()
 
 
 # ---------------------------------------------------------------------- samples to a row
@@ -237,7 +223,9 @@ def record_of(
 
 
 def _info(visual: Visual) -> dict[str, Any]:
-    return {"grid": list(visual.grid), "options": _options_json(_source(visual))}
+    options = _source(visual).options
+    sizing = {key: options[key] for key in OPTION_KEYS if options.get(key) is not None}
+    return {"grid": list(visual.grid), "options": json.dumps(sizing, sort_keys=True, default=_number)}
 
 
 def _source(visual: Visual) -> MediaRef:
@@ -355,24 +343,22 @@ def _visuals(table: Any, kind: str, limits: ImageLimits) -> Sequence[tuple[Visua
     if f"{kind}_info" not in table.column_names:
         return ((),) * (len(table["cu_seqlens"][0]) - 1)
     infos, counts = table[f"{kind}_info"][0].as_py(), table[f"{kind}s_per_sample"][0].as_py()
-    refs: list[MediaRef | None] = [None] * len(infos)
-    if f"{kind}s" in table.column_names:
-        stored = table[f"{kind}s"][0].as_py()
-        refs = [_ref(info, source, limits) for info, source in zip(infos, stored, strict=True)]
     if sum(counts) != len(infos):
         raise LayoutError(f"{kind}s_per_sample counts {sum(counts)} {kind}s, {kind}_info {len(infos)}; pack again")
-    visuals = [_visual(info, ref) for info, ref in zip(infos, refs, strict=True)]
+    stored = table[f"{kind}s"][0].as_py() if f"{kind}s" in table.column_names else [None] * len(infos)
+    visuals = [_visual(info, media, limits) for info, media in zip(infos, stored, strict=True)]
     return [tuple(visuals[start:stop]) for start, stop in pairwise([0, *accumulate(counts)])]
 
 
-def _ref(info: Mapping[str, Any], stored: Any, limits: ImageLimits) -> MediaRef:
-    """Refer to an image, or to the frames of a video."""
-    frames = stored if isinstance(stored, list) else [stored]
-    sources = [frame if frame["bytes"] is not None else ReferencedImage(frame, limits) for frame in frames]
-    return MediaRef(source=sources if isinstance(stored, list) else sources[0], options=json.loads(info["options"]))
-
-
-def _visual(info: Mapping[str, Any], ref: MediaRef | None) -> Visual:
+def _visual(info: Mapping[str, Any], stored: Any, limits: ImageLimits) -> Visual:
+    """Make an image, or a video of a list of frames; None: without its source."""
     frames, rows, columns = info["grid"]
-    seconds, timestamps = info.get("seconds"), tuple(info.get("timestamps", ()))
-    return Visual(grid=(frames, rows, columns), pixels=None, seconds=seconds, timestamps=timestamps, source=ref)
+    seconds, timestamps, source = info.get("seconds"), tuple(info.get("timestamps", ())), None
+    if stored is not None:
+        source = [_lazy(frame, limits) for frame in stored] if isinstance(stored, list) else _lazy(stored, limits)
+        source = MediaRef(source=source, options=json.loads(info["options"]))
+    return Visual(grid=(frames, rows, columns), pixels=None, seconds=seconds, timestamps=timestamps, source=source)
+
+
+def _lazy(stored: StoredImage, limits: ImageLimits) -> Mapping[str, Any]:
+    return stored if stored["bytes"] is not None else ReferencedImage(stored, limits)

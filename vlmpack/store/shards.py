@@ -359,9 +359,8 @@ class Comparison:
         else:
             start = (part - len(self.shards)) * PART
             stored = self.listed[start : start + PART]
-        return len(stored), [place for place, digest in stored if self._digest(place) != digest]
+        return len(stored), [place for place, digest in stored if not self._has(place, digest)]
 
-    def _digest(self, place: int) -> str | None:
-        """Compute the digest of the sample at a place; None: there is no such place."""
-        within = 0 <= place < len(self.dataset)
-        return sample_digest(sample_at(self.dataset, place), self.collator) if within else None
+    def _has(self, place: int, digest: str) -> bool:
+        is_there = 0 <= place < len(self.dataset)
+        return is_there and sample_digest(sample_at(self.dataset, place), self.collator) == digest
