@@ -19,9 +19,10 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from vlmpack.collate import VLMCollator, parts_of, read_conversation
-from vlmpack.data import ImageError, ImageLimits, read_size
+from vlmpack.data import ImageError, read_size
 from vlmpack.errors import ConfigError, Refusal
 
 APPLICATION = int.from_bytes(b"vlmp", "big")
@@ -215,22 +216,30 @@ def sample_key(feature: Any, settings: bytes, collator: VLMCollator) -> bytes | 
         16 bytes. None: the sample is not worth a key, as it was tokenised before; or it has none, as an image cannot
         be read, its columns contradict each other, or it holds what JSON cannot.
     """
-    if not isinstance(feature, Mapping) or feature.get("input_ids") is not None:
-        return None
     try:
-        row = read_conversation(feature, has_vision=collator.facts.has_vision, markers=collator.markers)
-        images = [[read_size(ref.source, limits=collator.limits), ref.options] for ref in row.images]
-        videos = [[_frame_sizes(ref.source, collator.limits), ref.options] for ref in row.videos]
-        text = [row.messages, row.plain, row.trained_turns, row.template_options]
-        return _digest([*text, images, videos], key=settings, default=plain)
+        content = content_of(feature, collator, partial(read_size, limits=collator.limits))
+        return _digest(content, key=settings, default=plain)
     except (Refusal, ImageError, TypeError, ValueError, RecursionError):
         return None
 
 
-def _frame_sizes(video: Any, limits: ImageLimits) -> list[tuple[int, int]]:
-    if not isinstance(video, list | tuple):
-        raise TypeError("only a list of frames has sizes")
-    return [read_size(frame, limits=limits) for frame in video]
+def content_of(feature: Any, collator: VLMCollator, read: Callable[[Any], Any]) -> list[Any]:
+    """List what the collator reads of a sample, with the result of `read` for each image and frame.
+
+    Raises:
+        TypeError: it is no conversation, or was tokenised before.
+        Refusal: its columns contradict each other.
+    """
+    if not isinstance(feature, Mapping) or feature.get("input_ids") is not None:
+        raise TypeError("no conversation")
+    row = read_conversation(feature, has_vision=collator.facts.has_vision, markers=collator.markers)
+    images = [[read(ref.source), ref.options] for ref in row.images]
+    videos = [[_frames(ref.source, read), ref.options] for ref in row.videos]
+    return [row.messages, row.plain, row.trained_turns, row.template_options, images, videos]
+
+
+def _frames(video: Any, read: Callable[[Any], Any]) -> Any:
+    return [read(frame) for frame in video] if isinstance(video, list | tuple) else read(video)
 
 
 def _tokenizer(tokenizer: Any) -> Any:
