@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vlmpack.layout.arrays import ranges
 from vlmpack.layout.batch import (
     FACTS_KEY,
     IMAGE,
@@ -55,6 +56,7 @@ __all__ = [
     "on_host",
     "outside_graph",
     "pack",
+    "ranges",
     "recorded_waits",
     "require",
     "roll_left",

@@ -13,6 +13,14 @@ if TYPE_CHECKING:
     from vlmpack.layout.segments import Segments
 
 
+def ranges(starts: np.ndarray | int, lengths: np.ndarray, dtype: type[np.integer] = np.int64) -> np.ndarray:
+    """The whole numbers of every range [start, start + length), one range after the other, of type `dtype`."""
+    before = np.cumsum(lengths) - lengths
+    numbers = np.arange(lengths.sum(), dtype=dtype)
+    numbers += np.repeat((starts - before).astype(dtype), lengths)
+    return numbers
+
+
 def real(row: Segments) -> np.ndarray:
     """int32 [G + 1]: cumulative real tokens."""
     return np.asarray(row.real, np.int32)

@@ -20,6 +20,8 @@ from vlmpack.layout.segments import Segments
 IGNORE = -100
 """The label that cross-entropy leaves out."""
 
+stretches = arrays.ranges
+
 
 def roll_left(
     row_tensor: torch.Tensor, segments: Segments, *, depth: int = 1, fill: float, token_dim: int = -1
@@ -94,12 +96,6 @@ def _without_predecessor(segments: Segments, device: torch.device | str) -> torc
     return segments.derived("without_predecessor", device, lambda: np.flatnonzero(arrays.position(segments) == 0))
 
 
-def stretches(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """int64: the whole numbers of every stretch [start, start + length), one stretch after the other."""
-    before = np.cumsum(lengths) - lengths
-    return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
-
-
 def stops_of_tokens(segments: Segments) -> np.ndarray:
     """int64 [T]: where the real tokens end of the segment in whose slot each token is; 0 on the row's tail."""
     slots = (*segments.slots, segments.total - segments.stride[-1])
@@ -112,4 +108,4 @@ def _without_successor(segments: Segments, depth: int) -> np.ndarray:
     starts = np.asarray((*segments.stride, segments.total), np.int64)
     stops = starts[:-1] + np.asarray((*segments.lengths, 0))
     firsts = np.maximum(starts[:-1], stops - depth)
-    return stretches(firsts, starts[1:] - firsts)
+    return arrays.ranges(firsts, starts[1:] - firsts)

@@ -19,11 +19,11 @@ from transformers.trainer_utils import SchedulerType
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.absent import CONVERSATION_COLUMNS, MEDIA_COLUMNS
 from vlmpack.collate.processor import ProcessorFacts
-from vlmpack.columns import RowCollator
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.offline import PackedDataset
 from vlmpack.step import find_model, is_packing, packing_state
 from vlmpack.stream import PackedStream
+from vlmpack.text import RowCollator
 from vlmpack.trainer import of_trl
 from vlmpack.trainer.metrics import loss_metrics
 from vlmpack.trainer.packed_trainer import PackedTrainer
