@@ -1,4 +1,4 @@
-"""A row cut into right-padded batches of segments of like length, for layers that carry state along a sequence.
+"""Cut a row into right-padded batches of segments of like length, for layers that carry state along a sequence.
 
 Lengths [3, 5, 2, 5] in a row, cut into two buckets:
 
@@ -20,6 +20,7 @@ from typing import final
 import numpy as np
 import torch
 
+from vlmpack.layout.arrays import ranges
 from vlmpack.layout.device import to_device
 from vlmpack.layout.segments import Segments
 
@@ -75,7 +76,9 @@ class Buckets:
         cuts = _cheapest_cuts(lengths, call_cost)
         runs = [order[start:stop] for start, stop in pairwise(cuts)]
         buckets = [Bucket(members=tuple(run), width=segments.lengths[run[-1]]) for run in runs]
-        if len(buckets) == len(order):  # one by one: in the order of the row, nothing has to be put back in its place
+        if len(buckets) == len(
+            order
+        ):  # per-sample execution: in the order of the row, nothing is put back in its place
             buckets.sort(key=lambda bucket: bucket.members)
         return cls(segments=segments, buckets=tuple(buckets))
 
@@ -90,8 +93,8 @@ class Buckets:
         All at once, and then cut: the gradient of a slice of the row is as wide as the row.
         """
         source = self._tensors(row_1TD.device).source
-        taken = row_1TD[0] if source is None else row_1TD[0].index_select(0, source)
-        parts = taken.split([bucket.tokens for bucket in self.buckets])
+        tokens = row_1TD[0] if source is None else row_1TD[0].index_select(0, source)
+        parts = tokens.split([bucket.tokens for bucket in self.buckets])
         shapes = [(len(bucket.members), bucket.width) for bucket in self.buckets]
         return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -122,8 +125,7 @@ class Buckets:
         firsts = np.zeros(len(self.segments.lengths), np.int64)
         for bucket, start in zip(self.buckets, accumulate((b.tokens for b in self.buckets), initial=0), strict=False):
             firsts[list(bucket.members)] = start + bucket.width * np.arange(len(bucket.members))
-        places = np.arange(self.segments.num_tokens) - np.repeat(self.segments.real[:-1], self.segments.lengths)
-        return places + np.repeat(firsts, self.segments.lengths)
+        return ranges(firsts, np.asarray(self.segments.lengths, np.int64))
 
 
 def _source(bucket: Bucket, starts_G: np.ndarray, stops_G: np.ndarray) -> np.ndarray:

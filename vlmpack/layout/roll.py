@@ -1,4 +1,4 @@
-"""Tokens moved to the left inside each segment of a row, labels shifted so, and back: nothing crosses a boundary.
+"""Roll tokens to the left inside each segment of a row, shift labels so, and back: nothing crosses a boundary.
 
 Lengths [3, 5, 2], slots a multiple of 4, fill 0:
 
@@ -28,7 +28,7 @@ def roll_left(
 ) -> torch.Tensor:
     """`out[..., i] = row_tensor[..., i + depth]` inside a segment's real tokens, `fill` on every other place.
 
-    Rolling by 1 twice is rolling by 2. Differentiable; nothing waits for the device.
+    Rolling by 1 twice is rolling by 2. Differentiable; no host-device sync.
 
     Args:
         row_tensor: [1, T], [k, 1, T], or any other shape with the row's T tokens along `token_dim`; any type.
@@ -78,10 +78,10 @@ def unshift_labels(shifted: torch.Tensor, segments: Segments) -> torch.Tensor:
 
 
 def check_none_on_padding(labels: torch.Tensor, segments: Segments, message: str) -> None:
-    """Insist that no padding of a row has a label, shifted or not, [1, T]: it belongs to no sample.
+    """Raise if padding of a row has a label, shifted or not, [1, T]: it belongs to no sample.
 
     Raises:
-        LayoutError: some has (an accelerator asserts the same without making the host wait).
+        LayoutError: some has (an accelerator asserts the same, asynchronously).
     """
     if segments.has_gaps:
         stray = (labels != IGNORE) & segments.padding_mask(labels.device)
@@ -98,8 +98,7 @@ def _without_predecessor(segments: Segments, device: torch.device | str) -> torc
 
 def stops_of_tokens(segments: Segments) -> np.ndarray:
     """int64 [T]: where the real tokens end of the segment in whose slot each token is; 0 on the row's tail."""
-    slots = (*segments.slots, segments.total - segments.stride[-1])
-    return np.repeat([*(stop for _, stop in segments.spans), 0], slots)
+    return np.repeat([*(stop for _, stop in segments.spans), 0], arrays.slots_and_tail(segments))
 
 
 def _without_successor(segments: Segments, depth: int) -> np.ndarray:

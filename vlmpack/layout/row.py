@@ -154,7 +154,7 @@ class PackedRow:
             mm_token_type_ids=batch.get("mm_token_type_ids"),
             extras={name: batch[name] for name in extras},
             media=Media.from_hf(batch),
-            facts=facts,
+            facts=None if facts is None else replace(facts, segments=None),
         )
 
     def _unshifted(self, shift_labels: torch.Tensor) -> torch.Tensor:

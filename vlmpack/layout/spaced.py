@@ -1,6 +1,6 @@
-"""A row with zeros between its segments, for layers that run over all of it at once but restart at given boundaries.
+"""Put zeros between the segments of a row, for layers that run over all of it but restart at its boundaries.
 
-Lengths [3, 5, 2], a convolution that reads 3 tokens before its own:
+Lengths [3, 5, 2], a convolution that reads 3 tokens before each token:
 
     row       a a a .  b b b b b . . .  c c . .
     spaced    a a a 0 0 0  b b b b b 0 0 0  c c
@@ -22,6 +22,7 @@ from typing import final
 import numpy as np
 import torch
 
+from vlmpack.layout.arrays import ranges
 from vlmpack.layout.buckets import onto_row
 from vlmpack.layout.segments import Segments
 
@@ -34,7 +35,7 @@ class Spaced:
     segments: Segments
     """The row."""
     reach: int
-    """Tokens before its own that a convolution reads, its width less one."""
+    """Tokens that a convolution reads before each token: its width less one."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -88,11 +89,8 @@ class Spaced:
         return self.segments.derived(("spaced", self.reach, what), device, make)
 
     def _make_places(self) -> np.ndarray:
-        gaps = np.repeat(np.arange(len(self.lengths)), self.lengths)
-        return np.arange(self.segments.num_tokens) + self.reach * gaps
+        return ranges(np.asarray(self.edges[:-1], np.int64), np.asarray(self.lengths, np.int64))
 
     def _make_chunks(self, size: int) -> np.ndarray:
         counts = -(-np.diff(self.edges) // size)
-        firsts = np.repeat(np.cumsum(counts) - counts, counts)
-        chunks = np.repeat(np.arange(len(counts)), counts), np.arange(counts.sum()) - firsts
-        return np.stack(chunks, 1).astype(np.int32)
+        return np.stack([np.repeat(np.arange(len(counts)), counts), ranges(0, counts)], 1).astype(np.int32)

@@ -114,7 +114,6 @@ def joined_row(
             lengths=tuple(lengths),
             num_targets=int(np.count_nonzero(shifted_1T.numpy() != IGNORE)),
             sample_ids=sample_ids,
-            segments=segments,
         ),
     )
 
