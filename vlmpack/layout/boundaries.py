@@ -1,4 +1,4 @@
-"""Boundaries as callers give them: cumulative counts from 0, checked and turned into python ints."""
+"""Check the boundaries of callers, cumulative counts from 0, and convert them to python ints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlmpack.errors import LayoutError
 
 
 def checked_boundaries(values: torch.Tensor | np.ndarray | Sequence[int], name: str) -> tuple[int, ...]:
-    """`values` as python ints, G + 1 of them for G segments. Waits for a tensor that lies on a device.
+    """Convert `values` to python ints, G + 1 of them for G segments; a host-device sync for a tensor on a device.
 
     Args:
         values: whole numbers in one dimension.
@@ -26,7 +26,7 @@ def checked_boundaries(values: torch.Tensor | np.ndarray | Sequence[int], name: 
         boundaries = tuple(index(v) for v in (values.tolist() if isinstance(values, torch.Tensor) else values))
     except TypeError:
         raise LayoutError(
-            f"{name} must be whole numbers in a tensor [segments + 1], a list or a tuple; got {_described(values)}"
+            f"{name} must be whole numbers in a tensor [segments + 1], a list or a tuple; got {_seen(values)}"
         ) from None
     if len(boundaries) < 2 or boundaries[0] != 0:
         raise LayoutError(f"{name} must start at 0 and hold at least two boundaries, got {list(boundaries)[:6]}")
@@ -36,7 +36,7 @@ def checked_boundaries(values: torch.Tensor | np.ndarray | Sequence[int], name: 
     return boundaries
 
 
-def _described(values: object) -> str:
+def _seen(values: object) -> str:
     if isinstance(values, torch.Tensor | np.ndarray):
         return f"{values.dtype} {list(values.shape)}"
     return f"{type(values).__name__} {values!r}"[:80]

@@ -24,7 +24,7 @@ from vlmpack.layout.segments import Segments
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DepthTargets:
-    """What each depth is to predict, and how many targets it has in all."""
+    """The targets of each depth, and their number in the whole row."""
 
     targets: torch.Tensor
     """[K, 1, T] int64: -100 where a depth has none."""
@@ -33,7 +33,7 @@ class DepthTargets:
 
     @classmethod
     def of(cls, shift_labels: torch.Tensor, segments: Segments, *, depths: int) -> DepthTargets:
-        """Those of a whole row; nothing waits for the device.
+        """Compute those of a whole row, without a host-device sync.
 
         Args:
             shift_labels: [1, T] targets of the main head.
@@ -50,7 +50,7 @@ class DepthTargets:
         return cls(targets=targets, counts=(targets != IGNORE).sum((1, 2)))
 
     def sums(self, token_losses: torch.Tensor) -> torch.Tensor:
-        """[K] losses summed over the targets that are here; 0 where a depth has none, whatever its losses are.
+        """[K] losses summed over `targets`; 0 where a depth has none, whatever its losses are.
 
         Args:
             token_losses: [K, 1, T], not reduced.
@@ -65,7 +65,7 @@ class DepthTargets:
         return token_losses.where(self.targets != IGNORE, 0).sum((1, 2))
 
     def losses(self, token_losses: torch.Tensor) -> torch.Tensor:
-        """[K] mean losses of the row: summed over targets that are here, over the counts of the whole row.
+        """[K] mean losses of the row: summed over `targets`, over the counts of the whole row.
 
         Those of all parts of a row add up to those of the row, exactly; a part without a target adds 0, never NaN.
         """

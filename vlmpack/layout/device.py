@@ -1,4 +1,4 @@
-"""The border between host and device: what crosses it, and what may be read without waiting."""
+"""Move data between host and device without host-device syncs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _nothing_on_host = False
-"""Whether the CPU is treated as a device."""
+"""True while the CPU is treated as a device."""
 
 
 def outside_graph(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep a function of host facts out of compiled graphs, which would be compiled again for every new length."""
+    """Keep a function of host metadata out of compiled graphs, which would be compiled again for every new length."""
     return torch.compiler.disable(function)  # pyright: ignore[reportCallIssue, reportReturnType]
 
 
@@ -27,7 +27,7 @@ def around_graph(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A host array on `device`, without making the host wait: pinned and asynchronous on CUDA.
+    """Copy a host array to `device` without a host-device sync: pinned and asynchronous on CUDA.
 
     No inference tensor, wherever it is made: it may be kept, and be part of a training step later.
     """
@@ -37,13 +37,13 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def on_host(tensor: torch.Tensor) -> bool:
-    """Whether the values of `tensor` can be read without waiting for an accelerator."""
+    """True if the values of `tensor` can be read without a host-device sync."""
     return tensor.device.type == "cpu" and not _nothing_on_host
 
 
 @contextmanager
 def nothing_on_host() -> Iterator[None]:
-    """Take the paths of an accelerator on a CPU too, so that what would make its host wait can be counted there."""
+    """Take the paths of an accelerator on a CPU too, so that host-device syncs can be counted there."""
     global _nothing_on_host
     before, _nothing_on_host = _nothing_on_host, True
     try:
@@ -53,7 +53,7 @@ def nothing_on_host() -> Iterator[None]:
 
 
 def require(condition: torch.Tensor, message: str, error: type[Exception]) -> None:
-    """Insist that a boolean scalar is true: an error at once on the host, an asynchronous assertion on a device.
+    """Raise unless a boolean scalar is true: at once on the host, by an asynchronous assertion on a device.
 
     Raises:
         Exception: an `error` with this message, if the tensor is on the host and false.

@@ -32,9 +32,9 @@ from vlmpack.layout.slots import PAD_PIECE, SlotRule, kernel_bound, missing_segm
 @final
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """The boundaries of one packed row: python ints on the host, and int32 tensors made from them once a device.
+    """The boundaries of one packed row: python ints on the host, and int32 tensors derived from them once a device.
 
-    No property reads a device tensor, so none can make the host wait for the device.
+    No property reads a device tensor, so none needs a host-device sync.
     """
 
     lengths: tuple[int, ...]
@@ -42,13 +42,13 @@ class Segments:
     slots: tuple[int, ...]
     """Tokens of row that each segment takes up, `slots[i] >= lengths[i]`."""
     total: int
-    """Width T of the row, at least `sum(slots)`; what is over is the row's tail and belongs to no sample."""
+    """Width T of the row, at least `sum(slots)`; the rest is the row's tail and belongs to no sample."""
     num_samples: int
     """The leading segments that are samples; those after them are repeated final boundaries."""
     num_kernel_boundaries: int | None = None
     """Fixed length of `kernel` (the final boundary is repeated up to it), for CUDA graphs."""
 
-    # ------------------------------------------------------------------ making one
+    # ------------------------------------------------------------------ constructors
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], rule: SlotRule | None = None) -> Segments:
@@ -91,7 +91,7 @@ class Segments:
     ) -> Segments:
         """Read segments back from cumulative boundaries (`cu_seqlens_q`, `cu_seqlens_q_padded`).
 
-        Waits for tensors that lie on a device, as nothing else here does.
+        A host-device sync for tensors that lie on a device, the only one here.
 
         Args:
             real: cumulative real tokens, G + 1 values from 0.
@@ -128,7 +128,7 @@ class Segments:
         slots = (*self.slots[:last], self.slots[last] + tail, *self.slots[last + 1 :])
         return replace(self, slots=slots) if tail else self
 
-    # ------------------------------------------------------------------ facts on the host
+    # ------------------------------------------------------------------ on the host
 
     @cached_property
     def real(self) -> tuple[int, ...]:
@@ -181,7 +181,7 @@ class Segments:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether any position of the row is padding."""
+        """True if any position of the row is padding."""
         return self.num_tokens != self.total
 
     @property
@@ -234,7 +234,7 @@ class Segments:
 
     @cached_property
     def _tensors(self) -> dict[tuple[Hashable, torch.device], torch.Tensor]:
-        """Not a field: whoever rebuilds a dataclass field by field (FSDP's mixed precision) starts without tensors."""
+        """Not a field, so that a dataclass rebuilt field by field (FSDP's mixed precision) starts without tensors."""
         return {}
 
     @outside_graph
@@ -243,14 +243,14 @@ class Segments:
 
     @outside_graph
     def derived(self, key: Hashable, device: torch.device | str, make: Callable[[], np.ndarray]) -> torch.Tensor:
-        """What `make` gives, on `device`: an index that follows from the boundaries, made once under this key."""
+        """Return what `make` returns, on `device`: an index derived from the boundaries, computed once per key."""
         place = (key, torch.device(device))
         if place not in self._tensors:
             self._tensors[place] = to_device(make(), place[1])
         return self._tensors[place]
 
     def __getstate__(self) -> dict[str, Any]:
-        """What follows from the fields is made again on the other side: a DataLoader worker ships a few ints."""
+        """Pickle the fields alone: a DataLoader worker ships a few ints, and derived tensors are computed again."""
         return {field.name: self.__dict__[field.name] for field in fields(self)}
 
 

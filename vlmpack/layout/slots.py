@@ -1,4 +1,4 @@
-"""How much room segments and rows take up."""
+"""Slot rules: the room that segments and rows take up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ front and its mirror image from the back; or the row in as many pieces as there 
 @final
 @dataclass(frozen=True, kw_only=True)
 class SlotRule:
-    """How much room each segment, and the whole row, takes up."""
+    """The room that each segment, and the whole row, takes up."""
 
     multiple: int = 1
     """Each segment's slot is its length rounded up to a multiple of this. 1: no gaps at all."""
@@ -37,7 +37,7 @@ class SlotRule:
     max_segments: int | None = None
     """A fixed number of segments: the final boundary is repeated up to it; more samples are an error."""
     tail_in_slot: bool = False
-    """Whether the row's tail belongs to the last sample's slot, so that slots cover the row (mirrored cuts)."""
+    """True: the row's tail belongs to the last sample's slot, so that slots cover the row (mirrored cuts)."""
 
     @classmethod
     def for_parallel(
@@ -61,10 +61,10 @@ class SlotRule:
         Args:
             context: context-parallel ranks.
             tensor: tensor-parallel ranks.
-            sequence_parallel: whether tensor-parallel ranks share tokens out between them outside attention.
+            sequence_parallel: True if tensor-parallel ranks split tokens between them outside attention.
             precision: of the matrix products.
-            layout: how context-parallel ranks share a row: `contiguous` for `enable_packing(model, parallel=...)`,
-                `mirrored` for Megatron and ring attention.
+            layout: how a row is cut over context-parallel ranks: `contiguous` for `enable_packing`, `mirrored` for
+                Megatron and ring attention.
             pad_to: as the field.
             max_segments: as the field.
 
@@ -73,8 +73,8 @@ class SlotRule:
                 cannot be cut.
         """
         _check_ranks(context=context, tensor=tensor)
-        _check_known("precision", precision, tuple(ROWS_PER_BLOCK))
-        _check_known("layout", layout, ("mirrored", "contiguous"))
+        _check_choice("precision", precision, tuple(ROWS_PER_BLOCK))
+        _check_choice("layout", layout, ("mirrored", "contiguous"))
         shards = context * tensor if sequence_parallel else context
         multiple = lcm(2 * context if context > 1 else 1, shards) if layout == "mirrored" else 1
         return cls(
@@ -103,9 +103,9 @@ def _check_ranks(**ranks: int) -> None:
             raise LayoutError(f"SlotRule.for_parallel: {name} counts ranks, at least 1, got {count!r}")
 
 
-def _check_known(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise LayoutError(f"SlotRule.for_parallel: {name}={value!r} is not known; use one of {', '.join(known)}")
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise LayoutError(f"SlotRule.for_parallel: {name}={value!r} is not known; use one of {', '.join(choices)}")
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -126,7 +126,7 @@ def row_width(needed: int, rule: SlotRule) -> int:
 
 
 def missing_segments(count: int, rule: SlotRule) -> int:
-    """How many times the final boundary is repeated after `count` samples."""
+    """Number of times that the final boundary is repeated after `count` samples."""
     if rule.max_segments is None:
         return 0
     if count > rule.max_segments:
