@@ -257,10 +257,11 @@ def test_media_extras_and_facts_travel_along():
     assert back.facts == facts
 
 
-def test_facts_that_do_not_know_the_boundaries_yet_learn_them():
+def test_boundaries_come_from_the_tensors_where_metadata_has_none():
     batch = to_megatron(row_of([3, 2]))
     back = from_megatron({**batch, FACTS_KEY: BatchFacts(lengths=(3, 2), sample_ids=("a", "b"))})
-    assert back.facts == BatchFacts(lengths=(3, 2), sample_ids=("a", "b"), segments=Segments.from_lengths([3, 2]))
+    assert back.facts == BatchFacts(lengths=(3, 2), sample_ids=("a", "b"))
+    assert back.segments == Segments.from_lengths([3, 2])
 
 
 def test_a_batch_that_megatron_made_itself():
