@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, final, get_args
 import numpy as np
 
 from vlmpack.errors import ConfigError
-from vlmpack.plan import Plan
-from vlmpack.plan.lengths import LARGEST
+from vlmpack.plan import LARGEST, Plan
 from vlmpack.text.samples import IGNORE, Samples
 
 if TYPE_CHECKING:

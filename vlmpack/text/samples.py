@@ -27,7 +27,7 @@ from typing import Any, Literal, final, get_args
 import numpy as np
 
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.plan.lengths import LARGEST, checked_lengths
+from vlmpack.plan import LARGEST, checked_lengths
 
 Oversize = Literal["error", "drop", "truncate", "split"]
 

@@ -19,8 +19,17 @@ import numpy as np
 
 from vlmpack import __version__ as __version__
 from vlmpack.errors import ConfigError
-from vlmpack.plan import ALIASES, Plan, WaitingRoom, check_seed, checked_capacity, plan_bins, strategy_name
-from vlmpack.plan.rolling import ROWS_WAITING, WAITING
+from vlmpack.plan import (
+    ALIASES,
+    ROWS_WAITING,
+    WAITING,
+    Plan,
+    WaitingRoom,
+    check_seed,
+    checked_capacity,
+    plan_bins,
+    strategy_name,
+)
 from vlmpack.text.columns import Mask, RowFormat, fill_rows, make_dataset
 from vlmpack.text.packed_batch import PackedBatch
 from vlmpack.text.samples import IGNORE, Oversize, Samples
