@@ -20,7 +20,7 @@ from vlmpack.layout.batch import (
     seconds_of,
     whole_numbers,
 )
-from vlmpack.layout.buckets import Bucket, Buckets
+from vlmpack.layout.buckets import Bucket, Buckets, Spaced
 from vlmpack.layout.device import (
     Wait,
     around_graph,
@@ -44,9 +44,7 @@ from vlmpack.layout.roll import (
     without_successor,
 )
 from vlmpack.layout.row import OnlyPacked, PackedRow
-from vlmpack.layout.segments import Segments, checked_boundaries
-from vlmpack.layout.slots import Layout, Precision, SlotRule, round_up
-from vlmpack.layout.spaced import Spaced
+from vlmpack.layout.segments import Layout, Precision, Segments, SlotRule, checked_boundaries, round_up
 
 __all__ = [
     "FACTS_KEY",

@@ -1,4 +1,4 @@
-"""Move data between host and device without host-device syncs."""
+"""Move data between host and device without host-device syncs, and record the syncs that happen anyway."""
 
 from __future__ import annotations
 

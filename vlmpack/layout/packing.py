@@ -14,8 +14,7 @@ from vlmpack.layout.batch import BatchFacts, MaskSpans, PaddedBatch, check_is_te
 from vlmpack.layout.device import on_host, outside_graph, require, to_device
 from vlmpack.layout.roll import IGNORE, shift_labels
 from vlmpack.layout.row import PackedRow
-from vlmpack.layout.segments import Segments
-from vlmpack.layout.slots import SlotRule
+from vlmpack.layout.segments import Segments, SlotRule
 
 
 def pack(
