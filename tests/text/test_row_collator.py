@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.layout import FACTS_KEY, PackedRow
+from vlmpack.layout import METADATA_KEY, PackedRow
 from vlmpack.text import RowCollator, pack_dataset
 
 IDS = [[10, 20, 30], [40, 50], [60, 70, 80, 90]]
@@ -27,7 +27,7 @@ def test_padding_is_left_out_and_boundaries_are_kept() -> None:
     assert (batch["labels"] == -100).sum() == 3
     assert batch["position_ids"][batch["labels"] == -100].tolist() == [0, 0, 0]
     assert batch["use_cache"] is False
-    assert batch[FACTS_KEY].num_targets == 6
+    assert batch[METADATA_KEY].num_targets == 6
 
 
 @pytest.mark.parametrize("settings", [{"attention_mask": "padding"}, {"seq_lengths": True}, {"pad_to_capacity": False}])

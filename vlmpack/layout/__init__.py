@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from vlmpack.layout.arrays import ranges
 from vlmpack.layout.batch import (
-    FACTS_KEY,
     IMAGE,
+    METADATA_KEY,
     TEXT,
     VIDEO,
-    BatchFacts,
     Grid,
+    HostMetadata,
     MaskSpans,
     Media,
     PaddedBatch,
@@ -22,12 +22,12 @@ from vlmpack.layout.batch import (
 )
 from vlmpack.layout.buckets import Bucket, Buckets, Spaced
 from vlmpack.layout.device import (
-    Wait,
+    HostSync,
     around_graph,
     nothing_on_host,
     on_host,
     outside_graph,
-    recorded_waits,
+    recorded_syncs,
     require,
     to_device,
 )
@@ -39,7 +39,6 @@ from vlmpack.layout.roll import (
     roll_left,
     shift_labels,
     stops_of_tokens,
-    stretches,
     unshift_labels,
     without_successor,
 )
@@ -47,16 +46,17 @@ from vlmpack.layout.row import OnlyPacked, PackedRow
 from vlmpack.layout.segments import Layout, Precision, Segments, SlotRule, checked_boundaries, round_up
 
 __all__ = [
-    "FACTS_KEY",
     "IGNORE",
     "IMAGE",
+    "METADATA_KEY",
     "TEXT",
     "VIDEO",
-    "BatchFacts",
     "Bucket",
     "Buckets",
     "DepthTargets",
     "Grid",
+    "HostMetadata",
+    "HostSync",
     "Layout",
     "MaskSpans",
     "Media",
@@ -67,7 +67,6 @@ __all__ = [
     "Segments",
     "SlotRule",
     "Spaced",
-    "Wait",
     "around_graph",
     "check_is_tensor",
     "check_none_on_padding",
@@ -80,14 +79,13 @@ __all__ = [
     "outside_graph",
     "pack",
     "ranges",
-    "recorded_waits",
+    "recorded_syncs",
     "require",
     "roll_left",
     "round_up",
     "seconds_of",
     "shift_labels",
     "stops_of_tokens",
-    "stretches",
     "to_device",
     "unpack",
     "unshift_labels",

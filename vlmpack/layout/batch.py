@@ -19,13 +19,13 @@ Grid = tuple[int, int, int]
 TEXT, IMAGE, VIDEO = 0, 1, 2
 """What a token stands for: the values of `mm_token_type_ids`."""
 
-FACTS_KEY = "vlmpack"
-"""The key under which `BatchFacts` travel in a batch dictionary, beside the tensors."""
+METADATA_KEY = "vlmpack"
+"""The key under which `HostMetadata` travel in a batch dictionary, beside the tensors."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class BatchFacts:
+class HostMetadata:
     """Metadata of a batch on the host, so that no step needs a host-device sync for it."""
 
     lengths: tuple[int, ...]
@@ -54,7 +54,7 @@ class BatchFacts:
         """Where each sample's real tokens are in the padded batch."""
         return MaskSpans(lengths=self.lengths, offsets=self.offsets or (0,) * len(self.lengths))
 
-    def to(self, *_: Any, **__: Any) -> BatchFacts:
+    def to(self, *_: Any, **__: Any) -> HostMetadata:
         """Return itself, so that a loop may move whatever a batch holds: metadata stays on the host."""
         return self
 
@@ -115,7 +115,7 @@ class PaddedBatch:
     """Pixels and grids in sample order."""
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Further [B, S] or [k, B, S] tensors to be packed along (advantages, reference log-probabilities)."""
-    facts: BatchFacts | None = None
+    facts: HostMetadata | None = None
     """Metadata on the host; None: lengths are read from the mask, one host-device sync."""
 
     def __repr__(self) -> str:
@@ -128,7 +128,7 @@ class PaddedBatch:
     def to_hf(self) -> dict[str, Any]:
         """A dictionary for a DataLoader and for `model(**batch)`; `input_ids` comes first."""
         tensors = {name: self.__dict__[name] for name in TOKEN_KEYS if self.__dict__[name] is not None}
-        facts = {} if self.facts is None else {FACTS_KEY: self.facts}
+        facts = {} if self.facts is None else {METADATA_KEY: self.facts}
         return {**tensors, **self.extras, **self.media.to_hf(), **facts}
 
     @classmethod
@@ -138,7 +138,7 @@ class PaddedBatch:
             **{name: batch.get(name) for name in TOKEN_KEYS},  # pyright: ignore[reportArgumentType]
             extras={name: batch[name] for name in extras},
             media=Media.from_hf(batch),
-            facts=batch.get(FACTS_KEY),
+            facts=batch.get(METADATA_KEY),
         )
 
 
@@ -207,7 +207,7 @@ class MaskSpans:
 def lengths_from_mask(mask: torch.Tensor) -> MaskSpans:
     """Read the length and first column of every row from a 2D attention mask [B, S].
 
-    On an accelerator this is the one host-device sync of packing; `BatchFacts` make it needless.
+    On an accelerator this is the one host-device sync of packing; `HostMetadata` make it needless.
 
     Raises:
         LayoutError: a mask that is no tensor, not 2D, holds anything but 0 and 1, or has a hole. Names the row.
@@ -296,8 +296,8 @@ def _check_unbroken(real: np.ndarray, lengths: np.ndarray) -> None:
 
 
 _CHANGED = (
-    f"{{}} is not what the host facts ({FACTS_KEY!r}) say of this batch, so images or videos were changed behind the "
-    "collator; reorder samples before it, or leave the facts out of the batch"
+    f"{{}} is not what the host facts ({METADATA_KEY!r}) say of this batch, so images or videos were changed behind "
+    "the collator; reorder samples before it, or leave the facts out of the batch"
 )
 _COUNTS = (torch.int64, torch.int32)
 """Types that transformers can count frames in."""

@@ -96,7 +96,7 @@ INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 TORCH = str(Path(torch.__file__).parent)
 
 
-class Wait(NamedTuple):
+class HostSync(NamedTuple):
     """One host-device sync, or what would be one on an accelerator."""
 
     operation: str
@@ -116,13 +116,13 @@ class Wait(NamedTuple):
 
 
 @contextmanager
-def recorded_waits(device: torch.device) -> Iterator[list[Wait]]:
+def recorded_syncs(device: torch.device) -> Iterator[list[HostSync]]:
     """Record host-device syncs while something runs: on CUDA those that PyTorch reports, on a CPU those that would be.
 
     The CPU then takes the paths of an accelerator (`nothing_on_host`), and copies between host and device are followed
     by `_SyncCopies`. `numpy` is not recorded: of a tensor on a device it is an error.
     """
-    syncs: list[Wait] = []
+    syncs: list[HostSync] = []
     if device.type != "cuda":
         with nothing_on_host(), _SyncOperations(syncs), _SyncCopies(syncs):
             yield syncs
@@ -147,7 +147,7 @@ def recorded_waits(device: torch.device) -> Iterator[list[Wait]]:
 class _SyncOperations(TorchDispatchMode):
     """Records every operation that would synchronise."""
 
-    def __init__(self, syncs: list[Wait]) -> None:
+    def __init__(self, syncs: list[HostSync]) -> None:
         super().__init__()
         self._syncs = syncs
 
@@ -172,14 +172,14 @@ def _has_mask(indices: Any) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
-def _sync_here(operation: str) -> Wait:
+def _sync_here(operation: str) -> HostSync:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((TORCH, "<")) and file not in (__file__, warnings.__file__):
-            return Wait(operation, file, frame.f_lineno, frame.f_code.co_name)
+            return HostSync(operation, file, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
-    return Wait(operation, "", 0, "")
+    return HostSync(operation, "", 0, "")
 
 
 # ---------------------------------------------------------------------- copies
@@ -193,7 +193,7 @@ class _SyncCopies(TorchFunctionMode):
     called "cpu" by name; or if it was computed of such tensors alone. All others are on the device.
     """
 
-    def __init__(self, syncs: list[Wait]) -> None:
+    def __init__(self, syncs: list[HostSync]) -> None:
         super().__init__()
         self._syncs = syncs
         self._on_host = WeakTensorKeyDictionary()

@@ -10,7 +10,7 @@ import torch
 
 from vlmpack.errors import LayoutError, check_kind
 from vlmpack.layout import arrays
-from vlmpack.layout.batch import BatchFacts, MaskSpans, PaddedBatch, check_is_tensor, lengths_from_mask, whole_numbers
+from vlmpack.layout.batch import HostMetadata, MaskSpans, PaddedBatch, check_is_tensor, lengths_from_mask, whole_numbers
 from vlmpack.layout.device import on_host, outside_graph, require, to_device
 from vlmpack.layout.roll import IGNORE, shift_labels
 from vlmpack.layout.row import PackedRow
@@ -64,7 +64,7 @@ def pack(
         mm_token_type_ids=optional(batch.mm_token_type_ids),
         extras={name: take(tensor, 0) for name, tensor in batch.extras.items()},
         media=batch.media,
-        facts=batch.facts or BatchFacts(lengths=spans.lengths, offsets=spans.offsets),
+        facts=batch.facts or HostMetadata(lengths=spans.lengths, offsets=spans.offsets),
     )
 
 
@@ -84,7 +84,7 @@ def unpack(
         segments: the row's boundaries; B is `segments.num_samples`.
         token_dim: the dimension of length T; the one before it is the row dimension of length 1.
         width: S in tokens; None: the longest sample.
-        offsets: first column of each sample (`BatchFacts.offsets`); empty: right padded.
+        offsets: first column of each sample (`HostMetadata.offsets`); empty: right padded.
         fill: value on padding.
 
     Raises:
@@ -138,7 +138,7 @@ def _check_shapes(batch: PaddedBatch) -> None:
         whole_numbers(batch.labels, "labels")
 
 
-def _check_facts(batch: PaddedBatch, facts: BatchFacts) -> None:
+def _check_facts(batch: PaddedBatch, facts: HostMetadata) -> None:
     """Compare metadata with the mask on the host; on a device only with the shapes, which takes no sync."""
     (rows, width), spans = batch.input_ids.shape, facts.spans
     ends = map(sum, zip(spans.offsets, spans.lengths, strict=False))

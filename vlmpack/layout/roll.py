@@ -23,8 +23,6 @@ from vlmpack.layout.segments import Segments
 IGNORE = -100
 """The label that cross-entropy leaves out."""
 
-stretches = arrays.ranges
-
 
 def roll_left(
     row_tensor: torch.Tensor, segments: Segments, *, depth: int = 1, fill: float, token_dim: int = -1

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout.batch import FACTS_KEY, BatchFacts, Media, media_of, moved, shape_of, whole_numbers
+from vlmpack.layout.batch import METADATA_KEY, HostMetadata, Media, media_of, moved, shape_of, whole_numbers
 from vlmpack.layout.device import require
 from vlmpack.layout.roll import IGNORE, check_none_on_padding, shift_labels, unshift_labels, without_successor
 from vlmpack.layout.segments import Segments, checked_boundaries
@@ -63,7 +63,7 @@ class PackedRow:
     """Pixels and grids in row order."""
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Further [1, T] or [k, 1, T] tensors."""
-    facts: BatchFacts | None = None
+    facts: HostMetadata | None = None
     """Metadata on the host beside the boundaries: grids, target count, sample ids."""
 
     def __post_init__(self) -> None:
@@ -93,9 +93,9 @@ class PackedRow:
         return self.segments.padding_mask(self.input_ids.device)[None]
 
     @property
-    def known_facts(self) -> BatchFacts:
+    def known_facts(self) -> HostMetadata:
         """`facts`; where there are none, those that follow from the boundaries."""
-        return self.facts or BatchFacts(lengths=self.segments.lengths[: self.segments.num_samples])
+        return self.facts or HostMetadata(lengths=self.segments.lengths[: self.segments.num_samples])
 
     def to_hf(self) -> dict[str, Any]:
         """A dictionary for a DataLoader and for `model(**batch)` of a model with packing enabled.
@@ -125,7 +125,7 @@ class PackedRow:
             "cu_seqlens_q_padded": self.segments.cu_seqlens_padded(),
             **self.extras,
             **self.media.to_hf(),
-            FACTS_KEY: replace(self.known_facts, segments=self.segments),
+            METADATA_KEY: replace(self.known_facts, segments=self.segments),
         }
 
     @classmethod
@@ -140,7 +140,7 @@ class PackedRow:
                 open where the padding is; `labels` and `shift_labels` that differ; token columns that are not [1, T].
         """
         input_ids = batch["input_ids"]
-        facts: BatchFacts | None = batch.get(FACTS_KEY)
+        facts: HostMetadata | None = batch.get(METADATA_KEY)
         segments = facts.segments if facts is not None else None
         if segments is None:
             segments = _segments_from(batch, total=input_ids.shape[-1])
@@ -191,7 +191,7 @@ def _check_boundaries(batch: Mapping[str, Any], segments: Segments) -> None:
         if values is None:
             continue
         message = (
-            f"{name} differs from the boundaries {list(on_host)[:9]} that the host facts ({FACTS_KEY!r}) say of the "
+            f"{name} differs from the boundaries {list(on_host)[:9]} that the host facts ({METADATA_KEY!r}) say of the "
             "row; was the batch split or concatenated on its way (accelerate: set dispatch_batches=False)? If you "
             "changed the row, leave its facts out"
         )

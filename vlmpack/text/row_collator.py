@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.layout import IGNORE, BatchFacts, PackedRow, Segments, ranges, shift_labels
+from vlmpack.layout import IGNORE, HostMetadata, PackedRow, Segments, ranges, shift_labels
 from vlmpack.text.samples import learnt_column, masked_labels, real_tokens, token_ids_of, vector
 
 PositionRows = Literal[0, 1, 4]
@@ -110,7 +110,7 @@ def joined_row(
         segments=segments,
         shift_labels=shifted_1T,
         position_ids={0: None, 1: position_1T, 4: position_1T.expand(4, 1, -1)}[position_rows],
-        facts=BatchFacts(
+        facts=HostMetadata(
             lengths=tuple(lengths),
             num_targets=int(np.count_nonzero(shifted_1T.numpy() != IGNORE)),
             sample_ids=sample_ids,
