@@ -243,8 +243,13 @@ def slot_rule(manifest: Manifest, *, pad_to_max_length: bool, pad_cu_seqlens: bo
         ConfigError: the settings contradict each other, or what the rows were planned for.
     """
     slots = SlotRule(**manifest.settings["slots"])
-    if multiple is not None:
-        slots = _with_multiple(slots, multiple)
+    multiple = slots.multiple if multiple is None else check_whole_number("pad_seq_to_mult", multiple)
+    if slots.multiple % multiple:
+        raise ConfigError(
+            f"pad_seq_to_mult={multiple}, but the rows were planned for samples rounded up to {slots.multiple}: with "
+            f"another multiple they may not fit. Pack again with SlotRule(multiple={multiple}) (vlmpack pack "
+            f"--pad-seq-to-mult {multiple}), or give a divisor of {slots.multiple}"
+        )
     if pad_cu_seqlens and not pad_to_max_length:
         raise ConfigError(
             "pad_cu_seqlens=True makes boundaries of a fixed number, for CUDA graphs, which need rows of a fixed width "
@@ -258,17 +263,7 @@ def slot_rule(manifest: Manifest, *, pad_to_max_length: bool, pad_cu_seqlens: bo
         )
     return replace(
         slots,
+        multiple=multiple,
         pad_to=manifest.capacity if pad_to_max_length else None,
         max_segments=manifest.sizes.most_segments if pad_cu_seqlens else None,
     )
-
-
-def _with_multiple(slots: SlotRule, multiple: int) -> SlotRule:
-    multiple = check_whole_number("pad_seq_to_mult", multiple)
-    if slots.multiple % multiple:
-        raise ConfigError(
-            f"pad_seq_to_mult={multiple}, but the rows were planned for samples rounded up to {slots.multiple}: with "
-            f"another multiple they may not fit. Pack again with SlotRule(multiple={multiple}) (vlmpack pack "
-            f"--pad-seq-to-mult {multiple}), or give a divisor of {slots.multiple}"
-        )
-    return replace(slots, multiple=multiple)
