@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +18,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from vlmpack.bench import Figure, Skipped, Target
-from vlmpack.bench import Report as Measured
-from vlmpack.bench.gpu.command import print_targets
-from vlmpack.bench.table import print_report as print_measured
+from benchmarks.figures import Figure, Skipped, Target
+from benchmarks.figures import Report as Measured
+from benchmarks.gpu.command import print_targets
+from benchmarks.report import print_report as print_measured
+from benchmarks.report import print_runs
 from vlmpack.cli.analyze_run import Analysis, PackingTrial
 from vlmpack.cli.analyze_table import print_analysis
-from vlmpack.cli.bench_report import print_runs
 from vlmpack.cli.contest import Run
 from vlmpack.cli.demo_table import print_comparison
 from vlmpack.cli.doctor import print_probes, print_serving, print_versions
@@ -252,11 +255,14 @@ def test_a_figure_its_spread_and_its_target_are_in_one_unit(store: Path) -> None
 
 
 def test_a_pipe_of_the_command_has_no_colours_and_no_cut_cells(tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from vlmpack.cli import app
-
     measured().save(tmp_path / "run.json")
-    result = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "run.json")], env={"COLUMNS": "80"})
-    assert "| plan | CORD: longest wait | 1,234,567 samples |  |" in result.stdout.splitlines()
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "report", str(tmp_path / "run.json")],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "COLUMNS": "80", "PYTHONIOENCODING": "utf-8"},
+    )
+    assert "| plan | CORD: longest wait | 1,234,567 samples |  |" in done.stdout.splitlines(), done.stderr
     assert json.loads((tmp_path / "run.json").read_text())["schema"]

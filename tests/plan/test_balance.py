@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.bench.cases.plan import LENGTH_SETS, QWEN3_VL_8B
+from benchmarks.cases.plan import LENGTH_SETS, QWEN3_VL_8B
 from vlmpack.errors import ConfigError
 from vlmpack.plan import EMPTY, CostModel, balance_rows, plan_bins
 from vlmpack.plan.balance import METHODS

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.bench.cases.plan import LENGTH_SETS
+from benchmarks.cases.plan import LENGTH_SETS
 from vlmpack.plan.bound import lower_bound
 from vlmpack.plan.decreasing import best_fit_decreasing
 from vlmpack.plan.exact_fill import Stock, exact_fill

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.bench.cases.plan import LENGTH_SETS, several_limits, stream
+from benchmarks.cases.plan import LENGTH_SETS, several_limits, stream
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan import WaitingRoom, waiting
 from vlmpack.plan.several import fill_row
