@@ -14,8 +14,7 @@ import torch
 
 from benchmarks.command import CASES
 from benchmarks.figures import BenchSettings, Figure, Skipped
-from benchmarks.peers import PEERS, PeerShapes
-from benchmarks.peers import projects
+from benchmarks.peers import PEERS, PeerShapes, projects
 from benchmarks.peers.contest import Contest, Peer, PeerWork, Sample, Way, check_equal, read_padded, read_row
 from vlmpack.errors import ConfigError, VlmpackError
 from vlmpack.layout import IGNORE
