@@ -52,11 +52,11 @@ class Case:
     about: str
     """One line for people."""
     run: Callable[[BenchSettings, Any], Sequence[Figure | Skipped]]
-    """Measures it, and says what it had to leave out."""
+    """Measures it; what could not be measured is returned as `Skipped`."""
     shapes: Any
-    """The sizes that `run` gets unless told otherwise: a frozen dataclass."""
+    """The sizes that `run` gets by default: a frozen dataclass."""
     by_family: bool = False
-    """Whether it measures one family of models at a time, that of the settings."""
+    """True: it measures one family of models at a time, that of the settings."""
     weight: float = 1.0
     """Its share of a run's time, relative to the others: long rounds need more for an equally stable median."""
 
@@ -110,7 +110,7 @@ OUT_OF_TIME = "the time was used up before its turn; give a larger --budget, or 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """What is measured in one go: a case, of one family if it measures families."""
+    """One case to be run, of one family if the case measures families."""
 
     case: str
     """A key of `CASES`."""
@@ -134,13 +134,13 @@ def run_cases(
 
     A unit gets its share (`Case.weight`) of the time that is left when its turn comes. The first unit of every case is
     always measured. After it, units whose turn comes when `settings.seconds` for each unit have passed are skipped, and
-    the report says so.
+    the report lists them.
 
     Args:
         names: keys of `CASES`; none: all, in its order.
         settings: of the run, `seconds` for each unit; None: the defaults.
         families: keys of `FAMILIES`; none: that of `settings`.
-        before: told each unit before it starts.
+        before: called with each unit before it starts.
 
     Raises:
         ConfigError: there is no such case or family.
@@ -156,11 +156,11 @@ def run_cases(
             skipped.append(Skipped(case=unit.case, name=unit.family or unit.case, why=OUT_OF_TIME, owed=True))
             continue
         before(unit)
-        case, waiting = CASES[unit.case], sum(CASES[one.case].weight for one in units[turn:])
-        seconds = max(left, 0.0) * case.weight / waiting
-        its_own = replace(settings, family=unit.family or settings.family, seconds=seconds)
-        for found in case.run(its_own, case.shapes):
-            (figures if isinstance(found, Figure) else skipped).append(found)
+        case, weights = CASES[unit.case], sum(CASES[later.case].weight for later in units[turn:])
+        seconds = max(left, 0.0) * case.weight / weights
+        unit_settings = replace(settings, family=unit.family or settings.family, seconds=seconds)
+        for figure in case.run(unit_settings, case.shapes):
+            (figures if isinstance(figure, Figure) else skipped).append(figure)
     return Report(
         figures=tuple(figures),
         environment=environment(settings.device),
@@ -176,8 +176,8 @@ def units_of(names: Sequence[str], families: Sequence[str]) -> list[Unit]:
     Raises:
         ConfigError: there is no such case or family.
     """
-    for kind, asked, known in (("case", names, list(CASES)), ("family", families, list(FAMILIES))):
-        if unknown := [name for name in asked if name not in known]:
+    for kind, chosen, known in (("case", names, list(CASES)), ("family", families, list(FAMILIES))):
+        if unknown := [name for name in chosen if name not in known]:
             raise ConfigError(f"there is no {kind} {', '.join(map(repr, unknown))}; choose from {', '.join(known)}")
     return [
         Unit(case=name, family=family, first=i == 0)
@@ -193,11 +193,11 @@ REPORT = "report"
 ALL = "all"
 """In place of a family: every one."""
 SECONDS = 60.0
-"""Time for one case, or for one family of it, unless told otherwise."""
+"""Time for one case, or for one family of it, where no budget is given."""
 
 
 def main(arguments: Sequence[str] | None = None, *, console: Console | None = None) -> int:
-    """Measure, print a table, and say by the exit status how it went.
+    """Measure, print a table, and return the exit status.
 
     Args:
         arguments: of the command line; None: those of the process.
@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None, *, console: Console | None = No
 
     Returns:
         0: measured; 1: `--check` was given and a target was missed, or there was no time to measure it; 2: could not
-        be run as asked.
+        be run with these arguments.
     """
     try:
         return measure(sys.argv[1:] if arguments is None else arguments, console=console)
@@ -215,10 +215,10 @@ def main(arguments: Sequence[str] | None = None, *, console: Console | None = No
 
 
 def measure(arguments: Sequence[str], *, console: Console | None = None) -> int:
-    """`main`, but that what could not be run as asked is raised.
+    """Measure and print a table like `main`, but raise errors.
 
     Raises:
-        VlmpackError: it could not.
+        VlmpackError: it cannot be run with these arguments.
     """
     console, words = console or _console(), list(arguments)
     if words[:1] == [GPU]:
@@ -245,13 +245,13 @@ def _measure(chosen: argparse.Namespace, console: Console) -> int:
     try:
         if path is not None:
             report.save(path)
-    finally:  # figures that took minutes are told and kept, whichever of the two cannot be done
+    finally:  # figures that took minutes are printed and kept, whichever of the two fails
         print_report(report, console)
     return 1 if chosen.check and not report.complete else 0
 
 
 def _check(chosen: argparse.Namespace) -> None:
-    """Numbers and a device that can be measured with.
+    """Refuse numbers and devices that cannot be measured with.
 
     Raises:
         ConfigError: one of them cannot.
@@ -268,7 +268,7 @@ def _check(chosen: argparse.Namespace) -> None:
 
 @contextmanager
 def _bar(console: Console, units: int) -> Iterator[Callable[[Unit], None]]:
-    """A progress bar over units; gives a function that is told each before it starts."""
+    """Show a progress bar over units; yields a function to be called with each before it starts."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=units)

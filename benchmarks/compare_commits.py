@@ -34,7 +34,7 @@ from vlmpack.terminal import print_table, print_text
 
 CASES = ("step", "collate", "pack", "plan", "pixels")
 MODULES = ("benchmarks", "vlmpack.bench")
-"""Where the benchmarks of a checkout are, the newer place first."""
+"""Modules that run the benchmarks of a checkout, the newer first."""
 TOLERANCE = 0.03
 """Share by which a figure may be worse."""
 LOWER_IS_BETTER = ("s", "bytes", "%", "samples")
@@ -76,7 +76,7 @@ class Comparison:
         return "higher" if self.figure.unit.endswith("/s") else None
 
     def is_worse(self, tolerance: float) -> bool:
-        """Whether the median ratio is worse than 1 by more than `tolerance`."""
+        """Return whether the median ratio is worse than 1 by more than `tolerance`."""
         if self.better == "higher":
             return self.ratio.median < 1 / (1 + tolerance)
         return self.better == "lower" and self.ratio.median > 1 + tolerance
@@ -103,7 +103,7 @@ def compare(earlier: Sequence[Report], later: Sequence[Report]) -> list[Comparis
 def unmatched(earlier: Sequence[Report], later: Sequence[Report]) -> list[str]:
     """Name the figures that some reports lack, and those that were skipped."""
     sides = [{key for report in reports for key in _by_key(report)} for reports in (earlier, later)]
-    common = {key for key in sides[0] & sides[1] if all(key in _by_key(one) for one in (*earlier, *later))}
+    common = {key for key in sides[0] & sides[1] if all(key in _by_key(report) for report in (*earlier, *later))}
     return sorted(": ".join(filter(None, key)) for key in (sides[0] | sides[1]) - common)
 
 

@@ -66,7 +66,7 @@ SCHEMA = 2
 @final
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What a figure must reach."""
+    """A limit that a figure must reach."""
 
     limit: float
     """In the figure's unit."""
@@ -74,7 +74,7 @@ class Target:
     """On which side of the limit it is reached."""
 
     def met_by(self, value: float) -> bool:
-        """Whether `value` reaches it."""
+        """Return whether `value` reaches it."""
         return value <= self.limit if self.better == "lower" else value >= self.limit
 
 
@@ -86,7 +86,7 @@ class Figure:
     case: str
     """The case that found it."""
     name: str
-    """What it is, in words."""
+    """Its name, in words."""
     value: float
     """The number; a median where it was measured over rounds."""
     unit: str
@@ -102,7 +102,7 @@ class Figure:
     clocks: Mapping[str, float] = field(default_factory=dict)
     """The same median by each clock ("wall", "cpu"), whichever of them counts."""
     target: Target | None = None
-    """What it must reach; None: for information."""
+    """Its target; None: for information."""
 
     @classmethod
     def measured(cls, case: str, name: str, spread: Spread, unit: str, **more: Any) -> Figure:
@@ -135,7 +135,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is reached; None: there is none."""
+        """True where the target is reached; None: there is none."""
         return None if self.target is None else self.target.met_by(self.value)
 
 
@@ -147,11 +147,11 @@ class Skipped:
     case: str
     """The case that it belongs to."""
     name: str
-    """What it is, in words, or the family."""
+    """Its name, in words, or the family."""
     why: str
     """Why not, and what to do about it."""
     owed: bool = False
-    """Whether it could have been measured here, so that a check of all targets is not complete without it."""
+    """True: it could have been measured on this machine, so a check of all targets is not complete without it."""
 
 
 @final
@@ -162,11 +162,11 @@ class Failed:
     case: str
     """The case that it belongs to."""
     name: str
-    """What it is, in words."""
+    """Its name, in words."""
     why: str
     """The error, in a line."""
     traceback: str
-    """Where it came from."""
+    """Of the error."""
 
 
 @final
@@ -183,9 +183,9 @@ class Report:
     shapes: Mapping[str, Mapping[str, Any]]
     """Each case's sizes."""
     skipped: tuple[Skipped, ...] = ()
-    """What was not measured."""
+    """Figures that were not measured."""
     failed: tuple[Failed, ...] = ()
-    """What broke."""
+    """Figures whose measurement failed."""
 
     @property
     def missed(self) -> tuple[Figure, ...]:
@@ -194,7 +194,7 @@ class Report:
 
     @property
     def complete(self) -> bool:
-        """Whether every target is reached, nothing broke, and nothing was left out that could have been measured."""
+        """True where every target is reached, nothing failed, and nothing that could be measured was left out."""
         return not self.missed and not self.failed and not any(skipped.owed for skipped in self.skipped)
 
     def save(self, path: str | Path) -> None:
@@ -211,29 +211,29 @@ class Report:
         Raises:
             ConfigError: the file cannot be read, is not a report, not a whole one, or of another schema.
         """
-        found = _json_in(Path(path))
-        if not isinstance(found, dict) or found.get("schema") != SCHEMA:
-            seen = found.get("schema") if isinstance(found, dict) else type(found).__name__
-            raise ConfigError(f"{path} is no benchmark report of schema {SCHEMA} (it has {seen!r}); measure again")
+        content = _json_in(Path(path))
+        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+            kind = content.get("schema") if isinstance(content, dict) else type(content).__name__
+            raise ConfigError(f"{path} is no benchmark report of schema {SCHEMA} (it has {kind!r}); measure again")
         try:
-            return cls._of(found)
-        except (KeyError, TypeError) as error:  # a part is missing, or there is one that is not known
+            return cls._of(content)
+        except (KeyError, TypeError) as error:  # a part is missing, or there is an unknown one
             message = f"{path} is no whole benchmark report of schema {SCHEMA} ({type(error).__name__}: {error})"
             raise ConfigError(f"{message}; measure again") from error
 
     @classmethod
-    def _of(cls, found: Mapping[str, Any]) -> Report:
+    def _of(cls, content: Mapping[str, Any]) -> Report:
         figures = tuple(
             Figure(**{**figure, "target": None if figure["target"] is None else Target(**figure["target"])})
-            for figure in found["figures"]
+            for figure in content["figures"]
         )
         return cls(
             figures=figures,
-            environment=dict(found["environment"]),
-            settings=dict(found["settings"]),
-            shapes=dict(found["shapes"]),
-            skipped=tuple(Skipped(**skipped) for skipped in found["skipped"]),
-            failed=tuple(Failed(**failed) for failed in found.get("failed", ())),
+            environment=dict(content["environment"]),
+            settings=dict(content["settings"]),
+            shapes=dict(content["shapes"]),
+            skipped=tuple(Skipped(**skipped) for skipped in content["skipped"]),
+            failed=tuple(Failed(**failed) for failed in content.get("failed", ())),
         )
 
 
@@ -247,7 +247,7 @@ def _json_in(path: Path) -> Any:
 
 
 def place_for(path: str | Path, *, option: str) -> Path:
-    """Where a file is going to be written. Its folder is made now: a path that cannot be is found before measuring.
+    """Make the folder of a file that will be written, so that a wrong path fails before anything is measured.
 
     Args:
         path: the file.
@@ -263,8 +263,8 @@ def place_for(path: str | Path, *, option: str) -> Path:
         message = f"{option} {path}: its folder cannot be made ({error.strerror}); name a file in one that can"
         raise ConfigError(message) from error
     if path.is_dir() or not os.access(path.parent, os.W_OK):
-        seen = "is a folder" if path.is_dir() else "is in a folder that cannot be written to"
-        raise ConfigError(f"{option} {path} {seen}; name a file that can be written")
+        problem = "is a folder" if path.is_dir() else "is in a folder that cannot be written to"
+        raise ConfigError(f"{option} {path} {problem}; name a file that can be written")
     return path
 
 

@@ -57,7 +57,7 @@ def _count_attention_backward(gradient: Shape, query: Shape, key: Shape, value: 
 
 
 def _of_all_heads(shape: Shape, query: Shape) -> Shape:
-    """The shape [B, N, S, H] of keys or values, once a query head: torch 2.11 does not know heads that share them."""
+    """The shape [B, N, S, H] of keys or values, once a query head: torch 2.11 counts no heads that share them."""
     return (shape[0], query[1], *shape[2:])
 
 
@@ -78,11 +78,11 @@ def _convolution_backward(
 ) -> int:
     """Each of the gradients of values and weight costs what the forward pass does. `weight` is [out, in / groups, ...].
 
-    In the last place stands which of the gradients of values, weight and bias are asked for.
+    The last argument lists which of the gradients of values, weight and bias are computed.
     """
-    transposed, asked = rest[4], rest[-1]
+    transposed, wanted = rest[4], rest[-1]
     places = values if transposed else gradient
-    return 2 * places[0] * prod(places[2:]) * prod(weight) * sum(asked[:2])
+    return 2 * places[0] * prod(places[2:]) * prod(weight) * sum(wanted[:2])
 
 
 BACKWARD_OF_LINEAR = 2
@@ -178,7 +178,7 @@ def _attention_weights(family: Family, text: Any) -> int:
 
 
 def _stream_weights(text: Any) -> int:
-    """What mixes residual streams of Qwen4-exp and adds to them, before both halves of every layer and at the end."""
+    """Weights that mix residual streams of Qwen4-exp, around both halves of every layer and at the end."""
     streams = text.hc_count * text.hidden_size
     mixers = (2 * text.num_hidden_layers + 1) * 2 * streams * text.hc_lowrank
     return mixers + 2 * text.num_hidden_layers * streams * text.hc_count
@@ -193,7 +193,7 @@ def _ngram_weights(text: Any) -> int:
 def _indexer(text: Any, tokens: int) -> int:
     """One indexer on one sample, forward only: it chooses, which has no gradient. A query meets the whole blocks of
     tokens before it."""
-    blocks = sum(seen // text.indexer_compress_ratio for seen in range(1, tokens + 1))
+    blocks = sum(length // text.indexer_compress_ratio for length in range(1, tokens + 1))
     projections = tokens * text.hidden_size * (text.indexer_n_heads + text.indexer_kv_heads)
     return 2 * text.indexer_head_dim * (projections + blocks * text.indexer_n_heads)
 
@@ -271,7 +271,7 @@ def _mergers(family: Family, vision: Any) -> int:
 def _vision_pairs(family: Family, config: Any, grids: Sequence[Grid]) -> int:
     """Pairs of patches that attend to each other, of all blocks: within frames, or within windows of them."""
     vision = family.vision_config(config)
-    frames, *windows = (sum(n * n for n in found.lengths) for found in family.vision_segments(grids, config))
+    frames, *windows = (sum(n * n for n in segments.lengths) for segments in family.vision_segments(grids, config))
     if not windows:
         return vision.depth * frames
     whole = len(vision.fullatt_block_indexes)
@@ -308,9 +308,9 @@ class Ceilings:
     right: torch.Tensor
     """[D, 3 D]."""
     source: torch.Tensor
-    """As many bytes as the model's weights, or `MOST_COPIED`."""
+    """[n]: as many bytes as the model's weights, at most `MOST_COPIED`."""
     target: torch.Tensor
-    """Where they are copied."""
+    """[n]: the target of the copy."""
     weight_bytes: int
     """Of the model's weights."""
 
@@ -345,13 +345,14 @@ class Ceilings:
         return WEIGHT_PASSES * self.weight_bytes
 
     def over_roofline(self, flops: int, timings: Timings, step: str, clock: Clock) -> Spread:
-        """How many times as long as at the ceilings a step of so many FLOPs takes, each round within itself."""
+        """Time of a step of so many FLOPs over its time at the ceilings, each round within itself."""
         seconds = timings.seconds[clock]
         rounds = zip(seconds[step], seconds[PRODUCT], seconds[COPY], strict=True)
         return Spread.of(
             tuple(
-                taken / max(flops * product / self.product_flops, self.step_bytes * copy / (2 * self.source.nbytes))
-                for taken, product, copy in rounds
+                step_seconds
+                / max(flops * product / self.product_flops, self.step_bytes * copy / (2 * self.source.nbytes))
+                for step_seconds, product, copy in rounds
             )
         )
 
@@ -359,4 +360,6 @@ class Ceilings:
         """FLOPs of the step a second over those of the matrix product: 1 is as fast as the machine multiplies."""
         seconds = timings.seconds[clock]
         rounds = zip(seconds[step], seconds[PRODUCT], strict=True)
-        return Spread.of(tuple(flops * product / (self.product_flops * taken) for taken, product in rounds))
+        return Spread.of(
+            tuple(flops * product / (self.product_flops * step_seconds) for step_seconds, product in rounds)
+        )

@@ -120,7 +120,7 @@ def receipt_model(family: Family, shapes: ReceiptShapes, *, seed: int = 0, devic
 def receipt_batch(
     family: Family, config: Any, shapes: ReceiptShapes, *, seed: int = 0, device: str = "cpu"
 ) -> PaddedBatch:
-    """The samples of `shapes` as one right-padded batch on a device, with what a collator would know of it.
+    """The samples of `shapes` as one right-padded batch on a device, with the metadata that a collator gives.
 
     To a family without vision they are text of the same lengths. Pixels are drawn where they will lie.
     """

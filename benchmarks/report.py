@@ -31,28 +31,28 @@ NAMES = 30
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Where a run was made, its figures, its families side by side, and what it left out."""
+    """Print where a run was made, its figures, its families side by side, and what it left out."""
     print_text(console, title(report))
     width = console.width if console.is_terminal else NEEDED
-    for one in (table(report), *tables_of_families(report, width=width)):
-        print_table(console, one)
+    for part in (table(report), *tables_of_families(report, width=width)):
+        print_table(console, part)
     for line in skipped(report):
         print_text(console, line)
 
 
 def table(report: Report) -> Table:
-    """One line a figure, below its case: the value, how it spread over the rounds, and its target, all in one unit."""
-    found = _table("figure", "median", "quartiles", "rounds", "target")
+    """Make a line a figure, below its case: value, quartiles over the rounds, and target, all in one unit."""
+    lines = _table("figure", "median", "quartiles", "rounds", "target")
     last = None
     for figure in report.figures:
         group = _group(figure)
         if group != last:
             if last is not None:
-                found.add_section()
-            found.add_row(Text(group, style="bold"))
-        found.add_row(Padding(figure.name, (0, 0, 0, 2), expand=False), *_cells(figure))
+                lines.add_section()
+            lines.add_row(Text(group, style="bold"))
+        lines.add_row(Padding(figure.name, (0, 0, 0, 2), expand=False), *_cells(figure))
         last = group
-    return found
+    return lines
 
 
 def tables_of_families(report: Report, *, width: int) -> list[Table]:
@@ -61,64 +61,66 @@ def tables_of_families(report: Report, *, width: int) -> list[Table]:
     A case has as many tables as it takes to fit them into `width` columns.
     """
     return [
-        one
+        part
         for case, figures in _ratios_by_family(report).items()
         if len(figures) > 1
-        for one in _by_family(case, figures, width)
+        for part in _by_family(case, figures, width)
     ]
 
 
 def tables_of_runs(reports: Mapping[str, Report], *, width: int) -> list[Table]:
-    """Reports side by side: a line a figure, a column a run; as many tables as it takes to fit into `width` columns.
+    """Put reports side by side: a line a figure, a column a run, in as many tables as `width` needs.
 
     Args:
-        reports: by the name that heads their column; at least one.
+        reports: by the name that heads their column; at least part.
         width: of the terminal.
     """
     lines = lines_of(reports)
     names = [f"{line.group}: {line.name}" + (f" ({line.target})" if line.target else "") for line in lines]
     cells = [[_coloured(line.figures[run]) for line in lines] for run in range(len(reports))]
     runs = list(reports)
-    found = []
+    tables = []
     for run in columns_that_fit(runs, cells, taken=NAMES, width=width):
-        one = _table("figure", *map(wrapped, runs[run]))
+        part = _table("figure", *map(wrapped, runs[run]))
         for at, name in enumerate(names):
-            one.add_row(name, *(column[at] for column in cells[run]))
-        found.append(one)
-    return found
+            part.add_row(name, *(column[at] for column in cells[run]))
+        tables.append(part)
+    return tables
 
 
 def skipped(report: Report) -> list[Text]:
     """A line for each thing that was left out, and for each that broke."""
-    lines = [Text(f"skipped: {one.case}, {one.name}: {one.why}", style="yellow") for one in report.skipped]
-    return lines + [Text(f"failed: {one.case}, {one.name}: {one.why}", style="bold red") for one in report.failed]
+    lines = [Text(f"skipped: {entry.case}, {entry.name}: {entry.why}", style="yellow") for entry in report.skipped]
+    return lines + [
+        Text(f"failed: {entry.case}, {entry.name}: {entry.why}", style="bold red") for entry in report.failed
+    ]
 
 
 def _ratios_by_family(report: Report) -> dict[str, dict[str, list[Figure]]]:
     """case -> family -> its ratios."""
-    found: dict[str, dict[str, list[Figure]]] = {}
+    ratios: dict[str, dict[str, list[Figure]]] = {}
     for figure in report.figures:
         if figure.family is not None and figure.unit == "x":
-            found.setdefault(figure.case, {}).setdefault(figure.family, []).append(figure)
-    return found
+            ratios.setdefault(figure.case, {}).setdefault(figure.family, []).append(figure)
+    return ratios
 
 
 def _by_family(case: str, figures: Mapping[str, Sequence[Figure]], width: int) -> Iterator[Table]:
     titles = [figure.name for figure in next(iter(figures.values()))]
     cells = [[_short(ratio) for ratio in column] for column in zip(*figures.values(), strict=True)]
     for run in columns_that_fit(titles, cells, taken=max(map(len, (case, *figures))), width=width):
-        found = _table(case, *map(wrapped, titles[run]))
+        part = _table(case, *map(wrapped, titles[run]))
         for at, family in enumerate(figures):
-            found.add_row(family, *(column[at] for column in cells[run]))
-        yield found
+            part.add_row(family, *(column[at] for column in cells[run]))
+        yield part
 
 
 def _table(first: str, *numbers: str) -> Table:
-    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    found.add_column(first, overflow="fold")
+    empty = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    empty.add_column(first, overflow="fold")
     for title in numbers:
-        found.add_column(title, justify="right", no_wrap=True)
-    return found
+        empty.add_column(title, justify="right", no_wrap=True)
+    return empty
 
 
 def _short(figure: Figure) -> Text:
@@ -139,21 +141,21 @@ class Line:
     group: str
     """Case and family."""
     name: str
-    """What it is."""
+    """Of the figure."""
     figures: tuple[Figure | None, ...]
     """Of each run; None: it has none."""
 
     @property
     def target(self) -> str:
-        """What it must reach, as the first run that has one says; nothing where none has."""
+        """The target, of the first run that has one; nothing where none has."""
         return next((target_in_words(figure) for figure in self.figures if figure is not None and figure.target), "")
 
 
 def lines_of(reports: Mapping[str, Report]) -> list[Line]:
     """All figures of some runs, in the order in which they first appear."""
-    found = [{(_group(figure), figure.name): figure for figure in report.figures} for report in reports.values()]
-    keys = dict.fromkeys(key for figures in found for key in figures)
-    return [Line(group=key[0], name=key[1], figures=tuple(figures.get(key) for figures in found)) for key in keys]
+    runs = [{(_group(figure), figure.name): figure for figure in report.figures} for report in reports.values()]
+    keys = dict.fromkeys(key for figures in runs for key in figures)
+    return [Line(group=key[0], name=key[1], figures=tuple(figures.get(key) for figures in runs)) for key in keys]
 
 
 def readable(values: Sequence[float], unit: str, *, like: float | None = None) -> str:
@@ -174,7 +176,7 @@ def _digits(values: Sequence[float], factor: float) -> str:
 
 
 def _scale(largest: float, unit: str) -> tuple[float, str]:
-    """(factor, name) of the unit in which a number is easy to read."""
+    """Choose the unit in which a number is easy to read: (factor, name)."""
     for below, factor, name in _UNITS.get(unit, ()):
         if largest < below:
             return factor, name
@@ -267,8 +269,10 @@ def _markdown_run(name: str, report: Report) -> str:
         f"{where['device_name']}, {where['threads']} threads, {report.settings['clock']} clock, "
         f"seed {report.settings['seed']}"
     )
-    skipped = [f"  - skipped: {one.case}, {one.name}: {one.why}" for one in report.skipped]
-    return "\n".join([line, *skipped, *(f"  - failed: {one.case}, {one.name}: {one.why}" for one in report.failed)])
+    skipped = [f"  - skipped: {entry.case}, {entry.name}: {entry.why}" for entry in report.skipped]
+    return "\n".join(
+        [line, *skipped, *(f"  - failed: {entry.case}, {entry.name}: {entry.why}" for entry in report.failed)]
+    )
 
 
 def _markdown_row(*cells: str) -> str:
@@ -345,11 +349,11 @@ def _draw(reports: Mapping[str, Report], path: Path) -> Path:
         from vlmpack.plots import plot_ratios, save
     except ModuleNotFoundError as error:
         raise ConfigError(f"--out needs {error.name}, not installed here: pip install 'vlmpack[plots]'") from error
-    return save(plot_ratios({name: _ratios(one) for name, one in reports.items()}), path)
+    return save(plot_ratios({name: _ratios(report) for name, report in reports.items()}), path)
 
 
 def _ratios(report: Report) -> list[Ratio]:
-    """What a run measured as ratios of two times or two sizes."""
+    """The figures of a run that are ratios of two times or two sizes."""
     from vlmpack.plots import Ratio
 
     return [

@@ -32,7 +32,7 @@ class Spread:
     high: float
     """The upper quartile."""
     rounds: int
-    """How many values there were."""
+    """Number of values."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
@@ -45,7 +45,7 @@ class Spread:
         return Spread(median=self.median * factor, low=self.low * factor, high=self.high * factor, rounds=self.rounds)
 
     def rate(self, count: float) -> Spread:
-        """Of seconds: how many of `count` things, done in that time, one second sees."""
+        """Convert seconds for `count` things into things a second."""
         return Spread(median=count / self.median, low=count / self.high, high=count / self.low, rounds=self.rounds)
 
 
@@ -62,9 +62,9 @@ class Timings:
         return Spread.of(self.seconds[clock][name])
 
     def ratio(self, name: str, base: str, clock: Clock) -> Spread:
-        """How many times as long as `base` a call of `name` takes, each round compared within itself."""
-        ours, theirs = self.seconds[clock][name], self.seconds[clock][base]
-        return Spread.of(tuple(a / b for a, b in zip(ours, theirs, strict=True)))
+        """The time of `name` over that of `base`, each round compared within itself."""
+        numerators, denominators = self.seconds[clock][name], self.seconds[clock][base]
+        return Spread.of(tuple(a / b for a, b in zip(numerators, denominators, strict=True)))
 
 
 def alternate(
@@ -88,7 +88,7 @@ def alternate(
         device: wait for this device before a clock is read.
     """
     names = list(callables)
-    found: dict[Clock, dict[str, list[float]]] = {clock: {name: [] for name in names} for clock in CLOCKS}
+    seconds_by_clock: dict[Clock, dict[str, list[float]]] = {clock: {name: [] for name in names} for clock in CLOCKS}
     with _quiet_garbage_collector():
         calls = {name: _calls_for(function, device) for name, function in callables.items()}
         started = time.perf_counter()
@@ -98,13 +98,15 @@ def alternate(
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 measured = _measure(callables[name], calls[name], device)
                 for clock in CLOCKS:
-                    found[clock][name].append(measured[clock])
-    return Timings(seconds={clock: {name: tuple(values) for name, values in by.items()} for clock, by in found.items()})
+                    seconds_by_clock[clock][name].append(measured[clock])
+    return Timings(
+        seconds={clock: {name: tuple(values) for name, values in by.items()} for clock, by in seconds_by_clock.items()}
+    )
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """What runs in a DataLoader's worker is measured as it runs there: with one thread."""
+    """Measure with one thread, as in a DataLoader's worker."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -114,7 +116,7 @@ def one_thread() -> Iterator[None]:
 
 
 def _calls_for(function: Callable[[], object], device: str) -> int:
-    """Warm up, and say how many calls make one measurement."""
+    """Warm up, and return the number of calls of one measurement."""
     first = _measure(function, 1, device)["wall"]
     once = first if first > FIRST * LEAST_SECONDS else _measure(function, 1, device)["wall"]
     return max(1, round(LEAST_SECONDS / max(once, 1e-7)))
@@ -135,7 +137,7 @@ def _measure(function: Callable[[], object], calls: int, device: str) -> dict[Cl
 
 
 _old_is_left_out = False
-"""Whether collections look at new objects only already."""
+"""True while collections walk through new objects only."""
 
 
 @contextmanager
@@ -158,7 +160,7 @@ def new_garbage_only() -> Iterator[None]:
 
 @contextmanager
 def _quiet_garbage_collector() -> Iterator[None]:
-    """Collect when told and not otherwise; and look at new objects only."""
+    """Collect garbage between measurements only, and walk through new objects only."""
     was_on = gc.isenabled()
     with new_garbage_only():
         gc.disable()

@@ -1,4 +1,4 @@
-"""Peak memory of a step, the same number every time.
+"""Peak memory of a call, the same number every time; and versions of installed packages.
 
 On a CPU the resident size depends on what the allocator gave back to the system, so it is no measure. Here every
 operation's outputs are weighed as they come up, once a storage, and taken off when the storage is freed. That
@@ -21,14 +21,14 @@ from torch.utils._pytree import tree_iter
 
 
 def peak_bytes(function: Callable[[], object], *, held: Iterable[torch.Tensor] = (), device: str = "cpu") -> int:
-    """The most bytes of tensors alive at one time during a call, those in `held` (weights, the batch) included."""
+    """Measure the most bytes of tensors alive at one time during a call, those in `held` (weights, the batch) included."""
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         function()
         return torch.cuda.max_memory_allocated(device)
     was_on = gc.isenabled()
-    gc.disable()  # when it runs is not ours to say, and what it frees then would be
+    gc.disable()  # it would run at an arbitrary time, and what it frees would be counted as freed by the call
     try:
         with LiveBytes(held) as live:
             function()
@@ -77,11 +77,11 @@ class LiveBytes(TorchDispatchMode):
 def version_of(package: str) -> str | None:
     """The version of an installed package; None: it is not installed.
 
-    What is imported already is asked itself: the build, such as "+cu132" of PyTorch, is not always in the metadata.
+    An imported package's `__version__` comes first: the build, such as "+cu132" of PyTorch, is not always in the metadata.
     """
     module = sys.modules.get(package.replace("-", "_"))
-    if module is not None and (own := vars(module).get("__version__")) is not None:
-        return str(own)
+    if module is not None and (build := vars(module).get("__version__")) is not None:
+        return str(build)
     try:
         return version(package)
     except PackageNotFoundError:

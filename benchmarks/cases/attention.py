@@ -26,7 +26,7 @@ CASE = "attention"
 TOKENS = (768, 154, 680, 242, 592, 330, 505, 417)
 PATCHES = (920, 184, 816, 288, 712, 396, 604, 500)
 ORACLE = "eager_mask"
-"""The back-end that others are compared with, and that nobody would choose for its speed."""
+"""The back-end that others are compared with; too slow to be timed."""
 
 
 @final
@@ -35,7 +35,7 @@ class Site:
     """One kind of attention layer and a row for it."""
 
     name: str
-    """What it is."""
+    """For people."""
     lengths: tuple[int, ...]
     """Tokens (patches) of each sample (image)."""
     heads: int
@@ -45,7 +45,7 @@ class Site:
     head_dim: int
     """H."""
     causal: bool
-    """Whether a token sees only those before it."""
+    """True: a token attends to those before it only."""
 
 
 @final
@@ -94,7 +94,7 @@ class AttentionInputs:
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied by."""
+        """Factor of the scores."""
         return self.site.head_dim**-0.5
 
     @property
@@ -117,12 +117,12 @@ def measure_attention(settings: BenchSettings, shapes: AttentionShapes) -> list[
     Raises:
         VlmpackError: two ways differ.
     """
-    found: list[Figure | Skipped] = []
+    figures: list[Figure | Skipped] = []
     dtype = torch.float32 if settings.device == "cpu" else torch.bfloat16
     for site in shapes.sites:
         inputs = AttentionInputs.of(site, settings, dtype)
-        found += _site(inputs, settings, seconds=settings.seconds / len(shapes.sites))
-    return found
+        figures += _site(inputs, settings, seconds=settings.seconds / len(shapes.sites))
+    return figures
 
 
 def _site(inputs: AttentionInputs, settings: BenchSettings, *, seconds: float) -> Iterator[Figure | Skipped]:
@@ -162,7 +162,7 @@ def padded_way(inputs: AttentionInputs, *, without_mask: bool = False) -> Callab
 
     Args:
         inputs: the samples.
-        without_mask: under the causal mask alone, which lets CUDA use its fastest kernel: right padding harms nobody.
+        without_mask: under the causal mask alone, CUDA's fastest kernel: right padding changes no real token.
     """
     segments, longest = inputs.segments, max(inputs.site.lengths)
     device = inputs.q_TNH.device
@@ -207,7 +207,7 @@ def dense_way(inputs: AttentionInputs) -> Callable[[], torch.Tensor]:
 def masked(
     q_BNSH: torch.Tensor, k_BKSH: torch.Tensor, v_BKSH: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attention under a mask as transformers asks for it: key-value heads are repeated before, because CUDA has no
+    """Compute attention under a mask as transformers calls it: key-value heads are repeated before, because CUDA has no
     fused kernel that takes a mask and groups heads."""
     group = q_BNSH.shape[1] // k_BKSH.shape[1]
     k_BNSH, v_BNSH = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k_BKSH, v_BKSH))

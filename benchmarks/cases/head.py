@@ -32,7 +32,7 @@ MEMORY_SHARES = (0.25, 0.5, 0.75, 1.0)
 @final
 @dataclass(frozen=True, kw_only=True)
 class HeadInputs:
-    """What the head of one row gets. T row tokens, D channels, V ids."""
+    """Inputs of the head for one row. T row tokens, D channels, V ids."""
 
     hidden: torch.Tensor
     """[T, D], with a gradient."""
@@ -75,7 +75,7 @@ def _times(inputs: HeadInputs, settings: BenchSettings) -> list[Figure]:
 
 
 def _memory(inputs: HeadInputs, settings: BenchSettings) -> list[Figure]:
-    """What each further labelled token costs, between one number of them and the next."""
+    """Weigh each further labelled token, between one number of them and the next."""
     counts = [round(share * len(inputs.targets)) for share in MEMORY_SHARES]
     peaks = [_peak(inputs, count, settings) for count in counts]
     slopes = [(b - a) / (n - m) for (a, b), (m, n) in zip(pairwise(peaks), pairwise(counts), strict=True)]

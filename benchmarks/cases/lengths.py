@@ -52,9 +52,9 @@ class Receipts:
     files: tuple[str, ...]
     """JPEG files."""
     texts: tuple[str, ...]
-    """What stands on each, as JSON."""
+    """The text of each, as JSON."""
     places: range
-    """Which samples of all that could be made of them."""
+    """The samples, of all that the files allow."""
 
     def __len__(self) -> int:
         return len(self.places)

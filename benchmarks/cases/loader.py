@@ -51,7 +51,7 @@ def measure_pack(settings: BenchSettings, shapes: PackShapes) -> list[Figure]:
         batch = long_batch(samples, width, ratio=shapes.ratio, seed=settings.seed)
         batch = on_device(batch, settings.device)
         lengths = lengths_from_mask(batch.attention_mask).lengths
-        told = replace(batch, facts=BatchFacts(lengths=lengths, num_targets=sum(lengths) - len(lengths)))
+        with_lengths = replace(batch, facts=BatchFacts(lengths=lengths, num_targets=sum(lengths) - len(lengths)))
         sources = list(batch.to_hf().values())
         targets = [torch.empty_like(source) for source in sources]
 
@@ -63,7 +63,7 @@ def measure_pack(settings: BenchSettings, shapes: PackShapes) -> list[Figure]:
             timings = alternate(
                 {
                     "pack": lambda batch=batch: pack(batch),
-                    "with lengths": lambda batch=told: pack(batch),
+                    "with lengths": lambda batch=with_lengths: pack(batch),
                     "copy": copy,
                 },
                 seconds=settings.seconds / len(shapes.batches),
@@ -243,7 +243,7 @@ def _loader(parts: list[torch.Tensor], buffers: PixelBuffers) -> Iterator[Iterat
     """Batches without end, joined by one forked worker."""
     joining = _Join(parts=parts, buffers=buffers)
     loader = DataLoader(
-        range(2**31 - 1),  # pyright: ignore[reportArgumentType]: as many batches as anybody asks for
+        range(2**31 - 1),  # pyright: ignore[reportArgumentType]: more batches than are ever taken
         collate_fn=joining,
         num_workers=1,
         prefetch_factor=1,

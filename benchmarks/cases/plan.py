@@ -37,7 +37,7 @@ QWEN3_VL_8B = CostModel.from_sizes(
 @final
 @dataclass(frozen=True, kw_only=True)
 class PlanShapes:
-    """How much to plan."""
+    """Numbers of samples to plan."""
 
     many: int = 1_000_000
     """Samples of the largest plan."""
@@ -48,7 +48,7 @@ class PlanShapes:
     stream: int = 20_000
     """Samples of a stream, and of the plan under several limits."""
     waiting: int = 64
-    """Samples of a stream that wait."""
+    """Samples in the packing buffer of a stream."""
     ranks: int = 8
     """Ranks that rows are balanced over."""
 
@@ -112,7 +112,7 @@ def _offline(name: str, lengths: LengthSet, settings: BenchSettings, shapes: Pla
 
 
 def _stream(name: str, lengths: LengthSet, settings: BenchSettings, shapes: PlanShapes) -> list[Figure]:
-    """What a stream leaves empty, the longest wait, and seconds a sample."""
+    """Measure what a stream leaves empty, the longest delay in the packing buffer, and seconds a sample."""
     sizes = lengths.lengths(shapes.stream, settings.seed)
     rows, delay = stream(sizes, lengths.capacity, shapes.waiting)
     timings = alternate(
@@ -132,7 +132,7 @@ def _stream(name: str, lengths: LengthSet, settings: BenchSettings, shapes: Plan
 
 
 def stream(lengths: np.ndarray, capacity: int, waiting: int) -> tuple[int, int]:
-    """(rows, most samples that came in while one waited) when so many samples wait."""
+    """Pack a stream with a packing buffer of `waiting` samples: (rows, most samples that arrived while one stayed)."""
     room, rows, delay = WaitingRoom(capacity), 0, 0
     for sample, length in enumerate(lengths.tolist()):
         room.add(sample, length)

@@ -127,7 +127,7 @@ class CountedFlops:
 
     @property
     def ideal_speedup(self) -> float:
-        """How many times as fast a step on no padding would be, if time went with FLOPs."""
+        """FLOPs of the padded step over those of the samples alone: the speed-up if time went with FLOPs."""
         return self.padded / self.alone
 
 
@@ -137,9 +137,9 @@ def check_same_loss(losses: Mapping[str, torch.Tensor]) -> None:
     Raises:
         VlmpackError: they do.
     """
-    found = {name: float(loss) for name, loss in losses.items()}
-    if abs(found["packed"] - found["padded"]) > SAME_LOSS * abs(found["padded"]):
-        raise VlmpackError(f"the two steps do not compute the same loss ({found}); run `vlmpack doctor`")
+    values = {name: float(loss) for name, loss in losses.items()}
+    if abs(values["packed"] - values["padded"]) > SAME_LOSS * abs(values["padded"]):
+        raise VlmpackError(f"the two steps do not compute the same loss ({values}); run `vlmpack probe`")
 
 
 STEP = "step"
@@ -181,7 +181,7 @@ def measure_step(settings: BenchSettings, shapes: ReceiptShapes) -> list[Figure]
 
 
 def target_of(family: Family) -> Target:
-    """What share of the ideal speed-up the family must reach."""
+    """The share of the ideal speed-up that the family must reach."""
     return DENSE if family.experts is None and family.delta is None else SPARSE
 
 
@@ -194,7 +194,7 @@ def causal_ideal(family: Family, config: Any, batch: PaddedBatch) -> float:
 
 
 def _rates(shapes: ReceiptShapes, timings: Timings, settings: BenchSettings) -> Iterator[Figure]:
-    """What goes through in a second: real tokens and samples, and all tokens that the padded step computes."""
+    """Real tokens and samples a second, and all tokens that the padded step computes in one."""
     real, samples = sum(shapes.lengths), len(shapes.lengths)
     counts = {"real tokens": (real, "tokens/s"), "samples": (samples, "samples/s")}
     for step in ("packed", "padded"):
@@ -206,7 +206,7 @@ def _rates(shapes: ReceiptShapes, timings: Timings, settings: BenchSettings) -> 
 
 
 def _limits(ceilings: Ceilings, flops: CountedFlops, timings: Timings, settings: BenchSettings) -> Iterator[Figure]:
-    """How far both steps are from what the machine could do, by the FLOPs of the samples alone."""
+    """Compare both steps with the roofline of this machine, by the FLOPs of the samples alone."""
     over = ceilings.over_roofline(flops.alone, timings, "packed", settings.clock)
     yield Figure.measured(STEP, "packed step / roofline of real flops", over, "x")
     for step in ("packed", "padded"):
@@ -236,7 +236,7 @@ COMPILE = "compile"
 FEW_RECOMPILES = Target(limit=3, better="lower")
 NO_GRAPH_BREAKS = Target(limit=0, better="lower")
 READS_VALUES = ("Data dependent", "Dynamic shape operator", "Tensor.item", "_local_scalar_dense")
-"""What PyTorch says where a graph has to end because the host needs a value from the device."""
+"""Words of PyTorch's reasons for a graph break at a host–device sync."""
 
 
 @final

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.figures import Figure, Skipped, Target
 from benchmarks.gpu.models import with_patch_products
-from benchmarks.gpu.run import Cell, Found, Lab
+from benchmarks.gpu.run import Cell, Entries, Lab
 from benchmarks.gpu.shapes import GpuShapes, HeadShape
 from benchmarks.receipts import alone, receipt_batch
 from vlmpack.attention import BACKENDS, AttentionCall
@@ -38,7 +38,7 @@ ALLOWED = (2.0, 3.0, 3.0, 3.0)
 CORRECT = Target(limit=1.0, better="lower")
 """Error over what is allowed."""
 SEEN = Target(limit=2.0, better="higher")
-"""The same number where boundaries are ignored: what is held to `CORRECT` has to see that."""
+"""The same number where boundaries are ignored: a limit of `CORRECT` must detect that."""
 FLOOR = 5e-6
 """Added to both errors: rounding of numbers that are exact by chance."""
 CORRECTNESS_SECONDS = 1.0
@@ -63,7 +63,7 @@ def correctness_cells(shapes: GpuShapes) -> list[Cell]:
     return [*checks, Cell(case=CORRECTNESS, name="control", guess=CORRECTNESS_SECONDS, run=_control)]
 
 
-def _backend(lab: Lab, name: str, heads: HeadShape) -> Found:
+def _backend(lab: Lab, name: str, heads: HeadShape) -> Entries:
     backend, segments = BACKENDS[name], Segments.from_lengths(lab.shapes.lengths, RULE)
     call = AttentionCall(
         device=lab.device.name, dtype=LOW, head_dim=heads.dim, num_heads=heads.heads, num_kv_heads=heads.kv_heads
@@ -80,7 +80,7 @@ def _backend(lab: Lab, name: str, heads: HeadShape) -> Found:
 def _errors(
     backend: Attend, row: list[torch.Tensor], segments: Segments, *, causal: bool
 ) -> Iterator[tuple[str, float]]:
-    """(words, error) of a clean run, everywhere, and of a poisoned one, wherever the row has tokens."""
+    """Yield (words, error) of a clean run, everywhere, and of a poisoned one, wherever the row has tokens."""
     truth = _forward_and_backward(EagerMask(), row, segments, torch.float32, causal=causal)
     plain = _forward_and_backward(EagerMask(), row, segments, LOW, causal=causal)
     yield "", _worst(_forward_and_backward(backend, row, segments, LOW, causal=causal), plain, truth)
@@ -88,7 +88,7 @@ def _errors(
     poisoned = [x.masked_fill(padding[:, None, None], float("nan")) for x in row]
     out, *gradients = _forward_and_backward(backend, poisoned, segments, LOW, causal=causal)
     kept = [out, *(x[~padding] for x in gradients)]
-    others = [[one[0], *(x[~padding] for x in one[1:])] for one in (plain, truth)]
+    others = [[results[0], *(x[~padding] for x in results[1:])] for results in (plain, truth)]
     yield ", NaN in gaps", _worst(kept, *others)
 
 
@@ -98,8 +98,8 @@ def _control(lab: Lab) -> Iterator[Figure]:
     row = _random_qkv(lab, heads, segments)
     truth = _forward_and_backward(EagerMask(), row, segments, torch.float32, causal=True)
     plain = _forward_and_backward(EagerMask(), row, segments, LOW, causal=True)
-    one = Segments.from_lengths([segments.total])
-    leaky = _forward_and_backward(BACKENDS["sdpa_segments"], row, one, LOW, causal=True)
+    joined = Segments.from_lengths([segments.total])
+    leaky = _forward_and_backward(BACKENDS["sdpa_segments"], row, joined, LOW, causal=True)
     yield Figure(case=CORRECTNESS, name="boundaries ignored", value=_worst(leaky, plain, truth), unit="x", target=SEEN)
 
 
@@ -122,18 +122,18 @@ def _forward_and_backward(
     return [out.detach(), *torch.autograd.grad(out, qkv, gradient.to(dtype))]
 
 
-def _worst(ours: Results, plain: Results, truth: Results) -> float:
+def _worst(results: Results, plain: Results, truth: Results) -> float:
     """The largest error of output and gradients, over what is allowed.
 
     Raises:
         VlmpackError: something is not finite.
     """
     names = ("output", "gradient of queries", "gradient of keys", "gradient of values")
-    if broken := [name for name, x in zip(names, ours, strict=True) if not x.isfinite().all()]:
-        raise VlmpackError(f"not finite: {', '.join(broken)}; padding, or memory that nobody wrote, is read")
+    if broken := [name for name, x in zip(names, results, strict=True) if not x.isfinite().all()]:
+        raise VlmpackError(f"not finite: {', '.join(broken)}; padding, or memory that was never written, is read")
     return max(
         (_error(a, t) + FLOOR) / (_error(b, t) + FLOOR) / times
-        for a, b, t, times in zip(ours, plain, truth, ALLOWED, strict=True)
+        for a, b, t, times in zip(results, plain, truth, ALLOWED, strict=True)
     )
 
 

@@ -31,18 +31,18 @@ FIRST = 3
 
 def all_cells(shapes: GpuShapes) -> list[Cell]:
     """Every cell of a run, in order. A model stays on the device for all that follows one another about it."""
-    found = [*ceiling_cells(shapes), *correctness_cells(shapes), *equality_cells(shapes)]
-    found.append(flash_cell())
+    cells = [*ceiling_cells(shapes), *correctness_cells(shapes), *equality_cells(shapes)]
+    cells.append(flash_cell())
     for shape in shapes.models:
-        found += step_cells(shapes, shape, shapes.micro_batches[:FIRST])
-        found += sync_cells(shapes, shape)
-    found += [*attention_cells(shapes), *head_cells(shapes)]
+        cells += step_cells(shapes, shape, shapes.micro_batches[:FIRST])
+        cells += sync_cells(shapes, shape)
+    cells += [*attention_cells(shapes), *head_cells(shapes)]
     for shape in shapes.models:
-        found += memory_cells(shapes, shape)
-        found += step_cells(shapes, shape, shapes.recomputed, recomputed=True)
-        found += step_cells(shapes, shape, shapes.micro_batches[FIRST:])
-        found += memory_cells(shapes, shape, recomputed=True)
-    return [*found, summary_cell()]
+        cells += memory_cells(shapes, shape)
+        cells += step_cells(shapes, shape, shapes.recomputed, recomputed=True)
+        cells += step_cells(shapes, shape, shapes.micro_batches[FIRST:])
+        cells += memory_cells(shapes, shape, recomputed=True)
+    return [*cells, summary_cell()]
 
 
 BUDGET = 540.0
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str], *, console: Console, restart: Callable[[list[
 
     Returns:
         0: measured; 1: something broke, or `--check` was given and a target was missed or left out; 2: could not be
-        run as asked.
+        run with these arguments.
 
     Raises:
         ConfigError: a number or a path that cannot be used.
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str], *, console: Console, restart: Callable[[list[
 
 
 def print_targets(report: Report, console: Console) -> None:
-    """Where it was measured, a line for each figure that is held to a target, and what was left out."""
+    """Print where it was measured, a line for each figure with a target, and what was left out."""
     for line in (title(report), *_lines(report), *skipped(report)):
         console.print(line, highlight=False, soft_wrap=not console.is_terminal)
 
@@ -102,17 +102,17 @@ def _run(chosen: argparse.Namespace, console: Console, *, restart: Callable[[], 
         journal.go_on_from(before)
     cells = all_cells(shapes)
 
-    def tell(cell: Cell) -> None:
+    def print_cell(cell: Cell) -> None:
         console.print(f"{time.time() - started:6.1f} s  {cell.key}", highlight=False)
 
     for shape in shapes.models:
         tiny_model(shape.family)  # loads what transformers loads late
     with new_garbage_only():
-        return run_cells(cells, lab, journal, before=tell, restart=restart)
+        return run_cells(cells, lab, journal, before=print_cell, restart=restart)
 
 
 def _lines(report: Report) -> Iterator[Text]:
-    """What is held to a target; all figures are in the file."""
+    """Lines of the figures that have a target; all figures are in the file."""
     for figure in report.figures:
         if figure.target is not None:
             words = f"{readable([figure.value], figure.unit)}, {target_in_words(figure)}"

@@ -1,4 +1,4 @@
-"""The only file that talks to CUDA: memory, waits, and whether the device still answers; and a CPU that stands in."""
+"""The only file that calls CUDA: memory, host–device syncs, whether the device still works; and a CPU in its place."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ from vlmpack.machine import version_of
 R = TypeVar("R")
 
 PACKAGES = ("triton", "fla-core", "flash-linear-attention", "causal-conv1d", "flash-attn", "kernels", "accelerate")
-"""What changes how a GPU computes a model, where it is installed."""
+"""Packages that change how a GPU computes a model, where they are installed."""
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_CUDNN_SDPA_DEPRIORITIZED")
-"""What else does, in the environment."""
+"""Environment variables that do so."""
 NO_ENGINE = "unable to find an engine"
-"""What a convolution of cuDNN says, among other things, when no plan of it finds room for its workspace."""
+"""Words of cuDNN's error when, among other causes, no plan of a convolution finds room for its workspace."""
 
 
 class Device(Protocol):
-    """What the parts ask of a device."""
+    """The interface of a device to the cells."""
 
     name: str
     """"cuda" or "cpu"."""
     dtype: torch.dtype
-    """What models are computed in."""
+    """Type that models are computed in."""
 
     def describe(self) -> dict[str, Any]:
         """Facts about it, as JSON values."""
         ...
 
     def wait(self) -> None:
-        """Until everything that was asked for is done."""
+        """Block until all queued work is done."""
         ...
 
     def release(self) -> None:
-        """Give back all memory that nobody holds."""
+        """Free all memory that holds no live tensor."""
         ...
 
     def retries(self) -> int:
-        """How often the allocator had to give back its cache to find room, so far."""
+        """Number of times the allocator emptied its cache to find room, so far."""
         ...
 
     def refusals(self) -> int:
-        """How often the allocator found no room, so far."""
+        """Number of times the allocator found no room, so far."""
         ...
 
     def answers(self) -> bool:
-        """Whether it can still be used: a kernel that failed takes the whole process with it."""
+        """Return whether it can still be used: a kernel that failed breaks the device for the whole process."""
         ...
 
-    def waits(self, function: Callable[[], object]) -> list[str]:
-        """Every time that the host waits for the device during a call: "file.py:12 in function"."""
+    def syncs(self, function: Callable[[], object]) -> list[str]:
+        """List the host–device syncs of a call: "file.py:12 in function"."""
         ...
 
 
@@ -71,11 +71,11 @@ class Cuda:
 
     def describe(self) -> dict[str, Any]:
         """See `Device`."""
-        found = torch.cuda.get_device_properties(0)
+        properties = torch.cuda.get_device_properties(0)
         return {
             "capability": list(torch.cuda.get_device_capability(0)),
-            "memory_bytes": found.total_memory,
-            "multiprocessors": found.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
             "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled(),
@@ -110,13 +110,13 @@ class Cuda:
             return False
         return True
 
-    def waits(self, function: Callable[[], object]) -> list[str]:
-        """See `Device`. What a backward pass waits for is named by the line that called `backward`."""
+    def syncs(self, function: Callable[[], object]) -> list[str]:
+        """See `Device`. A sync of a backward pass is named by the line that called `backward`."""
         self.wait()
-        with recorded_waits(torch.device("cuda")) as waits:
+        with recorded_waits(torch.device("cuda")) as syncs:
             function()
         self.wait()
-        return [wait.place for wait in waits]
+        return [sync.place for sync in syncs]
 
 
 @final
@@ -149,11 +149,11 @@ class Cpu:
         """See `Device`."""
         return True
 
-    def waits(self, function: Callable[[], object]) -> list[str]:
-        """See `Device`. What would make the host wait, where the paths of an accelerator are taken."""
-        with recorded_waits(torch.device("cpu")) as waits:
+    def syncs(self, function: Callable[[], object]) -> list[str]:
+        """See `Device`. Lists what would be syncs, where the paths of an accelerator are taken."""
+        with recorded_waits(torch.device("cpu")) as syncs:
             function()
-        return [wait.place for wait in waits]
+        return [sync.place for sync in syncs]
 
 
 DEVICES: dict[str, Callable[[], Device]] = {"cuda": Cuda, "cpu": Cpu}
@@ -164,13 +164,13 @@ def host_seconds(function: Callable[[], object], device: Device) -> float:
     device.wait()
     started = time.perf_counter()
     function()
-    taken = time.perf_counter() - started
+    seconds = time.perf_counter() - started
     device.wait()
-    return taken
+    return seconds
 
 
 def if_it_fits(function: Callable[[], R], device: Device) -> R | None:
-    """What a call returns; None: there is not enough memory for it, all of which is free again."""
+    """Return what a call returns; None: memory ran out, and is free again."""
     before = device.refusals()
     try:
         return function()
@@ -183,7 +183,7 @@ def if_it_fits(function: Callable[[], R], device: Device) -> R | None:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error says that memory ran out: PyTorch's own, or a library's that found no room for its workspace."""
+    """Return whether an error means that memory ran out, of PyTorch or of a library that needs a workspace."""
     return isinstance(error, torch.OutOfMemoryError) or any(
         words in str(error) for words in ("out of memory", "ALLOC_FAILED", "can't allocate memory")
     )

@@ -26,7 +26,7 @@ from benchmarks.cases.head import SHARES, HeadInputs, all_rows, labelled_rows, m
 from benchmarks.figures import Figure, Skipped
 from benchmarks.flops import BACKWARD_OF_ATTENTION
 from benchmarks.gpu.device import if_it_fits
-from benchmarks.gpu.run import Cell, Found, Lab
+from benchmarks.gpu.run import Cell, Entries, Lab
 from benchmarks.gpu.shapes import GpuShapes
 from benchmarks.timing import alternate
 from vlmpack.attention import AttentionCall, explain
@@ -141,7 +141,7 @@ def attention_cells(shapes: GpuShapes) -> list[Cell]:
     ]
 
 
-def _site(lab: Lab, site: Site) -> Found:
+def _site(lab: Lab, site: Site) -> Entries:
     work = AttentionInputs.of(site, lab.settings, lab.device.dtype)
     reasons = explain(AttentionCall.of(work.q_TNH, work.k_TKH))
     packed = [name for name, why in reasons.items() if not why and name != ORACLE]
@@ -201,7 +201,7 @@ def head_cells(shapes: GpuShapes) -> list[Cell]:
     return [*labelled, Cell(case=HEAD, name="chunks", guess=guess, run=_chunks)]
 
 
-def _measure_head(lab: Lab, share: float) -> Found:
+def _measure_head(lab: Lab, share: float) -> Entries:
     inputs = _head_inputs(lab)
     count, name = round(share * len(inputs.targets)), f"{share:.0%} labelled"
     ways: dict[str, Callable[[], object]] = {
@@ -227,7 +227,7 @@ def _measure_head(lab: Lab, share: float) -> Found:
     yield Figure(case=HEAD, name=f"{name}, labelled / all rows, peak memory", value=ratio, unit="x")
 
 
-def _chunks(lab: Lab) -> Found:
+def _chunks(lab: Lab) -> Entries:
     lab.device.release()
     inputs = _head_inputs(lab)
     chunks = if_it_fits(lambda: list(measure_chunks(inputs, lab.settings, case=HEAD)), lab.device)

@@ -55,7 +55,7 @@ LONGEST, FIXED, PACKED, SLOTS = "padded to longest", "padded to width", "packed"
 FLASH = "padded to longest, flash"
 PADDED_WAYS, PACKED_WAYS = (LONGEST, FIXED, FLASH), (PACKED, SLOTS)
 FLASH_ATTENTION = "flash_attention_2"
-"""What transformers calls it: it takes padding out of the batch for attention, and puts it back."""
+"""Its name in transformers: it removes padding from the batch for attention, and restores it."""
 SAME_LOSS = 2e-2
 """Relative difference of two losses above which two ways did not compute the same, in low precision."""
 
@@ -82,13 +82,13 @@ def random_model(shape: ModelShape, device: Device, *, seed: int) -> Any:
 
 
 def twin(model: Any) -> Any:
-    """Another body on the same weights: what is enabled on the one is unknown to the other."""
+    """Copy a model's modules on the same weights: packing that is enabled on one leaves the other plain."""
     shared = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
 def why_no_flash() -> str | None:
-    """Why unmodified models cannot run on FlashAttention here; None: they can."""
+    """The reason why unmodified models cannot run on FlashAttention on this machine; None: they can."""
     from transformers.utils.import_utils import is_flash_attn_2_available
 
     return None if is_flash_attn_2_available() else "transformers finds no flash_attn of 2.3.3 or later that has a GPU"
@@ -178,7 +178,7 @@ class Ways:
 
     @property
     def held(self) -> list[torch.Tensor]:
-        """What is alive before a step: weights and the batch."""
+        """Tensors that are alive before a step: weights and the batch."""
         return [*self.bodies.model.parameters(), *hf_inputs(self.batch).values()]
 
     def clear(self) -> None:
@@ -191,12 +191,12 @@ class Ways:
         return self._flops(self.batch.facts.lengths, causal=True, head_tokens=self.batch.facts.num_targets)
 
     def alone(self) -> StepFlops:
-        """What the unmodified model computes on the samples without padding."""
+        """FLOPs of the unmodified model on the samples without padding."""
         assert self.batch.facts is not None
         return self._flops(self.batch.facts.lengths)
 
     def padded(self, way: str) -> StepFlops:
-        """What the unmodified model computes in one of `PADDED_WAYS`."""
+        """FLOPs of the unmodified model in one of `PADDED_WAYS`."""
         rows, width = (self.wide if way == FIXED else self.batch).input_ids.shape
         return self._flops([width] * rows)
 
@@ -223,10 +223,10 @@ def check_losses(losses: Mapping[str, torch.Tensor]) -> None:
     Raises:
         VlmpackError: a loss differs from the others by more than low precision explains, or is no number.
     """
-    found = {name: float(loss) for name, loss in losses.items()}
-    first = next(iter(found.values()))
-    if not all(abs(loss - first) <= SAME_LOSS * abs(first) for loss in found.values()):
-        raise VlmpackError(f"the ways do not compute the same loss: {found}")
+    values = {name: float(loss) for name, loss in losses.items()}
+    first = next(iter(values.values()))
+    if not all(abs(loss - first) <= SAME_LOSS * abs(first) for loss in values.values()):
+        raise VlmpackError(f"the ways do not compute the same loss: {values}")
 
 
 def widened(batch: PaddedBatch, width: int) -> PaddedBatch:
@@ -258,7 +258,7 @@ def _vocabulary(bodies: Bodies) -> int:
 
 @final
 class Models:
-    """The model that is on the device: one at a time, kept until another is asked for."""
+    """The model on the device: one at a time, kept until another is needed."""
 
     def __init__(self, device: Device, *, seed: int) -> None:
         self._device, self._seed = device, seed

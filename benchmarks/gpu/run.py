@@ -1,8 +1,8 @@
 """Cells, one after the other, within a budget: each is a few figures, and none can end the run.
 
 The report is written after every cell, whole. A cell that breaks is a line of the report with its traceback. One that
-would not fit what is left of the time is skipped, and the report says so. If the device does not answer any more, which
-no process survives, a new process goes on with the next cell.
+would not fit into the remaining time is skipped, and the report lists it. If the device is broken, which no process
+survives, a new process goes on with the next cell.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from benchmarks.gpu.device import Device
 from benchmarks.gpu.models import Models
 from benchmarks.gpu.shapes import GpuShapes
 
-Found = Iterable[Figure | Skipped]
+Entries = Iterable[Figure | Skipped]
 
 FASTEST, SLOWEST = 0.5, 4.0
-"""Bounds of a pace: a cell in which little fitted into memory says little about the next."""
+"""Bounds of a pace: a cell in which little fitted into memory predicts the next one badly."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Lab:
-    """What every cell is given."""
+    """The surroundings of every cell."""
 
     device: Device
-    """Where it runs."""
+    """The device of the run."""
     shapes: GpuShapes
     """All sizes."""
     settings: BenchSettings
@@ -39,7 +39,7 @@ class Lab:
     models: Models
     """The model on the device."""
     figures: list[Figure] = field(default_factory=list)
-    """What was found so far."""
+    """Figures measured so far."""
     ends: float = float("inf")
     """When the budget is used up, by `time.time`."""
 
@@ -57,17 +57,17 @@ class Cell:
     case: str
     """The case that its figures belong to."""
     name: str
-    """What it measures; with the case, its name in the report."""
+    """Its subject; with the case, its name in the report."""
     guess: float
     """Seconds it will take; 0: it costs nothing, and is run even when the budget is used up."""
-    run: Callable[[Lab], Found]
-    """Measures; what it found before it broke is kept."""
+    run: Callable[[Lab], Entries]
+    """Measures; what it yields before an error is kept."""
     pace: str | None = None
     """Cells of one pace are guessed wrongly alike: the guess of the next is corrected by how the last one did."""
 
     @property
     def key(self) -> str:
-        """By which it is known to have been run."""
+        """Its name in the report."""
         return f"{self.case}: {self.name}"
 
 
@@ -84,7 +84,7 @@ class Journal:
         self._environment = {**environment(lab.device.name), **lab.device.describe()}
 
     def go_on_from(self, report: Report) -> None:
-        """Take over what another process found."""
+        """Take over the report of another process."""
         self._lab.figures.extend(report.figures)
         self._skipped.extend(report.skipped)
         self._failed.extend(report.failed)
@@ -95,7 +95,7 @@ class Journal:
             self._done[key] = 0.0
 
     def is_done(self, cell: Cell) -> bool:
-        """Whether the cell has had its turn."""
+        """Return whether the cell was run or skipped."""
         return cell.key in self._done
 
     def begin(self, cell: Cell) -> None:
@@ -103,10 +103,10 @@ class Journal:
         self._done[cell.key] = None
         self.save()
 
-    def note(self, found: Figure | Skipped | Failed) -> None:
-        """Keep what a cell found."""
+    def note(self, entry: Figure | Skipped | Failed) -> None:
+        """Keep what a cell yields."""
         kept: dict[type, list[Any]] = {Figure: self._lab.figures, Skipped: self._skipped, Failed: self._failed}
-        kept[type(found)].append(found)
+        kept[type(entry)].append(entry)
 
     def finish(self, cell: Cell, seconds: float) -> None:
         """Write everything down."""
@@ -143,10 +143,10 @@ def run_cells(
 
     Args:
         cells: the more important first.
-        lab: what they are given.
+        lab: their surroundings.
         journal: where everything is kept.
-        before: told each cell before it starts.
-        restart: called when the device does not answer any more; starts a new process, or returns to let this one end.
+        before: called with each cell before it starts.
+        restart: called when the device is broken; starts a new process, or returns to let this one end.
     """
     paces: dict[str | None, float] = {}
     for cell in cells:
@@ -172,8 +172,8 @@ def _run(cell: Cell, lab: Lab, journal: Journal) -> bool:
     started = time.time()
     journal.begin(cell)
     try:
-        for found in cell.run(lab):
-            journal.note(found)
+        for entry in cell.run(lab):
+            journal.note(entry)
     except Exception as error:
         why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         lines = traceback.format_exc()

@@ -26,9 +26,9 @@ class ModelShape:
     vision: Mapping[str, Any] = field(default_factory=dict)
     """Further settings of the vision tower."""
     tied: bool = True
-    """Whether the head and the embedding are one matrix."""
+    """True: the head and the embedding are one matrix."""
     slowness: float = 1.0
-    """How much longer than its FLOPs say a step takes without further packages; for guesses only."""
+    """Factor on the time that its FLOPs suggest, without further packages; for guesses only."""
 
 
 @final
@@ -82,7 +82,7 @@ class GpuShapes:
     small: Mapping[str, Any] = field(default_factory=dict)
     """Sizes of the models that are compared with their samples alone: fields of `TinySizes`."""
     flops_per_second: float
-    """What a step reaches at the very least; guesses of time rest on it."""
+    """The least speed of a step; guesses of time rest on it."""
     cell_seconds: float
     """Time for the rounds of one cell."""
 

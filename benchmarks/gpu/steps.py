@@ -50,7 +50,7 @@ from benchmarks.gpu.models import (
     check_losses,
     why_no_flash,
 )
-from benchmarks.gpu.run import Cell, Found, Lab
+from benchmarks.gpu.run import Cell, Entries, Lab
 from benchmarks.gpu.shapes import GpuShapes, ModelShape
 from benchmarks.timing import Spread, Timings, alternate
 from vlmpack.machine import peak_bytes
@@ -62,7 +62,7 @@ GAIN = Target(limit=1.5, better="higher")
 CALLS = 6
 """Of each way: one that is weighed, one or two that warm up, three rounds."""
 SHARE_PACKED = 0.6
-"""What a packed step takes of a padded one, at most."""
+"""Time of a packed step over that of a padded one, at most."""
 SETUP = 5.0
 """Seconds to make a batch, and perhaps a model."""
 PLANNING = 1.0
@@ -73,14 +73,14 @@ RATE = "samples a second"
 @final
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one cell measures."""
+    """The subject of one cell."""
 
     shape: ModelShape
     """The model."""
     samples: int
     """The micro-batch."""
     recomputed: bool
-    """Whether activations are recomputed in the backward pass."""
+    """True: activations are recomputed in the backward pass."""
 
     def __str__(self) -> str:
         return f"micro-batch {self.samples}" + ", recomputed" * self.recomputed
@@ -106,11 +106,11 @@ def step_cells(
 
 
 def flash_cell() -> Cell:
-    """Says why a way is missing, if it is."""
+    """A cell that gives the reason why a way is missing, if it is."""
     return Cell(case=STEP, name=FLASH, guess=0.1, run=lambda _: _flash())
 
 
-def _flash() -> Found:
+def _flash() -> Entries:
     if why := why_no_flash():
         yield Skipped(case=STEP, name=FLASH, why=why)
 
@@ -130,19 +130,19 @@ def summary_cell() -> Cell:
     return Cell(case=STEP, name="best against best", guess=0.0, run=_summary)
 
 
-def _measure_step(lab: Lab, plan: Plan) -> Found:
+def _measure_step(lab: Lab, plan: Plan) -> Entries:
     bodies = lab.models.get(plan.shape)
     ways = Ways.of(bodies, lab.shapes, plan.samples, lab.device, seed=lab.settings.seed)
     with bodies.recomputing(plan.recomputed):
         yield from _weighed_and_timed(lab, plan, ways)
 
 
-def _weighed_and_timed(lab: Lab, plan: Plan, ways: Ways) -> Found:
+def _weighed_and_timed(lab: Lab, plan: Plan, ways: Ways) -> Entries:
     def figure(name: str, value: float, unit: str) -> Figure:
         return Figure(case=STEP, name=f"{plan}, {name}", value=value, unit=unit, family=plan.shape.family)
 
-    def too_large(name: str, beside: str = "") -> Skipped:
-        why = f"it does not fit into memory{beside}"
+    def too_large(name: str, reason: str = "") -> Skipped:
+        why = f"it does not fit into memory{reason}"
         return Skipped(case=STEP, name=f"{plan.shape.family}, {plan}, {name}", why=why)
 
     peaks: dict[str, int] = {}
@@ -160,11 +160,11 @@ def _weighed_and_timed(lab: Lab, plan: Plan, ways: Ways) -> Found:
     while peaks:
         _clear(lab, ways)
         before = lab.device.retries()
-        found = if_it_fits(lambda: _figures(lab, plan, ways, list(peaks)), lab.device)
-        if found is not None:
+        figures = if_it_fits(lambda: _figures(lab, plan, ways, list(peaks)), lab.device)
+        if figures is not None:
             if retries := lab.device.retries() - before:
                 yield figure("times the allocator gave back its cache", retries, "times")
-            yield from found
+            yield from figures
             return
         largest = max(peaks, key=lambda name: peaks[name])
         del peaks[largest]
@@ -188,13 +188,18 @@ def _figures(lab: Lab, plan: Plan, ways: Ways, fitting: list[str]) -> list[Figur
     callables: dict[str, Callable[[], object]] = {**{name: steps[name] for name in fitting}, **ceilings.callables}
     timings = alternate(callables, seconds=lab.settings.seconds, device=lab.device.name)
     return [
-        *(one for name in fitting for one in _speed(lab, plan, ways, timings, ceilings, name)),
-        *(one for base in fitting if base in PADDED_WAYS for one in _gains(lab, plan, ways, timings, base, fitting)),
+        *(figure for name in fitting for figure in _speed(lab, plan, ways, timings, ceilings, name)),
+        *(
+            figure
+            for base in fitting
+            if base in PADDED_WAYS
+            for figure in _gains(lab, plan, ways, timings, base, fitting)
+        ),
     ]
 
 
 def _speed(lab: Lab, plan: Plan, ways: Ways, timings: Timings, ceilings: Ceilings, name: str) -> Iterator[Figure]:
-    """How fast one way is, against the clock and against the machine."""
+    """Yield the speed of one way, by the clock and against the machine."""
     clock, family, words = lab.settings.clock, plan.shape.family, f"{plan}, {name}"
     lengths, needed, seconds = _lengths(ways), ways.needed().total, timings.of(name, clock)
     over = ceilings.over_roofline(needed, timings, name, clock)
@@ -209,7 +214,7 @@ def _speed(lab: Lab, plan: Plan, ways: Ways, timings: Timings, ceilings: Ceiling
 
 
 def _gains(lab: Lab, plan: Plan, ways: Ways, timings: Timings, base: str, fitting: list[str]) -> Iterator[Figure]:
-    """What packing gains over one padded way."""
+    """Yield the gains of packing over one padded way."""
     family, ideal = plan.shape.family, ways.padded(base).total / ways.alone().total
     yield Figure(case=STEP, name=f"{plan}, {base}, ideal speed-up", value=ideal, unit="x", family=family)
     for name in (name for name in fitting if name in PACKED_WAYS):
@@ -269,7 +274,7 @@ def _mode(recomputed: bool) -> str:
     return "recomputed" if recomputed else "all activations kept"
 
 
-def _measure_memory(lab: Lab, shape: ModelShape, *, recomputed: bool) -> Found:
+def _measure_memory(lab: Lab, shape: ModelShape, *, recomputed: bool) -> Entries:
     bodies = lab.models.get(shape)
     largest: dict[str, int] = {}
     with bodies.recomputing(recomputed), reserved(lab.shapes.optimizer_bytes * bodies.weights, lab.device):
@@ -297,7 +302,7 @@ def _compare_memory(shape: ModelShape, largest: dict[str, int], mode: str) -> It
 
 
 def _search(lab: Lab, bodies: Bodies, way: str) -> tuple[int, str]:
-    """(largest micro-batch that fitted, what ended the search)."""
+    """Search by doubling: (largest micro-batch that fitted, what ended the search)."""
     fitted, samples = 0, 1
     while samples <= lab.shapes.largest:
         if lab.seconds_left < 0:
@@ -309,7 +314,7 @@ def _search(lab: Lab, bodies: Bodies, way: str) -> tuple[int, str]:
 
 
 def _once(lab: Lab, bodies: Bodies, way: str, samples: int) -> torch.Tensor:
-    """One step; waits for it, so that what fails does so here."""
+    """Run one step to its end, so that an error is raised at this call."""
     ways = Ways.of(bodies, lab.shapes, samples, lab.device, seed=lab.settings.seed)
     step: Callable[[], torch.Tensor] = ways.steps[way]
     loss = step()
@@ -355,20 +360,20 @@ def _measure_syncs(lab: Lab, shape: ModelShape) -> Iterator[Figure]:
 def _syncs_of(lab: Lab, ways: Ways, way: str) -> Iterator[Figure]:
     family, step = ways.bodies.shape.family, ways.steps[way]
     step()
-    found = lab.device.waits(step)
-    ours = [place for place in found if is_ours(place)]
+    places = lab.device.syncs(step)
+    own_places = [place for place in places if is_ours(place)]
     if way in PACKED_WAYS:
         name = f"{way}, waits of vlmpack's own"
-        yield Figure(case=SYNCS, name=name, value=len(ours), unit="times", family=family, target=NO_SYNCS)
-    yield Figure(case=SYNCS, name=f"{way}, waits", value=len(found), unit="times", family=family)
-    for place, count in Counter(map(_short, found)).most_common(MOST_NAMED):
+        yield Figure(case=SYNCS, name=name, value=len(own_places), unit="times", family=family, target=NO_SYNCS)
+    yield Figure(case=SYNCS, name=f"{way}, waits", value=len(places), unit="times", family=family)
+    for place, count in Counter(map(_short, places)).most_common(MOST_NAMED):
         yield Figure(case=SYNCS, name=f"{way}, waits at {place}", value=count, unit="times", family=family)
     seconds = Spread.of([host_seconds(step, lab.device) for _ in range(SYNC_ROUNDS)])
     yield Figure.measured(SYNCS, f"{way}, host time", seconds, "s", family=family)
 
 
 def is_ours(place: str) -> bool:
-    """Whether a sync is caused by a line of vlmpack; benchmarks, whose lines call `backward`, are not part of it."""
+    """Return whether a line of vlmpack causes a sync; benchmarks, whose lines call `backward`, are not part of it."""
     return place.startswith(str(PACKAGE))
 
 

@@ -51,7 +51,7 @@ class PeerShapes:
 @final
 @dataclass(frozen=True, kw_only=True)
 class PeerWork:
-    """What all peers are given."""
+    """The samples of all peers."""
 
     shapes: PeerShapes
     """Sizes."""
@@ -79,12 +79,12 @@ class PeerWork:
         processor.image_processor.patch_size = config.vision_config.patch_size = PATCH_SIZE
         config.image_token_id, config.video_token_id = processor.image_token_id, processor.video_token_id
         ids = [torch.randint(FIRST_WORD, FIRST_WORD + WORDS, (n,), generator=rng) for n in shapes.lengths]
-        tensors = tuple(_labelled(one) for one in ids)
+        tensors = tuple(_labelled(sample) for sample in ids)
         return cls(
             shapes=shapes,
             lists=tuple({name: column.tolist() for name, column in sample.items()} for sample in tensors),
             tensors=tensors,
-            images=tuple(_with_image(one, processor, config, shapes.grid, rng) for one in ids),
+            images=tuple(_with_image(sample, processor, config, shapes.grid, rng) for sample in ids),
             processor=processor,
             tokenizer=processor.tokenizer,
             config=config,
@@ -138,7 +138,7 @@ def _with_image(
 
 
 TWICE = Target(limit=2.0, better="higher")
-"""How many times as long as ours a peer's way must take."""
+"""A peer's time over ours, at least."""
 
 
 @final
@@ -154,7 +154,7 @@ class Sample:
     """1 or 3 rows of n; None: the batch has none."""
 
     def without_last_token(self) -> Sample:
-        """What is left of it where a peer cuts off the token that has nothing to predict."""
+        """Drop the last token, as a peer does that cuts off the token without a target."""
         rows = self.positions
         return Sample(
             input_ids=self.input_ids[:-1],
@@ -172,9 +172,9 @@ class Way:
     """One way to do the work."""
 
     call: Callable[[], Any]
-    """What is timed."""
+    """Does the work; it is timed."""
     read: Callable[[Any], object]
-    """What it gives, in a form that can be compared: mostly the samples in their order. Not timed."""
+    """Converts the result to a form that can be compared: mostly the samples in their order. Not timed."""
 
 
 @final
@@ -182,14 +182,14 @@ class Way:
 class Contest:
     """A peer's way, and ours of the same work."""
 
-    theirs: Way
+    peer: Way
     """The peer's."""
-    ours: Mapping[str, Way]
+    vlmpack: Mapping[str, Way]
     """Ours, by name."""
     work: str = ""
-    """What is worked on, and what the peer leaves out, in a few words."""
+    """The input, and what the peer leaves out, in a few words."""
     target: Target | None = TWICE
-    """What the peer's time over ours must reach."""
+    """Of the peer's time over ours."""
 
 
 @final
@@ -202,17 +202,17 @@ class Peer:
     distribution: str
     """The package that brings it."""
     module: str
-    """Where it lives."""
+    """The module of the function."""
     names: tuple[str, ...]
-    """What is used of that module."""
+    """Functions that are used of that module."""
     contests: Callable[[ModuleType, PeerWork], Sequence[Contest]]
-    """What it is measured at."""
+    """Makes its contests."""
 
     def load(self) -> ModuleType:
         """Its module.
 
         Raises:
-            ConfigError: it cannot be had here; says why.
+            ConfigError: it cannot be imported, with the reason.
         """
         try:
             module = importlib.import_module(self.module)
@@ -236,22 +236,25 @@ def check_equal(contest: Contest) -> None:
     """Times of ways that give different things mean nothing.
 
     Raises:
-        VlmpackError: one of our ways gives something else than the peer's; says where.
+        VlmpackError: one of our ways gives another result than the peer's; names the first difference.
     """
-    theirs = contest.theirs.read(contest.theirs.call())
-    for name, way in contest.ours.items():
-        found = way.read(way.call())
-        if found != theirs:
-            raise VlmpackError(f"its result is not that of {name}: {_difference(found, theirs)}")
+    expected = contest.peer.read(contest.peer.call())
+    for name, way in contest.vlmpack.items():
+        result = way.read(way.call())
+        if result != expected:
+            raise VlmpackError(f"its result is not that of {name}: {_difference(result, expected)}")
 
 
-def _difference(ours: object, theirs: object) -> str:
-    if not (isinstance(ours, list) and isinstance(theirs, list)):
-        return f"{theirs!r:.60}, and not {ours!r:.60}"
-    if len(ours) != len(theirs):
-        return f"{len(theirs)} samples, and not {len(ours)}"
-    at, one, other = next((i, a, b) for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
-    names = [name for name in ("input_ids", "targets", "positions") if one.__dict__[name] != other.__dict__[name]]
+def _difference(results: object, expected: object) -> str:
+    if not (isinstance(results, list) and isinstance(expected, list)):
+        return f"{expected!r:.60}, and not {results!r:.60}"
+    if len(results) != len(expected):
+        return f"{len(expected)} samples, and not {len(results)}"
+    at, our_sample, peer_sample = next(
+        (i, a, b) for i, (a, b) in enumerate(zip(results, expected, strict=True)) if a != b
+    )
+    a, b = vars(our_sample), vars(peer_sample)
+    names = [name for name in ("input_ids", "targets", "positions") if a[name] != b[name]]
     return f"sample {at} has other {' and '.join(names)}"
 
 

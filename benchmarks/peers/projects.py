@@ -62,8 +62,8 @@ def collated_images(work: PeerWork) -> Way:
         grids = row.facts.image_grids
         return row, work.family.positions(row.mm_token_type_ids, row.segments, config=work.config, image_grids=grids)
 
-    def read(found: tuple[PackedRow, torch.Tensor]) -> list[Sample]:
-        row, position_41T = found
+    def read(result: tuple[PackedRow, torch.Tensor]) -> list[Sample]:
+        row, position_41T = result
         batch = {"input_ids": row.input_ids, "labels": row.shift_labels, "position_ids": position_41T[1:]}
         return [sample.without_last_token() for sample in read_row(batch, row.segments.real, shifted=True)]
 
@@ -72,24 +72,24 @@ def collated_images(work: PeerWork) -> Way:
 
 def _hf_padded(transformers: ModuleType, work: PeerWork) -> Sequence[Contest]:
     collate = transformers.DataCollatorForSeq2Seq(work.tokenizer)
-    ours = VLMCollator(work.tokenizer, layout="padded")
+    our_collate = VLMCollator(work.tokenizer, layout="padded")
     features = [{**sample, "attention_mask": [1] * len(sample["input_ids"])} for sample in work.lists]
     return [
         Contest(
-            theirs=Way(call=lambda: collate(features), read=read_padded),
-            ours={"VLMCollator": Way(call=lambda: ours(work.lists), read=read_padded)},
+            peer=Way(call=lambda: collate(features), read=read_padded),
+            vlmpack={"VLMCollator": Way(call=lambda: our_collate(work.lists), read=read_padded)},
         )
     ]
 
 
 def _hf_flattened(transformers: ModuleType, work: PeerWork) -> Sequence[Contest]:
-    """`seq_idx` is left out: it says again what the boundaries say."""
+    """Compare rows without `seq_idx`, which repeats the boundaries."""
     collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 
     def contest(kind: str, features: Sequence[Mapping[str, Any]]) -> Contest:
         return Contest(
-            theirs=Way(call=lambda: collate(features), read=lambda row: read_row(row, row["cu_seq_lens_q"])),
-            ours={"RowCollator": rows_joined(features), "VLMCollator": collated(features, work)},
+            peer=Way(call=lambda: collate(features), read=lambda row: read_row(row, row["cu_seq_lens_q"])),
+            vlmpack={"RowCollator": rows_joined(features), "VLMCollator": collated(features, work)},
             work=kind,
         )
 
@@ -117,8 +117,8 @@ def _trl_padding_free(trl: ModuleType, work: PeerWork) -> Sequence[Contest]:
     collate = trl.DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     return [
         Contest(
-            theirs=Way(call=lambda: collate(work.lists), read=lambda row: read_row(row, row["cu_seq_lens_q"])),
-            ours={"RowCollator": rows_joined(work.lists), "VLMCollator": collated(work.lists, work)},
+            peer=Way(call=lambda: collate(work.lists), read=lambda row: read_row(row, row["cu_seq_lens_q"])),
+            vlmpack={"RowCollator": rows_joined(work.lists), "VLMCollator": collated(work.lists, work)},
             work="lists",
         )
     ]
@@ -136,13 +136,13 @@ TRL_PADDING_FREE = Peer(
 def _seqpacker_collate(torch_utils: ModuleType, work: PeerWork) -> Sequence[Contest]:
     """It takes no labels: every token is learnt. Both lay the longest sample first, where they please among equals."""
     samples = [sample["input_ids"] for sample in work.lists]
-    theirs, ours = torch_utils.packed_collate_fn(work.tokens), packed_collate_fn(work.tokens)
+    peer_collate, our_collate = torch_utils.packed_collate_fn(work.tokens), packed_collate_fn(work.tokens)
     return [
         Contest(
-            theirs=Way(call=lambda: theirs(samples), read=lambda row: _read_seqpacker(row, row.labels)),
-            ours={
+            peer=Way(call=lambda: peer_collate(samples), read=lambda row: _read_seqpacker(row, row.labels)),
+            vlmpack={
                 "packed_collate_fn": Way(
-                    call=lambda: ours(samples), read=lambda found: _read_seqpacker(found, found.shift_labels)
+                    call=lambda: our_collate(samples), read=lambda batch: _read_seqpacker(batch, batch.shift_labels)
                 )
             },
             work="ids only",
@@ -150,10 +150,10 @@ def _seqpacker_collate(torch_utils: ModuleType, work: PeerWork) -> Sequence[Cont
     ]
 
 
-def _read_seqpacker(found: Any, targets: Any) -> list[Sample]:
+def _read_seqpacker(batch: Any, targets: Any) -> list[Sample]:
     """One row of both projects' `PackedBatch`, its samples in an order of their own."""
-    (boundaries,) = found.cu_seqlens
-    row = {"input_ids": found.input_ids, "labels": targets, "position_ids": found.position_ids}
+    (boundaries,) = batch.cu_seqlens
+    row = {"input_ids": batch.input_ids, "labels": targets, "position_ids": batch.position_ids}
     return sorted(read_row(row, boundaries, shifted=True), key=lambda sample: sample.input_ids)
 
 
@@ -163,11 +163,11 @@ def _seqpacker_plan(package: ModuleType, work: PeerWork) -> Sequence[Contest]:
     lengths = LENGTH_SETS["CORD"].lengths(work.shapes.planned, work.seed).clip(max=capacity)
     return [
         Contest(
-            theirs=Way(
+            peer=Way(
                 call=lambda: package.pack_sequences(lengths, capacity).bins,
                 read=lambda bins: _rows_of_all(bins, len(lengths)),
             ),
-            ours={
+            vlmpack={
                 "plan_bins": Way(
                     call=lambda: plan_bins(lengths, capacity, strategy="best_fit_decreasing").bins,
                     read=lambda rows: _rows_of_all(rows, len(lengths)),
@@ -180,7 +180,7 @@ def _seqpacker_plan(package: ModuleType, work: PeerWork) -> Sequence[Contest]:
 
 
 def _rows_of_all(rows: Sequence[Sequence[int]], samples: int) -> tuple[int, bool]:
-    """(how many rows, whether every sample is in one of them)."""
+    """Return (number of rows, whether every sample is in exactly one of them)."""
     return len(rows), sorted(sample for row in rows for sample in row) == list(range(samples))
 
 
@@ -206,19 +206,19 @@ def _bridge_rows(in_batch: ModuleType, work: PeerWork) -> Sequence[Contest]:
     batch = work.padded()
 
     def join_padded() -> Mapping[str, Any]:
-        given = dict(batch)
-        in_batch.pack_right_padded_sequence_batch_to_mcore_thd(given)
-        return given
+        copied = dict(batch)
+        in_batch.pack_right_padded_sequence_batch_to_mcore_thd(copied)
+        return copied
 
     return [
         Contest(
-            theirs=Way(call=lambda: in_batch.build_mcore_thd_sequence_batch_from_rows(rows), read=_read_bridge),
-            ours={"RowCollator": rows_joined(work.tensors)},
+            peer=Way(call=lambda: in_batch.build_mcore_thd_sequence_batch_from_rows(rows), read=_read_bridge),
+            vlmpack={"RowCollator": rows_joined(work.tensors)},
             work="tensors, positions given",
         ),
         Contest(
-            theirs=Way(call=join_padded, read=_read_bridge),
-            ours={"pack": _packed_by_us(batch)},
+            peer=Way(call=join_padded, read=_read_bridge),
+            vlmpack={"pack": _packed_by_us(batch)},
             work="a padded batch",
         ),
     ]
@@ -238,8 +238,8 @@ def _bridge_batch(vlm_step: ModuleType, work: PeerWork) -> Sequence[Contest]:
 
     return [
         Contest(
-            theirs=Way(call=call, read=_read_bridge),
-            ours={"pack": _packed_by_us(batch, loss_mask=loss_mask)},
+            peer=Way(call=call, read=_read_bridge),
+            vlmpack={"pack": _packed_by_us(batch, loss_mask=loss_mask)},
             work="a padded batch",
         )
     ]
@@ -250,8 +250,8 @@ def _packed_by_us(batch: Mapping[str, Any], **extras: torch.Tensor) -> Way:
     padded = PaddedBatch(**batch, extras=extras)
 
     def read(row: PackedRow) -> list[Sample]:
-        found = {"input_ids": row.input_ids, "labels": row.shift_labels, "position_ids": row.position_ids}
-        return read_row(found, row.segments.real, shifted=True)
+        batch = {"input_ids": row.input_ids, "labels": row.shift_labels, "position_ids": row.position_ids}
+        return read_row(batch, row.segments.real, shifted=True)
 
     return Way(call=lambda: pack(padded), read=read)
 
@@ -277,7 +277,7 @@ BRIDGE_BATCH = Peer(
 
 
 def _automodel_row(packing: ModuleType, work: PeerWork) -> Sequence[Contest]:
-    """As its packed data set makes a row: positions by the model's own function, shift, join. Pixels are joined too.
+    """Make a row as its packed data set does: positions by the model's function, shift, join. Pixels are joined too.
 
     Each sample loses its last token on the way, whose target nothing is.
     """
@@ -294,8 +294,8 @@ def _automodel_row(packing: ModuleType, work: PeerWork) -> Sequence[Contest]:
 
     return [
         Contest(
-            theirs=Way(call=call, read=_read_automodel),
-            ours={"VLMCollator": collated_images(work)},
+            peer=Way(call=call, read=_read_automodel),
+            vlmpack={"VLMCollator": collated_images(work)},
             work="images, without last tokens",
         )
     ]
@@ -333,18 +333,18 @@ THEIRS = "theirs"
 def measure_peers(settings: BenchSettings, shapes: PeerShapes) -> list[Figure | Skipped]:
     """Time every peer that is installed, with one thread, as in a DataLoader's worker."""
     work = PeerWork.of(shapes, seed=settings.seed)
-    found: list[Figure | Skipped] = []
+    figures: list[Figure | Skipped] = []
     contests: list[tuple[str, Contest]] = []
     for peer in PEERS:
         try:
             module = peer.load()
         except ConfigError as error:
-            found.append(Skipped(case=CASE, name=peer.name, why=str(error)))
+            figures.append(Skipped(case=CASE, name=peer.name, why=str(error)))
             continue
         contests += [(_title(peer, contest), contest) for contest in peer.contests(module, work)]
     for title, contest in contests:
-        found += _measure_contest(title, contest, settings, seconds=settings.seconds / len(contests))
-    return found
+        figures += _measure_contest(title, contest, settings, seconds=settings.seconds / len(contests))
+    return figures
 
 
 def _title(peer: Peer, contest: Contest) -> str:
@@ -359,10 +359,10 @@ def _measure_contest(
     except VlmpackError as error:
         yield Skipped(case=CASE, name=title, why=str(error), owed=True)
         return
-    ways = {THEIRS: contest.theirs.call, **{name: way.call for name, way in contest.ours.items()}}
+    ways = {THEIRS: contest.peer.call, **{name: way.call for name, way in contest.vlmpack.items()}}
     with one_thread():
         timings = alternate(ways, seconds=seconds)
     yield Figure.timed(CASE, title, timings, THEIRS, settings)
-    for name in contest.ours:
+    for name in contest.vlmpack:
         of = (THEIRS, name)
         yield Figure.compared(CASE, f"{title} / {name}", timings, of, settings, target=contest.target)

@@ -81,8 +81,8 @@ def test_a_peer_whose_samples_differ_is_not_timed(place: int, work: PeerWork, mo
     changed = samples(work)
     changed[1] = replace(changed[1], **[{"input_ids": (7,)}, {"targets": (7,)}, {"positions": None}][place])
     contest = Contest(
-        theirs=Way(call=lambda: changed, read=lambda found: found),
-        ours={"mine": Way(call=lambda: samples(work), read=lambda found: found)},
+        peer=Way(call=lambda: changed, read=lambda found: found),
+        vlmpack={"mine": Way(call=lambda: samples(work), read=lambda found: found)},
     )
     name = ("input_ids", "targets", "positions")[place]
     with pytest.raises(VlmpackError, match=f"not that of mine: sample 1 has other {name}$"):
@@ -97,8 +97,8 @@ def test_a_peer_whose_samples_differ_is_not_timed(place: int, work: PeerWork, mo
 def test_missing_samples_and_other_numbers_are_told() -> None:
     def contest(theirs: object, ours: object) -> Contest:
         return Contest(
-            theirs=Way(call=lambda: theirs, read=lambda found: found),
-            ours={"mine": Way(call=lambda: ours, read=lambda found: found)},
+            peer=Way(call=lambda: theirs, read=lambda found: found),
+            vlmpack={"mine": Way(call=lambda: ours, read=lambda found: found)},
         )
 
     check_equal(contest((3, True), (3, True)))
