@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader
 from benchmarks.figures import BenchSettings, Figure, Target
 from benchmarks.receipts import on_device
 from benchmarks.timing import alternate, one_thread
-from vlmpack.collate import VLMCollator
-from vlmpack.collate.buffers import PixelBuffers
+from vlmpack.collate import PixelBuffers, VLMCollator
 from vlmpack.data import load_cord, tiny_processor, to_conversation
 from vlmpack.layout import IGNORE, BatchFacts, Grid, PaddedBatch, lengths_from_mask, pack
 

@@ -22,11 +22,9 @@ from benchmarks.gpu.models import with_patch_products
 from benchmarks.gpu.run import Cell, Entries, Lab
 from benchmarks.gpu.shapes import GpuShapes, HeadShape
 from benchmarks.receipts import alone, receipt_batch
-from vlmpack.attention import BACKENDS, AttentionCall
-from vlmpack.attention.eager_mask import EagerMask
+from vlmpack.attention import BACKENDS, AttentionCall, EagerMask
 from vlmpack.errors import VlmpackError
-from vlmpack.families import family_named
-from vlmpack.families.tiny import tiny_model
+from vlmpack.families import family_named, tiny_model
 from vlmpack.layout import Segments, SlotRule
 from vlmpack.step import PackedStep, StepConfig
 

@@ -23,7 +23,7 @@ from benchmarks.gpu.shapes import SHAPES, GpuShapes
 from benchmarks.gpu.steps import flash_cell, memory_cells, step_cells, summary_cell, sync_cells
 from benchmarks.report import markdown, readable, skipped, target_in_words, title
 from benchmarks.timing import new_garbage_only
-from vlmpack.families.tiny import tiny_model
+from vlmpack.families import tiny_model
 
 FIRST = 3
 """Micro-batches that are measured before anything else about a model."""

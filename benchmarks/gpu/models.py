@@ -26,8 +26,7 @@ from benchmarks.gpu.device import Device
 from benchmarks.gpu.shapes import GpuShapes, ModelShape
 from benchmarks.receipts import hf_inputs, receipt_batch
 from vlmpack.errors import VlmpackError
-from vlmpack.families import Family, family_named
-from vlmpack.families.tiny import tiny_config
+from vlmpack.families import Family, family_named, tiny_config
 from vlmpack.layout import IGNORE, PaddedBatch, SlotRule
 from vlmpack.step import PackedStep, StepConfig
 

@@ -20,8 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from benchmarks.figures import Target
 from vlmpack.data import tiny_processor
 from vlmpack.errors import ConfigError, VlmpackError
-from vlmpack.families import Family, family_named
-from vlmpack.families.tiny import tiny_config
+from vlmpack.families import Family, family_named, tiny_config
 from vlmpack.layout import IGNORE, Grid
 
 FAMILY = "qwen3_vl"

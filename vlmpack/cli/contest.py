@@ -17,8 +17,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from vlmpack.collate import VLMCollator
-from vlmpack.collate.collator import BatchLayout
+from vlmpack.collate import BatchLayout, VLMCollator
 from vlmpack.data import to_conversation
 from vlmpack.layout import FACTS_KEY, BatchFacts
 from vlmpack.machine import peak_bytes
