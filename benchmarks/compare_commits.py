@@ -225,10 +225,10 @@ def main(arguments: Sequence[str] | None = None, *, console: Console | None = No
 
 
 def table(comparisons: Sequence[Comparison], tolerance: float) -> Table:
-    """One line a figure: both medians, and later over earlier with its quartiles."""
+    """Make a line a figure: both medians, later over earlier with its quartiles, and the verdict."""
     lines = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     lines.add_column("figure", overflow="fold")
-    for title in ("earlier", "later", "later / earlier", "quartiles", f"within {tolerance:.0%}"):
+    for title in ("earlier", "later", "ratio", "quartiles", f"±{tolerance:.0%}"):
         lines.add_column(title, justify="right", no_wrap=True)
     for comparison in comparisons:
         figure, ratio = comparison.figure, comparison.ratio
@@ -243,7 +243,7 @@ def _verdict(comparison: Comparison, tolerance: float) -> Text:
     if comparison.is_worse(tolerance):
         return Text("worse", style="bold red")
     if 1 / (1 + tolerance) <= comparison.ratio.median <= 1 + tolerance:
-        return Text("yes", style="green")
+        return Text("same", style="green")
     return Text("other" if comparison.better is None else "better")
 
 

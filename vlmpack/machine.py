@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter
 
 
 def peak_bytes(function: Callable[[], object], *, held: Iterable[torch.Tensor] = (), device: str = "cpu") -> int:
-    """Measure the most bytes of tensors alive at one time during a call, those in `held` (weights, the batch) included."""
+    """Measure the most bytes of tensors alive at one time in a call, with those in `held` (weights, the batch)."""
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -77,7 +77,7 @@ class LiveBytes(TorchDispatchMode):
 def version_of(package: str) -> str | None:
     """The version of an installed package; None: it is not installed.
 
-    An imported package's `__version__` comes first: the build, such as "+cu132" of PyTorch, is not always in the metadata.
+    `__version__` of an imported package comes first: the metadata may lack the build, such as "+cu132" of PyTorch.
     """
     module = sys.modules.get(package.replace("-", "_"))
     if module is not None and (build := vars(module).get("__version__")) is not None:
