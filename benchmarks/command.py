@@ -35,12 +35,12 @@ from benchmarks.cases.loader import (
 )
 from benchmarks.cases.plan import PlanShapes, measure_plan
 from benchmarks.cases.step import CompileShapes, measure_compiled, measure_memory, measure_step
-from benchmarks.figures import BenchSettings, Figure, Report, Skipped, check_budget, check_seed, environment, place_for
+from benchmarks.figures import MOST_SEED, BenchSettings, Figure, Report, Skipped, check_budget, environment, place_for
 from benchmarks.peers import PeerShapes, measure_peers
 from benchmarks.receipts import ReceiptShapes
 from benchmarks.report import print_report, report_runs
 from benchmarks.timing import CLOCKS
-from vlmpack.errors import ConfigError, VlmpackError
+from vlmpack.errors import ConfigError, VlmpackError, check_whole_number
 from vlmpack.families import FAMILIES
 
 
@@ -259,11 +259,11 @@ def _check(chosen: argparse.Namespace) -> None:
     there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     if chosen.device not in (*there, *(["cuda"] if torch.cuda.is_available() else [])):
         raise ConfigError(f"--device {chosen.device}: PyTorch sees {', '.join(there)} here; choose from these")
-    if chosen.threads is not None and chosen.threads < 1:
-        raise ConfigError(f"--threads {chosen.threads}: give 1 or more, or leave it out for PyTorch's own choice")
+    if chosen.threads is not None:
+        check_whole_number("--threads", chosen.threads)
     if chosen.budget is not None:
         check_budget(chosen.budget)
-    check_seed(chosen.seed)
+    check_whole_number("--seed", chosen.seed, at_least=0, at_most=MOST_SEED)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from rich.text import Text
 from benchmarks.figures import Figure, Report
 from benchmarks.report import readable
 from benchmarks.timing import CLOCKS, Spread
-from vlmpack.errors import ConfigError, VlmpackError
+from vlmpack.errors import ConfigError, VlmpackError, check_whole_number
 from vlmpack.terminal import print_table, print_text
 
 CASES = ("step", "collate", "pack", "plan", "pixels")
@@ -203,8 +203,7 @@ def main(arguments: Sequence[str] | None = None, *, console: Console | None = No
     handed_on += [f"--threads={options.threads}"] if options.threads else []
     handed_on += [f"--family={name}" for name in options.family]
     try:
-        if options.rounds < 1:
-            raise ConfigError(f"--rounds {options.rounds}: give 1 or more")
+        check_whole_number("--rounds", options.rounds)
         with nullcontext(options.out) if options.out else TemporaryDirectory() as folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
             reports = run_rounds(checkouts, options.cases, handed_on, rounds=options.rounds, folder=Path(folder))

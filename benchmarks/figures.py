@@ -18,6 +18,7 @@ import torch
 import vlmpack
 from benchmarks.timing import CLOCKS, Clock, Spread, Timings
 from vlmpack.errors import ConfigError
+from vlmpack.files import unreadable, write_text
 from vlmpack.machine import version_of
 
 
@@ -49,16 +50,8 @@ def check_budget(seconds: float) -> None:
         raise ConfigError(f"--budget {seconds:g}: give seconds, 0 for as few rounds as can be")
 
 
-def check_seed(seed: int) -> None:
-    """Refuse a seed that not every source of random numbers takes.
-
-    Raises:
-        ConfigError: it is negative, or has more than 32 bits.
-    """
-    if not 0 <= seed < 2**32:
-        raise ConfigError(f"--seed {seed}: give a whole number from 0 to {2**32 - 1}")
-
-
+MOST_SEED = 2**32 - 1
+"""The largest seed that every source of random numbers takes."""
 SCHEMA = 2
 """Version of the JSON form."""
 
@@ -199,10 +192,7 @@ class Report:
 
     def save(self, path: str | Path) -> None:
         """Write the report as JSON: whole or not at all."""
-        text = json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2)
-        draft = Path(path).with_name(Path(path).name + ".part")
-        draft.write_text(text + "\n", encoding="utf-8")
-        draft.replace(path)
+        write_text(Path(path), json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
@@ -241,7 +231,7 @@ def _json_in(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}); give what `bench --json` wrote") from error
+        raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError too
         raise ConfigError(f"{path} is no benchmark report: it is no JSON ({error}); measure again") from error
 

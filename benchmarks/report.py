@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.figures import Figure, Report, place_for
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, check_extra
+from vlmpack.files import write_text
 from vlmpack.terminal import NEEDED, columns_that_fit, print_table, print_text, wrapped
 
 if TYPE_CHECKING:
@@ -303,8 +304,9 @@ def report_runs(arguments: Sequence[str], *, console: Console | None = None) -> 
         else:
             console.file.write(markdown(reports))
         return 0
+    check_extra("plots", "matplotlib", needed_by="--out")
     table, picture = (place_for(options.out / name, option="--out") for name in (TABLE, PICTURE))
-    table.write_text(markdown(reports), encoding="utf-8")
+    write_text(table, markdown(reports))
     print_text(console, Text(str(table)))
     if any(_ratios(report) for report in reports.values()):
         print_text(console, Text(str(_draw(reports, picture))))
@@ -345,10 +347,8 @@ def _names(files: list[Path]) -> dict[str, Path]:
 
 
 def _draw(reports: Mapping[str, Report], path: Path) -> Path:
-    try:
-        from vlmpack.plots import plot_ratios, save
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"--out needs {error.name}, not installed here: pip install 'vlmpack[plots]'") from error
+    from vlmpack.plots import plot_ratios, save
+
     return save(plot_ratios({name: _ratios(report) for name, report in reports.items()}), path)
 
 

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from benchmarks.figures import BenchSettings, Report, check_budget, check_seed, place_for
+from benchmarks.figures import MOST_SEED, BenchSettings, Report, check_budget, place_for
 from benchmarks.gpu.checks import correctness_cells, equality_cells
 from benchmarks.gpu.device import DEVICES
 from benchmarks.gpu.layers import attention_cells, ceiling_cells, head_cells
@@ -23,7 +23,9 @@ from benchmarks.gpu.shapes import SHAPES, GpuShapes
 from benchmarks.gpu.steps import flash_cell, memory_cells, step_cells, summary_cell, sync_cells
 from benchmarks.report import markdown, readable, skipped, target_in_words, title
 from benchmarks.timing import new_garbage_only
+from vlmpack.errors import check_whole_number
 from vlmpack.families import tiny_model
+from vlmpack.files import write_text
 
 FIRST = 3
 """Micro-batches that are measured before anything else about a model."""
@@ -71,7 +73,7 @@ def main(arguments: Sequence[str], *, console: Console, restart: Callable[[list[
         console.print("[red]PyTorch sees no CUDA device here; --device cpu --shapes tiny runs every part on a CPU[/]")
         return 2
     check_budget(chosen.budget)
-    check_seed(chosen.seed)
+    check_whole_number("--seed", chosen.seed, at_least=0, at_most=MOST_SEED)
     place_for(chosen.json, option="--json")
     if chosen.markdown:
         place_for(chosen.markdown, option="--markdown")
@@ -79,7 +81,7 @@ def main(arguments: Sequence[str], *, console: Console, restart: Callable[[list[
     again = [*(word for word in arguments if word != RESUME), RESUME]
     report = _run(chosen, console, restart=lambda: (restart or _in_place)(again))
     if chosen.markdown:
-        Path(chosen.markdown).write_text(markdown({report.environment["device_name"]: report}), encoding="utf-8")
+        write_text(Path(chosen.markdown), markdown({report.environment["device_name"]: report}))
     print_targets(report, console)
     return 1 if report.failed or (chosen.check and not report.complete) else 0
 

@@ -124,12 +124,12 @@ def test_a_path_that_cannot_be_written_is_refused_before_anything_is_measured(wo
     [
         (["--device", "foo"], "--device foo: PyTorch sees cpu"),
         (["--device", "cuda:99"], "--device cuda:99: PyTorch sees cpu"),
-        (["--threads", "-1"], "--threads -1: give 1 or more"),
-        (["--threads", "0"], "--threads 0: give 1 or more"),
+        (["--threads", "-1"], "--threads must be a whole number of at least 1, got -1"),
+        (["--threads", "0"], "--threads must be a whole number of at least 1, got 0"),
         (["--budget", "nan"], "--budget nan: give seconds"),
         (["--budget", "inf"], "--budget inf: give seconds"),
         (["--budget", "-1"], "--budget -1: give seconds"),
-        (["--seed", "-1"], "--seed -1: give a whole number from 0"),
+        (["--seed", "-1"], "--seed must be a whole number from 0 to 4294967295, got -1"),
     ],
 )
 def test_settings_that_cannot_be_measured_with_are_refused_in_one_line(words, seen, cases):
@@ -144,7 +144,7 @@ def test_a_gpu_is_not_measured_with_them_either(words, tmp_path):
     path = tmp_path / "gpu.json"
     status, text = printed(["gpu", "--device", "cpu", "--shapes", "tiny", "--json", str(path), *words])
     assert status == 2
-    assert text.startswith(f"{' '.join(words)}: give ")
+    assert text.startswith(words[0]) and len(text.splitlines()) == 1
     assert not path.exists()
 
 
