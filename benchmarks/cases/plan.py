@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.figures import BenchSettings, Figure, Skipped, Target
 from benchmarks.timing import CLOCKS, alternate
-from vlmpack.plan import Budget, CostModel, Plan, WaitingRoom, balance_rows, plan_bins
+from vlmpack.plan import Budget, CostModel, PackingBuffer, Plan, balance_rows, plan_bins
 
 CASE = "plan"
 SECONDS = Target(limit=0.4, better="lower")
@@ -46,7 +46,7 @@ class PlanShapes:
     against_trl: int = 100_000
     """Samples of the comparison."""
     stream: int = 20_000
-    """Samples of a stream, and of the plan under several limits."""
+    """Samples of a stream, and of the multi-constraint plan."""
     waiting: int = 64
     """Samples in the packing buffer of a stream."""
     ranks: int = 8
@@ -89,7 +89,7 @@ def measure_plan(settings: BenchSettings, shapes: PlanShapes) -> Sequence[Figure
     for name, lengths in LENGTH_SETS.items():
         figures += _offline(name, lengths, settings, shapes) + _stream(name, lengths, settings, shapes)
         figures.append(_balance(name, lengths, settings, shapes))
-    return [*figures, _several(settings, shapes), _against_trl(settings, shapes)]
+    return [*figures, _multi_constraint(settings, shapes), _against_trl(settings, shapes)]
 
 
 def _offline(name: str, lengths: LengthSet, settings: BenchSettings, shapes: PlanShapes) -> list[Figure]:
@@ -133,12 +133,12 @@ def _stream(name: str, lengths: LengthSet, settings: BenchSettings, shapes: Plan
 
 def stream(lengths: np.ndarray, capacity: int, waiting: int) -> tuple[int, int]:
     """Pack a stream with a packing buffer of `waiting` samples: (rows, most samples that arrived while one stayed)."""
-    room, rows, delay = WaitingRoom(capacity), 0, 0
+    buffer, rows, delay = PackingBuffer(capacity), 0, 0
     for sample, length in enumerate(lengths.tolist()):
-        room.add(sample, length)
-        if len(room) == waiting:
-            rows, delay = rows + 1, max(delay, sample - room.take()[0])
-    while row := room.take():
+        buffer.add(sample, length)
+        if len(buffer) == waiting:
+            rows, delay = rows + 1, max(delay, sample - buffer.take()[0])
+    while row := buffer.take():
         rows, delay = rows + 1, max(delay, len(lengths) - row[0])
     return rows, delay
 
@@ -159,17 +159,17 @@ def _balance(name: str, lengths: LengthSet, settings: BenchSettings, shapes: Pla
     )
 
 
-def _several(settings: BenchSettings, shapes: PlanShapes) -> Figure:
-    """Rows under three limits that bind alike, and the lower bound of the one that binds most."""
-    plan = several_limits(shapes.stream, settings.seed)
+def _multi_constraint(settings: BenchSettings, shapes: PlanShapes) -> Figure:
+    """Compare multi-constraint packing with the lower bound of the constraint that binds most."""
+    plan = multi_constraint_plan(shapes.stream, settings.seed)
     above = 100 * (len(plan) / plan.lower_bound - 1)
     return Figure(
         case=CASE, name="three limits: rows above the lower bound", value=above, unit="%", target=EXCESS_PERCENT
     )
 
 
-def several_limits(samples: int, seed: int, capacity: int = 16_384) -> Plan:
-    """A plan of text with 0 to 6 images a sample, whose patches and images bind as much as its tokens do."""
+def multi_constraint_plan(samples: int, seed: int, capacity: int = 16_384) -> Plan:
+    """Plan text with 0 to 6 images a sample, whose patches and images bind as much as its tokens do."""
     random = np.random.default_rng(seed)
     images = random.choice([0, 1, 1, 1, 1, 2, 3, 4, 6], samples)
     of_sample = np.repeat(np.arange(samples), images)

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks.cases.plan import LENGTH_SETS, several_limits, stream
+from benchmarks.cases.plan import LENGTH_SETS, multi_constraint_plan, stream
 from benchmarks.command import CASES, PlanShapes
 from benchmarks.figures import BenchSettings, Figure, Skipped
 
@@ -44,6 +44,6 @@ def test_a_stream_with_more_waiting_samples_is_fuller():
 
 
 def test_the_three_limits_do_bind_alike():
-    plan = several_limits(2000, seed=1)
+    plan = multi_constraint_plan(2000, seed=1)
     needed = [plan.lengths.sum() / plan.capacity, *(b.costs.sum() / b.limit for b in plan.budgets)]
     assert max(needed) < 1.06 * min(needed)
