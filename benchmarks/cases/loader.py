@@ -22,7 +22,7 @@ from benchmarks.receipts import on_device
 from benchmarks.timing import alternate, one_thread
 from vlmpack.collate import PixelBuffers, VLMCollator
 from vlmpack.data import load_cord, tiny_processor, to_conversation
-from vlmpack.layout import IGNORE, BatchFacts, Grid, PaddedBatch, lengths_from_mask, pack
+from vlmpack.layout import IGNORE, Grid, HostMetadata, PaddedBatch, lengths_from_mask, pack
 
 PACK = "pack"
 FROM_MASK = Target(limit=3.0, better="lower")
@@ -50,7 +50,7 @@ def measure_pack(settings: BenchSettings, shapes: PackShapes) -> list[Figure]:
         batch = long_batch(samples, width, ratio=shapes.ratio, seed=settings.seed)
         batch = on_device(batch, settings.device)
         lengths = lengths_from_mask(batch.attention_mask).lengths
-        with_lengths = replace(batch, facts=BatchFacts(lengths=lengths, num_targets=sum(lengths) - len(lengths)))
+        with_lengths = replace(batch, facts=HostMetadata(lengths=lengths, num_targets=sum(lengths) - len(lengths)))
         sources = list(batch.to_hf().values())
         targets = [torch.empty_like(source) for source in sources]
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar, final
 
 import torch
 
-from vlmpack.layout import recorded_waits
+from vlmpack.layout import recorded_syncs
 from vlmpack.machine import version_of
 
 R = TypeVar("R")
@@ -113,7 +113,7 @@ class Cuda:
     def syncs(self, function: Callable[[], object]) -> list[str]:
         """See `Device`. A sync of a backward pass is named by the line that called `backward`."""
         self.wait()
-        with recorded_waits(torch.device("cuda")) as syncs:
+        with recorded_syncs(torch.device("cuda")) as syncs:
             function()
         self.wait()
         return [sync.place for sync in syncs]
@@ -151,7 +151,7 @@ class Cpu:
 
     def syncs(self, function: Callable[[], object]) -> list[str]:
         """See `Device`. Lists what would be syncs, where the paths of an accelerator are taken."""
-        with recorded_waits(torch.device("cpu")) as syncs:
+        with recorded_syncs(torch.device("cpu")) as syncs:
             function()
         return [sync.place for sync in syncs]
 

@@ -28,10 +28,10 @@ from benchmarks.peers.contest import (
 )
 from benchmarks.timing import alternate, one_thread
 from vlmpack.collate import VLMCollator
-from vlmpack.columns import RowCollator, packed_collate_fn
 from vlmpack.errors import ConfigError, VlmpackError
 from vlmpack.layout import IGNORE, PackedRow, PaddedBatch, pack
 from vlmpack.plan import plan_bins
+from vlmpack.text import RowCollator, packed_collate_fn
 
 
 def rows_joined(features: Sequence[Mapping[str, Any]]) -> Way:
