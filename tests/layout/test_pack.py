@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from layout.naive import naive_pack, naive_unpack
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout import HostMetadata, Media, PackedRow, PaddedBatch, Segments, SlotRule, pack, unpack
-from vlmpack.layout.naive import naive_pack, naive_unpack
 
 HERE = Path(__file__).resolve()
 CASES = json.loads((HERE.parents[1] / "vectors" / "pack.json").read_text())["cases"]

@@ -254,13 +254,14 @@ def test_media_extras_and_facts_travel_along():
     assert back.media is not row.media
     assert torch.equal(back.media.pixel_values, media.pixel_values)
     assert torch.equal(back.extras["advantages"], row.extras["advantages"])
-    assert back.facts == replace(facts, segments=row.segments)
+    assert back.facts == facts
 
 
-def test_facts_that_do_not_know_the_boundaries_yet_learn_them():
+def test_boundaries_come_from_the_tensors_where_metadata_has_none():
     batch = to_megatron(row_of([3, 2]))
     back = from_megatron({**batch, METADATA_KEY: HostMetadata(lengths=(3, 2), sample_ids=("a", "b"))})
-    assert back.facts == HostMetadata(lengths=(3, 2), sample_ids=("a", "b"), segments=Segments.from_lengths([3, 2]))
+    assert back.facts == HostMetadata(lengths=(3, 2), sample_ids=("a", "b"))
+    assert back.segments == Segments.from_lengths([3, 2])
 
 
 def test_a_batch_that_megatron_made_itself():

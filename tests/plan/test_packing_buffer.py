@@ -1,4 +1,4 @@
-"""The waiting room: rows around the oldest sample, filled from those that wait, under one limit or several."""
+"""The packing buffer: rows around the oldest sample, filled from those that wait, under one limit or several."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.bench.cases.plan import LENGTH_SETS, several_limits, stream
+from benchmarks.cases.plan import LENGTH_SETS, multi_constraint_plan, stream
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan import PackingBuffer
-from vlmpack.plan import packing_buffer as waiting
+from vlmpack.plan import packing_buffer as buffered
 from vlmpack.plan.exact_fill import best_subset
 from vlmpack.plan.packing_buffer import fill_row
 
@@ -89,7 +89,7 @@ def test_what_costs_nothing_of_the_limit_that_binds_is_put_in_as_well():
 
 
 def test_three_limits_that_bind_alike_cost_less_than_one_and_a_half_per_cent():
-    plan = several_limits(6000, seed=0).check()
+    plan = multi_constraint_plan(6000, seed=0).check()
     assert len(plan.budgets) == 2
     assert len(plan) <= 1.015 * plan.lower_bound
 
@@ -102,7 +102,7 @@ def test_waiting_samples_move_to_another_room_and_the_rows_go_on_as_they_were():
     for _ in range(20):
         here.take()
     there = PackingBuffer(4096)
-    for line in here.waiting:
+    for line in here.buffered:
         there.add(*line)
     assert there.tokens == here.tokens > 0
     assert [there.take() for _ in range(9)] == [here.take() for _ in range(9)]
@@ -129,9 +129,9 @@ def test_there_is_a_cost_for_every_limit():
 
 
 def test_limits_are_whole_numbers_of_at_least_1():
-    with pytest.raises(ConfigError, match="the capacity of a row must lie between 1 and"):
+    with pytest.raises(ConfigError, match="the capacity of a row must be a whole number from 1 to"):
         PackingBuffer(0)
-    with pytest.raises(ConfigError, match="a row's limit must lie between 1 and"):
+    with pytest.raises(ConfigError, match="a row's limit must be a whole number from 1 to"):
         PackingBuffer(5, [0])
 
 
@@ -143,7 +143,7 @@ def test_of_equal_lengths_no_more_are_looked_at_than_fit_together(lengths, monke
     def counted(company, room):
         return best_subset((looked.append(length) or length for length in company), room)
 
-    monkeypatch.setattr(waiting, "best_subset", counted)
+    monkeypatch.setattr(buffered, "best_subset", counted)
     work = []
     for count in (500, 2000):
         looked.clear()

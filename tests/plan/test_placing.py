@@ -15,7 +15,13 @@ from plan.naive import (
     naive_worst_fit,
 )
 
-from vlmpack.plan.algorithms import best_fit_decreasing, falling, first_fit_decreasing, next_fit, worst_fit_decreasing
+from vlmpack.plan.algorithms import (
+    best_fit_decreasing,
+    first_fit_decreasing,
+    longest_first,
+    next_fit,
+    worst_fit_decreasing,
+)
 
 CAPACITY = 23
 lengths_lists = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=60)
@@ -82,5 +88,5 @@ def test_worst_fit_keeps_rows_more_alike_than_best_fit():
 
 @given(lengths=lengths_lists)
 def test_falling_sorts_and_keeps_equal_lengths_in_order(lengths):
-    order = falling(np.asarray(lengths)).tolist()
+    order = longest_first(np.asarray(lengths)).tolist()
     assert order == sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample))

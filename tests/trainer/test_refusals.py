@@ -35,7 +35,7 @@ from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families.tiny import tiny_model
 from vlmpack.model import disable_packing, enable_packing
-from vlmpack.offline import PackedDataset, StoreSettings, write_rows
+from vlmpack.store import PackedDataset, StoreSettings, write_rows
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
-"""Where every token lives: pure index maths on tensors."""
+"""Map tokens between padded batches and packed rows: pure index maths on tensors."""
 
 from __future__ import annotations
 
+from vlmpack.layout.arrays import ranges
 from vlmpack.layout.batch import (
     IMAGE,
     METADATA_KEY,
@@ -19,7 +20,7 @@ from vlmpack.layout.batch import (
     seconds_of,
     whole_numbers,
 )
-from vlmpack.layout.buckets import Bucket, Buckets
+from vlmpack.layout.buckets import Bucket, Buckets, Spaced
 from vlmpack.layout.device import (
     HostSync,
     around_graph,
@@ -42,9 +43,7 @@ from vlmpack.layout.roll import (
     without_successor,
 )
 from vlmpack.layout.row import OnlyPacked, PackedRow
-from vlmpack.layout.segments import Segments, checked_boundaries
-from vlmpack.layout.slots import Layout, Precision, SlotRule, round_up
-from vlmpack.layout.spaced import Spaced
+from vlmpack.layout.segments import Layout, Precision, Segments, SlotRule, checked_boundaries, round_up
 
 __all__ = [
     "IGNORE",
@@ -79,6 +78,7 @@ __all__ = [
     "on_host",
     "outside_graph",
     "pack",
+    "ranges",
     "recorded_syncs",
     "require",
     "roll_left",

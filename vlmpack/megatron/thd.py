@@ -215,7 +215,7 @@ def _check_facts(params: Any, segments: Segments) -> None:
     query, padded = params.cu_seqlens_q, params.cu_seqlens_q_padded
     message = (
         f"packed_seq_params has neither the real boundaries {list(slots.real)[:9]} nor the slots "
-        f"{list(slots.stride)[:9]} that the host facts ({METADATA_KEY!r}) say of the row; if you changed the row, leave "
+        f"{list(slots.stride)[:9]} in the metadata ({METADATA_KEY!r}) of the row; if you changed the row, leave "
         "its facts out"
     )
     if any(given is not None and given.shape != (len(slots.real),) for given in (query, padded)):
