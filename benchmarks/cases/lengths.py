@@ -15,7 +15,7 @@ from benchmarks.figures import BenchSettings, Figure, Target
 from benchmarks.timing import CLOCKS, Clock, Spread, Timings, alternate, one_thread
 from vlmpack.collate import VLMCollator
 from vlmpack.data import load_cord, tiny_processor
-from vlmpack.offline import measure_lengths
+from vlmpack.store import measure_lengths
 
 CASE = "lengths"
 SPEED_UP = Target(limit=20.0, better="higher")
