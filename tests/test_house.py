@@ -38,6 +38,7 @@ OFFENCES = {
     "layout/offence.py": "import transformers\nfrom vlmpack import families",
     "model/offence.py": "from vlmpack import collate",
     "plan/offence.py": "import torch",
+    "plan/naive.py": "",
     "data/offence.py": "from vlmpack.plan import naive",
     "trainer/offence.py": "import matplotlib",
     "data/measured.py": "import benchmarks.timing",
