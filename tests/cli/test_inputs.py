@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from vlmpack.cli.inputs import InputOptions, Inputs, open_inputs
-from vlmpack.cli.processors import named_processor
+from vlmpack.cli.inputs import InputOptions, Inputs, named_processor, open_inputs
 from vlmpack.data import tiny_processor
 from vlmpack.data.pretrained import save_processor
 from vlmpack.errors import ConfigError, FamilyError, SampleError

@@ -15,7 +15,7 @@ from vlmpack import plan
 from vlmpack.cli import app
 from vlmpack.cli.options import OVERLENGTH
 from vlmpack.cli.pack import IMAGES, ON_BAD, OVERSIZE, TRAIN_ON
-from vlmpack.cli.pack_table import size
+from vlmpack.cli.tables import format_bytes
 from vlmpack.collate.collator import OnBad, Overlength, TrainOn
 from vlmpack.offline import Manifest, PackedDataset, media
 
@@ -58,7 +58,7 @@ def test_it_writes_a_store_and_tells_what_is_in_it(source: Path, tmp_path: Path)
     assert f" {manifest.counts.rows} " in told["rows"]
     assert "6  of 8" in told["samples"]
     assert f"{manifest.fill:.2%}" in told["fill"]
-    assert size(manifest.bytes) in told["written"]
+    assert format_bytes(manifest.bytes) in told["written"]
     for name in ("longest row", "longest segment", "most segments", "most images", "most patches"):
         assert f" {manifest.sizes.__dict__[name.replace(' ', '_')]} " in told[name]
     assert "no_targets 1, oversize 1" in done.output
@@ -174,7 +174,7 @@ def test_texts_of_a_text_model_are_packed_with_its_tokenizer(tmp_path: Path) -> 
 
 
 def test_bytes_are_told_as_people_read_them() -> None:
-    assert [size(n) for n in (0, 1023, 1024, 1536, 5 * 2**30)] == [
+    assert [format_bytes(n) for n in (0, 1023, 1024, 1536, 5 * 2**30)] == [
         "0 bytes",
         "1023 bytes",
         "1.0 KiB",

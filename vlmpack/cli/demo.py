@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from vlmpack.cli.need import need
-from vlmpack.cli.options import DEVICES, DTYPES, one_of
-from vlmpack.cli.processors import refuse_file
+from vlmpack.cli import options
+from vlmpack.cli.inputs import quiet_transformers
+from vlmpack.cli.tables import make_table, numbers, print_table
 from vlmpack.errors import ConfigError
 
-Steps = Annotated[int, typer.Option(min=1, help="Optimiser steps of each training.")]
-BatchSize = Annotated[int, typer.Option(min=2, help="Samples in a step.")]
-Model = Annotated[
-    str | None,
-    typer.Option(help="Hub id or folder of a Qwen-VL model; without it, a small random Qwen3-VL is made."),
-]
+if TYPE_CHECKING:
+    from vlmpack.cli.training import Agreement, DemoSettings, Run, Setup
 
 
 def demo(
-    model: Model = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Hub id or folder of a Qwen-VL model; without it, a small random Qwen3-VL is made."),
+    ] = None,
     data: Annotated[
         str,
         typer.Option(help='"synthetic" draws receipts; or a hub id (naver-clova-ix/cord-v2), folder or parquet file.'),
     ] = "synthetic",
-    device: Annotated[str, typer.Option(callback=one_of(*DEVICES), help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, options.word(*options.DEVICES, help="cpu or cuda.")] = "cpu",
     dtype: Annotated[
         str | None,
-        typer.Option(
-            callback=one_of(*DTYPES), help="float32 or bfloat16; by default bfloat16 for a given model on cuda."
-        ),
+        options.word(*options.DTYPES, help="float32 or bfloat16; by default bfloat16 for a given model on cuda."),
     ] = None,
-    steps: Steps = 20,
-    batch_size: BatchSize = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of each training.")] = 20,
+    batch_size: Annotated[int, typer.Option(min=2, help="Samples in a step.")] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, receipts and their order.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for pictures and numbers.")] = Path("demo-output"),
 ) -> None:
@@ -43,40 +46,140 @@ def demo(
 
     By default: a small Qwen3-VL, drawn receipts, no GPU, no network, about a minute on two cores.
     """
-    need("demo", "accelerate", "matplotlib", extra="demo")
-    _check_receipts(data)
-    if model is not None:
-        refuse_file("--model", model)
-    # Read when torch is first imported. On a machine that others use too, threads that spin while they wait for each
-    # other make every step several times slower; where nobody else is, this costs little.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    dtype = dtype or ("bfloat16" if model is not None and device == "cuda" else "float32")
-
-    from vlmpack.cli.demo_run import DemoSettings, run_demo
-
-    run_demo(
-        DemoSettings(
-            model=model,
-            data=data,
-            device=device,
-            dtype=dtype,
-            steps=steps,
-            batch_size=batch_size,
-            seed=seed,
-            out=out,
-        )
-    )
-
-
-def _check_receipts(data: str) -> None:
-    """Refuse a file that can hold no receipts.
-
-    Raises:
-        ConfigError: it is neither parquet nor without a suffix.
-    """
+    options.need("demo", "accelerate", "matplotlib", extra="demo")
     path = Path(data).expanduser()
     if path.is_file() and path.suffix not in ("", ".parquet"):
         raise ConfigError(
             f"--data {data}: the demo trains on receipts alone, with the columns image and ground_truth of CORD: give "
             "synthetic, a hub id, a folder or a parquet file; `vlmpack analyze` and `vlmpack pack` read other data"
         )
+    if model is not None:
+        options.refuse_file("--model", model)
+    # Read when torch is first imported. On a machine that others use too, threads that spin while they wait for each
+    # other make every step several times slower; where nobody else is, this costs little.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    dtype = dtype or ("bfloat16" if model is not None and device == "cuda" else "float32")
+
+    from vlmpack.cli.training import DemoSettings
+
+    run_demo(
+        DemoSettings(
+            model=model, data=data, device=device, dtype=dtype, steps=steps, batch_size=batch_size, seed=seed, out=out
+        )
+    )
+
+
+def run_demo(settings: DemoSettings) -> None:
+    """Train twice, compare the gradients of one batch, and print a table; write pictures, and the numbers as JSON."""
+    from vlmpack.cli.training import Setup, packed_against_alone
+
+    console = Console()
+    device = options.torch_device(settings.device)
+    options.made_folder("--out", settings.out)
+    with quiet_transformers():
+        with console.status("making model and receipts"):
+            setup = Setup(settings, device)
+        console.print(f"[bold]{setup.title}[/], on {settings.data} receipts, {settings.device}", highlight=False)
+        padded, packed, model = _train_both(setup, console)
+        with console.status("comparing gradients: packed, and each sample alone"):
+            agreement = packed_against_alone(model, setup.processor, setup.first_batch())
+    console.print()
+    print_comparison(padded, packed, agreement, console, device=settings.device)
+    rows, losses, written = _save(setup, padded, packed, agreement)
+    console.print(f"Pictures: {rows}, {losses}\nNumbers:  {written}", highlight=False)
+
+
+def _train_both(setup: Setup, console: Console) -> tuple[Run, Run, Any]:
+    """Train padded, then packed; returns both runs and the packed model."""
+    from vlmpack.cli.training import train
+
+    columns = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    runs: list[Run] = []
+    model: Any = None
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+    ):
+        for layout in ("padded", "packed"):
+            bar = progress.add_task(layout, total=setup.settings.steps)
+
+            def tick(loss: float, layout: str = layout, bar: Any = bar) -> None:
+                progress.update(bar, advance=1, description=f"{layout}, loss {loss:.4f}")
+
+            model = None  # before the next one is made: two may not fit
+            model = setup.make_model()
+            runs.append(train(layout, model, setup, scratch=scratch, tick=tick))
+    return runs[0], runs[1], model
+
+
+def _save(setup: Setup, padded: Run, packed: Run, agreement: Agreement) -> tuple[Path, Path, Path]:
+    """Write the pictures of rows and losses, and the numbers."""
+    from vlmpack.collate import VLMCollator
+    from vlmpack.layout import PaddedBatch
+    from vlmpack.plots import plot_losses, plot_rows, save
+
+    out = setup.settings.out
+    batch = VLMCollator(setup.processor, layout="padded").collate(setup.first_batch())
+    assert isinstance(batch, PaddedBatch)
+    rows = save(plot_rows(batch), out / "rows.png")
+    curves = {"padded, unmodified model": padded.losses, "packed": packed.losses}
+    losses = save(plot_losses(curves), out / "losses.png")
+    result = {
+        "settings": {**asdict(setup.settings), "out": str(out)},
+        "padded": asdict(padded),
+        "packed": asdict(packed),
+        "gradients": asdict(agreement),
+    }
+    written = out / "demo.json"
+    written.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return rows, losses, written
+
+
+def print_comparison(padded: Run, packed: Run, agreement: Agreement, console: Console, *, device: str) -> None:
+    """Print the table, and the meaning of its numbers."""
+    print_table(console, comparison(padded, packed, agreement, device=device))
+    console.print(notes(padded, packed, agreement, device=device), highlight=False)
+
+
+def comparison(padded: Run, packed: Run, agreement: Agreement, *, device: str) -> Table:
+    """Make the table: one row a measure."""
+    table = make_table("", *numbers("padded", "packed", "packed / padded"))
+
+    def add(name: str, form: str, before: float, after: float) -> None:
+        table.add_row(name, form.format(before), form.format(after), f"{after / before:.2f}")
+
+    add("real tokens", "{:,}", padded.real_tokens, packed.real_tokens)
+    add("physical tokens", "{:,}", padded.physical_tokens, packed.physical_tokens)
+    table.add_row("fill ratio", f"{padded.fill:.1%}", f"{packed.fill:.1%}", "")
+    add("step time", "{:,.0f} ms", padded.step_seconds * 1000, packed.step_seconds * 1000)
+    add("real tokens/s", "{:,.0f}", padded.tokens_per_second, packed.tokens_per_second)
+    memory = "peak memory" if device == "cuda" else "peak memory*"
+    add(memory, "{:,.0f} MiB", padded.peak_bytes / 2**20, packed.peak_bytes / 2**20)
+    table.add_section()
+    final, largest = loss_differences(padded, packed)
+    table.add_row("final loss", f"{padded.losses[-1]:.6f}", f"{packed.losses[-1]:.6f}", f"off by {final:.1e}")
+    table.add_row("largest loss difference", "", "", f"{largest:.1e}")
+    table.add_row("smallest gradient cosine", "", "", f"[bold green]{agreement.cosine:.13f}[/]")
+    return table
+
+
+def loss_differences(padded: Run, packed: Run) -> tuple[float, float]:
+    """Return (that of the last step, the largest of all steps), in nats per target."""
+    differences = [abs(a - b) for a, b in zip(padded.losses, packed.losses, strict=True)]
+    return differences[-1], max(differences)
+
+
+def notes(padded: Run, packed: Run, agreement: Agreement, *, device: str) -> str:
+    """Explain the table's numbers, and sum them up."""
+    lengths = [length for step in packed.lengths for length in step]
+    lines = [
+        f"[dim]{len(packed.losses)} steps of {len(packed.lengths[0])} samples, {min(lengths)} to {max(lengths)} tokens "
+        "each; step times are medians.",
+        f"cosine: one packed batch against each of its samples alone, in float32, the worst of "
+        f"{agreement.parameters} parameters, vision tower included ({agreement.parameter}).",
+    ]
+    if device != "cuda":
+        lines.append("* tensors alive at one time in the forward and backward pass of one batch.")
+    speed, memory = padded.step_seconds / packed.step_seconds, packed.peak_bytes / padded.peak_bytes
+    result = f"[bold]{speed:.2f} times as fast[/] with [bold]{memory:.2f} times the memory[/]"
+    return "\n".join([*lines, f"[/]\nThe same training, {result}."])

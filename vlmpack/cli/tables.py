@@ -1,0 +1,77 @@
+"""Print tables and sentences for people at a terminal and for programs behind a pipe.
+
+At a terminal a table is as wide as the terminal: names wrap, numbers do not. In a pipe or a file it has one line a row,
+as wide as it needs, without colours and drawn lines: columns are two spaces or more apart.
+"""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Column, Table
+from rich.text import Text
+
+PIPE_COLUMNS = 100_000
+"""Width of a pipe: more than any table takes."""
+GAP = 2
+"""Columns of a pipe between two of a table."""
+BYTE_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def make_table(*columns: str | Column, header: bool = True) -> Table:
+    """Make an empty table.
+
+    Args:
+        columns: from the left; a plain title is that of names which stay whole.
+        header: print the titles, with a line below.
+    """
+    whole = [Column(each, no_wrap=True) if isinstance(each, str) else each for each in columns]
+    lines = box.SIMPLE_HEAD if header else None
+    return Table(*whole, box=lines, show_header=header, pad_edge=False, padding=(0, 1, 0, 0))
+
+
+def numbers(*titles: str) -> list[Column]:
+    """Make columns that are right-aligned and stay whole."""
+    return [Column(title, justify="right", no_wrap=True) for title in titles]
+
+
+def wrapped(title: str) -> Column:
+    """Make a column that wraps at a narrow terminal."""
+    return Column(title, overflow="fold")
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table, wrapped at a terminal, or one line a row in a pipe."""
+    if console.quiet:
+        return
+    if console.is_terminal:
+        console.print(table)
+        return
+    table.box, table.padding, table.pad_edge = None, (0, GAP, 0, 0), False
+    wide = Console(file=console.file, width=PIPE_COLUMNS, color_system=None, emoji=False)
+    with wide.capture() as text:
+        wide.print(table)
+    console.file.write("".join(line.rstrip() + "\n" for line in text.get().splitlines()))
+
+
+def print_text(console: Console, text: str | Text, *, indent: int = 0) -> None:
+    """Print a sentence: wrapped at a terminal, one line in a pipe. A string may have markup."""
+    line = Text.from_markup(text) if isinstance(text, str) else text
+    if console.is_terminal:
+        console.print(Padding(line, (0, 0, 0, indent)) if indent else line, highlight=False)
+    else:
+        console.print(Text(" " * indent).append_text(line), highlight=False, soft_wrap=True)
+
+
+def sample_name(index: int, sample_id: int | str | None) -> str:
+    """Name a sample by its index, and by its id where it has another one."""
+    return f"{index}" if sample_id in (None, index) else f"{index} (id {sample_id!r})"
+
+
+def format_bytes(count: int) -> str:
+    """Format a number of bytes in the largest unit that it fills."""
+    value, unit = float(count), 0
+    while value >= 1024 and unit < len(BYTE_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.1f} {BYTE_UNITS[unit]}" if unit else f"{count} bytes"
