@@ -17,7 +17,8 @@ from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from vlmpack.cli import app
-from vlmpack.cli.doctor import attention_serving, gated_delta_serving, import_problem, print_reports, versions
+from vlmpack.cli.doctor import attention_serving, gated_delta_serving, import_problem, versions
+from vlmpack.cli.probe_tables import print_reports
 from vlmpack.families import FAMILIES, FlaCall, family_named, registry
 from vlmpack.families.tiny import tiny_config, tiny_model
 from vlmpack.layout import Segments

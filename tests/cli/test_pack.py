@@ -15,9 +15,9 @@ from vlmpack import plan
 from vlmpack.cli import app
 from vlmpack.cli.options import OVERLENGTH
 from vlmpack.cli.pack import IMAGES, ON_BAD, OVERSIZE, TRAIN_ON
-from vlmpack.cli.tables import format_bytes
 from vlmpack.collate.collator import OnBad, Overlength, TrainOn
 from vlmpack.offline import Manifest, PackedDataset, media
+from vlmpack.terminal import format_bytes
 
 
 @pytest.fixture(scope="module")

@@ -16,16 +16,17 @@ from rich.text import Text
 
 from vlmpack.cli.analyze import Analysis, Packing, print_analysis
 from vlmpack.cli.demo import print_comparison
-from vlmpack.cli.doctor import Device, Serving, Version, print_environment, print_reports
+from vlmpack.cli.doctor import Device, Serving, Version, print_environment
 from vlmpack.cli.pack import print_store
+from vlmpack.cli.probe_tables import print_reports
 from vlmpack.cli.show import print_rows, stored_rows
-from vlmpack.cli.tables import print_text
 from vlmpack.cli.training import Agreement, Run
 from vlmpack.collate import VLMCollator
 from vlmpack.data.processor import tiny_processor
 from vlmpack.offline import Manifest, StoreSettings, write_rows
 from vlmpack.plan import LengthTable, PaddedRecipe
 from vlmpack.proof import Check, Contrast, Report
+from vlmpack.terminal import print_text
 
 WIDTH = 80
 DRAWN = set("─━│┃┏┓┗┛┌┐└┘├┤┡┩╇╭╮╰╯|")

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from vlmpack.cli import options
 from vlmpack.cli.inputs import InputOptions, measure, open_inputs
-from vlmpack.cli.tables import make_table, numbers, print_table, print_text, sample_name
 from vlmpack.errors import ConfigError
+from vlmpack.terminal import make_table, number_columns, print_table, print_text, sample_name
 
 if TYPE_CHECKING:
     import numpy as np
@@ -313,7 +313,7 @@ def _print_refused(table: LengthTable, console: Console) -> None:
 
 
 def _summaries(analysis: Analysis) -> Table:
-    table = make_table("a sample", *numbers("mean", "median", "p95", "p99", "max", "in all"))
+    table = make_table("a sample", *number_columns("mean", "median", "p95", "p99", "max", "in all"))
     for name, of in analysis.summaries.items():
         table.add_row(name, *(f"{n:,.0f}" for n in (of.mean, of.median, of.p95, of.p99, of.max, of.total)))
     return table
@@ -323,7 +323,7 @@ def _layouts(analysis: Analysis) -> Table:
     """Make the table of padded and packed; rows are counted as if they were filled up to their capacity."""
     recipe, samples = analysis.packing.recipe, len(analysis.table)
     titles = ("rows", "padding", "samples\na row", "accumu-\nlation", "samples\nan update", "updates\nan epoch")
-    table = make_table("", *numbers(*titles, "too\nlong"))
+    table = make_table("", *number_columns(*titles, "too\nlong"))
     padded = f"{recipe.accumulation:,}", f"{recipe.samples_per_update:,}", f"{recipe.updates(samples):,}"
     for name, padding in zip(("padded to batch", "padded to max"), analysis.paddings.values(), strict=True):
         table.add_row(name, f"{samples:,}", f"{padding.waste:.1%}", "1", *padded, "0")

@@ -16,8 +16,8 @@ from rich.table import Table
 
 from vlmpack.cli import options
 from vlmpack.cli.inputs import quiet_transformers
-from vlmpack.cli.tables import make_table, numbers, print_table
 from vlmpack.errors import ConfigError
+from vlmpack.terminal import make_table, number_columns, print_table
 
 if TYPE_CHECKING:
     from vlmpack.cli.training import Agreement, DemoSettings, Run, Setup
@@ -143,7 +143,7 @@ def print_comparison(padded: Run, packed: Run, agreement: Agreement, console: Co
 
 def comparison(padded: Run, packed: Run, agreement: Agreement, *, device: str) -> Table:
     """Make the table: one row a measure."""
-    table = make_table("", *numbers("padded", "packed", "packed / padded"))
+    table = make_table("", *number_columns("padded", "packed", "packed / padded"))
 
     def add(name: str, form: str, before: float, after: float) -> None:
         table.add_row(name, form.format(before), form.format(after), f"{after / before:.2f}")

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from vlmpack.cli import options
 from vlmpack.cli.inputs import InputOptions, Inputs, open_inputs
-from vlmpack.cli.tables import format_bytes, make_table, numbers, print_table, print_text, sample_name, wrapped
+from vlmpack.terminal import format_bytes, make_table, number_columns, print_table, print_text, sample_name, text_column
 
 if TYPE_CHECKING:
     from vlmpack.offline import Manifest
@@ -142,7 +142,7 @@ def progress_bars(console: Console) -> Iterator[Callable[[str, int, int | None],
 
 def print_store(out: Path, manifest: Manifest, console: Console) -> None:
     """Print rows, samples, sizes, and the samples left out of the folder `out`."""
-    table = make_table("name", *numbers("number"), wrapped("meaning"), header=False)
+    table = make_table("name", *number_columns("number"), text_column("meaning"), header=False)
     console.print(f"[bold]{escape(str(out))}[/]", highlight=False, soft_wrap=not console.is_terminal)
     for name, number, meaning in _lines(manifest):
         table.add_row(f"[cyan]{name}[/]", number, f"[dim]{meaning}[/]")

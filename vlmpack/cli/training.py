@@ -5,9 +5,7 @@ Same receipts in the same order, same seeds, same initial weights.
 
 from __future__ import annotations
 
-import gc
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +14,10 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
+from vlmpack.bench.memory import peak_bytes
 from vlmpack.cli.inputs import reading
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.collator import BatchLayout
@@ -336,68 +333,3 @@ def _peak_of_step(model: nn.Module, batch: Mapping[str, Any], device: torch.devi
     peak = peak_bytes(lambda: model(**placed).loss.backward(), held=[*model.parameters(), *tensors], device=str(device))
     model.zero_grad(set_to_none=True)
     return peak
-
-
-def peak_bytes(function: Callable[[], object], *, held: Iterable[torch.Tensor] = (), device: str = "cpu") -> int:
-    """Measure the most bytes of tensors alive at one time during a call, the same number every time.
-
-    On a CPU the resident size depends on what the allocator gave back to the system, so it is no measure. Here every
-    operation's outputs are weighed as they come up, once a storage, and taken off when the storage is freed. That
-    includes what the backward pass keeps, and leaves out what a kernel allocates for itself and frees before it
-    returns. On CUDA the allocator's record is read.
-
-    Args:
-        function: called once.
-        held: tensors that exist already and count: weights, the batch.
-        device: "cpu" or a CUDA device.
-    """
-    gc.collect()
-    if torch.device(device).type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        function()
-        return torch.cuda.max_memory_allocated(device)
-    was_on = gc.isenabled()
-    gc.disable()  # it would free at other moments in every run
-    try:
-        with LiveBytes(held) as live:
-            function()
-    finally:
-        if was_on:
-            gc.enable()
-    return live.peak
-
-
-@final
-class LiveBytes(TorchDispatchMode):
-    """Count the bytes of every storage that operations touch, for as long as it lives."""
-
-    def __init__(self, held: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__()
-        self.now = 0
-        self.peak = 0
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        for tensor in held:
-            self._weigh(tensor)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run the operation and weigh its outputs."""
-        out = func(*args, **(kwargs or {}))
-        for value in tree_iter(out):
-            if isinstance(value, torch.Tensor):
-                self._weigh(value)
-        return out
-
-    def _weigh(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._alive:
-            return
-        size = storage.nbytes()
-
-        def freed(_: weakref.ref[torch.UntypedStorage]) -> None:
-            del self._alive[key]
-            self.now -= size
-
-        self._alive[key] = weakref.ref(storage, freed)
-        self.now += size
-        self.peak = max(self.peak, self.now)
