@@ -159,7 +159,7 @@ def _environment() -> dict[str, Sequence[Any]]:
 
 def versions() -> list[Version]:
     """Return the versions of Python and of every package that vlmpack works with."""
-    from vlmpack.bench.environment import version_of
+    from vlmpack.bench import version_of
 
     installed = {name: version_of(name) for name in PACKAGES}
     modules = {name: module for name, module in PACKAGES.items() if module and installed[name]}
@@ -303,8 +303,7 @@ def _models(name: str | None, device: torch.device, dtype: str | None, *, tiny: 
     """
     import torch
 
-    from vlmpack.families import FAMILIES, family_named
-    from vlmpack.families.tiny import tiny_model
+    from vlmpack.families import FAMILIES, family_named, tiny_model
     from vlmpack.proof import Loaded, load
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -70,8 +70,7 @@ def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
             supported.
     """
     from vlmpack.collate import VLMCollator
-    from vlmpack.data import open_dataset
-    from vlmpack.data.receipts import SMALLEST_LEGIBLE
+    from vlmpack.data import SMALLEST_LEGIBLE, open_dataset
 
     _check(options)
     source: dict[str, Any] = {
@@ -92,7 +91,7 @@ def _check(options: InputOptions) -> None:
         ConfigError: a folder of packed rows, a split of a file that has none, a missing folder of images, or
             `--overlength` without `--max-length`.
     """
-    from vlmpack.data.sources import JSON_FILES
+    from vlmpack.data import JSON_FILES
 
     path, root = Path(options.dataset).expanduser(), options.image_root
     if is_store(options.dataset):
@@ -114,7 +113,7 @@ def _check(options: InputOptions) -> None:
 
 def is_store(source: str) -> bool:
     """Return whether `source` is a folder written by `vlmpack pack`."""
-    from vlmpack.offline.manifest import NAME
+    from vlmpack.offline import NAME
 
     return (Path(source).expanduser() / NAME).is_file()
 
@@ -125,7 +124,7 @@ def check_finished(source: str) -> None:
     Raises:
         ConfigError: `source` is one.
     """
-    from vlmpack.offline.files import WorkFolder
+    from vlmpack.offline import WorkFolder
 
     if not is_store(source) and WorkFolder(out=Path(source).expanduser()).path.is_dir():
         raise ConfigError(
@@ -188,7 +187,7 @@ def named_processor(name: str) -> Any:
 
 
 def _tiny_processor(family: str) -> Any:
-    from vlmpack.data.processor import CHAT_TEMPLATE, tiny_processor
+    from vlmpack.data import CHAT_TEMPLATE, tiny_processor
     from vlmpack.families import family_named
 
     if family_named(family).has_vision:
@@ -201,7 +200,7 @@ def _tiny_processor(family: str) -> Any:
 def _load_processor(name: str) -> Any:
     from transformers import AutoConfig, AutoTokenizer
 
-    from vlmpack.data.pretrained import is_saved_alone, load_processor
+    from vlmpack.data import is_saved_alone, load_processor
     from vlmpack.families import family_named
 
     remedy = "give a hub id, a folder with config.json and tokenizer, or tiny for one made here"
@@ -217,7 +216,7 @@ def limit_pixels(processor: Any, max_pixels: int | None) -> Any:
     Raises:
         ConfigError: the processor takes no images, or enlarges them beyond that area.
     """
-    from vlmpack.collate.processor import parts_of
+    from vlmpack.collate import parts_of
 
     if max_pixels is None:
         return processor

@@ -116,10 +116,9 @@ def _check_files(inputs: Inputs) -> None:
     Raises:
         ConfigError: an image is no file.
     """
-    from vlmpack.data.images import ImageError
+    from vlmpack.data import ImageError
     from vlmpack.errors import SampleError
-    from vlmpack.offline.measure import undecoded
-    from vlmpack.offline.media import stored_image
+    from vlmpack.offline import stored_image, undecoded
 
     dataset = undecoded(inputs.dataset)
     for place in range(min(CHECKED, len(dataset))):
@@ -173,7 +172,7 @@ def _lines(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
 
 
 def _print_left_out(out: Path, manifest: Manifest, console: Console) -> None:
-    from vlmpack.offline.manifest import LEFT_OUT
+    from vlmpack.offline import LEFT_OUT
 
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in manifest.reasons.items())
     console.print(f"[yellow]Left out[/] (all are listed in {escape(str(out / LEFT_OUT))}): {escape(reasons)}")

@@ -27,7 +27,7 @@ from vlmpack.errors import ConfigError, LayoutError
 if TYPE_CHECKING:
     import numpy as np
 
-    from vlmpack.collate.encoded import Encoded
+    from vlmpack.collate import Encoded
     from vlmpack.layout import Segments, SlotRule
 
 LINES = 8

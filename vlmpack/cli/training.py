@@ -17,15 +17,11 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from vlmpack.bench.memory import peak_bytes
+from vlmpack.bench import peak_bytes
 from vlmpack.cli.inputs import reading
-from vlmpack.collate import VLMCollator
-from vlmpack.collate.collator import BatchLayout
-from vlmpack.data import load_cord, tiny_processor, to_conversation
-from vlmpack.data.pretrained import load_processor
-from vlmpack.data.receipts import SMALLEST_LEGIBLE
-from vlmpack.families import family_of
-from vlmpack.families.tiny import tiny_model
+from vlmpack.collate import BatchLayout, VLMCollator
+from vlmpack.data import SMALLEST_LEGIBLE, load_cord, load_processor, tiny_processor, to_conversation
+from vlmpack.families import family_of, tiny_model
 from vlmpack.layout import FACTS_KEY, BatchFacts
 from vlmpack.step import disable_packing, enable_packing
 
