@@ -16,7 +16,6 @@ from rich.table import Table
 
 from vlmpack.cli import options
 from vlmpack.cli.inputs import quiet_transformers
-from vlmpack.errors import ConfigError
 from vlmpack.terminal import make_table, number_columns, print_table
 
 if TYPE_CHECKING:
@@ -47,12 +46,6 @@ def demo(
     By default: a small Qwen3-VL, drawn receipts, no GPU, no network, about a minute on two cores.
     """
     options.need("demo", "accelerate", "matplotlib", extra="demo")
-    path = Path(data).expanduser()
-    if path.is_file() and path.suffix not in ("", ".parquet"):
-        raise ConfigError(
-            f"--data {data}: the demo trains on receipts alone, with the columns image and ground_truth of CORD: give "
-            "synthetic, a hub id, a folder or a parquet file; `vlmpack analyze` and `vlmpack pack` read other data"
-        )
     if model is not None:
         options.refuse_file("--model", model)
     # Read when torch is first imported. On a machine that others use too, threads that spin while they wait for each

@@ -20,7 +20,8 @@ from transformers.trainer_callback import PrinterCallback
 from vlmpack.bench import peak_bytes
 from vlmpack.cli.inputs import reading
 from vlmpack.collate import BatchLayout, VLMCollator
-from vlmpack.data import SMALLEST_LEGIBLE, load_cord, load_processor, tiny_processor, to_conversation
+from vlmpack.data import SMALLEST_LEGIBLE, load_processor, open_dataset, tiny_processor
+from vlmpack.errors import ConfigError
 from vlmpack.families import family_of, tiny_model
 from vlmpack.layout import FACTS_KEY, BatchFacts
 from vlmpack.step import disable_packing, enable_packing
@@ -54,11 +55,11 @@ class DemoSettings:
 
 
 @final
-class Setup(torch.utils.data.Dataset[dict[str, Any]]):
-    """Load the model, its processor and the receipts of both trainings; a map-style data set of conversations.
+class Setup:
+    """Load the processor and the receipts of both trainings.
 
     Raises:
-        ConfigError: model or data cannot be read. FamilyError: the model cannot be packed exactly.
+        ConfigError: model or data cannot be read, or the data are no receipts.
     """
 
     def __init__(self, settings: DemoSettings, device: torch.device) -> None:
@@ -73,20 +74,24 @@ class Setup(torch.utils.data.Dataset[dict[str, Any]]):
         self.title = f"{name or 'Qwen3-VL, 4 layers of width 128, random weights'}, {settings.dtype}"
         scale = SMALLEST_LEGIBLE if settings.data == "synthetic" and name is None else 1.0
         num = settings.steps * settings.batch_size
-        self.receipts = load_cord(settings.data, num=num, seed=settings.seed, scale=scale)
-
-    def __len__(self) -> int:
-        return len(self.receipts)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return to_conversation(self.receipts[index], index=index)
+        if settings.data != "synthetic" and not open_dataset(settings.data).are_receipts:
+            raise ConfigError(
+                f"--data {settings.data}: the demo trains on receipts alone, with the columns image and ground_truth "
+                "of CORD: give synthetic, a hub id, a folder or a parquet file; `vlmpack analyze` and `vlmpack pack` "
+                "read other data"
+            )
+        self.receipts = open_dataset(settings.data, num=num, seed=settings.seed, scale=scale)
 
     def first_batch(self) -> list[dict[str, Any]]:
         """Return the samples of the first step, unshuffled."""
-        return [self[i] for i in range(self.settings.batch_size)]
+        return self.receipts[: self.settings.batch_size]
 
     def make_model(self) -> Any:
-        """Make the model with its initial weights, the same at every call."""
+        """Make the model with its initial weights, the same at every call.
+
+        Raises:
+            ConfigError: it cannot be read. FamilyError: it cannot be packed exactly.
+        """
         from transformers import AutoModelForImageTextToText
 
         if (name := self.settings.model) is None:
@@ -189,7 +194,7 @@ def train(layout: BatchLayout, model: nn.Module, setup: Setup, *, scratch: str, 
     meter = Meter(VLMCollator(setup.processor, layout=layout), setup.device, keep_facts=layout == "packed", tick=tick)
     hook = model.register_forward_hook(lambda module, args, output: meter.losses.append(output.loss.detach()))
     trainer = Trainer(
-        model=model, args=setup.arguments(scratch), train_dataset=setup, data_collator=meter, callbacks=[meter]
+        model=model, args=setup.arguments(scratch), train_dataset=setup.receipts, data_collator=meter, callbacks=[meter]
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
