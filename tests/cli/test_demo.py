@@ -184,7 +184,7 @@ def test_the_table_shows_ratios_and_differences() -> None:
 
 
 def test_an_unmodified_model_is_not_shown_what_only_the_host_knows(receipts: Any) -> None:
-    meter = Meter(VLMCollator(tiny_processor()), torch.device("cpu"), keep_facts=False, tick=lambda loss: None)
+    meter = Meter(VLMCollator(tiny_processor()), "cpu", keep_facts=False, tick=lambda loss: None)
     small_batch, large_batch = meter(receipts[:1]), meter(receipts)
     assert "vlmpack" not in small_batch
     assert [len(facts.lengths) for facts in meter.facts] == [1, 3]

@@ -19,7 +19,9 @@ from vlmpack.cli.inputs import quiet_transformers
 from vlmpack.terminal import make_table, number_columns, print_table
 
 if TYPE_CHECKING:
-    from vlmpack.cli.training import Agreement, DemoSettings, Run, Setup
+    from vlmpack.cli.training import Agreement, Run, Setup
+
+ROWS, LOSSES, NUMBERS = "rows.png", "losses.png", "demo.json"
 
 
 def demo(
@@ -53,33 +55,24 @@ def demo(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     dtype = dtype or ("bfloat16" if model is not None and device == "cuda" else "float32")
 
-    from vlmpack.cli.training import DemoSettings
-
-    run_demo(
-        DemoSettings(
-            model=model, data=data, device=device, dtype=dtype, steps=steps, batch_size=batch_size, seed=seed, out=out
-        )
-    )
-
-
-def run_demo(settings: DemoSettings) -> None:
-    """Train twice, compare the gradients of one batch, and print a table; write pictures, and the numbers as JSON."""
     from vlmpack.cli.training import Setup, packed_against_alone
 
     console = Console()
-    device = options.torch_device(settings.device)
-    options.made_folder("--out", settings.out)
+    options.torch_device(device)
+    options.made_folder("--out", out)
+    setup = Setup(model=model, data=data, device=device, dtype=dtype, steps=steps, batch_size=batch_size, seed=seed)
     with quiet_transformers():
-        with console.status("making model and receipts"):
-            setup = Setup(settings, device)
-        console.print(f"[bold]{setup.title}[/], on {settings.data} receipts, {settings.device}", highlight=False)
-        padded, packed, model = _train_both(setup, console)
+        with console.status("reading processor and receipts"):
+            samples, processor = setup.first_batch(), setup.processor
+        console.print(f"[bold]{setup.title}[/], on {data} receipts, {device}", highlight=False)
+        padded, packed, trained = _train_both(setup, console)
         with console.status("comparing gradients: packed, and each sample alone"):
-            agreement = packed_against_alone(model, setup.processor, setup.first_batch())
+            agreement = packed_against_alone(trained, processor, samples)
     console.print()
-    print_comparison(padded, packed, agreement, console, device=settings.device)
-    rows, losses, written = _save(setup, padded, packed, agreement)
-    console.print(f"Pictures: {rows}, {losses}\nNumbers:  {written}", highlight=False)
+    print_comparison(padded, packed, agreement, console, device=device)
+    _save(setup, padded, packed, agreement, out)
+    pictures = f"{out / ROWS}, {out / LOSSES}"
+    console.print(f"Pictures: {pictures}\nNumbers:  {out / NUMBERS}", highlight=False)
 
 
 def _train_both(setup: Setup, console: Console) -> tuple[Run, Run, Any]:
@@ -94,7 +87,7 @@ def _train_both(setup: Setup, console: Console) -> tuple[Run, Run, Any]:
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
     ):
         for layout in ("padded", "packed"):
-            bar = progress.add_task(layout, total=setup.settings.steps)
+            bar = progress.add_task(layout, total=setup.steps)
 
             def tick(loss: float, layout: str = layout, bar: Any = bar) -> None:
                 progress.update(bar, advance=1, description=f"{layout}, loss {loss:.4f}")
@@ -105,27 +98,19 @@ def _train_both(setup: Setup, console: Console) -> tuple[Run, Run, Any]:
     return runs[0], runs[1], model
 
 
-def _save(setup: Setup, padded: Run, packed: Run, agreement: Agreement) -> tuple[Path, Path, Path]:
+def _save(setup: Setup, padded: Run, packed: Run, agreement: Agreement, out: Path) -> None:
     """Write the pictures of rows and losses, and the numbers."""
     from vlmpack.collate import VLMCollator
     from vlmpack.layout import PaddedBatch
     from vlmpack.plots import plot_losses, plot_rows, save
 
-    out = setup.settings.out
     batch = VLMCollator(setup.processor, layout="padded").collate(setup.first_batch())
     assert isinstance(batch, PaddedBatch)
-    rows = save(plot_rows(batch), out / "rows.png")
-    curves = {"padded, unmodified model": padded.losses, "packed": packed.losses}
-    losses = save(plot_losses(curves), out / "losses.png")
-    result = {
-        "settings": {**asdict(setup.settings), "out": str(out)},
-        "padded": asdict(padded),
-        "packed": asdict(packed),
-        "gradients": asdict(agreement),
-    }
-    written = out / "demo.json"
-    written.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return rows, losses, written
+    save(plot_rows(batch), out / ROWS)
+    save(plot_losses({"padded, unmodified model": padded.losses, "packed": packed.losses}), out / LOSSES)
+    parts = {"padded": padded, "packed": packed, "gradients": agreement}
+    numbers = {"settings": {**asdict(setup), "out": str(out)}, **{name: asdict(part) for name, part in parts.items()}}
+    (out / NUMBERS).write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
 
 
 def print_comparison(padded: Run, packed: Run, agreement: Agreement, console: Console, *, device: str) -> None:

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from vlmpack.cli import options
 from vlmpack.cli.inputs import named_processor, quiet_transformers, tiny_family
 from vlmpack.errors import ConfigError
-from vlmpack.terminal import make_table, print_table, text_column
+from vlmpack.terminal import make_table, print_table, print_text, text_column
 
 if TYPE_CHECKING:
     import torch
@@ -59,9 +58,7 @@ def doctor(
     device: options.Device = None,
     dtype: Annotated[
         str | None,
-        options.word(
-            *options.DTYPES, help="float32 or bfloat16; by default float32, and of every family on cuda both."
-        ),
+        options.word(*options.DTYPES, help="float32 or bfloat16; by default float32, of every family on cuda both."),
     ] = None,
     attention: Annotated[
         str | None,
@@ -86,23 +83,18 @@ def doctor(
     """
     console = Console(quiet=as_json)
     if probe:
+        from vlmpack.cli.probe_tables import print_reports
+
         reports = _probe(model, console, device=device, dtype=dtype, attention=attention, tiny=tiny)
         is_exact = all(report.verdict == "exact" for report in reports)
         answer: dict[str, Any] = {"probes": [report.to_dict() for report in reports], "healthy": is_exact}
-        from vlmpack.cli.probe_tables import print_reports
-
         print_reports(reports, console, summarise=model is None or attention == ALL)
     else:
-        values = {
-            "MODEL": model,
-            "--device": device,
-            "--dtype": dtype,
-            "--attention": attention,
-            "--tiny": tiny or None,
-        }
-        if unused := [name for name, value in values.items() if value is not None]:
+        values = {"MODEL": model, "--device": device, "--dtype": dtype, "--attention": attention}
+        unused = [name for name, value in values.items() if value is not None] + ["--tiny"] * tiny
+        if unused:
             raise ConfigError(f"{', '.join(unused)} only matters to a probe; add --probe, or leave it out")
-        is_exact, parts = True, _environment()
+        is_exact, parts = True, environment()
         answer = {name: [entry._asdict() for entry in entries] for name, entries in parts.items()}
         print_environment(parts, console)
     if as_json:
@@ -146,15 +138,11 @@ class Serving(NamedTuple):
     """Why it cannot; empty: it can."""
 
 
-def _environment() -> dict[str, Sequence[Any]]:
-    found = devices()
-    types = list(dict.fromkeys(device.type for device in found))
-    return {
-        "versions": versions(),
-        "devices": found,
-        "attention": attention_serving(types),
-        "gated_delta": gated_delta_serving(types),
-    }
+def environment() -> dict[str, Sequence[Any]]:
+    """Collect versions, devices, and what serves attention and gated delta layers on them."""
+    parts: dict[str, Sequence[Any]] = {"versions": versions(), "devices": devices()}
+    types = list(dict.fromkeys(device.type for device in parts["devices"]))
+    return {**parts, "attention": attention_serving(types), "gated_delta": gated_delta_serving(types)}
 
 
 def versions() -> list[Version]:
@@ -224,35 +212,34 @@ def gated_delta_serving(device_types: Sequence[str]) -> list[Serving]:
 
 
 def print_environment(parts: Mapping[str, Sequence[Any]], console: Console) -> None:
-    """Print versions, devices, and what serves attention and gated delta layers."""
-    console.print("[bold]Versions[/]")
-    print_table(console, _versions(parts["versions"]))
-    console.print("\n[bold]Devices[/]")
-    for entry in parts["devices"]:
-        console.print(f"  {entry.type:<5} {entry.name}")
-    console.print("\n[bold]Attention back-ends[/] [dim](heads 32, key-value heads 8, head dimension 128)[/]")
-    print_table(console, _serving(parts["attention"]))
-    console.print("\n[bold]Gated delta layers[/] [dim](Qwen3.5, Qwen3-Next; training)[/]")
-    print_table(console, _serving(parts["gated_delta"]))
-    console.print(
-        "\n`vlmpack doctor --probe` probes whether packed samples leak into each other here.", highlight=False
-    )
+    """Print a table for each part of the environment."""
+    heads = f"heads {NUM_HEADS}, key-value heads {NUM_KV_HEADS}, head dimension {HEAD_DIM}"
+    sections = {
+        "Versions": [_version_row(entry) for entry in parts["versions"]],
+        "Devices": [(entry.type, "", "", entry.name) for entry in parts["devices"]],
+        f"Attention back-ends[/] [dim]({heads})": [_serving_row(entry) for entry in parts["attention"]],
+        "Gated delta layers[/] [dim](Qwen3.5, Qwen3-Next; training)": [
+            _serving_row(entry) for entry in parts["gated_delta"]
+        ],
+    }
+    for title, rows in sections.items():
+        console.print(f"[bold]{title}[/]", highlight=False)
+        table = make_table("", "", "", text_column(""), header=False)
+        for name, *cells in rows:
+            table.add_row(f"  {name}", *cells)
+        print_table(console, table)
+        console.print()
+    print_text(console, "`vlmpack doctor --probe` probes whether packed samples leak into each other here.")
 
 
-def _versions(entries: Sequence[Version]) -> Table:
-    table = make_table("package", "version", text_column("problem"), header=False)
-    for entry in entries:
-        problem = f"[yellow]{escape(entry.problem)}[/]" if entry.problem else ""
-        table.add_row(f"  {entry.name}", entry.version or "[dim]not installed[/]", problem)
-    return table
+def _version_row(entry: Version) -> tuple[str, ...]:
+    problem = f"[yellow]{escape(entry.problem)}[/]" if entry.problem else ""
+    return entry.name, entry.version or "[dim]not installed[/]", "", problem
 
 
-def _serving(entries: Sequence[Serving]) -> Table:
-    table = make_table("device", "dtype", "back-end", text_column("serves"), header=False)
-    for entry in entries:
-        answer = f"[dim]no: {escape('; '.join(entry.reasons))}[/]" if entry.reasons else "[green]yes[/]"
-        table.add_row(f"  {entry.device}", entry.dtype, entry.backend, answer)
-    return table
+def _serving_row(entry: Serving) -> tuple[str, ...]:
+    answer = f"[dim]no: {escape('; '.join(entry.reasons))}[/]" if entry.reasons else "[green]yes[/]"
+    return entry.device, entry.dtype, entry.backend, answer
 
 
 # ---------------------------------------------------------------------- probes

@@ -8,19 +8,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from statistics import mean, median
 from typing import Any, final
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForImageTextToText, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from vlmpack.bench import peak_bytes
 from vlmpack.cli.inputs import reading
 from vlmpack.collate import BatchLayout, VLMCollator
-from vlmpack.data import SMALLEST_LEGIBLE, load_processor, open_dataset, tiny_processor
+from vlmpack.data import SMALLEST_LEGIBLE, OpenDataset, load_processor, open_dataset, tiny_processor
 from vlmpack.errors import ConfigError
 from vlmpack.families import family_of, tiny_model
 from vlmpack.layout import FACTS_KEY, BatchFacts
@@ -33,8 +33,8 @@ TINY_SIZES = {"hidden": 128, "layers": 4, "vision_hidden": 64, "vision_heads": 4
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class DemoSettings:
-    """Options of `vlmpack demo`."""
+class Setup:
+    """Settings of both trainings, and what they start from."""
 
     model: str | None
     """Hub id or folder; None: a small random Qwen3-VL."""
@@ -50,41 +50,43 @@ class DemoSettings:
     """Samples in a step."""
     seed: int
     """Of weights, receipts and their order."""
-    out: Path
-    """Folder for pictures and numbers."""
 
+    @property
+    def title(self) -> str:
+        """Model and element type in a few words."""
+        return f"{self.model or 'Qwen3-VL, 4 layers of width 128, random weights'}, {self.dtype}"
 
-@final
-class Setup:
-    """Load the processor and the receipts of both trainings.
+    @cached_property
+    def processor(self) -> Any:
+        """Processor of the model.
 
-    Raises:
-        ConfigError: model or data cannot be read, or the data are no receipts.
-    """
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        if self.model is None:
+            return tiny_processor("qwen3_vl")
+        with reading("--model", self.model):
+            return load_processor(self.model)
 
-    def __init__(self, settings: DemoSettings, device: torch.device) -> None:
-        name = settings.model
-        self.settings, self.device = settings, device
-        self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
-        if name is None:
-            self.processor: Any = tiny_processor("qwen3_vl")
-        else:
-            with reading("--model", name):
-                self.processor = load_processor(name)
-        self.title = f"{name or 'Qwen3-VL, 4 layers of width 128, random weights'}, {settings.dtype}"
-        scale = SMALLEST_LEGIBLE if settings.data == "synthetic" and name is None else 1.0
-        num = settings.steps * settings.batch_size
-        if settings.data != "synthetic" and not open_dataset(settings.data).are_receipts:
+    @cached_property
+    def receipts(self) -> OpenDataset:
+        """Conversations, as many as both trainings need.
+
+        Raises:
+            ConfigError: they cannot be read, are too few, or are no receipts.
+        """
+        if self.data != "synthetic" and not open_dataset(self.data).are_receipts:
             raise ConfigError(
-                f"--data {settings.data}: the demo trains on receipts alone, with the columns image and ground_truth "
-                "of CORD: give synthetic, a hub id, a folder or a parquet file; `vlmpack analyze` and `vlmpack pack` "
-                "read other data"
+                f"--data {self.data}: the demo trains on receipts alone, with the columns image and ground_truth of "
+                "CORD: give synthetic, a hub id, a folder or a parquet file; `vlmpack analyze` and `vlmpack pack` read "
+                "other data"
             )
-        self.receipts = open_dataset(settings.data, num=num, seed=settings.seed, scale=scale)
+        scale = SMALLEST_LEGIBLE if self.data == "synthetic" and self.model is None else 1.0
+        return open_dataset(self.data, num=self.steps * self.batch_size, seed=self.seed, scale=scale)
 
     def first_batch(self) -> list[dict[str, Any]]:
         """Return the samples of the first step, unshuffled."""
-        return self.receipts[: self.settings.batch_size]
+        return self.receipts[: self.batch_size]
 
     def make_model(self) -> Any:
         """Make the model with its initial weights, the same at every call.
@@ -92,31 +94,29 @@ class Setup:
         Raises:
             ConfigError: it cannot be read. FamilyError: it cannot be packed exactly.
         """
-        from transformers import AutoModelForImageTextToText
-
-        if (name := self.settings.model) is None:
-            sizes: dict[str, Any] = {**TINY_SIZES, "seed": self.settings.seed, "dtype": self.dtype, "lively": False}
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.dtype]
+        if self.model is None:
+            sizes: dict[str, Any] = {**TINY_SIZES, "seed": self.seed, "dtype": dtype, "lively": False}
             model: Any = tiny_model("qwen3_vl", processor=self.processor, **sizes)
         else:
-            with reading("--model", name):
-                model = AutoModelForImageTextToText.from_pretrained(name, dtype=self.dtype, attn_implementation="sdpa")
+            with reading("--model", self.model):
+                model = AutoModelForImageTextToText.from_pretrained(self.model, dtype=dtype, attn_implementation="sdpa")
         # A cache would cost the padded run memory without use; the packed one never makes any.
         family_of(model).text_config(model.config).use_cache = False
         return model.to(self.device).train()
 
     def arguments(self, scratch: str) -> TrainingArguments:
         """Make the arguments of Trainer, which writes into the folder `scratch`."""
-        settings, on_cpu = self.settings, self.device.type == "cpu"
         arguments = TrainingArguments(
             output_dir=scratch,
-            max_steps=settings.steps,
-            per_device_train_batch_size=settings.batch_size,
-            learning_rate=TINY_RATE if settings.model is None else PRETRAINED_RATE,
+            max_steps=self.steps,
+            per_device_train_batch_size=self.batch_size,
+            learning_rate=TINY_RATE if self.model is None else PRETRAINED_RATE,
             lr_scheduler_type="constant",
-            seed=settings.seed,
-            data_seed=settings.seed,
-            use_cpu=on_cpu,
-            dataloader_pin_memory=not on_cpu,
+            seed=self.seed,
+            data_seed=self.seed,
+            use_cpu=self.device == "cpu",
+            dataloader_pin_memory=self.device != "cpu",
             dataloader_drop_last=True,
             remove_unused_columns=False,
             save_strategy="no",
@@ -222,9 +222,7 @@ class Meter(TrainerCallback):
         tick: called after each step with its loss.
     """
 
-    def __init__(
-        self, collator: VLMCollator, device: torch.device, *, keep_facts: bool, tick: Callable[[float], None]
-    ) -> None:
+    def __init__(self, collator: VLMCollator, device: str, *, keep_facts: bool, tick: Callable[[float], None]) -> None:
         self.facts: list[BatchFacts] = []
         self.physical: list[int] = []
         self.largest: dict[str, Any] = {}
@@ -256,7 +254,7 @@ class Meter(TrainerCallback):
         self._tick(float(self.losses[-1]))
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
+        if self._device == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
@@ -320,17 +318,17 @@ def _gradients(
     return gradients
 
 
-def _placed(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def _placed(batch: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
 # ---------------------------------------------------------------------- memory
 
 
-def _peak_of_step(model: nn.Module, batch: Mapping[str, Any], device: torch.device) -> int:
+def _peak_of_step(model: nn.Module, batch: Mapping[str, Any], device: str) -> int:
     model.zero_grad(set_to_none=True)
     placed = _placed(batch, device)
     tensors = [value for value in placed.values() if isinstance(value, torch.Tensor)]
-    peak = peak_bytes(lambda: model(**placed).loss.backward(), held=[*model.parameters(), *tensors], device=str(device))
+    peak = peak_bytes(lambda: model(**placed).loss.backward(), held=[*model.parameters(), *tensors], device=device)
     model.zero_grad(set_to_none=True)
     return peak
