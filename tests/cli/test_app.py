@@ -55,7 +55,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     def without_accelerate(name: str, *args: Any) -> Any:
         return None if name == "accelerate" else find_spec(name, *args)
 
-    monkeypatch.setattr(importlib.util, "find_spec", without_accelerate)
+    monkeypatch.setattr("vlmpack.errors.find_spec", without_accelerate)
     result = CliRunner().invoke(app, ["demo"])
     assert result.exit_code == 2
     assert "`vlmpack demo` needs accelerate, not installed here: pip install 'vlmpack[demo]'" in result.stderr

@@ -17,7 +17,8 @@ from rich.text import Text
 
 from vlmpack.cli import options
 from vlmpack.cli.inputs import InputOptions, measure, open_inputs
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, check_extra
+from vlmpack.files import write_text
 from vlmpack.terminal import make_table, number_columns, print_table, print_text, sample_name
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def analyze(
     The exit status is 1 if no sample can be used, 2 if it cannot be run as asked, 0 otherwise.
     """
     if out is not None:
-        options.need("analyze --out", "matplotlib", extra="plots")
+        check_extra("plots", "matplotlib", needed_by="`vlmpack analyze --out`")
 
     from vlmpack.plan import CAPACITIES
 
@@ -114,7 +115,7 @@ def _recipe(
 def _save(analysis: Analysis, folder: Path) -> list[Path]:
     """Write the numbers, and the picture where there are samples."""
     numbers = folder / "analysis.json"
-    numbers.write_text(json.dumps(analysis.to_dict(), indent=2) + "\n", encoding="utf-8")
+    write_text(numbers, json.dumps(analysis.to_dict(), indent=2) + "\n")
     if not len(analysis.table):
         return [numbers]
     from vlmpack.plots import plot_lengths, save

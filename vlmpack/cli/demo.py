@@ -16,6 +16,8 @@ from rich.table import Table
 
 from vlmpack.cli import options
 from vlmpack.cli.inputs import quiet_transformers
+from vlmpack.errors import check_extra
+from vlmpack.files import write_text
 from vlmpack.terminal import make_table, number_columns, print_table
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ def demo(
 
     By default: a small Qwen3-VL, drawn receipts, no GPU, no network, about a minute on two cores.
     """
-    options.need("demo", "accelerate", "matplotlib", extra="demo")
+    check_extra("demo", "accelerate", "matplotlib", needed_by="`vlmpack demo`")
     if model is not None:
         options.refuse_file("--model", model)
     # Read when torch is first imported. On a machine that others use too, threads that spin while they wait for each
@@ -110,7 +112,7 @@ def _save(setup: Setup, padded: Run, packed: Run, agreement: Agreement, out: Pat
     save(plot_losses({"padded, unmodified model": padded.losses, "packed": packed.losses}), out / LOSSES)
     parts = {"padded": padded, "packed": packed, "gradients": agreement}
     numbers = {"settings": {**asdict(setup), "out": str(out)}, **{name: asdict(part) for name, part in parts.items()}}
-    (out / NUMBERS).write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    write_text(out / NUMBERS, json.dumps(numbers, indent=2) + "\n")
 
 
 def print_comparison(padded: Run, packed: Run, agreement: Agreement, console: Console, *, device: str) -> None:

@@ -5,7 +5,6 @@ A wrong value is refused before a library is loaded or a sample is measured.
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,19 +64,6 @@ MaxPatches = Annotated[int | None, typer.Option(min=1, help="Most vision patches
 MaxImages = Annotated[int | None, typer.Option(min=1, help="Most images and videos in a row.")]
 Device = Annotated[str | None, word(*DEVICES, help="cpu or cuda; by default cuda where there is one.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-
-
-def need(verb: str, *packages: str, extra: str) -> None:
-    """Refuse to start a verb without its optional packages.
-
-    Raises:
-        ConfigError: some are not installed; the message has the command that installs them.
-    """
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    if missing:
-        raise ConfigError(
-            f"`vlmpack {verb}` needs {' and '.join(missing)}, not installed here: pip install 'vlmpack[{extra}]'"
-        )
 
 
 def made_folder(option: str, folder: Path) -> Path:

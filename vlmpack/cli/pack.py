@@ -17,6 +17,7 @@ from rich.text import Text
 
 from vlmpack.cli import options
 from vlmpack.cli.inputs import InputOptions, Inputs, open_inputs
+from vlmpack.errors import check_extra
 from vlmpack.terminal import format_bytes, make_table, number_columns, print_table, print_text, sample_name, text_column
 
 if TYPE_CHECKING:
@@ -79,9 +80,9 @@ def pack(
     Killed or stopped, run it again: it goes on where it was, and ends with the same files. Train on them with
     vlmpack.offline.PackedDataset(OUT, processor).
     """
-    options.need("pack", "pyarrow", extra="data")
+    check_extra("data", "pyarrow", needed_by="`vlmpack pack`")
     if ray:
-        options.need("pack --ray", "ray", extra="ray")
+        check_extra("ray", "ray", needed_by="`vlmpack pack --ray`")
 
     from vlmpack.collate import Ceiling
     from vlmpack.layout import SlotRule

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from vlmpack.files import atomic_file, writing
 from vlmpack.plan import Summary, histogram, summary
 
 SAMPLES = ("#4C78A8", "#F2A65A", "#59A89C", "#D8697A", "#8E7CC3", "#9AB857", "#C98BB9", "#7FB7D6")
@@ -30,10 +31,13 @@ def save(figure: Figure, path: str | Path, *, dpi: int = 160) -> Path:
 
     Returns:
         The path that was written.
+
+    Raises:
+        ConfigError: the file cannot be written.
     """
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=dpi, facecolor="white", format="png")
+    with atomic_file(target) as temporary, writing(target):
+        figure.savefig(temporary, dpi=dpi, facecolor="white", format="png")
     return target
 
 
