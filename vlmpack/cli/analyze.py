@@ -88,7 +88,7 @@ def analyze(
         overlength=overlength, max_pixels=max_pixels, image_root=image_root,
     ))  # fmt: skip
     if out is not None:
-        options.made_folder("--out", out)
+        options.make_folder("--out", out)
     console = Console(quiet=as_json)
     table = measure(inputs, console, workers=workers, cache=cache, estimate=estimate)
     analysis = Analysis(source=dataset, table=table, packing=packing, is_estimate=estimate)

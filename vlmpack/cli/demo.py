@@ -61,7 +61,7 @@ def demo(
 
     console = Console()
     options.torch_device(device)
-    options.made_folder("--out", out)
+    options.make_folder("--out", out)
     setup = Setup(model=model, data=data, device=device, dtype=dtype, steps=steps, batch_size=batch_size, seed=seed)
     with quiet_transformers():
         with console.status("reading processor and receipts"):

@@ -66,7 +66,7 @@ Device = Annotated[str | None, word(*DEVICES, help="cpu or cuda; by default cuda
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def made_folder(option: str, folder: Path) -> Path:
+def make_folder(option: str, folder: Path) -> None:
     """Make the folder that a verb writes into, before anything is computed.
 
     Args:
@@ -81,7 +81,6 @@ def made_folder(option: str, folder: Path) -> Path:
     except OSError as error:
         message = f"{option} {folder} cannot be a folder ({error.strerror}); name one that is there or can be made"
         raise ConfigError(message) from error
-    return folder
 
 
 def refuse_file(option: str, name: str) -> None:
