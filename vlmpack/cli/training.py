@@ -23,7 +23,7 @@ from vlmpack.collate import BatchLayout, VLMCollator
 from vlmpack.data import SMALLEST_LEGIBLE, OpenDataset, load_processor, open_dataset, tiny_processor
 from vlmpack.errors import ConfigError
 from vlmpack.families import family_of, tiny_model
-from vlmpack.layout import FACTS_KEY, BatchFacts
+from vlmpack.layout import METADATA_KEY, HostMetadata
 from vlmpack.step import disable_packing, enable_packing
 
 TINY_RATE, PRETRAINED_RATE = 1e-3, 1e-5
@@ -223,7 +223,7 @@ class Meter(TrainerCallback):
     """
 
     def __init__(self, collator: VLMCollator, device: str, *, keep_facts: bool, tick: Callable[[float], None]) -> None:
-        self.facts: list[BatchFacts] = []
+        self.facts: list[HostMetadata] = []
         self.physical: list[int] = []
         self.largest: dict[str, Any] = {}
         self.seconds: list[float] = []
@@ -234,11 +234,11 @@ class Meter(TrainerCallback):
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Make one batch."""
         batch = self._collator(features)
-        facts: BatchFacts = batch[FACTS_KEY]
+        facts: HostMetadata = batch[METADATA_KEY]
         self.facts.append(facts)
         self.physical.append(batch["input_ids"].numel())
         if not self._keep_facts:
-            del batch[FACTS_KEY]
+            del batch[METADATA_KEY]
         area = len(facts.lengths) * max(facts.lengths)  # when padded
         if area > self._area:
             self._area, self.largest = area, batch
@@ -283,7 +283,7 @@ def packed_against_alone(model: nn.Module, processor: Any, samples: Sequence[Map
     model.float().eval()
     collate, pack = VLMCollator(processor), VLMCollator(processor, layout="packed")
     batches = [collate([sample]) for sample in samples]
-    targets = [batch.pop(FACTS_KEY).num_targets for batch in batches]
+    targets = [batch.pop(METADATA_KEY).num_targets for batch in batches]
     alone = _gradients(disable_packing(model), batches, [count / sum(targets) for count in targets])
     return agreement(_gradients(enable_packing(model), [pack(samples)], [1.0]), alone)
 
