@@ -183,10 +183,10 @@ def test_the_table_shows_ratios_and_differences() -> None:
     assert "2.00 times as fast with 0.50 times the memory" in said
 
 
-def test_an_unmodified_model_is_not_shown_what_only_the_host_knows(receipts: Any) -> None:
-    meter = Meter(VLMCollator(tiny_processor()), "cpu", keep_facts=False, tick=lambda loss: None)
+def test_an_unmodified_model_gets_no_metadata_of_the_host(receipts: Any) -> None:
+    meter = Meter(VLMCollator(tiny_processor()), "cpu", keep_metadata=False, tick=lambda loss: None)
     small_batch, large_batch = meter(receipts[:1]), meter(receipts)
     assert "vlmpack" not in small_batch
-    assert [len(facts.lengths) for facts in meter.facts] == [1, 3]
+    assert [len(metadata.lengths) for metadata in meter.metadata] == [1, 3]
     assert meter.physical == [small_batch["input_ids"].numel(), large_batch["input_ids"].numel()]
     assert meter.largest is large_batch

@@ -191,7 +191,9 @@ def train(layout: BatchLayout, model: nn.Module, setup: Setup, *, scratch: str, 
     """
     if layout == "packed":
         enable_packing(model)
-    meter = Meter(VLMCollator(setup.processor, layout=layout), setup.device, keep_facts=layout == "packed", tick=tick)
+    meter = Meter(
+        VLMCollator(setup.processor, layout=layout), setup.device, keep_metadata=layout == "packed", tick=tick
+    )
     hook = model.register_forward_hook(lambda module, args, output: meter.losses.append(output.loss.detach()))
     trainer = Trainer(
         model=model, args=setup.arguments(scratch), train_dataset=setup.receipts, data_collator=meter, callbacks=[meter]
@@ -203,7 +205,7 @@ def train(layout: BatchLayout, model: nn.Module, setup: Setup, *, scratch: str, 
     steps = len(meter.seconds)
     return Run(
         layout=layout,
-        lengths=tuple(facts.lengths for facts in meter.facts[:steps]),
+        lengths=tuple(metadata.lengths for metadata in meter.metadata[:steps]),
         physical=tuple(meter.physical[:steps]),
         seconds=tuple(meter.seconds),
         losses=tuple(float(loss) for loss in meter.losses),
@@ -218,28 +220,30 @@ class Meter(TrainerCallback):
     Args:
         collator: makes the batches.
         device: of the model.
-        keep_facts: leave the metadata on the host in the batch; an unmodified model does not accept it.
+        keep_metadata: leave the metadata on the host in the batch; an unmodified model does not accept it.
         tick: called after each step with its loss.
     """
 
-    def __init__(self, collator: VLMCollator, device: str, *, keep_facts: bool, tick: Callable[[float], None]) -> None:
-        self.facts: list[HostMetadata] = []
+    def __init__(
+        self, collator: VLMCollator, device: str, *, keep_metadata: bool, tick: Callable[[float], None]
+    ) -> None:
+        self.metadata: list[HostMetadata] = []
         self.physical: list[int] = []
         self.largest: dict[str, Any] = {}
         self.seconds: list[float] = []
         self.losses: list[torch.Tensor] = []
-        self._collator, self._device, self._keep_facts, self._tick = collator, device, keep_facts, tick
+        self._collator, self._device, self._keep_metadata, self._tick = collator, device, keep_metadata, tick
         self._area, self._start = 0, 0.0
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Make one batch."""
         batch = self._collator(features)
-        facts: HostMetadata = batch[METADATA_KEY]
-        self.facts.append(facts)
+        metadata: HostMetadata = batch[METADATA_KEY]
+        self.metadata.append(metadata)
         self.physical.append(batch["input_ids"].numel())
-        if not self._keep_facts:
+        if not self._keep_metadata:
             del batch[METADATA_KEY]
-        area = len(facts.lengths) * max(facts.lengths)  # when padded
+        area = len(metadata.lengths) * max(metadata.lengths)  # when padded
         if area > self._area:
             self._area, self.largest = area, batch
         return batch
