@@ -82,7 +82,7 @@ class TestCommand:
         assert found["padded"]["accumulation"] == 4
         refused = analyze(chats, "--samples-per-update", "32", "--accumulation", "4")
         assert refused.exit_code == 2
-        assert "--samples-per-update says what --accumulation comes to; give one of them" in refused.stderr
+        assert "--samples-per-update determines --accumulation; give one of them" in refused.stderr
 
     def test_samples_are_placed_as_asked(self, chats: str) -> None:
         assert numbers(chats, "--strategy", "nf")["packed"][0]["strategy"] == "next_fit"

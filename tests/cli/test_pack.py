@@ -57,7 +57,7 @@ def test_it_writes_a_store_and_tells_what_is_in_it(source: Path, tmp_path: Path)
     told = {line.split("  ")[0]: line for line in done.output.splitlines()}
     assert f" {manifest.counts.rows} " in told["rows"]
     assert "6  of 8" in told["samples"]
-    assert f"{manifest.fill:.2%}" in told["fill"]
+    assert f"{manifest.fill:.2%}" in told["fill ratio"]
     assert format_bytes(manifest.bytes) in told["written"]
     for name in ("longest row", "longest segment", "most segments", "most images", "most patches"):
         assert f" {manifest.sizes.__dict__[name.replace(' ', '_')]} " in told[name]

@@ -71,7 +71,7 @@ def analyze(
     Images are measured by their headers; no pixel is decoded, no model is read. The padded recipe (ranks, batch,
     accumulation) is the one you would train with otherwise: the packed one keeps its samples per update.
 
-    The exit status is 1 if no sample can be used, 2 if it cannot be run as asked, 0 otherwise.
+    The exit status is 1 if no sample can be used, 2 for a refusal, 0 otherwise.
     """
     if out is not None:
         check_extra("plots", "matplotlib", needed_by="`vlmpack analyze --out`")
@@ -108,12 +108,12 @@ def _recipe(
     if samples_per_update is None:
         return PaddedRecipe(world_size=world_size, per_device_batch=per_device_batch, accumulation=accumulation or 1)
     if accumulation is not None:
-        raise ConfigError("--samples-per-update says what --accumulation comes to; give one of them")
+        raise ConfigError("--samples-per-update determines --accumulation; give one of them")
     return PaddedRecipe.reaching(samples_per_update, world_size=world_size, per_device_batch=per_device_batch)
 
 
 def _save(analysis: Analysis, folder: Path) -> list[Path]:
-    """Write the numbers, and the picture where there are samples."""
+    """Write the numbers, and the picture if there are samples."""
     numbers = folder / "analysis.json"
     write_text(numbers, json.dumps(analysis.to_dict(), indent=2) + "\n")
     if not len(analysis.table):
@@ -194,7 +194,7 @@ class Analysis:
             "text": table.text_tokens,
             "image": table.image_tokens,
             "video": table.video_tokens,
-            "learnt": table.targets,
+            "targets": table.targets,
             "patches": table.patches,
         }
         return {name: values for name, values in columns.items() if name == "tokens" or values.any()}

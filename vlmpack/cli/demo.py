@@ -52,8 +52,8 @@ def demo(
     check_extra("demo", "accelerate", "matplotlib", needed_by="`vlmpack demo`")
     if model is not None:
         options.refuse_file("--model", model)
-    # Read when torch is first imported. On a machine that others use too, threads that spin while they wait for each
-    # other make every step several times slower; where nobody else is, this costs little.
+    # Read when torch is first imported. Threads that spin at a barrier make every step several times slower on a
+    # machine that runs other work; elsewhere this costs little.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     dtype = dtype or ("bfloat16" if model is not None and device == "cuda" else "float32")
 

@@ -79,7 +79,7 @@ def doctor(
     each sample alone; runs each mechanism by itself; counts work; and gives plain transformers the same row. Where the
     weights do not fit, it probes a tiny random copy of the model's configuration.
 
-    The exit status is 0 if everything is exact, 1 if not, 2 if it cannot be run as asked.
+    The exit status is 0 if everything is exact, 1 if not, 2 for a refusal.
     """
     console = Console(quiet=as_json)
     if probe:

@@ -75,9 +75,9 @@ def pack(
     ray: Annotated[bool, typer.Option("--ray", help="Measure and write as tasks of Ray instead of --workers.")] = False,
     cache: options.Cache = None,
 ) -> None:
-    """Plan which samples share a row, and write the rows down: token ids, what is learnt, and images still encoded.
+    """Plan which samples share a row, and write the rows: token ids, labels, and images still encoded.
 
-    Killed or stopped, run it again: it goes on where it was, and ends with the same files. Train on them with
+    Killed or stopped, run it again: it continues, and the files are the same, byte for byte. Train on them with
     vlmpack.offline.PackedDataset(OUT, processor).
     """
     check_extra("data", "pyarrow", needed_by="`vlmpack pack`")
@@ -155,11 +155,11 @@ def _lines(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
     """Yield (name, number, meaning)."""
     counts, sizes = manifest.counts, manifest.sizes
     yield "rows", f"{counts.rows:,}", f"of {manifest.capacity:,} tokens"
-    yield "fill", f"{manifest.fill:.2%}", "tokens of samples per token of row"
+    yield "fill ratio", f"{manifest.fill:.2%}", "tokens of samples per token of row"
     yield "samples", f"{counts.samples:,}", f"of {counts.given:,}; {counts.samples / counts.rows:.2f} in a row"
     yield "refused", f"{counts.refused:,}", "cannot be used, or longer than --max-length"
     yield "dropped", f"{counts.dropped:,}", "exceed a row by themselves"
-    yield "tokens", f"{counts.tokens:,}", f"{counts.targets:,} of them learnt"
+    yield "tokens", f"{counts.tokens:,}", f"{counts.targets:,} of them targets"
     if counts.patches:
         yield "images", f"{counts.images:,}", f"and {counts.videos:,} videos: {counts.patches:,} patches"
     yield "written", format_bytes(manifest.bytes), f"in {len(manifest.shards):,} file(s)"

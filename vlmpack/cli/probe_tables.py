@@ -79,8 +79,8 @@ def print_report(report: Report, console: Console) -> None:
 
 def _summary(reports: Sequence[Report]) -> Table:
     """Make a line for each report, and below those of a family, plain transformers."""
-    seen = number_columns("leak", "logits", "loss", "gradients")
-    table = make_table(text_column("family"), text_column("row computed by"), *seen, "verdict")
+    numbers = number_columns("leak", "logits", "loss", "gradients")
+    table = make_table(text_column("family"), text_column("row computed by"), *numbers, "verdict")
     for family in dict.fromkeys(report.family for report in reports):
         of_family = [report for report in reports if report.family == family]
         rows = [_summary_row(report) for report in of_family]
@@ -119,8 +119,8 @@ def _checks(checks: Sequence[Check]) -> Table:
 
 def _circumstances(report: Report) -> Table:
     """Make a line for each circumstance, and for each comparison that belongs to none of the columns."""
-    seen = number_columns("logits", "loss", "samples'", "gradients")
-    table = make_table(text_column("against each sample alone"), *seen, text_column("finding"))
+    numbers = number_columns("logits", "loss", "samples'", "gradients")
+    table = make_table(text_column("against each sample alone"), *numbers, text_column("finding"))
     equality = [check for check in report.checks if check.part == "equality"]
     for circumstance, title in report.circumstances.items():
         checks = {
@@ -153,8 +153,8 @@ def _gradients(checks: Sequence[Check]) -> Table:
         group = check.name.partition(": ")[2]
         if check.part == "equality" and group.startswith(GRADIENT):
             groups.setdefault(group, []).append(check)
-    seen = number_columns("seen", "allowed", "autocast")
-    table = make_table(text_column("worst parameter of each group"), *seen, text_column("finding"))
+    numbers = number_columns("seen", "allowed", "autocast")
+    table = make_table(text_column("worst parameter of each group"), *numbers, text_column("finding"))
     above = ""
     for group, found in groups.items():
         part, _, rest = group.removeprefix(GRADIENT).partition(".")

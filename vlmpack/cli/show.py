@@ -221,7 +221,9 @@ def planned_rows(
         check_row(number, len(inputs.dataset), most="at most ")
     table = measure(inputs, console, workers=workers, cache=cache)
     if not len(table):
-        raise ConfigError(f"none of {table.given} samples can be used: {table.reasons}; `vlmpack analyze` tells why")
+        raise ConfigError(
+            f"none of {table.given} samples can be used: {table.reasons}; `vlmpack analyze` lists the reasons"
+        )
     plan = plan_bins(table, capacity, oversize="drop")
     if not len(plan):
         raise ConfigError(f"all {len(table)} samples exceed a row of {capacity} tokens; raise --capacity")
