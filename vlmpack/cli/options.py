@@ -52,7 +52,8 @@ Num = Annotated[int | None, typer.Option(min=1, help="The first so many samples;
 Seed = Annotated[int, typer.Option(min=0, help="Of synthetic receipts.")]
 MaxLength = Annotated[int | None, typer.Option(min=2, help="Most tokens of a sample; by default any.")]
 Overlength = Annotated[
-    str, word(*OVERLENGTH, help="A sample longer than --max-length: error, drop (left out) or truncate (at a message).")
+    str,
+    word(*OVERLENGTH, help="A sample longer than --max-length: error, drop (left out) or truncate (between messages)."),
 ]
 Workers = Annotated[int, typer.Option(min=0, help="Processes that read samples; 0: this one alone.")]
 Cache = Annotated[str | None, typer.Option(help="File that keeps the lengths, so that they are measured once.")]
