@@ -40,6 +40,11 @@ def test_receipts_for_it_are_small() -> None:
     assert inputs.collator.outline(inputs.dataset[0]).num_tokens > 100
 
 
+def test_receipts_have_no_paths(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--image-root .*: synthetic receipts have no paths; leave it out"):
+        opened("synthetic", processor="tiny", image_root=tmp_path)
+
+
 @pytest.mark.parametrize("processor", ["tiny", "tiny:qwen3"])
 def test_texts_go_with_a_vision_model_and_with_a_text_model(chats: str, processor: str) -> None:
     inputs = opened(chats, processor=processor)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vlmpack.data import OpenDataset
     from vlmpack.plan import LengthTable
 
+SYNTHETIC = "synthetic"
 TINY = "tiny"
 DEFAULT_FAMILY = "qwen3_vl"
 DEFAULT_SPLIT = "train"
@@ -70,18 +71,40 @@ def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
             supported.
     """
     from vlmpack.collate import VLMCollator
-    from vlmpack.data import SMALLEST_LEGIBLE, open_dataset
 
     _check(options)
-    source: dict[str, Any] = {
-        "split": options.split, "num": options.num, "seed": options.seed, "image_root": options.image_root,
-    }  # fmt: skip
-    if options.dataset == "synthetic" and tiny_family(options.processor) is not None:
-        source["scale"] = SMALLEST_LEGIBLE  # images of the built-in processor have at most 256 tokens
-    dataset = open_dataset(options.dataset, **source)
+    dataset = open_samples(
+        options.dataset, split=options.split, num=options.num, seed=options.seed, image_root=options.image_root,
+        small=tiny_family(options.processor) is not None,
+    )  # fmt: skip
     processor = limit_pixels(named_processor(options.processor), options.max_pixels)
     limits: dict[str, Any] = {"max_length": options.max_length, "overlength": options.overlength}
     return Inputs(dataset, VLMCollator(processor, layout="packed", **limits, **settings))
+
+
+def open_samples(
+    source: str, *, split: str = DEFAULT_SPLIT, num: int | None, seed: int, small: bool, image_root: Path | None = None
+) -> OpenDataset:
+    """Open a data set, or draw receipts for "synthetic".
+
+    Args:
+        source: "synthetic", or for `open_dataset`.
+        split: of the data set.
+        num: the first so many samples; None: all.
+        seed: of receipts.
+        small: draw receipts small: images of a built-in processor have at most 256 tokens.
+        image_root: folder at which paths of images start; None: that of the file that names them.
+
+    Raises:
+        ConfigError: it cannot be read, has fewer samples, or names no paths for `image_root`.
+    """
+    from vlmpack.data import SMALLEST_LEGIBLE, open_dataset
+
+    if source != SYNTHETIC:
+        return open_dataset(source, split=split, num=num, image_root=image_root)
+    if image_root is not None:
+        raise ConfigError(f"--image-root {image_root}: {SYNTHETIC} receipts have no paths; leave it out")
+    return open_dataset(source, split=split, num=num, seed=seed, scale=SMALLEST_LEGIBLE if small else 1.0)
 
 
 def _check(options: InputOptions) -> None:

@@ -21,7 +21,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from vlmpack.cli import options
-from vlmpack.cli.inputs import InputOptions, check_finished, is_store, measure, open_inputs
+from vlmpack.cli.inputs import SYNTHETIC, InputOptions, check_finished, is_store, measure, open_inputs
 from vlmpack.errors import ConfigError, LayoutError
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _checked_processor(source: str, processor: str | None) -> str:
     """
     if processor is not None:
         return processor
-    if source != "synthetic" and not Path(source).expanduser().exists():
+    if source != SYNTHETIC and not Path(source).expanduser().exists():
         raise ConfigError(
             f"there is no file or folder {source} here; give a folder written by `vlmpack pack`, or a data set and its "
             "--processor (a hub id, a folder, or tiny)"

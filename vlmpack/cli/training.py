@@ -18,9 +18,9 @@ from transformers import AutoModelForImageTextToText, Trainer, TrainerCallback, 
 from transformers.trainer_callback import PrinterCallback
 
 from vlmpack.bench import peak_bytes
-from vlmpack.cli.inputs import reading
+from vlmpack.cli.inputs import SYNTHETIC, open_samples, reading
 from vlmpack.collate import BatchLayout, VLMCollator
-from vlmpack.data import SMALLEST_LEGIBLE, OpenDataset, load_processor, open_dataset, tiny_processor
+from vlmpack.data import OpenDataset, load_processor, open_dataset, tiny_processor
 from vlmpack.errors import ConfigError
 from vlmpack.families import family_of, tiny_model
 from vlmpack.layout import METADATA_KEY, HostMetadata
@@ -75,14 +75,14 @@ class Setup:
         Raises:
             ConfigError: they cannot be read, are too few, or are no receipts.
         """
-        if self.data != "synthetic" and not open_dataset(self.data).are_receipts:
+        if self.data != SYNTHETIC and not open_dataset(self.data).are_receipts:
             raise ConfigError(
                 f"--data {self.data}: the demo trains on receipts alone, with the columns image and ground_truth of "
                 "CORD: give synthetic, a hub id, a folder or a parquet file; `vlmpack analyze` and `vlmpack pack` read "
                 "other data"
             )
-        scale = SMALLEST_LEGIBLE if self.data == "synthetic" and self.model is None else 1.0
-        return open_dataset(self.data, num=self.steps * self.batch_size, seed=self.seed, scale=scale)
+        num = self.steps * self.batch_size
+        return open_samples(self.data, num=num, seed=self.seed, small=self.model is None)
 
     def first_batch(self) -> list[dict[str, Any]]:
         """Return the samples of the first step, unshuffled."""
