@@ -72,10 +72,10 @@ def test_the_module_can_be_run() -> None:
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
 def test_what_the_system_refuses_is_one_line_and_a_bug_is_not(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    def refused(source: str) -> bool:
+    def refused(source: Path) -> bool:
         raise OSError(code, os.strerror(code), "a/folder")
 
-    monkeypatch.setattr("vlmpack.cli.show.is_store", refused)
+    monkeypatch.setattr("vlmpack.store.is_store", refused)
     result = CliRunner().invoke(app, ["show", "rows"])
     (line,) = result.stderr.splitlines()
     assert result.exit_code == 2

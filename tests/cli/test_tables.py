@@ -23,9 +23,9 @@ from vlmpack.cli.show import print_rows, stored_rows
 from vlmpack.cli.training import Agreement, Run
 from vlmpack.collate import VLMCollator
 from vlmpack.data.processor import tiny_processor
-from vlmpack.offline import Manifest, StoreSettings, write_rows
 from vlmpack.plan import LengthTable, PaddedRecipe
 from vlmpack.proof import Check, Contrast, Report
+from vlmpack.store import Manifest, StoreSettings, write_rows
 from vlmpack.terminal import print_text
 
 WIDTH = 80

@@ -115,9 +115,10 @@ def _check(options: InputOptions) -> None:
             `--overlength` without `--max-length`.
     """
     from vlmpack.data import JSON_FILES
+    from vlmpack.store import is_store
 
     path, root = Path(options.dataset).expanduser(), options.image_root
-    if is_store(options.dataset):
+    if is_store(path):
         raise ConfigError(
             f"{options.dataset} is packed already: `vlmpack pack` wrote it. `vlmpack show {options.dataset}` shows its "
             "rows; give the data set that it was made of"
@@ -134,22 +135,15 @@ def _check(options: InputOptions) -> None:
         raise ConfigError(f"--overlength {options.overlength} needs --max-length, the most tokens of a sample")
 
 
-def is_store(source: str) -> bool:
-    """Return whether `source` is a folder written by `vlmpack pack`."""
-    from vlmpack.offline import NAME
-
-    return (Path(source).expanduser() / NAME).is_file()
-
-
 def check_finished(source: str) -> None:
     """Refuse the folder of an interrupted `vlmpack pack`.
 
     Raises:
         ConfigError: `source` is one.
     """
-    from vlmpack.offline import WorkFolder
+    from vlmpack.store import is_unfinished_store
 
-    if not is_store(source) and WorkFolder(out=Path(source).expanduser()).path.is_dir():
+    if is_unfinished_store(Path(source).expanduser()):
         raise ConfigError(
             f"{source} is not packed to its end: `vlmpack pack` was interrupted there, or refused a sample. Run it "
             "again, and it goes on where it was"
@@ -173,7 +167,7 @@ def measure(
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from vlmpack.offline import measure_lengths
+    from vlmpack.store import measure_lengths
 
     columns = (TextColumn("reading samples"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -16,19 +16,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from vlmpack.cli import options
-from vlmpack.cli.inputs import InputOptions, Inputs, open_inputs
+from vlmpack.cli.inputs import InputOptions, open_inputs
 from vlmpack.errors import check_extra
 from vlmpack.terminal import format_bytes, make_table, number_columns, print_table, print_text, sample_name, text_column
 
 if TYPE_CHECKING:
-    from vlmpack.offline import Manifest
+    from vlmpack.store import Manifest
 
 TRAIN_ON = ("assistant", "all")
 ON_BAD = ("raise", "skip")
 OVERSIZE = ("error", "drop", "own_row")
 IMAGES = ("bytes", "reference")
-CHECKED = 8
-"""Samples whose images are looked for before all are measured."""
 LISTED = 5
 """Samples in no row that are printed with their details."""
 STAGES = {"measure": "measuring samples", "compare": "comparing what is packed", "write": "writing files"}
@@ -78,7 +76,7 @@ def pack(
     """Plan which samples share a row, and write the rows: token ids, labels, and images still encoded.
 
     Killed or stopped, run it again: it continues, and the files are the same, byte for byte. Train on them with
-    vlmpack.offline.PackedDataset(OUT, processor).
+    vlmpack.store.PackedDataset(OUT, processor).
     """
     check_extra("data", "pyarrow", needed_by="`vlmpack pack`")
     if ray:
@@ -86,7 +84,7 @@ def pack(
 
     from vlmpack.collate import Ceiling
     from vlmpack.layout import SlotRule
-    from vlmpack.offline import StoreSettings, write_rows
+    from vlmpack.store import StoreSettings, write_rows
 
     settings = StoreSettings(
         capacity=capacity, max_patches=max_patches, max_images=max_images, seed=shuffle, rows_multiple=rows_multiple,
@@ -101,34 +99,12 @@ def pack(
     slots = SlotRule(multiple=pad_seq_to_mult, max_segments=max_segments)
     ceiling = None if max_bad_fraction is None else Ceiling(max_bad_fraction=max_bad_fraction)
     inputs = open_inputs(source, train_on=train_on, on_bad=on_bad, ceiling=ceiling, slots=slots)
-    if images == "reference":
-        _check_files(inputs)
     with progress_bars(Console(stderr=True)) as progress:
         manifest = write_rows(
             inputs.dataset, out, inputs.collator, settings, workers=workers, executor="ray" if ray else "local",
             cache=cache, progress=progress,
         )  # fmt: skip
     print_store(out, manifest, Console())
-
-
-def _check_files(inputs: Inputs) -> None:
-    """Check that the images of the first samples are files. A bad sample is skipped: it is refused with the others.
-
-    Raises:
-        ConfigError: an image is no file.
-    """
-    from vlmpack.data import ImageError
-    from vlmpack.errors import SampleError
-    from vlmpack.offline import stored_image, undecoded
-
-    dataset = undecoded(inputs.dataset)
-    for place in range(min(CHECKED, len(dataset))):
-        try:
-            for visual in inputs.collator.outline(dataset[place], place).images:
-                if visual.source is not None:
-                    stored_image(visual.source.source, "reference", inputs.collator.limits)
-        except (SampleError, ImageError):
-            continue
 
 
 @contextmanager
@@ -155,8 +131,8 @@ def _lines(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
     """Yield (name, number, meaning)."""
     counts, sizes = manifest.counts, manifest.sizes
     yield "rows", f"{counts.rows:,}", f"of {manifest.capacity:,} tokens"
-    yield "fill ratio", f"{manifest.fill:.2%}", "tokens of samples per token of row"
-    yield "samples", f"{counts.samples:,}", f"of {counts.given:,}; {counts.samples / counts.rows:.2f} in a row"
+    yield "fill ratio", f"{manifest.fill_ratio:.2%}", "tokens of samples per token of row"
+    yield "samples", f"{counts.samples:,}", f"of {counts.total:,}; {counts.samples / counts.rows:.2f} in a row"
     yield "refused", f"{counts.refused:,}", "cannot be used, or longer than --max-length"
     yield "dropped", f"{counts.dropped:,}", "exceed a row by themselves"
     yield "tokens", f"{counts.tokens:,}", f"{counts.targets:,} of them targets"
@@ -173,7 +149,7 @@ def _lines(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
 
 
 def _print_left_out(out: Path, manifest: Manifest, console: Console) -> None:
-    from vlmpack.offline import LEFT_OUT
+    from vlmpack.store import LEFT_OUT
 
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in manifest.reasons.items())
     console.print(f"[yellow]Left out[/] (all are listed in {escape(str(out / LEFT_OUT))}): {escape(reasons)}")

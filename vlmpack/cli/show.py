@@ -21,7 +21,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from vlmpack.cli import options
-from vlmpack.cli.inputs import SYNTHETIC, InputOptions, check_finished, is_store, measure, open_inputs
+from vlmpack.cli.inputs import SYNTHETIC, InputOptions, check_finished, measure, open_inputs
 from vlmpack.errors import ConfigError, LayoutError
 
 if TYPE_CHECKING:
@@ -61,8 +61,10 @@ def show(
 
     A data set is planned first, from image headers; no pixel is decoded.
     """
+    from vlmpack.store import is_store
+
     console, numbers = Console(), row or [0]
-    if is_store(source):
+    if is_store(Path(source).expanduser()):
         rows = stored_rows(source)
     else:
         check_finished(source)
@@ -177,13 +179,13 @@ def stored_rows(source: str) -> Rows:
     Raises:
         ConfigError: the folder is damaged.
     """
-    from vlmpack.offline import PackedDataset
+    from vlmpack.store import PackedDataset
 
     dataset = PackedDataset(Path(source).expanduser())
     counts, capacity = dataset.manifest.counts, dataset.manifest.capacity
     return Rows(
         summary=f"{source}: {counts.samples:,} samples in {counts.rows:,} rows of {capacity:,} tokens, "
-        f"{dataset.manifest.fill:.2%} full{_left_out(counts.refused, counts.dropped)}",
+        f"{dataset.manifest.fill_ratio:.2%} full{_left_out(counts.refused, counts.dropped)}",
         count=len(dataset),
         capacity=capacity,
         slots=dataset.slots,

@@ -16,7 +16,7 @@ from vlmpack.bench.settings import CLOCKS, BenchSettings, Clock
 from vlmpack.bench.timing import Spread, Timings, alternate, one_thread
 from vlmpack.collate import VLMCollator
 from vlmpack.data import load_cord, tiny_processor
-from vlmpack.offline import measure_lengths
+from vlmpack.store import measure_lengths
 
 CASE = "lengths"
 SPEED_UP = Target(limit=20.0, better="higher")
