@@ -147,7 +147,7 @@ def environment() -> dict[str, Sequence[Any]]:
 
 def versions() -> list[Version]:
     """Return the versions of Python and of every package that vlmpack works with."""
-    from vlmpack.bench import version_of
+    from vlmpack.machine import version_of
 
     installed = {name: version_of(name) for name in PACKAGES}
     modules = {name: module for name, module in PACKAGES.items() if module and installed[name]}

@@ -17,13 +17,13 @@ from torch import nn
 from transformers import AutoModelForImageTextToText, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from vlmpack.bench import peak_bytes
 from vlmpack.cli.inputs import SYNTHETIC, open_samples, reading
 from vlmpack.collate import BatchLayout, VLMCollator
 from vlmpack.data import OpenDataset, load_processor, open_dataset, tiny_processor
 from vlmpack.errors import ConfigError
 from vlmpack.families import family_of, tiny_model
 from vlmpack.layout import METADATA_KEY, HostMetadata
+from vlmpack.machine import peak_bytes
 from vlmpack.step import disable_packing, enable_packing
 
 TINY_RATE, PRETRAINED_RATE = 1e-3, 1e-5
