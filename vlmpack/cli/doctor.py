@@ -73,7 +73,7 @@ def doctor(
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Report versions, devices and attention back-ends; with --probe, prove that packed samples equal themselves alone.
+    """Report versions, devices and attention back-ends; with --probe, compare packed samples with each sample alone.
 
     A probe changes one sample and watches the others; compares logits, loss and gradients of a packed row with those of
     each sample alone; runs each mechanism by itself; counts work; and gives plain transformers the same row. Where the
