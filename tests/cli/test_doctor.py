@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 from vlmpack.cli import app
 from vlmpack.cli.doctor import attention_serving, gated_delta_serving, import_problem, versions
 from vlmpack.cli.probe_tables import print_reports
-from vlmpack.families import FAMILIES, FlaCall, family_named, registry
+from vlmpack.families import FAMILIES, family_named, registry
 from vlmpack.families.tiny import tiny_config, tiny_model
 from vlmpack.layout import Segments
-from vlmpack.model import inputs
+from vlmpack.model import FlaCall, inputs
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.model.row import RowContext
 from vlmpack.proof import Check, Report, probe
