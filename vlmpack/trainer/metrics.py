@@ -19,7 +19,7 @@ class LossMetrics:
     def __init__(self, loss_count: LossCount) -> None:
         self._loss_count = loss_count
 
-    def is_bound_to(self, model: nn.Module) -> bool:
+    def is_bound_to(self, model: Any) -> bool:
         """Return whether `loss_metrics` was called with this model, or with a wrapper around it."""
         return is_packing(model) and packing_state(find_model(model)).loss_count is self._loss_count
 
