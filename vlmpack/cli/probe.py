@@ -15,7 +15,7 @@ from vlmpack.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from vlmpack.proof.weights import Loaded
+    from vlmpack.proof import Loaded
 
 
 def probe(
@@ -81,9 +81,8 @@ def _loaded(name: str, device: torch.device, dtype: torch.dtype, *, tiny: bool) 
     Raises:
         ConfigError: nothing can be read there. FamilyError: the family cannot be packed exactly, or is not known.
     """
-    from vlmpack.families import family_named
-    from vlmpack.families.tiny import tiny_model
-    from vlmpack.proof.weights import Loaded, load
+    from vlmpack.families import family_named, tiny_model
+    from vlmpack.proof import Loaded, load
 
     family = tiny_family(name)
     if family is None:

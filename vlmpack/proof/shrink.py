@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 
-from vlmpack.families import Family, family_named
-from vlmpack.families.tiny import TinySizes
-from vlmpack.families.tiny_configs import MEDIA_TOKENS
+from vlmpack.families import MEDIA_TOKENS, Family, TinySizes, family_named
 
 LAYERS, HEADS, EXPERTS = 2, 2, 8
 WIDTH = 16

@@ -22,16 +22,13 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from vlmpack.collate import VLMCollator
-from vlmpack.collate.collator import own_id
-from vlmpack.collate.length import OVERLENGTH
+from vlmpack.collate import OVERLENGTH, VLMCollator, own_id
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import FACTS_KEY
+from vlmpack.loading import MapStyle, check_samples
 from vlmpack.offline import measure_lengths
-from vlmpack.plan import EMPTY, Plan, balance_rows, plan_bins
-from vlmpack.plan.table import LengthTable, Refused
+from vlmpack.plan import EMPTY, LengthTable, Plan, Refused, balance_rows, plan_bins
 from vlmpack.step import PackedStep, StepResult, Work, disable_packing, is_packing
-from vlmpack.stream.source import MapStyle, check_samples
 from vlmpack.trainer.metrics import losses_of_set
 
 Collator = Callable[[Sequence[Any]], Mapping[str, Any]]

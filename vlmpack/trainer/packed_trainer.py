@@ -14,12 +14,10 @@ from transformers import EvalPrediction, Trainer, TrainerCallback, default_data_
 from transformers.trainer_utils import EvalLoopOutput
 
 from vlmpack.errors import ConfigError, check_extra, check_kind
+from vlmpack.loading import PackedBatchSampler, PackedStream, Remainder
 from vlmpack.offline import PackedDataset
 from vlmpack.plan import Plan
-from vlmpack.step import is_packing
-from vlmpack.step.forward import Sink
-from vlmpack.step.keys import SINK
-from vlmpack.stream import PackedBatchSampler, PackedStream, Remainder
+from vlmpack.step import SINK, Sink, is_packing
 from vlmpack.trainer import checkpoints
 from vlmpack.trainer.checkpoints import PLAN_FILE, stream_file
 from vlmpack.trainer.evaluation import BatchLosses, Evaluation, EvaluationLoader, EvaluationRows, RowLosses
