@@ -23,7 +23,7 @@ from vlmpack.step.whole import MediaInputs, Whole
 
 Patch = pytest.MonkeyPatch
 Break = Callable[[Any, Patch], None]
-packing = sys.modules["vlmpack.layout.pack"]
+packing = sys.modules["vlmpack.layout.packing"]
 
 
 def wrapped(owner: Any, name: str, change: Callable[..., Any]) -> Break:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from vlmpack.collate import OVERLENGTH, VLMCollator, own_id
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.layout import FACTS_KEY
+from vlmpack.layout import METADATA_KEY
 from vlmpack.loading import MapStyle, check_samples
 from vlmpack.offline import measure_lengths
 from vlmpack.plan import EMPTY, LengthTable, Plan, Refused, balance_rows, plan_bins
@@ -271,7 +271,7 @@ class RowLosses:
         row = next(self._rows, None)
         if row is None:
             return
-        present = self._present(row, batch[FACTS_KEY].sample_ids if FACTS_KEY in batch else (), result)
+        present = self._present(row, batch[METADATA_KEY].sample_ids if METADATA_KEY in batch else (), result)
         detail = "the collator left it out of its row; its ledger has the reason"
         absent = [place for place in row if place not in present]
         self._refused += [Refused(index=at, sample_id=None, reason="left_out", detail=detail) for at in absent]
@@ -288,7 +288,7 @@ class RowLosses:
         if len(result.sample_targets) != len(row):
             raise ConfigError(
                 f"of samples {list(row)} there are only {len(result.sample_targets)} in the batch, and it does not "
-                "name them; let the collator name them in BatchFacts.sample_ids, as VLMCollator does"
+                "name them; let the collator name them in HostMetadata.sample_ids, as VLMCollator does"
             )
         return list(row)
 
