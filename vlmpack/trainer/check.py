@@ -100,9 +100,8 @@ def _processor(facts: ProcessorFacts, core: nn.Module) -> Iterator[str]:
         "merged side": (facts.merge_size, family.merge(config)),
     }
     differing = [f"{name} {ours}, the model's {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
-    if differing:
-        seen = "; ".join(differing)
-        yield f"its collator's processor belongs to another model ({seen}): load both from the same checkpoint"
+    if detail := "; ".join(differing):
+        yield f"its collator's processor belongs to another model ({detail}): load both from the same checkpoint"
 
 
 def _ranks(trainer: Trainer) -> Iterator[str]:
@@ -182,7 +181,7 @@ def _metrics(trainer: Trainer) -> Iterator[str]:
 
 
 def _evaluation(trainer: Trainer) -> Iterator[str]:
-    """Yield why the model refuses Trainer's own evaluation, or how its loss comes to be another than is chosen by."""
+    """Yield why the model refuses Trainer's own evaluation, or why its eval_loss is not replaced."""
     args, model, metrics = trainer.args, trainer.model, trainer.compute_metrics
     if trainer.eval_dataset is None or isinstance(trainer, PackedTrainer) or not _is_enabled(trainer):
         return

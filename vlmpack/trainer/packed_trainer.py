@@ -30,7 +30,7 @@ class PackedTrainer(Trainer):
         PackedTrainer(model=enable_packing(model), ..., train_dataset=PackedStream(..., repeat=True))
 
     Each rank takes its own rows; accelerate deals none out. `train(resume_from_checkpoint=...)` continues with the very
-    next row. `evaluate()` computes planned rows too, see `evaluate`.
+    next row. `evaluate()` computes planned rows too.
 
     With another subclass of Trainer: `class PackedOther(PackedTrainer, Other)`, this one first.
 
@@ -83,7 +83,7 @@ class PackedTrainer(Trainer):
     # ------------------------------------------------------------------ training
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; True resumes from the newest checkpoint that was written to its end.
+        """Train as Trainer does; True resumes from the newest checkpoint that was written to its end.
 
         Raises:
             ConfigError: the checkpoint was not, or has no rows that could be continued; or there is none.
@@ -100,13 +100,13 @@ class PackedTrainer(Trainer):
 
     @property
     def _last_file(self) -> str | None:
-        """The file that ends a checkpoint which its rows can be continued from; None: Trainer's own does."""
+        """The file that ends a checkpoint from which the rows can be continued; None: Trainer's own does."""
         if isinstance(self.train_dataset, PackedStream):
             return stream_file(self.args.process_index)
         return None if self.plan is None or self.args.ignore_data_skip else PLAN_FILE
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """As Trainer's, and write the plan or the state of the stream as the last file.
+        """Save as Trainer does, then write the plan or the state of the stream as the last file.
 
         That of an older checkpoint of this step is removed first, so that no mixture of both looks complete.
         """
@@ -146,7 +146,7 @@ class PackedTrainer(Trainer):
         return RowLoader(dataset, batch_sampler=sampler, collate_fn=self.data_collator, **self._loading)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """As Trainer's; nothing once all steps are done: a finished run that is resumed would train one more."""
+        """Return none once all steps are done: a finished run that is resumed would train one more."""
         if self.state.global_step >= self.state.max_steps:
             return [], None
         return super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -273,7 +273,7 @@ class PackedTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """As Trainer's, with the exact loss; over planned rows it comes from `evaluate`, the same on every rank.
+        """Evaluate as Trainer does, with the exact loss; that of planned rows is equal on every rank.
 
         Raises:
             ConfigError: over several ranks, in batches of which some samples may be counted twice.
@@ -281,8 +281,7 @@ class PackedTrainer(Trainer):
         settings = (ignore_keys, metric_key_prefix)
         if isinstance(dataloader, EvaluationLoader):
             return self._evaluate_rows(dataloader, description, *settings)
-        losses = BatchLosses(self.accelerator, self.args.eval_batch_size, dataloader.dataset)
-        self._batch_losses = losses
+        self._batch_losses = losses = BatchLosses(self.accelerator, self.args.eval_batch_size, dataloader.dataset)
         try:
             output = super().evaluation_loop(dataloader, description, prediction_loss_only, *settings)
         finally:
@@ -315,7 +314,7 @@ class PackedTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
-        """As Trainer's, and store the losses of samples; a planned row leaves nothing for Trainer to gather.
+        """Compute a batch as Trainer does and store its samples' losses; a planned row leaves nothing to gather.
 
         Raises:
             ConfigError: packing is not enabled on the model.
