@@ -12,8 +12,8 @@ from typing import final
 import torch
 
 from vlmpack.attention import AttentionCall, explain
-from vlmpack.bench import version_of
 from vlmpack.families import FlaCall, family_named
+from vlmpack.machine import version_of
 
 PACKAGES = (
     "vlmpack",

@@ -15,9 +15,9 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from vlmpack.errors import ConfigError, check_extra, check_kind
 from vlmpack.loading import PackedBatchSampler, PackedStream, Remainder
-from vlmpack.offline import PackedDataset
 from vlmpack.plan import Plan
 from vlmpack.step import SINK, Sink, is_packing
+from vlmpack.store import PackedDataset
 from vlmpack.trainer import checkpoints
 from vlmpack.trainer.checkpoints import PLAN_FILE, stream_file
 from vlmpack.trainer.evaluation import BatchLosses, Evaluation, EvaluationLoader, EvaluationRows, RowLosses
