@@ -24,7 +24,7 @@ PIP    := -m pip --disable-pip-version-check --quiet
 PYTEST := -n $(JOBS) --dist loadfile
 
 # What meets transformers, and must work with the oldest that we support: every family, each mechanism, HF Trainer.
-CORE_STEP    := $(addprefix tests/step/test_,attach.py balance.py delta.py equality.py experts.py forward.py generation.py)
+CORE_STEP    := $(addprefix tests/model/test_,attach.py balance.py delta.py equality.py experts.py forward.py generation.py)
 CORE_TRAINER := $(addprefix tests/trainer/test_,end_to_end.py evaluate.py loss.py)
 CORE_TESTS   := tests/families $(CORE_STEP) $(CORE_TRAINER) tests/test_traps.py -m "not dist"
 

@@ -140,17 +140,17 @@ def step_flops(
         causal: count the pairs that causal attention needs, n (n + 1) / 2, instead of all n * n.
     """
     text, tokens = family.text_config(config), sum(lengths)
-    delta_layers = 0 if family.delta is None else text.layer_types.count("linear_attention")
+    delta_layers = 0 if not family.has("gated_delta") else text.layer_types.count("linear_attention")
     attention_layers = text.num_hidden_layers - delta_layers
     queries = text.num_attention_heads * _head_dim(family, text)
     pairs = sum(n * (n + 1) // 2 if causal else n * n for n in lengths)
     layers = attention_layers * _attention_weights(family, text)
-    if family.delta is not None:
+    if family.has("gated_delta"):
         layers += delta_layers * _delta_weights(text)
-    if family.experts is None:
+    if not family.has("experts"):
         layers += text.num_hidden_layers * 3 * text.hidden_size * text.intermediate_size
     indexers = 0
-    if family.by_sample is not None:
+    if family.has("per_sample"):
         layers += _stream_weights(text) + len(text.ple_layer_ids) * _ngram_weights(text)
         indexers = attention_layers * sum(_indexer(text, n) for n in lengths)
     return StepFlops(
@@ -173,7 +173,7 @@ def _head_dim(family: Family, text: Any) -> int:
 
 def _attention_weights(family: Family, text: Any) -> int:
     """Projections of one attention layer. Families with gated delta layers gate their attention too."""
-    heads = text.num_attention_heads * (2 if family.delta is None else 3) + 2 * text.num_key_value_heads
+    heads = text.num_attention_heads * (2 if not family.has("gated_delta") else 3) + 2 * text.num_key_value_heads
     return text.hidden_size * heads * _head_dim(family, text)
 
 
@@ -212,10 +212,10 @@ def _delta_widths(text: Any) -> tuple[int, int]:
 
 def _expert_weights(family: Family, text: Any) -> int:
     """Router and chosen experts of one layer; and, in families with gated delta layers, the expert that all share."""
-    if family.experts is None:
+    if not family.has("experts"):
         return 0
     chosen = text.num_experts + 3 * text.num_experts_per_tok * text.moe_intermediate_size
-    shared = 0 if family.delta is None else 1 + 3 * text.shared_expert_intermediate_size
+    shared = 0 if not family.has("gated_delta") else 1 + 3 * text.shared_expert_intermediate_size
     return text.hidden_size * (chosen + shared)
 
 

@@ -90,11 +90,11 @@ def receipt_config(family: Family, shapes: ReceiptShapes) -> Any:
         vocab_size=shapes.vocab_size,
     )
     text = family.text_config(config)
-    if family.experts is not None:
+    if family.has("experts"):
         text.moe_intermediate_size = 3 * shapes.hidden // shapes.experts_per_token
-        if family.delta is not None:
+        if family.has("gated_delta"):
             text.shared_expert_intermediate_size = text.moe_intermediate_size
-    if family.delta is not None:
+    if family.has("gated_delta"):
         text.linear_key_head_dim = text.linear_value_head_dim = min(DELTA_HEAD, shapes.hidden)
         text.linear_num_key_heads = shapes.hidden // text.linear_key_head_dim
         text.linear_num_value_heads = 2 * text.linear_num_key_heads

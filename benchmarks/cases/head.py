@@ -16,7 +16,7 @@ from benchmarks.receipts import ReceiptShapes
 from benchmarks.timing import alternate
 from vlmpack.layout import IGNORE
 from vlmpack.machine import peak_bytes
-from vlmpack.step import StepConfig, target_logprobs
+from vlmpack.model import StepConfig, target_logprobs
 
 CASE = "head"
 SHARES = (0.1, 0.5)

@@ -26,7 +26,7 @@ from vlmpack.attention import BACKENDS, AttentionCall, EagerMask
 from vlmpack.errors import VlmpackError
 from vlmpack.families import family_named, tiny_model
 from vlmpack.layout import Segments, SlotRule
-from vlmpack.step import PackedStep, StepConfig
+from vlmpack.model import PackedStep, StepConfig
 
 CORRECTNESS = "gpu correctness"
 LOW = torch.bfloat16

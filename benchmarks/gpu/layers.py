@@ -31,7 +31,7 @@ from benchmarks.gpu.shapes import GpuShapes
 from benchmarks.timing import alternate
 from vlmpack.attention import AttentionCall, explain
 from vlmpack.machine import peak_bytes
-from vlmpack.step import StepConfig
+from vlmpack.model import StepConfig
 
 CEILINGS = "gpu ceilings"
 CEILING_SECONDS = 3.0

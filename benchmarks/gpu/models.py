@@ -28,7 +28,7 @@ from benchmarks.receipts import hf_inputs, receipt_batch
 from vlmpack.errors import VlmpackError
 from vlmpack.families import Family, family_named, tiny_config
 from vlmpack.layout import IGNORE, PaddedBatch, SlotRule
-from vlmpack.step import PackedStep, StepConfig
+from vlmpack.model import PackedStep, StepConfig
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -120,8 +120,8 @@ def test_every_part_that_a_family_has_is_counted_and_no_other(name):
     family, model, batch = parts(name)
     flops = step_flops(family, model.config, TINY.lengths, batch.facts.image_grids)
     assert (flops.vision > 0) == family.has_vision
-    assert (flops.experts > 0) == (family.experts is not None)
-    assert (flops.delta > 0) == (family.delta is not None)
+    assert (flops.experts > 0) == family.has("experts")
+    assert (flops.delta > 0) == family.has("gated_delta")
     assert min(flops.text_linear, flops.text_attention, flops.head) > 0
 
 

@@ -37,7 +37,7 @@ from benchmarks.gpu.shapes import FULL, TINY
 from benchmarks.report import markdown
 from benchmarks.timing import new_garbage_only
 from vlmpack.families.tiny import tiny_model
-from vlmpack.step import PackedStep
+from vlmpack.model import PackedStep
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,7 +13,7 @@ from transformers import Trainer
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
-from vlmpack.step import PackedStep, disable_packing, enable_packing
+from vlmpack.model import PackedStep, disable_packing, enable_packing
 from vlmpack.store import PackedDataset
 
 TOKENS = ("input_ids", "labels", "mm_token_type_ids")

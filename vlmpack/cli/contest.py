@@ -21,7 +21,7 @@ from vlmpack.collate import BatchLayout, VLMCollator
 from vlmpack.data import to_conversation
 from vlmpack.layout import METADATA_KEY, HostMetadata
 from vlmpack.machine import peak_bytes
-from vlmpack.step import enable_packing
+from vlmpack.model import enable_packing
 
 
 @final

@@ -26,8 +26,8 @@ from vlmpack.collate import OVERLENGTH, VLMCollator, own_id
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import METADATA_KEY
 from vlmpack.loading import MapStyle, check_samples
+from vlmpack.model import PackedStep, StepResult, Work, disable_packing, is_packing
 from vlmpack.plan import EMPTY, LengthTable, Plan, Refused, balance_rows, plan_bins
-from vlmpack.step import PackedStep, StepResult, Work, disable_packing, is_packing
 from vlmpack.store import measure_lengths
 from vlmpack.trainer.metrics import losses_of_set
 
