@@ -31,9 +31,8 @@ from vlmpack import (
     plan_bins,
     sum_counts,
 )
-from vlmpack.data import tiny_processor
-from vlmpack.data.pretrained import load_processor
-from vlmpack.families.tiny import tiny_model
+from vlmpack.data import load_processor
+from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", help="hub id or folder; without it, a tiny random Qwen3-VL")
@@ -61,7 +60,7 @@ model = enable_packing(model, parallel=Parallel() if world > 1 else None)  # a r
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if args.model else 1e-3)
 wrapped = DistributedDataParallel(model) if world > 1 else model
 
-samples = open_dataset(args.data, **({"num": 40, "scale": 0.35} if args.data == "synthetic" else {}))
+samples = receipt_conversations(num=40, scale=0.35) if args.data == "synthetic" else open_dataset(args.data)
 held_out = max(1, len(samples) // 10)
 training, evaluation = (Subset(samples, range(*ends)) for ends in ((held_out, len(samples)), (0, held_out)))
 collator = VLMCollator(processor, layout="packed")

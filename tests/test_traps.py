@@ -14,7 +14,6 @@ import pytest
 import torch
 from datasets import Dataset
 from equality import ATTENTION, DELTA
-from samples import VISION, alone, padded
 from training import KINDS, arguments, collator, descend, loss_sums, receipts, train, trainer
 from transformers import Trainer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -22,10 +21,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import FAMILIES, Qwen25VL, family_of
 from vlmpack.families.base import Family
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Buckets, Segments, SlotRule, pack
 from vlmpack.step import attention, by_sample, delta, disable_packing, enable_packing, experts, forward, inputs
 from vlmpack.step.context import RowContext
+from vlmpack.testing import VISION, alone, padded, tiny_model
 from vlmpack.trainer import check_trainer, loss_metrics
 
 EXACT, EXACT_DELTA, LEAK = ATTENTION.logits, DELTA.logits, 0.05

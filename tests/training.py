@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from samples import Sample, alone, mixed_samples, padded
 from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from vlmpack.layout import pack
+from vlmpack.testing import Sample, alone, mixed_samples, padded
 
 LAYOUTS = ("padded", "packed")
 KINDS = ("image", "text", "images", "image", "text", "images", "image")

@@ -23,9 +23,9 @@ from vlmpack.collate.media import MediaReader
 from vlmpack.collate.processor import parts_of, read_processor
 from vlmpack.collate.refusal import Refusal
 from vlmpack.data.images import ImageLimits
-from vlmpack.data.processor import tiny_processor
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import FACTS_KEY
+from vlmpack.testing import tiny_processor
 
 HOLE = "<|vision_start|><|image_pad|><|vision_end|>"
 SETTINGS = (

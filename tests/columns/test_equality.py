@@ -17,8 +17,8 @@ from transformers import Trainer, default_data_collator
 from vlmpack.columns import RowCollator, pack_dataset, pack_result_to_tensors, pack_sequences, packed_collate_fn
 from vlmpack.columns.naive import seqpacker_columns
 from vlmpack.errors import ConfigError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.step import PackedStep, enable_packing
+from vlmpack.testing import tiny_model
 from vlmpack.trainer import loss_metrics
 
 CAPACITY = 16

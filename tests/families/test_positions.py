@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from families.naive import naive_positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import KINDS, TEXT_ONLY, VISION, Sample, build_sample, facts_of, mixed_samples, padded
 
 from vlmpack.families import FAMILIES, Family, Qwen25VL, family_of
-from vlmpack.families.naive import naive_positions
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import BatchFacts, PackedRow, Segments, SlotRule, pack
+from vlmpack.testing import KINDS, TEXT_ONLY, VISION, Sample, build_sample, facts_of, mixed_samples, padded, tiny_model
 
 every_family = pytest.mark.parametrize("name", sorted(FAMILIES))
 

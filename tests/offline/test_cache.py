@@ -20,14 +20,13 @@ from measured import conversations, encoded
 from PIL import ExifTags, Image
 
 from vlmpack.collate import VLMCollator
-from vlmpack.data import tiny_processor
 from vlmpack.data.images import ImageLimits
-from vlmpack.data.processor import CHAT_TEMPLATE
 from vlmpack.errors import ConfigError
 from vlmpack.offline import LengthCache, measure_lengths
 from vlmpack.offline import measure as measure_module
 from vlmpack.offline.cache import Entry
 from vlmpack.offline.content import sample_key, settings_key
+from vlmpack.testing import CHAT_TEMPLATE, tiny_processor
 
 COLLATOR = VLMCollator(processor_of())
 LIMITS = ImageLimits()

@@ -25,10 +25,10 @@ from shared_rows import CASES, DATA_CASES, WAIT_CASES, WORLD, Case, relative, ro
 import vlmpack
 from vlmpack.errors import LayoutError
 from vlmpack.families import family_of
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import recorded_waits
 from vlmpack.parallel import Parallel, sum_counts, sum_gradients
 from vlmpack.step import PackedStep, StepConfig, StepResult, enable_packing
+from vlmpack.testing import tiny_model
 
 Seen = dict[str, Any]
 HOME = Path(vlmpack.__file__).parent

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from vlmpack.families import family_named
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Segments
 from vlmpack.proof import Report, probe
 from vlmpack.step import engine, inputs, result
 from vlmpack.step.context import RowContext
+from vlmpack.testing import tiny_model
 
 Patch = pytest.MonkeyPatch
 Break = Callable[[Any, Patch], None]

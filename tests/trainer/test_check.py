@@ -14,8 +14,8 @@ from transformers import Trainer
 from vlmpack.collate import VLMCollator
 from vlmpack.columns import RowCollator, pack_dataset
 from vlmpack.errors import ConfigError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.step import enable_packing, packing_state
+from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer, check_trainer, loss_metrics
 from vlmpack.trainer.of_trl import DEFAULTS
 

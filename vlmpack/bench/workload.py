@@ -15,8 +15,8 @@ from typing import Any, final
 import torch
 
 from vlmpack.families import Family
-from vlmpack.families.tiny import tiny_config
 from vlmpack.layout import IGNORE, BatchFacts, Grid, Media, PaddedBatch
+from vlmpack.testing import tiny_config
 
 FIRST_WORD = 6
 """Ids below this are special tokens of tiny models."""

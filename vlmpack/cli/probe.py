@@ -82,8 +82,8 @@ def _loaded(name: str, device: torch.device, dtype: torch.dtype, *, tiny: bool) 
         ConfigError: nothing can be read there. FamilyError: the family cannot be packed exactly, or is not known.
     """
     from vlmpack.families import family_named
-    from vlmpack.families.tiny import tiny_model
     from vlmpack.proof.weights import Loaded, load
+    from vlmpack.testing import tiny_model
 
     family = tiny_family(name)
     if family is None:

@@ -1,4 +1,4 @@
-"""Samples to train on: any stored conversations, receipts (CORD v2, or drawn), and measures of what was read.
+"""Samples to train on: any stored conversations, receipts of CORD v2, and the processors of models.
 
 Nothing is imported until it is used: `import vlmpack.data` loads neither Pillow nor transformers nor datasets.
 """
@@ -9,56 +9,49 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vlmpack.data.arithmetic import contradictions
+    from vlmpack.data.archive import parse_lines
     from vlmpack.data.conversation import json2token, to_conversation, token2json
     from vlmpack.data.cord import CordDataset, load_cord
-    from vlmpack.data.metrics import (
-        FieldCounts,
-        count_fields,
-        edit_distance,
-        field_f1,
-        normalised_edit_distance,
-        nted_accuracy,
-    )
     from vlmpack.data.open import OpenDataset, open_dataset
-    from vlmpack.data.processor import tiny_processor
-    from vlmpack.data.receipts import SyntheticReceipts, parse_lines
+    from vlmpack.data.processor import (
+        PATCH_SIZES,
+        is_saved_alone,
+        load_processor,
+        processor_class,
+        save_processor,
+        without_video,
+    )
 
 __all__ = [
+    "PATCH_SIZES",
     "CordDataset",
-    "FieldCounts",
     "OpenDataset",
-    "SyntheticReceipts",
-    "contradictions",
-    "count_fields",
-    "edit_distance",
-    "field_f1",
+    "is_saved_alone",
     "json2token",
     "load_cord",
-    "normalised_edit_distance",
-    "nted_accuracy",
+    "load_processor",
     "open_dataset",
     "parse_lines",
-    "tiny_processor",
+    "processor_class",
+    "save_processor",
     "to_conversation",
     "token2json",
+    "without_video",
 ]
 
 _FILES = {
-    "arithmetic": ("contradictions",),
+    "archive": ("parse_lines",),
     "conversation": ("json2token", "to_conversation", "token2json"),
     "cord": ("CordDataset", "load_cord"),
-    "metrics": (
-        "FieldCounts",
-        "count_fields",
-        "edit_distance",
-        "field_f1",
-        "normalised_edit_distance",
-        "nted_accuracy",
-    ),
     "open": ("OpenDataset", "open_dataset"),
-    "processor": ("tiny_processor",),
-    "receipts": ("SyntheticReceipts", "parse_lines"),
+    "processor": (
+        "PATCH_SIZES",
+        "is_saved_alone",
+        "load_processor",
+        "processor_class",
+        "save_processor",
+        "without_video",
+    ),
 }
 _HOME = {name: file for file, names in _FILES.items() for name in names}
 

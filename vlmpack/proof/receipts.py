@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from vlmpack.collate import VLMCollator
-from vlmpack.data import SyntheticReceipts
-from vlmpack.data.receipts import SMALLEST_LEGIBLE
 from vlmpack.errors import ConfigError, VlmpackError
 from vlmpack.families import Family
 from vlmpack.layout import IMAGE, VIDEO, PaddedBatch
 from vlmpack.proof.samples import ProbeSample
+from vlmpack.testing import SMALLEST_LEGIBLE, SyntheticReceipts
 
 IMAGE_TOKENS, FRAME_TOKENS = 24, 8
 """Most tokens of an image, and of a frame of the video."""

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from vlmpack.families import Family, family_named
-from vlmpack.families.tiny import TinySizes
-from vlmpack.families.tiny_configs import MEDIA_TOKENS
+from vlmpack.testing import TinySizes
+from vlmpack.testing.models import MEDIA_TOKENS
 
 LAYERS, HEADS, EXPERTS = 2, 2, 8
 WIDTH = 16

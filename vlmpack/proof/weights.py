@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from vlmpack.data.pretrained import load_processor
+from vlmpack.data import load_processor
 from vlmpack.errors import ConfigError
 from vlmpack.families import Family, family_named
 from vlmpack.proof.report import said

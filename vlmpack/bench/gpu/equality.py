@@ -17,9 +17,9 @@ from vlmpack.bench.gpu.run import Cell, Lab
 from vlmpack.bench.gpu.shapes import GpuShapes
 from vlmpack.bench.workload import alone, receipt_batch
 from vlmpack.families import family_named
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule
 from vlmpack.step import PackedStep, StepConfig
+from vlmpack.testing import tiny_model
 
 CASE = "gpu equality"
 LOW = torch.bfloat16

@@ -6,10 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from samples import KINDS, VISION, Kind, alone, facts_of, kinds_of, mixed_samples, padded, random_sample
 
 from vlmpack.families import FAMILIES
-from vlmpack.families.tiny import tiny_config
+from vlmpack.testing import (
+    KINDS,
+    VISION,
+    Kind,
+    alone,
+    facts_of,
+    kinds_of,
+    mixed_samples,
+    padded,
+    random_sample,
+    tiny_config,
+)
 
 every_family = pytest.mark.parametrize("name", sorted(FAMILIES))
 
