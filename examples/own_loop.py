@@ -22,17 +22,15 @@ from transformers import AutoModelForImageTextToText
 from vlmpack import (
     PackedBatchSampler,
     PackedStep,
-    Parallel,
     VLMCollator,
     enable_packing,
-    evaluate,
-    measure_lengths,
-    open_dataset,
     plan_bins,
-    sum_counts,
 )
-from vlmpack.data import load_processor
+from vlmpack.data import load_processor, open_dataset
+from vlmpack.offline import measure_lengths
+from vlmpack.parallel import Parallel, sum_counts
 from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
+from vlmpack.trainer import evaluate
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", help="hub id or folder; without it, a tiny random Qwen3-VL")

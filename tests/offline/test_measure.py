@@ -17,7 +17,7 @@ from vlmpack.errors import ConfigError, SampleError
 from vlmpack.offline import lengths_of, measure_lengths
 from vlmpack.offline.content import settings_key
 from vlmpack.offline.measure import PART
-from vlmpack.plan.table import LengthTable
+from vlmpack.plan.length_table import LengthTable
 from vlmpack.testing import receipt_conversations, tiny_processor
 
 SAMPLES = conversations(150)

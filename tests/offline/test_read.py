@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from vlmpack.collate import VLMCollator, read_ledger
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import PackedRow
+from vlmpack.loading import PackedBatchSampler
 from vlmpack.offline import PackedDataset
-from vlmpack.stream import PackedBatchSampler
 from vlmpack.testing import tiny_processor
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from training import KINDS, Samples, arguments, collator, lengths_of, logged, receipts
 
+from vlmpack.loading import PackedStream, RowSettings
 from vlmpack.plan import Plan, plan_bins
 from vlmpack.step import enable_packing
-from vlmpack.stream import PackedStream, RowSettings
 from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer
 

@@ -88,7 +88,7 @@ def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
 
 def is_store(source: str) -> bool:
     """Whether a folder written by `vlmpack pack` is meant."""
-    from vlmpack.offline.manifest import NAME
+    from vlmpack.offline import NAME
 
     return (Path(source).expanduser() / NAME).is_file()
 
@@ -99,7 +99,7 @@ def check_finished(source: str) -> None:
     Raises:
         ConfigError: `source` is one.
     """
-    from vlmpack.offline.files import WorkFolder
+    from vlmpack.offline import WorkFolder
 
     if not is_store(source) and WorkFolder(out=Path(source).expanduser()).path.is_dir():
         raise ConfigError(
@@ -114,7 +114,7 @@ def _check_dataset(options: InputOptions) -> None:
     Raises:
         ConfigError: rows that are packed already, or a split of a file that has none.
     """
-    from vlmpack.data.sources import JSON_FILES
+    from vlmpack.data import JSON_FILES
 
     path = Path(options.dataset).expanduser()
     if is_store(options.dataset):

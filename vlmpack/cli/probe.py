@@ -15,7 +15,7 @@ from vlmpack.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from vlmpack.proof.weights import Loaded
+    from vlmpack.proof import Loaded
 
 
 def probe(
@@ -82,7 +82,7 @@ def _loaded(name: str, device: torch.device, dtype: torch.dtype, *, tiny: bool) 
         ConfigError: nothing can be read there. FamilyError: the family cannot be packed exactly, or is not known.
     """
     from vlmpack.families import family_named
-    from vlmpack.proof.weights import Loaded, load
+    from vlmpack.proof import Loaded, load
     from vlmpack.testing import tiny_model
 
     family = tiny_family(name)

@@ -68,7 +68,7 @@ def within(processor: Any, max_pixels: int | None) -> Any:
     Raises:
         ConfigError: it has no images, or enlarges them beyond that.
     """
-    from vlmpack.collate.processor import parts_of
+    from vlmpack.collate import parts_of
 
     if max_pixels is None:
         return processor

@@ -16,9 +16,9 @@ from operator import index as whole
 from typing import Any
 
 from vlmpack.data.archive import SPLITS
-from vlmpack.data.conversation import parse_of
 from vlmpack.data.images import ImageError, load_image
-from vlmpack.data.sources import Rows, Source, complete_row, find_rows
+from vlmpack.data.json_tokens import parse_of
+from vlmpack.data.readers import Rows, Source, complete_row, find_rows
 from vlmpack.errors import ConfigError, SampleError
 
 

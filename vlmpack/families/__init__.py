@@ -6,7 +6,7 @@ from vlmpack.families.base import Family
 from vlmpack.families.by_sample import BySample
 from vlmpack.families.delta import Delta, keeps_zeros
 from vlmpack.families.delta_heads import DeltaHeads
-from vlmpack.families.experts import Experts
+from vlmpack.families.experts import ExpertLayer, Experts
 from vlmpack.families.features import FeatureForm, media_features
 from vlmpack.families.fla import FlaCall, check_fla, fla_boundaries
 from vlmpack.families.qwen2_5_vl import Qwen25VL
@@ -22,6 +22,7 @@ __all__ = [
     "BySample",
     "Delta",
     "DeltaHeads",
+    "ExpertLayer",
     "Experts",
     "Family",
     "FeatureForm",

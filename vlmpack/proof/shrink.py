@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from vlmpack.families import Family, family_named
-from vlmpack.testing import TinySizes
-from vlmpack.testing.models import MEDIA_TOKENS
+from vlmpack.testing import MEDIA_TOKENS, TinySizes
 
 LAYERS, HEADS, EXPERTS = 2, 2, 8
 WIDTH = 16

@@ -8,8 +8,15 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from vlmpack.step import StepConfig, disable_packing, enable_packing, find_model, is_packing
-from vlmpack.step.attach import PackingState, packing_state
+from vlmpack.step import (
+    PackingState,
+    StepConfig,
+    disable_packing,
+    enable_packing,
+    find_model,
+    is_packing,
+    packing_state,
+)
 
 SMALL = 10_000_000
 """Weights up to which a model is computed by one thread."""
