@@ -137,7 +137,10 @@ class TestCommand:
         ("arguments", "told"),
         [
             (["--strategy", "typo"], "vlmpack: there is no strategy 'typo'; choose from exact_fill, "),
-            (["--strategy", "nf", "--max-images", "2"], "vlmpack: next_fit knows tokens only, not images; choose "),
+            (
+                ["--strategy", "nf", "--max-images", "2"],
+                "vlmpack: next_fit packs by tokens only, not by images; ",
+            ),
             (["--overlength", "drp"], "vlmpack: --overlength drp: choose error, drop or truncate"),
             (["--overlength", "drop"], "vlmpack: --overlength drop needs --max-length, the most tokens"),
             (["--split", "test"], "vlmpack: --split test: "),

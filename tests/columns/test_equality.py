@@ -188,7 +188,8 @@ def test_trainer_trains_the_rows_of_a_data_set_exactly(collator, with_packing, t
 
 def test_trainer_evaluates_row_by_row_exactly(tmp_path) -> None:
     args = arguments(tmp_path, per_device_eval_batch_size=1)
-    run = Trainer(enable_packing(model_of()), args, RowCollator(), eval_dataset=rows(), compute_metrics=loss_metrics)
+    model = enable_packing(model_of())
+    run = Trainer(model, args, RowCollator(), eval_dataset=rows(), compute_metrics=loss_metrics(model))
     metrics = run.evaluate()
     assert metrics["eval_token_loss"] == pytest.approx(truth().loss.item(), rel=1e-6)
     assert metrics["eval_num_targets"] == sum(int((sample["labels"][1:] != -100).sum()) for sample in samples())

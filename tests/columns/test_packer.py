@@ -138,5 +138,5 @@ def test_a_bad_setting_is_refused_when_the_packer_is_made(settings) -> None:
 
 def test_capacities_that_end_seqpackers_interpreter_are_packed_or_refused() -> None:
     assert pack_sequences([3, 4], 2**30).bins == [[0, 1]]
-    with pytest.raises(ConfigError, match="must lie between 1 and"):
+    with pytest.raises(ConfigError, match="must be a whole number from 1 to"):
         pack_sequences([3, 4], 2**40)

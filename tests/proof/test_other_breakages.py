@@ -23,7 +23,7 @@ from vlmpack.testing import tiny_model
 
 Patch = pytest.MonkeyPatch
 Break = Callable[[Any, Patch], None]
-packing = sys.modules["vlmpack.layout.pack"]
+packing = sys.modules["vlmpack.layout.packing"]
 
 
 def wrapped(owner: Any, name: str, change: Callable[..., Any]) -> Break:

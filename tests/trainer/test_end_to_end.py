@@ -62,13 +62,14 @@ def test_training_on_receipts(family, layout, tmp_path):
     model = tiny_model(family, processor=processor)
     sums, counts = alone(model, VLMCollator(processor), rows)
 
+    enable_packing(model)
     run = Trainer(
-        model=enable_packing(model),
+        model=model,
         args=arguments(tmp_path, gradient_accumulation_steps=3, max_steps=3, **SETTINGS),
         data_collator=VLMCollator(processor, layout=layout),
         train_dataset=Rows(rows),
         eval_dataset=Rows(rows),
-        compute_metrics=loss_metrics,
+        compute_metrics=loss_metrics(model),
     )
     check_trainer(run)
     before = run.evaluate()

@@ -84,7 +84,7 @@ def test_evaluation_with_the_language_modelling_collator_gives_every_sample_its_
     rows = [{"input_ids": sample["input_ids"].tolist()} for sample in samples]
     args = arguments(tmp_path, per_device_eval_batch_size=3)
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
-    run = Trainer(model, args, collate, eval_dataset=Samples(rows), compute_metrics=loss_metrics)
+    run = Trainer(model, args, collate, eval_dataset=Samples(rows), compute_metrics=loss_metrics(model))
     losses, targets = run.predict(Samples(rows)).predictions
     with torch.no_grad():
         sums, counts = loss_sums(tiny(family), samples)
@@ -101,9 +101,8 @@ def test_logits_with_the_padding_collator_are_those_of_samples_alone(family, sid
     samples, _ = written(model)
     rows = [{"input_ids": sample["input_ids"].tolist()} for sample in samples[:3]]
     args = arguments(tmp_path, per_device_eval_batch_size=3)
-    logits = torch.from_numpy(
-        Trainer(model, args, DataCollatorWithPadding(tokenizer)).predict(Samples(rows)).predictions
-    )
+    run = Trainer(model, args, DataCollatorWithPadding(tokenizer))
+    logits = torch.from_numpy(run.predict(Samples(rows)).predictions)
     for row, sample in zip(logits, samples, strict=False):
         length = len(sample["input_ids"])
         own = row[-length:] if side == "left" else row[:length]

@@ -7,7 +7,7 @@ from typing import final
 from vlmpack.columns.packer import FULL_NAMES
 from vlmpack.columns.result import Pack
 from vlmpack.errors import ConfigError
-from vlmpack.plan import ROWS_WAITING, WAITING, WaitingRoom, checked_capacity, small_letters
+from vlmpack.plan import LOOK_AHEAD, ROWS_BUFFERED, PackingBuffer, checked_capacity, small_letters
 
 NEXT_FIT, ROLLING = "nf", "hk"
 
@@ -38,7 +38,7 @@ class StreamPacker:
         if k is not None:
             checked_capacity(k, "k")
         self._capacity = checked_capacity(capacity)
-        self._room = WaitingRoom(capacity)
+        self._room = PackingBuffer(capacity)
         self._lengths: dict[int, int] = {}
         self._added = 0
         self._finished = False
@@ -85,7 +85,7 @@ class StreamPacker:
 
     @property
     def _enough(self) -> bool:
-        return len(self._room) >= WAITING and self._room.tokens >= ROWS_WAITING * self._capacity
+        return len(self._room) >= LOOK_AHEAD and self._room.tokens >= ROWS_BUFFERED * self._capacity
 
     def _next_row(self) -> Pack:
         """The oldest sample and those that fill its row; by next fit all that wait fit in it."""
@@ -94,12 +94,12 @@ class StreamPacker:
 
     def _check_fits(self, length: int) -> None:
         """A room takes a sample or says why not: ask an empty one, before a row is given out."""
-        WaitingRoom(self._capacity).add(self._added, length)
+        PackingBuffer(self._capacity).add(self._added, length)
 
     def _check_open(self) -> None:
         if self._finished:
             raise ConfigError("this StreamPacker is finished; make a new one for the next stream")
 
     def __repr__(self) -> str:
-        state = "finished" if self._finished else f"{len(self._room)} waiting"
+        state = "finished" if self._finished else f"{len(self._room)} buffered"
         return f"StreamPacker(strategy={self._strategy!r}, added={self._added}, {state})"

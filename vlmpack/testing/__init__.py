@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlmpack.testing.measures import field_f1, nted_accuracy
-from vlmpack.testing.models import MEDIA_TOKENS, TinySizes, tiny_config, tiny_model
+from vlmpack.testing.models import TinySizes, tiny_config, tiny_model
 from vlmpack.testing.processors import CHAT_TEMPLATE, tiny_processor
 from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts, receipt_conversations
 from vlmpack.testing.samples import (
@@ -34,7 +34,6 @@ from vlmpack.testing.samples import (
 __all__ = [
     "CHAT_TEMPLATE",
     "KINDS",
-    "MEDIA_TOKENS",
     "SMALLEST_LEGIBLE",
     "TEXT_ONLY",
     "VISION",

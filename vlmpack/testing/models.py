@@ -147,25 +147,14 @@ def tiny_config(family: str = "qwen3_vl", *, processor: Any = None, **sizes: Any
 def _processor_sizes(processor: Any) -> dict[str, Any]:
     """Read token ids, vocabulary and patch sizes off a Qwen processor."""
     tokenizer, images = processor.tokenizer, processor.image_processor
-    names = {
-        "vision_start_token_id": "<|vision_start|>",
-        "vision_end_token_id": "<|vision_end|>",
-        "image_token_id": "<|image_pad|>",
-        "video_token_id": "<|video_pad|>",
-    }
-    ids = {field: tokenizer.convert_tokens_to_ids(token) for field, token in names.items()}
-    for field, token in names.items():
-        if ids[field] is None or ids[field] == tokenizer.unk_token_id:
-            raise ConfigError(f"the processor's tokenizer has no {token}; is it a Qwen-VL processor?")
-    return {
-        **ids,
-        "vocab_size": len(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "patch_size": images.patch_size,
-        "merge": images.merge_size,
-        "temporal_patch_size": images.temporal_patch_size,
-    }
+    tokens = {"vision_start": "vision_start", "vision_end": "vision_end", "image": "image_pad", "video": "video_pad"}
+    sizes = {"vocab_size": len(tokenizer), "patch_size": images.patch_size, "merge": images.merge_size}
+    for name, token in tokens.items():
+        sizes[f"{name}_token_id"] = tokenizer.convert_tokens_to_ids(f"<|{token}|>")
+        if sizes[f"{name}_token_id"] in (None, tokenizer.unk_token_id):
+            raise ConfigError(f"the processor's tokenizer has no <|{token}|>; is it a Qwen-VL processor?")
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    return {**sizes, **ids, "temporal_patch_size": images.temporal_patch_size}
 
 
 def _check(sizes: TinySizes, recipe: _Recipe, family: str) -> None:
