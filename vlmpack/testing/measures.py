@@ -98,12 +98,14 @@ class Tree(NamedTuple):
 def tree_edit_distance(a: Tree, b: Tree) -> int:
     """Compute the least cost of turning tree `a` into `b` by inserting, deleting and changing nodes (APTED)."""
     try:
-        from apted import APTED, Config
+        from apted import APTED
         from rapidfuzz.distance import Levenshtein
     except ImportError as error:
         raise ConfigError("tree edit distances need apted and rapidfuzz: pip install 'vlmpack[measures]'") from error
 
-    class Costs(Config):
+    class Costs:  # the methods that apted calls on its configuration
+        valuecls = int
+
         def delete(self, node: Tree) -> int:
             return node.cost
 

@@ -162,7 +162,8 @@ def synthetic_samples(config: Any) -> list[Sample]:
 def processed_samples(processor: Any) -> list[Sample]:
     """Let a processor make an image, a text, two images, and a video if it takes one. Pixels are float32."""
     collator = VLMCollator(processor)
-    records = list(SyntheticReceipts(num=3, scale=SMALLEST_LEGIBLE))
+    receipts = SyntheticReceipts(num=3, scale=SMALLEST_LEGIBLE)
+    records = [receipts[i] for i in range(3)]
     totals = [json.loads(record["ground_truth"])["gt_parse"]["total"]["total_price"] for record in records]
     area = (processor.image_processor.patch_size * processor.image_processor.merge_size) ** 2
     bounds = {"min_pixels": 4 * area, "max_pixels": IMAGE_TOKENS * area}
