@@ -27,8 +27,8 @@ from vlmpack import (
     plan_bins,
 )
 from vlmpack.data import load_processor, open_dataset
-from vlmpack.offline import measure_lengths
 from vlmpack.parallel import Parallel, sum_counts
+from vlmpack.store import measure_lengths
 from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
 from vlmpack.trainer import evaluate
 

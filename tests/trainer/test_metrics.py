@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from transformers import EvalPrediction
-from vlmpack.families.tiny import tiny_model
 
 from vlmpack.errors import ConfigError
 from vlmpack.step import enable_packing
+from vlmpack.testing import tiny_model
 from vlmpack.trainer import loss_metrics
 
 LABELS = np.zeros((3, 5), np.int64)

@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import VlmpackError
 from vlmpack.families import FAMILIES, family_named
-from vlmpack.layout import IGNORE, BatchFacts, Grid, Media, PaddedBatch
+from vlmpack.layout import IGNORE, Grid, HostMetadata, Media, PaddedBatch
 from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts
 
 Sample = dict[str, torch.Tensor]
@@ -252,11 +252,11 @@ def media_of(samples: Sequence[Sample]) -> Media:
     return Media(**{name: torch.cat(tensors) for name, tensors in parts.items() if tensors})
 
 
-def facts_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> BatchFacts:
+def facts_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> HostMetadata:
     """Derive from the samples the metadata on the host that a collator adds."""
     seconds = [s for sample in samples if "second_per_grid_ts" in sample for s in sample["second_per_grid_ts"].tolist()]
     image_grids, video_grids = ([grids_of(sample, name) for sample in samples] for name in ("image", "video"))
-    return BatchFacts(
+    return HostMetadata(
         lengths=tuple(len(sample["input_ids"]) for sample in samples),
         offsets=offsets if any(offsets) else (),
         image_grids=tuple(grid for grids in image_grids for grid in grids),

@@ -15,7 +15,7 @@ from vlmpack.bench.figure import Figure, Target
 from vlmpack.bench.settings import CLOCKS, BenchSettings, Clock
 from vlmpack.bench.timing import Spread, Timings, alternate, one_thread
 from vlmpack.collate import VLMCollator
-from vlmpack.offline import measure_lengths
+from vlmpack.store import measure_lengths
 from vlmpack.testing import SyntheticReceipts, tiny_processor
 
 CASE = "lengths"
