@@ -9,6 +9,7 @@ from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts, receip
 from vlmpack.testing.samples import (
     KINDS,
     TEXT_ONLY,
+    TOKEN_KEYS,
     VISION,
     Kind,
     Sample,
@@ -36,6 +37,7 @@ __all__ = [
     "KINDS",
     "SMALLEST_LEGIBLE",
     "TEXT_ONLY",
+    "TOKEN_KEYS",
     "VISION",
     "Kind",
     "Sample",
