@@ -19,7 +19,7 @@ from vlmpack.trainer import PackedTrainer
 
 PROCESSOR = tiny_processor("qwen3_vl", max_pixels=64 * 32 * 32)
 COLLATOR = VLMCollator(PROCESSOR, layout="packed")
-RECEIPTS = [{"id": at, **to_conversation(record)} for at, record in enumerate(SyntheticReceipts(num=11))]
+RECEIPTS = [{"id": at, **to_conversation(record)} for at, record in enumerate(SyntheticReceipts(num=13))]
 LENGTHS = [COLLATOR.collate([receipt]).facts.lengths[0] for receipt in RECEIPTS]
 CAPACITY = 1000
 
