@@ -26,8 +26,8 @@ from vlmpack import (
     enable_packing,
     plan_bins,
 )
+from vlmpack.context_parallel import Parallel, sum_counts
 from vlmpack.data import load_processor, open_dataset
-from vlmpack.parallel import Parallel, sum_counts
 from vlmpack.store import measure_lengths
 from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
 from vlmpack.trainer import evaluate

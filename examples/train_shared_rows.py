@@ -17,9 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForImageTextToText
 
 from vlmpack import PackedStep, SlotRule, VLMCollator, enable_packing
+from vlmpack.context_parallel import Parallel, sum_counts
 from vlmpack.data import load_cord, load_processor, to_conversation
 from vlmpack.layout import METADATA_KEY
-from vlmpack.parallel import Parallel, sum_counts
 from vlmpack.testing import SyntheticReceipts, tiny_model, tiny_processor
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -9,7 +9,7 @@ import torch
 
 from vlmpack.families import FAMILIES
 from vlmpack.layout import IGNORE, PackedRow, SlotRule, pack
-from vlmpack.step import StepConfig
+from vlmpack.model import StepConfig
 from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
 
 WORLD = 4
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def has_experts(self) -> bool:
-        return FAMILIES[self.family].experts is not None
+        return FAMILIES[self.family].has("experts")
 
     def model(self) -> Any:
         sizes = {"vision_depth": 2, **self.sizes} if self.family in VISION else self.sizes

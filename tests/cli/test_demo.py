@@ -20,8 +20,8 @@ from vlmpack.cli.gradients import Agreement, agreement, packed_against_alone
 from vlmpack.collate import VLMCollator
 from vlmpack.data import save_processor, to_conversation
 from vlmpack.layout import Segments
-from vlmpack.step import inputs, is_packing
-from vlmpack.step.context import RowContext
+from vlmpack.model import inputs, is_packing
+from vlmpack.model.row import RowContext
 from vlmpack.testing import SyntheticReceipts, tiny_model, tiny_processor
 
 STEPS, BATCH = 3, 2

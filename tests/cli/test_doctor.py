@@ -17,8 +17,8 @@ from vlmpack.cli import app, environment
 from vlmpack.cli.environment import import_problem, serving, versions
 from vlmpack.families import FAMILIES, registry
 from vlmpack.layout import Segments
-from vlmpack.step import inputs
-from vlmpack.step.context import RowContext
+from vlmpack.model import inputs
+from vlmpack.model.row import RowContext
 from vlmpack.testing import tiny_config
 
 FEW = ("qwen3_vl", "qwen3_5")

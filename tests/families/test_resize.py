@@ -46,7 +46,7 @@ def test_patches_of_a_size_are_the_processors() -> None:
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_tokens_are_patches_over_the_merged_area(name: str) -> None:
-    family = FAMILIES[name]()
+    family = FAMILIES[name]
     assert family.tokens_per_image((1, 4, 6), 2) == 6
     assert family.tokens_per_image((3, 6, 9), 3) == 18
 

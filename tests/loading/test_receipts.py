@@ -12,8 +12,8 @@ from training import arguments
 from vlmpack.collate import VLMCollator
 from vlmpack.data import to_conversation
 from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings
+from vlmpack.model import enable_packing
 from vlmpack.plan import plan_bins
-from vlmpack.step import enable_packing
 from vlmpack.testing import SyntheticReceipts, tiny_model, tiny_processor
 from vlmpack.trainer import PackedTrainer
 

@@ -11,10 +11,10 @@ from peft import LoraConfig, get_peft_model
 
 import vlmpack
 from vlmpack.errors import BackendError, ConfigError, FamilyError
+from vlmpack.model import StepConfig
 from vlmpack.proof import backends_for
 from vlmpack.proof.outcome import FLOOR
 from vlmpack.proof.ways import PlainPadded
-from vlmpack.step import StepConfig
 from vlmpack.testing import tiny_model, tiny_processor
 
 

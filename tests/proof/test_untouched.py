@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import vlmpack
+from vlmpack.model import StepConfig, inputs, is_packing, packing_state
 from vlmpack.proof import packed
 from vlmpack.proof.untouched import untouched
-from vlmpack.step import StepConfig, inputs, is_packing
-from vlmpack.step.attach import packing_state
 from vlmpack.testing import tiny_model
 
 

@@ -12,7 +12,7 @@ from transformers import Trainer
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
-from vlmpack.step import PackedStep, disable_packing, enable_packing
+from vlmpack.model import PackedStep, disable_packing, enable_packing
 from vlmpack.store import PackedDataset
 from vlmpack.testing import tiny_model
 

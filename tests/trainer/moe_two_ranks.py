@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from moe import MOE, decoder_layers, fresh, samples_of
 
 from vlmpack.layout import SlotRule
-from vlmpack.step import PackedStep, StepConfig, enable_packing
+from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.testing import padded
 
 WRAPPERS = ("ddp", "fsdp2")

@@ -11,8 +11,8 @@ import torch
 from training import KINDS, Samples, arguments, collator, lengths_of, logged, receipts
 
 from vlmpack.loading import PackedStream, RowSettings
+from vlmpack.model import enable_packing
 from vlmpack.plan import Plan, plan_bins
-from vlmpack.step import enable_packing
 from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer
 

@@ -13,7 +13,7 @@ from transformers import Trainer
 
 from vlmpack.collate import Ceiling, VLMCollator
 from vlmpack.data import to_conversation
-from vlmpack.step import enable_packing
+from vlmpack.model import enable_packing
 from vlmpack.testing import SyntheticReceipts, tiny_model
 from vlmpack.trainer import check_trainer, loss_metrics
 

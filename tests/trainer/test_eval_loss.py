@@ -12,7 +12,7 @@ from training import LAYOUTS, Samples, arguments, collator, loss_sums, receipts,
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from vlmpack.errors import ConfigError
-from vlmpack.step import StepConfig, disable_packing, enable_packing
+from vlmpack.model import StepConfig, disable_packing, enable_packing
 from vlmpack.testing import padded, tiny_model
 from vlmpack.trainer import PackedTrainer, loss_metrics
 

@@ -13,8 +13,8 @@ from training import KINDS, LAYOUTS, Samples, collator, lengths_of, loss_sums, r
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import METADATA_KEY
+from vlmpack.model import PackedStep, enable_packing, is_packing
 from vlmpack.plan import plan_bins
-from vlmpack.step import PackedStep, enable_packing, is_packing
 from vlmpack.testing import VISION, tiny_model
 from vlmpack.trainer import evaluate
 from vlmpack.trainer.held_out import HeldOut

@@ -6,7 +6,7 @@ import pytest
 import torch
 from training import LAYOUTS, Samples, arguments, collator, loss_sums, receipts, trainer
 
-from vlmpack.step import enable_packing
+from vlmpack.model import enable_packing
 from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer
 

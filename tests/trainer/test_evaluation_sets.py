@@ -9,8 +9,8 @@ from training import Samples, arguments, collator, lengths_of
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
+from vlmpack.model import enable_packing
 from vlmpack.plan import plan_bins
-from vlmpack.step import enable_packing
 from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from training import receipts, train
 
-from vlmpack.step import enable_packing
+from vlmpack.model import enable_packing
 from vlmpack.testing import alone, padded, tiny_model
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")

@@ -7,7 +7,7 @@ import pytest
 from transformers import EvalPrediction
 
 from vlmpack.errors import ConfigError
-from vlmpack.step import enable_packing
+from vlmpack.model import enable_packing
 from vlmpack.testing import tiny_model
 from vlmpack.trainer import loss_metrics
 

@@ -14,8 +14,8 @@ from transformers import Trainer
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
 from vlmpack.loading import PackedStream, RowSettings
+from vlmpack.model import enable_packing
 from vlmpack.plan import LengthTable, plan_bins
-from vlmpack.step import enable_packing
 from vlmpack.store import PackedDataset, StoreSettings, measure_lengths, write_rows
 from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer, evaluate, loss_metrics

@@ -8,7 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from training import checkpointing, collator, descend, distance, receipts, train, weights
 
 from vlmpack.errors import ConfigError
-from vlmpack.step import disable_packing, enable_packing, is_packing
+from vlmpack.model import disable_packing, enable_packing, is_packing
 from vlmpack.testing import tiny_model
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")

@@ -11,7 +11,7 @@ import torch
 from training import KINDS, LAYOUTS, Samples, arguments, collator, distance, logged, receipts, train, weights
 from transformers import AutoModelForImageTextToText, Trainer
 
-from vlmpack.step import disable_packing, enable_packing, is_packing
+from vlmpack.model import disable_packing, enable_packing, is_packing
 from vlmpack.testing import alone, tiny_model
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")

@@ -16,7 +16,7 @@ from transformers import (
 
 from vlmpack.errors import ConfigError
 from vlmpack.layout import SlotRule
-from vlmpack.step import PackedStep, StepConfig, enable_packing
+from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.testing import alone, tiny_model
 from vlmpack.trainer import check_trainer, loss_metrics
 

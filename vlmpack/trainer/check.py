@@ -19,7 +19,7 @@ from transformers.trainer_utils import SchedulerType
 from vlmpack.collate import CONVERSATION_COLUMNS, MEDIA_COLUMNS, ProcessorFacts, VLMCollator
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.loading import PackedStream
-from vlmpack.step import find_model, is_packing, packing_state
+from vlmpack.model import find_model, is_packing, packing_state
 from vlmpack.store import PackedDataset
 from vlmpack.text import RowCollator
 from vlmpack.trainer import of_trl
