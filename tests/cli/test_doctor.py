@@ -20,12 +20,12 @@ from vlmpack.cli import app
 from vlmpack.cli.doctor import attention_serving, gated_delta_serving, import_problem, versions
 from vlmpack.cli.probe_tables import print_reports
 from vlmpack.families import FAMILIES, family_named, registry
-from vlmpack.families.tiny import tiny_config, tiny_model
 from vlmpack.layout import Segments
 from vlmpack.model import FlaCall, inputs
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.model.row import RowContext
 from vlmpack.proof import Check, Report, probe
+from vlmpack.testing import tiny_config, tiny_model
 
 FEW = ("qwen3_vl", "qwen3_5")
 

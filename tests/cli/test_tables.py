@@ -22,11 +22,11 @@ from vlmpack.cli.probe_tables import print_reports
 from vlmpack.cli.show import print_rows, stored_rows
 from vlmpack.cli.training import Agreement, Run
 from vlmpack.collate import VLMCollator
-from vlmpack.data.processor import tiny_processor
 from vlmpack.plan import LengthTable, PaddedRecipe
 from vlmpack.proof import Check, Contrast, Report
 from vlmpack.store import Manifest, StoreSettings, write_rows
 from vlmpack.terminal import print_text
+from vlmpack.testing import tiny_processor
 
 WIDTH = 80
 DRAWN = set("─━│┃┏┓┗┛┌┐└┘├┤┡┩╇╭╮╰╯|")

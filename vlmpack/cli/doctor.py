@@ -289,8 +289,9 @@ def _models(name: str | None, device: torch.device, dtype: str | None, *, tiny: 
     """
     import torch
 
-    from vlmpack.families import FAMILIES, family_named, tiny_model
+    from vlmpack.families import FAMILIES, family_named
     from vlmpack.proof import Loaded, load
+    from vlmpack.testing import tiny_model
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if dtype is not None:

@@ -19,12 +19,13 @@ from transformers.trainer_callback import PrinterCallback
 
 from vlmpack.cli.inputs import SYNTHETIC, open_samples, reading
 from vlmpack.collate import BatchLayout, VLMCollator
-from vlmpack.data import OpenDataset, load_processor, open_dataset, tiny_processor
+from vlmpack.data import OpenDataset, load_processor, open_dataset
 from vlmpack.errors import ConfigError
-from vlmpack.families import family_of, tiny_model
+from vlmpack.families import family_of
 from vlmpack.layout import METADATA_KEY, HostMetadata
 from vlmpack.machine import peak_bytes
 from vlmpack.model import disable_packing, enable_packing
+from vlmpack.testing import tiny_model, tiny_processor
 
 TINY_RATE, PRETRAINED_RATE = 1e-3, 1e-5
 """Learning rates of AdamW."""
