@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vlmpack.offline import PackedDataset, StoreSettings, measure_lengths, write_rows
     from vlmpack.parallel import Parallel, sum_counts
     from vlmpack.plan import Budget, CostModel, LengthTable, Plan, plan_bins
-    from vlmpack.proof import probe
+    from vlmpack.probing import probe
     from vlmpack.step import PackedStep, StepConfig, StepResult, compile_layers, disable_packing, enable_packing
     from vlmpack.stream import PackedBatchSampler, PackedStream, RowSettings, StreamPacker
     from vlmpack.trainer import Evaluation, PackedTrainer, check_trainer, evaluate, loss_metrics
@@ -85,7 +85,7 @@ _ROOM = {
     "offline": ("PackedDataset", "StoreSettings", "measure_lengths", "write_rows"),
     "parallel": ("Parallel", "sum_counts"),
     "plan": ("Budget", "CostModel", "LengthTable", "Plan", "plan_bins"),
-    "proof": ("probe",),
+    "probing": ("probe",),
     "step": ("PackedStep", "StepConfig", "StepResult", "compile_layers", "disable_packing", "enable_packing"),
     "stream": ("PackedBatchSampler", "PackedStream", "RowSettings", "StreamPacker"),
     "trainer": ("Evaluation", "PackedTrainer", "check_trainer", "evaluate", "loss_metrics"),

@@ -26,7 +26,7 @@ FEW = ("qwen3_vl", "qwen3_5")
 
 @pytest.fixture
 def few_families() -> Iterator[None]:
-    """Two families for all: `tests/proof` probes every one."""
+    """Two families for all: `tests/probing` probes every one."""
     every = dict(FAMILIES)
     for name in every.keys() - set(FEW):
         del registry.FAMILIES[name]

@@ -16,7 +16,7 @@ from vlmpack.cli import app
 from vlmpack.cli.probe_table import print_report
 from vlmpack.families.tiny import tiny_config, tiny_model
 from vlmpack.layout import Segments
-from vlmpack.proof import Check, Report, probe
+from vlmpack.probing import Check, Report, probe
 from vlmpack.step.context import VisionSegments
 
 
@@ -119,7 +119,7 @@ def test_a_model_can_be_made_here(name: str, family: str, monkeypatch: pytest.Mo
         given.extend((model, processor))
         return report_of()
 
-    monkeypatch.setattr("vlmpack.proof.probe", noted)
+    monkeypatch.setattr("vlmpack.probing.probe", noted)
     result = run(name, "--json")
     assert result.exit_code == 0
     model, processor = given

@@ -35,7 +35,7 @@ from vlmpack.collate import VLMCollator
 from vlmpack.data.processor import tiny_processor
 from vlmpack.offline import Manifest, StoreSettings, write_rows
 from vlmpack.plan import LengthTable, PaddedRecipe
-from vlmpack.proof import Check, Contrast, Report
+from vlmpack.probing import Baseline, Check, Report
 from vlmpack.terminal import print_text
 
 WIDTH = 80
@@ -100,9 +100,9 @@ def probed() -> Report:
         ),
         circumstances={"row": "a packed row", "padded": "a padded batch, which the step packs"},
         plain=(
-            Contrast(name="one row, [4, 1, T] positions", verdict="leaks", leak=1.2e-1, logits=3.4e-1, loss=5.6e-2,
+            Baseline(name="one row, [4, 1, T] positions", verdict="leaks", leak=1.2e-1, logits=3.4e-1, loss=5.6e-2,
                      pairs=123_456_789, causes=("mask", "positions")),
-            Contrast(name="padded", verdict="fails", detail="RuntimeError: " + "a long message " * 6),
+            Baseline(name="padded", verdict="fails", detail="RuntimeError: " + "a long message " * 6),
         ),
     )  # fmt: skip
 

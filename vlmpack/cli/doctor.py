@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from vlmpack.cli.environment import Serving, Version
-    from vlmpack.proof import Contrast, Report
+    from vlmpack.probing import Baseline, Report
 
 CAPTION = """\
 [dim]leak   how far a sample's logits move when only another one in the row changes
@@ -89,7 +89,7 @@ def _named(name: str, device: torch.device, console: Console) -> list[Any]:
     """
     from vlmpack.cli.device import quiet_transformers
     from vlmpack.families.tiny import tiny_model
-    from vlmpack.proof import small_copy
+    from vlmpack.probing import small_copy
 
     if (family := tiny_family(name)) is not None:
         return [tiny_model(family, dtype=dtype) for dtype in _dtypes(device)]
@@ -112,7 +112,7 @@ def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
 
 def _probe(models: Iterable[Any], device: torch.device, console: Console) -> list[Report]:
     from vlmpack.cli.device import quiet_transformers
-    from vlmpack.proof import backends_for, probe
+    from vlmpack.probing import backends_for, probe
 
     reports: list[Report] = []
     with quiet_transformers(), console.status("probing") as status:
@@ -189,7 +189,7 @@ def _is_of(name: str, what: str) -> bool:
     return circumstance != "autocast" and of.startswith(what)
 
 
-def _plain_row(one: Contrast) -> list[str]:
+def _plain_row(one: Baseline) -> list[str]:
     how = f"plain, {one.name.removeprefix('one row, ').removesuffix(' positions')}"
     colour = "green" if one.verdict == "exact" else "yellow"
     numbers = [_largest([seen]) for seen in (one.leak, one.logits, one.loss, None)]

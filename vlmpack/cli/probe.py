@@ -15,7 +15,7 @@ from vlmpack.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from vlmpack.proof.weights import Loaded
+    from vlmpack.probing import Loaded
 
 
 def probe(
@@ -52,7 +52,7 @@ def probe(
     from vlmpack.attention import BACKENDS
     from vlmpack.cli.device import best_device, checked_device, quiet_transformers
     from vlmpack.cli.probe_table import print_report
-    from vlmpack.proof import probe as examine
+    from vlmpack.probing import probe as examine
 
     choices = ("auto", *BACKENDS)
     if attention is not None and attention not in choices:  # before a model is read
@@ -83,7 +83,7 @@ def _loaded(name: str, device: torch.device, dtype: torch.dtype, *, tiny: bool) 
     """
     from vlmpack.families import family_named
     from vlmpack.families.tiny import tiny_model
-    from vlmpack.proof.weights import Loaded, load
+    from vlmpack.probing import Loaded, load
 
     family = tiny_family(name)
     if family is None:

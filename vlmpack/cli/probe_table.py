@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vlmpack.proof import Check, Contrast, Report
+from vlmpack.probing import Baseline, Check, Report
 from vlmpack.terminal import print_table, print_text
 
 COLOURS = {
@@ -169,7 +169,7 @@ def _placed(what: str) -> tuple[str, str]:
     return (part, f"  {rest}") if what.startswith(GRADIENT) and rest else ("", what)
 
 
-def _plain(contrasts: Sequence[Contrast]) -> Table:
+def _plain(contrasts: Sequence[Baseline]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("given", overflow="fold")
     for title in ("leak", "logits", "loss", "pairs"):

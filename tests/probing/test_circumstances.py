@@ -15,10 +15,11 @@ import torch
 from vlmpack.families import family_named
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Segments
-from vlmpack.proof import Report, probe
+from vlmpack.probing import Report, probe
 from vlmpack.step import engine, inputs, result
 from vlmpack.step.context import RowContext
 
+pytestmark = pytest.mark.usefixtures("shared_references")
 Patch = pytest.MonkeyPatch
 Break = Callable[[Any, Patch], None]
 """Breaks one mechanism of the model that it is given."""

@@ -15,12 +15,13 @@ from vlmpack.families import family_named
 from vlmpack.families.mrope import MediaItems
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Buckets, Segments, arrays
-from vlmpack.proof import probe
+from vlmpack.probing import probe
 from vlmpack.step import delta, engine, experts, inputs
 from vlmpack.step.context import VisionSegments
 from vlmpack.step.result import StepResult
 from vlmpack.step.whole import MediaInputs, Whole
 
+pytestmark = pytest.mark.usefixtures("shared_references")
 Patch = pytest.MonkeyPatch
 Break = Callable[[Any, Patch], None]
 packing = sys.modules["vlmpack.layout.pack"]

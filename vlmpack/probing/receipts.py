@@ -15,7 +15,7 @@ from vlmpack.data.receipts import SMALLEST_LEGIBLE
 from vlmpack.errors import ConfigError, VlmpackError
 from vlmpack.families import Family
 from vlmpack.layout import IMAGE, VIDEO, PaddedBatch
-from vlmpack.proof.samples import ProbeSample
+from vlmpack.probing.samples import ProbeSample
 
 IMAGE_TOKENS, FRAME_TOKENS = 24, 8
 """Most tokens of an image, and of a frame of the video."""

@@ -13,8 +13,8 @@ from vlmpack.data.pretrained import save_processor
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families import FAMILIES, family_named
 from vlmpack.families.tiny import tiny_config, tiny_model
-from vlmpack.proof import load, probe, small_copy, weights
-from vlmpack.proof.shrink import shrink
+from vlmpack.probing import load, probe, small_copy, weights
+from vlmpack.probing.weights import shrink
 
 CPU = torch.device("cpu")
 

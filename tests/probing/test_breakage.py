@@ -18,10 +18,11 @@ import torch
 from vlmpack.families import FAMILIES, family_named
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Buckets, Segments, SlotRule
-from vlmpack.proof import Report, probe
+from vlmpack.probing import Report, probe
 from vlmpack.step import delta, engine, experts, inputs
 from vlmpack.step.context import RowContext, VisionSegments
 
+pytestmark = pytest.mark.usefixtures("shared_references")
 Patch = pytest.MonkeyPatch
 
 EVERY = sorted(FAMILIES)
@@ -236,7 +237,7 @@ def test_images_that_see_each_other(family: str, monkeypatch: Patch) -> None:
     report = probed(family)
     assert (report.verdict, report.causes) == ("leaks", ("vision",))
     assert {"row: logits", "row: gradient of visual.patch_embed.proj"} <= set(bad(report, "equality"))
-    with_images = ["change sample 0 (image)", "change sample 1 (another image)", "change sample 4 (two images)"]
+    with_images = ["change sample 0 (image)", "change sample 1 (image)", "change sample 4 (2 images)"]
     assert [name for name in bad(report, "isolation") if "sample" in name] == with_images
 
 
