@@ -22,18 +22,16 @@ from transformers import AutoModelForImageTextToText
 from vlmpack import (
     PackedBatchSampler,
     PackedStep,
-    Parallel,
     VLMCollator,
     enable_packing,
-    evaluate,
-    measure_lengths,
-    open_dataset,
     plan_bins,
-    sum_counts,
 )
-from vlmpack.data import tiny_processor
+from vlmpack.data import open_dataset, tiny_processor
 from vlmpack.data.pretrained import load_processor
 from vlmpack.families.tiny import tiny_model
+from vlmpack.offline import measure_lengths
+from vlmpack.parallel import Parallel, sum_counts
+from vlmpack.trainer import evaluate
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", help="hub id or folder; without it, a tiny random Qwen3-VL")

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from vlmpack.data import ImageLimits, open_dataset
     from vlmpack.errors import BackendError, ConfigError, FamilyError, LayoutError, SampleError, VlmpackError
     from vlmpack.layout import BatchFacts, Media, PackedRow, PaddedBatch, Segments, SlotRule, pack, unpack
+    from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings, StreamPacker
     from vlmpack.offline import PackedDataset, StoreSettings, measure_lengths, write_rows
     from vlmpack.parallel import Parallel, sum_counts
     from vlmpack.plan import Budget, CostModel, LengthTable, Plan, plan_bins
     from vlmpack.probing import probe
     from vlmpack.step import PackedStep, StepConfig, StepResult, compile_layers, disable_packing, enable_packing
-    from vlmpack.stream import PackedBatchSampler, PackedStream, RowSettings, StreamPacker
     from vlmpack.trainer import Evaluation, PackedTrainer, check_trainer, evaluate, loss_metrics
 
 __version__ = "0.1.0"
@@ -78,8 +78,7 @@ __all__ = [
 
 _ROOM = {
     "collate": ("Ceiling", "VLMCollator"),
-    "data.images": ("ImageLimits",),
-    "data.open": ("open_dataset",),
+    "data": ("ImageLimits", "open_dataset"),
     "errors": ("BackendError", "ConfigError", "FamilyError", "LayoutError", "SampleError", "VlmpackError"),
     "layout": ("BatchFacts", "Media", "PackedRow", "PaddedBatch", "Segments", "SlotRule", "pack", "unpack"),
     "offline": ("PackedDataset", "StoreSettings", "measure_lengths", "write_rows"),
@@ -87,7 +86,7 @@ _ROOM = {
     "plan": ("Budget", "CostModel", "LengthTable", "Plan", "plan_bins"),
     "probing": ("probe",),
     "step": ("PackedStep", "StepConfig", "StepResult", "compile_layers", "disable_packing", "enable_packing"),
-    "stream": ("PackedBatchSampler", "PackedStream", "RowSettings", "StreamPacker"),
+    "loading": ("PackedBatchSampler", "PackedStream", "RowSettings", "StreamPacker"),
     "trainer": ("Evaluation", "PackedTrainer", "check_trainer", "evaluate", "loss_metrics"),
 }
 _HOME = {name: f"vlmpack.{room}" for room, names in _ROOM.items() for name in names}

@@ -14,6 +14,8 @@ SampleError and ConfigError are a ValueError too, which scripts catch where a da
 
 from __future__ import annotations
 
+from typing import final
+
 
 class VlmpackError(Exception):
     """The root: `except VlmpackError` catches whatever vlmpack refuses."""
@@ -78,3 +80,20 @@ def check_kind(name: str, value: object, kind: type, such_as: str) -> None:
 
 def _rebuild_sample_error(message: str, index: int | None, reason: str, sample_id: str | int | None) -> SampleError:
     return SampleError(message, index=index, reason=reason, sample_id=sample_id)
+
+
+@final
+class Refusal(Exception):  # noqa: N818 (never leaves the room: the collator turns it into a SampleError)
+    """A sample cannot be used. The collator adds its index and id, and counts it under `reason`.
+
+    Args:
+        reason: a short slug, listed in the room's README.
+        message: what was seen and what to do about it.
+        of_all: whether it is likely true of all samples, and so a mistake of the setup.
+    """
+
+    def __init__(self, reason: str, message: str, *, of_all: bool = False) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.of_all = of_all

@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlmpack.attention import BACKENDS, sdpa_segments
 from vlmpack.attention.eager_mask import EagerMask
-from vlmpack.attention.flash_attn import FlashAttn
 from vlmpack.attention.sdpa_segments import SdpaSegments
-from vlmpack.attention.torch_varlen import TorchVarlen
+from vlmpack.attention.varlen import FlashAttn, TorchVarlen
 from vlmpack.bench.gpu.correctness import ALLOWED
 from vlmpack.layout import Segments, SlotRule
 

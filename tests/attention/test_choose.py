@@ -6,7 +6,18 @@ from types import ModuleType
 import pytest
 import torch
 
-from vlmpack.attention import BACKENDS, AttentionCall, choose, explain, flash_attn, flash_limits
+from vlmpack.attention import (
+    BACKENDS,
+    AttentionCall,
+    choose,
+    explain,
+)
+from vlmpack.attention import (
+    varlen as flash_attn,
+)
+from vlmpack.attention import (
+    varlen as flash_limits,
+)
 from vlmpack.errors import BackendError
 
 ON_CPU = AttentionCall(device="cpu", dtype=torch.float32, head_dim=64, num_heads=8, num_kv_heads=4)

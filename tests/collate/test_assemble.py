@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlmpack.collate.assemble import filler, to_packed, to_padded
-from vlmpack.collate.checks import check_ids, check_runs
-from vlmpack.collate.encoded import Encoded, Visual
+from vlmpack.collate.encoded import Encoded, Visual, check_ids, check_runs
 from vlmpack.collate.processor import read_processor
 from vlmpack.errors import LayoutError
 from vlmpack.layout import PackedRow, SlotRule, pack

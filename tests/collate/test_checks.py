@@ -7,11 +7,11 @@ import pytest
 import torch
 from chats import FAMILIES, picture, processor_of, tokenised
 
-from vlmpack.collate.checks import run_lengths
 from vlmpack.collate.encode import Encoder
+from vlmpack.collate.encoded import run_lengths
 from vlmpack.collate.processor import read_processor
-from vlmpack.collate.refusal import Refusal
 from vlmpack.data.images import ImageLimits
+from vlmpack.errors import Refusal
 
 HOLE = "<|vision_start|><|image_pad|><|vision_end|>"
 TEXT = f"<|im_start|>user\n{HOLE}{HOLE}Total?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n"

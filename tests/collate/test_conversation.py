@@ -5,7 +5,7 @@ from chats import picture
 from PIL import Image
 
 from vlmpack.collate.conversation import read_conversation
-from vlmpack.collate.refusal import Refusal
+from vlmpack.errors import Refusal
 
 A, B, C = (picture(20 + i, 30, seed=i) for i in range(3))
 HOLE = {"type": "image"}

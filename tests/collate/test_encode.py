@@ -10,13 +10,12 @@ from transformers.video_utils import VideoMetadata
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.encode import Encoder
-from vlmpack.collate.ledger import Ceiling
 from vlmpack.collate.processor import read_processor
-from vlmpack.collate.refusal import Refusal
+from vlmpack.collate.skipped import Ceiling
 from vlmpack.collate.video import VideoSettings, load_video
 from vlmpack.data.images import ImageLimits
 from vlmpack.data.processor import CHAT_TEMPLATE, tiny_processor
-from vlmpack.errors import ConfigError, FamilyError
+from vlmpack.errors import ConfigError, FamilyError, Refusal
 
 
 def encoder(processor, train_on="assistant"):

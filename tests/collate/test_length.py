@@ -8,12 +8,11 @@ from chats import FAMILIES, chat, learnt, picture, processor_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.collate.checks import check_sample, run_lengths
-from vlmpack.collate.encode import Encoder
-from vlmpack.collate.length import boundaries, fit, truncate
+from vlmpack.collate.encode import Encoder, boundaries, fit, truncate
+from vlmpack.collate.encoded import check_sample, run_lengths
 from vlmpack.collate.processor import read_processor
-from vlmpack.collate.refusal import Refusal
 from vlmpack.data.images import ImageLimits
+from vlmpack.errors import Refusal
 
 HOLE = {"type": "image"}
 

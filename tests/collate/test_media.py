@@ -18,13 +18,12 @@ from transformers import Qwen2VLImageProcessorPil
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.encoded import Encoded, Visual
-from vlmpack.collate.holes import MediaRef
 from vlmpack.collate.media import MediaReader
+from vlmpack.collate.placeholders import MediaRef
 from vlmpack.collate.processor import parts_of, read_processor
-from vlmpack.collate.refusal import Refusal
 from vlmpack.data.images import ImageLimits
 from vlmpack.data.processor import tiny_processor
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.errors import ConfigError, Refusal, SampleError
 from vlmpack.layout import FACTS_KEY
 
 HOLE = "<|vision_start|><|image_pad|><|vision_end|>"

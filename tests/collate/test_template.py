@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 from chats import chat, processor_of
 
+from vlmpack.collate.chat_template import ChatTemplate
 from vlmpack.collate.conversation import read_conversation
-from vlmpack.collate.refusal import Refusal
-from vlmpack.collate.template import ChatTemplate
 from vlmpack.data.processor import CHAT_TEMPLATE, tiny_processor
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, Refusal
 
 ASK = {"role": "user", "content": "Which way?"}
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "map"}}}

@@ -4,10 +4,8 @@ import pytest
 from chats import learnt, processor_of
 
 from vlmpack.collate import VLMCollator
-from vlmpack.collate.conversation import read_conversation
-from vlmpack.collate.refusal import Refusal
-from vlmpack.collate.turns import ALIASES
-from vlmpack.errors import SampleError
+from vlmpack.collate.conversation import ALIASES, read_conversation
+from vlmpack.errors import Refusal, SampleError
 
 ASK = {"role": "user", "content": "2 + 2?"}
 SAY = {"role": "assistant", "content": "4"}

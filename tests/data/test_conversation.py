@@ -14,7 +14,7 @@ from PIL import Image
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import tiny_processor
-from vlmpack.data.conversation import DEEPEST, json2token, to_conversation, token2json
+from vlmpack.data.json_tokens import DEEPEST, json2token, to_conversation, token2json
 from vlmpack.data.receipts import SyntheticReceipts
 from vlmpack.errors import SampleError
 

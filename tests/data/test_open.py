@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import load_cord, open_dataset, tiny_processor, to_conversation
-from vlmpack.data.json_rows import JsonRows, json_rows
 from vlmpack.data.open import OpenDataset
+from vlmpack.data.readers import JsonRows, json_rows
 from vlmpack.errors import ConfigError, SampleError
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
@@ -70,7 +70,7 @@ class TestJson:
         assert found(path) == ROWS
 
     def test_lines_are_found_across_chunks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("vlmpack.data.json_rows.CHUNK", 10)
+        monkeypatch.setattr("vlmpack.data.readers.CHUNK", 10)
         path = tmp_path / "rows.jsonl"
         path.write_bytes(FORMS["blank lines"])
         assert found(path) == ROWS

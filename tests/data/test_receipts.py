@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vlmpack.data.conversation import json2token
+from vlmpack.data.json_tokens import json2token
 from vlmpack.data.receipts import FIELDS, SIZES, SPLITS, SyntheticReceipts, draw_receipt, parse_lines
 from vlmpack.errors import ConfigError
 

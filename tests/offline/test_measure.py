@@ -18,7 +18,7 @@ from vlmpack.errors import ConfigError, SampleError
 from vlmpack.offline import lengths_of, measure_lengths
 from vlmpack.offline.content import settings_key
 from vlmpack.offline.measure import PART
-from vlmpack.plan.table import LengthTable
+from vlmpack.plan.length_table import LengthTable
 
 SAMPLES = conversations(150)
 

@@ -15,8 +15,8 @@ from vlmpack.collate import VLMCollator, read_ledger
 from vlmpack.data.processor import tiny_processor
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import PackedRow
+from vlmpack.loading import PackedBatchSampler
 from vlmpack.offline import PackedDataset
-from vlmpack.stream import PackedBatchSampler
 
 
 @pytest.fixture(scope="module")

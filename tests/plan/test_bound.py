@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.plan.bound import lower_bound
+from vlmpack.plan.algorithms import lower_bound
 from vlmpack.plan.naive import naive_fewest_bins, naive_lower_bound
 
 CAPACITY = 13

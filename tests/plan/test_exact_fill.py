@@ -8,11 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlmpack.bench.cases.plan import LENGTH_SETS
-from vlmpack.plan.bound import lower_bound
-from vlmpack.plan.decreasing import best_fit_decreasing
-from vlmpack.plan.exact_fill import Stock, exact_fill
+from vlmpack.plan.algorithms import best_fit_decreasing, lower_bound
+from vlmpack.plan.exact_fill import Stock, best_subset, exact_fill
 from vlmpack.plan.naive import naive_best_sum
-from vlmpack.plan.subset import best_subset
 
 
 @given(lengths=st.lists(st.integers(1, 20), max_size=9), room=st.integers(0, 60))

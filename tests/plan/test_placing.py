@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.plan.decreasing import best_fit_decreasing, first_fit_decreasing, worst_fit_decreasing
-from vlmpack.plan.grouped import falling
+from vlmpack.plan.algorithms import best_fit_decreasing, falling, first_fit_decreasing, next_fit, worst_fit_decreasing
 from vlmpack.plan.naive import (
     Bins,
     naive_best_fit,
@@ -17,7 +16,6 @@ from vlmpack.plan.naive import (
     naive_next_fit,
     naive_worst_fit,
 )
-from vlmpack.plan.next_fit import next_fit
 
 CAPACITY = 23
 lengths_lists = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=60)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vlmpack.plan.rounding import divided_up, round_up
+from vlmpack.plan.lengths import divided_up, round_up
 
 
 def test_a_quotient_is_rounded_up() -> None:

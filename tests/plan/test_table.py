@@ -9,7 +9,7 @@ import pytest
 
 from vlmpack.errors import ConfigError, LayoutError, SampleError
 from vlmpack.plan import LengthTable, Plan, Refused, plan_bins
-from vlmpack.plan.table import COLUMNS
+from vlmpack.plan.length_table import COLUMNS
 
 ROWS = (
     {"sample_ids": 0, "text_tokens": 12, "image_tokens": 0, "video_tokens": 0, "images": 0, "videos": 0}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from vlmpack.attention.backend import AttentionCall, Backend
 from vlmpack.attention.eager_mask import EagerMask
-from vlmpack.attention.flash_attn import FlashAttn
 from vlmpack.attention.sdpa_segments import SdpaSegments
-from vlmpack.attention.torch_varlen import TorchVarlen
+from vlmpack.attention.varlen import FlashAttn, TorchVarlen
 from vlmpack.errors import BackendError
 
 AUTO = "auto"

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vlmpack.attention.backend import AttentionCall
-from vlmpack.layout import Segments
-from vlmpack.layout.roll import stretches
+from vlmpack.layout import Segments, stretches
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """[n, L, N, H], keys and values [n, L', K, H] of n segments to [n, L, N, H]."""

@@ -14,8 +14,7 @@ from typing import Any, final
 
 import torch
 
-from vlmpack.families import Family
-from vlmpack.families.tiny import tiny_config
+from vlmpack.families import Family, tiny_config
 from vlmpack.layout import IGNORE, BatchFacts, Grid, Media, PaddedBatch
 
 FIRST_WORD = 6

@@ -16,7 +16,7 @@ from vlmpack.terminal import print_table
 
 if TYPE_CHECKING:
     from vlmpack.bench import Report
-    from vlmpack.plots.ratios import Ratio
+    from vlmpack.plots import Ratio
 
 TABLE, PICTURE = "report.md", "report.png"
 
@@ -51,8 +51,7 @@ def report(
 
 def print_runs(reports: Mapping[str, Report], console: Console) -> None:
     """The figures of some runs at a terminal, then where each was made."""
-    from vlmpack.bench.markdown import runs
-    from vlmpack.bench.table import tables_of_runs
+    from vlmpack.bench import runs, tables_of_runs
 
     for table in tables_of_runs(reports, width=console.width):
         print_table(console, table)
@@ -84,7 +83,7 @@ def _draw(reports: Mapping[str, Report], path: Path) -> Path:
 
 def _ratios(report: Report) -> list[Ratio]:
     """What a run measured as ratios of two times or two sizes."""
-    from vlmpack.plots.ratios import Ratio
+    from vlmpack.plots import Ratio
 
     return [
         Ratio(

@@ -17,9 +17,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from vlmpack.bench.memory import peak_bytes
-from vlmpack.collate import VLMCollator
-from vlmpack.collate.collator import BatchLayout
+from vlmpack.bench import peak_bytes
+from vlmpack.collate import BatchLayout, VLMCollator
 from vlmpack.data import to_conversation
 from vlmpack.layout import FACTS_KEY, BatchFacts
 from vlmpack.step import enable_packing

@@ -10,11 +10,8 @@ import torch
 
 from vlmpack.cli.contest import Conversations
 from vlmpack.cli.processors import reading
-from vlmpack.data import load_cord, tiny_processor
-from vlmpack.data.pretrained import load_processor
-from vlmpack.data.receipts import SMALLEST_LEGIBLE
-from vlmpack.families import family_of
-from vlmpack.families.tiny import tiny_model
+from vlmpack.data import SMALLEST_LEGIBLE, load_cord, load_processor, tiny_processor
+from vlmpack.families import family_of, tiny_model
 
 TINY_RATE, REAL_RATE = 1e-3, 1e-5
 

@@ -20,8 +20,7 @@ from vlmpack.cli.demo_table import print_comparison
 from vlmpack.cli.device import checked_device, quiet_transformers
 from vlmpack.cli.folder import made_folder
 from vlmpack.cli.gradients import Agreement, packed_against_alone
-from vlmpack.collate import VLMCollator
-from vlmpack.collate.collator import BatchLayout
+from vlmpack.collate import BatchLayout, VLMCollator
 from vlmpack.layout import PackedRow, PaddedBatch
 from vlmpack.plots import plot_losses, plot_rows, save
 

@@ -88,7 +88,7 @@ def _named(name: str, device: torch.device, console: Console) -> list[Any]:
         ConfigError: nothing can be read there. FamilyError: the family cannot be packed exactly, or is not known.
     """
     from vlmpack.cli.device import quiet_transformers
-    from vlmpack.families.tiny import tiny_model
+    from vlmpack.families import tiny_model
     from vlmpack.probing import small_copy
 
     if (family := tiny_family(name)) is not None:
@@ -98,8 +98,7 @@ def _named(name: str, device: torch.device, console: Console) -> list[Any]:
 
 
 def _of_every_family(device: torch.device) -> Iterator[Any]:
-    from vlmpack.families import FAMILIES
-    from vlmpack.families.tiny import tiny_model
+    from vlmpack.families import FAMILIES, tiny_model
 
     return (tiny_model(name, dtype=dtype) for name in FAMILIES for dtype in _dtypes(device))
 

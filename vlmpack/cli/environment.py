@@ -12,7 +12,7 @@ from typing import final
 import torch
 
 from vlmpack.attention import AttentionCall, explain
-from vlmpack.bench.environment import version_of
+from vlmpack.bench import version_of
 from vlmpack.families import FlaCall, family_named
 
 PACKAGES = (

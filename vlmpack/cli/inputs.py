@@ -67,8 +67,7 @@ def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
             is not supported.
     """
     from vlmpack.collate import VLMCollator
-    from vlmpack.data import open_dataset
-    from vlmpack.data.receipts import SMALLEST_LEGIBLE
+    from vlmpack.data import SMALLEST_LEGIBLE, open_dataset
 
     _check_dataset(options)
     _check_options(options)
@@ -83,7 +82,7 @@ def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
 
 def is_store(source: str) -> bool:
     """Whether a folder written by `vlmpack pack` is meant."""
-    from vlmpack.offline.manifest import NAME
+    from vlmpack.offline import NAME
 
     return (Path(source).expanduser() / NAME).is_file()
 
@@ -94,7 +93,7 @@ def check_finished(source: str) -> None:
     Raises:
         ConfigError: `source` is one.
     """
-    from vlmpack.offline.files import WorkFolder
+    from vlmpack.offline import WorkFolder
 
     if not is_store(source) and WorkFolder(out=Path(source).expanduser()).path.is_dir():
         raise ConfigError(
@@ -109,7 +108,7 @@ def _check_dataset(options: InputOptions) -> None:
     Raises:
         ConfigError: rows that are packed already, or a split of a file that has none.
     """
-    from vlmpack.data.sources import JSON_FILES
+    from vlmpack.data import JSON_FILES
 
     path = Path(options.dataset).expanduser()
     if is_store(options.dataset):

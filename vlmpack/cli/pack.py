@@ -139,10 +139,9 @@ def _check_files(inputs: Inputs) -> None:
     Raises:
         ConfigError: one of them lies in none.
     """
-    from vlmpack.data.images import ImageError
+    from vlmpack.data import ImageError
     from vlmpack.errors import SampleError
-    from vlmpack.offline.measure import undecoded
-    from vlmpack.offline.media import stored_image
+    from vlmpack.offline import stored_image, undecoded
 
     dataset = undecoded(inputs.dataset)
     for place in range(min(LOOKED_AT, len(dataset))):

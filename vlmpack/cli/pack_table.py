@@ -15,9 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from vlmpack.offline import Manifest
-from vlmpack.offline.manifest import LEFT_OUT
-from vlmpack.offline.write import Progress as Told
+from vlmpack.offline import LEFT_OUT, Manifest
+from vlmpack.offline import Progress as Told
 from vlmpack.terminal import print_table, print_text
 
 STAGES = {"measure": "measuring samples", "compare": "comparing what is packed", "write": "writing files"}

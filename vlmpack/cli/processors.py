@@ -68,7 +68,7 @@ def within(processor: Any, max_pixels: int | None) -> Any:
     Raises:
         ConfigError: it has no images, or enlarges them beyond that.
     """
-    from vlmpack.collate.processor import parts_of
+    from vlmpack.collate import parts_of
 
     if max_pixels is None:
         return processor
@@ -83,7 +83,7 @@ def within(processor: Any, max_pixels: int | None) -> Any:
 
 
 def _tiny(family: str) -> Any:
-    from vlmpack.data.processor import CHAT_TEMPLATE, tiny_processor
+    from vlmpack.data import CHAT_TEMPLATE, tiny_processor
     from vlmpack.families import family_named
 
     if family_named(family).has_vision:
@@ -97,7 +97,7 @@ def _pretrained(name: str) -> Any:
     from transformers import AutoConfig, AutoTokenizer
 
     from vlmpack.cli.device import quiet_transformers
-    from vlmpack.data.pretrained import is_saved_alone, load_processor
+    from vlmpack.data import is_saved_alone, load_processor
     from vlmpack.families import family_named
 
     remedy = "give a hub id, a folder with config.json and tokenizer, or tiny for one made here"

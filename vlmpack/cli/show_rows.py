@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 
 from vlmpack.cli.inputs import InputOptions, measured, open_inputs
-from vlmpack.collate.encoded import Encoded
+from vlmpack.collate import Encoded
 from vlmpack.errors import ConfigError
 from vlmpack.layout import Segments
 from vlmpack.offline import PackedDataset

@@ -2,8 +2,38 @@
 
 from __future__ import annotations
 
-from vlmpack.collate.collator import VLMCollator
-from vlmpack.collate.ledger import Ceiling, Ledger, read_ledger
-from vlmpack.data.images import ImageError, ImageLimits, load_image
+from vlmpack.collate.buffers import PixelBuffers
+from vlmpack.collate.collator import BatchLayout, VLMCollator, own_id
+from vlmpack.collate.columns import CONVERSATION_COLUMNS, MEDIA_COLUMNS
+from vlmpack.collate.conversation import read_conversation
+from vlmpack.collate.encode import OVERLENGTH
+from vlmpack.collate.encoded import Encoded, Visual
+from vlmpack.collate.placeholders import Markers, MediaRef
+from vlmpack.collate.processor import ProcessorFacts, parts_of
+from vlmpack.collate.skipped import Ceiling, Ledger, read_ledger
+from vlmpack.collate.vision_keys import VIDEO_KEYS
+from vlmpack.data import ImageError, ImageLimits, load_image
 
-__all__ = ["Ceiling", "ImageError", "ImageLimits", "Ledger", "VLMCollator", "load_image", "read_ledger"]
+__all__ = [
+    "CONVERSATION_COLUMNS",
+    "MEDIA_COLUMNS",
+    "OVERLENGTH",
+    "VIDEO_KEYS",
+    "BatchLayout",
+    "Ceiling",
+    "Encoded",
+    "ImageError",
+    "ImageLimits",
+    "Ledger",
+    "Markers",
+    "MediaRef",
+    "PixelBuffers",
+    "ProcessorFacts",
+    "VLMCollator",
+    "Visual",
+    "load_image",
+    "own_id",
+    "parts_of",
+    "read_conversation",
+    "read_ledger",
+]

@@ -15,18 +15,15 @@ import torch
 
 from vlmpack.collate.assemble import BrokenPixels, filler, has_broken_pixels, to_packed, to_padded
 from vlmpack.collate.buffers import PixelBuffers
-from vlmpack.collate.encode import Encoder
+from vlmpack.collate.encode import OVERLENGTH, Encoder, Overlength, fit
 from vlmpack.collate.encoded import Encoded
-from vlmpack.collate.holes import Markers
 from vlmpack.collate.labels import TrainOn
-from vlmpack.collate.ledger import Ceiling, Ledger
-from vlmpack.collate.length import OVERLENGTH, Overlength, fit
+from vlmpack.collate.placeholders import Markers
 from vlmpack.collate.processor import read_processor
-from vlmpack.collate.refusal import Refusal
-from vlmpack.data.images import ImageLimits
-from vlmpack.errors import ConfigError, SampleError, VlmpackError, check_kind
-from vlmpack.layout import PackedRow, PaddedBatch, SlotRule
-from vlmpack.layout.slots import round_up
+from vlmpack.collate.skipped import Ceiling, Ledger
+from vlmpack.data import ImageLimits
+from vlmpack.errors import ConfigError, Refusal, SampleError, VlmpackError, check_kind
+from vlmpack.layout import PackedRow, PaddedBatch, SlotRule, round_up
 
 _ROOM = Path(__file__).parent
 

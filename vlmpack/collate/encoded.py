@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import final
@@ -9,8 +10,10 @@ from typing import final
 import numpy as np
 import torch
 
-from vlmpack.collate.holes import MediaRef
-from vlmpack.layout import IGNORE, Grid
+from vlmpack.collate.placeholders import Kind, MediaRef
+from vlmpack.collate.processor import ProcessorFacts
+from vlmpack.errors import Refusal
+from vlmpack.layout import IGNORE, IMAGE, VIDEO, Grid
 
 
 @final
@@ -57,3 +60,127 @@ class Encoded:
     def num_targets(self) -> int:
         """Labelled next-token targets: the first token is nobody's next token."""
         return int(np.count_nonzero(self.labels[1:] != IGNORE))
+
+
+def check_sample(sample: Encoded, facts: ProcessorFacts) -> None:
+    """Raise a `Refusal` for the first thing that is wrong with a sample; reasons are listed in the room's README."""
+    check_ids(sample.input_ids, facts)
+    _check_labels(sample, facts)
+    for visual in (*sample.images, *sample.videos):
+        _check_grid(visual, facts)
+        check_pixels(visual, facts)
+    highest = sample.types.max(initial=0)  # most samples have no video, and many no image: nothing to look for
+    if sample.images or highest >= IMAGE:
+        check_runs(sample.input_ids, sample.images, facts, kind="image")
+    if sample.videos or highest >= VIDEO:
+        check_runs(sample.input_ids, sample.videos, facts, kind="video")
+    if sample.num_targets == 0:
+        raise Refusal(
+            "no_targets",
+            f"none of its {sample.num_tokens} tokens is learnt (a mean over no targets is NaN); it needs an assistant "
+            "turn or a completion with text in it, or train_on='all', or labels that are not all -100",
+        )
+
+
+def check_ids(input_ids: np.ndarray, facts: ProcessorFacts) -> None:
+    """There are ids, and the embedding has a row for each."""
+    if len(input_ids) == 0:
+        raise Refusal("empty", "it has no tokens at all; leave it out of the data set")
+    low, high = int(input_ids.min()), int(input_ids.max())
+    if low < 0 or high >= facts.vocab_size:
+        raise Refusal(
+            "id_out_of_range",
+            f"it holds the token id {low if low < 0 else high}, but ids run from 0 to {facts.vocab_size - 1}; tokenise "
+            "it with this processor's tokenizer (or pass vocab_size= if the model's embedding is larger)",
+        )
+
+
+def check_runs(input_ids: np.ndarray, visuals: Sequence[Visual], facts: ProcessorFacts, *, kind: Kind) -> None:
+    """Each unbroken run of placeholders has the length that its own image or frame needs, in order."""
+    seen = run_lengths(input_ids, facts.token_id(kind))
+    needed = [n for visual in visuals for n in tokens_of(visual, facts, kind=kind)]
+    if seen == needed:
+        return
+    if not visuals:
+        raise Refusal(
+            f"{kind}_tokens_without_pixels",
+            f"it has {sum(seen)} {kind} tokens but no {kind} pixels; add pixels and grid, or remove the tokens",
+        )
+    if not seen:
+        raise Refusal(
+            f"pixels_without_{kind}_tokens",
+            f"it has the pixels of {len(visuals)} {kind}(s) but no {kind} token; is the placeholder missing?",
+        )
+    at = next((i for i, (a, b) in enumerate(zip(seen, needed, strict=False)) if a != b), min(len(seen), len(needed)))
+    raise Refusal(
+        f"{kind}_token_mismatch",
+        f"its runs of {kind} tokens are {_some(seen)} long but its grids need {_some(needed)} (first difference at "
+        f"run {at}); each {kind} needs frames * rows * columns / {facts.merge_size**2} tokens in a run of its own: "
+        "tokenise and cut into patches with the same processor settings, and do not truncate inside an image",
+    )
+
+
+def run_lengths(input_ids: np.ndarray, token_id: int) -> list[int]:
+    """Lengths of the unbroken runs of `token_id`, in order."""
+    return [stop - start for start, stop in runs(input_ids, token_id)]
+
+
+def runs(input_ids: np.ndarray, token_id: int) -> list[tuple[int, int]]:
+    """(start, stop) of each unbroken run of `token_id`, in order."""
+    hit = input_ids == token_id
+    changes = (np.flatnonzero(hit[1:] != hit[:-1]) + 1).tolist()
+    edges = [0] * bool(hit[:1].any()) + changes + [len(hit)] * bool(hit[-1:].any())
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def tokens_of(visual: Visual, facts: ProcessorFacts, *, kind: Kind) -> list[int]:
+    """The runs of placeholders that one image or video is written as."""
+    frames, rows, columns = visual.grid
+    merged = rows * columns // facts.merge_size**2
+    return [merged] * frames if kind == "video" and facts.frame_timestamps else [frames * merged]
+
+
+def _check_labels(sample: Encoded, facts: ProcessorFacts) -> None:
+    labels = sample.labels
+    in_range = np.count_nonzero(labels.view(np.uint64) < facts.vocab_size)  # unsigned, negative ones are large
+    if in_range + np.count_nonzero(labels == IGNORE) == len(labels):
+        return
+    odd = labels[(labels != IGNORE) & ((labels < 0) | (labels >= facts.vocab_size))]
+    if len(odd):
+        raise Refusal(
+            "label_out_of_range",
+            f"it holds the label {int(odd[0])}; labels are -100 (ignored) or ids from 0 to {facts.vocab_size - 1}",
+        )
+
+
+def check_pixels(visual: Visual, facts: ProcessorFacts) -> None:
+    """Patches, where they were cut, are floats of the grid's shape; that they are finite is seen as they are joined."""
+    if visual.pixels is None:
+        return
+    frames, rows, columns = visual.grid
+    expected = (frames * rows * columns, facts.patch_dim)
+    if tuple(visual.pixels.shape) != expected:
+        raise Refusal(
+            "pixel_shape",
+            f"the grid {frames} x {rows} x {columns} needs pixels of shape {list(expected)}, got "
+            f"{list(visual.pixels.shape)}; pixels and grid must come from one call of this processor",
+        )
+    if not visual.pixels.is_floating_point():
+        raise Refusal(
+            "pixel_dtype", f"pixels are {visual.pixels.dtype}; they must be the processor's normalised floats"
+        )
+
+
+def _check_grid(visual: Visual, facts: ProcessorFacts) -> None:
+    frames, rows, columns = visual.grid
+    if min(visual.grid) < 1 or rows % facts.merge_size or columns % facts.merge_size:
+        raise Refusal(
+            "bad_grid",
+            f"the grid {frames} x {rows} x {columns} (frames, rows, columns of patches) cannot be merged: rows and "
+            f"columns must be positive multiples of {facts.merge_size}; use this processor's image_grid_thw unchanged",
+        )
+
+
+def _some(numbers: Sequence[int], most: int = 8) -> str:
+    shown = ", ".join(map(str, numbers[:most]))
+    return f"[{shown}{', ...' if len(numbers) > most else ''}]"

@@ -18,16 +18,19 @@ from typing import Any, final
 
 from PIL import Image
 
-from vlmpack.collate.checks import check_pixels, tokens_of
-from vlmpack.collate.encoded import Encoded, Visual
-from vlmpack.collate.holes import Kind, MediaRef
+from vlmpack.collate.encoded import Encoded, Visual, check_pixels, tokens_of
+from vlmpack.collate.placeholders import Kind, MediaRef
 from vlmpack.collate.processor import ProcessorFacts
-from vlmpack.collate.refusal import Refusal
 from vlmpack.collate.video import VideoPatches, VideoSettings, load_video, outline_video
 from vlmpack.collate.vision_keys import Size, check_enlarged, has_image_keys, image_size, resize_image
-from vlmpack.data.images import ImageError, ImageLimits, load_image, read_size
-from vlmpack.errors import ConfigError, VlmpackError
-from vlmpack.families.resize import grid_from_size
+from vlmpack.data import (
+    ImageError,
+    ImageLimits,
+    load_image,
+    read_size,
+)
+from vlmpack.errors import ConfigError, Refusal, VlmpackError
+from vlmpack.families import grid_from_size
 from vlmpack.layout import Grid
 
 _TRIALS = ((1, 1), (45, 71), (100, 30), (31, 400))

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlmpack.collate.absent import is_empty
+from vlmpack.collate.columns import is_empty
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels, mask_media
 from vlmpack.collate.processor import ProcessorFacts
-from vlmpack.collate.refusal import Refusal
-from vlmpack.errors import LayoutError
+from vlmpack.errors import LayoutError, Refusal
 from vlmpack.layout import IGNORE, IMAGE, TEXT, VIDEO, Grid, lengths_from_mask
 
 LABEL_COLUMNS = ("labels", "completion_mask", "assistant_masks", "loss_mask")

@@ -31,7 +31,13 @@ from vlmpack.collate.vision_keys import (
     number,
     video_frame_size,
 )
-from vlmpack.data.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_image, read_size
+from vlmpack.data import (
+    DEFAULT_LIMITS,
+    ImageError,
+    ImageLimits,
+    load_image,
+    read_size,
+)
 
 Result = TypeVar("Result")
 

@@ -21,8 +21,7 @@ import numpy as np
 
 from vlmpack.columns.samples import IGNORE, Samples
 from vlmpack.errors import ConfigError
-from vlmpack.plan import Plan
-from vlmpack.plan.lengths import LARGEST
+from vlmpack.plan import LARGEST, Plan
 
 ORDINARY = {"padding_value": "the tokenizer's pad_token_id", "label_padding_value": IGNORE}
 """What padding is most often."""

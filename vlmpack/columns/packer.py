@@ -10,8 +10,7 @@ from typing import final
 import numpy as np
 
 from vlmpack.columns.result import PackResult
-from vlmpack.plan import ALIASES, Plan, check_seed, checked_capacity, plan_bins, strategy_name
-from vlmpack.plan.strategies import small_letters
+from vlmpack.plan import ALIASES, Plan, check_seed, checked_capacity, plan_bins, small_letters, strategy_name
 
 FULL_NAMES = {
     "nextfit": "nf",

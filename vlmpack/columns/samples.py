@@ -19,7 +19,7 @@ import numpy as np
 
 from vlmpack.columns.arrow import arrow_lists, read_arrow
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.plan.lengths import LARGEST, checked_lengths
+from vlmpack.plan import LARGEST, checked_lengths
 
 Oversize = Literal["error", "drop", "truncate", "split"]
 OVERSIZE: tuple[Oversize, ...] = ("error", "drop", "truncate", "split")

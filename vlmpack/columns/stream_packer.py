@@ -7,9 +7,7 @@ from typing import final
 from vlmpack.columns.packer import FULL_NAMES
 from vlmpack.columns.result import Pack
 from vlmpack.errors import ConfigError
-from vlmpack.plan import WaitingRoom, checked_capacity
-from vlmpack.plan.rolling import ROWS_WAITING, WAITING
-from vlmpack.plan.strategies import small_letters
+from vlmpack.plan import ROWS_WAITING, WAITING, WaitingRoom, checked_capacity, small_letters
 
 NEXT_FIT, ROLLING = "nf", "hk"
 

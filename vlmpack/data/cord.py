@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from operator import index as whole
 from typing import Any
 
-from vlmpack.data.conversation import parse_of
 from vlmpack.data.images import ImageError, load_image
+from vlmpack.data.json_tokens import parse_of
+from vlmpack.data.readers import Rows, Source, complete_row, find_rows, refuse_scale
 from vlmpack.data.receipts import SPLITS, SyntheticReceipts
-from vlmpack.data.sources import Rows, Source, complete_row, find_rows, refuse_scale
 from vlmpack.errors import ConfigError, SampleError
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -24,23 +24,63 @@ from typing import Any, final, overload
 from torch.utils.data import Dataset
 
 from vlmpack.data.archive import ImageFolder
-from vlmpack.data.conversation import to_conversation
-from vlmpack.data.json_rows import JsonRows, json_rows
-from vlmpack.data.paths import CONVERSATIONS, from_folder
-from vlmpack.data.receipts import SyntheticReceipts
-from vlmpack.data.sources import (
+from vlmpack.data.json_tokens import to_conversation
+from vlmpack.data.readers import (
     COLUMNS,
     JSON_FILES,
+    JsonRows,
     Rows,
     Source,
     StoredRows,
     check_source,
     complete_row,
     find_stored,
+    json_rows,
     readable,
     refuse_scale,
 )
+from vlmpack.data.receipts import SyntheticReceipts
 from vlmpack.errors import ConfigError, SampleError
+
+CONVERSATIONS = ("messages", "conversations", "conversation", "prompt", "completion")
+"""Columns that hold a sample's text; a tokenised one has `input_ids` instead."""
+MEDIA = ("image", "images", "video", "videos", "image_url", "video_url", "url", "path")
+"""Keys that may hold where an image or a video is."""
+
+
+def from_folder(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The row with its media's paths starting at `folder`; texts and the arguments of tools are left alone."""
+    changed = {name: _placed(row[name], folder) for name in MEDIA if name in row}
+    changed |= {name: [_message(m, folder) for m in row[name]] for name in CONVERSATIONS if _is_list(row.get(name))}
+    return {**row, **changed}
+
+
+def _message(message: Any, folder: Path) -> Any:
+    has_content = isinstance(message, Mapping) and "content" in message
+    return {**message, "content": _content(message["content"], folder)} if has_content else message
+
+
+def _content(content: Any, folder: Path) -> Any:
+    """A list of parts, or one part alone."""
+    return [_part(part, folder) for part in content] if _is_list(content) else _part(content, folder)
+
+
+def _part(part: Any, folder: Path) -> Any:
+    return part if not isinstance(part, Mapping) or part.get("type") == "text" else _placed(part, folder)
+
+
+def _placed(media: Any, folder: Path) -> Any:
+    """A path, or paths in lists and under the keys of `MEDIA`, starting at `folder`."""
+    if isinstance(media, str):
+        is_address = "://" in media[:32] or media.startswith("data:")
+        return media if is_address else str(folder / media)
+    if isinstance(media, Mapping):
+        return {key: _placed(value, folder) if key in MEDIA else value for key, value in media.items()}
+    return [_placed(one, folder) for one in media] if _is_list(media) else media
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def open_dataset(

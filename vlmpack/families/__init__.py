@@ -6,7 +6,7 @@ from vlmpack.families.base import Family
 from vlmpack.families.by_sample import BySample
 from vlmpack.families.delta import Delta, keeps_zeros
 from vlmpack.families.delta_heads import DeltaHeads
-from vlmpack.families.experts import Experts
+from vlmpack.families.experts import ExpertLayer, Experts
 from vlmpack.families.features import FeatureForm, media_features
 from vlmpack.families.fla import FlaCall, check_fla, fla_boundaries
 from vlmpack.families.qwen2_5_vl import Qwen25VL
@@ -16,12 +16,16 @@ from vlmpack.families.qwen4_exp import Qwen4Exp
 from vlmpack.families.registry import FAMILIES, family_named, family_of
 from vlmpack.families.resize import grid_from_size
 from vlmpack.families.text import Qwen3, Qwen3Next
+from vlmpack.families.tiny import TinySizes, tiny_config, tiny_model
+from vlmpack.families.tiny_configs import MEDIA_TOKENS
 
 __all__ = [
     "FAMILIES",
+    "MEDIA_TOKENS",
     "BySample",
     "Delta",
     "DeltaHeads",
+    "ExpertLayer",
     "Experts",
     "Family",
     "FeatureForm",
@@ -35,6 +39,7 @@ __all__ = [
     "Qwen25VL",
     "Qwen35",
     "Qwen35Moe",
+    "TinySizes",
     "check_fla",
     "family_named",
     "family_of",
@@ -42,4 +47,6 @@ __all__ = [
     "grid_from_size",
     "keeps_zeros",
     "media_features",
+    "tiny_config",
+    "tiny_model",
 ]

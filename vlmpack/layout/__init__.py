@@ -12,19 +12,40 @@ from vlmpack.layout.batch import (
     MaskSpans,
     Media,
     PaddedBatch,
+    check_is_tensor,
+    host_grids,
+    host_seconds,
     lengths_from_mask,
+    seconds_of,
+    whole_numbers,
 )
-from vlmpack.layout.boundaries import checked_boundaries
 from vlmpack.layout.buckets import Bucket, Buckets
-from vlmpack.layout.depths import DepthTargets
-from vlmpack.layout.device import around_graph, nothing_on_host, on_host, outside_graph, require, to_device
+from vlmpack.layout.device import (
+    Wait,
+    around_graph,
+    nothing_on_host,
+    on_host,
+    outside_graph,
+    recorded_waits,
+    require,
+    to_device,
+)
 from vlmpack.layout.pack import pack, unpack
-from vlmpack.layout.roll import IGNORE, roll_left, shift_labels, unshift_labels, without_successor
+from vlmpack.layout.roll import (
+    IGNORE,
+    DepthTargets,
+    check_none_on_padding,
+    roll_left,
+    shift_labels,
+    stops_of_tokens,
+    stretches,
+    unshift_labels,
+    without_successor,
+)
 from vlmpack.layout.row import OnlyPacked, PackedRow
-from vlmpack.layout.segments import Segments
-from vlmpack.layout.slots import Layout, Precision, SlotRule
+from vlmpack.layout.segments import Segments, checked_boundaries
+from vlmpack.layout.slots import Layout, Precision, SlotRule, round_up
 from vlmpack.layout.spaced import Spaced
-from vlmpack.layout.waits import Wait, recorded_waits
 
 __all__ = [
     "FACTS_KEY",
@@ -49,7 +70,11 @@ __all__ = [
     "Spaced",
     "Wait",
     "around_graph",
+    "check_is_tensor",
+    "check_none_on_padding",
     "checked_boundaries",
+    "host_grids",
+    "host_seconds",
     "lengths_from_mask",
     "nothing_on_host",
     "on_host",
@@ -58,9 +83,14 @@ __all__ = [
     "recorded_waits",
     "require",
     "roll_left",
+    "round_up",
+    "seconds_of",
     "shift_labels",
+    "stops_of_tokens",
+    "stretches",
     "to_device",
     "unpack",
     "unshift_labels",
+    "whole_numbers",
     "without_successor",
 ]

@@ -10,10 +10,9 @@ import torch
 
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout.batch import FACTS_KEY, BatchFacts, Media, media_of, moved, shape_of, whole_numbers
-from vlmpack.layout.boundaries import checked_boundaries
 from vlmpack.layout.device import require
 from vlmpack.layout.roll import IGNORE, check_none_on_padding, shift_labels, unshift_labels, without_successor
-from vlmpack.layout.segments import Segments
+from vlmpack.layout.segments import Segments, checked_boundaries
 
 
 @final

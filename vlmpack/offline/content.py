@@ -19,12 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from vlmpack.collate import VLMCollator
-from vlmpack.collate.conversation import read_conversation
-from vlmpack.collate.holes import Markers
-from vlmpack.collate.processor import parts_of
-from vlmpack.collate.refusal import Refusal
-from vlmpack.data.images import ImageError, ImageLimits, read_size
+from vlmpack.collate import Markers, VLMCollator, parts_of, read_conversation
+from vlmpack.data import ImageError, ImageLimits, read_size
+from vlmpack.errors import Refusal
 
 RULES = 1
 """To be raised with every change that gives the same sample other lengths."""

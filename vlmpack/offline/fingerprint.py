@@ -11,8 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vlmpack.collate import VLMCollator
-from vlmpack.collate.processor import ProcessorFacts, parts_of
+from vlmpack.collate import ProcessorFacts, VLMCollator, parts_of
 
 Fingerprint = dict[str, Any]
 """Parts by name, as JSON has them; texts and vocabularies by their digests."""

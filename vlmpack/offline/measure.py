@@ -20,17 +20,14 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from vlmpack.collate import VLMCollator
-from vlmpack.collate.collator import own_id
-from vlmpack.collate.encoded import Encoded
-from vlmpack.data.sources import StoredRows
+from vlmpack.collate import Encoded, VLMCollator, own_id
+from vlmpack.data import StoredRows
 from vlmpack.errors import SampleError, check_kind
+from vlmpack.loading import MapStyle, check_samples, sample_at
 from vlmpack.offline.cache import Entry, LengthCache
 from vlmpack.offline.content import sample_key, settings_key
 from vlmpack.offline.workers import Start, in_order
-from vlmpack.plan.rounding import divided_up
-from vlmpack.plan.table import LengthTable, Refused
-from vlmpack.stream.source import MapStyle, check_samples, sample_at
+from vlmpack.plan import LengthTable, Refused, divided_up
 
 Told = Callable[[int, int | None], None]
 """Is called with the number of samples done and the number of all; None: nobody knows it."""

@@ -13,9 +13,13 @@ from typing import Any, Literal, TypedDict, final
 import numpy as np
 from PIL import Image
 
-from vlmpack.collate.holes import MediaRef
-from vlmpack.collate.vision_keys import VIDEO_KEYS
-from vlmpack.data.images import ImageError, ImageLimits, load_image, read_encoded
+from vlmpack.collate import VIDEO_KEYS, MediaRef
+from vlmpack.data import (
+    ImageError,
+    ImageLimits,
+    load_image,
+    read_encoded,
+)
 from vlmpack.errors import ConfigError
 
 Images = Literal["bytes", "reference"]

@@ -16,11 +16,10 @@ import numpy as np
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, VlmpackError
+from vlmpack.loading import MapStyle
 from vlmpack.offline.files import WorkFolder
 from vlmpack.offline.measure import Told, measure_lengths
-from vlmpack.plan import LengthTable
-from vlmpack.plan.table import COLUMNS
-from vlmpack.stream.source import MapStyle
+from vlmpack.plan import COLUMNS, LengthTable
 
 Result = TypeVar("Result")
 

@@ -10,18 +10,24 @@ from typing import Any
 
 import numpy as np
 
-from vlmpack.collate import Ledger, VLMCollator
-from vlmpack.collate.collator import own_id
+from vlmpack.collate import Ledger, VLMCollator, own_id
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import SlotRule
+from vlmpack.loading import MapStyle, sample_at
 from vlmpack.offline.manifest import Counts, FixedSizes
 from vlmpack.offline.settings import StoreSettings
 from vlmpack.offline.unchanged import sample_digest
-from vlmpack.plan import Budget, LengthTable, Plan, Refused, plan_bins
-from vlmpack.plan.lengths import refuse_too_large, too_large
-from vlmpack.plan.rounding import round_up
-from vlmpack.plan.split import split_rows
-from vlmpack.stream.source import MapStyle, sample_at
+from vlmpack.plan import (
+    Budget,
+    LengthTable,
+    Plan,
+    Refused,
+    plan_bins,
+    refuse_too_large,
+    round_up,
+    split_rows,
+    too_large,
+)
 
 
 def check_refused(table: LengthTable, collator: VLMCollator) -> None:

@@ -14,9 +14,8 @@ from typing import Any, SupportsIndex, final, overload
 import numpy as np
 from torch.utils.data import Dataset
 
-from vlmpack.collate import VLMCollator
-from vlmpack.collate.encoded import Encoded
-from vlmpack.data.images import DEFAULT_LIMITS
+from vlmpack.collate import Encoded, VLMCollator
+from vlmpack.data import DEFAULT_LIMITS
 from vlmpack.errors import ConfigError, LayoutError, SampleError
 from vlmpack.layout import PackedRow, Segments
 from vlmpack.offline.files import sha256_of, size_of

@@ -27,9 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from vlmpack.collate.encoded import Encoded, Visual
-from vlmpack.collate.holes import MediaRef
-from vlmpack.data.images import DEFAULT_LIMITS, ImageLimits
+from vlmpack.collate import Encoded, MediaRef, Visual
+from vlmpack.data import DEFAULT_LIMITS, ImageLimits
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout import IMAGE, VIDEO, Grid
 from vlmpack.offline.arrow import pyarrow

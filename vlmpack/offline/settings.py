@@ -13,12 +13,12 @@ import numpy as np
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
+from vlmpack.loading import MapStyle
 from vlmpack.offline.files import WorkFolder, unreadable, writing
 from vlmpack.offline.fingerprint import differences, fingerprint
 from vlmpack.offline.manifest import LENGTHS, NAME, PLAN, Manifest
 from vlmpack.offline.media import IMAGES, Images
 from vlmpack.plan import OVERSIZE, Oversize, check_seed, checked_capacity, strategy_name
-from vlmpack.stream.source import MapStyle
 
 STARTED = "settings.json"
 """In the work folder: what is being made."""

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
-from vlmpack.collate import VLMCollator
-from vlmpack.collate.encoded import Encoded
-from vlmpack.data.images import ImageError
+from vlmpack.collate import Encoded, VLMCollator
+from vlmpack.data import ImageError
 from vlmpack.errors import SampleError
+from vlmpack.loading import MapStyle
 from vlmpack.offline.arrow import pyarrow
 from vlmpack.offline.files import WorkFolder, sha256_of, writing
 from vlmpack.offline.manifest import Shard
@@ -19,7 +19,6 @@ from vlmpack.offline.media import Images, StoredImage, stored_image
 from vlmpack.offline.record import CHECKSUMS, open_writer, record_of, schema
 from vlmpack.offline.shardfiles import checksums, footer_digest
 from vlmpack.offline.unchanged import sample_digest
-from vlmpack.stream.source import MapStyle
 
 NO_ENTRY = (OSError, ValueError, TypeError, AttributeError, RecursionError)
 """What reading the entry of a file raises that was not finished, or whose entry is damaged: it is written anew."""

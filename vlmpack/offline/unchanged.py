@@ -21,17 +21,18 @@ from typing import Any, final
 
 from PIL import Image
 
-from vlmpack.collate import VLMCollator
-from vlmpack.collate.collator import own_id
-from vlmpack.collate.conversation import read_conversation
-from vlmpack.collate.refusal import Refusal
-from vlmpack.data.images import ImageError, ImageLimits, load_image, read_encoded
-from vlmpack.errors import ConfigError
+from vlmpack.collate import VLMCollator, own_id, read_conversation
+from vlmpack.data import (
+    ImageError,
+    ImageLimits,
+    load_image,
+    read_encoded,
+)
+from vlmpack.errors import ConfigError, Refusal
+from vlmpack.loading import MapStyle, digest_of, sample_at
 from vlmpack.offline.content import plain
 from vlmpack.offline.manifest import LEFT_OUT, Shard
 from vlmpack.offline.shardfiles import ShardFiles
-from vlmpack.stream.source import MapStyle, sample_at
-from vlmpack.stream.state import digest_of
 
 DIGEST_BYTES = 16
 PART = 256

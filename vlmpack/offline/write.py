@@ -18,6 +18,7 @@ from typing import Any, Literal, final
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, check_kind
+from vlmpack.loading import check_samples
 from vlmpack.offline.files import WorkFolder, json_text, work_folder, writing
 from vlmpack.offline.manifest import LEFT_OUT, LENGTHS, NAME, PLAN, Manifest, Shard, shard_name
 from vlmpack.offline.measure import MapStyle, measure_lengths, undecoded
@@ -28,7 +29,6 @@ from vlmpack.offline.shards import ShardJob, ShardWriter, written
 from vlmpack.offline.unchanged import InOrder, check_unchanged
 from vlmpack.offline.workers import in_order
 from vlmpack.plan import LengthTable, Plan
-from vlmpack.stream.source import check_samples
 
 Executor = Literal["local", "ray"]
 EXECUTORS: tuple[Executor, ...] = ("local", "ray")

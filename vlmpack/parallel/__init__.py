@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from vlmpack.layout import Layout
+from vlmpack.parallel.exchange import Exchange
 from vlmpack.parallel.gradients import sum_counts, sum_gradients
 from vlmpack.parallel.halo import Halo
+from vlmpack.parallel.heads import Attend, attend_by_heads, to_heads, to_tokens
+from vlmpack.parallel.keys import attend_by_keys
 from vlmpack.parallel.media import MediaRoute, MediaShare
 from vlmpack.parallel.megatron import (
     Boundaries,
@@ -21,8 +24,10 @@ from vlmpack.parallel.shard import LocalRow, shard, unshard
 from vlmpack.parallel.validate import validate
 
 __all__ = [
+    "Attend",
     "Boundaries",
     "Engine",
+    "Exchange",
     "GraphScope",
     "Halo",
     "Layout",
@@ -34,6 +39,8 @@ __all__ = [
     "Partition",
     "Recipe",
     "Route",
+    "attend_by_heads",
+    "attend_by_keys",
     "from_megatron",
     "packed_seq_fields",
     "packed_seq_params",
@@ -41,7 +48,9 @@ __all__ = [
     "sum_counts",
     "sum_gradients",
     "tail_as_segment",
+    "to_heads",
     "to_megatron",
+    "to_tokens",
     "unshard",
     "validate",
 ]

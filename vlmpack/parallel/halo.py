@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import outside_graph
-from vlmpack.layout.roll import stops_of_tokens
+from vlmpack.layout import outside_graph, stops_of_tokens
 from vlmpack.parallel.partition import Partition
 from vlmpack.parallel.route import Route, Transfers
 

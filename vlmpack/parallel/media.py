@@ -22,8 +22,7 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import Grid
-from vlmpack.layout.device import to_device
+from vlmpack.layout import Grid, to_device
 from vlmpack.parallel.partition import Partition
 from vlmpack.parallel.route import Route, Transfers
 

@@ -26,8 +26,16 @@ import numpy as np
 import torch
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout import FACTS_KEY, IGNORE, Media, PackedRow, Segments, checked_boundaries, require
-from vlmpack.layout.roll import check_none_on_padding
+from vlmpack.layout import (
+    FACTS_KEY,
+    IGNORE,
+    Media,
+    PackedRow,
+    Segments,
+    check_none_on_padding,
+    checked_boundaries,
+    require,
+)
 
 Boundaries = Literal["real", "slots"]
 """What Megatron is told of a row with gaps. `real`: two pairs of boundaries, real tokens and slots. `slots`: one pair;

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import Layout, Segments, outside_graph
-from vlmpack.layout.roll import stretches
+from vlmpack.layout import Layout, Segments, outside_graph, stretches
 
 
 @final

@@ -13,7 +13,7 @@ from vlmpack.parallel.megatron import Boundaries
 
 Packing = Literal["in_batch", "offline", "stream"]
 """When samples are put into rows: the samples of a micro-batch into one row; rows stored ahead; while data are read
-(Energon, `vlmpack.stream`)."""
+(Energon, `vlmpack.loading`)."""
 
 Engine = Literal["vlmpack", "megatron"]
 """Who runs the model step: a Hugging Face model with packing enabled, or Megatron-Core."""

@@ -10,8 +10,7 @@ from math import lcm
 
 from vlmpack.errors import FamilyError
 from vlmpack.families import FAMILIES, family_named
-from vlmpack.layout import SlotRule
-from vlmpack.layout.slots import round_up
+from vlmpack.layout import SlotRule, round_up
 from vlmpack.parallel.megatron import installed_version
 from vlmpack.parallel.recipe import Recipe
 

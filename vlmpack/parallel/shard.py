@@ -8,8 +8,7 @@ from typing import final
 
 import torch
 
-from vlmpack.layout import BatchFacts, Media, PackedRow, Segments
-from vlmpack.layout.facts import host_grids
+from vlmpack.layout import BatchFacts, Media, PackedRow, Segments, host_grids
 from vlmpack.parallel.media import MediaShare
 from vlmpack.parallel.partition import Layout, Partition
 

@@ -4,24 +4,36 @@ from __future__ import annotations
 
 from vlmpack.plan.balance import EMPTY, Schedule, balance_rows
 from vlmpack.plan.cost import CostModel
-from vlmpack.plan.describe import HistogramBin, Summary, histogram, summary
-from vlmpack.plan.lengths import OVERSIZE, Budget, Oversize, check_seed, checked_capacity
+from vlmpack.plan.exact_fill import best_subset
+from vlmpack.plan.length_table import COLUMNS, HistogramBin, LengthTable, Refused, Summary, histogram, summary
+from vlmpack.plan.lengths import (
+    LARGEST,
+    OVERSIZE,
+    Budget,
+    Oversize,
+    check_seed,
+    checked_capacity,
+    checked_lengths,
+    divided_up,
+    refuse_too_large,
+    round_up,
+    too_large,
+)
+from vlmpack.plan.packing_buffer import ROWS_WAITING, WAITING, WaitingRoom
 from vlmpack.plan.plan import Plan
-from vlmpack.plan.planner import plan_bins
-from vlmpack.plan.recipe import PaddedRecipe, Padding
-from vlmpack.plan.simulation import CAPACITIES, Simulation, simulate
-from vlmpack.plan.split import middle, split_rows
-from vlmpack.plan.strategies import ALIASES, STRATEGIES, strategy_name
-from vlmpack.plan.subset import best_subset
-from vlmpack.plan.table import LengthTable, Refused
-from vlmpack.plan.waiting import WaitingRoom
+from vlmpack.plan.planner import ALIASES, STRATEGIES, middle, plan_bins, small_letters, split_rows, strategy_name
+from vlmpack.plan.simulation import CAPACITIES, PaddedRecipe, Padding, Simulation, simulate
 
 __all__ = [
     "ALIASES",
     "CAPACITIES",
+    "COLUMNS",
     "EMPTY",
+    "LARGEST",
     "OVERSIZE",
+    "ROWS_WAITING",
     "STRATEGIES",
+    "WAITING",
     "Budget",
     "CostModel",
     "HistogramBin",
@@ -39,11 +51,17 @@ __all__ = [
     "best_subset",
     "check_seed",
     "checked_capacity",
+    "checked_lengths",
+    "divided_up",
     "histogram",
     "middle",
     "plan_bins",
+    "refuse_too_large",
+    "round_up",
     "simulate",
+    "small_letters",
     "split_rows",
     "strategy_name",
     "summary",
+    "too_large",
 ]

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Literal, TypeVar, final
 
 import numpy as np
 
 from vlmpack.errors import ConfigError, SampleError
+
+Whole = TypeVar("Whole", int, np.ndarray)
+
+
+def divided_up(number: Whole, by: int) -> Whole:
+    """`number / by`, rounded up."""
+    return -(-number // by)
+
+
+def round_up(number: Whole, multiple: int) -> Whole:
+    """The least multiple of `multiple` that is not below `number`."""
+    return divided_up(number, multiple) * multiple
+
 
 Oversize = Literal["error", "drop", "own_row"]
 OVERSIZE: tuple[Oversize, ...] = ("error", "drop", "own_row")

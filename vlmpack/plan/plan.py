@@ -26,7 +26,7 @@ import numpy as np
 
 from vlmpack.errors import LayoutError
 from vlmpack.plan import archive
-from vlmpack.plan.bound import lower_bound
+from vlmpack.plan.algorithms import lower_bound
 from vlmpack.plan.lengths import Budget, Oversize, too_large
 
 NO_SAMPLES = np.zeros(0, np.int64)

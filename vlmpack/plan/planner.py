@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from vlmpack.errors import ConfigError
+from vlmpack.plan.algorithms import best_fit_decreasing, first_fit_decreasing, next_fit, worst_fit_decreasing
+from vlmpack.plan.exact_fill import exact_fill
+from vlmpack.plan.length_table import LengthTable
 from vlmpack.plan.lengths import (
     LARGEST,
     OVERSIZE,
@@ -19,10 +22,93 @@ from vlmpack.plan.lengths import (
     refuse_too_large,
     too_large,
 )
+from vlmpack.plan.packing_buffer import rolling_fill
 from vlmpack.plan.plan import Plan
-from vlmpack.plan.rolling import rolling_fill
-from vlmpack.plan.strategies import STRATEGIES, strategy_name
-from vlmpack.plan.table import LengthTable
+
+STRATEGIES: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] = {
+    "exact_fill": exact_fill,
+    "best_fit_decreasing": best_fit_decreasing,
+    "first_fit_decreasing": first_fit_decreasing,
+    "worst_fit_decreasing": worst_fit_decreasing,
+    "rolling_fill": rolling_fill,
+    "next_fit": next_fit,
+}
+"""name -> a function from lengths int64 [N] and a capacity to the bin of each sample, int64 [N]."""
+
+ALIASES: Mapping[str, str] = {
+    "obfd": "best_fit_decreasing",
+    "obfdp": "best_fit_decreasing",
+    "bfd": "best_fit_decreasing",
+    "bf": "best_fit_decreasing",
+    "ffd": "first_fit_decreasing",
+    "mffd": "first_fit_decreasing",
+    "ff": "first_fit_decreasing",
+    "ffs": "first_fit_decreasing",
+    "wf": "worst_fit_decreasing",
+    "hk": "rolling_fill",
+    "nf": "next_fit",
+}
+"""SeqPacker's short name -> ours. Where it has a variant that we have not, ours is the one that needs no more bins."""
+
+
+def small_letters(name: object) -> str:
+    """The name of a strategy in small letters.
+
+    Raises:
+        ConfigError: it is no name.
+    """
+    if not isinstance(name, str):
+        raise ConfigError(f"a strategy is given by its name, got {name!r}; choose from {', '.join(STRATEGIES)}")
+    return name.lower()
+
+
+def strategy_name(name: str) -> str:
+    """Our name for a strategy, from ours or a short one, in any case.
+
+    Raises:
+        ConfigError: there is no such strategy.
+    """
+    small = small_letters(name)
+    found = ALIASES.get(small, small)
+    if found not in STRATEGIES:
+        raise ConfigError(
+            f"there is no strategy {name!r}; choose from {', '.join(STRATEGIES)}, or by a short name from "
+            f"{', '.join(ALIASES)}"
+        )
+    return found
+
+
+def split_rows(plan: Plan, multiple: int) -> Plan:
+    """The plan with the fewest more rows that make their number a multiple: rows of many samples are cut in two.
+
+    No sample is dropped, repeated or made up, which is what other ways to end together do. A cut row is followed by its
+    second half.
+
+    Raises:
+        ConfigError: there are fewer samples than rows are needed.
+    """
+    missing = -len(plan) % checked_capacity(multiple, "a number of rows")
+    if len(plan.sample_ids) < len(plan) + missing:
+        raise ConfigError(
+            f"{len(plan.sample_ids)} samples cannot fill {len(plan) + missing} rows, the next multiple of {multiple}; "
+            "use fewer ranks or less accumulation, or drop what is left over"
+        )
+    bounds = plan.bounds
+    while missing:
+        samples = np.diff(bounds)
+        rows = np.argsort(-samples, kind="stable")[:missing]
+        rows = rows[samples[rows] > 1]
+        cuts = [int(bounds[row]) + middle(plan.lengths[plan.sample_ids[bounds[row] : bounds[row + 1]]]) for row in rows]
+        bounds = np.insert(bounds, rows + 1, cuts)
+        missing -= len(rows)
+    return replace(plan, bounds=bounds)
+
+
+def middle(lengths: Sequence[int] | np.ndarray) -> int:
+    """Where to cut a row of two samples or more: after this many, both parts have about as many tokens."""
+    before = np.cumsum(lengths)[:-1]
+    return 1 + int(np.abs(2 * before - np.sum(lengths)).argmin())
+
 
 WITH_BUDGETS = ("exact_fill", "rolling_fill")
 """Strategies that know several limits; with them, both fill rows through a waiting room."""

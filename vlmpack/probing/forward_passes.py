@@ -28,8 +28,20 @@ from torch.nn.modules.dropout import _DropoutNd
 from vlmpack.families import Family, family_of
 from vlmpack.layout import FACTS_KEY, PackedRow, PaddedBatch, Segments, SlotRule, pack
 from vlmpack.step import PackedStep, StepConfig, StepResult, find_model
-from vlmpack.testing.comparison import Outcome, backward, outcome_of, plain_output, take_gradients, target_losses
-from vlmpack.testing.samples import Sample, alone, facts_of, media_of, num_targets, padded
+from vlmpack.testing import (
+    Outcome,
+    Sample,
+    alone,
+    backward,
+    facts_of,
+    media_of,
+    num_targets,
+    outcome_of,
+    padded,
+    plain_output,
+    take_gradients,
+    target_losses,
+)
 
 NO_GAPS = SlotRule()
 

@@ -19,8 +19,14 @@ from vlmpack.probing.forward_passes import (
 from vlmpack.probing.report import Check
 from vlmpack.probing.trace import Trace
 from vlmpack.step import StepResult
-from vlmpack.testing.comparison import distance, mean_losses, relative, target_losses
-from vlmpack.testing.samples import Sample, num_targets
+from vlmpack.testing import (
+    Sample,
+    distance,
+    mean_losses,
+    num_targets,
+    relative,
+    target_losses,
+)
 
 FLOAT32_LIMIT = 1e-5
 """Relative difference of two losses that are computed from the same numbers, in float32."""

@@ -25,7 +25,7 @@ import torch
 from vlmpack.layout import PackedRow, Segments
 from vlmpack.probing.report import Cause, Check
 from vlmpack.probing.trace import CACHES, LEAK, ModuleCall, Span, Trace, largest_move, leak_between, perturb_spans
-from vlmpack.testing.samples import Sample, grids_of, media_of
+from vlmpack.testing import Sample, grids_of, media_of
 
 FORGETS_EVERYTHING = 20.0
 """A_log of a gated delta layer whose state is multiplied by exp(-exp(20) * softplus(...)) = 0 at every token."""

@@ -34,8 +34,17 @@ from vlmpack.probing.reference import ProbeSetup, Reference, References
 from vlmpack.probing.report import BAD, Check, Part, one_line
 from vlmpack.probing.trace import LEAK, counted_pairs, counted_syncs, largest_move, submodules, trace
 from vlmpack.step import PackedStep, disable_packing
-from vlmpack.testing.comparison import backward, compare, distance, rms_distance, to_host
-from vlmpack.testing.samples import Sample, kind_of, perturbed, word_ids
+from vlmpack.testing import (
+    Sample,
+    backward,
+    compare,
+    distance,
+    kind_of,
+    perturbed,
+    rms_distance,
+    to_host,
+    word_ids,
+)
 
 Progress = Callable[[str], None]
 

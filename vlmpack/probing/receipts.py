@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from vlmpack.collate import VLMCollator
-from vlmpack.data import SyntheticReceipts
-from vlmpack.data.receipts import SMALLEST_LEGIBLE
+from vlmpack.data import SMALLEST_LEGIBLE, SyntheticReceipts
 from vlmpack.errors import ConfigError, VlmpackError
 from vlmpack.families import Family
 from vlmpack.layout import IMAGE, VIDEO, PaddedBatch

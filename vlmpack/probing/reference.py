@@ -29,8 +29,16 @@ from vlmpack.probing.losses import RouterLosses, reference_router_losses
 from vlmpack.probing.mechanisms import Features, Rotary, feature_error, features_of, rotary_of
 from vlmpack.probing.trace import recorded_calls, submodules
 from vlmpack.step import StepConfig
-from vlmpack.testing.comparison import LOW_PRECISION_FACTOR, Errors, Limits, Outcome, compare, distance, run_alone
-from vlmpack.testing.samples import Sample
+from vlmpack.testing import (
+    LOW_PRECISION_FACTOR,
+    Errors,
+    Limits,
+    Outcome,
+    Sample,
+    compare,
+    distance,
+    run_alone,
+)
 
 STEADY = 5e-2
 """The most that logits may differ from one run to the next, as a part of the largest: kernels that add up in another

@@ -29,13 +29,16 @@ from vlmpack.step import (
     is_packing,
     packing_state,
 )
-from vlmpack.testing.comparison import FLOOR, distance, relative, to_host
-from vlmpack.testing.samples import (
+from vlmpack.testing import (
+    FLOOR,
     Sample,
+    distance,
     grids_of,
     kind_of,
     processed_samples,
+    relative,
     synthetic_samples,
+    to_host,
     with_adversarial_lengths,
 )
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlmpack.layout import Segments, recorded_waits
 from vlmpack.probing.forward_passes import ForwardPass, ForwardResult, ProbedModel
-from vlmpack.testing.samples import Sample
+from vlmpack.testing import Sample
 
 LEAK = 1e-5
 """The most that may move when something else is changed, as a part of the largest entry: a real leak is 1e-2."""

@@ -12,11 +12,9 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from vlmpack.data.pretrained import load_processor
+from vlmpack.data import load_processor
 from vlmpack.errors import ConfigError
-from vlmpack.families import Family, family_named
-from vlmpack.families.tiny import TinySizes
-from vlmpack.families.tiny_configs import MEDIA_TOKENS
+from vlmpack.families import MEDIA_TOKENS, Family, TinySizes, family_named
 from vlmpack.probing.report import one_line
 
 BYTES_A_WEIGHT = 12

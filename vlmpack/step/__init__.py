@@ -6,16 +6,20 @@ from vlmpack.step.attach import PackingState, disable_packing, enable_packing, i
 from vlmpack.step.balance import RouterStatistics
 from vlmpack.step.compiling import compile_layers
 from vlmpack.step.engine import StepConfig, run_row
-from vlmpack.step.forward import PackedOutput
+from vlmpack.step.forward import PackedOutput, Sink
+from vlmpack.step.head import target_logprobs
+from vlmpack.step.keys import SINK
 from vlmpack.step.models import find_model
 from vlmpack.step.packed_step import PackedStep
 from vlmpack.step.result import StepResult, Work
 
 __all__ = [
+    "SINK",
     "PackedOutput",
     "PackedStep",
     "PackingState",
     "RouterStatistics",
+    "Sink",
     "StepConfig",
     "StepResult",
     "Work",
@@ -26,4 +30,5 @@ __all__ = [
     "is_packing",
     "packing_state",
     "run_row",
+    "target_logprobs",
 ]

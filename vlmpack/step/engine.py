@@ -21,9 +21,9 @@ from vlmpack.layout import (
     SlotRule,
     Spaced,
     around_graph,
+    check_none_on_padding,
     outside_graph,
 )
-from vlmpack.layout.roll import check_none_on_padding
 from vlmpack.parallel import Parallel
 from vlmpack.step.attention import check_reached
 from vlmpack.step.balance import Balance, RouterSettings, RouterStatistics, router_statistics

@@ -27,8 +27,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from vlmpack.errors import ConfigError
-from vlmpack.families import Family
-from vlmpack.families.experts import ExpertLayer
+from vlmpack.families import ExpertLayer, Family
 from vlmpack.step.context import CONTEXT, RowContext
 
 _NUMBER = RemovableHandle(OrderedDict()).id

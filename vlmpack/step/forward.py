@@ -22,12 +22,13 @@ from vlmpack.layout import (
     PaddedBatch,
     SlotRule,
     around_graph,
+    check_is_tensor,
     outside_graph,
     pack,
     require,
     to_device,
+    whole_numbers,
 )
-from vlmpack.layout.batch import check_is_tensor, whole_numbers
 from vlmpack.parallel import Parallel
 from vlmpack.step.engine import StepConfig, run_row
 from vlmpack.step.keys import SINK, check_boundaries_kept, check_keys

@@ -13,9 +13,20 @@ from torch import nn
 
 from vlmpack.errors import LayoutError
 from vlmpack.families import Family
-from vlmpack.layout import IGNORE, BatchFacts, Grid, PackedRow, Segments, on_host, outside_graph, require
-from vlmpack.layout.batch import check_is_tensor
-from vlmpack.layout.facts import host_grids, host_seconds, seconds_of
+from vlmpack.layout import (
+    IGNORE,
+    BatchFacts,
+    Grid,
+    PackedRow,
+    Segments,
+    check_is_tensor,
+    host_grids,
+    host_seconds,
+    on_host,
+    outside_graph,
+    require,
+    seconds_of,
+)
 from vlmpack.step import by_sample, delta
 from vlmpack.step.context import CONTEXT, RowContext, VisionSegments
 from vlmpack.step.rotary import check_positions, check_restarts

@@ -11,8 +11,7 @@ import torch
 
 from vlmpack.families import FeatureForm, media_features
 from vlmpack.layout import IMAGE, VIDEO, Grid, to_device
-from vlmpack.parallel import MediaShare, Partition
-from vlmpack.parallel.exchange import Exchange
+from vlmpack.parallel import Exchange, MediaShare, Partition
 from vlmpack.step.context import CONTEXT, RowContext, VisionSegments
 from vlmpack.step.whole import MediaCall, MediaInputs
 

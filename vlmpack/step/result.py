@@ -7,8 +7,7 @@ from typing import final
 
 import torch
 
-from vlmpack.layout import Segments, unpack
-from vlmpack.layout.device import on_host
+from vlmpack.layout import Segments, on_host, unpack
 from vlmpack.step.balance import RouterStatistics
 
 

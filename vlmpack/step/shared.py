@@ -11,9 +11,15 @@ from torch import nn
 from vlmpack.errors import LayoutError
 from vlmpack.families import DeltaHeads
 from vlmpack.layout import PackedRow, Segments
-from vlmpack.parallel import Parallel, Partition
-from vlmpack.parallel.heads import Attend, attend_by_heads, to_heads, to_tokens
-from vlmpack.parallel.keys import attend_by_keys
+from vlmpack.parallel import (
+    Attend,
+    Parallel,
+    Partition,
+    attend_by_heads,
+    attend_by_keys,
+    to_heads,
+    to_tokens,
+)
 from vlmpack.step.media import shared_media
 from vlmpack.step.whole import MediaCall, MediaInputs, OnRow, OnTensors, Whole
 

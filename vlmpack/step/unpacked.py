@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from vlmpack.errors import UnpackedWarning
-from vlmpack.layout import outside_graph
-from vlmpack.layout.device import on_host
+from vlmpack.layout import on_host, outside_graph
 
 _generating: ContextVar[nn.Module | None] = ContextVar("vlmpack_generating", default=None)
 _passed_on: ContextVar[bool] = ContextVar("vlmpack_passed_on", default=False)

@@ -14,7 +14,7 @@ from torch import nn
 
 from vlmpack.families import Family, FeatureForm
 from vlmpack.layout import BatchFacts, PackedRow, Segments
-from vlmpack.parallel.heads import Attend
+from vlmpack.parallel import Attend
 
 OnRow = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 """A layer and [1, T, D] to [1, T, D']."""

@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from vlmpack.families import FAMILIES, family_named
-from vlmpack.families.tiny_configs import MEDIA_TOKENS
+from vlmpack.families import FAMILIES, MEDIA_TOKENS, family_named
 from vlmpack.layout import BatchFacts, Grid, Media, PaddedBatch
 
 Sample = dict[str, torch.Tensor]
@@ -173,7 +172,7 @@ def kind_of(sample):
 
 
 def word_ids(config):
-    from vlmpack.probing.samples import Words
+    from vlmpack.probing import Words
 
     w = Words.of(family_named(config.model_type), config)
     return range(w.low, w.high)
@@ -188,14 +187,13 @@ def _sample(x, config):
 
 
 def synthetic_samples(config):
-    from vlmpack.probing.samples import synthetic_samples as f
+    from vlmpack.probing import synthetic_samples as f
 
     return [_sample(x, config) for x in f(family_named(config.model_type), config)]
 
 
 def processed_samples(processor):
-    from vlmpack.collate import VLMCollator
-    from vlmpack.probing.receipts import processed_samples as f
+    from vlmpack.probing import processed_samples as f
 
     class C:
         pass
@@ -221,7 +219,7 @@ def perturbed(sample, config):
 
 
 def with_adversarial_lengths(samples, config):
-    from vlmpack.probing.samples import make_sample
+    from vlmpack.probing import make_sample
 
     first, second, *others = samples
     long = make_sample(family_named(config.model_type), config, kind="long text", words=70, seed=5)

@@ -16,14 +16,12 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, default_data_collator
 from transformers.trainer_utils import SchedulerType
 
-from vlmpack.collate import VLMCollator
-from vlmpack.collate.absent import CONVERSATION_COLUMNS, MEDIA_COLUMNS
-from vlmpack.collate.processor import ProcessorFacts
+from vlmpack.collate import CONVERSATION_COLUMNS, MEDIA_COLUMNS, ProcessorFacts, VLMCollator
 from vlmpack.columns import RowCollator
 from vlmpack.errors import ConfigError, SampleError
+from vlmpack.loading import PackedStream
 from vlmpack.offline import PackedDataset
 from vlmpack.step import find_model, is_packing, packing_state
-from vlmpack.stream import PackedStream
 from vlmpack.trainer import of_trl
 from vlmpack.trainer.metrics import loss_metrics
 from vlmpack.trainer.packed_trainer import PackedTrainer

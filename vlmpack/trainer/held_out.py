@@ -18,14 +18,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from vlmpack.collate import VLMCollator
-from vlmpack.collate.collator import own_id
-from vlmpack.collate.length import OVERLENGTH
+from vlmpack.collate import OVERLENGTH, VLMCollator, own_id
 from vlmpack.errors import ConfigError, SampleError
+from vlmpack.loading import MapStyle, check_samples
 from vlmpack.offline import measure_lengths
-from vlmpack.plan import EMPTY, Plan, balance_rows, plan_bins
-from vlmpack.plan.table import LengthTable, Refused
-from vlmpack.stream.source import MapStyle, check_samples
+from vlmpack.plan import EMPTY, LengthTable, Plan, Refused, balance_rows, plan_bins
 
 Collator = Callable[[Sequence[Any]], Mapping[str, Any]]
 """A list of samples → a padded batch or a packed row, as a dictionary with host facts."""

@@ -12,12 +12,10 @@ from transformers import EvalPrediction, Trainer, default_data_collator
 from transformers.trainer_utils import EvalLoopOutput
 
 from vlmpack.errors import ConfigError, check_kind
+from vlmpack.loading import PackedBatchSampler, PackedStream, Remainder
 from vlmpack.offline import PackedDataset
 from vlmpack.plan import Plan
-from vlmpack.step import is_packing
-from vlmpack.step.forward import Sink
-from vlmpack.step.keys import SINK
-from vlmpack.stream import PackedBatchSampler, PackedStream, Remainder
+from vlmpack.step import SINK, Sink, is_packing
 from vlmpack.trainer.checkpoints import check_whole, checkpoint_folder, newest_whole
 from vlmpack.trainer.evaluation import Account, BatchAccount, Evaluation
 from vlmpack.trainer.held_out import HeldOut, HeldOutLoader, hold_out

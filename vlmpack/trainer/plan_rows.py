@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from vlmpack.errors import ConfigError
-from vlmpack.stream import PackedBatchSampler
+from vlmpack.loading import PackedBatchSampler
 from vlmpack.trainer.checkpoints import checkpoint_folder, write_whole
 
 PLAN_FILE = "packed_plan.json"

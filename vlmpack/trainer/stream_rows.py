@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from vlmpack.errors import ConfigError
-from vlmpack.stream import PackedStream
+from vlmpack.loading import PackedStream
 from vlmpack.trainer.checkpoints import checkpoint_folder, write_whole
 from vlmpack.trainer.plain_state import read_state, write_state
 

@@ -17,8 +17,7 @@ from vlmpack.bench.settings import BenchSettings
 from vlmpack.bench.timing import alternate
 from vlmpack.bench.workload import ReceiptShapes
 from vlmpack.layout import IGNORE
-from vlmpack.step import StepConfig
-from vlmpack.step.head import target_logprobs
+from vlmpack.step import StepConfig, target_logprobs
 
 CASE = "head"
 SHARES = (0.1, 0.5)

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 from vlmpack.bench.figure import Figure, Target
 from vlmpack.bench.settings import BenchSettings
 from vlmpack.bench.timing import alternate, one_thread
-from vlmpack.collate import VLMCollator
-from vlmpack.collate.buffers import PixelBuffers
+from vlmpack.collate import PixelBuffers, VLMCollator
 from vlmpack.data import tiny_processor
 from vlmpack.layout import Grid
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from vlmpack.attention import BACKENDS, AttentionCall
-from vlmpack.attention.eager_mask import EagerMask
+from vlmpack.attention import BACKENDS, AttentionCall, EagerMask
 from vlmpack.bench.figure import Figure, Skipped, Target
 from vlmpack.bench.gpu.run import Cell, Found, Lab
 from vlmpack.bench.gpu.shapes import GpuShapes, HeadShape

@@ -22,8 +22,7 @@ from vlmpack.bench.gpu.patches import with_patch_products
 from vlmpack.bench.gpu.shapes import GpuShapes, ModelShape
 from vlmpack.bench.workload import hf_inputs, receipt_batch
 from vlmpack.errors import VlmpackError
-from vlmpack.families import Family, family_named
-from vlmpack.families.tiny import tiny_config
+from vlmpack.families import Family, family_named, tiny_config
 from vlmpack.layout import IGNORE, PaddedBatch, SlotRule
 from vlmpack.step import PackedStep, StepConfig
 

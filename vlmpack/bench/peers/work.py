@@ -10,8 +10,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from vlmpack.data import tiny_processor
-from vlmpack.families import Family, family_named
-from vlmpack.families.tiny import tiny_config
+from vlmpack.families import Family, family_named, tiny_config
 from vlmpack.layout import IGNORE, Grid
 
 FAMILY = "qwen3_vl"

@@ -1,0 +1,137 @@
+"""Arguments of a wrong kind are refused where they are given, with what to give instead; objects tell what they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from chats import chat, picture, processor_of
+from torch.utils.data import DataLoader
+
+from vlmpack.collate import VLMCollator
+from vlmpack.data import open_dataset
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.layout import SlotRule
+from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings, StreamPacker, token_count
+from vlmpack.plan import LengthTable, plan_bins
+
+ROWS = RowSettings(capacity=10)
+SAMPLES = [{"length": 3}, {"length": 4}]
+OPEN = r"'.*chats\.jsonl' is a path: open it with vlmpack\.open_dataset\(path\)"
+SETTINGS = r"settings has to be a RowSettings, such as RowSettings\(capacity=4096\), got a "
+PLAN = r"plan has to be a Plan, such as plan_bins\(lengths, capacity=4096\), got a "
+
+
+def table() -> LengthTable:
+    return LengthTable.from_rows([])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: PackedStream("data/chats.jsonl", ROWS), OPEN),
+        (lambda: PackedStream(Path("data/chats.jsonl"), ROWS), OPEN),
+        (lambda: PackedStream(b"chats.jsonl", ROWS), OPEN),  # type: ignore[arg-type]
+        (lambda: PackedStream({"train": SAMPLES}, ROWS), "not a dict with the keys 'train'; if they are splits"),
+        (lambda: PackedStream(SAMPLES, 1500), SETTINGS + "int"),
+        (lambda: StreamPacker(1500), SETTINGS + "int"),
+        (lambda: RowSettings(capacity=10, limits=3), "limits has to be a Mapping, such as .*, got a int"),
+        (
+            lambda: StreamPacker(ROWS).pack({"length": 3}),
+            r"pack takes a list of samples, got a dict; of one give \[sam",
+        ),
+        (lambda: StreamPacker(ROWS).pack("chats.jsonl"), "pack takes a list of samples, got a str"),
+        (
+            lambda: StreamPacker(ROWS).add([{"length": 3}]),
+            "a sample is a list, and not a dict; tell its tokens by `len",
+        ),
+        (lambda: token_count(3), "a sample is a int, and not a dict; .* `length`: length=collator.length"),
+        (
+            lambda: token_count({"messages": []}),
+            r"only \['messages'\]; .* `length`: length=collator.length of the VLMC",
+        ),
+        (
+            lambda: next(iter(PackedStream([{"messages": []}], ROWS))),
+            "tell its tokens by `length`: length=collator.leng",
+        ),
+        (lambda: PackedBatchSampler([[0, 1]]), PLAN + "list"),
+        (lambda: PackedBatchSampler(table()), PLAN + "LengthTable"),
+    ],
+)
+def test_an_argument_of_a_wrong_kind_is_refused_with_the_right_one(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call()
+
+
+def test_a_call_with_one_sample_instead_of_a_list_changes_nothing():
+    packer = StreamPacker(ROWS)
+    packer.add({"length": 3})
+    before = packer.state_dict()
+    with pytest.raises(ConfigError, match="of one give"):
+        packer.pack({"length": 3})
+    assert packer.state_dict() == before
+
+
+# ---------------------------------------------------------------------- the recipe that the refusal names
+
+
+@pytest.mark.parametrize("slots", [SlotRule(), SlotRule(multiple=8)])
+def test_conversations_are_streamed_by_the_length_that_their_collator_tells(slots):
+    samples = [chat("why " * (1 + n % 3), "because " * (n % 7), picture(64 + 8 * n, 64), id=n) for n in range(1, 9)]
+    collator = VLMCollator(processor_of(), layout="packed", slots=slots)
+    stream = PackedStream(samples, RowSettings(capacity=120), length=collator.length)
+    rows = [collator.collate(row) for row in stream]
+    assert all(row.segments.total <= 120 for row in rows)
+    assert sum(row.segments.total for row in rows) == sum(map(collator.length, samples))
+    assert sorted(at for row in rows for at in row.facts.sample_ids) == list(range(1, 9))
+
+
+def test_a_stream_brings_bad_samples_to_a_collator_that_skips_and_counts_them():
+    samples = [chat("why?", "because", id=0), {"messages": [{"role": "user", "content": "?"}]}, chat("?", "so", id=2)]
+    collator = VLMCollator(processor_of(), layout="packed", on_bad="skip")
+    stream = PackedStream(samples, RowSettings(capacity=120), length=collator.length)
+    batches = list(DataLoader(stream, batch_size=None, collate_fn=collator))
+    assert [batch["vlmpack"].sample_ids for batch in batches] == [(0, 2)]
+    assert (collator.ledger.given, dict(collator.ledger.reasons)) == (3, {"no_targets": 1})
+
+
+def test_a_sample_that_cannot_be_read_comes_to_the_collator_too(tmp_path):
+    lines = [json.dumps(chat("why?", "because", id=0)), '{"messages": [{"ro', json.dumps(chat("?", "so", id=2))]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    collator = VLMCollator(processor_of(), layout="packed", on_bad="skip")
+    settings = RowSettings(capacity=120, limits={"images": 4})
+    costs = {"length": collator.length, "costs": lambda sample: {"images": len(sample.get("images", []))}}
+    stream = PackedStream(open_dataset(tmp_path / "chats.jsonl"), settings, **costs)
+    batches = list(DataLoader(stream, batch_size=None, collate_fn=collator))
+    assert [batch["vlmpack"].sample_ids for batch in batches] == [(0, 2)]
+    assert (collator.ledger.given, dict(collator.ledger.reasons)) == (3, {"row_unreadable": 1})
+    with pytest.raises(SampleError, match=r"sample 1 .* is no JSON"):
+        list(DataLoader(stream, batch_size=None, collate_fn=VLMCollator(processor_of(), layout="packed")))
+
+
+# ---------------------------------------------------------------------- what they say of themselves
+
+
+def test_objects_of_this_room_tell_what_they_are_in_one_line():
+    packer = StreamPacker(RowSettings(capacity=10, oversize="drop"))
+    packer.pack([{"length": 30}])
+    packer.add({"length": 3})
+    stream = PackedStream(SAMPLES, ROWS, ranks=2, rank=1)
+    sampler = PackedBatchSampler(plan_bins([5, 3, 4, 2], capacity=10), ranks=2, rank="all", accumulation=1)
+    assert repr(packer) == (
+        "StreamPacker(rows of 10 tokens, 2 samples seen, 1 waiting (3 tokens), 1 dropped, 0 left out)"
+    )
+    assert repr(stream) == (
+        "PackedStream(a list in rows of 10 tokens, rank 1 of 2, remainder 'split'; 0 samples read, 0 dropped, 0 left "
+        "out)"
+    )
+    list(stream)
+    assert "; 2 samples read, " in repr(stream)
+    assert "for ever; 0 samples" in repr(PackedStream(SAMPLES, ROWS, repeat=True))
+    assert repr(sampler) == (
+        "PackedBatchSampler(2 rows an epoch of up to 10 tokens, 4 samples, all ranks of 2, accumulation 1, remainder "
+        "'split', seed 0; epoch 0, 0 rows done)"
+    )
+    next(iter(sampler))
+    assert repr(sampler).endswith("epoch 0, 1 rows done)")

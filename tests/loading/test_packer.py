@@ -1,0 +1,278 @@
+"""StreamPacker: whole samples, exact rows, what does not fit waits, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlmpack.bench.cases.plan import LENGTH_SETS
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.loading import RowSettings, StreamPacker, token_count
+
+lengths_lists = st.lists(st.integers(1, 20), max_size=60)
+
+
+def samples(lengths):
+    return [{"id": at, "length": length} for at, length in enumerate(lengths)]
+
+
+def ids(rows):
+    return [[sample["id"] for sample in row] for row in rows]
+
+
+def packed(packer, lengths):
+    """All rows of a stream."""
+    rows = []
+    for sample in samples(lengths):
+        packer.add(sample)
+        rows += packer.rows()
+    return rows + packer.flush()
+
+
+@given(lengths=lengths_lists, buffer=st.none() | st.integers(0, 90))
+def test_every_sample_comes_out_once_and_whole(lengths, buffer):
+    packer = StreamPacker(RowSettings(capacity=20, buffer_tokens=buffer))
+    rows = packed(packer, lengths)
+    assert sorted(at for row in ids(rows) for at in row) == list(range(len(lengths)))
+    assert all(sum(map(token_count, row)) <= 20 for row in rows)
+    assert len(packer) == packer.tokens == 0
+
+
+@pytest.mark.parametrize("name", LENGTH_SETS)
+def test_four_rows_worth_of_waiting_tokens_fill_rows(name):
+    lengths, capacity = LENGTH_SETS[name].lengths(5000, seed=4), LENGTH_SETS[name].capacity
+    rows = packed(StreamPacker(RowSettings(capacity=capacity)), lengths.tolist())
+    assert lengths.sum() / (len(rows) * capacity) > 0.99
+
+
+def test_the_buffer_is_measured_in_tokens():
+    packer = StreamPacker(RowSettings(capacity=10, buffer_tokens=25))
+    for sample in samples([4, 7, 3, 5]):
+        packer.add(sample)
+        assert [*packer.rows()] == []
+    packer.add({"id": 4, "length": 6})
+    assert ids(packer.rows()) == [[0, 4]]
+    assert packer.tokens == 15
+
+
+def test_rollouts_that_fill_no_row_wait_for_the_next_call_and_no_longer():
+    packer = StreamPacker(RowSettings(capacity=10, min_fill=0.8))
+    assert ids(packer.pack(samples([6, 4, 3]))) == [[0, 1]]
+    assert len(packer) == 1
+    assert ids(packer.pack([{"id": 3, "length": 2}])) == [[2, 3]]  # 5 of 10, but one of them has waited once
+    assert packer.pack([]) == []
+
+
+def test_a_rollout_that_fits_no_other_does_not_hold_the_others_up():
+    packer = StreamPacker(RowSettings(capacity=10, min_fill=0.8))
+    assert ids(packer.pack(samples([7, 5, 4, 5, 4]))) == [[1, 3], [2, 4]]
+    assert len(packer) == 1
+    assert packer.tokens == 7
+
+
+@given(calls=st.lists(st.lists(st.integers(1, 20), max_size=8), min_size=1, max_size=8), min_fill=st.floats(0, 1))
+def test_nobody_waits_longer_than_for_one_call(calls, min_fill):
+    packer = StreamPacker(RowSettings(capacity=20, min_fill=min_fill))
+    given_out, number = {}, 0
+    for call, lengths in enumerate([*calls, []]):
+        batch = [{"id": number + at, "length": length, "call": call} for at, length in enumerate(lengths)]
+        number += len(batch)
+        for row in packer.pack(batch):
+            tokens = sum(map(token_count, row))
+            assert min_fill * 20 <= tokens <= 20 or min(sample["call"] for sample in row) < call
+            given_out |= {sample["id"]: call - sample["call"] for sample in row}
+    assert sorted(given_out) == list(range(number))
+    assert max(given_out.values(), default=0) <= 1
+
+
+@pytest.mark.parametrize("bad", [{"length": 30}, {"length": 0}, {"length": 2.5}, {"text": "three"}])
+def test_a_call_with_a_bad_sample_changes_nothing(bad):
+    packer = StreamPacker(RowSettings(capacity=10, min_fill=0.8))
+    packer.pack(samples([6, 4, 3]))
+    before = packer.state_dict()
+    assert before["waiting"]  # the guard: there is something that could change
+    with pytest.raises((SampleError, ConfigError)):
+        packer.pack([{"id": 3, "length": 7}, bad])
+    assert packer.state_dict() == before
+    assert packer.tokens == 3
+    assert ids(packer.pack([{"id": 3, "length": 7}])) == [[2, 3]]
+
+
+def test_a_call_whose_samples_cannot_be_had_changes_nothing():
+    def rollouts():
+        yield {"id": 0, "length": 4}
+        raise ConnectionError
+
+    packer = StreamPacker(RowSettings(capacity=10))
+    with pytest.raises(ConnectionError):
+        packer.pack(rollouts())
+    assert len(packer) == packer.seen == 0
+
+
+def test_at_the_end_rows_that_are_not_full_enough_are_given_out_or_left_out_and_counted():
+    lengths = [9, 6, 3]
+    for drop_last, expected, left_out in ((False, [[0], [1, 2]], 0), (True, [[0], [1, 2]], 0)):
+        packer = StreamPacker(RowSettings(capacity=10, min_fill=0.9, drop_last=drop_last))
+        assert (ids(packed(packer, lengths)), packer.left_out) == (expected, left_out)
+    for drop_last, expected, left_out in ((False, [[0], [1]], 0), (True, [[0]], 1)):
+        packer = StreamPacker(RowSettings(capacity=10, min_fill=0.9, drop_last=drop_last))
+        assert (ids(packed(packer, lengths[:2])), packer.left_out) == (expected, left_out)
+
+
+def test_a_sample_that_is_too_long_is_refused_dropped_or_alone_as_asked():
+    with pytest.raises(SampleError, match="sample 1: has 30 tokens"):
+        packed(StreamPacker(RowSettings(capacity=10)), [5, 30, 5])
+    dropping = StreamPacker(RowSettings(capacity=10, oversize="drop"))
+    assert ids(packed(dropping, [5, 30, 5])) == [[0, 2]]
+    assert dropping.dropped == 1
+    alone = StreamPacker(RowSettings(capacity=10, oversize="own_row"))
+    alone.add({"id": "long", "length": 30})
+    assert len(alone) == 1  # whoever flushes only while somebody waits loses nobody
+    assert ids(alone.flush()) == [["long"]]
+    assert len(alone) == 0
+    assert ids(packed(alone, [5, 30, 5])) == [[1], [0, 2]]
+
+
+def test_images_are_limited_beside_tokens():
+    settings = RowSettings(capacity=10, limits={"images": 2})
+    packer = StreamPacker(settings, costs=lambda sample: {"images": sample["length"] % 2})
+    rows = packed(packer, [1, 1, 1, 1, 2, 3, 4])
+    assert all(sum(sample["length"] % 2 for sample in row) <= 2 for row in rows)
+    assert sorted(at for row in ids(rows) for at in row) == list(range(7))
+
+
+@given(lengths=lengths_lists, cut=st.integers(0, 60), min_fill=st.sampled_from([0.0, 0.7]))
+def test_a_stream_continues_elsewhere_bit_for_bit(lengths, cut, min_fill):
+    settings = RowSettings(capacity=20, min_fill=min_fill, buffer_tokens=50, oversize="own_row")
+    here, there = StreamPacker(settings), StreamPacker(settings)
+    stream = samples(lengths)
+    for sample in stream[:cut]:
+        here.add(sample)
+        [*here.rows()]
+    there.load_state_dict(pickle.loads(pickle.dumps(here.state_dict())))
+    for sample in stream[cut:]:
+        rows = []
+        for packer in (here, there):
+            packer.add(sample)
+            rows.append(ids(packer.rows()))
+        assert rows[0] == rows[1]
+    assert ids(here.pack([])) == ids(there.pack([]))
+    assert ids(here.flush()) == ids(there.flush())
+    assert here.state_dict() == there.state_dict()
+
+
+def test_whoever_has_waited_a_call_here_waits_no_other_one_there():
+    settings = RowSettings(capacity=10, min_fill=0.8)
+    here, there = StreamPacker(settings), StreamPacker(settings)
+    assert here.pack(samples([3])) == []
+    there.load_state_dict(here.state_dict())
+    assert ids(there.pack([])) == [[0]]
+
+
+def test_the_state_of_wider_rows_is_refused():
+    wide = StreamPacker(RowSettings(capacity=50))
+    wide.add({"length": 40})
+    with pytest.raises(
+        ConfigError, match=r"the state is of RowSettings\(capacity=50.*, these are .*=10.*pack as before"
+    ):
+        StreamPacker(RowSettings(capacity=10)).load_state_dict(wide.state_dict())
+
+
+@pytest.mark.parametrize("other", [{"capacity": 60}, {"min_fill": 0.5}, {"buffer_tokens": 9}, {"drop_last": True}])
+def test_the_state_of_any_other_settings_is_refused_even_if_the_samples_would_fit(other):
+    packer = StreamPacker(RowSettings(capacity=50))
+    packer.add({"length": 40})
+    with pytest.raises(ConfigError, match="the state is of RowSettings"):
+        StreamPacker(RowSettings(**{"capacity": 50, **other})).load_state_dict(packer.state_dict())
+
+
+def test_waiting_samples_that_are_measured_otherwise_here_are_refused():
+    packer = StreamPacker(RowSettings(capacity=50))
+    packer.add({"length": 40})
+    with pytest.raises(ConfigError, match=r"samples that are measured otherwise: .*has 80 tokens"):
+        StreamPacker(RowSettings(capacity=50), length=lambda sample: 80).load_state_dict(packer.state_dict())
+
+
+def test_tokens_are_counted_from_a_length_or_from_ids():
+    assert token_count({"length": 3, "input_ids": [1]}) == 3
+    assert token_count({"input_ids": [1, 2]}) == 2
+    with pytest.raises(ConfigError, match=r"no 'length' and no 'input_ids', only \['text'\]"):
+        token_count({"text": "three"})
+
+
+@pytest.mark.parametrize("make", [list, tuple, np.array, torch.tensor])
+def test_ids_with_a_batch_dimension_are_as_many_as_without(make):
+    assert token_count({"input_ids": make([5, 6, 7])}) == token_count({"input_ids": make([[5, 6, 7]])}) == 3
+    assert token_count({"input_ids": [make([5, 6, 7])]}) == 3
+    assert token_count({"input_ids": make([])}) == 0
+    packer = StreamPacker(RowSettings(capacity=10))
+    packed = packer.pack({"input_ids": make([[1] * 6])} for _ in range(3))
+    assert [len(row) for row in packed] == [1, 1, 1]  # 6 of 10: no two share a row
+
+
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor])
+@pytest.mark.parametrize(("ids", "shape"), [([[1, 2], [3, 4]], r"\[2, 2\]"), ([[[1, 2]]], r"\[1, 1, 2\]")])
+def test_ids_of_several_samples_are_refused_by_name(make, ids, shape):
+    packer = StreamPacker(RowSettings(capacity=10))
+    packer.add({"input_ids": [1, 2]})
+    with pytest.raises(SampleError, match=rf"sample 1: input_ids have shape {shape}; .* or a function `len") as caught:
+        packer.add({"input_ids": make(ids)})
+    assert caught.value.reason == "bad_shape"
+
+
+@pytest.mark.parametrize("ids", [None, 3, "three"])
+def test_ids_that_are_no_numbers_in_a_row_are_refused_by_name(ids):
+    with pytest.raises(SampleError, match=f"sample 0: input_ids have no shape, they are {ids!r}"):
+        StreamPacker(RowSettings(capacity=10)).add({"input_ids": ids})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"capacity": 0}, "the capacity of a row must lie between"),
+        ({"capacity": 5, "limits": {"images": 0}}, "the limit of 'images' must lie between"),
+        ({"capacity": 5, "buffer_tokens": -1}, "buffer_tokens must be at least 0"),
+        ({"capacity": 5, "buffer_tokens": float("nan")}, "buffer_tokens must be at least 0"),
+        ({"capacity": 5, "min_fill": 1.1}, "min_fill must lie between 0 and 1"),
+        ({"capacity": 5, "oversize": "cut"}, "oversize must be one of error, drop, own_row"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        RowSettings(**settings)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint16, torch.tensor])
+def test_lengths_may_be_numbers_of_numpy_or_torch(kind):
+    lengths = LENGTH_SETS["CORD"].lengths(60).tolist()
+    plain = StreamPacker(RowSettings(capacity=4096), length=lambda length: length)
+    other = StreamPacker(RowSettings(capacity=4096), length=kind)
+    assert other.pack(lengths) == plain.pack(lengths)
+
+
+@pytest.mark.parametrize("oversize", ["error", "drop", "own_row"])
+@pytest.mark.parametrize("length", [2.5, 10.5, float("nan"), float("inf"), None, "3"])
+def test_a_length_that_is_no_whole_number_names_its_sample(length, oversize):
+    packer = StreamPacker(RowSettings(capacity=10, oversize=oversize), length=lambda sample: sample)
+    packer.add(4)
+    with pytest.raises(SampleError, match=r"sample 1: has a length and costs of .* must be whole numbers") as caught:
+        packer.add(length)
+    assert caught.value.reason == "not_whole"
+    assert packer.flush() == [[4]]
+    assert packer.dropped == 0
+
+
+def test_costs_that_lack_something_that_is_limited_are_refused():
+    packer = StreamPacker(RowSettings(capacity=10, limits={"images": 2}), costs=lambda sample: {"patches": 1})
+    with pytest.raises(ConfigError, match=r"images are limited, but `costs` tells only \['patches'\]"):
+        packer.add({"length": 3})
+
+
+def test_limits_need_somebody_who_tells_the_costs():
+    with pytest.raises(ConfigError, match="limits of images need a function `costs`"):
+        StreamPacker(RowSettings(capacity=5, limits={"images": 2}))

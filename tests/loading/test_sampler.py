@@ -1,0 +1,224 @@
+"""PackedBatchSampler: every rank as many rows, every sample once an epoch, and an exact continuation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from vlmpack.errors import ConfigError
+from vlmpack.loading import PackedBatchSampler
+from vlmpack.plan import Budget, plan_bins, split_rows
+
+LENGTHS = np.random.default_rng(2).integers(1, 50, 101).tolist()
+CAPACITY = 100
+
+
+def sampler(**settings) -> PackedBatchSampler:
+    """Over an odd number of rows."""
+    plan = plan_bins(LENGTHS, CAPACITY)
+    assert len(plan) % 2 == 1
+    return PackedBatchSampler(plan, **settings)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=24, max_size=60),
+    ranks=st.integers(1, 4),
+    accumulation=st.integers(1, 3),
+    seed=st.none() | st.integers(0, 3),
+)
+def test_ranks_have_as_many_rows_and_between_them_every_sample_once(lengths, ranks, accumulation, seed):
+    plan = plan_bins(lengths, 60)
+    settings = {"ranks": ranks, "accumulation": accumulation, "seed": seed}
+    if -len(plan) % (ranks * accumulation) + len(plan) > len(lengths):
+        with pytest.raises(ConfigError, match="cannot fill"):
+            PackedBatchSampler(plan, **settings)
+        return
+    rows = [[*PackedBatchSampler(plan, rank=rank, **settings)] for rank in range(ranks)]
+    assert len({len(mine) for mine in rows}) == 1
+    assert len(rows[0]) % accumulation == 0
+    assert sorted(sample for mine in rows for row in mine for sample in row) == list(range(len(lengths)))
+    assert max(sum(lengths[sample] for sample in row) for mine in rows for row in mine) <= 60
+
+
+def test_all_ranks_in_turn_are_what_accelerate_deals_out():
+    together = [*sampler(ranks=3, accumulation=2, rank="all")]
+    assert [together[rank::3] for rank in range(3)] == [[*sampler(ranks=3, accumulation=2, rank=r)] for r in range(3)]
+
+
+def test_empty_rows_fill_the_last_step_when_asked():
+    rows = [[*sampler(ranks=2, rank=rank, remainder="empty")] for rank in range(2)]
+    assert len(rows[0]) == len(rows[1])
+    assert [row for mine in rows for row in mine].count([]) == 1
+    assert sorted(sample for mine in rows for row in mine for sample in row) == list(range(len(LENGTHS)))
+
+
+def test_dropped_rows_are_others_every_epoch():
+    one = sampler(ranks=2, rank="all", remainder="drop")
+    missing = [set(range(len(LENGTHS))) - {sample for row in one for sample in row} for _ in range(3)]
+    assert all(missing)
+    assert missing[0] != missing[1]
+
+
+def test_every_epoch_meets_other_samples_in_other_rows_and_none_gets_longer():
+    one = sampler()
+    epochs = [[*one] for _ in range(3)]
+    assert one.epoch == 3
+    assert {len(epoch) for epoch in epochs} == {len(one)}
+    rows = [{tuple(sorted(row)) for row in epoch} for epoch in epochs]
+    assert rows[0] != rows[1] != rows[2]
+    loads = [sorted(sum(LENGTHS[sample] for sample in row) for row in epoch) for epoch in epochs]
+    assert loads[0] == loads[1] == loads[2]
+    assert all(sorted(sample for row in epoch for sample in row) == list(range(len(LENGTHS))) for epoch in epochs)
+
+
+def test_samples_change_places_only_with_those_of_the_same_length_and_budget():
+    images = np.arange(len(LENGTHS)) % 3
+    plan = plan_bins(LENGTHS, CAPACITY, budgets=[Budget(name="images", costs=images, limit=6)])
+    one = PackedBatchSampler(plan)
+    for epoch in range(3):
+        one.epoch_plan(epoch).check()
+
+
+def test_dropped_samples_stay_out_in_every_epoch():
+    plan = plan_bins([*LENGTHS, 300, 300], CAPACITY, oversize="drop")
+    one = PackedBatchSampler(plan)
+    for _ in range(3):
+        assert max(sample for row in one for sample in row) == len(LENGTHS) - 1
+
+
+def test_a_seed_gives_the_same_epochs_and_no_seed_the_order_of_the_plan():
+    first, again, other = sampler(seed=1), sampler(seed=1), sampler(seed=2)
+    assert [[*first], [*first]] == [[*again], [*again]]
+    assert [*sampler(seed=1)] != [*other]
+    plan = plan_bins(LENGTHS, CAPACITY)
+    still = PackedBatchSampler(plan, seed=None)
+    assert [*still] == [*still]
+    assert sorted(map(tuple, still)) == sorted(plan.bins)
+
+
+@pytest.mark.parametrize("done", [0, 1, 7, 14])
+def test_an_epoch_continues_where_it_was_left_and_the_next_one_is_whole(done):
+    whole = sampler(ranks=2, rank=1)
+    rows = [*whole]
+    half = sampler(ranks=2, rank=1)
+    left = iter(half)
+    for _ in range(done):
+        next(left)
+    resumed = sampler(ranks=2, rank=1)
+    resumed.load_state_dict(half.state_dict())
+    resumed.set_epoch(0)  # as a trainer does at the start of the epoch that it resumes
+    assert [*resumed] == rows[done:]
+    assert [*resumed] == [*whole]
+    assert len(resumed) == len(rows)
+
+
+def test_who_looks_at_one_row_and_begins_again_misses_none():
+    one = sampler()
+    first = next(iter(one))
+    rows = [*one]
+    assert rows[0] == first
+    assert len(rows) == len(one)
+
+
+def test_nothing_that_is_skipped_is_loaded():
+    loaded = []
+
+    class Samples:
+        def __getitem__(self, at):
+            loaded.append(at)
+            return at
+
+    one = sampler()
+    rows = [*one]
+    one.load_state_dict({**one.state_dict(), "epoch": 0, "rows": len(rows) - 2})
+    loader = DataLoader(Samples(), batch_sampler=one, collate_fn=list)
+    assert [*loader] == rows[-2:]
+    assert sorted(loaded) == sorted(rows[-2] + rows[-1])
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_data_loader_continues_in_the_middle_of_an_epoch(workers):
+    dataset = list(range(len(LENGTHS)))
+
+    def make():
+        return StatefulDataLoader(dataset, batch_sampler=sampler(), collate_fn=list, num_workers=workers)
+
+    rows = list(make())
+    half = make()
+    left = iter(half)
+    for _ in range(9):
+        next(left)
+    resumed = make()
+    resumed.load_state_dict(half.state_dict())
+    assert list(resumed) == rows[9:]
+    assert len(rows) > 20
+
+
+def test_the_state_of_one_rank_is_that_of_every_other():
+    """So that one file a step is enough."""
+    sampler(ranks=2, rank=1).load_state_dict(sampler(ranks=2, rank=0).state_dict())
+
+
+def test_the_state_of_another_plan_or_of_other_shuffles_is_refused():
+    state = sampler().state_dict()
+    sampler().load_state_dict(state)
+    others = (
+        {"ranks": 2, "rank": 0},
+        {"seed": 1},
+        {"accumulation": 3},
+        {"remainder": "drop"},
+        {"costs": np.ones(len(LENGTHS))},
+    )
+    for other in (*others, {"rank": "all"}):  # rows of one rank are counted otherwise than those of all in turn
+        with pytest.raises(
+            ConfigError, match=r"the state is of plan \w+, costs \w+, seed 0, 1 ranks, .* but this is plan"
+        ):
+            sampler(**other).load_state_dict(state)
+    with pytest.raises(ConfigError, match="plan and deal as before"):
+        PackedBatchSampler(plan_bins(LENGTHS, CAPACITY + 1)).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ranks": 2, "rank": 2}, "rank must lie between 0 and 1, got 2"),
+        ({"ranks": 2, "rank": 0.5}, r"rank must lie between 0 and 1, got 0\.5"),
+        ({"ranks": 2}, "ranks=2, but rank= was left out: every process would train on the same rows"),
+        ({"ranks": 0}, "ranks must lie between 1 and 2147483647, got 0"),
+        ({"accumulation": 1.5}, r"accumulation must be a whole number, got 1\.5"),
+        ({"seed": -1}, "the seed must be a whole number of at least 0"),
+        ({"costs": np.full(101, np.nan)}, "costs must be one finite number"),
+        ({"remainder": "repeat"}, "remainder must be one of split, empty, drop, got 'repeat'"),
+        ({"costs": np.ones(3)}, "3 costs for 101 samples"),
+        (
+            {"ranks": 500, "rank": 0, "remainder": "drop"},
+            r"\d+ rows make no step of 500 ranks with accumulation 1 and remainder 'drop'",
+        ),
+        ({"ranks": 500, "rank": 0}, "101 samples cannot fill 500 rows, the next multiple of 500"),
+    ],
+)
+def test_what_cannot_be_dealt_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        sampler(**settings)
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=40), multiple=st.integers(1, 9))
+def test_split_rows_are_a_multiple_with_the_same_samples_in_the_same_order(lengths, multiple):
+    plan = plan_bins(lengths, 60)
+    wanted = -(-len(plan) // multiple) * multiple
+    if wanted > len(lengths):
+        return
+    split = split_rows(plan, multiple).check()
+    assert len(split) == wanted
+    assert split.sample_ids.tolist() == plan.sample_ids.tolist()
+    assert {*plan.bounds.tolist()} <= {*split.bounds.tolist()}
+
+
+def test_a_row_is_cut_near_the_middle_of_its_tokens():
+    split = split_rows(plan_bins([10, 1, 1, 8], 20), 2)
+    assert split.bins == ((0,), (1, 2, 3))

@@ -1,0 +1,181 @@
+"""States are taken as they were made, for the samples that they were made of, or refused by what is wrong with them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings, StreamPacker
+from vlmpack.loading.state import digest_of
+from vlmpack.plan import plan_bins
+
+SETTINGS = RowSettings(capacity=64, oversize="own_row")
+LENGTHS = [1 + at * 7 % 40 + 60 * (at % 17 == 16) for at in range(200)]
+
+
+def samples(name: str = "a", count: int = 200) -> list[dict]:
+    return [{"id": f"{name}{at}", "length": LENGTHS[at]} for at in range(count)]
+
+
+class OneByOne(IterableDataset):
+    """A source that can only be iterated over."""
+
+    def __init__(self, of: list[dict]) -> None:
+        self.of = of
+
+    def __iter__(self) -> Any:
+        return iter(self.of)
+
+
+def stopped(source: Any, rows: int = 20) -> tuple[dict, list]:
+    """The state of a stream after so many rows, and the rows that are left."""
+    stream = PackedStream(source, SETTINGS)
+    left = iter(stream)
+    for _ in range(rows):
+        next(left)
+    return copy.deepcopy(stream.state_dict()), list(left)
+
+
+def continued(source: Any, state: Any) -> list:
+    stream = PackedStream(source, SETTINGS)
+    stream.load_state_dict(state)
+    return list(stream)
+
+
+# ---------------------------------------------------------------------- another data set
+
+
+@pytest.mark.parametrize("source", [list, OneByOne])
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (samples("b"), r"its sample \d+ is another one than before; give the data set"),
+        (samples()[:40], r"it has 40 samples, and before it had 200|it ends after 40 samples, and \d+ were read"),
+        ([*samples()[1:], samples()[0]], r"its sample \d+ is another one"),
+    ],
+)
+def test_a_state_does_not_continue_in_another_data_set(source, other, told):
+    state, rest = stopped(source(samples()))
+    assert continued(source(samples()), state) == rest
+    with pytest.raises(ConfigError, match=told):
+        continued(source(other), state)
+
+
+def test_a_data_set_that_has_grown_or_shrunk_is_another_one():
+    state, _ = stopped(samples()[:150], rows=15)
+    for other in (samples(), samples()[:149]):
+        with pytest.raises(ConfigError, match=rf"it has {len(other)} samples, and before it had 150"):
+            continued(other, state)
+
+
+def test_the_state_at_the_end_is_of_the_same_data_set_too():
+    stream = PackedStream(samples()[:30], SETTINGS)
+    list(stream)
+    assert continued(samples()[:30], stream.state_dict()) == []
+    with pytest.raises(ConfigError, match="its sample 29 is another one"):
+        continued(samples("b")[:30], stream.state_dict())
+
+
+def test_a_state_without_a_seal_is_taken_by_its_fields():
+    state, rest = stopped(samples())
+    del state["seal"], state["data"], state["packer"]["seal"]
+    assert continued(samples(), state) == rest
+
+
+# ---------------------------------------------------------------------- edited states
+
+WRONG = (-3, 10**6, 1.5, True, "3", None, [], {})
+COUNTS = ("rounds", "uneven", "packer.seen", "packer.dropped", "packer.left_out", "packer.carried")
+LISTS = ("rows", "packer.waiting", "packer.alone", "data")
+
+
+def at(state: dict, path: str) -> tuple[dict, str]:
+    *folders, name = path.split(".")
+    for folder in folders:
+        state = state[folder]
+    return state, name
+
+
+@pytest.mark.parametrize("path", [*COUNTS, *LISTS, "packer", "packer.of", "ended", "ranks", "remainder", "source"])
+def test_every_field_of_a_stream_is_checked(path):
+    whole, _ = stopped(samples())
+    refused = 0
+    for wrong in (*WRONG, [[1, 2]], [[0, {"id": "a0", "length": LENGTHS[0]}]] * 2):
+        state = copy.deepcopy(whole)
+        holder, name = at(state, path)
+        if type(holder[name]) is type(wrong) and holder[name] == wrong:
+            continue
+        holder[name] = wrong
+        refused += 1
+        with pytest.raises(ConfigError, match=r"state|deal as before|pack as before"):
+            continued(samples(), state)
+    holder, name = at(whole, path)
+    del holder[name]
+    with pytest.raises(ConfigError, match=r"the state lacks|seal"):
+        continued(samples(), whole)
+    assert refused >= 8
+
+
+@pytest.mark.parametrize("path", COUNTS)
+def test_a_count_that_would_be_possible_is_seen_by_the_seal(path):
+    state, _ = stopped(samples())
+    holder, name = at(state, path)
+    holder[name] += 1 if holder[name] == 0 else -1
+    with pytest.raises(ConfigError, match=r"its seal differs|of \d+ that|is no whole number"):
+        continued(samples(), state)
+
+
+def test_a_sample_that_was_edited_is_seen():
+    state, _ = stopped(samples())
+    state["packer"]["waiting"][0][1]["id"] = "edited"
+    with pytest.raises(ConfigError, match="changed or damaged since it was made: its seal differs"):
+        continued(samples(), state)
+
+
+def test_a_packer_that_refuses_a_state_is_as_it_was():
+    packer = StreamPacker(SETTINGS)
+    packer.add(samples()[0])
+    before = packer.state_dict()
+    with pytest.raises(ConfigError, match="the state has seen=-1"):
+        packer.load_state_dict({**before, "seen": -1})
+    assert packer.state_dict() == before
+
+
+@pytest.mark.parametrize("name", ["epoch", "rows"])
+@pytest.mark.parametrize("wrong", [-3, 1.5, True, "3", None, []])
+def test_a_sampler_goes_to_no_place_that_there_is_not(name, wrong):
+    sampler = PackedBatchSampler(plan_bins([5, 3, 4, 2, 6, 7, 1, 2], 10))
+    state = sampler.state_dict()
+    with pytest.raises(ConfigError, match=rf"the state has {name}=.* which is no whole number from 0"):
+        sampler.load_state_dict({**state, name: wrong})
+    with pytest.raises(ConfigError, match="rows=4, which is no whole number from 0 to 3"):
+        sampler.load_state_dict({**state, "rows": 4})
+    assert len(list(sampler)) == len(sampler) == 3
+
+
+@pytest.mark.parametrize("state", [None, [], {}, {"epoch": 0, "rows": 0}, {"epoch": 0, "rows": 0, "of": "", "more": 1}])
+def test_what_is_no_state_is_refused(state):
+    for what in (
+        PackedBatchSampler(plan_bins([5], 10)),
+        StreamPacker(SETTINGS),
+        PackedStream(samples(), SETTINGS),
+    ):
+        with pytest.raises(ConfigError, match=rf"state.*{type(what).__name__}"):
+            what.load_state_dict(state)
+
+
+# ---------------------------------------------------------------------- digests
+
+
+def test_a_digest_is_of_content_in_any_order_of_names():
+    values = [None, True, 1, 1.0, "1", b"1", [1], {"1": 1}, {1}, np.int64(1), np.array([1]), np.array([1], np.int32)]
+    values += [torch.tensor([1]), torch.tensor([1], dtype=torch.int32), torch.ones(1, dtype=torch.bfloat16), [[1]]]
+    values += [SampleError("no", reason="a"), SampleError("no", reason="b"), object()]
+    assert len({digest_of(value) for value in values}) == len(values)
+    assert digest_of({"a": 1, "b": (2, 3)}) == digest_of({"b": [2, 3], "a": 1})

@@ -1,0 +1,170 @@
+"""The waiting room: rows around the oldest sample, filled from those that wait, under one limit or several."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlmpack.bench.cases.plan import LENGTH_SETS, several_limits, stream
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.plan import WaitingRoom
+from vlmpack.plan import packing_buffer as waiting
+from vlmpack.plan.exact_fill import best_subset
+from vlmpack.plan.packing_buffer import fill_row
+
+LIMITS = (50, 40, 4)
+needs = st.tuples(st.integers(1, LIMITS[0]), st.integers(0, LIMITS[1]), st.integers(0, LIMITS[2]))
+
+
+@pytest.mark.parametrize("name", LENGTH_SETS)
+def test_a_stream_of_64_waiting_samples_is_full_and_nobody_waits_for_long(name):
+    lengths = LENGTH_SETS[name].lengths(20_000)
+    rows, delay = stream(lengths, LENGTH_SETS[name].capacity, 64)
+    assert lengths.sum() / (rows * LENGTH_SETS[name].capacity) >= 0.999
+    assert delay <= 200
+
+
+def test_a_row_holds_the_oldest_sample_and_what_fills_it():
+    room = WaitingRoom(10)
+    for sample, length in enumerate([6, 5, 3, 4, 1]):
+        room.add(sample, length)
+    assert room.take() == [0, 3]
+    assert room.tokens == 9
+    assert room.take() == [1, 2, 4]
+    assert room.take() == []
+    assert len(room) == room.tokens == 0
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40), pause=st.integers(1, 9))
+def test_every_sample_comes_out_once_and_each_row_begins_with_the_oldest(lengths, pause):
+    room, rows, queue = WaitingRoom(30), [], []
+    for sample, length in enumerate(lengths):
+        room.add(sample, length)
+        queue.append(sample)
+        if sample % pause == 0:
+            rows.append(room.take())
+            assert rows[-1][0] == queue[0]
+            queue = [other for other in queue if other not in rows[-1]]
+    while row := room.take():
+        rows.append(row)
+    assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
+    assert all(row == sorted(row) for row in rows)
+    assert max(sum(lengths[sample] for sample in row) for row in rows) <= 30
+
+
+@given(samples=st.lists(needs, min_size=1, max_size=30))
+def test_under_several_limits_every_row_keeps_all_of_them(samples):
+    room = WaitingRoom(LIMITS[0], LIMITS[1:])
+    for at, costs in enumerate(samples):
+        room.add(at, *costs)
+    rows = []
+    while row := room.take():
+        rows.append(row)
+        assert (np.asarray([samples[at] for at in row]).sum(0) <= LIMITS).all()
+    assert sorted(at for row in rows for at in row) == list(range(len(samples)))
+
+
+@given(samples=st.lists(needs, min_size=1, max_size=30))
+def test_nothing_that_still_fits_is_left_outside_a_row(samples):
+    costs, limits = np.asarray(samples), np.asarray(LIMITS)
+    row = fill_row(costs, limits)
+    left = limits - costs[row].sum(0)
+    outside = [at for at in range(len(samples)) if at not in row]
+    assert row[0] == 0
+    assert not any((costs[at] <= left).all() for at in outside)
+
+
+def test_the_limit_with_the_highest_demand_is_filled_exactly():
+    # Tokens are no matter here. Of the patches, only 47 + 31 + 22 make 100, which exchanges one for one do not find.
+    costs = np.asarray([(1, patches) for patches in (0, 47, 31, 22, 17, 17, 17, 17)])
+    row = fill_row(costs, np.asarray([1000, 100]))
+    assert costs[row].sum(0)[1] == 100
+
+
+def test_what_costs_nothing_of_the_limit_that_binds_is_put_in_as_well():
+    costs = np.asarray([(1, 10)] + [(5, 0)] * 40)  # a row full of patches, and text
+    assert fill_row(costs, np.asarray([1000, 10])) == list(range(41))
+
+
+def test_three_limits_that_bind_alike_cost_less_than_one_and_a_half_per_cent():
+    plan = several_limits(6000, seed=0).check()
+    assert len(plan.budgets) == 2
+    assert len(plan) <= 1.015 * plan.lower_bound
+
+
+def test_waiting_samples_move_to_another_room_and_the_rows_go_on_as_they_were():
+    lengths = LENGTH_SETS["CORD"].lengths(300)
+    here = WaitingRoom(4096)
+    for sample, length in enumerate(lengths[:200].tolist()):
+        here.add(sample, length)
+    for _ in range(20):
+        here.take()
+    there = WaitingRoom(4096)
+    for line in here.waiting:
+        there.add(*line)
+    assert there.tokens == here.tokens > 0
+    assert [there.take() for _ in range(9)] == [here.take() for _ in range(9)]
+
+
+@pytest.mark.parametrize(
+    ("sample", "reason"), [((1, 11, 0), "overlength"), ((1, 3, 5), "overlength"), ((1, 0, 0), "empty")]
+)
+def test_a_sample_that_fits_no_row_is_refused_by_name(sample, reason):
+    with pytest.raises(SampleError, match=r"sample 1: .* a row holds from 1 to 10 tokens and \[4\]") as caught:
+        WaitingRoom(10, [4]).add(*sample)
+    assert caught.value.reason == reason
+
+
+def test_a_cost_is_not_negative():
+    with pytest.raises(SampleError, match=r"sample 1: needs \[-3\] beside its tokens") as caught:
+        WaitingRoom(10, [4]).add(1, 5, -3)
+    assert caught.value.reason == "bad_cost"
+
+
+def test_there_is_a_cost_for_every_limit():
+    with pytest.raises(ConfigError, match="sample 3 has 2 costs, but a row has 1 limits"):
+        WaitingRoom(10, [4]).add(3, 5, 1, 1)
+
+
+def test_limits_are_whole_numbers_of_at_least_1():
+    with pytest.raises(ConfigError, match="the capacity of a row must lie between 1 and"):
+        WaitingRoom(0)
+    with pytest.raises(ConfigError, match="a row's limit must lie between 1 and"):
+        WaitingRoom(5, [0])
+
+
+@pytest.mark.parametrize("lengths", [[1000], [700, 1000, 3000]])
+def test_of_equal_lengths_no_more_are_looked_at_than_fit_together(lengths, monkeypatch):
+    """So that the work on many of them grows as their number does."""
+    looked: list[int] = []
+
+    def counted(company, room):
+        return best_subset((looked.append(length) or length for length in company), room)
+
+    monkeypatch.setattr(waiting, "best_subset", counted)
+    work = []
+    for count in (500, 2000):
+        looked.clear()
+        room = WaitingRoom(8192)
+        for at in range(count):
+            room.add(at, lengths[at % len(lengths)])
+        while len(room):
+            assert room.take()
+        work.append(len(looked))
+    assert work[1] < 5 * work[0]
+
+
+@given(lengths=st.lists(st.sampled_from([2, 3, 3, 5, 8, 13]), max_size=24), room=st.integers(0, 40))
+def test_repeated_lengths_change_nothing_in_what_is_chosen(lengths, room):
+    chosen = best_subset(lengths, room)
+    assert chosen == sorted(set(chosen))
+    assert sum(lengths[at] for at in chosen) == max(_sums(lengths, room))
+
+
+def _sums(lengths: list[int], room: int) -> set[int]:
+    sums = {0}
+    for length in lengths:
+        sums |= {total + length for total in sums if total + length <= room}
+    return sums

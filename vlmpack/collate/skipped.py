@@ -1,0 +1,291 @@
+"""The account of samples given, used and refused: counted by reason, written down, and with a ceiling."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.context import get_spawning_popen
+from pathlib import Path
+from threading import RLock
+from typing import Any, final
+
+from vlmpack.errors import ConfigError, SampleError
+
+try:
+    import fcntl
+except ImportError:  # not on Windows: there every process has a document of its own
+    fcntl = None
+
+
+@final
+class SharedDocument:
+    """A dictionary of what JSON holds.
+
+    Args:
+        content: what it holds at first.
+    """
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self._content = content
+        self._adopt(_anonymous_file())
+        self._store()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """To a process that is being spawned goes the file itself; into any other pickle its content."""
+        if self._file is not None and get_spawning_popen() is not None:
+            from multiprocessing.reduction import DupFd
+
+            return {"file": DupFd(self._file)}
+        with self.changed() as content:
+            return {"content": json.loads(json.dumps(content))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "file" in state:
+            self._content = {}
+            self._adopt(state["file"].detach())
+        else:
+            self.__init__(state["content"])
+
+    @contextmanager
+    def changed(self) -> Iterator[dict[str, Any]]:
+        """The content as all processes left it, which may be changed until the block ends; blocks may be nested."""
+        if self._process != os.getpid():  # forked, perhaps while another thread of the parent held its lock
+            self._lock, self._depth, self._process = RLock(), 0, os.getpid()
+        with self._lock:
+            if self._depth == 0:
+                self._load()
+            self._depth += 1
+            try:
+                yield self._content
+            finally:
+                self._depth -= 1
+                if self._depth == 0:
+                    self._store()
+
+    def _adopt(self, file: int | None) -> None:
+        self._file, self._lock, self._depth, self._process = file, RLock(), 0, os.getpid()
+        if file is not None:
+            weakref.finalize(self, _close, file)
+
+    def _load(self) -> None:
+        """Take the lock and read; the file is shared by descriptor, so its position is not used."""
+        if self._file is not None and fcntl is not None:
+            fcntl.lockf(self._file, fcntl.LOCK_EX)  # not `flock`, which a fork shares
+            self._content = json.loads(os.pread(self._file, os.fstat(self._file).st_size, 0))
+
+    def _store(self) -> None:
+        """Write, and let the lock go."""
+        if self._file is not None and fcntl is not None:
+            text = json.dumps(self._content).encode()
+            os.pwrite(self._file, text, 0)
+            os.ftruncate(self._file, len(text))
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+
+def _anonymous_file() -> int | None:
+    """The descriptor of a new file without a name; None: there can be none, and nothing is shared."""
+    if fcntl is None:
+        return None
+    with suppress(OSError, AttributeError):  # of Linux
+        return os.memfd_create("vlmpack")
+    with suppress(OSError), tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+    return None
+
+
+def _close(file: int) -> None:
+    with suppress(OSError):
+        os.close(file)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Ceiling:
+    """How many refused samples are too many: above it the data are broken, not single samples."""
+
+    max_bad_fraction: float = 0.01
+    """Refused samples per sample given, 0 to 1."""
+    min_seen: int = 200
+    """The fraction is looked at once this many samples were given."""
+    max_consecutive_bad: int = 20
+    """Refused samples in a row, looked at from the first sample on."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_bad_fraction <= 1:
+            raise ConfigError(f"max_bad_fraction must lie between 0 and 1, got {self.max_bad_fraction}")
+        if self.min_seen < 1 or self.max_consecutive_bad < 1:
+            raise ConfigError(
+                f"min_seen={self.min_seen} and max_consecutive_bad={self.max_consecutive_bad} must be at least 1"
+            )
+
+
+@final
+class Ledger:
+    """Counts of a process and of all DataLoader workers that it starts, and a JSON-lines file that they write to.
+
+    `given == used + refused` holds after every batch. Counts and ceiling are those of all these processes together,
+    over all epochs, whether workers are forked or spawned. "In a row" goes by the order in which batches are counted.
+    A copy (pickle, deepcopy) goes on by itself.
+
+    Args:
+        path: the JSON-lines file; it is appended to. None: counts only.
+        ceiling: when to give up.
+    """
+
+    def __init__(self, path: str | Path | None = None, *, ceiling: Ceiling | None = None) -> None:
+        self.path = None if path is None else Path(path)
+        self.ceiling = ceiling or Ceiling()
+        self._counts = SharedDocument(
+            {"used": 0, "refused": 0, "reasons": {}, "noted": 0, "consecutive": 0, "unread": []}
+        )
+        self._lines: list[str] = []
+        self._is_open = False
+        self._named: set[str] = set()
+
+    def __repr__(self) -> str:
+        why = "".join(f", {reason} {count}" for reason, count in self.reasons.most_common())
+        where = "" if self.path is None else f"; written down in {str(self.path)!r}"
+        return f"Ledger({self.given} given, {self.used} used, {self.refused} refused{why}{where})"
+
+    @property
+    def used(self) -> int:
+        """Samples that went into a batch."""
+        with self._counts.changed() as counts:
+            return counts["used"]
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """Refused samples by reason, those left out on purpose included."""
+        with self._counts.changed() as counts:
+            return Counter(counts["reasons"])
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Columns of samples that nothing reads, in the order in which they were met."""
+        with self._counts.changed() as counts:
+            return tuple(counts["unread"])
+
+    @property
+    def refused(self) -> int:
+        """Samples that went into no batch."""
+        with self._counts.changed() as counts:
+            return counts["refused"]
+
+    @property
+    def given(self) -> int:
+        """Samples seen."""
+        with self._counts.changed() as counts:
+            return counts["used"] + counts["refused"]
+
+    @contextmanager
+    def at_once(self) -> Iterator[dict[str, Any]]:
+        """Count and write down together all that is counted in the block: no other process counts in between."""
+        with self._counts.changed() as counts:
+            is_inner, self._is_open = self._is_open, True
+            try:
+                yield counts
+            finally:
+                self._is_open = is_inner
+                if not is_inner:
+                    self._write_down()
+
+    def use(self, samples: int = 1) -> None:
+        """Count samples that can be used."""
+        with self.at_once() as counts:
+            counts["used"] += samples
+            counts["consecutive"] = 0
+
+    def note(self, error: SampleError) -> None:
+        """Count and write down a sample without looking at the ceiling: left out by choice, or about to be raised."""
+        with self.at_once() as counts:
+            counts["noted"] += 1
+            self._record(error, counts)
+
+    def refuse(self, error: SampleError) -> None:
+        """Count and write down a bad sample.
+
+        Raises:
+            ConfigError: more bad samples than the ceiling allows.
+        """
+        with self.at_once() as counts:
+            counts["consecutive"] += 1
+            self._record(error, counts)
+            self._check_ceiling(error, counts)
+
+    def name_unread(self, columns: Iterable[str]) -> tuple[str, ...]:
+        """Take down columns that nothing reads; returns those that no process has named yet."""
+        if self._named.issuperset(columns := tuple(columns)):
+            return ()
+        self._named.update(columns)
+        with self.at_once() as counts:
+            new = tuple(name for name in columns if name not in counts["unread"])
+            counts["unread"] += new
+            return new
+
+    def _record(self, error: SampleError, counts: dict[str, Any]) -> None:
+        counts["refused"] += 1
+        counts["reasons"][error.reason] = counts["reasons"].get(error.reason, 0) + 1
+        if self.path is not None:
+            self._lines.append(_line(error, seen=counts["used"] + counts["refused"]))
+
+    def _write_down(self) -> None:
+        lines, self._lines = self._lines, []
+        if lines and self.path is not None:
+            _append(self.path, "".join(lines))
+
+    def _check_ceiling(self, error: SampleError, counts: dict[str, Any]) -> None:
+        bad, given = counts["refused"] - counts["noted"], counts["used"] + counts["refused"]
+        in_a_row = counts["consecutive"]
+        if in_a_row >= self.ceiling.max_consecutive_bad:
+            seen = f"{in_a_row} samples in a row (max_consecutive_bad={self.ceiling.max_consecutive_bad})"
+        elif given >= self.ceiling.min_seen and bad > self.ceiling.max_bad_fraction * given:
+            limit = f"max_bad_fraction={self.ceiling.max_bad_fraction:g}"
+            seen = f"{bad} of {given} samples ({bad / given:.1%}, {limit})"
+        else:
+            return
+        why = ", ".join(f"{reason} {count}" for reason, count in self.reasons.most_common())
+        where = "" if self.path is None else f"; each is written down in {self.path}"
+        raise ConfigError(
+            f"{seen} had to be refused: {why}{where}. The last was {error}. Repair the data, or raise the ceiling"
+        ) from error
+
+
+def read_ledger(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a ledger file, those of all workers, in the order of writing.
+
+    Each has `index` (in its batch), `id`, `reason`, `detail`, `process` (the writer's id) and `seen` (samples that the
+    process had been given by then).
+    """
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def _line(error: SampleError, *, seen: int) -> str:
+    record = {
+        "index": error.index,
+        "id": error.sample_id,
+        "reason": error.reason,
+        "detail": error.detail,
+        "process": os.getpid(),
+        "seen": seen,
+    }
+    return json.dumps(record, ensure_ascii=True) + "\n"
+
+
+def _append(path: Path, lines: str) -> None:
+    """One write to a file opened for appending: lines of several workers do not mix.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab", buffering=0) as file:
+            file.write(lines.encode())
+    except OSError as error:
+        raise ConfigError(f"the ledger cannot be written ({error}); give ledger= another path") from error

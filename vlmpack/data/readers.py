@@ -1,0 +1,460 @@
+"""Where samples are stored, and how their raw records are found.
+
+    folder of `save_to_disk`      dataset_dict.json, dataset_info.json            extra [data]
+    folder of parquet files       data/train-00000-of-00004-....parquet           extra [data]
+                                  (a split by the names of folders and files; what names none is of train)
+    folder of the CORD archive    train/image/receipt_00000.png, train/json/...   no extra
+    parquet files                 one path or a list                              extra [data]
+    hub id                        naver-clova-ix/cord-v2                          extra [data], network
+
+Nothing is decoded here, and the network is asked for a hub id alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, final
+
+import numpy as np
+
+from vlmpack.data.archive import ALIASES, ImageFolder, archive_in, in_files
+from vlmpack.errors import ConfigError, SampleError
+
+CHUNK = 2**24
+"""Bytes of a JSONL file that are looked at together."""
+HEAD = 256
+"""Bytes of a file that show what it is."""
+NEWLINE, BRACE = ord("\n"), ord("{")
+WHITE = " \t\r\n"
+MARK = b"\xef\xbb\xbf"
+"""What some editors put in front of UTF-8."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JsonRows:
+    """Rows of one file. Opened anew for each row, so that it can be sent to any number of processes."""
+
+    path: Path
+    """The file."""
+    spans: np.ndarray
+    """int64 [N, 2]: first byte of each row, and the one after its last."""
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """One row.
+
+        Raises:
+            SampleError: it is no JSON object, or the file cannot be read any more.
+        """
+        start, stop = self.spans[index].tolist()
+        try:
+            with self.path.open("rb") as file:
+                file.seek(start)
+                text = file.read(stop - start)
+        except OSError as error:
+            message = f"{self.path} cannot be read any more: {error}; put it back, or open the data set again"
+            raise SampleError(message, index=int(index), reason="row_unreadable") from error
+        try:
+            row = json.loads(text)
+        except ValueError as error:  # UnicodeDecodeError is one too
+            raise self._unreadable(index, f"is no JSON ({error})", text) from error
+        except RecursionError as error:
+            raise self._unreadable(index, "is nested too deeply to be read", text) from error
+        if not isinstance(row, dict):
+            raise self._unreadable(index, f"is a {type(row).__name__}", text)
+        return row
+
+    def _unreadable(self, index: int, fault: str, text: bytes) -> SampleError:
+        start = text.strip()[:40].decode(errors="replace")
+        return SampleError(
+            f"what stands at byte {self.spans[index, 0]} of {self.path} {fault}: {start!r}; a sample is one JSON "
+            "object, with a line of its own or in one array with all others",
+            index=int(index),
+            reason="row_unreadable",
+        )
+
+
+def json_rows(path: Path) -> JsonRows:
+    """Find the rows of a file, and read the first one.
+
+    Raises:
+        ConfigError: the file holds no rows, is not JSON, or its first row is no object.
+    """
+    with path.open("rb") as file:
+        head = _head(file)
+        spans = _array_spans(path) if head.startswith(b"[") else _line_spans(file)
+    rows = JsonRows(path=path, spans=spans)
+    if not len(rows):
+        raise ConfigError(f"{path} holds no samples; expected a JSON object a line, or one array of objects")
+    try:
+        rows[0]
+    except SampleError as error:
+        raise ConfigError(f"{error.detail}{_hint(head)}") from error
+    return rows
+
+
+def is_array(path: Path) -> bool:
+    """Find whether a file of JSON begins as a list of rows does."""
+    with path.open("rb") as file:
+        return _head(file).startswith(b"[")
+
+
+def _head(file: BinaryIO) -> bytes:
+    return file.read(HEAD).removeprefix(MARK).lstrip()
+
+
+def _hint(head: bytes) -> str:
+    """Where a file begins like an object of several lines: it is one sample, or all of them under a key."""
+    key = re.match(rb'\{\s*"([^"]+)"\s*:\s*\[', head)
+    if key is None:
+        return ""
+    name = key.group(1).decode(errors="replace")
+    return (
+        f". If all samples are the list under its key {name!r}, write that list alone; if it is one, give it one line"
+    )
+
+
+def _line_spans(file: BinaryIO) -> np.ndarray:
+    """Every line that is not blank; whole lines at a time, and only those without a brace are looked at one by one."""
+    found, at = [np.zeros((0, 2), np.int64)], 0
+    file.seek(0)
+    while chunk := file.read(CHUNK) + file.readline():
+        ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == NEWLINE) + 1
+        if not len(ends) or ends[-1] < len(chunk):
+            ends = np.append(ends, len(chunk))
+        starts = np.concatenate([[0], ends[:-1]])
+        odd = np.flatnonzero(np.frombuffer(chunk, np.uint8)[starts] != BRACE)
+        blank = [i for i in odd.tolist() if not chunk[starts[i] : ends[i]].strip()]
+        found.append(np.delete(np.stack([starts, ends], 1) + at, blank, axis=0))
+        at += len(chunk)
+    return np.concatenate(found)
+
+
+def _array_spans(path: Path) -> np.ndarray:
+    """The items of one JSON array: each is parsed once to find its end, and none is kept."""
+    data = path.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+        spans = _item_spans(text)
+    except RecursionError as error:
+        message = f"{path} holds a sample that is nested too deeply to be read; write a sample a line, or leave it out"
+        raise ConfigError(message) from error
+    except ValueError as error:
+        raise ConfigError(f"{path} begins like a JSON array and is none ({error}); write it again") from error
+    edges = spans.reshape(-1)
+    if not text.isascii():
+        edges = np.cumsum(
+            [len(text[a:b].encode()) for a, b in zip([0, *edges[:-1]], edges, strict=True)], dtype=np.int64
+        )
+    return edges.reshape(-1, 2) + (len(MARK) if data.startswith(MARK) else 0)
+
+
+def _item_spans(text: str) -> np.ndarray:
+    """int64 [N, 2], in characters."""
+    decoder, spans = json.JSONDecoder(), []
+    at = _after_white(text, text.index("[") + 1)
+    while not text.startswith("]", at):
+        _, stop = decoder.raw_decode(text, at)
+        spans.append((at, stop))
+        at = _after_white(text, stop)
+        if text.startswith(",", at):
+            at = _after_white(text, at + 1)
+        elif not text.startswith("]", at):
+            raise ValueError(f"a comma or the end of the array is missing at character {at}")
+    if (rest := _after_white(text, at + 1)) < len(text):
+        raise ValueError(f"the array has ended, but there is more at character {rest}")
+    return np.asarray(spans, np.int64).reshape(-1, 2)
+
+
+def _after_white(text: str, at: int) -> int:
+    while at < len(text) and text[at] in WHITE:
+        at += 1
+    return at
+
+
+COLUMNS = ("image", "ground_truth")
+Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+JSON_FILES = (".json", ".jsonl", ".ndjson")
+_SHARD = re.compile(r"(?P<split>\w+(\.\w+)*)-\d{5}-of-\d{5}.*")
+_WORDS = re.compile(r"[-._ 0-9]+")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+class Rows(Protocol):
+    """What a source gives: raw records, images in any form that `images.load_image` reads."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StoredRows:
+    """A table of `datasets` as plain values: an image stays `{"bytes", "path"}`, however deep it is nested."""
+
+    table: Any
+    """A `datasets.Dataset` in Arrow's format, in which nothing is decoded."""
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the columns."""
+        return self.table.column_names
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.table[index].to_pylist()[0]
+
+    def only(self, columns: Sequence[str], name: str) -> StoredRows:
+        """These columns of it.
+
+        Raises:
+            ConfigError: one of them is not there.
+        """
+        missing = [column for column in columns if column not in self.columns]
+        if missing:
+            raise ConfigError(
+                f"{name} has no column {' and '.join(missing)} (it has {', '.join(self.columns)}); rename yours to "
+                f"{' and '.join(columns)}"
+            )
+        return StoredRows(table=self.table.select_columns(list(columns)))
+
+
+@contextmanager
+def readable(source: Source) -> Iterator[None]:
+    """Raise what the file system refuses as a ConfigError that names the source."""
+    try:
+        yield
+    except OSError as error:
+        name = source if isinstance(source, str | os.PathLike) else f"the list of {len(source)} files"
+        raise ConfigError(f"{name} cannot be read: {error}; check that this user may read it, and all of it") from error
+
+
+def find_rows(source: Source, split: str) -> tuple[Rows, str]:
+    """The receipts of a real source (their two columns) and its name for messages."""
+    with readable(source):
+        rows, name = find_stored(source, split)
+    return (rows.only(COLUMNS, name) if isinstance(rows, StoredRows) else rows), name
+
+
+def check_source(source: Any) -> None:
+    """Refuse a source unless it can be the name of a data set.
+
+    Raises:
+        ConfigError: it is samples, or nothing.
+    """
+    is_list = isinstance(source, Sequence) and not isinstance(source, bytes | bytearray)
+    if isinstance(source, str | os.PathLike) or (is_list and all(isinstance(p, str | os.PathLike) for p in source)):
+        return
+    of = f" of {type(source[0]).__name__}" if is_list else ""
+    raise ConfigError(
+        "what is opened is 'synthetic', a file, a list of files, a folder or a hub id, each by its name; got a "
+        f"{type(source).__name__}{of}. Samples that are in memory, such as a list of dicts or a datasets.Dataset, need "
+        "no opening: give them to VLMCollator, to a DataLoader or to the trainer as they are (receipts: what "
+        "to_conversation makes of them)"
+    )
+
+
+def refuse_scale(scale: float) -> None:
+    """Refuse a size for the text of samples that are stored: it would say nothing.
+
+    Raises:
+        ConfigError: it is another than 1.
+    """
+    if scale != 1.0:
+        raise ConfigError(f"scale={scale} is for synthetic receipts; limit real images by the processor's max_pixels")
+
+
+def find_stored(source: Source, split: str) -> tuple[StoredRows | ImageFolder, str]:
+    """The rows of a real source, whatever their columns, and its name for messages."""
+    check_source(source)
+    if not isinstance(source, str | os.PathLike):
+        return _named_rows([Path(path).expanduser() for path in source], split), f"{len(source)} parquet files"
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _folder_rows(path, split), str(source)
+    if path.is_file() or path.suffix == ".parquet":
+        return _named_rows([path], split), str(source)
+    if isinstance(source, str) and _HUB_ID.fullmatch(source) and path.suffix not in JSON_FILES:
+        return _hub_rows(source, split), source
+    raise ConfigError(
+        f"{str(source)!r} is no file or folder here and no hub id; give 'synthetic', a folder or file that is "
+        "there, or an id such as 'naver-clova-ix/cord-v2'"
+    )
+
+
+def complete_row(row: Mapping[str, Any], name: str, *, index: int) -> Mapping[str, Any]:
+    """The row of a receipt, if all of it is there.
+
+    Raises:
+        SampleError: it has no image, or no ground truth.
+    """
+    missing = [column for column in COLUMNS if row.get(column) is None]
+    if missing:
+        message = f"{' and '.join(missing)} missing in {name} (the record has {', '.join(row) or 'nothing'})"
+        raise SampleError(
+            f"{message}; CORD records have an image and a ground_truth", index=index, reason="missing_column"
+        )
+    return row
+
+
+def _folder_rows(folder: Path, split: str) -> StoredRows | ImageFolder:
+    for read in (_saved_in, _parquet_in, archive_in):
+        rows = read(folder, split)
+        if rows is not None:
+            return rows
+    json_files = sorted(path.name for path in folder.iterdir() if path.suffix in JSON_FILES)
+    if json_files:
+        raise ConfigError(
+            f"{folder} holds {', '.join(json_files[:6])}{', ...' if len(json_files) > 6 else ''}, and which of them "
+            f"are samples is not known: name the file, such as {folder / json_files[0]}, or give a list of files"
+        )
+    seen = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+    raise ConfigError(
+        f"{folder} holds no CORD data or table for split {split!r} (it holds: {seen}); expected a dataset saved by "
+        f"datasets, {split}-*.parquet files, or {in_files(split)}/image with {in_files(split)}/json"
+    )
+
+
+def _saved_in(folder: Path, split: str) -> StoredRows | None:
+    names = ("dataset_dict.json", "dataset_info.json", "state.json")
+    return _saved_rows(folder, split) if any((folder / name).is_file() for name in names) else None
+
+
+def _parquet_in(folder: Path, split: str) -> StoredRows | None:
+    files = [path for path in sorted(folder.rglob("*.parquet")) if not _is_hidden(path.relative_to(folder))]
+    if not files:
+        return None
+    wanted, splits = ALIASES.get(split, split), {path: _split_of(path.relative_to(folder)) for path in files}
+    chosen = [path for path in files if splits[path] == wanted]
+    unnamed = [path for path in files if splits[path] is None] if wanted == "train" else []
+    if chosen and unnamed:
+        raise ConfigError(
+            f"{folder} holds {_some(chosen, folder)}, named after split 'train', and {_some(unnamed, folder)}, which "
+            "no split is named in; give a list of the files that are meant"
+        )
+    if not (chosen or unnamed):
+        names = ", ".join(sorted({repr(name or "train") for name in splits.values()}))
+        raise ConfigError(
+            f"no parquet file of split {split!r} under {folder}; its files are of {names}: {_some(files, folder)}; "
+            "pass one of these as split, or give the files themselves"
+        )
+    if beside := _rows_beside(chosen or unnamed):
+        raise ConfigError(
+            f"{folder} holds parquet files and {_some(beside, folder)}: which of them are samples is not known; give a "
+            "list of the parquet files, or of the files of JSON"
+        )
+    return _parquet_rows(chosen or unnamed)
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith((".", "__")) for part in path.parts)
+
+
+def _rows_beside(files: Sequence[Path]) -> list[Path]:
+    """Files of JSON in the folders of these that may hold samples; an object that describes them all is none."""
+    folders = sorted({path.parent for path in files})
+    beside = [path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in JSON_FILES]
+    return [path for path in beside if path.suffix != ".json" or is_array(path)]
+
+
+def _some(paths: Sequence[Path], folder: Path) -> str:
+    names = [str(path.relative_to(folder)) for path in paths]
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+
+
+def _split_of(path: Path) -> str | None:
+    """The split that a parquet file is of, by the names of its folders and its own, as `datasets` reads them.
+
+        data/train_sft-00000-of-00004.parquet    'train_sft': all that stands in front of the number of a shard
+        validation/0000.parquet                  'validation', of the outermost folder that names one
+        receipts-dev-2.parquet                   'validation', a word of the name
+        0000.parquet                             None
+
+    Raises:
+        ConfigError: a name has words of two splits.
+    """
+    if path.parent.name == "data" and (shard := _SHARD.fullmatch(path.name)):
+        return ALIASES.get(shard["split"], shard["split"])
+    for part in path.with_suffix("").parts:
+        splits = {ALIASES[word] for word in _WORDS.split(part.lower()) if word in ALIASES}
+        if len(splits) > 1:
+            raise ConfigError(f"{path} is named after splits {' and '.join(sorted(splits))}; give a list of the files")
+        if splits:
+            return splits.pop()
+    return None
+
+
+def _named_rows(paths: list[Path], split: str) -> StoredRows:
+    """Parquet files that were named one by one: their names decide nothing, and may contradict another split."""
+    absent = [str(path) for path in paths if not path.is_file()]
+    if absent or not paths:
+        raise ConfigError(f"no such parquet file: {', '.join(absent) or 'the list is empty'}; check the path")
+    others = {_split_of(Path(path.name)) for path in paths} - {ALIASES.get(split, split), None}
+    if split != "train" and others:  # "train" is what stands where no split is given
+        other = sorted(filter(None, others))[0]
+        raise ConfigError(
+            f"a file named after split {other!r} was given for split {split!r}; files that are named are read whatever "
+            "they are called, so leave split= out"
+        )
+    return _parquet_rows(paths)
+
+
+def _parquet_rows(paths: list[Path]) -> StoredRows:
+    datasets = _datasets(f"parquet file {paths[0]}")
+    try:
+        table = datasets.Dataset.from_parquet([str(path) for path in paths])
+    except OSError as error:
+        raise ConfigError(
+            f"{paths[0]} cannot be read, or not be copied into the cache of datasets: {error}; HF_DATASETS_CACHE names "
+            "another folder for that"
+        ) from error
+    except Exception as error:  # datasets and pyarrow raise many kinds for a broken file
+        raise ConfigError(f"{paths[0]} cannot be read as parquet: {error}; download it again") from error
+    return StoredRows(table=table.with_format("arrow"))
+
+
+def _saved_rows(folder: Path, split: str) -> StoredRows:
+    datasets = _datasets(f"folder {folder}")
+    try:
+        saved = datasets.load_from_disk(str(folder))
+    except Exception as error:  # datasets and pyarrow raise many kinds for a broken folder
+        raise ConfigError(f"{folder} cannot be read as a saved dataset: {error}; save it again") from error
+    if isinstance(saved, datasets.DatasetDict):
+        if split not in saved:
+            raise ConfigError(f"no split {split!r} in {folder}; it holds {', '.join(saved)}")
+        saved = saved[split]
+    elif saved.split is not None and str(saved.split) != split:
+        raise ConfigError(f"{folder} holds split {str(saved.split)!r}, not {split!r}; pass split={str(saved.split)!r}")
+    return StoredRows(table=saved.with_format("arrow"))
+
+
+def _hub_rows(source: str, split: str) -> StoredRows:
+    datasets = _datasets(f"hub id {source!r}")
+    try:
+        table = datasets.load_dataset(source, split=split)
+    except Exception as error:  # no network, no such repository, no such split: each library layer has its own kind
+        raise ConfigError(
+            f"{source!r} is no local folder, and the hub did not give its split {split!r}: {error}; check the id, the "
+            "split and the network, or give a local copy"
+        ) from error
+    return StoredRows(table=table.with_format("arrow"))
+
+
+def _datasets(what: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(f"reading {what} needs the datasets library: pip install 'vlmpack[data]'") from error
+    return datasets

@@ -1,0 +1,194 @@
+"""PackedBatchSampler: the rows of a plan, dealt to ranks, in another order every epoch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, Literal, final
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from vlmpack.errors import ConfigError, check_kind
+from vlmpack.loading.state import checked_fields, whole
+from vlmpack.plan import EMPTY, Plan, Schedule, balance_rows, check_seed, checked_capacity, split_rows
+
+Remainder = Literal["split", "empty", "drop"]
+REMAINDERS: tuple[Remainder, ...] = ("split", "empty", "drop")
+
+
+@final
+class PackedBatchSampler(Sampler[list[int]]):
+    """Yield rows, each a list of sample ids: the `batch_sampler` of a DataLoader over a map-style dataset.
+
+    It goes under `DataLoader(dataset, batch_sampler=...)`, and not under `sampler=`, which would ask the data set for a
+    list of samples as if that were a place ("list indices must be integers").
+
+    Every rank gets the same number of rows, and every epoch has as many. Each epoch shuffles which rows meet in a step,
+    and exchanges samples of equal length between rows, so that no row gets longer.
+
+    Args:
+        plan: from `plan_bins`.
+        ranks: processes that train together.
+        rank: whose rows to yield: that of this process, which may be left out if there is one only; "all": those of
+            all ranks in turn, for a loader that deals batches out itself, as accelerate's does.
+        accumulation: rows that a rank computes before ranks wait for each other; they are balanced together.
+        costs: [N] what each sample costs to compute, for the balance: `CostModel.of_samples`; None: its length.
+        remainder: what becomes of rows that do not fill the last step: "split" cuts rows of many samples in two until
+            there are enough, "empty" fills up with rows of no samples, "drop" leaves rows out, others every epoch.
+        seed: of all shuffles; None: the plan's order, every epoch.
+
+    Raises:
+        ConfigError: no plan, a number that is not whole or below 1, a seed below 0, costs that are negative or not
+            finite, a rank or remainder that does not exist, too few samples to split, or too few rows for a single
+            step.
+    """
+
+    batch_size = None
+    """Rows have different numbers of samples; accelerate asks."""
+    drop_last = False
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        ranks: int = 1,
+        rank: int | Literal["all"] | None = None,
+        accumulation: int = 1,
+        costs: np.ndarray | None = None,
+        remainder: Remainder = "split",
+        seed: int | None = 0,
+    ) -> None:
+        check_kind("plan", plan, Plan, "plan_bins(lengths, capacity=4096)")
+        ranks, accumulation = checked_capacity(ranks, "ranks"), checked_capacity(accumulation, "accumulation")
+        check_seed(seed)
+        if remainder not in REMAINDERS:
+            raise ConfigError(f"remainder must be one of {', '.join(REMAINDERS)}, got {remainder!r}")
+        self.ranks, self.accumulation, self.seed = ranks, accumulation, seed
+        self.rank: int | Literal["all"] = "all" if rank == "all" else checked_rank(rank, ranks)
+        self.remainder: Remainder = remainder
+        self.plan = split_rows(plan, ranks * accumulation) if remainder == "split" else plan
+        """What is dealt: the plan given, with rows split where that was needed."""
+        self._costs = np.asarray(plan.lengths if costs is None else costs, np.float64)
+        if len(self._costs) != len(plan.lengths):
+            raise ConfigError(
+                f"{len(self._costs)} costs for {len(plan.lengths)} samples; of a plan of a table with refused samples, "
+                "give table.by_place(costs)"
+            )
+        self._twins = _kinds([plan.lengths, *(budget.costs for budget in plan.budgets), self._costs])
+        self.epoch = 0
+        """The epoch that is yielded, or will be next."""
+        self._done = self._start = 0
+        self._rows_an_epoch = self._order(self.schedule(0)).size
+        if not self._rows_an_epoch:
+            raise ConfigError(
+                f"{len(plan)} rows make no step of {ranks} ranks with accumulation {accumulation} and remainder "
+                f"{remainder!r}; use fewer ranks or less accumulation, smaller rows, or another remainder"
+            )
+
+    def __len__(self) -> int:
+        """Rows of a whole epoch, wherever this one was continued."""
+        return self._rows_an_epoch
+
+    def __repr__(self) -> str:
+        rank = "all ranks" if self.rank == "all" else f"rank {self.rank}"
+        return (
+            f"PackedBatchSampler({len(self)} rows an epoch of up to {self.plan.capacity} tokens, "
+            f"{len(self.plan.sample_ids)} samples, {rank} of {self.ranks}, accumulation {self.accumulation}, remainder "
+            f"{self.remainder!r}, seed {self.seed}; epoch {self.epoch}, {self._done} rows done)"
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; nothing happens if it is the current one, so that a resumed epoch continues."""
+        if epoch != self.epoch:
+            self.epoch, self._done, self._start = epoch, 0, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The rows of the epoch, or those left of it after a state was loaded; the last one ends the epoch."""
+        start, self._start = self._start, 0
+        plan, order = self.epoch_plan(self.epoch), self._order(self.schedule(self.epoch))
+        for at in range(start, len(order)):
+            self._done = at + 1
+            yield [] if order[at] == EMPTY else plan[int(order[at])].tolist()
+        self.epoch, self._done = self.epoch + 1, 0
+
+    def epoch_plan(self, epoch: int) -> Plan:
+        """The plan of an epoch: the same rows with samples of equal length (and budgets and costs) exchanged."""
+        if self.seed is None:
+            return self.plan
+        order = np.argsort(self._twins, kind="stable")
+        drawn = np.random.default_rng([self.seed, epoch, 0]).random(len(order))
+        stand_in = np.empty(len(order), np.int64)
+        stand_in[order] = np.lexsort((drawn, self._twins))
+        return self.plan.renamed(stand_in)
+
+    def schedule(self, epoch: int) -> Schedule:
+        """Which rank computes which row when."""
+        seed = None if self.seed is None else int(np.random.default_rng([self.seed, epoch, 1]).integers(2**31))
+        return balance_rows(
+            self.plan.sums(self._costs),
+            ranks=self.ranks,
+            accumulation=self.accumulation,
+            remainder="drop" if self.remainder == "drop" else "empty",
+            seed=seed,
+        )
+
+    def _order(self, schedule: Schedule) -> np.ndarray:
+        """int64: rows in the order in which they are yielded."""
+        if self.rank != "all":
+            return schedule.rows[:, self.rank].reshape(-1)
+        return schedule.rows.transpose(0, 2, 1).reshape(-1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is: the epoch, and rows of it that were yielded.
+
+        A DataLoader with workers asks for rows ahead of those that it has given out; `StatefulDataLoader` accounts for
+        that. Otherwise put the rows that were trained on in here.
+        """
+        return {"epoch": self.epoch, "rows": self._done, "of": self._identity}
+
+    @cached_property
+    def _identity(self) -> str:
+        """What has to be the same to continue; which of the ranks this one is does not."""
+        whose = f"{self.ranks} ranks" + (" in turn" if self.rank == "all" else "")
+        how = f"seed {self.seed}, {whose}, accumulation {self.accumulation}, remainder {self.remainder!r}"
+        costs = hashlib.sha256(self._costs.astype("<f8").tobytes()).hexdigest()
+        return f"plan {self.plan.digest[:16]}, costs {costs[:16]}, {how}"
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; nothing that is skipped is loaded.
+
+        Raises:
+            ConfigError: the state is of another plan, was dealt in another way, or is damaged.
+        """
+        checked_fields(state, ("epoch", "rows", "of"), of="PackedBatchSampler")
+        if state["of"] != self._identity:
+            raise ConfigError(f"the state is of {state['of']}, but this is {self._identity}; plan and deal as before")
+        epoch, rows = whole(state, "epoch"), whole(state, "rows", len(self))
+        self.epoch, self._done, self._start = epoch, rows, rows
+
+
+def checked_rank(rank: int | None, ranks: int) -> int:
+    """This process's rank; 0 where there is no other.
+
+    Raises:
+        ConfigError: it is not among the ranks, or it was left out, so that all of them would train on the same rows.
+    """
+    if rank is None and ranks > 1:
+        raise ConfigError(
+            f"ranks={ranks}, but rank= was left out: every process would train on the same rows; give this one's, such "
+            "as rank=torch.distributed.get_rank()"
+        )
+    if rank is not None and rank not in range(ranks):
+        raise ConfigError(f"rank must lie between 0 and {ranks - 1}, got {rank!r}")
+    return rank or 0
+
+
+def _kinds(columns: list[np.ndarray]) -> np.ndarray:
+    """int64 [N]: equal numbers for samples that are equal in every column."""
+    kinds = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        _, values = np.unique(column, return_inverse=True)
+        _, kinds = np.unique(kinds * (values.max(initial=0) + 1) + values, return_inverse=True)
+    return kinds

@@ -1,0 +1,344 @@
+"""StreamPacker: samples in, one after the other; rows of samples out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from operator import index as as_int
+from typing import Any, Generic, TypeVar, final
+
+import numpy as np
+
+from vlmpack.errors import ConfigError, SampleError, check_kind
+from vlmpack.loading.state import (
+    LOAD_ANOTHER,
+    SEAL,
+    SampleDigests,
+    check_seal,
+    checked_fields,
+    digest_of,
+    listed,
+    whole,
+)
+from vlmpack.plan import OVERSIZE, ROWS_WAITING, Oversize, WaitingRoom, checked_capacity
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RowSettings:
+    """How rows are made from samples that come one by one."""
+
+    capacity: int
+    """Tokens that a row may hold."""
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """What else a row may hold only so much of, by name: vision patches, images."""
+    buffer_tokens: int | None = None
+    """Rows are made while at least this many tokens wait; None: four rows' worth."""
+    min_fill: float = 0.0
+    """Share of the capacity, 0 to 1, below which a row waits for more samples once before it is given out."""
+    drop_last: bool = False
+    """At the end, leave out rows below `min_fill`."""
+    oversize: Oversize = "error"
+    """A sample that exceeds a row by itself: refuse it, leave it out and count it, or give it a row of its own."""
+
+    def __post_init__(self) -> None:
+        checked_capacity(self.capacity)
+        check_kind("limits", self.limits, Mapping, '{"images": 8}')
+        for name, limit in self.limits.items():
+            checked_capacity(limit, f"the limit of {name!r}")
+        if self.buffer_tokens is not None and not self.buffer_tokens >= 0:
+            raise ConfigError(f"buffer_tokens must be at least 0, got {self.buffer_tokens}")
+        if not 0 <= self.min_fill <= 1:
+            raise ConfigError(f"min_fill must lie between 0 and 1, got {self.min_fill}")
+        if self.oversize not in OVERSIZE:
+            raise ConfigError(f"oversize must be one of {', '.join(OVERSIZE)}, got {self.oversize!r}")
+
+    @property
+    def enough_waiting(self) -> int:
+        """Tokens that have to wait before a row is made."""
+        return ROWS_WAITING * self.capacity if self.buffer_tokens is None else self.buffer_tokens
+
+    @property
+    def least_tokens(self) -> float:
+        """Tokens of a row that is full enough."""
+        return self.min_fill * self.capacity
+
+
+Sample = TypeVar("Sample")
+Row = list[Sample]
+LENGTH = "length=collator.length of the VLMCollator that will make the rows, or a function of your own"
+"""What to pass where samples do not tell their length."""
+
+
+def token_count(sample: Mapping[str, Any]) -> int:
+    """Tokens of a sample dict: its `length`, or else the number of its `input_ids`, which are [n] or [1, n].
+
+    Raises:
+        ConfigError: it has neither, or is no dict.
+        SampleError: its `input_ids` have another shape.
+    """
+    if not isinstance(sample, Mapping):
+        raise ConfigError(
+            f"a sample is a {type(sample).__name__}, and not a dict; tell its tokens by `length`: {LENGTH}"
+        )
+    if "length" in sample:
+        return sample["length"]
+    if "input_ids" in sample:
+        return _number_of(sample["input_ids"])
+    raise ConfigError(
+        f"a sample has no 'length' and no 'input_ids', only {list(sample)}; tell its tokens by `length`: {LENGTH}"
+    )
+
+
+def _number_of(ids: Any) -> int:
+    """n of token ids of shape [n] or [1, n]."""
+    shape = _shape(ids)
+    if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1):
+        return shape[-1]
+    seen = f"shape {list(shape)}" if shape else f"no shape, they are {ids!r:.40}"
+    raise SampleError(
+        f"input_ids have {seen}; one sample's are [n] (or [1, n]). Give each sample by itself, or a function `length`",
+        reason="bad_shape",
+    )
+
+
+def _shape(ids: Any) -> tuple[int, ...]:
+    """Of an array or tensor, or of a list, of which only the first items are looked at: lists are slow to convert."""
+    if isinstance(ids, list | tuple):
+        return (len(ids), *(_shape(ids[0]) if ids else ()))
+    return tuple(np.shape(ids))
+
+
+@final
+class StreamPacker(Generic[Sample]):
+    """Keep a few samples waiting and make rows of them, each around the oldest and filled exactly.
+
+    Samples stay whole, are never looked into, and come out once. No randomness: the same samples give the same rows.
+
+    Two ways to use it. Sample by sample: `add`, and `rows` after each; at the end `flush`. Call by call, as for
+    rollouts in a trainer: `pack` takes all there is and gives rows that are full enough; the rest waits for the next.
+
+    Args:
+        settings: of the rows.
+        length: tokens of a sample; of one that is not tokenised yet, `VLMCollator.length` tells them.
+        costs: what else a sample needs, by the names of `settings.limits`.
+
+    Raises:
+        ConfigError: settings of another kind, or limits without a function that tells costs.
+    """
+
+    def __init__(
+        self,
+        settings: RowSettings,
+        *,
+        length: Callable[[Sample], int] = token_count,
+        costs: Callable[[Sample], Mapping[str, int]] | None = None,
+    ) -> None:
+        check_kind("settings", settings, RowSettings, "RowSettings(capacity=4096)")
+        if settings.limits and costs is None:
+            raise ConfigError(f"limits of {', '.join(settings.limits)} need a function `costs` that tells them")
+        self.settings = settings
+        self.seen = 0
+        """Samples taken in."""
+        self.dropped = 0
+        """Samples that were too long for a row and left out."""
+        self.left_out = 0
+        """Samples of rows that were not full enough at the end and left out."""
+        self._length, self._costs = length, costs
+        self._room = WaitingRoom(settings.capacity, list(settings.limits.values()))
+        self._samples: dict[int, Sample] = {}
+        self._alone: list[Row] = []
+        self._carried = 0
+        self._digests = SampleDigests()
+
+    def __len__(self) -> int:
+        """Samples that wait, those with a row of their own included."""
+        return len(self._samples) + len(self._alone)
+
+    def __repr__(self) -> str:
+        return (
+            f"StreamPacker(rows of {self.settings.capacity} tokens, {self.seen} samples seen, {len(self)} waiting "
+            f"({self.tokens} tokens), {self.dropped} dropped, {self.left_out} left out)"
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that wait to share a row."""
+        return self._room.tokens
+
+    def add(self, sample: Sample) -> None:
+        """Take a sample in.
+
+        Raises:
+            SampleError: its length or a cost is no whole number, it has no tokens, its `input_ids` are no row of
+                numbers, or it exceeds a row by itself and `oversize` is "error"; names it by its number in the stream.
+            ConfigError: `costs` does not tell everything that is limited.
+        """
+        at, self.seen = self.seen, self.seen + 1
+        needs = self._named_needs(at, sample)
+        over = any(need > limit for need, limit in zip(needs, self._room.limits, strict=True))
+        if over and self.settings.oversize == "drop":
+            self.dropped += 1
+        elif over and self.settings.oversize == "own_row":
+            self._alone.append([sample])
+        else:
+            self._room.add(at, *needs)
+            self._samples[at] = sample
+
+    def rows(self) -> Iterator[Row]:
+        """Rows that can be made while enough tokens wait."""
+        alone, self._alone = self._alone, []
+        yield from alone
+        while len(self._room) and self._room.tokens >= self.settings.enough_waiting:
+            yield self._take()
+
+    def pack(self, samples: Iterable[Sample]) -> list[Row]:
+        """Take all these in and give out every row that is full enough.
+
+        A sample whose best row is below `min_fill` waits for the next call, but not for the one after it.
+
+        Raises:
+            SampleError, ConfigError: as `add`, or one sample was given and no list of them; then none of these samples
+                was taken in, and the packer is as it was.
+        """
+        if isinstance(samples, Mapping | str):
+            raise ConfigError(f"pack takes a list of samples, got a {type(samples).__name__}; of one give [sample]")
+        before, waiting = self._fields(), self._room.waiting
+        try:
+            for sample in samples:
+                self.add(sample)
+        except BaseException:
+            self._set(before, waiting)
+            raise
+        rows, self._alone = self._alone, []
+        passed_over = []
+        while len(self._room):
+            waited = self._room.oldest < self._carried
+            if row := self._take(at_least=0.0 if waited else self.settings.least_tokens):
+                rows.append(row)
+            else:
+                passed_over.append(self._room.take_oldest())
+        for sample in passed_over:
+            self._room.add(*sample)
+        self._carried = self.seen
+        return rows
+
+    def flush(self) -> list[Row]:
+        """Give out everything that waits; with `drop_last`, rows below `min_fill` are left out and counted."""
+        rows = [*self.rows()]
+        while len(self._room):
+            tokens = self._room.tokens
+            row = self._take()
+            if self.settings.drop_last and tokens - self._room.tokens < self.settings.least_tokens:
+                self.left_out += len(row)
+            else:
+                rows.append(row)
+        return rows
+
+    def needs(self, sample: Sample) -> tuple[int, ...]:
+        """(tokens, and what else is limited) of a sample; one that could not be read takes up one token.
+
+        Raises:
+            ConfigError: `costs` does not tell everything that is limited.
+            SampleError: one of them is no whole number, or `input_ids` are no row of numbers.
+        """
+        if isinstance(sample, SampleError):
+            return (1, *(0 for _ in self.settings.limits))
+        costs = {} if self._costs is None else self._costs(sample)
+        if missing := [name for name in self.settings.limits if name not in costs]:
+            raise ConfigError(f"{', '.join(missing)} are limited, but `costs` tells only {list(costs)} of a sample")
+        needs = (self._length(sample), *(costs[name] for name in self.settings.limits))
+        try:
+            return tuple(map(as_int, needs))
+        except TypeError as error:
+            raise SampleError(
+                f"has a length and costs of {needs}; they must be whole numbers", reason="not_whole"
+            ) from error
+
+    def _named_needs(self, at: int, sample: Sample) -> tuple[int, ...]:
+        """`needs`, refused under the sample's number in the stream where nobody has named it."""
+        try:
+            return self.needs(sample)
+        except SampleError as error:
+            if error.index is not None:
+                raise
+            raise SampleError(error.detail, index=at, reason=error.reason, sample_id=error.sample_id) from error
+
+    def _take(self, *, at_least: float = 0.0) -> Row:
+        """One row, or nothing if it would hold fewer tokens."""
+        return [self._samples.pop(at) for at in self._room.take(at_least=at_least)]
+
+    # ------------------------------------------------------------------ to continue elsewhere
+
+    def state_dict(self) -> dict[str, Any]:
+        """All there is to continue bit for bit: the waiting samples themselves, the oldest first, and the counts.
+
+        They are in a list: `StatefulDataLoader` does not keep the order of a dictionary.
+        """
+        fields = self._fields()
+        return {**fields, SEAL: self._seal(fields)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was asked, with the same settings.
+
+        Raises:
+            ConfigError: the state is of other settings, a waiting sample has another length here, or its fields
+                contradict each other or their seal. The packer is then as it was.
+        """
+        fields = checked_fields(state, FIELDS, optional=(SEAL,), of="StreamPacker")
+        if fields["of"] != repr(self.settings):
+            raise ConfigError(f"the state is of {fields['of']!s:.300}, these are {self.settings!r}; pack as before")
+        seen, waiting, alone = whole(fields, "seen"), listed(fields, "waiting"), listed(fields, "alone")
+        out = whole(fields, "dropped", seen) + whole(fields, "left_out", seen)
+        whole(fields, "carried", seen)
+        _check_waiting(waiting, alone, seen - out)
+        check_seal(state, self._seal(fields))
+        try:
+            needs = [(at, *self._named_needs(at, sample)) for at, sample in waiting]
+            self._set(fields, needs)
+        except SampleError as error:
+            raise ConfigError(f"the state is of samples that are measured otherwise: {error}") from error
+
+    def _fields(self) -> dict[str, Any]:
+        return {
+            "waiting": [[at, sample] for at, sample in self._samples.items()],
+            "alone": [list(row) for row in self._alone],
+            "seen": self.seen,
+            "dropped": self.dropped,
+            "left_out": self.left_out,
+            "carried": self._carried,
+            "of": repr(self.settings),
+        }
+
+    def _seal(self, fields: Mapping[str, Any]) -> str:
+        samples = [sample for _, sample in fields["waiting"]] + [sample for row in fields["alone"] for sample in row]
+        counts = [fields[name] for name in ("seen", "dropped", "left_out", "carried", "of")]
+        return digest_of([[at for at, _ in fields["waiting"]], self._digests.of(samples), counts])
+
+    def _set(self, fields: Mapping[str, Any], waiting: Iterable[tuple[int, ...]]) -> None:
+        """Take over checked fields, and (number, *needs) of the samples that wait."""
+        room = WaitingRoom(self.settings.capacity, list(self.settings.limits.values()))
+        for sample in waiting:
+            room.add(*sample)
+        self._room, self._samples = room, dict(fields["waiting"])
+        self._alone = [list(row) for row in fields["alone"]]
+        self.seen, self.dropped, self.left_out = (int(fields[name]) for name in ("seen", "dropped", "left_out"))
+        self._carried = int(fields["carried"])
+
+
+FIELDS = ("waiting", "alone", "seen", "dropped", "left_out", "carried", "of")
+"""Of a state."""
+
+
+def _check_waiting(waiting: Sequence[Any], alone: Sequence[Any], most: int) -> None:
+    """Raise a ConfigError unless there are numbered samples, rising, and rows of one sample, at most so many."""
+    pairs = all(isinstance(one, list | tuple) and len(one) == 2 for one in waiting)
+    numbers = [one[0] for one in waiting] if pairs else []
+    rise = all(type(at) is int and at >= 0 for at in numbers) and all(a < b for a, b in pairwise(numbers))
+    rows = all(isinstance(row, list | tuple) and len(row) == 1 for row in alone)
+    if not (pairs and rise and rows and len(waiting) + len(alone) <= most):
+        raise ConfigError(
+            f"the state has {len(waiting)} waiting samples and {len(alone)} with a row of their own, of {most} that "
+            f"were read and not left out; each waiting one is [number, sample], numbers rising; {LOAD_ANOTHER}"
+        )

@@ -1,0 +1,249 @@
+"""LengthTable: what is known of every sample before training, for planners and for people.
+
+    sample        0    1    2    3        four were looked at, sample 1 was refused
+    sample_ids    0    2    3
+    text         12   20    7
+    image         0  256   64
+    tokens       12  276   71             text + image + video
+
+    by_place(tokens)   12   0  276   71   as `plan_bins(table, ...)` plans them: by their places in the data set
+
+N samples that can be used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.plan import archive
+from vlmpack.plan.lengths import Budget
+
+ROUND = (1, 2, 5, 10)
+"""Widths of bins, times a power of ten."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Summary statistics of one per-sample number."""
+
+    mean: float
+    median: float
+    p95: float
+    """95 % of the samples have at most this many (interpolated between two samples)."""
+    p99: float
+    """99 % of the samples have at most this many."""
+    max: int
+    total: int
+
+
+def summary(values: np.ndarray) -> Summary:
+    """Summarise int64 [N]; without samples, everything is 0."""
+    values = values if len(values) else np.zeros(1, np.int64)
+    median, p95, p99 = np.percentile(values, (50, 95, 99)).tolist()
+    return Summary(
+        mean=float(values.mean()), median=median, p95=p95, p99=p99, max=int(values.max()), total=int(values.sum())
+    )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class HistogramBin:
+    """Samples from `start` (included) to `stop` (not included)."""
+
+    start: int
+    stop: int | None
+    """None: the last bin, which has everything from `start` on."""
+    count: int
+    """Samples in it."""
+
+
+def histogram(values: np.ndarray, *, most: int = 12) -> tuple[HistogramBin, ...]:
+    """Bins of one round width, from the one with the smallest value to the one with the 99th percentile.
+
+    What lies beyond is in one open bin at the end, so that a few long samples do not push all others together.
+
+    Args:
+        values: int64 [N], not negative.
+        most: bins at most, the open one included.
+    """
+    if not len(values):
+        return ()
+    smallest, p99 = int(values.min()), int(np.percentile(values, 99, method="higher"))
+    width = _width(smallest, p99, most - 1)
+    first, last = smallest // width, p99 // width
+    inside = values[values < (last + 1) * width] // width - first
+    counts = np.bincount(inside, minlength=last - first + 1).tolist()
+    bins = [
+        HistogramBin(start=at * width, stop=(at + 1) * width, count=count) for at, count in enumerate(counts, first)
+    ]
+    beyond = len(values) - len(inside)
+    return (*bins, HistogramBin(start=(last + 1) * width, stop=None, count=beyond)) if beyond else tuple(bins)
+
+
+def _width(smallest: int, largest: int, most: int) -> int:
+    """The smallest round width with which `most` bins hold both."""
+    power = 1
+    while True:
+        for factor in ROUND[:-1]:
+            width = factor * power
+            if largest // width - smallest // width < most:
+                return width
+        power *= 10
+
+
+FORMAT = "vlmpack.lengths"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """One sample that cannot be used."""
+
+    index: int
+    """Its place in the data set."""
+    sample_id: int | str | None
+    """Its own id, where it has one."""
+    reason: str
+    """The slug under which it is counted."""
+    detail: str
+    """What was seen, and what to do."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LengthTable:
+    """Tokens and media of N samples."""
+
+    sample_ids: np.ndarray
+    """int64 [N]: the place of each in the data set, rising; refused samples have no entry."""
+    text_tokens: np.ndarray
+    """int64 [N]: tokens that are not placeholders."""
+    image_tokens: np.ndarray
+    """int64 [N]: placeholders of images."""
+    video_tokens: np.ndarray
+    """int64 [N]: placeholders of videos."""
+    images: np.ndarray
+    """int64 [N]: how many images."""
+    videos: np.ndarray
+    """int64 [N]: how many videos."""
+    patches: np.ndarray
+    """int64 [N]: patches that go into the vision tower."""
+    targets: np.ndarray
+    """int64 [N]: tokens that are learnt."""
+    refused: tuple[Refused, ...] = ()
+    """Samples that cannot be used, by their places."""
+
+    def __post_init__(self) -> None:
+        for name in COLUMNS:
+            if np.shape(self.__dict__[name]) != (len(self),):
+                raise ConfigError(
+                    f"{name} has shape {list(np.shape(self.__dict__[name]))}, but there are {len(self)} sample_ids; "
+                    "every column has one entry a sample"
+                )
+
+    def __len__(self) -> int:
+        """Samples N that can be used."""
+        return len(self.sample_ids)
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Mapping[str, int]], refused: Iterable[Refused] = ()) -> LengthTable:
+        """Make the table from one mapping a sample, with the names of the columns as keys."""
+        entries = [[row[name] for name in COLUMNS] for row in rows]
+        table = np.array(entries, np.int64).reshape(-1, len(COLUMNS))
+        return cls(**dict(zip(COLUMNS, table.T.copy(), strict=True)), refused=tuple(refused))
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int64 [N]: the length of each sample."""
+        return self.text_tokens + self.image_tokens + self.video_tokens
+
+    def by_place(self, values: np.ndarray) -> np.ndarray:
+        """Something that each sample of the table has, [N], by the places in the data set: 0 for those refused."""
+        last = max((*self.sample_ids[-1:].tolist(), *(one.index for one in self.refused)), default=-1)
+        spread = np.zeros(last + 1, values.dtype)
+        spread[self.sample_ids] = values
+        return spread
+
+    @property
+    def given(self) -> int:
+        """Samples that were looked at."""
+        return len(self) + len(self.refused)
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """How many samples were refused for each reason, the most frequent first."""
+        return dict(Counter(one.reason for one in self.refused).most_common())
+
+    def budgets(self, *, patches: int | None = None, images: int | None = None) -> tuple[Budget, ...]:
+        """Limits of a row besides tokens, for `plan_bins(table, capacity, budgets=...)`.
+
+        Args:
+            patches: most patches of the vision tower in a row; None: no limit.
+            images: most images and videos in a row; None: no limit.
+        """
+        limits = {"patches": (self.patches, patches), "images": (self.images + self.videos, images)}
+        return tuple(Budget(name=n, costs=costs, limit=most) for n, (costs, most) in limits.items() if most is not None)
+
+    # ------------------------------------------------------------------ on disk
+
+    def save(self, path: str | Path) -> None:
+        """Write the table to one file, whole or not at all; the same table gives the same bytes."""
+        archive.write(path, self._manifest(), self._columns(), kind=FORMAT)
+
+    @classmethod
+    def load(cls, path: str | Path) -> LengthTable:
+        """Read back what `save` wrote.
+
+        Raises:
+            ConfigError: there is no such file, it is no table, or it is of another version.
+            LayoutError: it was changed since it was written.
+        """
+        manifest, arrays = archive.read(path, kind=FORMAT)
+        with archive.damaged(path):
+            refused = tuple(Refused(**one) for one in manifest["refused"])
+            table = cls(**{name: arrays[name] for name in COLUMNS}, refused=refused)
+            said = {name: value for name, value in manifest.items() if name not in ("format", "version")}
+            if json.loads(json.dumps(table._manifest())) != said or table._columns().keys() != arrays.keys():
+                raise LayoutError(
+                    f"{path} does not hold what its digest says: it was changed or damaged; measure the lengths again"
+                )
+        return table
+
+    def _columns(self) -> dict[str, np.ndarray]:
+        return {name: self.__dict__[name] for name in COLUMNS}
+
+    def _manifest(self) -> dict[str, Any]:
+        """Everything besides the columns, and the SHA-256 of both."""
+        content = {"samples": len(self), "refused": [asdict(one) for one in self.refused]}
+        digest = hashlib.sha256(json.dumps(content).encode())
+        for name, column in self._columns().items():
+            digest.update(f"{name} {len(column)} ".encode() + column.astype("<i8").tobytes())
+        return {**content, "digest": digest.hexdigest()}
+
+    # ------------------------------------------------------------------ in words
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, LengthTable)
+            and self.refused == other.refused
+            and all(np.array_equal(self.__dict__[name], other.__dict__[name]) for name in COLUMNS)
+        )
+
+    def __repr__(self) -> str:
+        sums: dict[str, Any] = {"tokens": self.tokens, "images": self.images, "videos": self.videos}
+        totals = ", ".join(f"{int(column.sum())} {name}" for name, column in sums.items() if column.any())
+        longest = int(self.tokens.max(initial=0))
+        return f"LengthTable({len(self)} samples, {totals}, longest {longest} tokens, {len(self.refused)} refused)"
+
+
+COLUMNS = tuple(field.name for field in fields(LengthTable) if field.name != "refused")
