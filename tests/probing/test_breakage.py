@@ -123,7 +123,7 @@ def a_pad_for_a_token(family: str, patch: Patch) -> None:
 
 def first_labels_kept(family: str, patch: Patch) -> None:
     """The first token of a sample is learnt from the last one before, and the host's count is not looked at."""
-    packing = sys.modules["vlmpack.layout.pack"]
+    packing = sys.modules["vlmpack.layout.packing"]
     shift = packing.shift_labels
 
     def shifted(labels: torch.Tensor, segments: Segments) -> torch.Tensor:

@@ -24,7 +24,7 @@ Patch = pytest.MonkeyPatch
 Break = Callable[[Any, Patch], None]
 """Breaks one mechanism of the model that it is given."""
 
-packing = sys.modules["vlmpack.layout.pack"]
+packing = sys.modules["vlmpack.layout.packing"]
 
 
 def bad(report: Report, part: str) -> list[str]:

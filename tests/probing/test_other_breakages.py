@@ -24,7 +24,7 @@ from vlmpack.step.whole import MediaInputs, Whole
 pytestmark = pytest.mark.usefixtures("shared_references")
 Patch = pytest.MonkeyPatch
 Break = Callable[[Any, Patch], None]
-packing = sys.modules["vlmpack.layout.pack"]
+packing = sys.modules["vlmpack.layout.packing"]
 
 
 def wrapped(owner: Any, name: str, change: Callable[..., Any]) -> Break:

@@ -243,7 +243,7 @@ def first_labels_are_learnt(monkeypatch):
     def across(take, labels):
         return torch.roll(take(labels, IGNORE), -1, dims=-1)
 
-    monkeypatch.setattr(sys.modules["vlmpack.layout.pack"]._Take, "targets", across)
+    monkeypatch.setattr(sys.modules["vlmpack.layout.packing"]._Take, "targets", across)
 
 
 def experts_see_padding(monkeypatch):

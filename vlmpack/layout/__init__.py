@@ -30,7 +30,7 @@ from vlmpack.layout.device import (
     require,
     to_device,
 )
-from vlmpack.layout.pack import pack, unpack
+from vlmpack.layout.packing import pack, unpack
 from vlmpack.layout.roll import (
     IGNORE,
     DepthTargets,
