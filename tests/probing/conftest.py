@@ -24,7 +24,8 @@ def _references(setup: ProbeSetup) -> References:
     if any(module._forward_hooks for module in model.modules()):  # another model
         return compute_references(setup)
     key = hashlib.blake2b(repr((setup.probed.config, setup.probed.dtype)).encode())
-    for tensor in model.state_dict().values():
+    for name, tensor in model.state_dict().items():
+        key.update(name.encode())
         key.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     if key.hexdigest() not in _COMPUTED:
         _COMPUTED[key.hexdigest()] = compute_references(setup)

@@ -156,8 +156,9 @@ def _check_processor_fits(samples: Sequence[Sample], probed: ProbedModel) -> Non
                 seen = f"patches of {pixels.shape[-1]} numbers, and the model takes {width}"
                 raise ConfigError(f"the processor makes {seen}; {remedy}")
         types = family.media_types(sample["input_ids"], config)
-        for modality, name in ((IMAGE, "image"), (VIDEO, "video")):
-            expected = family.media_tokens(grids_of(sample, name), config)
+        grids = ((IMAGE, "image", grids_of(sample, "image")), (VIDEO, "video", grids_of(sample, "video")))
+        for modality, name, media in grids:
+            expected = family.media_tokens(media, config)
             if (seen := int((types == modality).sum())) != expected:
                 counts = f"{seen} {name} tokens of this model where its pixels make {expected}"
                 raise ConfigError(f"the processor writes {counts}; {remedy}")

@@ -433,7 +433,7 @@ def _gradient_errors(seen: Gradients, truth: Gradients, *, low: bool, smallest: 
     groups: dict[str, GradientError] = {}
     pairs: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for name, like in {**seen, **truth}.items():
-        pair = tuple(gradients.get(name, torch.zeros_like(like)) for gradients in (seen, truth))
+        pair = (seen.get(name, torch.zeros_like(like)), truth.get(name, torch.zeros_like(like)))
         error, group = distance(*pair, least=smallest * largest), group_of(name)
         pairs.setdefault(group, []).append(pair)
         if group not in groups or not error <= groups[group].error:
