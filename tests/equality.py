@@ -22,13 +22,13 @@ import torch
 from vlmpack.families import FAMILIES, family_of
 from vlmpack.layout import Segments
 from vlmpack.step import StepResult, attention
-from vlmpack.testing.comparison import (
+from vlmpack.testing import (
     EQUAL,
     Limits,
     Outcome,
+    Sample,
     compare,
     distance,
-    logits_by_sample,
     outcome_of_step,
     problems,
     run_alone,
@@ -36,7 +36,7 @@ from vlmpack.testing.comparison import (
     tower_errors,
     work_problems,
 )
-from vlmpack.testing.samples import Sample
+from vlmpack.testing.comparison import logits_by_sample
 
 NAN, HUGE = float("nan"), 1e4
 """What stands in gaps: NaN where nothing may read them, 1e4 where every token is computed by itself."""

@@ -14,20 +14,18 @@ import pytest
 import torch
 from datasets import Dataset
 from equality import ATTENTION, DELTA
-from samples import VISION, alone, padded
-from training import KINDS, arguments, collator, descend, receipts, train, trainer
+from training import KINDS, Samples, arguments, collator, descend, receipts, train, trainer
 from transformers import Trainer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import FAMILIES, Qwen25VL, family_of
 from vlmpack.families.base import Family
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Buckets, Segments, SlotRule, pack
 from vlmpack.step import attention, by_sample, delta, disable_packing, enable_packing, experts, forward, inputs
 from vlmpack.step.context import RowContext
-from vlmpack.testing.comparison import distance, run_alone
-from vlmpack.trainer import check_trainer, loss_metrics
+from vlmpack.testing import VISION, alone, distance, padded, run_alone, tiny_model
+from vlmpack.trainer import check_trainer
 
 EXACT, EXACT_DELTA, LEAK = ATTENTION.logits, DELTA.logits, 0.02
 """Logits, as parts of the largest: the largest difference that float32 makes, and the smallest that a leak makes."""
@@ -368,9 +366,10 @@ def test_trap_15_accumulation_and_evaluation_average_averages(family, tmp_path, 
     expected = descend(reference, samples, size=6, steps=1).losses[0]
     settings = {"gradient_accumulation_steps": 3, "max_steps": 1}
 
+    run = Trainer(model, arguments(tmp_path), collator("packed"), eval_dataset=Samples(samples))
+    with pytest.raises(ConfigError, match="averages the mean losses of batches over samples"):
+        run.evaluate()
     run = trainer(model, samples, tmp_path)
-    assert run.evaluate()["eval_loss"] != pytest.approx(expected, rel=1e-4)
-    run.compute_metrics = loss_metrics
     assert run.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
     assert train(model, samples, tmp_path, **settings).losses[0] == pytest.approx(expected, rel=1e-6)

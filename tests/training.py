@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from samples import Sample, alone, mixed_samples, padded
 from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from vlmpack.layout import pack
+from vlmpack.step import is_packing
+from vlmpack.testing import Sample, alone, mixed_samples, padded
+from vlmpack.trainer import loss_metrics
 
 LAYOUTS = ("padded", "packed")
 KINDS = ("image", "text", "images", "image", "text", "images", "image")
@@ -107,7 +109,7 @@ class Run:
 
 
 def trainer(model: Any, samples: Sequence[Sample], folder: Any, layout: str = "packed", **settings: Any) -> Trainer:
-    """A Trainer over samples, in their order."""
+    """A Trainer over samples, in their order; that of an enabled model evaluates exactly."""
     settings = {"train_sampling_strategy": "sequential", **settings}
     return Trainer(
         model=model,
@@ -115,6 +117,7 @@ def trainer(model: Any, samples: Sequence[Sample], folder: Any, layout: str = "p
         train_dataset=Samples(samples),
         eval_dataset=Samples(samples),
         data_collator=collator(layout),
+        compute_metrics=loss_metrics(model) if is_packing(model) else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Every error vlmpack raises on purpose.
+"""Every error vlmpack raises on purpose, and the checks of arguments that many rooms need.
 
 VlmpackError
 ├── SampleError    one sample cannot be used: which one, what was seen, what to do
@@ -14,7 +14,9 @@ SampleError and ConfigError are a ValueError too, which scripts catch where a da
 
 from __future__ import annotations
 
-from typing import final
+from importlib.util import find_spec
+from numbers import Integral
+from typing import SupportsInt, cast, final
 
 
 class VlmpackError(Exception):
@@ -76,6 +78,61 @@ def check_kind(name: str, value: object, kind: type, such_as: str) -> None:
     """
     if not isinstance(value, kind):
         raise ConfigError(f"{name} has to be a {kind.__name__}, such as {such_as}, got a {type(value).__name__}")
+
+
+def check_whole_number(
+    name: str,
+    value: object,
+    *,
+    at_least: int = 1,
+    at_most: int | None = None,
+    remedy: str | None = None,
+    error: type[VlmpackError] = ConfigError,
+) -> int:
+    """Return the argument `name` as an int, numpy's numbers included and True and False not.
+
+    Args:
+        name: of the argument, as the message begins.
+        value: the number.
+        at_least: the smallest that is allowed.
+        at_most: the largest that is allowed; None: any.
+        remedy: what to do, at the end of the message; None: the limits say it.
+        error: what is raised.
+
+    Raises:
+        VlmpackError: it is no whole number, or lies outside the limits; of the kind `error`.
+    """
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    number = int(cast(SupportsInt, value)) if is_whole else at_least - 1
+    if number < at_least or (at_most is not None and number > at_most):
+        limits = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+        seen = f"{name} must be a whole number {limits}, got {value!r:.80}"
+        raise error(seen if remedy is None else f"{seen}; {remedy}")
+    return number
+
+
+def check_extra(extra: str, *packages: str, needed_by: str) -> None:
+    """Raise unless packages that an extra of vlmpack brings are installed; none of them is imported.
+
+    Args:
+        extra: the extra, such as "data".
+        packages: their names as they are imported.
+        needed_by: what needs them, as the message begins.
+
+    Raises:
+        ConfigError: some are missing, with the command that installs them.
+    """
+    if missing := [package for package in packages if not _is_installed(package)]:
+        raise ConfigError(
+            f"{needed_by} needs {' and '.join(missing)}, not installed here: pip install 'vlmpack[{extra}]'"
+        )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # the package that it would be a part of
+        return False
 
 
 def _rebuild_sample_error(message: str, index: int | None, reason: str, sample_id: str | int | None) -> SampleError:

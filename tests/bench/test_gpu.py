@@ -21,8 +21,8 @@ from vlmpack.bench.gpu.parts import all_cells
 from vlmpack.bench.gpu.run import Cell, Journal, Lab, run_cells
 from vlmpack.bench.gpu.shapes import FULL, TINY
 from vlmpack.bench.timing import new_garbage_only
-from vlmpack.families.tiny import tiny_model
 from vlmpack.step import PackedStep
+from vlmpack.testing import tiny_model
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -137,7 +137,10 @@ class TestCommand:
         ("arguments", "told"),
         [
             (["--strategy", "typo"], "vlmpack: there is no strategy 'typo'; choose from exact_fill, "),
-            (["--strategy", "nf", "--max-images", "2"], "vlmpack: next_fit knows tokens only, not images; choose "),
+            (
+                ["--strategy", "nf", "--max-images", "2"],
+                "vlmpack: next_fit packs by tokens only, not by images; ",
+            ),
             (["--overlength", "drp"], "vlmpack: --overlength drp: choose error, drop or truncate"),
             (["--overlength", "drop"], "vlmpack: --overlength drop needs --max-length, the most tokens"),
             (["--split", "test"], "vlmpack: --split test: "),
@@ -146,7 +149,7 @@ class TestCommand:
     def test_what_cannot_be_asked_for_is_refused_before_anything_is_measured(
         self, arguments: list[str], told: str, chats: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("vlmpack.offline.measure_lengths", None)
+        monkeypatch.setattr("vlmpack.store.measure_lengths", None)
         refused = analyze(chats, *arguments)
         assert refused.exit_code == 2
         assert refused.stderr.startswith(told)

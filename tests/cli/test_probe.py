@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from vlmpack.cli import app
 from vlmpack.cli.probe_table import print_report
-from vlmpack.families.tiny import tiny_config, tiny_model
 from vlmpack.layout import Segments
 from vlmpack.probing import Check, Report, probe
 from vlmpack.step.context import VisionSegments
+from vlmpack.testing import tiny_config, tiny_model
 
 
 @pytest.fixture

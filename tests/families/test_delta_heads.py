@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vlmpack.families import DeltaHeads, family_named
-from vlmpack.families.tiny import tiny_model
+from vlmpack.testing import tiny_model
 
 
 def delta_layer(family: str) -> Any:

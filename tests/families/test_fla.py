@@ -18,8 +18,8 @@ from torch import nn
 from vlmpack.errors import BackendError
 from vlmpack.families import FAMILIES, check_fla, family_named, fla_boundaries, keeps_zeros
 from vlmpack.families.fla import FlaCall
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Segments, Spaced
+from vlmpack.testing import tiny_model
 
 GATED = [name for name, family in FAMILIES.items() if family.delta]
 STAND_IN = Path(__file__).parents[1] / "step" / "stand_ins" / "fla" / "ops" / "gated_delta_rule" / "__init__.py"

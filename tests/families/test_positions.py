@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from families.naive import naive_positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import KINDS, TEXT_ONLY, VISION, Sample, build_sample, facts_of, mixed_samples, padded
 
 from vlmpack.families import FAMILIES, Family, Qwen25VL, family_of
-from vlmpack.families.naive import naive_positions
-from vlmpack.families.tiny import tiny_model
-from vlmpack.layout import BatchFacts, PackedRow, Segments, SlotRule, pack
+from vlmpack.layout import HostMetadata, PackedRow, Segments, SlotRule, pack
+from vlmpack.testing import KINDS, TEXT_ONLY, VISION, Sample, build_sample, facts_of, mixed_samples, padded, tiny_model
 
 every_family = pytest.mark.parametrize("name", sorted(FAMILIES))
 
@@ -248,6 +247,6 @@ def test_facts_without_media_are_enough_for_a_text_batch() -> None:
     model = model_of("qwen3_vl")
     samples = mixed_samples(model.config, kinds=("text", "text"))
     facts = padded(samples).facts
-    assert isinstance(facts, BatchFacts)
+    assert isinstance(facts, HostMetadata)
     assert facts.image_grids == facts.video_grids == ()
     check_equal(samples, model, family_of(model), multiple=4)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from samples import TEXT_ONLY, VISION
 
 from vlmpack.errors import FamilyError
 from vlmpack.families import (
@@ -25,7 +24,7 @@ from vlmpack.families import (
     family_named,
     family_of,
 )
-from vlmpack.families.tiny import tiny_model
+from vlmpack.testing import TEXT_ONLY, VISION, tiny_model
 
 EXPECTED: dict[str, type[Family]] = {
     "qwen2_vl": Qwen2VL,

@@ -11,16 +11,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import mixed_samples, padded
 
 from vlmpack.attention.sdpa_segments import SdpaSegments
 from vlmpack.errors import ConfigError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.parallel import Parallel, Partition
 from vlmpack.parallel.heads import kv_heads
 from vlmpack.parallel.keys import attend_by_keys
 from vlmpack.step import PackedStep, disable_packing, enable_packing
+from vlmpack.testing import mixed_samples, padded, tiny_model
 
 HEADS, KV_HEADS, DIM = 3, 1, 5
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from vlmpack.families import FAMILIES, family_named
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Buckets, Segments, SlotRule
 from vlmpack.probing import Report, probe
 from vlmpack.step import delta, engine, experts, inputs
 from vlmpack.step.context import RowContext, VisionSegments
+from vlmpack.testing import tiny_model
 
 pytestmark = pytest.mark.usefixtures("shared_references")
 Patch = pytest.MonkeyPatch

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from vlmpack.families import family_named
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Segments
 from vlmpack.probing import Report, probe
 from vlmpack.step import engine, inputs, result
 from vlmpack.step.context import RowContext
+from vlmpack.testing import tiny_model
 
 pytestmark = pytest.mark.usefixtures("shared_references")
 Patch = pytest.MonkeyPatch

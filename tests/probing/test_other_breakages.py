@@ -13,13 +13,13 @@ import torch
 from vlmpack.attention.sdpa_segments import SdpaSegments
 from vlmpack.families import family_named
 from vlmpack.families.mrope import MediaItems
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Buckets, Segments, arrays
 from vlmpack.probing import probe
 from vlmpack.step import delta, engine, experts, inputs
 from vlmpack.step.context import VisionSegments
 from vlmpack.step.result import StepResult
 from vlmpack.step.whole import MediaInputs, Whole
+from vlmpack.testing import tiny_model
 
 pytestmark = pytest.mark.usefixtures("shared_references")
 Patch = pytest.MonkeyPatch

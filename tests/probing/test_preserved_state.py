@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import vlmpack
-from vlmpack.families.tiny import tiny_model
 from vlmpack.probing import packed_checks
 from vlmpack.probing.run import preserved_state
 from vlmpack.step import StepConfig, inputs, is_packing
 from vlmpack.step.attach import packing_state
+from vlmpack.testing import tiny_model
 
 
 def used(family: str = "qwen3_5_moe") -> Any:

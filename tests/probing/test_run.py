@@ -10,12 +10,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import vlmpack
-from vlmpack.data import tiny_processor
 from vlmpack.errors import BackendError, ConfigError, FamilyError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.probing import Report, backends_for
 from vlmpack.probing.forward_passes import PlainPaddedPass
 from vlmpack.step import StepConfig
+from vlmpack.testing import tiny_model, tiny_processor
 from vlmpack.testing.comparison import FLOOR
 
 

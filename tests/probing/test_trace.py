@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from vlmpack.attention import BACKENDS
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import PaddedBatch, Segments, SlotRule, pack
 from vlmpack.probing.trace import counted_pairs, counted_syncs
 from vlmpack.step import enable_packing
+from vlmpack.testing import tiny_model
 from vlmpack.testing.comparison import backward
 
 CPU = torch.device("cpu")

@@ -24,14 +24,12 @@ from moe import (
     stock,
     text_config,
 )
-from samples import alone, padded
 from training import Gradients, collator, distance, gradients, trainer
 
 from vlmpack.errors import ConfigError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import IGNORE, SlotRule, pack
 from vlmpack.step import PackedStep, StepConfig, enable_packing
-from vlmpack.trainer import loss_metrics
+from vlmpack.testing import alone, padded, tiny_model
 
 RELATIVE, GRADIENT = 1e-6, 1e-5
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
@@ -331,7 +329,6 @@ def test_metrics_of_an_evaluation_are_found(family, tmp_path):
     for asked in (False, True):
         run = trainer(model, samples_of(model), tmp_path, "packed", remove_unused_columns=False)
         run.data_collator = collator("packed", output_router_logits=asked)
-        run.compute_metrics = loss_metrics
         found.append({name: x for name, x in run.evaluate().items() if name.endswith(("_loss", "_targets"))})
     assert found[0]["eval_loss"] == found[0]["eval_token_loss"], "of tokens alone, whatever the routers are trained by"
     assert {name: found[1][name] for name in found[0]} == found[0]

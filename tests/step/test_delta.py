@@ -17,14 +17,13 @@ from equality import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import build_sample, mixed_samples, padded
 
 from vlmpack.errors import ConfigError
 from vlmpack.families import FAMILIES, family_of
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Buckets, PackedRow, Segments, SlotRule, pack
 from vlmpack.step import PackedStep, StepConfig, delta, disable_packing, enable_packing, is_packing
 from vlmpack.step.context import CONTEXT, RowContext, VisionSegments
+from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
 
 HYBRID = [name for name, family in FAMILIES.items() if family.delta]
 FREE, DEAR = 0.0, 1e9

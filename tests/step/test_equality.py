@@ -21,12 +21,10 @@ from equality import (
     limits_of,
     poisoned,
 )
-from samples import VISION, mixed_samples, padded
 
 from vlmpack.errors import LayoutError
 from vlmpack.families import FAMILIES
 from vlmpack.families.base import Family
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import IGNORE, Buckets, Segments, SlotRule, pack
 from vlmpack.step import (
     PackedStep,
@@ -39,6 +37,7 @@ from vlmpack.step import (
     experts,
 )
 from vlmpack.step.context import VisionSegments
+from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
 
 KINDS = {
     "text": ("text", "text", "text", "text"),

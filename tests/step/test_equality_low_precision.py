@@ -14,15 +14,14 @@ from equality import (
     gradients,
     poisoned,
 )
-from samples import VISION, mixed_samples, padded
 
 from vlmpack.attention import BACKENDS, AttentionCall
 from vlmpack.bench.gpu.patches import with_patch_products
 from vlmpack.families import FAMILIES
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.step import PackedStep, StepConfig
 from vlmpack.step.context import VisionSegments
+from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
 from vlmpack.testing.comparison import distance, tower_errors
 
 KINDS = {

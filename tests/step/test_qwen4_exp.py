@@ -12,13 +12,12 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from samples import alone, build_sample, mixed_samples, padded
 
 from vlmpack.errors import ConfigError
 from vlmpack.families import family_of
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Buckets, Segments, SlotRule, pack
 from vlmpack.step import PackedStep, StepConfig, by_sample, delta, disable_packing, enable_packing
+from vlmpack.testing import alone, build_sample, mixed_samples, padded, tiny_model
 
 BATCHES = {
     "pair": ("image", "text"),

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 from chats import chat, processor_of
 from trainer.packed_runs import planned, streamed
-from training import Stream, arguments, collator, receipts, trainer
-from transformers import Trainer
+from training import Samples, Stream, arguments, collator, receipts, trainer
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from vlmpack.collate import VLMCollator
-from vlmpack.columns import RowCollator, pack_dataset
 from vlmpack.errors import ConfigError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.step import enable_packing, packing_state
+from vlmpack.testing import tiny_model
+from vlmpack.text import RowCollator, pack_dataset
 from vlmpack.trainer import PackedTrainer, check_trainer, loss_metrics
 from vlmpack.trainer.of_trl import DEFAULTS
 
@@ -94,11 +94,12 @@ def test_metrics_of_packed_rows(tmp_path, monkeypatch):
     """Trainer alone counts rows where there are samples."""
     model = enable_packing(tiny_model("qwen3", hidden=16, heads=2, layers=1))
     rows = pack_dataset([[5] * n for n in (3, 4, 5, 2, 4, 3)], 7)
-    settings = {"compute_metrics": loss_metrics, "eval_dataset": rows, "data_collator": RowCollator()}
+    settings = {"compute_metrics": loss_metrics(model), "eval_dataset": rows, "data_collator": RowCollator()}
     assert len(rows) == 3
     run = Trainer(model, arguments(tmp_path, per_device_eval_batch_size=2), **settings)
     assert "cut the last batch of its evaluation to 1 samples" in refusal(run)
-    assert run.evaluate()["eval_num_samples"] < 6  # the guard: that is what happens
+    with pytest.raises(ConfigError, match="computed 6 samples and handed over the losses of 5: of packed rows"):
+        run.evaluate()  # what check_trainer sees coming
     run = Trainer(model, arguments(tmp_path, per_device_eval_batch_size=3), **settings)
     check_trainer(run)
     assert run.evaluate()["eval_num_samples"] == 6
@@ -111,7 +112,7 @@ def test_an_evaluation_that_skips_samples(tmp_path):
     settings = {"data_collator": VLMCollator(processor_of(), layout="packed", on_bad="skip"), "train_dataset": [chat()]}
     args = arguments(tmp_path, remove_unused_columns=False)
     check_trainer(Trainer(model, args, **settings))
-    run = Trainer(model, args, **settings, eval_dataset=[chat()])
+    run = Trainer(model, args, **settings, eval_dataset=[chat()], compute_metrics=loss_metrics(model))
     assert "samples that the collator skips (on_bad='skip') count with the loss of the others" in refusal(run)
     check_trainer(PackedTrainer(model, args, **settings, eval_dataset=[chat()], eval_capacity=99))
     run.data_collator = VLMCollator(processor_of(), layout="packed")
@@ -173,13 +174,31 @@ def test_an_evaluation_over_ranks_in_another_trainer(tmp_path, monkeypatch):
     check_trainer(planned(tmp_path))
 
 
-def test_a_best_model_that_would_be_chosen_by_a_mean_of_batches(tmp_path):
-    settings = {"load_best_model_at_end": True, "save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 1}
-    run = trainer(model := enabled(), receipts(model), tmp_path, save_steps=1, **settings)
-    assert "it chooses by its own eval_loss" in refusal(run)
-    run.compute_metrics = loss_metrics
+def test_an_evaluation_whose_loss_is_not_replaced(tmp_path):
+    model = enabled()
+    run = Trainer(model, arguments(tmp_path), collator("packed"), eval_dataset=Samples(receipts(model)))
+    assert "its evaluation is refused before its first batch: compute_metrics=loss_metrics(model)" in refusal(run)
+    run.compute_metrics = loss_metrics(model)
     check_trainer(run)
-    run.compute_metrics, run.args.metric_for_best_model = None, "eval_accuracy"
+    run.args.prediction_loss_only = True
+    assert "is not called (prediction_loss_only" in refusal(run)
+    run.args.prediction_loss_only = False
+    for metrics in (None, loss_metrics(enabled())):
+        run.compute_metrics = metrics
+        assert "compute_metrics is missing or of another model" in refusal(run)
+    run.eval_dataset = None
+    check_trainer(run)
+
+
+def test_an_evaluation_that_generates_and_chooses_by_its_loss(tmp_path):
+    args = Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, report_to=[], predict_with_generate=True)
+    model = enabled()
+    settings = {"eval_dataset": Samples(receipts(model)), "compute_metrics": lambda prediction: {}}
+    run = Seq2SeqTrainer(model, args, collator("padded"), **settings)
+    check_trainer(run)
+    run.args.load_best_model_at_end = True
+    assert "chooses by the eval_loss of an evaluation that generates (predict_with_generate)" in refusal(run)
+    run.args.metric_for_best_model = "eval_bleu"
     check_trainer(run)
 
 

@@ -12,9 +12,9 @@ from training import LAYOUTS, arguments, logged
 from transformers import Trainer
 
 from vlmpack.collate import Ceiling, VLMCollator
-from vlmpack.data import load_cord, to_conversation
-from vlmpack.families.tiny import tiny_model
+from vlmpack.data import to_conversation
 from vlmpack.step import enable_packing
+from vlmpack.testing import SyntheticReceipts, tiny_model
 from vlmpack.trainer import check_trainer, loss_metrics
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
@@ -38,7 +38,7 @@ class Rows(torch.utils.data.Dataset):
 def small_receipts():
     """Six receipts as conversations, their pictures made small so that a tiny model has little to look at."""
     rows = []
-    for record in load_cord("synthetic", num=6, seed=1):
+    for record in SyntheticReceipts(num=6, seed=1):
         record = {**record, "image": record["image"].resize((96, 128))}
         rows.append(to_conversation(record))
     return rows
@@ -62,13 +62,14 @@ def test_training_on_receipts(family, layout, tmp_path):
     model = tiny_model(family, processor=processor)
     sums, counts = alone(model, VLMCollator(processor), rows)
 
+    enable_packing(model)
     run = Trainer(
-        model=enable_packing(model),
+        model=model,
         args=arguments(tmp_path, gradient_accumulation_steps=3, max_steps=3, **SETTINGS),
         data_collator=VLMCollator(processor, layout=layout),
         train_dataset=Rows(rows),
         eval_dataset=Rows(rows),
-        compute_metrics=loss_metrics,
+        compute_metrics=loss_metrics(model),
     )
     check_trainer(run)
     before = run.evaluate()

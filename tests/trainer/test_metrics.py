@@ -7,13 +7,19 @@ import pytest
 from transformers import EvalPrediction
 
 from vlmpack.errors import ConfigError
+from vlmpack.step import enable_packing
+from vlmpack.testing import tiny_model
 from vlmpack.trainer import loss_metrics
 
 LABELS = np.zeros((3, 5), np.int64)
 
 
+def bound():
+    return loss_metrics(enable_packing(tiny_model("qwen3", hidden=16, heads=2, layers=1)))
+
+
 def metrics(predictions):
-    return loss_metrics(EvalPrediction(predictions=predictions, label_ids=LABELS))
+    return bound()(EvalPrediction(predictions=predictions, label_ids=LABELS))
 
 
 def test_tokens_and_samples_are_weighted_as_named():
@@ -71,4 +77,4 @@ def test_predictions_of_another_model_are_refused(predictions, shapes):
 def test_one_batch_at_a_time_is_refused():
     whole = EvalPrediction(predictions=(np.float32([1.0]), np.int64([1])), label_ids=LABELS)
     with pytest.raises(ConfigError, match="batch_eval_metrics=True hands over one batch at a time"):
-        loss_metrics(whole, compute_result=False)
+        bound()(whole, compute_result=False)

@@ -13,11 +13,11 @@ from transformers import Trainer
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.loading import PackedStream, RowSettings
-from vlmpack.offline import PackedDataset, StoreSettings, measure_lengths, write_rows
 from vlmpack.plan import LengthTable, plan_bins
 from vlmpack.step import enable_packing
+from vlmpack.store import PackedDataset, StoreSettings, measure_lengths, write_rows
+from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer, evaluate, loss_metrics
 from vlmpack.trainer.held_out import HeldOut
 
@@ -251,7 +251,7 @@ def test_evaluation_in_planned_rows_is_that_of_the_samples_alone(layout, tmp_pat
         collator(layout),
         eval_dataset=Samples(samples),
         eval_plan=plan_bins(lengths, sum(lengths) // 3, oversize="own_row"),
-        compute_metrics=loss_metrics,
+        compute_metrics=loss_metrics(model),
     )
     metrics = run.evaluate()
     learnt = counts > 0
@@ -274,7 +274,7 @@ def test_evaluation_without_packing_takes_trainers_batches(tmp_path):
         collator("packed"),
         eval_dataset=Samples(samples),
         eval_packing=False,
-        compute_metrics=loss_metrics,
+        compute_metrics=loss_metrics(model),
     )
     metrics = run.evaluate()
     assert run.evaluation is None

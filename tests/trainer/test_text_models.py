@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from chats import processor_of
-from samples import alone
 from training import Gradients, Samples, arguments, descend, distance, logged, loss_sums, receipts, trainer
 from transformers import (
     DataCollatorForLanguageModeling,
@@ -16,9 +15,9 @@ from transformers import (
 )
 
 from vlmpack.errors import ConfigError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule
 from vlmpack.step import PackedStep, StepConfig, enable_packing
+from vlmpack.testing import alone, tiny_model
 from vlmpack.trainer import check_trainer, loss_metrics
 
 TEXT_MODELS = ("qwen3", "qwen3_next")
@@ -85,7 +84,7 @@ def test_evaluation_with_the_language_modelling_collator_gives_every_sample_its_
     rows = [{"input_ids": sample["input_ids"].tolist()} for sample in samples]
     args = arguments(tmp_path, per_device_eval_batch_size=3)
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
-    run = Trainer(model, args, collate, eval_dataset=Samples(rows), compute_metrics=loss_metrics)
+    run = Trainer(model, args, collate, eval_dataset=Samples(rows), compute_metrics=loss_metrics(model))
     losses, targets = run.predict(Samples(rows)).predictions
     with torch.no_grad():
         sums, counts = loss_sums(tiny(family), samples)
@@ -102,9 +101,8 @@ def test_logits_with_the_padding_collator_are_those_of_samples_alone(family, sid
     samples, _ = written(model)
     rows = [{"input_ids": sample["input_ids"].tolist()} for sample in samples[:3]]
     args = arguments(tmp_path, per_device_eval_batch_size=3)
-    logits = torch.from_numpy(
-        Trainer(model, args, DataCollatorWithPadding(tokenizer)).predict(Samples(rows)).predictions
-    )
+    run = Trainer(model, args, DataCollatorWithPadding(tokenizer))
+    logits = torch.from_numpy(run.predict(Samples(rows)).predictions)
     for row, sample in zip(logits, samples, strict=False):
         length = len(sample["input_ids"])
         own = row[-length:] if side == "left" else row[:length]

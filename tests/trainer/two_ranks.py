@@ -19,9 +19,9 @@ from trainer.packed_runs import fingerprint, fresh, plan_of, planned, streamed
 from training import LAYOUTS, Samples, arguments, collator, lengths_of, logged, receipts, trainer
 
 from vlmpack.errors import ConfigError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.plan import plan_bins
 from vlmpack.step import PackedStep, enable_packing
+from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer, evaluate, loss_metrics
 from vlmpack.trainer.checkpoints import newest_whole
 
@@ -33,7 +33,8 @@ def main(folder: Path) -> None:
     result = {"losses": trained(model, samples, folder)}
     torch.save({name: p.detach() for name, p in model.named_parameters()}, folder / f"weights{rank()}.pt")
 
-    run = in_batches(samples, folder, compute_metrics=loss_metrics)
+    run = in_batches(samples, folder)
+    run.compute_metrics = loss_metrics(run.model)
     losses, targets = run.predict(Samples(samples)).predictions
     result |= {"sample_losses": losses.tolist(), "sample_targets": targets.tolist(), "metrics": run.evaluate()}
     result |= {"eval_losses": eval_losses(samples, folder), "refused": refused(samples, folder)}
@@ -58,11 +59,11 @@ def trained(model, samples, folder):
     return logged(run)
 
 
-def in_batches(samples, folder, layout="packed", size=2, **more):
+def in_batches(samples, folder, layout="packed", size=2):
     """A PackedTrainer that evaluates in batches as accelerate deals them."""
     args = arguments(folder, per_device_eval_batch_size=size)
     model, data = enable_packing(fresh()), Samples(samples)
-    return PackedTrainer(model, args, collator(layout), data, data, eval_packing=False, **more)
+    return PackedTrainer(model, args, collator(layout), data, data, eval_packing=False)
 
 
 def eval_losses(samples, folder):

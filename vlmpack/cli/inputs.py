@@ -67,14 +67,20 @@ def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
             is not supported.
     """
     from vlmpack.collate import VLMCollator
-    from vlmpack.data import SMALLEST_LEGIBLE, open_dataset
+    from vlmpack.data import open_dataset
+    from vlmpack.testing import SMALLEST_LEGIBLE, receipt_conversations
 
     _check_dataset(options)
     _check_options(options)
-    source: dict[str, Any] = {name: vars(options)[name] for name in ("split", "num", "seed", "image_root")}
-    if options.dataset == "synthetic" and tiny_family(options.processor) is not None:
-        source["scale"] = SMALLEST_LEGIBLE  # images of the built-in processor have at most 256 tokens
-    opened = open_dataset(options.dataset, **source)
+    split, num, image_root = options.split, options.num, options.image_root
+    if options.dataset != "synthetic":
+        opened = open_dataset(options.dataset, split=split, num=num, image_root=image_root)
+    else:
+        if image_root is not None:
+            raise ConfigError("image_root is where paths in the samples start, and synthetic names none; leave it out")
+        # images of the built-in processor have at most 256 tokens
+        scale = 1.0 if tiny_family(options.processor) is None else SMALLEST_LEGIBLE
+        opened = receipt_conversations(split=split, num=num, seed=options.seed, scale=scale)
     limits: dict[str, Any] = {"max_length": options.max_length, "overlength": options.overlength}
     made = within(named_processor(options.processor), options.max_pixels)
     return Inputs(dataset=opened, collator=VLMCollator(made, layout="packed", **limits, **settings))
@@ -82,9 +88,9 @@ def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
 
 def is_store(source: str) -> bool:
     """Whether a folder written by `vlmpack pack` is meant."""
-    from vlmpack.offline import NAME
+    from vlmpack import store
 
-    return (Path(source).expanduser() / NAME).is_file()
+    return store.is_store(Path(source).expanduser())
 
 
 def check_finished(source: str) -> None:
@@ -93,9 +99,9 @@ def check_finished(source: str) -> None:
     Raises:
         ConfigError: `source` is one.
     """
-    from vlmpack.offline import WorkFolder
+    from vlmpack.store import is_unfinished_store
 
-    if not is_store(source) and WorkFolder(out=Path(source).expanduser()).path.is_dir():
+    if is_unfinished_store(Path(source).expanduser()):
         raise ConfigError(
             f"{source} is not packed to its end: `vlmpack pack` was interrupted there, or refused a sample. Run it "
             "again, and it goes on where it was"
@@ -154,7 +160,7 @@ def measured(
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from vlmpack.offline import measure_lengths
+    from vlmpack.store import measure_lengths
 
     columns = (TextColumn("reading samples"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

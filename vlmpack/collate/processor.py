@@ -115,8 +115,8 @@ def read_processor(processor: Any, *, vocab_size: int | None = None) -> Processo
     """Read the facts of a `Qwen2VLProcessor`, a `Qwen2_5_VLProcessor`, or the later families' `Qwen3VLProcessor`.
 
     Args:
-        processor: the processor, as `AutoProcessor` or `vlmpack.data.tiny_processor` make it; of a text model (Qwen3,
-            Qwen3-Next) its tokenizer.
+        processor: the processor, as `AutoProcessor` or `vlmpack.testing.tiny_processor` make it; of a text model
+            (Qwen3, Qwen3-Next) its tokenizer.
         vocab_size: ids are below this; None: the tokenizer's number of entries.
 
     Raises:

@@ -16,12 +16,9 @@ from vlmpack.families.qwen4_exp import Qwen4Exp
 from vlmpack.families.registry import FAMILIES, family_named, family_of
 from vlmpack.families.resize import grid_from_size
 from vlmpack.families.text import Qwen3, Qwen3Next
-from vlmpack.families.tiny import TinySizes, tiny_config, tiny_model
-from vlmpack.families.tiny_configs import MEDIA_TOKENS
 
 __all__ = [
     "FAMILIES",
-    "MEDIA_TOKENS",
     "BySample",
     "Delta",
     "DeltaHeads",
@@ -39,7 +36,6 @@ __all__ = [
     "Qwen25VL",
     "Qwen35",
     "Qwen35Moe",
-    "TinySizes",
     "check_fla",
     "family_named",
     "family_of",
@@ -47,6 +43,4 @@ __all__ = [
     "grid_from_size",
     "keeps_zeros",
     "media_features",
-    "tiny_config",
-    "tiny_model",
 ]

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from vlmpack.families import Family, family_of
-from vlmpack.layout import FACTS_KEY, PackedRow, PaddedBatch, Segments, SlotRule, pack
+from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch, Segments, SlotRule, pack
 from vlmpack.step import PackedStep, StepConfig, StepResult, find_model
 from vlmpack.testing import (
     Outcome,
@@ -298,7 +298,7 @@ class PackedPass:
     def _call_model(self, samples: Sequence[Sample], divisor: int | None, settings: dict[str, bool]) -> Any:
         inputs = self.inputs(samples).to(self.probed.device).to_hf()
         if not self.circumstance.metadata:
-            inputs.pop(FACTS_KEY, None)
+            inputs.pop(METADATA_KEY, None)
         if divisor is not None:
             inputs["num_items_in_batch"] = torch.tensor(divisor, device=self.probed.device)
         return self.step.model(**inputs, output_logits=True, **settings)

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vlmpack.layout import Segments, recorded_waits
+from vlmpack.layout import Segments, recorded_syncs
 from vlmpack.probing.forward_passes import ForwardPass, ForwardResult, ProbedModel
 from vlmpack.testing import Sample
 
@@ -299,7 +299,7 @@ class SyncCount:
 def counted_syncs(device: torch.device) -> Iterator[SyncCount]:
     """Count while something runs: on CUDA PyTorch itself reports syncs; on a CPU, operations that would need one."""
     syncs = SyncCount()
-    with recorded_waits(device) as recorded:
+    with recorded_syncs(device) as recorded:
         try:
             yield syncs
         finally:

@@ -14,8 +14,9 @@ from torch import nn
 
 from vlmpack.data import load_processor
 from vlmpack.errors import ConfigError
-from vlmpack.families import MEDIA_TOKENS, Family, TinySizes, family_named
+from vlmpack.families import Family, family_named
 from vlmpack.probing.report import one_line
+from vlmpack.testing import TinySizes
 
 BYTES_A_WEIGHT = 12
 """What a probe needs: weight, gradient and true gradient in float32; in bfloat16 the float32 copy needs the room."""
@@ -182,7 +183,7 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
         **kept,
         "text_config": text,
         "vision_config": _shrink_vision(kept["vision_config"], text["hidden_size"]),
-        **{name: vars(sizes)[name] for name in MEDIA_TOKENS},
+        **sizes.media_tokens,
     }
 
 

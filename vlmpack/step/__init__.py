@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from vlmpack.step.attach import PackingState, disable_packing, enable_packing, is_packing, packing_state
+from vlmpack.step.attach import (
+    LossCount,
+    PackingState,
+    bind_loss_metrics,
+    disable_packing,
+    enable_packing,
+    is_packing,
+    packing_state,
+)
 from vlmpack.step.balance import RouterStatistics
 from vlmpack.step.compiling import compile_layers
 from vlmpack.step.engine import StepConfig, run_row
@@ -15,6 +23,7 @@ from vlmpack.step.result import StepResult, Work
 
 __all__ = [
     "SINK",
+    "LossCount",
     "PackedOutput",
     "PackedStep",
     "PackingState",
@@ -23,6 +32,7 @@ __all__ = [
     "StepConfig",
     "StepResult",
     "Work",
+    "bind_loss_metrics",
     "compile_layers",
     "disable_packing",
     "enable_packing",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, final
 from weakref import WeakSet
 
@@ -24,7 +24,7 @@ from vlmpack.layout import around_graph
 from vlmpack.parallel import Parallel
 from vlmpack.step import attention, by_sample, cut, experts
 from vlmpack.step.engine import StepConfig
-from vlmpack.step.forward import packed_forward, plain_forward, unpackable, without_guards
+from vlmpack.step.forward import PackedOutput, packed_forward, plain_forward, unpackable, without_guards
 from vlmpack.step.keys import ROW_KEYS
 from vlmpack.step.models import check_adapters, check_is_only_one, check_own_forward, check_own_loss, find_model
 from vlmpack.step.subclass import base_of, subclass
@@ -33,6 +33,28 @@ from vlmpack.step.unpacked import plain_generate
 Model = TypeVar("Model", bound=nn.Module)
 
 _STATE = "_vlmpack_state"
+
+
+@final
+class LossCount:
+    """Count samples whose losses HF Trainer's own evaluation computed, until `loss_metrics` has read them."""
+
+    def __init__(self) -> None:
+        self.unread = 0
+        """Samples whose losses `loss_metrics` has not read."""
+        self.is_evaluating = False
+        """Whether the next forward pass is a batch of Trainer's evaluation."""
+
+    def add(self, output: Any) -> None:
+        """Count the samples of a batch of the evaluation."""
+        if self.is_evaluating and not torch.is_grad_enabled() and isinstance(output, PackedOutput):
+            self.unread += 0 if output.sample_losses is None else len(output.sample_losses)
+        self.is_evaluating = False
+
+    def take(self) -> int:
+        """Return the number of unread samples and begin at 0 again."""
+        unread, self.unread = self.unread, 0
+        return unread
 
 
 @final
@@ -46,6 +68,8 @@ class PackingState:
     """Its settings."""
     parallel: Parallel | None
     """How ranks work together on its rows; None: each by itself."""
+    loss_count: LossCount | None = None
+    """Set by `loss_metrics(model)`, which replaces Trainer's `eval_loss`; None: nothing does."""
 
 
 def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: Parallel | None = None) -> Model:
@@ -105,7 +129,8 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     cut.install(family, core, shared=shared)  # refuses, or does all
     if not enabled:
         core.__class__ = _packed_class(type(core))
-    vars(core)[_STATE] = PackingState(family=family, config=config, parallel=parallel)
+    loss_count = vars(core)[_STATE].loss_count if enabled else None
+    vars(core)[_STATE] = PackingState(family=family, config=config, parallel=parallel, loss_count=loss_count)
     experts.install(family, core)
     by_sample.install(family, core)
     _install_attention(core)
@@ -179,6 +204,19 @@ def packing_state(core: nn.Module) -> PackingState:
     return state
 
 
+def bind_loss_metrics(model: nn.Module) -> LossCount:
+    """Let HF Trainer evaluate this model on one rank: `loss_metrics` will replace `eval_loss` by the exact loss.
+
+    Raises:
+        ConfigError: packing is not enabled on the model.
+    """
+    core = find_model(model)
+    state = packing_state(core)
+    loss_count = state.loss_count or LossCount()
+    vars(core)[_STATE] = replace(state, loss_count=loss_count)
+    return loss_count
+
+
 _enabled: WeakSet[nn.Module] = WeakSet()
 """Models with packing, which may have layers in common: one backbone under several heads."""
 
@@ -230,12 +268,16 @@ def _packed_class(base: Any) -> type[nn.Module]:
         if (reason := unpackable(self, inputs, vars(self)[_STATE].family)) is not None:
             return plain_forward(self, own_forward, inputs, reason)
         state = packing_state(self)
-        return packed_forward(self, inputs, state.family, state.config, state.parallel)
+        output = packed_forward(self, inputs, state.family, state.config, state.parallel)
+        if state.loss_count is not None:
+            state.loss_count.add(output)
+        return output
 
     vars(forward)["__signature__"] = _signature(base.forward)
 
     def setstate(self: nn.Module, state: dict[str, Any]) -> None:
         base.__setstate__(self, state)
+        vars(self)[_STATE] = replace(vars(self)[_STATE], loss_count=None)  # loss_metrics is bound to one object
         _install_attention(self)
 
     @functools.wraps(base.set_attn_implementation)
@@ -255,7 +297,7 @@ def _packed_class(base: Any) -> type[nn.Module]:
         "set_attn_implementation": set_attn_implementation,
         "forward": around_graph(forward),
         "generate": plain_generate(base),
-        "accepts_loss_kwargs": CountsTargets(),
+        "accepts_loss_kwargs": property(CountsTargets),
     }
     return subclass(base, body, _packed_class)
 
@@ -264,24 +306,55 @@ def _packed_class(base: Any) -> type[nn.Module]:
 class CountsTargets:
     """`accepts_loss_kwargs` of an enabled model: true, for HF Trainer to count targets over the accumulated batch.
 
-    Trainer's own evaluation looks here before each batch, without gradients. On several ranks it would multiply each
-    rank's share of the loss by their number, average the shares over samples, and cut off some with the last batch.
+    Trainer reads its truth before each batch: with gradients in training, without in its own evaluation. That takes the
+    mean loss of each batch and averages these means over samples (over rows, of packed rows). On several ranks it also
+    multiplies each rank's share of the loss by their number, and cuts off some with the last batch.
     """
+
+    def __init__(self, core: nn.Module) -> None:
+        self._core = core
 
     def __bool__(self) -> bool:
         """Return True.
 
         Raises:
-            ConfigError: HF Trainer's own evaluation runs on several ranks.
+            ConfigError: HF Trainer's own evaluation begins, on several ranks or without `loss_metrics(model)`; or one
+                has ended, and `loss_metrics` was not called with its losses.
         """
-        if not torch.is_grad_enabled() and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        state = remembered(self._core)
+        if torch.is_grad_enabled():
+            _check_was_read(state)
+        elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise ConfigError(
                 f"HF Trainer's own evaluation over {dist.get_world_size()} ranks weighs the losses of packed batches "
                 "wrongly, so eval_loss would be no mean of them, and load_best_model_at_end would choose by it: use "
                 "PackedTrainer of vlmpack.trainer, which takes the same arguments (eval_packing=False: the same "
                 "batches; eval_capacity=: in planned rows); or evaluate of vlmpack"
             )
+        elif state is not None:
+            _begin_batch(state)
         return True
+
+
+def _begin_batch(state: PackingState) -> None:
+    if state.loss_count is None:
+        raise ConfigError(
+            "HF Trainer's own evaluation averages the mean losses of batches over samples, so eval_loss would change "
+            "with the batch size, and load_best_model_at_end would choose by it: use PackedTrainer of "
+            "vlmpack.trainer, which takes the same arguments (eval_packing=False: the same batches); or, on one rank, "
+            "compute_metrics=loss_metrics(model), which makes eval_loss the mean over all targets"
+        )
+    state.loss_count.is_evaluating = True
+
+
+def _check_was_read(state: PackingState | None) -> None:
+    if state is not None and state.loss_count is not None and (unread := state.loss_count.take()):
+        raise ConfigError(
+            f"HF Trainer evaluated {unread} samples and did not call loss_metrics(model) with their losses, so "
+            "eval_loss was a mean of batches' means: give this Trainer compute_metrics=loss_metrics(model), without "
+            "prediction_loss_only, or use PackedTrainer of vlmpack.trainer. After an evaluation that was interrupted, "
+            "train again"
+        )
 
 
 def _signature(forward: Callable[..., Any]) -> inspect.Signature:

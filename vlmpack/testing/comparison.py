@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,10 @@ from torch import nn
 from vlmpack.errors import ConfigError
 from vlmpack.families import family_of
 from vlmpack.layout import IGNORE, PackedRow, PaddedBatch
-from vlmpack.step import PackedStep, StepConfig, StepResult, Work, disable_packing, find_model, is_packing
 from vlmpack.testing.samples import Sample, alone, num_targets
+
+if TYPE_CHECKING:  # the face of the room loads no transformers
+    from vlmpack.step import StepConfig, StepResult, Work
 
 Gradients = Mapping[str, torch.Tensor]
 """By name of the parameter; parameters without a gradient are left out."""
@@ -202,6 +204,8 @@ def run_alone(
     Raises:
         ConfigError: packing is enabled on the model.
     """
+    from vlmpack.step import is_packing
+
     if is_packing(model):
         raise ConfigError("packing is enabled on the model that is the reference; call disable_packing(model) first")
     count = sum(num_targets(sample) for sample in samples)
@@ -230,6 +234,8 @@ def run_packed(
 
     Packing is enabled meanwhile, and afterwards as it was.
     """
+    from vlmpack.step import PackedStep, disable_packing, is_packing
+
     enabled = is_packing(model)
     take_gradients(model)
     try:
@@ -250,6 +256,8 @@ def plain_output(
 
     `use_cache`: None leaves it to the model's configuration.
     """
+    from vlmpack.step import find_model
+
     device = next(model.parameters()).device
     placed = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
     if use_cache is not None:

@@ -8,22 +8,22 @@ the loss is weighted.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, cast
 
 from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import Trainer, default_data_collator
+from transformers import Seq2SeqTrainingArguments, Trainer, TrainingArguments, default_data_collator
 from transformers.trainer_utils import SchedulerType
 
 from vlmpack.collate import CONVERSATION_COLUMNS, MEDIA_COLUMNS, ProcessorFacts, VLMCollator
-from vlmpack.columns import RowCollator
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.loading import PackedStream
-from vlmpack.offline import PackedDataset
 from vlmpack.step import find_model, is_packing, packing_state
+from vlmpack.store import PackedDataset
+from vlmpack.text import RowCollator
 from vlmpack.trainer import of_trl
-from vlmpack.trainer.metrics import loss_metrics
+from vlmpack.trainer.metrics import LossMetrics
 from vlmpack.trainer.packed_trainer import PackedTrainer
 
 READ = (
@@ -218,23 +218,43 @@ def _metrics(trainer: Trainer) -> Iterator[str]:
 
 def _evaluation(trainer: Trainer) -> Iterator[str]:
     """Trainer's own loop has one number a batch, which it weighs by samples."""
-    args, model = trainer.args, cast(Any, trainer.model)
+    args, model, metrics = trainer.args, cast(Any, trainer.model), trainer.compute_metrics
     if trainer.eval_dataset is None or isinstance(trainer, PackedTrainer) or not is_packing(model):
         return
-    chosen_by = args.metric_for_best_model in (None, "loss", "eval_loss")
-    chooses = args.load_best_model_at_end or args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
     if args.world_size > 1:
         yield (
             f"its own evaluation over {args.world_size} ranks weighs the losses of packed batches wrongly, and is "
             "refused before its first batch: use PackedTrainer of vlmpack.trainer (eval_packing=False: the same "
             "batches), or evaluate of vlmpack"
         )
-    elif chooses and chosen_by and trainer.compute_metrics is not loss_metrics:
+    elif isinstance(args, Seq2SeqTrainingArguments) and args.predict_with_generate and metrics is not None:
+        if _chooses_by_loss(args):
+            yield (
+                "it chooses by the eval_loss of an evaluation that generates (predict_with_generate), a mean over "
+                "samples of their batches' means, which changes with the batch size: choose by a metric of what is "
+                "generated (metric_for_best_model), or use PackedTrainer of vlmpack.trainer"
+            )
+    elif packing_state(find_model(model)).loss_count is None:
         yield (
-            "it chooses by its own eval_loss (load_best_model_at_end, reduce_lr_on_plateau), a mean over samples of "
-            "their batches' means, which changes with the batch size: compute_metrics=loss_metrics makes eval_loss the "
+            "its own eval_loss is a mean over samples of their batches' means, which changes with the batch size, so "
+            "its evaluation is refused before its first batch: compute_metrics=loss_metrics(model) makes eval_loss the "
             "loss of the set, and so does PackedTrainer of vlmpack.trainer"
         )
+    elif metrics is None or args.prediction_loss_only or _is_of_another(metrics, model):
+        yield (
+            "its eval_loss is not replaced by that of loss_metrics(model), which is not called (prediction_loss_only, "
+            "or compute_metrics is missing or of another model): compute_metrics=loss_metrics(model) and "
+            "prediction_loss_only=False, or PackedTrainer of vlmpack.trainer"
+        )
+
+
+def _chooses_by_loss(args: TrainingArguments) -> bool:
+    chooses = args.load_best_model_at_end or args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
+    return chooses and args.metric_for_best_model in (None, "loss", "eval_loss")
+
+
+def _is_of_another(metrics: Callable[..., Any], model: nn.Module) -> bool:
+    return isinstance(metrics, LossMetrics) and not metrics.is_bound_to(model)
 
 
 def _skipped(trainer: Trainer) -> Iterator[str]:

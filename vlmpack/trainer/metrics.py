@@ -2,19 +2,62 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, final
 
 import numpy as np
+from torch import nn
 from transformers import EvalPrediction
 
 from vlmpack.errors import ConfigError
+from vlmpack.step import LossCount, bind_loss_metrics, find_model, is_packing, packing_state
 
 
-def loss_metrics(prediction: EvalPrediction, compute_result: bool | None = None) -> dict[str, float]:
-    """Losses of an evaluation set, whatever its batches: give it to `Trainer(compute_metrics=loss_metrics)`.
+@final
+class LossMetrics:
+    """Compute losses of an evaluation set from HF Trainer's predictions, see `loss_metrics`."""
+
+    def __init__(self, loss_count: LossCount) -> None:
+        self._loss_count = loss_count
+
+    def is_bound_to(self, model: nn.Module) -> bool:
+        """Return whether `loss_metrics` was called with this model, or with a wrapper around it."""
+        return is_packing(model) and packing_state(find_model(model)).loss_count is self._loss_count
+
+    def __call__(self, prediction: EvalPrediction, compute_result: bool | None = None) -> dict[str, float]:
+        """Return the losses by name.
+
+        Args:
+            prediction: what an enabled model's `PackedOutput` becomes in Trainer: `predictions` ends in
+                (sample_losses [B], sample_targets [B]) of the whole set, or is a list of such pairs, one a batch.
+            compute_result: given by Trainer only with `batch_eval_metrics=True`, which is refused.
+
+        Raises:
+            ConfigError: the predictions are not those of a model with packing enabled, come a batch at a time, or are
+                of fewer samples than were computed.
+        """
+        computed = self._loss_count.take()
+        if compute_result is not None:
+            raise ConfigError(
+                "batch_eval_metrics=True hands over one batch at a time, but loss_metrics needs the whole set; set it "
+                "to False: an enabled model keeps two numbers a sample, no logits"
+            )
+        losses, targets = _whole_set(prediction.predictions)
+        if computed not in (0, len(losses)):  # 0: PackedTrainer's evaluation, which is exact by itself
+            raise ConfigError(
+                f"HF Trainer computed {computed} samples and handed over the losses of {len(losses)}: of packed rows "
+                "accelerate cuts the last batch to as many samples as there are rows left. Use PackedTrainer of "
+                "vlmpack.trainer, or evaluate of vlmpack; after an evaluation that was interrupted, evaluate again"
+            )
+        metrics = losses_of_set(losses, targets)
+        return {"loss": metrics["token_loss"], **metrics}
+
+
+def loss_metrics(model: nn.Module) -> LossMetrics:
+    """Make HF Trainer's evaluation on one rank exact: `Trainer(model, ..., compute_metrics=loss_metrics(model))`.
 
     Trainer's own `eval_loss` counts for each sample the mean over the targets of its whole batch, so it changes with
-    `per_device_eval_batch_size` and with the order of the samples. These numbers do not, and the first replaces it:
+    `per_device_eval_batch_size` and with the order of the samples. An enabled model refuses such an evaluation unless
+    these metrics are bound to it. They do not change with batches, and the first replaces `eval_loss`:
 
         loss           the same as token_loss; Trainer reports it as `eval_loss`, and chooses the best model by it
         token_loss     cross-entropy (nats) of all targets / number of targets
@@ -24,20 +67,12 @@ def loss_metrics(prediction: EvalPrediction, compute_result: bool | None = None)
         num_samples    samples that have any
 
     Args:
-        prediction: what an enabled model's `PackedOutput` becomes in Trainer: `predictions` ends in
-            (sample_losses [B], sample_targets [B]) of the whole set, or is a list of such pairs, one a batch.
-        compute_result: given by Trainer only with `batch_eval_metrics=True`, which is refused.
+        model: the model that is evaluated, or a wrapper around it (PEFT, `torch.compile`, DDP), with packing enabled.
 
     Raises:
-        ConfigError: the predictions are not those of a model with packing enabled, or come a batch at a time.
+        ConfigError: packing is not enabled on the model.
     """
-    if compute_result is not None:
-        raise ConfigError(
-            "batch_eval_metrics=True hands over one batch at a time, but loss_metrics needs the whole set; set it to "
-            "False: an enabled model keeps two numbers a sample, no logits"
-        )
-    metrics = losses_of_set(*_whole_set(prediction.predictions))
-    return {"loss": metrics["token_loss"], **metrics}
+    return LossMetrics(bind_loss_metrics(model))
 
 
 def losses_of_set(losses: np.ndarray, targets: np.ndarray) -> dict[str, float]:

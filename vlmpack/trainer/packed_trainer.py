@@ -13,9 +13,9 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.loading import PackedBatchSampler, PackedStream, Remainder
-from vlmpack.offline import PackedDataset
 from vlmpack.plan import Plan
 from vlmpack.step import SINK, Sink, is_packing
+from vlmpack.store import PackedDataset
 from vlmpack.trainer.checkpoints import check_whole, checkpoint_folder, newest_whole
 from vlmpack.trainer.evaluation import Account, BatchAccount, Evaluation
 from vlmpack.trainer.held_out import HeldOut, HeldOutLoader, hold_out

@@ -12,7 +12,8 @@ from vlmpack.bench.figure import Figure, Target
 from vlmpack.bench.settings import BenchSettings
 from vlmpack.bench.timing import alternate, one_thread
 from vlmpack.collate import VLMCollator
-from vlmpack.data import load_cord, tiny_processor, to_conversation
+from vlmpack.data import to_conversation
+from vlmpack.testing import SyntheticReceipts, tiny_processor
 
 CASE = "collate"
 TARGET = Target(limit=1.1, better="lower")
@@ -37,7 +38,7 @@ def measure_collate(settings: BenchSettings, shapes: CollateShapes) -> list[Figu
     For the second, the receipts were tokenised and their images cut into patches before.
     """
     processor = tiny_processor("qwen3_vl", max_pixels=shapes.max_image_tokens * TOKEN_AREA)
-    records = load_cord("synthetic", num=shapes.samples, seed=settings.seed)
+    records = SyntheticReceipts(num=shapes.samples, seed=settings.seed)
     receipts = [to_conversation(records[i]) for i in range(shapes.samples)]
     padded, packed = VLMCollator(processor, layout="padded"), VLMCollator(processor, layout="packed")
     figures = []

@@ -15,8 +15,8 @@ from vlmpack.bench.figure import Figure, Target
 from vlmpack.bench.settings import BenchSettings
 from vlmpack.bench.timing import alternate, one_thread
 from vlmpack.collate import PixelBuffers, VLMCollator
-from vlmpack.data import tiny_processor
 from vlmpack.layout import Grid
+from vlmpack.testing import tiny_processor
 
 CASE = "pixels"
 OVER_A_COPY = Target(limit=1.3, better="lower")

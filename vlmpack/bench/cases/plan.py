@@ -11,7 +11,7 @@ import numpy as np
 from vlmpack.bench.figure import Figure, Skipped, Target
 from vlmpack.bench.settings import CLOCKS, BenchSettings
 from vlmpack.bench.timing import alternate
-from vlmpack.plan import Budget, CostModel, Plan, WaitingRoom, balance_rows, plan_bins
+from vlmpack.plan import Budget, CostModel, PackingBuffer, Plan, balance_rows, plan_bins
 
 CASE = "plan"
 SECONDS = Target(limit=0.4, better="lower")
@@ -134,7 +134,7 @@ def _stream(name: str, lengths: LengthSet, settings: BenchSettings, shapes: Plan
 
 def stream(lengths: np.ndarray, capacity: int, waiting: int) -> tuple[int, int]:
     """(rows, most samples that came in while one waited) when so many samples wait."""
-    room, rows, delay = WaitingRoom(capacity), 0, 0
+    room, rows, delay = PackingBuffer(capacity), 0, 0
     for sample, length in enumerate(lengths.tolist()):
         room.add(sample, length)
         if len(room) == waiting:

@@ -23,7 +23,7 @@ from vlmpack.bench.markdown import markdown
 from vlmpack.bench.settings import BenchSettings, check_budget, check_seed
 from vlmpack.bench.table import readable, skipped, target_in_words, title
 from vlmpack.bench.timing import new_garbage_only
-from vlmpack.families import tiny_model
+from vlmpack.testing import tiny_model
 
 NAME = "gpu"
 BUDGET = 540.0

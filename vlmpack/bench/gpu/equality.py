@@ -16,9 +16,10 @@ from vlmpack.bench.gpu.patches import with_patch_products
 from vlmpack.bench.gpu.run import Cell, Lab
 from vlmpack.bench.gpu.shapes import GpuShapes
 from vlmpack.bench.workload import alone, receipt_batch
-from vlmpack.families import family_named, tiny_model
+from vlmpack.families import family_named
 from vlmpack.layout import SlotRule
 from vlmpack.step import PackedStep, StepConfig
+from vlmpack.testing import tiny_model
 
 CASE = "gpu equality"
 LOW = torch.bfloat16

@@ -22,9 +22,10 @@ from vlmpack.bench.gpu.patches import with_patch_products
 from vlmpack.bench.gpu.shapes import GpuShapes, ModelShape
 from vlmpack.bench.workload import hf_inputs, receipt_batch
 from vlmpack.errors import VlmpackError
-from vlmpack.families import Family, family_named, tiny_config
+from vlmpack.families import Family, family_named
 from vlmpack.layout import IGNORE, PaddedBatch, SlotRule
 from vlmpack.step import PackedStep, StepConfig
+from vlmpack.testing import tiny_config
 
 LONGEST, FIXED, PACKED, SLOTS = "padded to longest", "padded to width", "packed", "packed, slots of 8"
 FLASH = "padded to longest, flash"

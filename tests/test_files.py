@@ -1,0 +1,119 @@
+"""A file that is written atomically is there whole or not at all, and an error names it with the remedy."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vlmpack.errors import ConfigError
+from vlmpack.files import atomic_file, unreadable, write_text, writing
+
+
+def test_a_file_gets_its_name_when_all_of_it_is_written(tmp_path):
+    path = tmp_path / "new" / "a.txt"
+    with atomic_file(path) as temporary:
+        temporary.write_text("all of it")
+        assert not path.exists()
+        assert temporary.parent == path.parent
+    assert [file.name for file in path.parent.iterdir()] == ["a.txt"]
+    assert path.read_text() == "all of it"
+
+
+def test_the_rights_of_a_file_are_those_of_any_other(tmp_path):
+    (tmp_path / "plain.txt").write_text("a")
+    write_text(tmp_path / "atomic.txt", "ä")
+    modes = [(tmp_path / name).stat().st_mode for name in ("plain.txt", "atomic.txt")]
+    assert modes[0] == modes[1]
+    assert (tmp_path / "atomic.txt").read_text(encoding="utf-8") == "ä"
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_block_that_fails_leaves_the_old_file_and_nothing_else(elsewhere, tmp_path):
+    path, folder = tmp_path / "a.txt", tmp_path / "unfinished"
+    folder.mkdir()
+    path.write_text("old")
+    with pytest.raises(KeyError), atomic_file(path, folder=folder if elsewhere else None) as temporary:
+        temporary.write_text("half")
+        raise KeyError("of the block")
+    assert path.read_text() == "old"
+    assert sorted(file.name for file in tmp_path.rglob("*")) == ["a.txt", "unfinished"]
+
+
+def test_a_file_that_is_written_elsewhere_lies_there_until_it_is_whole(tmp_path):
+    path, folder = tmp_path / "a.txt", tmp_path / "unfinished"
+    folder.mkdir()
+    with atomic_file(path, folder=folder) as temporary:
+        temporary.write_text("a")
+        assert temporary.parent == folder
+    assert path.read_text() == "a"
+    assert not any(folder.iterdir())
+    folder.rmdir()
+    with pytest.raises(ConfigError, match=r"a.txt cannot be written: .*See to the disk"):
+        write_text(path, "b", folder=folder)
+    assert path.read_text() == "a"
+    assert not folder.exists(), "a folder that is gone is not made again"
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "Make room and run it again"),
+        (errno.EROFS, "Get the right to write there, or choose another folder"),
+        (errno.EISDIR, "Choose another name or folder"),
+        (errno.EIO, "See to the disk and run it again"),
+    ],
+)
+def test_the_system_refuses(number, remedy, tmp_path):
+    match = rf"a.txt cannot be written: .*{os.strerror(number)}\. {remedy}"
+    with pytest.raises(ConfigError, match=match), writing(tmp_path / "a.txt"):
+        raise OSError(number, os.strerror(number))
+
+
+def test_an_error_of_what_the_block_reads_is_not_taken_for_one_of_the_file(tmp_path):
+    with pytest.raises(FileNotFoundError), atomic_file(tmp_path / "a.txt"):
+        (tmp_path / "missing").read_text()
+    with pytest.raises(ConfigError, match=r"a.txt cannot be written"), atomic_file(tmp_path / "a.txt"):
+        raise OSError(errno.ENOSPC, "full")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_file_stands_where_the_folder_should_be(tmp_path):
+    (tmp_path / "folder").write_text("")
+    with pytest.raises(ConfigError, match="Choose another name or folder"):
+        write_text(tmp_path / "folder" / "a.txt", "a")
+
+
+def test_a_file_that_cannot_be_read_is_named():
+    assert "a.txt cannot be read: gone; restore it" in str(unreadable("a.txt", FileNotFoundError("gone")))
+    assert "get the right to read it" in str(unreadable("a.txt", PermissionError("no")))
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from vlmpack.files import atomic_file
+with atomic_file(Path(sys.argv[1])) as temporary:
+    temporary.write_text("half")
+    print("half", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_process_that_is_killed_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    root = str(Path(__file__).parents[1])
+    env = {**os.environ, "PYTHONPATH": root}
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, env=env)
+    assert process.stdout is not None and process.stdout.readline() == b"half\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert path.read_text() == "old"
+    write_text(path, "new")
+    assert path.read_text() == "new"

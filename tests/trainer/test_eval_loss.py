@@ -1,0 +1,198 @@
+"""HF Trainer's own evaluation on one rank: exact by `loss_metrics(model)`, or refused before its first batch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from training import LAYOUTS, Samples, arguments, collator, loss_sums, receipts, trainer
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+
+from vlmpack.errors import ConfigError
+from vlmpack.step import StepConfig, disable_packing, enable_packing
+from vlmpack.testing import padded, tiny_model
+from vlmpack.trainer import PackedTrainer, loss_metrics
+
+REFUSAL = r"averages the mean losses of batches over samples.*PackedTrainer.*compute_metrics=loss_metrics\(model\)"
+
+
+def small():
+    return tiny_model("qwen3", hidden=16, heads=2, layers=1)
+
+
+def unlike_samples(model, seed=7):
+    """Texts that have few targets and many in turn, so that the mean of batches' means is far from the token mean."""
+    samples = receipts(model, seed=seed, kinds=("text",) * 7)
+    for sample in samples[2::2]:
+        sample["labels"][3:] = -100
+    return samples
+
+
+def plain(model, samples, folder, layout="packed", metrics=None, **settings):
+    """A Trainer that nothing was prepared for."""
+    args, data = arguments(folder, **settings), Samples(samples)
+    return Trainer(model, args, collator(layout), data, data, compute_metrics=metrics)
+
+
+def exact_loss(model, samples):
+    with torch.no_grad():
+        sums, counts = loss_sums(model, samples)
+    return float(sums.sum() / counts.sum())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("batch", [1, 2, 7])
+def test_a_plain_evaluation_is_refused_before_its_first_batch(layout, batch, tmp_path):
+    model, calls = enable_packing(small()), []
+    model.register_forward_pre_hook(lambda *call: calls.append(call))
+    run = plain(model, receipts(model, kinds=("text",) * 7), tmp_path, layout, per_device_eval_batch_size=batch)
+    for evaluate in (run.evaluate, lambda: run.predict(run.eval_dataset)):
+        with pytest.raises(ConfigError, match=REFUSAL):
+            evaluate()
+    assert calls == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("batch", [1, 2, 3, 7])
+def test_with_its_metrics_it_is_the_mean_over_targets(layout, batch, tmp_path):
+    model = small()
+    samples = unlike_samples(model)
+    exact = pytest.approx(exact_loss(model, samples), rel=1e-6)
+    metrics = loss_metrics(enable_packing(model))
+    run = plain(model, samples, tmp_path, layout, metrics, per_device_eval_batch_size=batch)
+    assert run.evaluate()["eval_loss"] == exact
+    assert run.predict(run.eval_dataset).metrics["test_loss"] == exact
+    run.compute_metrics = lambda prediction: {**metrics(prediction), "ones": 1}
+    assert run.evaluate()["eval_loss"] == exact
+
+
+def test_a_prediction_without_labels_has_no_loss_and_passes(tmp_path):
+    model = enable_packing(small())
+    samples = receipts(model, kinds=("text",) * 3)
+    run = plain(model, samples, tmp_path, "padded", per_device_eval_batch_size=3)
+    run.data_collator = lambda features: {k: v for k, v in padded(features).to_hf().items() if k != "labels"}
+    output = run.predict(Samples(samples))
+    assert "test_loss" not in output.metrics
+    assert output.predictions.shape[0] == 3
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
+@pytest.mark.parametrize("wrapper", ["peft", "compile", "ddp"])
+def test_metrics_of_a_wrapped_model_are_bound_to_the_model_inside(wrapper, tmp_path):
+    model = enable_packing(small())
+    if wrapper == "peft":
+        from peft import LoraConfig, get_peft_model
+
+        outer = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    elif wrapper == "compile":
+        outer = torch.compile(model, backend="eager")
+    else:
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            outer = DistributedDataParallel(model)
+        finally:
+            torch.distributed.destroy_process_group()
+    metrics = loss_metrics(outer)
+    assert metrics.is_bound_to(model)
+    assert metrics.is_bound_to(outer)
+    evaluated = outer if wrapper == "peft" else model
+    run = plain(evaluated, samples := unlike_samples(model), tmp_path, metrics=metrics)
+    assert run.evaluate()["eval_loss"] == pytest.approx(exact_loss(disable_packing(model), samples), rel=1e-6)
+
+
+def test_another_model_is_refused_and_so_is_one_that_is_not_enabled(tmp_path):
+    model, other = enable_packing(small()), enable_packing(small())
+    metrics = loss_metrics(model)
+    for another in (other, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not metrics.is_bound_to(another)
+        with pytest.raises(ConfigError, match=REFUSAL):
+            plain(another, unlike_samples(model), tmp_path, metrics=metrics).evaluate()
+    with pytest.raises(ConfigError, match=r"packing is not enabled on this Qwen3ForCausalLM"):
+        loss_metrics(small())
+
+
+def test_disabling_forgets_the_metrics_and_other_settings_do_not(tmp_path):
+    model = enable_packing(small())
+    samples = unlike_samples(model)
+    run = plain(model, samples, tmp_path, metrics=loss_metrics(model))
+    enable_packing(model, StepConfig(attention="eager_mask"))
+    run.evaluate()
+    enable_packing(disable_packing(model))
+    with pytest.raises(ConfigError, match=REFUSAL):
+        run.evaluate()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_best_model_is_that_of_the_smallest_mean_over_targets(layout, tmp_path):
+    """Not that of the smallest mean of batches' means, which was at another step."""
+    model = small()
+    samples = unlike_samples(model, seed=8)
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    settings |= {"learning_rate": 2.0, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    settings |= {"per_device_train_batch_size": 1, "train_sampling_strategy": "sequential"}
+    metrics = loss_metrics(enable_packing(model))
+    run = plain(model, samples[2:], tmp_path, layout, metrics, **settings)
+    run.train_dataset = Samples(samples[:3])
+    run.train()
+
+    checkpoints = [tmp_path / f"checkpoint-{step}" for step in (1, 2, 3)]
+    with torch.no_grad():
+        losses = [loss_sums(small().from_pretrained(path), samples[2:]) for path in checkpoints]
+    exact = [float(sums.sum() / counts.sum()) for sums, counts in losses]
+    pieces = [zip(sums.split(2), counts.split(2), strict=True) for sums, counts in losses]
+    means = [sum(float(s.sum() / n.sum()) * len(n) for s, n in batches) for batches in pieces]
+    assert exact.index(min(exact)) != means.index(min(means)), "the choices do not differ: nothing was tested"
+    assert run.state.best_model_checkpoint == str(checkpoints[exact.index(min(exact))])
+    assert run.state.best_metric == pytest.approx(min(exact), rel=1e-5)
+
+
+@pytest.mark.parametrize("without", ["prediction_loss_only", "compute_metrics"])
+def test_metrics_that_are_bound_but_not_called_end_the_run(without, tmp_path):
+    model = enable_packing(small())
+    samples = unlike_samples(model)
+    metrics = loss_metrics(model)
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "prediction_loss_only": without == "prediction_loss_only"}
+    run = plain(model, samples, tmp_path, metrics=None if without == "compute_metrics" else metrics, **settings)
+    with pytest.raises(ConfigError, match=r"evaluated 7 samples and did not call loss_metrics\(model\)"):
+        run.train()
+    assert run.state.global_step == 1
+    run.args.prediction_loss_only, run.compute_metrics = False, metrics
+    run.train()
+
+
+def test_packed_trainer_needs_no_metrics(tmp_path):
+    model = small()
+    samples = unlike_samples(model)
+    exact = pytest.approx(exact_loss(model, samples), rel=1e-6)
+    settings = {"eval_dataset": Samples(samples), "eval_packing": False}
+    run = PackedTrainer(enable_packing(model), arguments(tmp_path), collator("packed"), **settings)
+    assert run.evaluate()["eval_loss"] == exact
+    run.compute_metrics = loss_metrics(model)
+    assert run.evaluate()["eval_loss"] == exact
+
+
+def test_generation_while_evaluating_is_as_before(tmp_path):
+    model = enable_packing(small())
+    model.config.pad_token_id = model.generation_config.pad_token_id = 0
+    model.generation_config.max_length = 30
+    args = Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, report_to=[], predict_with_generate=True)
+    samples = unlike_samples(model)
+    for sample in samples:
+        sample["labels"][0] = -100
+    settings = {"eval_dataset": Samples(samples), "compute_metrics": lambda prediction: {"n": len(prediction[0])}}
+    run = Seq2SeqTrainer(model, args, lambda features: padded(features, "left").to_hf(), **settings)
+    assert run.evaluate()["eval_n"] == 7
+    run.args.predict_with_generate = False
+    with pytest.raises(ConfigError, match=REFUSAL):
+        run.evaluate()
+
+
+def test_the_helper_of_these_tests_evaluates_exactly(tmp_path):
+    model = small()
+    samples = unlike_samples(model)
+    exact = pytest.approx(exact_loss(model, samples), rel=1e-6)
+    assert trainer(enable_packing(model), samples, tmp_path).evaluate()["eval_loss"] == exact

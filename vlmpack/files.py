@@ -1,0 +1,95 @@
+"""Write files atomically: whole, or not at all, whenever the process is stopped.
+
+FOLDER/.NAME.<32 digits>    while it is written; removed where that fails, left behind by a process that was killed
+FOLDER/NAME                 once all of it is on the disk
+
+Errors of the system become a ConfigError that names the file and the remedy.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from uuid import uuid4
+
+from vlmpack.errors import ConfigError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+NO_FOLDER = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
+
+
+@contextmanager
+def atomic_file(path: Path, *, folder: Path | None = None) -> Iterator[Path]:
+    """Yield a name to write to; the file gets the name `path` when the block ends.
+
+    Args:
+        path: the file; one that is there already is replaced.
+        folder: where the file lies until then, on the same disk; None: the folder of `path`, made where there is none.
+
+    Raises:
+        ConfigError: the disk is full, or the file cannot be written or renamed. Other errors of the block stay as they
+            are: they may be of what it reads. A block that only writes goes into `writing(path)`.
+    """
+    # not `tempfile`, which makes files that other users cannot read
+    temporary = (folder or path.parent) / f".{path.name}.{uuid4().hex}"
+    try:
+        if folder is None:
+            with writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        with writing(path):
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise unwritable(path, error) from error
+    finally:
+        with suppress(OSError):  # gone with its folder, or of another owner
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str, *, folder: Path | None = None) -> None:
+    """Write a UTF-8 text file atomically, see `atomic_file`.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    with atomic_file(path, folder=folder) as temporary, writing(path):
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name the file in errors of the system that stop it from being written.
+
+    Raises:
+        ConfigError: the disk is full, the folder may not be written to or is gone, or the disk fails.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def unwritable(path: Path, error: OSError) -> ConfigError:
+    """Return the refusal of a file that cannot be written, with the remedy."""
+    remedy = "See to the disk and run it again: what is finished is kept"
+    if error.errno in FULL:
+        remedy = "Make room and run it again: what is finished is kept"
+    elif error.errno in FORBIDDEN:
+        remedy = "Get the right to write there, or choose another folder"
+    elif error.errno in NO_FOLDER:
+        remedy = "Choose another name or folder"
+    return ConfigError(f"{path} cannot be written: {error}. {remedy}")
+
+
+def unreadable(path: object, error: OSError) -> ConfigError:
+    """Return the refusal of a file that cannot be read although its content may be right, with the remedy."""
+    remedy = "restore it" if isinstance(error, FileNotFoundError) else "get the right to read it, or see to the disk"
+    return ConfigError(f"{path} cannot be read: {error}; {remedy}")
