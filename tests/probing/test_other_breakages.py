@@ -13,7 +13,7 @@ import torch
 from vlmpack.attention.sdpa_segments import SdpaSegments
 from vlmpack.families import family_named
 from vlmpack.families.mrope import MediaItems
-from vlmpack.layout import Buckets, Segments, arrays
+from vlmpack.layout import Buckets, PaddedBatch, Segments, arrays
 from vlmpack.probing import probe
 from vlmpack.step import delta, engine, experts, inputs
 from vlmpack.step.context import VisionSegments
@@ -82,7 +82,12 @@ def shared_heads(model: Any, patch: Patch) -> None:
 
 def no_offsets_in_facts(model: Any, patch: Patch) -> None:
     honest = packing._spans
-    patch.setattr(packing, "_spans", lambda b: honest(b) if b.facts is None else replace(honest(b), offsets=(0,) * 99))
+
+    def spans(batch: PaddedBatch) -> Any:
+        found = honest(batch)
+        return found if batch.facts is None else replace(found, offsets=(0,) * len(found.lengths))
+
+    patch.setattr(packing, "_spans", spans)
 
 
 def small_leak(model: Any, patch: Patch) -> None:
