@@ -138,7 +138,12 @@ def balance_without_gradient(model: Any, patch: Patch) -> None:
 
 NUMBERS: dict[str, tuple[Break, str, str, set[str]]] = {
     "rolled targets": (rolled_targets, "qwen3", "loss count", {"left: loss"}),
-    "rolled shift": (rolled_shift, "qwen3", "loss count", {"autocast: loss"}),
+    "rolled shift": (
+        rolled_shift,
+        "qwen3",
+        "loss count",
+        {"autocast: sample losses", "autocast: gradient of lm_head"},
+    ),
     "no offsets": (no_offsets, "qwen3", "packing", {"left: logits"}),
     "no offsets, with images": (no_offsets, "qwen2_5_vl", "packing", {"left"}),
     "answers on the left": (answers_on_the_left, "qwen3", "sample results", {"left: logits"}),
