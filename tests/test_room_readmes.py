@@ -31,7 +31,7 @@ def modelled() -> dict[str, Any]:
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "collate": collated,
     "families": modelled,
-    "proof": modelled,
+    "probing": modelled,
     "step": modelled,
 }
 """What the examples of a room take as given; of the others: nothing."""

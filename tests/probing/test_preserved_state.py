@@ -10,8 +10,8 @@ import torch
 
 import vlmpack
 from vlmpack.model import StepConfig, inputs, is_packing, packing_state
-from vlmpack.proof import packed
-from vlmpack.proof.untouched import untouched
+from vlmpack.probing import packed_checks
+from vlmpack.probing.run import preserved_state
 from vlmpack.testing import tiny_model
 
 
@@ -117,7 +117,7 @@ def test_nor_does_one_that_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> Non
 
     model = used("qwen3_vl")
     before, gradients = state_of(model), gradients_of(model)
-    monkeypatch.setattr(packed, "_isolation", interrupted)
+    monkeypatch.setattr(packed_checks, "_isolation_checks", interrupted)
     with pytest.raises(KeyboardInterrupt):
         vlmpack.probe(model)
     check_same(model, before, gradients)
@@ -137,7 +137,7 @@ def test_arithmetic_is_exact_inside_and_as_before_afterwards() -> None:
     model = tiny_model("qwen3")
     torch.set_float32_matmul_precision("high")
     try:
-        with untouched(model):
+        with preserved_state(model):
             assert torch.get_float32_matmul_precision() == "highest"
             assert not model.training
         assert torch.get_float32_matmul_precision() == "high"
@@ -150,7 +150,7 @@ def test_a_small_model_has_one_thread_inside_and_all_afterwards() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with untouched(tiny_model("qwen3")):
+        with preserved_state(tiny_model("qwen3")):
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 2
     finally:

@@ -12,13 +12,13 @@ from peft import LoraConfig, get_peft_model
 import vlmpack
 from vlmpack.errors import BackendError, ConfigError, FamilyError
 from vlmpack.model import StepConfig
-from vlmpack.proof import backends_for
-from vlmpack.proof.outcome import FLOOR
-from vlmpack.proof.ways import PlainPadded
+from vlmpack.probing import Report, backends_for
+from vlmpack.probing.forward_passes import PlainPaddedPass
 from vlmpack.testing import tiny_model, tiny_processor
+from vlmpack.testing.comparison import FLOOR
 
 
-def seen(report: vlmpack.proof.Report, part: str) -> dict[str, float]:
+def seen(report: Report, part: str) -> dict[str, float]:
     return {check.name: check.seen for check in report.checks if check.part == part and check.seen is not None}
 
 
@@ -28,7 +28,7 @@ def test_receipts_go_through_the_users_own_processor(family: str) -> None:
     report = vlmpack.probe(tiny_model(family, processor=processor), processor)
     assert report.verdict == "exact", report
     assert [sample.split(",")[0] for sample in report.samples] == [
-        "image", "another image", "text", "long text", "two images", "video",
+        "image", "image", "text", "text", "2 images", "video",
     ]  # fmt: skip
     assert report.row_tokens > sum(int(sample.split()[-2]) for sample in report.samples), "no gaps"
 
@@ -86,11 +86,11 @@ def test_what_the_tower_rounds_over_all_images_is_no_fault_of_a_row_in_low_preci
     assert report.verdict == "exact", report
 
 
-def test_pairs_are_the_sum_of_squared_lengths_and_nothing_of_ours_waits() -> None:
+def test_pairs_are_the_sum_of_squared_lengths_and_nothing_of_the_package_syncs() -> None:
     report = vlmpack.probe(tiny_model("qwen3_vl"))
     lengths = [int(sample.split()[-2]) for sample in report.samples]
     work = seen(report, "work")
-    assert work == {"attended pairs": sum(n * n for n in lengths), "host waits": 0}
+    assert work == {"attended pairs": sum(n * n for n in lengths), "host-device syncs": 0}
     pairs = {one.name: one.pairs for one in report.plain}
     assert pairs["one row, [3, 1, T] positions"] == sum(lengths) ** 2
     assert pairs["a padded batch, 2D mask"] == len(lengths) * max(lengths) ** 2
@@ -192,8 +192,8 @@ def test_a_padded_batch_that_plain_transformers_cannot_compute_widens_no_limit(m
     def broken(self: object, samples: object) -> None:
         raise RuntimeError("a mask that this version does not take")
 
-    monkeypatch.setattr(PlainPadded, "__call__", broken)
+    monkeypatch.setattr(PlainPaddedPass, "__call__", broken)
     report = vlmpack.probe(tiny_model("qwen2_vl"))
     assert report.verdict == "exact", report
-    assert next(check.allowed for check in report.checks if check.name == "row: logits") == FLOOR["logits"]
+    assert next(check.allowed for check in report.checks if check.name == "row: logits") == FLOOR.logits
     assert report.plain[-1].detail == "RuntimeError: a mask that this version does not take"

@@ -1,4 +1,4 @@
-"""Work is read off what kernels are given, and waits are told by who asked."""
+"""Pairs are read off the arguments of kernels, and syncs are counted by the code that needs them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import nn
 from vlmpack.attention import BACKENDS
 from vlmpack.layout import PaddedBatch, Segments, SlotRule, pack
 from vlmpack.model import enable_packing
-from vlmpack.proof.outcome import backward
-from vlmpack.proof.work import counted_pairs, counted_waits
+from vlmpack.probing.trace import counted_pairs, counted_syncs
 from vlmpack.testing import tiny_model
+from vlmpack.testing.comparison import backward
 
 CPU = torch.device("cpu")
 
 
 class Attention(nn.Module):
-    """A layer that attends as it is told."""
+    """A layer around an attention function."""
 
     def __init__(self, attend) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def test_back_ends_compute_what_they_say(backend: str, computed: int) -> None:
         return BACKENDS[backend](x, x, x, segments, causal=True, scale=1.0)
 
     pairs = pairs_of(attend, torch.randn(12, 2, 8))
-    assert pairs.a_layer == computed
+    assert pairs.per_layer == computed
     assert bool(pairs.dense) == (backend == "eager_mask")
 
 
@@ -63,7 +63,7 @@ def test_what_runs_outside_the_layers_is_not_counted() -> None:
         x = torch.randn(1, 1, 4, 8)
         F.scaled_dot_product_attention(x, x, x)
         layer(x)
-    assert (pairs.computed, pairs.calls, pairs.a_layer) == (0, 1, None)
+    assert (pairs.computed, pairs.calls, pairs.per_layer) == (0, 1, None)
 
 
 def test_a_layer_that_raises_is_left() -> None:
@@ -79,26 +79,26 @@ def test_a_layer_that_raises_is_left() -> None:
     assert pairs.computed == 0
 
 
-def test_a_wait_of_somebody_elses_is_not_ours() -> None:
-    with counted_waits(CPU) as waits:
+def test_a_sync_of_other_code_is_not_counted_as_the_packages() -> None:
+    with counted_syncs(CPU) as syncs:
         torch.ones(3).nonzero()
         torch.ones(3)[torch.ones(3) > 0]
         torch.ones(3) + 1
-    assert (waits.ours, waits.others) == ([], 2)
+    assert (syncs.package, syncs.others) == ([], 2)
 
 
-def test_a_wait_of_ours_is_told_with_its_place() -> None:
+def test_a_sync_of_the_package_is_listed_with_its_file() -> None:
     """Without host facts lengths have to be read from the mask, which is what the facts are for."""
     model = enable_packing(tiny_model("qwen3"))
     batch = PaddedBatch(input_ids=torch.full((2, 4), 9), attention_mask=torch.ones(2, 4), labels=torch.full((2, 4), 9))
-    with counted_waits(CPU) as waits:
+    with counted_syncs(CPU) as syncs:
         model(**pack(batch).to_hf())
-    assert any(wait.startswith("nonzero in step/") for wait in waits.ours), waits.ours
+    assert any(sync.startswith("nonzero in step/") for sync in syncs.package), syncs.package
 
 
-def test_what_a_backward_pass_waits_for_is_not_ours_because_we_called_it() -> None:
+def test_a_sync_of_a_backward_pass_is_not_the_packages_because_it_called_backward() -> None:
     x = torch.ones(3, requires_grad=True)
     picked = x[torch.ones(3) > 0].sum()
-    with counted_waits(CPU) as waits:
+    with counted_syncs(CPU) as syncs:
         backward(picked)
-    assert (waits.ours, waits.others) == ([], 1)
+    assert (syncs.package, syncs.others) == ([], 1)

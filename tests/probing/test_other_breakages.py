@@ -13,15 +13,16 @@ import torch
 from vlmpack.attention.sdpa_segments import SdpaSegments
 from vlmpack.families import family_named
 from vlmpack.families.mrope import MediaItems
-from vlmpack.layout import Buckets, Segments, arrays
+from vlmpack.layout import Buckets, PaddedBatch, Segments, arrays
 from vlmpack.model import engine
 from vlmpack.model.mechanisms import experts, per_sample
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.vision import Vision, VisionRow
 from vlmpack.model.result import StepResult
-from vlmpack.proof import probe
+from vlmpack.probing import probe
 from vlmpack.testing import tiny_model
 
+pytestmark = pytest.mark.usefixtures("shared_references")
 Patch = pytest.MonkeyPatch
 Break = Callable[[Any, Patch], None]
 packing = sys.modules["vlmpack.layout.packing"]
@@ -82,7 +83,12 @@ def shared_heads(model: Any, patch: Patch) -> None:
 
 def no_offsets_in_facts(model: Any, patch: Patch) -> None:
     honest = packing._spans
-    patch.setattr(packing, "_spans", lambda b: honest(b) if b.facts is None else replace(honest(b), offsets=(0,) * 99))
+
+    def spans(batch: PaddedBatch) -> Any:
+        found = honest(batch)
+        return found if batch.facts is None else replace(found, offsets=(0,) * len(found.lengths))
+
+    patch.setattr(packing, "_spans", spans)
 
 
 def small_leak(model: Any, patch: Patch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vlmpack.proof.report import Check, Finding, Report
+from vlmpack.probing.report import Check, Finding, Report
 
 
 def report(*findings: Finding) -> Report:

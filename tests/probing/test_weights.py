@@ -11,8 +11,8 @@ import torch
 from vlmpack.data import save_processor
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families import FAMILIES, family_named
-from vlmpack.proof import load, probe, small_copy, weights
-from vlmpack.proof.shrink import shrink
+from vlmpack.probing import load, probe, small_copy, weights
+from vlmpack.probing.weights import shrink
 from vlmpack.testing import tiny_config, tiny_model, tiny_processor
 
 CPU = torch.device("cpu")

@@ -22,9 +22,10 @@ from vlmpack.model.mechanisms import experts
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.model.row import RowContext
-from vlmpack.proof import Report, probe
+from vlmpack.probing import Report, probe
 from vlmpack.testing import tiny_model
 
+pytestmark = pytest.mark.usefixtures("shared_references")
 Patch = pytest.MonkeyPatch
 
 EVERY = sorted(FAMILIES)
@@ -242,7 +243,7 @@ def test_images_that_see_each_other(family: str, monkeypatch: Patch) -> None:
     report = probed(family)
     assert (report.verdict, report.causes) == ("leaks", ("vision",))
     assert {"row: logits", "row: gradient of visual.patch_embed.proj"} <= set(bad(report, "equality"))
-    with_images = ["change sample 0 (image)", "change sample 1 (another image)", "change sample 4 (two images)"]
+    with_images = ["change sample 0 (image)", "change sample 1 (image)", "change sample 4 (2 images)"]
     assert [name for name in bad(report, "isolation") if "sample" in name] == with_images
 
 

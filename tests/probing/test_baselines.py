@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from vlmpack.families import FAMILIES
-from vlmpack.proof import Contrast, probe, small_copy
+from vlmpack.probing import Baseline, probe, small_copy
 from vlmpack.testing import tiny_config, tiny_model
 
 ROWS = {True: ["one row, [3, 1, T] positions", "one row, [4, 1, T] positions"], False: ["one row, [1, T] positions"]}
 
 
-def plain_of(model: torch.nn.Module) -> dict[str, Contrast]:
+def plain_of(model: torch.nn.Module) -> dict[str, Baseline]:
     return {one.name: one for one in probe(model).plain}
 
 

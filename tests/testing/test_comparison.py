@@ -7,7 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vlmpack.proof.outcome import FLOOR, Errors, GradientError, Limits, Outcome, compare, distance, group_of, relative
+from vlmpack.testing.comparison import (
+    FLOOR,
+    Errors,
+    GradientError,
+    Limits,
+    Outcome,
+    compare,
+    distance,
+    group_of,
+    relative,
+)
 
 
 def outcome(*, scale: float = 1.0, **gradients: float) -> Outcome:
@@ -72,7 +82,7 @@ def test_nan_is_infinitely_far() -> None:
 def test_a_batch_of_nan_widens_limits_no_further_than_any_other() -> None:
     errors = compare(outcome(scale=float("nan")), outcome())
     limits = Limits.beyond(compare(outcome(), outcome()), errors)
-    assert (limits.logits, limits.loss) == pytest.approx((21 * FLOOR["logits"], 21 * FLOOR["loss"]))
+    assert (limits.logits, limits.loss) == pytest.approx((21 * FLOOR.logits, 21 * FLOOR.loss))
 
 
 def test_a_gradient_of_nothing_but_rounding_is_compared_with_the_model() -> None:
@@ -119,12 +129,12 @@ def errors_of(error: float) -> Errors:
 )
 def test_limits_are_a_floor_and_twice_an_error_that_is_not_packings(own: float, padded: float, counted: float) -> None:
     limits = Limits.beyond(errors_of(own), errors_of(padded))
-    assert limits.logits == pytest.approx(FLOOR["logits"] + 2 * counted)
-    assert limits.loss == pytest.approx(FLOOR["loss"] + 2 * counted)
-    assert limits.gradients == {"a": pytest.approx(FLOOR["gradients"] + 2 * counted)}
+    assert limits.logits == pytest.approx(FLOOR.logits + 2 * counted)
+    assert limits.loss == pytest.approx(FLOOR.loss + 2 * counted)
+    assert limits.gradients == {"a": pytest.approx(FLOOR.gradient + 2 * counted)}
 
 
 def test_a_broken_padded_batch_does_not_widen_the_limits_of_float32() -> None:
     limits = Limits.beyond(errors_of(0.0), errors_of(1.0))
-    assert limits.logits == pytest.approx(21 * FLOOR["logits"])
-    assert limits.gradients == {"a": pytest.approx(21 * FLOOR["gradients"])}
+    assert limits.logits == pytest.approx(21 * FLOOR.logits)
+    assert limits.gradients == {"a": pytest.approx(21 * FLOOR.gradient)}

@@ -16,9 +16,10 @@ from vlmpack.layout import Segments
 from vlmpack.model import engine, inputs, result
 from vlmpack.model.mechanisms import experts
 from vlmpack.model.row import RowContext
-from vlmpack.proof import Report, probe
+from vlmpack.probing import Report, probe
 from vlmpack.testing import tiny_model
 
+pytestmark = pytest.mark.usefixtures("shared_references")
 Patch = pytest.MonkeyPatch
 Break = Callable[[Any, Patch], None]
 """Breaks one mechanism of the model that it is given."""
@@ -135,7 +136,12 @@ def balance_without_gradient(model: Any, patch: Patch) -> None:
 
 NUMBERS: dict[str, tuple[Break, str, str, set[str]]] = {
     "rolled targets": (rolled_targets, "qwen3", "loss count", {"left: loss"}),
-    "rolled shift": (rolled_shift, "qwen3", "loss count", {"autocast: loss"}),
+    "rolled shift": (
+        rolled_shift,
+        "qwen3",
+        "loss count",
+        {"autocast: sample losses", "autocast: gradient of lm_head"},
+    ),
     "no offsets": (no_offsets, "qwen3", "packing", {"left: logits"}),
     "no offsets, with images": (no_offsets, "qwen2_5_vl", "packing", {"left"}),
     "answers on the left": (answers_on_the_left, "qwen3", "sample results", {"left: logits"}),

@@ -1,13 +1,145 @@
-"""A small random model with the peculiarities of a given one: what is probed where its weights do not fit."""
+"""A model by name: its own weights where they fit, or a tiny copy of its configuration."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, final
 
 import torch
+from safetensors import SafetensorError
+from torch import nn
 
+from vlmpack.data import load_processor
+from vlmpack.errors import ConfigError
 from vlmpack.families import Family, family_named
+from vlmpack.probing.report import one_line
 from vlmpack.testing import TinySizes
+
+BYTES_A_WEIGHT = 12
+"""What a probe needs: weight, gradient and true gradient in float32; in bfloat16 the float32 copy needs the room."""
+SPARE = 1 << 30
+"""Room for activations, in bytes."""
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+UNREADABLE = (OSError, RuntimeError, ValueError, EOFError, UnpicklingError, SafetensorError)
+"""What transformers, safetensors and torch raise on files that are cut off, of another kind or of another shape."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A model to be probed."""
+
+    model: Any
+    """With its head."""
+    processor: Any
+    """Its own; None: there is none, or it does not fit a tiny copy."""
+    weights: str
+    """Where the weights come from, for people."""
+
+
+def load(model_id: str, *, device: torch.device, dtype: torch.dtype, tiny: bool = False) -> Loaded:
+    """Load a model for a probe on `device`.
+
+    Args:
+        model_id: hub id or folder.
+        device: where it is to be probed.
+        dtype: of the weights.
+        tiny: make a tiny copy even if the weights fit.
+
+    Raises:
+        ConfigError: nothing can be read there. FamilyError: the family cannot be packed exactly.
+    """
+    config = read_config(model_id)
+    family = family_named(config.model_type)
+    reason = "as asked" if tiny else _why_not(model_id, config, family, device)
+    if reason:
+        model = small_copy(model_id, dtype=dtype)
+        return Loaded(model=model.to(device), processor=None, weights=f"a tiny copy with random weights: {reason}")
+    try:
+        model = auto_class(family).from_pretrained(model_id, dtype=dtype, attn_implementation="sdpa")
+    except UNREADABLE as error:
+        message = f"{model_id}: its weights cannot be read; --tiny probes a small copy. {one_line(error)}"
+        raise ConfigError(message) from error
+    processor = _processor(model_id) if family.has_vision else None
+    return Loaded(model=model.to(device), processor=processor, weights="its own weights")
+
+
+def read_config(model_id: str) -> Any:
+    """The configuration.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model_id)
+    except (OSError, ValueError) as error:
+        message = f"{model_id}: no configuration can be read there; give a hub id or a folder. {one_line(error)}"
+        raise ConfigError(message) from error
+
+
+def _processor(model_id: str) -> Any:
+    try:
+        return load_processor(model_id)
+    except (OSError, ValueError):  # a folder with a model alone: random ids and pixels will do
+        return None
+
+
+def _why_not(model_id: str, config: Any, family: Family, device: torch.device) -> str:
+    """Why its own weights are not used; empty: they are."""
+    folder = Path(model_id)
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
+        return "the folder holds no weights"
+    count = count_weights(config, family)
+    needed, free = BYTES_A_WEIGHT * count + SPARE, free_bytes(device)
+    if free is None:
+        return f"how much memory is free cannot be told here, and its {count / 1e9:.2f} billion weights need it"
+    if needed > free:
+        gib = [f"{x / 2**30:.0f} GiB" for x in (needed, free)]
+        return f"its {count / 1e9:.2f} billion weights need {gib[0]} with gradients and a reference, {gib[1]} are free"
+    return ""
+
+
+def count_weights(config: Any, family: Family) -> int:
+    """Parameters of the model, of which none is made. Files may hold them in any type; their number is what counts."""
+    with torch.device("meta"):
+        model: nn.Module = auto_class(family).from_config(config)
+    return sum(p.numel() for p in model.parameters())
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Free memory of the device, or of this machine or the container that it is in; None: nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    known = [x for x in (_available(), _left_in_container()) if x is not None]
+    return min(known, default=None)
+
+
+def _available() -> int | None:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines() if ":" in line)
+        if "MemAvailable" in lines:
+            return int(lines["MemAvailable"].split()[0]) * 1024
+    names = os.sysconf_names
+    if "SC_PAGE_SIZE" in names and "SC_AVPHYS_PAGES" in names:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return None
+
+
+def _left_in_container(group: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Of a memory limit, version 2 of control groups."""
+    limit, used = group / "memory.max", group / "memory.current"
+    if not limit.exists() or not used.exists() or (text := limit.read_text(encoding="ascii").strip()) == "max":
+        return None
+    return int(text) - int(used.read_text(encoding="ascii"))
+
+
+# ---------------------------------------------------------------------- tiny copies
 
 LAYERS, HEADS, EXPERTS = 2, 2, 8
 WIDTH = 16

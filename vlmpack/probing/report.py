@@ -1,4 +1,4 @@
-"""What a probe answers: checks with their limits, the cause of each leak, and plain transformers for contrast."""
+"""The result of a probe: checks with their limits, the cause of each leak, and plain transformers as the baseline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Cause = Literal[
 fault, the model alone gives other numbers when it is run again. "unknown": no mechanism shows it."""
 
 Part = Literal["isolation", "equality", "mechanism", "work"]
-Finding = Literal["ok", "leaks", "differs", "fails", "not deterministic", "waits", "absent", "not counted"]
+Finding = Literal["ok", "leaks", "differs", "fails", "not deterministic", "syncs", "absent", "not counted"]
 Verdict = Literal["exact", "leaks", "differs", "fails", "not deterministic"]
 
 BAD: tuple[Finding, ...] = ("fails", "leaks", "differs", "not deterministic")
@@ -36,17 +36,17 @@ BAD: tuple[Finding, ...] = ("fails", "leaks", "differs", "not deterministic")
 @final
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One line of the answer."""
+    """One line of the report."""
 
     part: Part
-    """isolation: change one sample, watch the others; equality: packed against alone; a mechanism by itself; work."""
+    """isolation: change one sample, compare the others; equality: packed against alone; a mechanism by itself; work."""
     name: str
-    """What was looked at."""
+    """The quantity, with the circumstance before its colon."""
     finding: Finding
-    """ok; leaks; differs; fails (raised an error); not deterministic (differs without packing too); waits (exact, but
-    slow); absent (no such part); not counted."""
+    """ok; leaks; differs; fails (raised an error); not deterministic (differs without packing too); syncs (exact, but
+    slow: host-device syncs); absent (no such part); not counted."""
     seen: float | None = None
-    """What was measured: a part of the largest entry, or a count."""
+    """The measured value: a part of the largest entry, or a count."""
     allowed: float | None = None
     """The most that it may be."""
     cause: Cause | None = None
@@ -55,20 +55,46 @@ class Check:
     """One sentence."""
 
     @classmethod
-    def of_mechanism(
+    def measured(
         cls,
-        mechanism: Cause,
-        finding: Finding,
+        part: Part,
+        name: str,
+        seen: float,
+        allowed: float,
+        detail: str,
         *,
-        seen: float | None = None,
-        allowed: float | None = None,
-        detail: str = "",
+        finding: Finding = "differs",
+        cause: Cause | None = None,
     ) -> Check:
-        """A mechanism by itself: if something is wrong, it is the cause."""
-        cause = mechanism if finding in BAD else None
+        """Compare a number with its limit: `finding`, `cause` and `detail` hold if it is above the limit, or NaN."""
+        if seen <= allowed:
+            return cls(part=part, name=name, finding="ok", seen=seen, allowed=allowed)
+        return cls(part=part, name=name, finding=finding, seen=seen, allowed=allowed, cause=cause, detail=detail)
+
+    @classmethod
+    def of_mechanism(
+        cls, mechanism: Cause, seen: float, allowed: float, detail: str, *, finding: Finding = "differs"
+    ) -> Check:
+        """Compare a number that one mechanism alone accounts for with its limit."""
+        return cls.measured("mechanism", mechanism, seen, allowed, detail, finding=finding, cause=mechanism)
+
+    @classmethod
+    def wrong(cls, mechanism: Cause, detail: str, *, seen: float | None = None, allowed: float | None = None) -> Check:
+        """Report a mechanism that differs, by a count or by something else than a number."""
         return cls(
-            part="mechanism", name=mechanism, finding=finding, seen=seen, allowed=allowed, cause=cause, detail=detail
+            part="mechanism",
+            name=mechanism,
+            finding="differs",
+            seen=seen,
+            allowed=allowed,
+            cause=mechanism,
+            detail=detail,
         )
+
+    @classmethod
+    def skipped(cls, mechanism: Cause, finding: Literal["absent", "not counted"] = "absent") -> Check:
+        """Report a mechanism that the model lacks, or that could not be compared."""
+        return cls(part="mechanism", name=mechanism, finding=finding)
 
     @property
     def is_bad(self) -> bool:
@@ -78,11 +104,11 @@ class Check:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Contrast:
-    """What plain transformers makes of the same samples."""
+class Baseline:
+    """Plain transformers on the same samples."""
 
     name: str
-    """How they were given."""
+    """The form of its input."""
     verdict: Verdict
     """exact, or what goes wrong."""
     leak: float | None = None
@@ -96,13 +122,13 @@ class Contrast:
     causes: tuple[Cause, ...] = ()
     """The mechanisms at fault."""
     detail: str = ""
-    """What it raised."""
+    """The error that it raised."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The answer of `vlmpack.probe`."""
+    """The result of `vlmpack.probe`."""
 
     model: str
     """Class of the model."""
@@ -121,22 +147,30 @@ class Report:
     row_tokens: int
     """Width of the row, gaps included."""
     checks: tuple[Check, ...]
-    """Everything that was looked at."""
+    """Every check, good or bad."""
     circumstances: Mapping[str, str]
-    """In which the samples were packed: a word, with which names of checks begin, and what it stands for."""
-    plain: tuple[Contrast, ...]
-    """Plain transformers, for contrast; nothing that it does wrong counts against the verdict."""
+    """In which the samples were packed: a word, with which names of checks begin, and its title."""
+    plain: tuple[Baseline, ...]
+    """Plain transformers as the baseline; nothing that it does wrong counts against the verdict."""
 
     @property
     def verdict(self) -> Verdict:
-        """exact; leaks: a sample sees another; differs: isolated, but not what a sample alone gives; fails; not
+        """exact; leaks: a sample depends on another; differs: isolated, but not what a sample alone gives; fails; not
         deterministic: what could be compared is exact, but two runs of the model alone differ."""
-        return verdict_of(self.checks)
+        findings = {check.finding for check in self.checks}
+        return next((bad for bad in BAD if bad in findings), "exact")  # pyright: ignore[reportReturnType]
 
     @property
     def causes(self) -> tuple[Cause, ...]:
         """The mechanisms at fault, each once; "unknown" only where no mechanism by itself shows what the row shows."""
         return causes_of(self.checks)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The report as text: the verdict, the causes, a line for each check."""
+        checks = [f"  {check.part:<10} {check.name:<40} {check.finding:<12} {check.detail}" for check in self.checks]
+        causes = [f"cause: {', '.join(self.causes)}"] if self.causes else []
+        return tuple(line.rstrip() for line in (self._head, *causes, *checks))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON, which has no infinity: the largest float stands for it."""
@@ -148,7 +182,7 @@ class Report:
         return f"Report({self._head}{causes}; {len(self.checks)} checks, {bad} bad)"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What a notebook shows: the table."""
+        """Show the table in a notebook."""
         printer.text(str(self))
 
     @property
@@ -156,9 +190,7 @@ class Report:
         return f"{self.model} ({self.weights}), {self.device}, {self.dtype}, {self.attention}: {self.verdict}"
 
     def __str__(self) -> str:
-        lines = [f"  {check.part:<10} {check.name:<40} {check.finding:<12} {check.detail}" for check in self.checks]
-        causes = [f"cause: {', '.join(self.causes)}"] if self.causes else []
-        return "\n".join(line.rstrip() for line in (self._head, *causes, *lines))
+        return "\n".join(self.lines)
 
 
 def _finite(value: Any) -> Any:
@@ -169,22 +201,13 @@ def _finite(value: Any) -> Any:
     return min(value, sys.float_info.max) if isinstance(value, float) else value
 
 
-def said(error: Exception) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {(str(error) or 'no word').splitlines()[0]}"
-
-
-def verdict_of(checks: Iterable[Check]) -> Verdict:
-    """The worst of the findings."""
-    findings = {check.finding for check in checks}
-    for finding in BAD:
-        if finding in findings:
-            return finding  # pyright: ignore[reportReturnType]
-    return "exact"
+def one_line(error: Exception) -> str:
+    """Format an error in one line."""
+    return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
 
 
 def causes_of(checks: Iterable[Check]) -> tuple[Cause, ...]:
-    """Each mechanism at fault once, in the order in which they were looked at."""
+    """List each mechanism at fault once, in the order of the checks."""
     bad = [check for check in checks if check.is_bad]
     causes: tuple[Cause, ...] = tuple(dict.fromkeys(check.cause for check in bad if check.cause is not None))
     return causes or (("unknown",) if bad else ())
