@@ -44,7 +44,7 @@ def test_the_rows_arithmetic_is_not_compiled_again_for_every_row():
     for seed in (1, 2):
         compiled(**collator("packed")(receipts(model, seed=seed, kinds=("text", "text"))))
     assert any("modeling_qwen3_vl.py" in trace for trace in seen)
-    assert not [trace for trace in seen if "vlmpack/layout" in trace or "vlmpack/step/engine" in trace]
+    assert not [trace for trace in seen if "vlmpack/layout" in trace or "vlmpack/model/engine" in trace]
 
 
 @pytest.mark.slow

@@ -117,6 +117,8 @@ class Family:
         """The runs of video tokens that these videos stand for, and how far apart their frames lie."""
         self._check_takes(grids)
         videos = media_items(grids, self.merge(config), "video")
+        if not len(grids) and not len(seconds):
+            return videos
         return self.videos(videos, seconds, self.vision_config(config)) if self.has_vision else videos
 
     def _check_takes(self, grids: Sequence[Grid]) -> None:

@@ -93,7 +93,7 @@ def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> An
         logits=wants_logits and not by_hidden,
         last_hidden=by_hidden,
         hidden_states=_requested(inputs, "output_hidden_states", text_config.output_hidden_states),
-        balance=wants_balance(model, routers),
+        balance=state.family.has("experts") and wants_balance(model, routers),
     )
     if not is_row:
         assert row.facts is not None

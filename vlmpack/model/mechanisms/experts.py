@@ -247,8 +247,6 @@ def wants_balance(model: ModelParts, requested: bool | None) -> bool:
             forward has an argument of that name: others (several in transformers 5.17) ignore the configuration.
         requested: the `output_router_logits` argument of the call.
     """
-    if not model.family.has(Experts.name):
-        return False
     if requested is not None:
         return bool(requested)
     configured = bool(model.family.text_config(model.core.config).output_router_logits)
