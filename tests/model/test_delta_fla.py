@@ -37,7 +37,11 @@ TAPS = 3
 def seen(request):
     """What `fla_rows.py` saw, by family."""
     folders = [str(HERE / name) for name in ("stand_ins", *CONVOLUTIONS[request.param])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, str(HERE.parent), str(HERE.parents[1])]), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*folders, str(HERE.parent), str(HERE.parents[1])]),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, str(HERE / "fla_rows.py"), *GATED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
