@@ -18,25 +18,25 @@ if TYPE_CHECKING:
     from vlmpack.context_parallel import Parallel, sum_counts
     from vlmpack.data import ImageLimits, open_dataset
     from vlmpack.errors import BackendError, ConfigError, FamilyError, LayoutError, SampleError, VlmpackError
-    from vlmpack.layout import BatchFacts, Media, PackedRow, PaddedBatch, Segments, SlotRule, pack, unpack
+    from vlmpack.layout import HostMetadata, Media, PackedRow, PaddedBatch, Segments, SlotRule, pack, unpack
     from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings, StreamPacker
     from vlmpack.model import PackedStep, StepConfig, StepResult, compile_layers, disable_packing, enable_packing
-    from vlmpack.offline import PackedDataset, StoreSettings, measure_lengths, write_rows
     from vlmpack.plan import Budget, CostModel, LengthTable, Plan, plan_bins
     from vlmpack.proof import probe
+    from vlmpack.store import PackedDataset, StoreSettings, measure_lengths, write_rows
     from vlmpack.trainer import Evaluation, PackedTrainer, check_trainer, evaluate, loss_metrics
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BackendError",
-    "BatchFacts",
     "Budget",
     "Ceiling",
     "ConfigError",
     "CostModel",
     "Evaluation",
     "FamilyError",
+    "HostMetadata",
     "ImageLimits",
     "LayoutError",
     "LengthTable",
@@ -80,8 +80,8 @@ _ROOM = {
     "collate": ("Ceiling", "VLMCollator"),
     "data": ("ImageLimits", "open_dataset"),
     "errors": ("BackendError", "ConfigError", "FamilyError", "LayoutError", "SampleError", "VlmpackError"),
-    "layout": ("BatchFacts", "Media", "PackedRow", "PaddedBatch", "Segments", "SlotRule", "pack", "unpack"),
-    "offline": ("PackedDataset", "StoreSettings", "measure_lengths", "write_rows"),
+    "layout": ("HostMetadata", "Media", "PackedRow", "PaddedBatch", "Segments", "SlotRule", "pack", "unpack"),
+    "store": ("PackedDataset", "StoreSettings", "measure_lengths", "write_rows"),
     "context_parallel": ("Parallel", "sum_counts"),
     "plan": ("Budget", "CostModel", "LengthTable", "Plan", "plan_bins"),
     "proof": ("probe",),

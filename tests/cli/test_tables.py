@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,27 +14,18 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from vlmpack.bench import Figure, Skipped, Target
-from vlmpack.bench import Report as Measured
-from vlmpack.bench.gpu.command import print_targets
-from vlmpack.bench.table import print_report as print_measured
-from vlmpack.cli.analyze_run import Analysis, PackingTrial
-from vlmpack.cli.analyze_table import print_analysis
-from vlmpack.cli.bench_report import print_runs
-from vlmpack.cli.contest import Run
-from vlmpack.cli.demo_table import print_comparison
-from vlmpack.cli.doctor import print_probes, print_serving, print_versions
-from vlmpack.cli.environment import Serving, Version
-from vlmpack.cli.gradients import Agreement
-from vlmpack.cli.pack_table import print_store
-from vlmpack.cli.probe_table import print_report
-from vlmpack.cli.show import print_rows
-from vlmpack.cli.show_rows import stored
+from vlmpack.cli.analyze import Analysis, Packing, print_analysis
+from vlmpack.cli.demo import print_comparison
+from vlmpack.cli.doctor import Device, Serving, Version, print_environment
+from vlmpack.cli.pack import print_store
+from vlmpack.cli.probe_tables import print_reports
+from vlmpack.cli.show import print_rows, stored_rows
+from vlmpack.cli.training import Agreement, Run
 from vlmpack.collate import VLMCollator
 from vlmpack.data.processor import tiny_processor
-from vlmpack.offline import Manifest, StoreSettings, write_rows
 from vlmpack.plan import LengthTable, PaddedRecipe
 from vlmpack.proof import Check, Contrast, Report
+from vlmpack.store import Manifest, StoreSettings, write_rows
 from vlmpack.terminal import print_text
 
 WIDTH = 80
@@ -69,8 +59,8 @@ def analysis() -> Analysis:
         targets=lengths // 3,
         **columns,
     )
-    trial = PackingTrial(capacities=(8_192, 131_072), recipe=PaddedRecipe(world_size=64, per_device_batch=16))
-    return Analysis.of(table, trial, source="a/data/set")
+    packing = Packing(capacities=(8_192, 131_072), recipe=PaddedRecipe(world_size=64, per_device_batch=16))
+    return Analysis(table=table, packing=packing, source="a/data/set")
 
 
 @pytest.fixture(scope="module")
@@ -115,72 +105,31 @@ def contest(**changes: Any) -> Run:
     return Run(**{**given, **changes})
 
 
-def measured(families: int = 8) -> Measured:
-    target = Target(limit=2e-5, better="lower")
-    spread: dict[str, Any] = {"low": 2.45e-5, "high": 2.512e-5, "rounds": 300, "target": target}
-    names = (
-        "packed / padded, forward and backward",
-        "compiled / eager",
-        "tokens / ideal",
-        "peak memory packed / padded",
-    )
-    figures = [
-        Figure(
-            case="plan", name="uniform: a sample of a stream of a million lengths", value=2.5e-5, unit="s", **spread
-        ),
-        Figure(case="plan", name="CORD: longest wait", value=1_234_567, unit="samples"),
-        Figure(case="memory", name="peak of a step, activations alone", value=139 * 2**30, unit="bytes"),
-        *(
-            Figure(
-                case="step",
-                family=f"qwen{n}_vl_moe",
-                name=name,
-                value=0.512,
-                unit="x",
-                target=Target(limit=0.5, better="lower"),
-            )
-            for n in range(families)
-            for name in names
-        ),
-    ]
-    where = {"vlmpack": "0.1.0", "torch": "2.13.0+cu128", "transformers": "5.23.0", "python": "3.11.7", "threads": 16}
-    return Measured(
-        figures=tuple(figures), environment={**where, "device_name": "NVIDIA H200", "commit": "0123456789abcdef"},
-        settings={"clock": "wall", "seed": 0}, shapes={},
-        skipped=(Skipped(case="plan", name="plan / TRL's bfd, 100,000 lengths", why="TRL cannot be imported"),),
-    )  # fmt: skip
-
-
-def versions() -> list[Version]:
+def environment() -> dict[str, list[Any]]:
     problem = "does not import: ModuleNotFoundError: No module named 'torchvision'"
-    return [
-        Version(name="transformers", version="5.23.0"),
-        Version(name="qwen-vl-utils", version="0.1", problem=problem),
-    ]
-
-
-def serving() -> list[Serving]:
     reasons = ("it runs on CUDA only, the tensors are on cpu", "it takes float16 and bfloat16 only, these are float32")
-    return [Serving(device="cpu", dtype="bfloat16", backend="sdpa_segments", reasons=reasons)]
+    serving = [Serving(device="cpu", dtype="bfloat16", backend="sdpa_segments", reasons=reasons)]
+    return {
+        "versions": [Version("transformers", "5.23.0"), Version("qwen-vl-utils", "0.1", problem)],
+        "devices": [Device("cpu", "x86_64, 16 threads")],
+        "attention": serving,
+        "gated_delta": serving,
+    }
 
 
 VERBS: dict[str, Callable[[Console, Path], None]] = {
     "analyze": lambda console, _: print_analysis(analysis(), console),
     "pack": lambda console, store: print_store(store, Manifest.load(store), console),
-    "show": lambda console, store: print_rows(stored(str(store)), [0], console),
+    "show": lambda console, store: print_rows(stored_rows(str(store)), [0], console),
     "demo": lambda console, _: print_comparison(
         contest(), contest(), Agreement(cosine=0.5, parameter="model.visual.blocks.0.attn.qkv", parameters=700),
         console, device="cpu",
     ),
-    "doctor, versions": lambda console, _: print_versions(versions(), console),
-    "doctor, back-ends": lambda console, _: print_serving(serving(), console),
-    "doctor, probe": lambda console, _: print_probes([probed()], console),
-    "probe": lambda console, _: print_report(probed(), console),
-    "bench": lambda console, _: print_measured(measured(), console),
-    "bench gpu": lambda console, _: print_targets(measured(), console),
-    "bench report": lambda console, _: print_runs({f"run-{n}": measured() for n in range(5)}, console),
+    "doctor": lambda console, _: print_environment(environment(), console),
+    "doctor --probe": lambda console, _: print_reports([probed()] * 3, console, summarise=True),
+    "doctor --probe MODEL": lambda console, _: print_reports([probed()], console, summarise=False),
 }  # fmt: skip
-TABLES = [verb for verb in VERBS if verb not in ("show", "bench gpu")]
+TABLES = [verb for verb in VERBS if verb != "show"]
 
 
 # ---------------------------------------------------------------------- what is printed
@@ -244,19 +193,3 @@ def test_a_row_of_a_table_is_one_line_of_a_pipe(verb: str, store: Path, tables: 
         for row in zip(*(column._cells for column in table.columns), strict=True):
             words = " ".join(" ".join(plain(cell) for cell in row).split())
             assert not words or words in lines
-
-
-def test_a_figure_its_spread_and_its_target_are_in_one_unit(store: Path) -> None:
-    said = " ".join(printed("bench", store, terminal=False).split())
-    assert "uniform: a sample of a stream of a million lengths 25 µs 24.5 to 25.1 300 ≤ 20 µs missed" in said
-
-
-def test_a_pipe_of_the_command_has_no_colours_and_no_cut_cells(tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from vlmpack.cli import app
-
-    measured().save(tmp_path / "run.json")
-    result = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "run.json")], env={"COLUMNS": "80"})
-    assert "| plan | CORD: longest wait | 1,234,567 samples |  |" in result.stdout.splitlines()
-    assert json.loads((tmp_path / "run.json").read_text())["schema"]

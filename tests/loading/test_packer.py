@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.bench.cases.plan import LENGTH_SETS
+from benchmarks.cases.plan import LENGTH_SETS
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.loading import RowSettings, StreamPacker, token_count
 
@@ -95,7 +95,7 @@ def test_a_call_with_a_bad_sample_changes_nothing(bad):
     packer = StreamPacker(RowSettings(capacity=10, min_fill=0.8))
     packer.pack(samples([6, 4, 3]))
     before = packer.state_dict()
-    assert before["waiting"]  # the guard: there is something that could change
+    assert before["buffered"]  # the guard: there is something that could change
     with pytest.raises((SampleError, ConfigError)):
         packer.pack([{"id": 3, "length": 7}, bad])
     assert packer.state_dict() == before
@@ -234,8 +234,8 @@ def test_ids_that_are_no_numbers_in_a_row_are_refused_by_name(ids):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"capacity": 0}, "the capacity of a row must lie between"),
-        ({"capacity": 5, "limits": {"images": 0}}, "the limit of 'images' must lie between"),
+        ({"capacity": 0}, "the capacity of a row must be a whole number from"),
+        ({"capacity": 5, "limits": {"images": 0}}, "the limit of 'images' must be a whole number from"),
         ({"capacity": 5, "buffer_tokens": -1}, "buffer_tokens must be at least 0"),
         ({"capacity": 5, "buffer_tokens": float("nan")}, "buffer_tokens must be at least 0"),
         ({"capacity": 5, "min_fill": 1.1}, "min_fill must lie between 0 and 1"),

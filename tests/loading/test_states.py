@@ -92,7 +92,7 @@ def test_a_state_without_a_seal_is_taken_by_its_fields():
 
 WRONG = (-3, 10**6, 1.5, True, "3", None, [], {})
 COUNTS = ("rounds", "uneven", "packer.seen", "packer.dropped", "packer.left_out", "packer.carried")
-LISTS = ("rows", "packer.waiting", "packer.alone", "data")
+LISTS = ("rows", "packer.buffered", "packer.alone", "data")
 
 
 def at(state: dict, path: str) -> tuple[dict, str]:
@@ -133,7 +133,7 @@ def test_a_count_that_would_be_possible_is_seen_by_the_seal(path):
 
 def test_a_sample_that_was_edited_is_seen():
     state, _ = stopped(samples())
-    state["packer"]["waiting"][0][1]["id"] = "edited"
+    state["packer"]["buffered"][0][1]["id"] = "edited"
     with pytest.raises(ConfigError, match="changed or damaged since it was made: its seal differs"):
         continued(samples(), state)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from vlmpack.bench.cases.plan import LENGTH_SETS
+from benchmarks.cases.plan import LENGTH_SETS
 from vlmpack.errors import ConfigError
 from vlmpack.loading import PackedStream, RowSettings
 
@@ -216,7 +216,7 @@ def test_a_source_with_a_place_is_not_read_again():
         list(resumed)
         reads[source] = again.read
         if source is Samples:  # those that wait, and the last one read, are compared
-            reads[source] -= len({at for at, _ in half.state_dict()["packer"]["waiting"]} | {half._packer.seen - 1})
+            reads[source] -= len({at for at, _ in half.state_dict()["packer"]["buffered"]} | {half._packer.seen - 1})
     assert reads[Stream] == len(LENGTHS)  # there is no other way
     assert reads[Samples] == reads[ResumableStream] < len(LENGTHS) / 2
 
@@ -272,7 +272,7 @@ def test_a_rank_or_remainder_that_does_not_exist_is_refused():
         PackedStream(Samples(), SETTINGS, ranks=2, rank=2)
     with pytest.raises(ConfigError, match="ranks=2, but rank= was left out: every process would train on the same"):
         PackedStream(Samples(), SETTINGS, ranks=2)
-    with pytest.raises(ConfigError, match="ranks must lie between 1 and"):
+    with pytest.raises(ConfigError, match="ranks must be a whole number from 1 to"):
         PackedStream(Samples(), SETTINGS, ranks=0)
     with pytest.raises(ConfigError, match="remainder must be one of split, empty, drop, got 'pad'"):
         PackedStream(Samples(), SETTINGS, remainder="pad")

@@ -19,8 +19,8 @@ from equality import (
 )
 from samples import VISION, mixed_samples, padded
 
+from benchmarks.gpu.models import with_patch_products
 from vlmpack.attention import BACKENDS, AttentionCall
-from vlmpack.bench.gpu.patches import with_patch_products
 from vlmpack.families import FAMILIES
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Segments, SlotRule, pack

@@ -1,4 +1,4 @@
-"""The waiting room: rows around the oldest sample, filled from those that wait, under one limit or several."""
+"""The packing buffer: rows around the oldest sample, filled from those that wait, under one limit or several."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.bench.cases.plan import LENGTH_SETS, several_limits, stream
+from benchmarks.cases.plan import LENGTH_SETS, multi_constraint_plan, stream
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.plan import WaitingRoom
-from vlmpack.plan import packing_buffer as waiting
+from vlmpack.plan import PackingBuffer
+from vlmpack.plan import packing_buffer as buffered
 from vlmpack.plan.exact_fill import best_subset
 from vlmpack.plan.packing_buffer import fill_row
 
@@ -27,7 +27,7 @@ def test_a_stream_of_64_waiting_samples_is_full_and_nobody_waits_for_long(name):
 
 
 def test_a_row_holds_the_oldest_sample_and_what_fills_it():
-    room = WaitingRoom(10)
+    room = PackingBuffer(10)
     for sample, length in enumerate([6, 5, 3, 4, 1]):
         room.add(sample, length)
     assert room.take() == [0, 3]
@@ -39,7 +39,7 @@ def test_a_row_holds_the_oldest_sample_and_what_fills_it():
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40), pause=st.integers(1, 9))
 def test_every_sample_comes_out_once_and_each_row_begins_with_the_oldest(lengths, pause):
-    room, rows, queue = WaitingRoom(30), [], []
+    room, rows, queue = PackingBuffer(30), [], []
     for sample, length in enumerate(lengths):
         room.add(sample, length)
         queue.append(sample)
@@ -56,7 +56,7 @@ def test_every_sample_comes_out_once_and_each_row_begins_with_the_oldest(lengths
 
 @given(samples=st.lists(needs, min_size=1, max_size=30))
 def test_under_several_limits_every_row_keeps_all_of_them(samples):
-    room = WaitingRoom(LIMITS[0], LIMITS[1:])
+    room = PackingBuffer(LIMITS[0], LIMITS[1:])
     for at, costs in enumerate(samples):
         room.add(at, *costs)
     rows = []
@@ -89,20 +89,20 @@ def test_what_costs_nothing_of_the_limit_that_binds_is_put_in_as_well():
 
 
 def test_three_limits_that_bind_alike_cost_less_than_one_and_a_half_per_cent():
-    plan = several_limits(6000, seed=0).check()
+    plan = multi_constraint_plan(6000, seed=0).check()
     assert len(plan.budgets) == 2
     assert len(plan) <= 1.015 * plan.lower_bound
 
 
 def test_waiting_samples_move_to_another_room_and_the_rows_go_on_as_they_were():
     lengths = LENGTH_SETS["CORD"].lengths(300)
-    here = WaitingRoom(4096)
+    here = PackingBuffer(4096)
     for sample, length in enumerate(lengths[:200].tolist()):
         here.add(sample, length)
     for _ in range(20):
         here.take()
-    there = WaitingRoom(4096)
-    for line in here.waiting:
+    there = PackingBuffer(4096)
+    for line in here.buffered:
         there.add(*line)
     assert there.tokens == here.tokens > 0
     assert [there.take() for _ in range(9)] == [here.take() for _ in range(9)]
@@ -113,26 +113,26 @@ def test_waiting_samples_move_to_another_room_and_the_rows_go_on_as_they_were():
 )
 def test_a_sample_that_fits_no_row_is_refused_by_name(sample, reason):
     with pytest.raises(SampleError, match=r"sample 1: .* a row holds from 1 to 10 tokens and \[4\]") as caught:
-        WaitingRoom(10, [4]).add(*sample)
+        PackingBuffer(10, [4]).add(*sample)
     assert caught.value.reason == reason
 
 
 def test_a_cost_is_not_negative():
     with pytest.raises(SampleError, match=r"sample 1: needs \[-3\] beside its tokens") as caught:
-        WaitingRoom(10, [4]).add(1, 5, -3)
+        PackingBuffer(10, [4]).add(1, 5, -3)
     assert caught.value.reason == "bad_cost"
 
 
 def test_there_is_a_cost_for_every_limit():
     with pytest.raises(ConfigError, match="sample 3 has 2 costs, but a row has 1 limits"):
-        WaitingRoom(10, [4]).add(3, 5, 1, 1)
+        PackingBuffer(10, [4]).add(3, 5, 1, 1)
 
 
 def test_limits_are_whole_numbers_of_at_least_1():
-    with pytest.raises(ConfigError, match="the capacity of a row must lie between 1 and"):
-        WaitingRoom(0)
-    with pytest.raises(ConfigError, match="a row's limit must lie between 1 and"):
-        WaitingRoom(5, [0])
+    with pytest.raises(ConfigError, match="the capacity of a row must be a whole number from 1 to"):
+        PackingBuffer(0)
+    with pytest.raises(ConfigError, match="a row's limit must be a whole number from 1 to"):
+        PackingBuffer(5, [0])
 
 
 @pytest.mark.parametrize("lengths", [[1000], [700, 1000, 3000]])
@@ -143,11 +143,11 @@ def test_of_equal_lengths_no_more_are_looked_at_than_fit_together(lengths, monke
     def counted(company, room):
         return best_subset((looked.append(length) or length for length in company), room)
 
-    monkeypatch.setattr(waiting, "best_subset", counted)
+    monkeypatch.setattr(buffered, "best_subset", counted)
     work = []
     for count in (500, 2000):
         looked.clear()
-        room = WaitingRoom(8192)
+        room = PackingBuffer(8192)
         for at in range(count):
             room.add(at, lengths[at % len(lengths)])
         while len(room):

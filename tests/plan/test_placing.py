@@ -6,15 +6,21 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from vlmpack.plan.algorithms import best_fit_decreasing, falling, first_fit_decreasing, next_fit, worst_fit_decreasing
-from vlmpack.plan.naive import (
+from plan.naive import (
     Bins,
     naive_best_fit,
     naive_decreasing,
     naive_first_fit,
     naive_next_fit,
     naive_worst_fit,
+)
+
+from vlmpack.plan.algorithms import (
+    best_fit_decreasing,
+    first_fit_decreasing,
+    longest_first,
+    next_fit,
+    worst_fit_decreasing,
 )
 
 CAPACITY = 23
@@ -82,5 +88,5 @@ def test_worst_fit_keeps_rows_more_alike_than_best_fit():
 
 @given(lengths=lengths_lists)
 def test_falling_sorts_and_keeps_equal_lengths_in_order(lengths):
-    order = falling(np.asarray(lengths)).tolist()
+    order = longest_first(np.asarray(lengths)).tolist()
     assert order == sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import zipfile
 from dataclasses import replace
@@ -177,7 +178,7 @@ def test_a_plan_that_was_changed_on_disk_is_refused(tmp_path):
         return data[:-40] + data[-32:-24] + data[-40:-32] + data[-24:]
 
     changed = rewritten(tmp_path / "rows.plan", tmp_path / "changed", "sample_ids.npy", swap_samples_of_one_row)
-    with pytest.raises(LayoutError, match="does not hold what its digest says"):
+    with pytest.raises(LayoutError, match="does not match its digest"):
         Plan.load(changed)
 
 
@@ -214,7 +215,7 @@ def test_a_manifest_without_its_digest_is_damage(tmp_path):
     less = rewritten(
         tmp_path / "rows.plan", tmp_path / "less", "manifest.json", lambda d: d.replace(b'"digest"', b'"d"')
     )
-    with pytest.raises(LayoutError, match="less does not hold what its digest says"):
+    with pytest.raises(LayoutError, match="less does not match its digest"):
         Plan.load(less)
 
 
@@ -244,7 +245,7 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path):
         "manifest.json",
         lambda data: data.replace(b'"version": 1', b'"version": 2'),
     )
-    with pytest.raises(ConfigError, match=r"newer is no vlmpack.plan of version 1: it says \('vlmpack.plan', 2\)"):
+    with pytest.raises(ConfigError, match=r"newer is no vlmpack.plan .*its manifest has \('vlmpack.plan', 2\)"):
         Plan.load(newer)
 
 
@@ -253,10 +254,10 @@ def test_a_write_that_fails_leaves_the_old_plan(tmp_path, monkeypatch):
     before = (tmp_path / "rows.plan").read_bytes()
 
     def full_disk(*_, **__):
-        raise OSError("No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(np.lib.format, "write_array", full_disk)
-    with pytest.raises(ConfigError, match=r"rows.plan cannot be written: No space left on device. See to the folder"):
+    with pytest.raises(ConfigError, match=r"rows.plan cannot be written: .*No space left on device.*Make room"):
         with_patches().save(tmp_path / "rows.plan")
     assert (tmp_path / "rows.plan").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["rows.plan"]

@@ -22,7 +22,7 @@ class TestPaddedRecipe:
 
     @pytest.mark.parametrize("name", ["world_size", "per_device_batch", "accumulation"])
     def test_nothing_may_be_zero(self, name: str) -> None:
-        with pytest.raises(ConfigError, match=f"{name} must lie between 1 and"):
+        with pytest.raises(ConfigError, match=f"{name} must be a whole number from 1 to"):
             PaddedRecipe(**{name: 0})
 
     def test_updates_of_an_epoch_round_up_twice(self) -> None:

@@ -135,7 +135,7 @@ class TestSimulate:
         )
 
     def test_it_refuses_what_cannot_be_planned(self) -> None:
-        with pytest.raises(ConfigError, match="rows_per_device must lie between 1 and"):
+        with pytest.raises(ConfigError, match="rows_per_device must be a whole number from 1 to"):
             simulate(table_of([1]), 10, rows_per_device=0)
         with pytest.raises(ConfigError, match="nothing to plan"):
             simulate(table_of([]), 10)

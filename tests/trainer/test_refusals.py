@@ -35,7 +35,7 @@ from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families.tiny import tiny_model
 from vlmpack.model import disable_packing, enable_packing
-from vlmpack.offline import PackedDataset, StoreSettings, write_rows
+from vlmpack.store import PackedDataset, StoreSettings, write_rows
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_a_batch_cut_for_two_ranks(layout, rank, model):
 def test_batches_of_two_ranks_concatenated(layout, model):
     """With host facts accelerate itself stops; without, two rows of one width become one batch of two rows."""
     batches = [collator(layout)(receipts(model)[:3]) for _ in range(2)]
-    with pytest.raises(TypeError, match="BatchFacts"):
+    with pytest.raises(TypeError, match="HostMetadata"):
         concatenate(batches)
     bare = [{name: x for name, x in batch.items() if isinstance(x, torch.Tensor)} for batch in batches]
     if layout == "packed":

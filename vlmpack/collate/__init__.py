@@ -8,7 +8,7 @@ from vlmpack.collate.columns import CONVERSATION_COLUMNS, MEDIA_COLUMNS
 from vlmpack.collate.conversation import read_conversation
 from vlmpack.collate.encode import OVERLENGTH
 from vlmpack.collate.encoded import Encoded, Visual
-from vlmpack.collate.placeholders import Markers, MediaRef
+from vlmpack.collate.placeholders import MediaRef
 from vlmpack.collate.processor import ProcessorFacts, parts_of
 from vlmpack.collate.skipped import Ceiling, Ledger, read_ledger
 from vlmpack.collate.vision_keys import VIDEO_KEYS
@@ -25,7 +25,6 @@ __all__ = [
     "ImageError",
     "ImageLimits",
     "Ledger",
-    "Markers",
     "MediaRef",
     "PixelBuffers",
     "ProcessorFacts",

@@ -20,7 +20,7 @@ import torch
 from vlmpack.context_parallel.collectives import Collectives
 from vlmpack.context_parallel.partition import Partition
 from vlmpack.context_parallel.ulysses import ATTENTION, Attend
-from vlmpack.layout import Segments, outside_graph, stretches
+from vlmpack.layout import Segments, outside_graph, ranges
 
 
 @final
@@ -75,4 +75,4 @@ class GatheredKV:
 
     def _index(self) -> np.ndarray:
         starts, stops = self._spans
-        return stretches(starts, stops - starts)
+        return ranges(starts, stops - starts)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import Layout, Segments, outside_graph, stretches
+from vlmpack.layout import Layout, Segments, outside_graph, ranges
 
 
 @final
@@ -161,7 +161,7 @@ class Partition:
         starts_G = np.asarray(self.segments.stride[:-1], np.int64)
         chunks_G = np.asarray(self.segments.slots, np.int64) // (2 * self.ranks)
         mirrors_G2 = starts_G[:, None] + chunks_G[:, None] * [rank, 2 * self.ranks - 1 - rank]
-        return stretches(mirrors_G2.ravel(), np.repeat(chunks_G, 2))
+        return ranges(mirrors_G2.ravel(), np.repeat(chunks_G, 2))
 
     def _place(self) -> np.ndarray:
         place = np.empty(self.segments.total, np.int64)

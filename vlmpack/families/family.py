@@ -13,7 +13,7 @@ from torch import nn
 from vlmpack.errors import LayoutError
 from vlmpack.families.mrope import MediaItems, media_items, row_positions
 from vlmpack.families.runs import ExpectedRuns, check_runs
-from vlmpack.layout import IMAGE, VIDEO, BatchFacts, Grid, Segments, outside_graph
+from vlmpack.layout import IMAGE, VIDEO, Grid, HostMetadata, Segments, outside_graph
 
 VideoPlacement = Callable[[MediaItems, Sequence[float], Any], MediaItems]
 """Runs of tokens of whole videos, seconds from one grid of each to the next, and the vision configuration, to the runs
@@ -142,7 +142,7 @@ class Family:
         self._check_takes(grids)
         return sum(self.tokens_per_image(grid, self.merge(config)) for grid in grids)
 
-    def check_runs(self, types: torch.Tensor, segments: Segments, facts: BatchFacts, *, config: Any) -> None:
+    def check_runs(self, types: torch.Tensor, segments: Segments, facts: HostMetadata, *, config: Any) -> None:
         """Compare each run of placeholders of a row with its grid, in the order of the grids. No host–device sync.
 
         Args:

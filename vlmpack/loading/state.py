@@ -1,6 +1,6 @@
 """States that are loaded: every field is checked, and a seal that an edited or damaged state does not have.
 
-    {"seen": 3, "waiting": [[2, sample]], ..., "seal": digest of all of it}
+    {"seen": 3, "buffered": [[2, sample]], ..., "seal": digest of all of it}
 
 A state without a seal, as earlier versions wrote them, is taken by its fields alone.
 """

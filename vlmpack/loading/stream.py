@@ -268,7 +268,7 @@ class PackedStream(IterableDataset[list[Any]]):
         if SEAL in fields:
             check_seal(fields, self._seal(fields))
         size, last = _checked_data(fields)
-        expected = {at: digest_of(sample) for at, sample in fields["packer"]["waiting"]}
+        expected = {at: digest_of(sample) for at, sample in fields["packer"]["buffered"]}
         if last is not None and packer.seen:
             expected[packer.seen - 1] = last
         self._check_source(size, packer.seen, expected, ended=fields["ended"])
@@ -326,7 +326,7 @@ def _checked_rows(fields: Mapping[str, Any], packer: StreamPacker) -> list[list[
     if not isinstance(ended, bool) or in_rows + whole(fields, "uneven") > most or (ended and len(packer)):
         raise ConfigError(
             f"the state has {in_rows} samples in rows and {fields['uneven']} left out, of {most} that may be, with "
-            f"ended={ended!r:.40} and {len(packer)} waiting; {LOAD_ANOTHER}"
+            f"ended={ended!r:.40} and {len(packer)} buffered; {LOAD_ANOTHER}"
         )
     return [list(row) for row in rows]
 

@@ -21,7 +21,7 @@ from vlmpack.loading.state import (
     listed,
     whole,
 )
-from vlmpack.plan import OVERSIZE, ROWS_WAITING, Oversize, WaitingRoom, checked_capacity
+from vlmpack.plan import OVERSIZE, ROWS_BUFFERED, Oversize, PackingBuffer, checked_capacity
 
 
 @final
@@ -55,9 +55,9 @@ class RowSettings:
             raise ConfigError(f"oversize must be one of {', '.join(OVERSIZE)}, got {self.oversize!r}")
 
     @property
-    def enough_waiting(self) -> int:
+    def enough_buffered(self) -> int:
         """Tokens that have to wait before a row is made."""
-        return ROWS_WAITING * self.capacity if self.buffer_tokens is None else self.buffer_tokens
+        return ROWS_BUFFERED * self.capacity if self.buffer_tokens is None else self.buffer_tokens
 
     @property
     def least_tokens(self) -> float:
@@ -112,7 +112,7 @@ def _shape(ids: Any) -> tuple[int, ...]:
 
 @final
 class StreamPacker(Generic[Sample]):
-    """Keep a few samples waiting and make rows of them, each around the oldest and filled exactly.
+    """Keep a few samples buffered and make rows of them, each around the oldest and filled exactly.
 
     Samples stay whole, are never looked into, and come out once. No randomness: the same samples give the same rows.
 
@@ -146,7 +146,7 @@ class StreamPacker(Generic[Sample]):
         self.left_out = 0
         """Samples of rows that were not full enough at the end and left out."""
         self._length, self._costs = length, costs
-        self._room = WaitingRoom(settings.capacity, list(settings.limits.values()))
+        self._room = PackingBuffer(settings.capacity, list(settings.limits.values()))
         self._samples: dict[int, Sample] = {}
         self._alone: list[Row] = []
         self._carried = 0
@@ -158,7 +158,7 @@ class StreamPacker(Generic[Sample]):
 
     def __repr__(self) -> str:
         return (
-            f"StreamPacker(rows of {self.settings.capacity} tokens, {self.seen} samples seen, {len(self)} waiting "
+            f"StreamPacker(rows of {self.settings.capacity} tokens, {self.seen} samples seen, {len(self)} buffered "
             f"({self.tokens} tokens), {self.dropped} dropped, {self.left_out} left out)"
         )
 
@@ -190,7 +190,7 @@ class StreamPacker(Generic[Sample]):
         """Rows that can be made while enough tokens wait."""
         alone, self._alone = self._alone, []
         yield from alone
-        while len(self._room) and self._room.tokens >= self.settings.enough_waiting:
+        while len(self._room) and self._room.tokens >= self.settings.enough_buffered:
             yield self._take()
 
     def pack(self, samples: Iterable[Sample]) -> list[Row]:
@@ -204,12 +204,12 @@ class StreamPacker(Generic[Sample]):
         """
         if isinstance(samples, Mapping | str):
             raise ConfigError(f"pack takes a list of samples, got a {type(samples).__name__}; of one give [sample]")
-        before, waiting = self._fields(), self._room.waiting
+        before, buffered = self._fields(), self._room.buffered
         try:
             for sample in samples:
                 self.add(sample)
         except BaseException:
-            self._set(before, waiting)
+            self._set(before, buffered)
             raise
         rows, self._alone = self._alone, []
         passed_over = []
@@ -272,7 +272,7 @@ class StreamPacker(Generic[Sample]):
     # ------------------------------------------------------------------ to continue elsewhere
 
     def state_dict(self) -> dict[str, Any]:
-        """All there is to continue bit for bit: the waiting samples themselves, the oldest first, and the counts.
+        """All there is to continue bit for bit: the buffered samples themselves, the oldest first, and the counts.
 
         They are in a list: `StatefulDataLoader` does not keep the order of a dictionary.
         """
@@ -283,26 +283,26 @@ class StreamPacker(Generic[Sample]):
         """Continue where `state_dict` was asked, with the same settings.
 
         Raises:
-            ConfigError: the state is of other settings, a waiting sample has another length here, or its fields
+            ConfigError: the state is of other settings, a buffered sample has another length here, or its fields
                 contradict each other or their seal. The packer is then as it was.
         """
         fields = checked_fields(state, FIELDS, optional=(SEAL,), of="StreamPacker")
         if fields["of"] != repr(self.settings):
             raise ConfigError(f"the state is of {fields['of']!s:.300}, these are {self.settings!r}; pack as before")
-        seen, waiting, alone = whole(fields, "seen"), listed(fields, "waiting"), listed(fields, "alone")
+        seen, buffered, alone = whole(fields, "seen"), listed(fields, "buffered"), listed(fields, "alone")
         out = whole(fields, "dropped", seen) + whole(fields, "left_out", seen)
         whole(fields, "carried", seen)
-        _check_waiting(waiting, alone, seen - out)
+        _check_buffered(buffered, alone, seen - out)
         check_seal(state, self._seal(fields))
         try:
-            needs = [(at, *self._named_needs(at, sample)) for at, sample in waiting]
+            needs = [(at, *self._named_needs(at, sample)) for at, sample in buffered]
             self._set(fields, needs)
         except SampleError as error:
             raise ConfigError(f"the state is of samples that are measured otherwise: {error}") from error
 
     def _fields(self) -> dict[str, Any]:
         return {
-            "waiting": [[at, sample] for at, sample in self._samples.items()],
+            "buffered": [[at, sample] for at, sample in self._samples.items()],
             "alone": [list(row) for row in self._alone],
             "seen": self.seen,
             "dropped": self.dropped,
@@ -312,33 +312,33 @@ class StreamPacker(Generic[Sample]):
         }
 
     def _seal(self, fields: Mapping[str, Any]) -> str:
-        samples = [sample for _, sample in fields["waiting"]] + [sample for row in fields["alone"] for sample in row]
+        samples = [sample for _, sample in fields["buffered"]] + [sample for row in fields["alone"] for sample in row]
         counts = [fields[name] for name in ("seen", "dropped", "left_out", "carried", "of")]
-        return digest_of([[at for at, _ in fields["waiting"]], self._digests.of(samples), counts])
+        return digest_of([[at for at, _ in fields["buffered"]], self._digests.of(samples), counts])
 
-    def _set(self, fields: Mapping[str, Any], waiting: Iterable[tuple[int, ...]]) -> None:
+    def _set(self, fields: Mapping[str, Any], buffered: Iterable[tuple[int, ...]]) -> None:
         """Take over checked fields, and (number, *needs) of the samples that wait."""
-        room = WaitingRoom(self.settings.capacity, list(self.settings.limits.values()))
-        for sample in waiting:
+        room = PackingBuffer(self.settings.capacity, list(self.settings.limits.values()))
+        for sample in buffered:
             room.add(*sample)
-        self._room, self._samples = room, dict(fields["waiting"])
+        self._room, self._samples = room, dict(fields["buffered"])
         self._alone = [list(row) for row in fields["alone"]]
         self.seen, self.dropped, self.left_out = (int(fields[name]) for name in ("seen", "dropped", "left_out"))
         self._carried = int(fields["carried"])
 
 
-FIELDS = ("waiting", "alone", "seen", "dropped", "left_out", "carried", "of")
+FIELDS = ("buffered", "alone", "seen", "dropped", "left_out", "carried", "of")
 """Of a state."""
 
 
-def _check_waiting(waiting: Sequence[Any], alone: Sequence[Any], most: int) -> None:
+def _check_buffered(buffered: Sequence[Any], alone: Sequence[Any], most: int) -> None:
     """Raise a ConfigError unless there are numbered samples, rising, and rows of one sample, at most so many."""
-    pairs = all(isinstance(one, list | tuple) and len(one) == 2 for one in waiting)
-    numbers = [one[0] for one in waiting] if pairs else []
+    pairs = all(isinstance(one, list | tuple) and len(one) == 2 for one in buffered)
+    numbers = [one[0] for one in buffered] if pairs else []
     rise = all(type(at) is int and at >= 0 for at in numbers) and all(a < b for a, b in pairwise(numbers))
     rows = all(isinstance(row, list | tuple) and len(row) == 1 for row in alone)
-    if not (pairs and rise and rows and len(waiting) + len(alone) <= most):
+    if not (pairs and rise and rows and len(buffered) + len(alone) <= most):
         raise ConfigError(
-            f"the state has {len(waiting)} waiting samples and {len(alone)} with a row of their own, of {most} that "
-            f"were read and not left out; each waiting one is [number, sample], numbers rising; {LOAD_ANOTHER}"
+            f"the state has {len(buffered)} buffered samples and {len(alone)} with a row of their own, of {most} that "
+            f"were read and not left out; each buffered one is [number, sample], numbers rising; {LOAD_ANOTHER}"
         )

@@ -14,7 +14,7 @@ import torch
 
 from vlmpack.context_parallel import MediaShare, Partition, Route, Transfers
 from vlmpack.errors import LayoutError
-from vlmpack.layout import BatchFacts, Layout, Media, PackedRow, Segments, host_grids, outside_graph, stops_of_tokens
+from vlmpack.layout import HostMetadata, Layout, Media, PackedRow, Segments, host_grids, outside_graph, stops_of_tokens
 
 
 @final
@@ -42,7 +42,7 @@ class LocalRow:
     """Which rank computes which image."""
     videos: MediaShare
     """Which rank computes which video."""
-    facts: BatchFacts | None = None
+    facts: HostMetadata | None = None
     """Metadata of the whole row on the host; `num_targets` is that of all ranks."""
 
     @property

@@ -21,7 +21,7 @@ from torch import nn
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families import check_parts, family_of
-from vlmpack.layout import FACTS_KEY, PackedRow, PaddedBatch, around_graph
+from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch, around_graph
 from vlmpack.model.engine import PackingState, StepConfig
 from vlmpack.model.forward import (
     COLUMNS,
@@ -398,7 +398,7 @@ class PackedStep:
         output = self.model(**columns, num_items_in_batch=num_items_in_batch, output_logits=logits, **{STEP: call})
         if call.result is None:
             raise ConfigError(
-                f"this batch cannot be packed: give a 2D attention_mask or {FACTS_KEY!r} facts or cu_seqlens_q; "
+                f"this batch cannot be packed: give a 2D attention_mask or {METADATA_KEY!r} facts or cu_seqlens_q; "
                 f"it has {sorted(columns)}"
             )
         # The loss as the wrappers handed it back: their hooks for the backward pass hang on it.

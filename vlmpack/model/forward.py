@@ -15,9 +15,9 @@ from torch import nn
 from vlmpack.errors import ConfigError, LayoutError, check_kind
 from vlmpack.families import Family
 from vlmpack.layout import (
-    FACTS_KEY,
     IGNORE,
-    BatchFacts,
+    METADATA_KEY,
+    HostMetadata,
     OnlyPacked,
     PackedRow,
     PaddedBatch,
@@ -65,7 +65,7 @@ def plain_forward(model: nn.Module, forward: Callable[..., Any], inputs: dict[st
     if model.training and not is_generating(model):
         warn_of_padding(inputs["attention_mask"], reason)
     with passed_on():
-        return forward(**{name: value for name, value in inputs.items() if name not in (FACTS_KEY, STEP)})
+        return forward(**{name: value for name, value in inputs.items() if name not in (METADATA_KEY, STEP)})
 
 
 @around_graph
@@ -206,9 +206,9 @@ def _is_row(inputs: dict[str, Any]) -> bool:
     call: StepCall | None = inputs.get(STEP)
     if call is not None and call.row is not None:
         return True
-    facts: BatchFacts | None = inputs.get(FACTS_KEY)
+    facts: HostMetadata | None = inputs.get(METADATA_KEY)
     if facts is not None:
-        check_kind(FACTS_KEY, facts, BatchFacts, "the collator's: leave it out of a batch of your own")
+        check_kind(METADATA_KEY, facts, HostMetadata, "the collator's: leave it out of a batch of your own")
     return inputs.get("cu_seqlens_q") is not None or (facts is not None and facts.segments is not None)
 
 
@@ -327,14 +327,14 @@ _BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_q_padded", "rope_cu_seqlens", "moe_pa
 _TOKENS = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "mm_token_type_ids")
 _MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
-COLUMNS = frozenset((*_TOKENS, *_MEDIA, "cu_seqlens_q", "cu_seqlens_q_padded", "moe_padding_mask", FACTS_KEY))
+COLUMNS = frozenset((*_TOKENS, *_MEDIA, "cu_seqlens_q", "cu_seqlens_q_padded", "moe_padding_mask", METADATA_KEY))
 """The parts of a batch or a row."""
 
-ROW_KEYS = (*_BOUNDARIES, FACTS_KEY, "use_cache", "output_logits")
+ROW_KEYS = (*_BOUNDARIES, METADATA_KEY, "use_cache", "output_logits")
 """What a packed row brings with it, or a batch requests, that the model's own forward may not have."""
 
 _WANTED = ("output_logits", "output_hidden_states")
-_BATCH_KEYS = frozenset((*_TOKENS, *_MEDIA, *_BOUNDARIES, "num_items_in_batch", *_WANTED, FACTS_KEY, STEP))
+_BATCH_KEYS = frozenset((*_TOKENS, *_MEDIA, *_BOUNDARIES, "num_items_in_batch", *_WANTED, METADATA_KEY, STEP))
 
 _OUTPUTS = ("output_attentions", "output_router_logits")
 _GENERATION = ("past_key_values", "inputs_embeds", "use_cache", "logits_to_keep", "mm_encoder_outputs", "rope_deltas")
@@ -360,7 +360,7 @@ def check_boundaries_kept(inputs: dict[str, Any]) -> None:
         raise ConfigError(f"{', '.join(lost)} {_MIXED}")
     if inputs["attention_mask"] is not None:
         return
-    if inputs.get(FACTS_KEY) is not None:
+    if inputs.get(METADATA_KEY) is not None:
         raise LayoutError(
             "a padded batch came without its attention_mask, so its padding would be attended to; keep the 2D mask "
             "that the collator made"

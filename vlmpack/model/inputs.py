@@ -27,8 +27,8 @@ from vlmpack.errors import LayoutError
 from vlmpack.families import Family
 from vlmpack.layout import (
     IGNORE,
-    BatchFacts,
     Grid,
+    HostMetadata,
     PackedRow,
     Segments,
     check_is_tensor,
@@ -65,7 +65,7 @@ def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, b
     return RowSetup(model=model, row=row, facts=facts, part=part, types=types, backend=backend)
 
 
-def host_metadata(row: PackedRow) -> BatchFacts:
+def host_metadata(row: PackedRow) -> HostMetadata:
     """The row's metadata on the host; grids that only a tensor holds are read from it: one host–device sync."""
     facts, media = row.known_facts, row.media
     facts = replace(

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from vlmpack.errors import ConfigError, FamilyError, UnpackedWarning
 from vlmpack.families import Family, family_of
-from vlmpack.layout import FACTS_KEY, on_host, outside_graph
+from vlmpack.layout import METADATA_KEY, on_host, outside_graph
 
 _HAS_HEAD = ("ForConditionalGeneration", "ForCausalLM")
 
@@ -238,7 +238,7 @@ def check_not_bypassed(kwargs: dict[str, Any]) -> None:
     Raises:
         ConfigError: there are some.
     """
-    if kwargs.get(FACTS_KEY) is not None or kwargs.get("cu_seqlens_q") is not None:
+    if kwargs.get(METADATA_KEY) is not None or kwargs.get("cu_seqlens_q") is not None:
         raise ConfigError(
             "the batch reached the attention layers without passing through the packed forward, which would mix its "
             "samples: the model's forward was replaced, or its backbone called directly, after enable_packing (Liger's "

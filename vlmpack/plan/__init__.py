@@ -19,9 +19,9 @@ from vlmpack.plan.lengths import (
     round_up,
     too_large,
 )
-from vlmpack.plan.packing_buffer import ROWS_WAITING, WAITING, WaitingRoom
+from vlmpack.plan.packing_buffer import LOOK_AHEAD, ROWS_BUFFERED, PackingBuffer
 from vlmpack.plan.plan import Plan
-from vlmpack.plan.planner import ALIASES, STRATEGIES, middle, plan_bins, small_letters, split_rows, strategy_name
+from vlmpack.plan.planner import ALIASES, STRATEGIES, middle, plan_bins, split_rows, strategy_name
 from vlmpack.plan.simulation import CAPACITIES, PaddedRecipe, Padding, Simulation, simulate
 
 __all__ = [
@@ -30,15 +30,16 @@ __all__ = [
     "COLUMNS",
     "EMPTY",
     "LARGEST",
+    "LOOK_AHEAD",
     "OVERSIZE",
-    "ROWS_WAITING",
+    "ROWS_BUFFERED",
     "STRATEGIES",
-    "WAITING",
     "Budget",
     "CostModel",
     "HistogramBin",
     "LengthTable",
     "Oversize",
+    "PackingBuffer",
     "PaddedRecipe",
     "Padding",
     "Plan",
@@ -46,7 +47,6 @@ __all__ = [
     "Schedule",
     "Simulation",
     "Summary",
-    "WaitingRoom",
     "balance_rows",
     "best_subset",
     "check_seed",
@@ -59,7 +59,6 @@ __all__ = [
     "refuse_too_large",
     "round_up",
     "simulate",
-    "small_letters",
     "split_rows",
     "strategy_name",
     "summary",

@@ -1,4 +1,4 @@
-"""Placing samples from the longest to the shortest, equal lengths together.
+"""Placing algorithms: best, first and worst fit decreasing over runs of equal bins, next fit, and a lower bound.
 
 A *run* is a stretch of neighbouring bins with the same room left. Samples of one length go to a whole run at once, so
 that the work depends on how many lengths and runs there are, hardly on how many samples.
@@ -31,21 +31,21 @@ class Run(NamedTuple):
 
 @final
 class Runs:
-    """Open bins as runs: those with room for the length at hand, by preference, and those that wait."""
+    """Open bins as runs: those with room for the current length, by preference, and the fuller ones."""
 
     def __init__(self, preference: Preference) -> None:
         self._preference = preference
         self._fitting: list[tuple[int, Run]] = []
         """Heap of (rank, run)."""
-        self._waiting: list[tuple[int, Run]] = []
+        self._fuller: list[tuple[int, Run]] = []
         """Heap of (-room, run)."""
         self._length = 0
 
-    def turn_to(self, length: int) -> None:
-        """From now on samples of this length are placed; it is smaller than any before."""
+    def set_length(self, length: int) -> None:
+        """Place samples of this length from now on; it is smaller than any before."""
         self._length = length
-        while self._waiting and -self._waiting[0][0] >= length:
-            self.put(heappop(self._waiting)[1])
+        while self._fuller and -self._fuller[0][0] >= length:
+            self.put(heappop(self._fuller)[1])
 
     def take(self) -> Run | None:
         """Take out the preferred run that has room; None: no bin has."""
@@ -58,10 +58,10 @@ class Runs:
         if run.room >= self._length:
             heappush(self._fitting, (self._preference(run.room, run.first_bin), run))
         else:
-            heappush(self._waiting, (-run.room, run))
+            heappush(self._fuller, (-run.room, run))
 
 
-def place_falling(
+def place_decreasing(
     lengths: np.ndarray, capacity: int, preference: Preference, *, one_a_visit: bool = False
 ) -> np.ndarray:
     """Place every sample in the preferred open bin that has room, the longest first; open a bin where none has.
@@ -76,17 +76,17 @@ def place_falling(
     Returns:
         int64 [N]: the bin of each sample; bins are numbered in the order in which they were opened.
     """
-    order = falling(lengths)
+    order = longest_first(lengths)
     return place_sorted(lengths[order], capacity, preference, one_a_visit=one_a_visit).assign(order)
 
 
 def place_sorted(
     sorted_lengths: np.ndarray, capacity: int, preference: Preference, *, one_a_visit: bool = False
 ) -> Placements:
-    """The same for lengths that fall already; where each goes is written down and not yet spelt out."""
+    """Place lengths that are sorted from long to short; the result is not yet expanded to one bin a sample."""
     runs, placements, at = Runs(preference), Placements(), 0
     for length, count in _groups(sorted_lengths):
-        runs.turn_to(length)
+        runs.set_length(length)
         end = at + count
         while at < end:
             found = runs.take()
@@ -106,7 +106,7 @@ def place_sorted(
 
 @final
 class Placements:
-    """Which stretches of sorted samples went to which bins."""
+    """Stretches of sorted samples and the bins they went to."""
 
     def __init__(self) -> None:
         self.bins = 0
@@ -129,7 +129,7 @@ class Placements:
         return bin_of
 
 
-def falling(lengths: np.ndarray) -> np.ndarray:
+def longest_first(lengths: np.ndarray) -> np.ndarray:
     """int64 [N]: indices that sort `lengths` from long to short, equal ones in the order given.
 
     Length and index share one int64, which numpy sorts several times as fast as it sorts indices.
@@ -156,17 +156,17 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     Returns:
         int64 [N]: the bin of each sample, from 0.
     """
-    return place_falling(lengths, capacity, least_room)
+    return place_decreasing(lengths, capacity, least_room)
 
 
 def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """The same by first-fit-decreasing, which needs no more than that either."""
-    return place_falling(lengths, capacity, lambda room, first_bin: first_bin)
+    """Place samples by first-fit-decreasing, with the same bound."""
+    return place_decreasing(lengths, capacity, lambda room, first_bin: first_bin)
 
 
 def worst_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """The same by worst-fit-decreasing, which keeps bins equally full."""
-    return place_falling(lengths, capacity, lambda room, first_bin: -room, one_a_visit=True)
+    """Place samples by worst-fit-decreasing, which keeps bins equally full."""
+    return place_decreasing(lengths, capacity, lambda room, first_bin: -room, one_a_visit=True)
 
 
 def least_room(room: int, first_bin: int) -> int:

@@ -6,14 +6,14 @@ import io
 import json
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 
 from vlmpack.errors import ConfigError, LayoutError, VlmpackError
+from vlmpack.files import atomic_file, unreadable, writing
 
 PLAN = "vlmpack.plan"
 VERSION = 1
@@ -23,29 +23,18 @@ FIRST_DATE = (1980, 1, 1, 0, 0, 0)
 
 
 def write(path: str | Path, manifest: Mapping[str, Any], arrays: Mapping[str, np.ndarray], *, kind: str = PLAN) -> None:
-    """Write the file under another name beside it and rename it, so that it is there whole or not at all.
+    """Write an archive, whole or not at all.
 
     Raises:
-        ConfigError: the system does not let it be written: rights, a full disk, a file where a folder should be.
+        ConfigError: it cannot be written: rights, a full disk, a file where a folder should be.
     """
     path = Path(path)
     text = json.dumps({"format": kind, "version": VERSION, **manifest}, indent=2) + "\n"
-    temporary = path.with_name(f".{path.name}.{uuid4().hex}")  # not `tempfile`, which lets nobody else read it
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb") as file, zipfile.ZipFile(file, "w") as members:
-            members.writestr(zipfile.ZipInfo(MANIFEST, FIRST_DATE), text)
-            for name, array in arrays.items():
-                with members.open(zipfile.ZipInfo(f"{name}.npy", FIRST_DATE), "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, array.astype("<i8"), version=(1, 0), allow_pickle=False)
-        temporary.replace(path)
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {error}. See to the folder (rights, room), or name another file"
-        ) from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    with atomic_file(path) as temporary, writing(path), zipfile.ZipFile(temporary, "w") as members:
+        members.writestr(zipfile.ZipInfo(MANIFEST, FIRST_DATE), text)
+        for name, array in arrays.items():
+            with members.open(zipfile.ZipInfo(f"{name}.npy", FIRST_DATE), "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array.astype("<i8"), version=(1, 0), allow_pickle=False)
 
 
 def read(path: str | Path, *, kind: str = PLAN) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -60,7 +49,7 @@ def read(path: str | Path, *, kind: str = PLAN) -> tuple[dict[str, Any], dict[st
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise ConfigError(f"there is no file {path}; write it first, or name another one") from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}; get the right to read it, or see to the disk") from error
+        raise unreadable(path, error) from error
     if not zipfile.is_zipfile(io.BytesIO(content)):
         raise ConfigError(f"{path} is no {kind}, which is a zip file. Write it again, or name another file")
     with damaged(path), zipfile.ZipFile(io.BytesIO(content)) as members:
@@ -71,7 +60,7 @@ def read(path: str | Path, *, kind: str = PLAN) -> tuple[dict[str, Any], dict[st
 
 @contextmanager
 def damaged(path: str | Path) -> Iterator[None]:
-    """Whatever reading a damaged file raises, as a LayoutError that names it."""
+    """Turn every error of reading a damaged file into a LayoutError that names it."""
     try:
         yield
     except VlmpackError:
@@ -87,7 +76,7 @@ def _manifest(members: zipfile.ZipFile, path: str | Path, kind: str) -> dict[str
         raise ValueError(f"its {MANIFEST} holds a {type(manifest).__name__}")
     seen = manifest.get("format"), manifest.get("version")
     if seen != (kind, VERSION):
-        raise ConfigError(f"{path} is no {kind} of version {VERSION}: it says {seen}. Write it again with this vlmpack")
+        raise ConfigError(f"{path} is no {kind} of version {VERSION}: its manifest has {seen}; write it again")
     return manifest
 
 

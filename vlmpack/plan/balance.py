@@ -1,6 +1,6 @@
-"""Hand rows out to ranks so that none waits long for another.
+"""Balance rows over data parallel ranks (Karmarkar-Karp), so that no rank blocks long on another.
 
-steps S = 2, ranks R = 2, accumulation A = 2:      rows[step, rank] are added up before ranks wait for each other
+steps S = 2, ranks R = 2, accumulation A = 2:      rows[step, rank] are added up before ranks synchronise
 
      step 0                    step 1
      rank 0: rows 4, 1         rank 0: rows 7, 3

@@ -9,7 +9,14 @@ from typing import final
 
 import numpy as np
 
-from vlmpack.plan.algorithms import Placements, best_fit_decreasing, falling, least_room, lower_bound, place_sorted
+from vlmpack.plan.algorithms import (
+    Placements,
+    best_fit_decreasing,
+    least_room,
+    longest_first,
+    lower_bound,
+    place_sorted,
+)
 
 
 def best_subset(lengths: Iterable[int], room: int) -> list[int]:
@@ -85,7 +92,7 @@ def exact_fill(lengths: np.ndarray, capacity: int) -> np.ndarray:
     Returns:
         int64 [N]: the bin of each sample, from 0.
     """
-    order = falling(lengths)
+    order = longest_first(lengths)
     sorted_lengths = lengths[order]
     best_fit = place_sorted(sorted_lengths, capacity, least_room)
     if best_fit.bins - lower_bound(lengths, capacity) <= best_fit.bins // NEGLIGIBLE:

@@ -1,6 +1,6 @@
-"""LengthTable: what is known of every sample before training, for planners and for people.
+"""The length table: tokens, media and targets of every sample, measured before training.
 
-    sample        0    1    2    3        four were looked at, sample 1 was refused
+    sample        0    1    2    3        four were measured, sample 1 was refused
     sample_ids    0    2    3
     text         12   20    7
     image         0  256   64
@@ -169,20 +169,20 @@ class LengthTable:
 
     def by_place(self, values: np.ndarray) -> np.ndarray:
         """Something that each sample of the table has, [N], by the places in the data set: 0 for those refused."""
-        last = max((*self.sample_ids[-1:].tolist(), *(one.index for one in self.refused)), default=-1)
+        last = max((*self.sample_ids[-1:].tolist(), *(sample.index for sample in self.refused)), default=-1)
         spread = np.zeros(last + 1, values.dtype)
         spread[self.sample_ids] = values
         return spread
 
     @property
     def given(self) -> int:
-        """Samples that were looked at."""
+        """Samples that were measured, refused ones included."""
         return len(self) + len(self.refused)
 
     @property
     def reasons(self) -> dict[str, int]:
-        """How many samples were refused for each reason, the most frequent first."""
-        return dict(Counter(one.reason for one in self.refused).most_common())
+        """Samples refused for each reason, the most frequent first."""
+        return dict(Counter(sample.reason for sample in self.refused).most_common())
 
     def budgets(self, *, patches: int | None = None, images: int | None = None) -> tuple[Budget, ...]:
         """Limits of a row besides tokens, for `plan_bins(table, capacity, budgets=...)`.
@@ -210,12 +210,12 @@ class LengthTable:
         """
         manifest, arrays = archive.read(path, kind=FORMAT)
         with archive.damaged(path):
-            refused = tuple(Refused(**one) for one in manifest["refused"])
+            refused = tuple(Refused(**fields) for fields in manifest["refused"])
             table = cls(**{name: arrays[name] for name in COLUMNS}, refused=refused)
-            said = {name: value for name, value in manifest.items() if name not in ("format", "version")}
-            if json.loads(json.dumps(table._manifest())) != said or table._columns().keys() != arrays.keys():
+            stored = {name: value for name, value in manifest.items() if name not in ("format", "version")}
+            if json.loads(json.dumps(table._manifest())) != stored or table._columns().keys() != arrays.keys():
                 raise LayoutError(
-                    f"{path} does not hold what its digest says: it was changed or damaged; measure the lengths again"
+                    f"{path} does not match its digest: it was changed or damaged; measure the lengths again"
                 )
         return table
 
@@ -224,7 +224,7 @@ class LengthTable:
 
     def _manifest(self) -> dict[str, Any]:
         """Everything besides the columns, and the SHA-256 of both."""
-        content = {"samples": len(self), "refused": [asdict(one) for one in self.refused]}
+        content = {"samples": len(self), "refused": [asdict(sample) for sample in self.refused]}
         digest = hashlib.sha256(json.dumps(content).encode())
         for name, column in self._columns().items():
             digest.update(f"{name} {len(column)} ".encode() + column.astype("<i8").tobytes())

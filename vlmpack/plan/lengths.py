@@ -8,7 +8,7 @@ from typing import Literal, TypeVar, final
 
 import numpy as np
 
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.errors import ConfigError, SampleError, check_whole_number
 
 Whole = TypeVar("Whole", int, np.ndarray)
 
@@ -105,16 +105,12 @@ def whole_numbers(values: Sequence[int] | np.ndarray, what: str) -> np.ndarray:
 
 
 def checked_capacity(capacity: int, what: str = "the capacity of a row") -> int:
-    """`capacity` as an int.
+    """Return `capacity` as an int.
 
     Raises:
         ConfigError: not a whole number of at least 1 and below 2^31.
     """
-    if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer):
-        raise ConfigError(f"{what} must be a whole number, got {capacity!r}")
-    if not 1 <= capacity <= LARGEST:
-        raise ConfigError(f"{what} must lie between 1 and {LARGEST}, got {capacity}")
-    return int(capacity)
+    return check_whole_number(what, capacity, at_most=LARGEST)
 
 
 def check_seed(seed: int | None) -> None:
@@ -123,8 +119,8 @@ def check_seed(seed: int | None) -> None:
     Raises:
         ConfigError: it is something else.
     """
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0):
-        raise ConfigError(f"the seed must be a whole number of at least 0, or None for no shuffle; got {seed!r}")
+    if seed is not None:
+        check_whole_number("the seed", seed, at_least=0, remedy="or None for no shuffle")
 
 
 def too_large(lengths: np.ndarray, capacity: int, budgets: Sequence[Budget]) -> np.ndarray:

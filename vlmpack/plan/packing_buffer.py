@@ -1,4 +1,4 @@
-"""Samples that wait for a row: each row is made around the oldest of them, so that none waits for long."""
+"""A packing buffer (look-ahead): each row is made around the oldest sample in it, so that none stays for long."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ EXCHANGES = 8
 """Exchanges tried on one row."""
 
 OUTSIDERS = 64
-"""Waiting samples, the oldest, that an exchange looks at."""
+"""Buffered samples, the oldest, that an exchange examines."""
 
 
 def fill_row(costs: np.ndarray, limits: np.ndarray) -> list[int]:
-    """Choose waiting samples for one row, the first of them among these.
+    """Choose buffered samples for one row, the first of them among these.
 
-    The limit with the highest demand among all that wait decides: it is filled exactly by subset sums. Where that
-    exceeds another limit, samples are taken out again. Then samples are exchanged one for one with waiting ones as long
-    as the row gets fuller, and what still fits is put in.
+    The limit with the highest demand in the buffer decides: it is filled exactly by subset sums. Where that
+    exceeds another limit, samples are taken out again. Then samples are exchanged one for one with buffered ones while
+    the row gets fuller, and what still fits is put in.
 
     Args:
-        costs: int64 [W, K], what each of W waiting samples, the oldest first, needs of K things; each fits a row alone.
+        costs: int64 [W, K], what each of W buffered samples, the oldest first, needs of K things; each fits a row.
         limits: int64 [K], what a row may hold.
 
     Returns:
@@ -97,7 +97,7 @@ class RowDraft:
             self.remove(int(others[(excess / given).argmax()]))
 
     def exchange(self) -> None:
-        """Exchange one sample of the row, or none, for a waiting one, while that makes the row fuller."""
+        """Exchange one sample of the row, or none, for a buffered one, while that makes the row fuller."""
         for _ in range(EXCHANGES):
             if self._worth[self.inside].sum() >= self._enough:
                 return
@@ -118,22 +118,22 @@ class RowDraft:
             self.add(int(outside[joins]))
 
     def top_up(self) -> None:
-        """Put in every waiting sample that still fits, the oldest first."""
+        """Put in every buffered sample that still fits, the oldest first."""
         for sample in np.flatnonzero(~self.inside & (self._costs <= self._left).all(1)).tolist():
             if (self._costs[sample] <= self._left).all():
                 self.add(sample)
 
 
 STEPS = 64
-"""Samples that are looked at before those that may be of use are counted."""
+"""Samples examined before those that may be of use are counted."""
 
 
 @final
-class WaitingRoom:
-    """Take samples in one by one and give rows out: the oldest sample, and those that fill its row exactly.
+class PackingBuffer:
+    """Buffer samples one by one and make rows: the oldest sample, and those that fill its row exactly.
 
     No randomness: what comes out depends on what came in and when rows were taken, and on nothing else. To continue
-    somewhere else, give `waiting` to a new room, line by line.
+    somewhere else, give `buffered` to a new buffer, line by line.
 
     Args:
         capacity: of a row, in tokens.
@@ -147,25 +147,25 @@ class WaitingRoom:
         self.limits = (checked_capacity(capacity), *(checked_capacity(limit, "a row's limit") for limit in limits))
         """The capacity and the other limits."""
         self.tokens = 0
-        """Tokens that wait."""
-        self._waiting: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        """Tokens in the buffer."""
+        self._buffered: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         """(id, length, *costs) by the number under which a sample came in, the oldest first."""
         self._lengths: Counter[int] = Counter()
-        """How many samples of each length wait."""
+        """How many samples of each length are in it."""
         self._added = 0
         self._table = np.zeros((0, len(self.limits)), np.int64)
         """int64 [W, K]: what the samples need, in their order; those that came since it was last used have no line."""
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._buffered)
 
     @property
-    def waiting(self) -> list[tuple[int, ...]]:
-        """(id, length, *costs) of each waiting sample, the oldest first: what `add` takes."""
-        return list(self._waiting.values())
+    def buffered(self) -> list[tuple[int, ...]]:
+        """(id, length, *costs) of each buffered sample, the oldest first: what `add` takes."""
+        return list(self._buffered.values())
 
     def add(self, sample_id: int, length: int, *costs: int) -> None:
-        """Take a sample in.
+        """Add a sample.
 
         Args:
             sample_id: what `take` will give back.
@@ -194,73 +194,73 @@ class WaitingRoom:
                 index=sample_id,
                 reason="bad_cost",
             )
-        self._waiting[self._added] = (sample_id, *needs)
+        self._buffered[self._added] = (sample_id, *needs)
         self._added += 1
         self._lengths[needs[0]] += 1
         self.tokens += needs[0]
 
     def take_oldest(self) -> tuple[int, ...]:
-        """Give out the sample that has waited longest by itself: (id, length, *costs)."""
-        sample = self._waiting[next(iter(self._waiting))]
-        self._remove([0], [next(iter(self._waiting))])
+        """Take out the oldest sample by itself: (id, length, *costs)."""
+        sample = self._buffered[next(iter(self._buffered))]
+        self._remove([0], [next(iter(self._buffered))])
         return sample
 
     @property
     def oldest(self) -> int:
-        """The id of the sample that has waited longest; somebody has to be there."""
-        return next(iter(self._waiting.values()))[0]
+        """The id of the oldest sample; the buffer must not be empty."""
+        return next(iter(self._buffered.values()))[0]
 
     def take(self, *, at_least: float = 0) -> list[int]:
-        """Give out one row: ids, the oldest first. Empty if nobody waits, or it would hold fewer tokens than that."""
-        if not self._waiting:
+        """Take out one row: ids, the oldest first. Empty if the buffer is, or if the row would hold fewer tokens."""
+        if not self._buffered:
             return []
         places, chosen = self._choose()
-        row = [self._waiting[number] for number in chosen]
+        row = [self._buffered[number] for number in chosen]
         if sum(sample[1] for sample in row) < at_least:
             return []
         self._remove(places, chosen)
         return [sample[0] for sample in row]
 
     def _remove(self, places: Sequence[int], numbers: Sequence[int]) -> None:
-        """Take samples out; `places` in the table are looked at where there is one."""
+        """Take samples out; `places` in the table are used where there is one."""
         self._table = np.delete(self._table, [at for at in places if at < len(self._table)], axis=0)
         for number in numbers:
-            length = self._waiting.pop(number)[1]
+            length = self._buffered.pop(number)[1]
             self.tokens -= length
             self._lengths[length] -= 1
             if not self._lengths[length]:
                 del self._lengths[length]
 
     def _choose(self) -> tuple[list[int], list[int]]:
-        """(places among those that wait, numbers) of the samples of one row; no places under one limit alone."""
+        """(places in the buffer, numbers) of the samples of one row; no places under one limit alone."""
         if len(self.limits) == 1:
             return [], self._fullest()
-        new = [needs for _, *needs in islice(self._waiting.values(), len(self._table), None)]
+        new = [needs for _, *needs in islice(self._buffered.values(), len(self._table), None)]
         self._table = np.concatenate([self._table, np.array(new, np.int64).reshape(-1, len(self.limits))])
-        places, numbers = fill_row(self._table, np.asarray(self.limits)), list(self._waiting)
+        places, numbers = fill_row(self._table, np.asarray(self.limits)), list(self._buffered)
         return places, [numbers[at] for at in places]
 
     def _fullest(self) -> list[int]:
         """Numbers of the oldest sample, and of those that fill its row best."""
-        oldest, first = next(iter(self._waiting.items()))
+        oldest, first = next(iter(self._buffered.items()))
         room, numbers = self.limits[0] - first[1], list[int]()
-        return [oldest, *(numbers[at] for at in best_subset(self._company(room, numbers), room))]
+        return [oldest, *(numbers[at] for at in best_subset(self._candidates(room, numbers), room))]
 
-    def _company(self, room: int, numbers: list[int]) -> Iterator[int]:
-        """Lengths of the samples that may share a room with the oldest, the oldest first; their numbers go to a list.
+    def _candidates(self, room: int, numbers: list[int]) -> Iterator[int]:
+        """Lengths of the samples that may share a row with the oldest, the oldest first; their numbers go to a list.
 
-        Of equal lengths, no more than fit together. The walk ends where all such have been met, which is only counted
-        out after some steps: most rooms are full by then.
+        Of equal lengths, no more than fit together. The walk ends after the last such sample. Their number is only
+        counted after some steps: most rows are full by then.
         """
         more: dict[int, int] = {}
         end: int | None = None
-        for step, (number, (_, length, *_)) in enumerate(islice(self._waiting.items(), 1, None)):
+        for step, (number, (_, length, *_)) in enumerate(islice(self._buffered.items(), 1, None)):
             if more.setdefault(length, room // length):
                 more[length] -= 1
                 numbers.append(number)
                 yield length
             if step == STEPS:
-                others = self._lengths - Counter([next(iter(self._waiting.values()))[1]])
+                others = self._lengths - Counter([next(iter(self._buffered.values()))[1]])
                 end = sum(min(count, room // length) for length, count in others.items())
             if len(numbers) == end:
                 return
@@ -276,15 +276,15 @@ def _whole(sample_id: int, needs: tuple[int, ...]) -> tuple[int, ...]:
         ) from error
 
 
-WAITING = 64
+LOOK_AHEAD = 64
 """Samples among which a row is chosen ..."""
 
-ROWS_WAITING = 4
+ROWS_BUFFERED = 4
 """... and at least this many rows' worth of tokens."""
 
 
 def rolling_fill(lengths: np.ndarray, capacity: int, budgets: Sequence[Budget] = ()) -> np.ndarray:
-    """Place samples in the order given, through a room in which a few wait.
+    """Place samples in the order given, through a packing buffer.
 
     Args:
         lengths: int64 [N], each from 1 to `capacity` tokens.
@@ -294,17 +294,17 @@ def rolling_fill(lengths: np.ndarray, capacity: int, budgets: Sequence[Budget] =
     Returns:
         int64 [N]: the bin of each sample, in the order in which rows came out.
     """
-    room = WaitingRoom(capacity, [budget.limit for budget in budgets])
+    buffer = PackingBuffer(capacity, [budget.limit for budget in budgets])
     columns = [lengths.tolist(), *(budget.costs.tolist() for budget in budgets)]
     samples = enumerate(zip(*columns, strict=True))
     bin_of = np.empty(len(lengths), np.int64)
     bins, more = 0, True
-    while more or len(room):
-        while more and (len(room) < WAITING or room.tokens < ROWS_WAITING * capacity):
+    while more or len(buffer):
+        while more and (len(buffer) < LOOK_AHEAD or buffer.tokens < ROWS_BUFFERED * capacity):
             sample = next(samples, None)
             if more := sample is not None:
-                room.add(sample[0], *sample[1])
-        if row := room.take():
+                buffer.add(sample[0], *sample[1])
+        if row := buffer.take():
             bin_of[row] = bins
             bins += 1
     return bin_of

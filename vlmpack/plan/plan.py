@@ -1,4 +1,4 @@
-"""Plan: which samples share a row.
+"""The plan of an epoch: which samples share a row.
 
 Lengths [5, 3, 4, 2, 6] at a capacity of 10, in two rows:
 
@@ -76,7 +76,7 @@ class Plan:
         return cls(sample_ids=placed[at], bounds=bounds, dropped=np.flatnonzero(bin_of < 0), **fields)
 
     def rearranged(self, rows: np.ndarray) -> Plan:
-        """The same plan with its rows in another order.
+        """Return this plan with its rows in another order.
 
         Args:
             rows: int64 [G]: a permutation of the rows.
@@ -87,10 +87,10 @@ class Plan:
         return replace(self, sample_ids=self.sample_ids[at], bounds=bounds)
 
     def renamed(self, stand_in: np.ndarray) -> Plan:
-        """The same plan with other samples in the places of these, of the same length and costs.
+        """Return this plan with other samples in the places of these, of the same length and costs.
 
         Args:
-            stand_in: int64 [N]: a permutation, who takes the place of each sample.
+            stand_in: int64 [N]: a permutation, the sample that takes the place of each.
         """
         return replace(self, sample_ids=stand_in[self.sample_ids])
 
@@ -151,7 +151,7 @@ class Plan:
         return int(alone.sum()) + max(lower_bound(sizes[shared], limit) for sizes, limit in limits)
 
     def check(self) -> Plan:
-        """Look at every row, and return the plan.
+        """Check every row, and return the plan.
 
         Raises:
             LayoutError: a sample is missing, twice there or unknown; a row is empty or holds more than it may.
@@ -246,9 +246,9 @@ class Plan:
                 budgets=tuple(Budget(name=name, costs=arrays[f"budget.{name}"], limit=n) for name, n in limits),
             )
             plan.check()
-            said = {name: value for name, value in manifest.items() if name not in ("format", "version")}
-            if {**plan.manifest, "digest": plan.digest} != said or plan._arrays().keys() != arrays.keys():
-                raise LayoutError(f"{path} does not hold what its digest says: it was changed or damaged; plan again")
+            stored = {name: value for name, value in manifest.items() if name not in ("format", "version")}
+            if {**plan.manifest, "digest": plan.digest} != stored or plan._arrays().keys() != arrays.keys():
+                raise LayoutError(f"{path} does not match its digest: it was changed or damaged; plan again")
         return plan
 
     def _arrays(self) -> dict[str, np.ndarray]:

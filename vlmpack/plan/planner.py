@@ -1,4 +1,4 @@
-"""plan_bins: lengths in, a plan out."""
+"""Plan rows: lengths in, a plan out."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ALIASES: Mapping[str, str] = {
 
 
 def small_letters(name: object) -> str:
-    """The name of a strategy in small letters.
+    """Return the name of a strategy in small letters.
 
     Raises:
         ConfigError: it is no name.
@@ -63,23 +63,23 @@ def small_letters(name: object) -> str:
 
 
 def strategy_name(name: str) -> str:
-    """Our name for a strategy, from ours or a short one, in any case.
+    """Return our name for a strategy, from ours or a short one, in any case.
 
     Raises:
         ConfigError: there is no such strategy.
     """
     small = small_letters(name)
-    found = ALIASES.get(small, small)
-    if found not in STRATEGIES:
+    strategy = ALIASES.get(small, small)
+    if strategy not in STRATEGIES:
         raise ConfigError(
             f"there is no strategy {name!r}; choose from {', '.join(STRATEGIES)}, or by a short name from "
             f"{', '.join(ALIASES)}"
         )
-    return found
+    return strategy
 
 
 def split_rows(plan: Plan, multiple: int) -> Plan:
-    """The plan with the fewest more rows that make their number a multiple: rows of many samples are cut in two.
+    """Split rows of many samples in two until their number is a multiple, by the fewest splits.
 
     No sample is dropped, repeated or made up, which is what other ways to end together do. A cut row is followed by its
     second half.
@@ -111,7 +111,7 @@ def middle(lengths: Sequence[int] | np.ndarray) -> int:
 
 
 WITH_BUDGETS = ("exact_fill", "rolling_fill")
-"""Strategies that know several limits; with them, both fill rows through a waiting room."""
+"""Strategies for multi-constraint bin packing; with budgets, both fill rows through a packing buffer."""
 
 
 def plan_bins(
@@ -183,7 +183,7 @@ def _check_settings(
     check_seed(seed)
     if budgets and strategy not in WITH_BUDGETS:
         raise ConfigError(
-            f"{strategy} knows tokens only, not {', '.join(budget.name for budget in budgets)}; choose "
+            f"{strategy} packs by tokens only, not by {', '.join(budget.name for budget in budgets)}; choose "
             f"{' or '.join(WITH_BUDGETS)}"
         )
     if len({budget.name for budget in budgets}) != len(budgets):

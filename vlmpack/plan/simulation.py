@@ -1,4 +1,4 @@
-"""From padded batches to packed rows: what packing comes to, and how to keep the samples of an update.
+"""Simulate packing: rows, fill and waste of a capacity, and the accumulation that keeps the samples per update.
 
     padded    8 ranks x 4 samples x 4 accumulated                   = 128 samples an update
     packed    8 ranks x 1 row of 9.72 samples x 2 accumulated       = 155.5

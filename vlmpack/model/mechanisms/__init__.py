@@ -26,7 +26,7 @@ from torch import nn
 
 from vlmpack.errors import ConfigError
 from vlmpack.families import Family
-from vlmpack.layout import BatchFacts, PackedRow
+from vlmpack.layout import HostMetadata, PackedRow
 from vlmpack.model.row import CONTEXT, RowContext, RowPart
 
 __all__ = [
@@ -78,7 +78,7 @@ class RowSetup:
     """The model."""
     row: PackedRow
     """The whole row, on the model's device."""
-    facts: BatchFacts
+    facts: HostMetadata
     """Its metadata on the host."""
     part: RowPart
     """The part of it on this rank."""
