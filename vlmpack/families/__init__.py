@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from vlmpack.families.family import Family
+from vlmpack.families.family import Family, grid_from_size
 from vlmpack.families.registry import FAMILIES, check_parts, family_named, family_of
-from vlmpack.families.resize import grid_from_size
 
 __all__ = [
     "FAMILIES",

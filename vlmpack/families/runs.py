@@ -48,7 +48,7 @@ class ExpectedRuns:
 
     @property
     def samples(self) -> np.ndarray | None:
-        """int64 [N]: the sample of each run; None: not known.
+        """int64 [N]: the sample of each run; None: not counted.
 
         Raises:
             LayoutError: the host facts count another number of images or videos than there are grids.
@@ -67,20 +67,20 @@ class ExpectedRuns:
 def check_runs(types: torch.Tensor, segments: Segments, expected: Sequence[ExpectedRuns]) -> None:
     """Insist that each run of placeholders has the tokens of its grid, inside one sample, in the order of the grids.
 
-    On the host it is one look over the row; a device asserts the same, and nothing waits for it.
+    On the host it is one look over the row; a device asserts the same, without a sync.
 
     Args:
-        types: [1, T], 0 text, 1 image, 2 video, as the token ids say.
+        types: [1, T], 0 text, 1 image, 2 video, by the token ids.
         segments: the row's samples.
         expected: the images, and the videos.
 
     Raises:
-        LayoutError: it is not so; on the host it names the sample, what was seen and what its grid says.
+        LayoutError: it is not so; on the host it names the sample, its run and its grid.
     """
     if on_host(types):
-        found = _FoundRuns(types, segments)
+        row_runs = _FoundRuns(types, segments)
         for runs in expected:
-            found.check(runs)
+            row_runs.check(runs)
         return
     for runs in expected:
         require(_as_expected(types[0], segments, runs), _SOMEWHERE.format(runs.name), LayoutError)

@@ -1,4 +1,6 @@
-"""A row's part on one rank, and back: no processes, no messages, every rank cuts the row that it was given."""
+"""Cut a row into the parts of ranks, join them again, and roll a part with the tokens of others that it reads.
+
+No processes, no messages: every rank cuts its part out of the whole row."""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ class LocalRow:
     videos: MediaShare
     """Which rank computes which video."""
     facts: HostMetadata | None = None
-    """What the host knows of the whole row; `num_targets` is that of all ranks."""
+    """Metadata of the whole row on the host; `num_targets` is that of all ranks."""
 
     @property
     def segments(self) -> Segments:
@@ -71,7 +73,7 @@ def shard(row: PackedRow, rank: int, ranks: int, *, merge: int, layout: Layout =
     last target is a token of another part. Images are spread over ranks by their patches, wherever their tokens are.
 
     Args:
-        row: the whole row; with the grids in its facts nothing waits for the device.
+        row: the whole row; with the grids in its facts there is no host–device sync.
         rank: whose part.
         ranks: how many there are.
         merge: patches that the model's vision tower merges into one token along each side; 1 for a row of text.
@@ -128,14 +130,14 @@ def unshard(
 
 def _media_of(media: Media, images: MediaShare, videos: MediaShare, rank: int) -> Media:
     """What `rank` computes; no tensors of a kind of which it computes none."""
-    given, mine = media.to_hf(), {}
+    tensors, mine = media.to_hf(), {}
     for share, pixels, of_each in (
         (images, "pixel_values", ("image_grid_thw",)),
         (videos, "pixel_values_videos", ("video_grid_thw", "second_per_grid_ts")),
     ):
-        if share.items(rank) and pixels in given:
-            mine[pixels] = share.take(given[pixels], rank)
-            mine |= {name: share.pick(given[name], rank) for name in of_each if name in given}
+        if share.items(rank) and pixels in tensors:
+            mine[pixels] = share.take(tensors[pixels], rank)
+            mine |= {name: share.pick(tensors[name], rank) for name in of_each if name in tensors}
     return Media(**mine)
 
 

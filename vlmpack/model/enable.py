@@ -87,7 +87,7 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
 
     Raises:
         FamilyError: the model's family cannot be packed exactly, and which part of it leaks.
-        ConfigError: the forward of the model, or of a layer that has to know the boundaries, was replaced on the
+        ConfigError: the forward of the model, or of a layer that needs the boundaries, was replaced on the
             object, so that ours would never be called; the model has a forward, a loss or an attention function of its
             own, which would never be; its attention is not causal; or a router loss for a model without experts.
     """

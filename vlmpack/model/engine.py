@@ -120,7 +120,7 @@ def run_row(
     inputs = backbone_inputs(setup, state.mechanisms, rope_segments=rope_segments)
     recorded = balance or config.z_loss_coef > 0
     if family.has("experts"):
-        inputs.update(output_router_logits=recorded, return_dict=True)  # whatever the configuration says
+        inputs.update(output_router_logits=recorded, return_dict=True)  # whatever the configuration
     if hidden_states:
         inputs.update(output_hidden_states=hidden_states, return_dict=True)
     output = family.backbone(core)(**inputs)
@@ -223,7 +223,7 @@ def _logprobs_of(
 ) -> torch.Tensor:
     """float32 [L]: log-probabilities of these targets."""
     if index.numel() == 0:
-        # Nothing to learn, but every parameter keeps its place in the graph: other ranks may wait for its gradient.
+        # Nothing to learn, but every parameter keeps its place in the graph: other ranks may block on its gradient.
         nothing = hidden.float().sum() * 0 + head(hidden[:, :1]).float().sum() * 0
         return nothing.expand(0)
     return target_logprobs(hidden[0].index_select(0, index), labels[0].index_select(0, index), head, chunk=chunk)
