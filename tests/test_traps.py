@@ -426,7 +426,7 @@ def test_trap_18_removed_columns_take_the_lengths_along(tmp_path):
         run = Trainer(model, arguments(tmp_path, **settings), collator("packed"), table)
         grouped_by[remove] = list(run._get_train_sampler(run._remove_unused_columns(table)).lengths)
         if remove:
-            with pytest.raises(ConfigError, match="drops the 'length' column before group_by_length reads it"):
+            with pytest.raises(ConfigError, match="drops 'length' before group_by_length reads it"):
                 check_trainer(run)
         else:
             check_trainer(run)
