@@ -22,6 +22,7 @@ PUBLIC = [
     "PaddedBatch",
     "Plan",
     "Segments",
+    "SkipLimit",
     "SlotRule",
     "StepConfig",
     "StepResult",
