@@ -9,7 +9,7 @@ from chats import FAMILIES, picture, processor_of, tokenised
 
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import run_lengths
-from vlmpack.collate.processor import read_processor
+from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import Refusal
 

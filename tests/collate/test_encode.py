@@ -10,7 +10,7 @@ from transformers.video_utils import VideoMetadata
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.encode import Encoder
-from vlmpack.collate.processor import read_processor
+from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.collate.skipped import Ceiling
 from vlmpack.collate.video import VideoSettings, load_video
 from vlmpack.data.images import ImageLimits

@@ -8,8 +8,8 @@ from chats import learnt, processor_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.collate.labels import assistant_spans, make_labels, mask_media
-from vlmpack.collate.processor import read_processor
+from vlmpack.collate.encoded import assistant_spans, make_labels, mask_media
+from vlmpack.collate.processor_metadata import read_processor
 
 PROCESSOR = processor_of()
 FACTS = read_processor(PROCESSOR)

@@ -17,10 +17,10 @@ from PIL import ExifTags, Image
 from transformers import Qwen2VLImageProcessorPil
 
 from vlmpack.collate import VLMCollator
+from vlmpack.collate.columns import MediaRef
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.media import MediaReader
-from vlmpack.collate.placeholders import MediaRef
-from vlmpack.collate.processor import parts_of, read_processor
+from vlmpack.collate.processor_metadata import parts_of, read_processor
 from vlmpack.data.images import ImageLimits
 from vlmpack.data.processor import tiny_processor
 from vlmpack.errors import ConfigError, Refusal, SampleError

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from vlmpack.collate.buffers import PixelBuffers
 from vlmpack.collate.collator import BatchLayout, VLMCollator, own_id
-from vlmpack.collate.columns import CONVERSATION_COLUMNS, MEDIA_COLUMNS
+from vlmpack.collate.columns import CONVERSATION_COLUMNS, MEDIA_COLUMNS, Markers, MediaRef
 from vlmpack.collate.conversation import read_conversation
-from vlmpack.collate.encode import OVERLENGTH
-from vlmpack.collate.encoded import Encoded, Visual
-from vlmpack.collate.placeholders import Markers, MediaRef
-from vlmpack.collate.processor import ProcessorFacts, parts_of
+from vlmpack.collate.encoded import OVERLENGTH, Encoded, Visual
+from vlmpack.collate.processor_metadata import ProcessorFacts, parts_of
 from vlmpack.collate.skipped import Ceiling, Ledger, read_ledger
 from vlmpack.collate.vision_keys import VIDEO_KEYS
 from vlmpack.data import ImageError, ImageLimits, load_image

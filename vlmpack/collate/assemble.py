@@ -11,7 +11,7 @@ import torch
 
 from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.encoded import Encoded, Visual
-from vlmpack.collate.processor import ProcessorFacts
+from vlmpack.collate.processor_metadata import ProcessorFacts
 from vlmpack.layout import IGNORE, IMAGE, BatchFacts, Media, PackedRow, PaddedBatch, Segments, SlotRule, shift_labels
 
 NO_BUFFERS = PixelBuffers(0)

@@ -15,11 +15,10 @@ import torch
 
 from vlmpack.collate.assemble import BrokenPixels, filler, has_broken_pixels, to_packed, to_padded
 from vlmpack.collate.buffers import PixelBuffers
-from vlmpack.collate.encode import OVERLENGTH, Encoder, Overlength, fit
-from vlmpack.collate.encoded import Encoded
-from vlmpack.collate.labels import TrainOn
-from vlmpack.collate.placeholders import Markers
-from vlmpack.collate.processor import read_processor
+from vlmpack.collate.columns import Markers
+from vlmpack.collate.encode import Encoder
+from vlmpack.collate.encoded import OVERLENGTH, Encoded, Overlength, TrainOn, fit
+from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.collate.skipped import Ceiling, Ledger
 from vlmpack.data import ImageLimits
 from vlmpack.errors import ConfigError, Refusal, SampleError, VlmpackError, check_kind

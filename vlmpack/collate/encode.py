@@ -5,102 +5,33 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal, final
+from typing import Any, final
 
 import numpy as np
+from jinja2 import Environment, TemplateError
+from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 
-from vlmpack.collate.chat_template import ChatTemplate
-from vlmpack.collate.columns import check_unread
+from vlmpack.collate.columns import Kind, Markers, MediaRef, check_unread, is_empty
 from vlmpack.collate.conversation import Conversation, read_conversation
-from vlmpack.collate.encoded import Encoded, Visual, check_sample, runs, tokens_of
-from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels
+from vlmpack.collate.encoded import (
+    Encoded,
+    TrainOn,
+    Visual,
+    assistant_spans,
+    check_sample,
+    make_labels,
+    tokens_of,
+)
 from vlmpack.collate.media import MediaReader
-from vlmpack.collate.placeholders import Kind, Markers, MediaRef
-from vlmpack.collate.processor import ProcessorFacts, parts_of
+from vlmpack.collate.processor_metadata import ProcessorFacts, parts_of
 from vlmpack.collate.tokenised import read_tokenised, token_types
 from vlmpack.data import ImageLimits
-from vlmpack.errors import Refusal
-from vlmpack.layout import TEXT
-
-Overlength = Literal["error", "drop", "truncate"]
-
-OVERLENGTH = "overlength"
-"""The reason under which samples that are too long are counted."""
-
-
-def fit(sample: Encoded, facts: ProcessorFacts, *, max_length: int | None, overlength: Overlength) -> Encoded:
-    """The sample itself if it fits `max_length` tokens, or what the policy makes of it.
-
-    Raises:
-        Refusal: it does not fit (reason "overlength"), or nothing to learn would be left of it ("truncated_away").
-    """
-    if max_length is None or sample.num_tokens <= max_length:
-        return sample
-    if overlength == "truncate":
-        return truncate(sample, facts, max_length=max_length)
-    media = int((sample.types != TEXT).sum())
-    raise Refusal(
-        OVERLENGTH,
-        f"it has {sample.num_tokens} tokens ({media} of them for {len(sample.images)} image(s) and "
-        f"{len(sample.videos)} video(s)) but max_length={max_length}; raise max_length, lower the processor's "
-        "max_pixels, or choose overlength='drop' or overlength='truncate'",
-    )
-
-
-def truncate(sample: Encoded, facts: ProcessorFacts, *, max_length: int) -> Encoded:
-    """The longest beginning of at most `max_length` tokens that ends between messages or beside an image.
-
-    Images that were cut off are left out with their pixels. No image or video is ever cut in two.
-
-    Raises:
-        Refusal: no such beginning has anything to learn in it.
-    """
-    cut = max((c for c in boundaries(sample, facts) if c <= max_length), default=0)
-    ids = sample.input_ids[:cut]
-    images = _whole(sample.images, ids, facts, kind="image")
-    videos = _whole(sample.videos, ids, facts, kind="video")
-    shorter = replace(
-        sample, input_ids=ids, labels=sample.labels[:cut], types=sample.types[:cut], images=images, videos=videos
-    )
-    if shorter.num_targets == 0:
-        raise Refusal(
-            "truncated_away",
-            f"cut at the last message or image boundary within max_length={max_length} (token {cut} of "
-            f"{sample.num_tokens}), nothing to learn is left of it; raise max_length, or choose overlength='drop'",
-        )
-    return shorter
-
-
-def boundaries(sample: Encoded, facts: ProcessorFacts) -> list[int]:
-    """Where the sample may be cut, in tokens: after a message, before and after an image; never inside a video."""
-    ids = sample.input_ids
-    cuts = [_after_newline(ids, end + 1, facts) for end in np.flatnonzero(ids == facts.turn_end_id).tolist()]
-    for start, stop in runs(ids, facts.image_token_id):
-        before = start - 1 if start and ids[start - 1] == facts.vision_start_id else start
-        after = stop + 1 if stop < len(ids) and ids[stop] == facts.vision_end_id else stop
-        cuts += [before, after]
-    return sorted({*cuts, len(ids)})
-
-
-def _after_newline(ids: np.ndarray, position: int, facts: ProcessorFacts) -> int:
-    """ChatML puts a newline after `<|im_end|>`; it belongs to the message before it."""
-    newline = position < len(ids) and int(ids[position]) in facts.newline_ids
-    return position + 1 if newline else position
-
-
-def _whole(visuals: tuple[Visual, ...], ids: np.ndarray, facts: ProcessorFacts, *, kind: Kind) -> tuple[Visual, ...]:
-    """The leading images (or videos) whose placeholders are all among `ids`."""
-    left = len(runs(ids, facts.token_id(kind)))
-    kept = []
-    for visual in visuals:
-        left -= len(tokens_of(visual, facts, kind=kind))
-        if left < 0:
-            break
-        kept.append(visual)
-    return tuple(kept)
-
+from vlmpack.errors import ConfigError, Refusal
 
 SHOWN = 20
 """Characters on either side of one that cannot be used, in an error."""
@@ -341,3 +272,126 @@ def _check_characters(text: str) -> None:
             f"its text holds {text[error.start]!r}, half of a surrogate pair, in {seen!r}: that is no character, and "
             "no tokenizer takes it; remove it, or put '?' in its place with text.encode(errors='replace').decode()",
         ) from error
+
+
+_TOOL = {
+    "type": "function",
+    "function": {"name": "tried", "description": "-", "parameters": {"type": "object", "properties": {}}},
+}
+_CALL = {"type": "function", "function": {"name": "tried", "arguments": {}}}
+
+_OFF = ("add_generation_prompt", "continue_final_message")
+"""Options that no sample may turn on: a turn would have no answer, or no end."""
+_NOT_OPTIONS = {*_OFF, "messages", "tools", "raise_exception", "strftime_now", "dict", "namespace"}
+"""Variables of a template that no sample chooses: those that transformers sets, and these."""
+
+
+class _Generation(Extension):
+    """The grammar of `{% generation %}`, by which templates mark what the assistant says, as transformers reads it."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own annotation is a set)
+
+    def parse(self, parser: Parser) -> list[Node]:
+        """The statements inside the block."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ChatTemplate:
+    """Writes conversations as text."""
+
+    processor: Any
+    """The processor, or the tokenizer of a text model."""
+    takes_parts: bool
+    """Whether the content of a message may be a list of parts: templates of text models know none."""
+
+    def render(self, conversation: Conversation) -> str:
+        """The text of its messages.
+
+        Raises:
+            Refusal: the template cannot write them (`template_error`), or leaves out what they hold
+                (`template_ignores`).
+            ConfigError: the processor has no template.
+        """
+        if self.processor.chat_template is None:
+            raise ConfigError(
+                "the processor has no chat template, so messages cannot become text; load the instruction-tuned "
+                "model's processor, set processor.chat_template, or give prompt and completion as strings"
+            )
+        self._check_heard(conversation)
+        messages = [dict(message) for message in conversation.messages]
+        if not self.takes_parts:
+            messages = [{**message, "content": _joined(message["content"])} for message in messages]
+        try:
+            return self._write(messages, **conversation.template_options)
+        except Exception as error:  # a template can fail in any way on messages it rejects
+            raise Refusal(
+                "template_error",
+                f"the chat template cannot write its messages ({type(error).__name__}: {error}); "
+                "compare roles and content with what the template expects",
+            ) from error
+
+    def _check_heard(self, conversation: Conversation) -> None:
+        holders = (*conversation.messages, conversation.template_options)
+        given = {key for holder in holders for key, value in holder.items() if not is_empty(value)}
+        if lost := sorted(given & self._ignored):
+            raise Refusal(
+                "template_ignores",
+                f"it has {' and '.join(lost)}, which the chat template does not write: the model would learn an answer "
+                "without it; give the processor a chat template that does, or write it into the content",
+            )
+        options = {name for name, value in conversation.template_options.items() if name not in _OFF or value}
+        if unread := sorted(options - {"tools"} - (self._variables if options else frozenset())):
+            raise Refusal(
+                "template_ignores",
+                f"chat_template_kwargs has {' and '.join(unread)}, which the chat template does not read; it reads "
+                f"{', '.join(sorted(self._variables)) or 'none'}: see how it is spelt there, or leave it out",
+            )
+
+    @cached_property
+    def _ignored(self) -> frozenset[str]:
+        """Which of tools, tool calls and thoughts never come into the text: each is tried once."""
+        plain = self._try()
+        tried = {
+            "tools": self._try(tools=[_TOOL]),
+            "tool_calls": self._try({"tool_calls": [_CALL]}),
+            "reasoning_content": self._try({"reasoning_content": "tried"}),
+        }
+        return frozenset(key for key, text in tried.items() if text is not None and text == plain)
+
+    def _try(self, answer: Mapping[str, Any] | None = None, **options: Any) -> str | None:
+        """A short conversation as text; None: the template wants more of it than is known here."""
+        texts = [[{"type": "text", "text": text}] if self.takes_parts else text for text in ("?", "!")]
+        asked, said = ({"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True))
+        try:
+            return self._write([asked, {**said, **(answer or {})}], **options)
+        except Exception:  # see `render`
+            return None
+
+    @cached_property
+    def _variables(self) -> frozenset[str]:
+        """The options that the template reads: its undeclared variables, but for those that are not a sample's choice.
+
+        Raises:
+            ConfigError: the template is no Jinja template.
+        """
+        template = self.processor.chat_template
+        sources = template.values() if isinstance(template, Mapping) else [template]
+        grammar = Environment(extensions=["jinja2.ext.loopcontrols", _Generation])
+        try:
+            read = {name for source in sources for name in find_undeclared_variables(grammar.parse(source))}
+        except TemplateError as error:
+            raise ConfigError(
+                f"the processor's chat template cannot be read ({type(error).__name__}: {error}); repair it"
+            ) from error
+        return frozenset(read - _NOT_OPTIONS)
+
+    def _write(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        return self.processor.apply_chat_template(messages, tokenize=False, **options)
+
+
+def _joined(content: Any) -> str:
+    """The text of a message."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)

@@ -18,9 +18,9 @@ from typing import Any, final
 
 from PIL import Image
 
+from vlmpack.collate.columns import Kind, MediaRef
 from vlmpack.collate.encoded import Encoded, Visual, check_pixels, tokens_of
-from vlmpack.collate.placeholders import Kind, MediaRef
-from vlmpack.collate.processor import ProcessorFacts
+from vlmpack.collate.processor_metadata import ProcessorFacts
 from vlmpack.collate.video import VideoPatches, VideoSettings, load_video, outline_video
 from vlmpack.collate.vision_keys import Size, check_enlarged, has_image_keys, image_size, resize_image
 from vlmpack.data import (

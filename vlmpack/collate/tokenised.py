@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from vlmpack.collate.columns import is_empty
-from vlmpack.collate.encoded import Encoded, Visual
-from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels, mask_media
-from vlmpack.collate.processor import ProcessorFacts
+from vlmpack.collate.encoded import Encoded, TrainOn, Visual, assistant_spans, make_labels, mask_media
+from vlmpack.collate.processor_metadata import ProcessorFacts
 from vlmpack.errors import LayoutError, Refusal
 from vlmpack.layout import IGNORE, IMAGE, TEXT, VIDEO, Grid, lengths_from_mask
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, final
 
-from vlmpack.collate.placeholders import Kind
+from vlmpack.collate.columns import Kind
 from vlmpack.errors import ConfigError, FamilyError
 
 CHANNELS = 3
