@@ -20,7 +20,7 @@ from vlmpack import PackedStep, SlotRule, VLMCollator, enable_packing
 from vlmpack.data import load_cord, tiny_processor, to_conversation
 from vlmpack.data.pretrained import load_processor
 from vlmpack.families.tiny import tiny_model
-from vlmpack.layout import FACTS_KEY
+from vlmpack.layout import METADATA_KEY
 from vlmpack.parallel import Parallel, sum_counts
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -54,7 +54,7 @@ step = PackedStep(model)
 for number in range(args.steps):
     first = (number * groups + group) * args.samples  # one row for a group: its ranks all take the same samples
     row = collate([to_conversation(records[i % len(records)]) for i in range(first, first + args.samples)])
-    targets = sum_counts(row[FACTS_KEY].num_targets, mesh["data"])
+    targets = sum_counts(row[METADATA_KEY].num_targets, mesh["data"])
     result = step(row, num_items_in_batch=targets)
     (result.loss * world).backward()  # FSDP2 and DDP take the mean over their ranks; each rank's gradient is a part
     optimizer.step()

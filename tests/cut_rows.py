@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from vlmpack.layout import BatchFacts, Grid, Media, PackedRow, Segments, SlotRule
+from vlmpack.layout import Grid, HostMetadata, Media, PackedRow, Segments, SlotRule
 from vlmpack.parallel import Layout, Partition
 from vlmpack.parallel.naive import naive_contiguous, naive_mirrored
 
@@ -48,5 +48,5 @@ def row_with_images(lengths: list[int], rule: SlotRule, images: dict[int, Grid])
         mm_token_type_ids=types,
         extras={"advantages": places / 7, "of_three": torch.stack([places, -places, places * 2])},
         media=Media(pixel_values=patches[:, None].expand(-1, 3), image_grid_thw=torch.tensor(grids).view(-1, 3)),
-        facts=BatchFacts(lengths=tuple(lengths), image_grids=grids),
+        facts=HostMetadata(lengths=tuple(lengths), image_grids=grids),
     )

@@ -20,7 +20,7 @@ import torch
 
 from vlmpack.families import FAMILIES, family_named
 from vlmpack.families.tiny_configs import MEDIA_TOKENS
-from vlmpack.layout import BatchFacts, Grid, Media, PaddedBatch
+from vlmpack.layout import Grid, HostMetadata, Media, PaddedBatch
 
 Sample = dict[str, torch.Tensor]
 Kind = Literal["text", "image", "images", "video", "images_and_video"]
@@ -156,11 +156,11 @@ def alone(sample: Sample) -> dict[str, torch.Tensor]:
     return {**tokens, **{name: sample[name] for name in MEDIA_KEYS if name in sample}}
 
 
-def facts_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> BatchFacts:
+def facts_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> HostMetadata:
     """What a collator knows of these samples on the host."""
     seconds = [s for sample in samples if "second_per_grid_ts" in sample for s in sample["second_per_grid_ts"].tolist()]
     image_grids, video_grids = ([grids_of(sample, name) for sample in samples] for name in ("image", "video"))
-    return BatchFacts(
+    return HostMetadata(
         lengths=tuple(len(sample["input_ids"]) for sample in samples),
         offsets=offsets if any(offsets) else (),
         image_grids=tuple(grid for grids in image_grids for grid in grids),

@@ -35,7 +35,7 @@ OFFENCES = {
     "layout/offence.py": "import transformers\nfrom vlmpack import families",
     "step/offence.py": "from vlmpack import collate",
     "plan/offence.py": "import torch",
-    "data/offence.py": "from vlmpack.layout import naive",
+    "data/offence.py": "from vlmpack.plan import naive",
     "trainer/offence.py": "import matplotlib",
 }
 """Between them these break every contract."""

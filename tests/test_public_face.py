@@ -14,13 +14,13 @@ import vlmpack
 
 PUBLIC = [
     "BackendError",
-    "BatchFacts",
     "Budget",
     "Ceiling",
     "ConfigError",
     "CostModel",
     "Evaluation",
     "FamilyError",
+    "HostMetadata",
     "ImageLimits",
     "LayoutError",
     "LengthTable",

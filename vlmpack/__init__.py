@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vlmpack.collate import Ceiling, VLMCollator
     from vlmpack.data import ImageLimits, open_dataset
     from vlmpack.errors import BackendError, ConfigError, FamilyError, LayoutError, SampleError, VlmpackError
-    from vlmpack.layout import BatchFacts, Media, PackedRow, PaddedBatch, Segments, SlotRule, pack, unpack
+    from vlmpack.layout import HostMetadata, Media, PackedRow, PaddedBatch, Segments, SlotRule, pack, unpack
     from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings, StreamPacker
     from vlmpack.offline import PackedDataset, StoreSettings, measure_lengths, write_rows
     from vlmpack.parallel import Parallel, sum_counts
@@ -30,13 +30,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BackendError",
-    "BatchFacts",
     "Budget",
     "Ceiling",
     "ConfigError",
     "CostModel",
     "Evaluation",
     "FamilyError",
+    "HostMetadata",
     "ImageLimits",
     "LayoutError",
     "LengthTable",
@@ -80,7 +80,7 @@ _ROOM = {
     "collate": ("Ceiling", "VLMCollator"),
     "data": ("ImageLimits", "open_dataset"),
     "errors": ("BackendError", "ConfigError", "FamilyError", "LayoutError", "SampleError", "VlmpackError"),
-    "layout": ("BatchFacts", "Media", "PackedRow", "PaddedBatch", "Segments", "SlotRule", "pack", "unpack"),
+    "layout": ("HostMetadata", "Media", "PackedRow", "PaddedBatch", "Segments", "SlotRule", "pack", "unpack"),
     "offline": ("PackedDataset", "StoreSettings", "measure_lengths", "write_rows"),
     "parallel": ("Parallel", "sum_counts"),
     "plan": ("Budget", "CostModel", "LengthTable", "Plan", "plan_bins"),

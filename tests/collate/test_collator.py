@@ -15,7 +15,7 @@ from vlmpack.collate import Ceiling, VLMCollator, read_ledger
 from vlmpack.data import load_cord, to_conversation
 from vlmpack.data.processor import tiny_processor
 from vlmpack.errors import ConfigError, LayoutError, SampleError
-from vlmpack.layout import FACTS_KEY, PackedRow, PaddedBatch, SlotRule, pack
+from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch, SlotRule, pack
 
 BROKEN = {"messages": [{"role": "user", "content": "?"}]}
 """Nothing to learn."""
@@ -62,7 +62,7 @@ def test_a_packed_row_is_the_padded_batch_packed(family, multiple):
     packed, expected = row.to_hf(), truth.to_hf()
     assert packed.keys() == expected.keys()
     assert len(packed) >= 8
-    assert packed[FACTS_KEY] == expected[FACTS_KEY]
+    assert packed[METADATA_KEY] == expected[METADATA_KEY]
     for name, value in tensors(expected).items():
         assert torch.equal(packed[name], value), name
 
@@ -72,7 +72,7 @@ def test_what_is_learnt_is_the_same_text_in_both_layouts(layout):
     batch = VLMCollator(processor_of(), layout=layout)(mixed())
     end = "<|im_end|>"
     assert learnt(processor_of(), batch["labels"]) == f"75,000{end}The second{end}4{end}5{end}a{end}5{end}"
-    assert batch[FACTS_KEY].num_targets == targets(batch)
+    assert batch[METADATA_KEY].num_targets == targets(batch)
 
 
 def test_the_dictionary_is_what_a_model_and_a_trainer_take():
@@ -84,7 +84,7 @@ def test_the_dictionary_is_what_a_model_and_a_trainer_take():
         "mm_token_type_ids",
         "pixel_values",
         "image_grid_thw",
-        FACTS_KEY,
+        METADATA_KEY,
     ]
     packed = VLMCollator(processor_of(), layout="packed")(mixed())
     assert next(iter(packed)) == "input_ids"
@@ -93,7 +93,7 @@ def test_the_dictionary_is_what_a_model_and_a_trainer_take():
 
 
 def test_samples_are_named_by_their_id_or_else_by_their_place():
-    facts = VLMCollator(processor_of())(mixed())[FACTS_KEY]
+    facts = VLMCollator(processor_of())(mixed())[METADATA_KEY]
     assert facts.sample_ids == ("receipt", 77, 2, 3, 4, 5)
     assert facts.images_per_sample == (1, 2, 0, 0, 1, 1)
 
@@ -146,7 +146,7 @@ def test_a_real_model_takes_the_padded_batch():
     )
     model = AutoModelForImageTextToText.from_config(config)
     batch = VLMCollator(processor_of())(mixed())
-    batch.pop(FACTS_KEY)
+    batch.pop(METADATA_KEY)
     assert torch.isfinite(model(**batch).loss)
 
 
@@ -169,7 +169,7 @@ def test_skipped_samples_are_counted_written_down_and_never_replaced(tmp_path):
     collator = VLMCollator(processor_of(), on_bad="skip", ledger=path)
     features = [BROKEN, chat(answer="one", id="a"), {"input_ids": []}, chat(answer="two", id="b"), {"messages": 5}]
     batch = collator(features)
-    assert batch[FACTS_KEY].sample_ids == ("a", "b")
+    assert batch[METADATA_KEY].sample_ids == ("a", "b")
     assert learnt(processor_of(), batch["labels"]) == "one<|im_end|>two<|im_end|>"
     assert (collator.ledger.given, collator.ledger.used, collator.ledger.refused) == (5, 2, 3)
     assert collator.ledger.reasons == {"no_targets": 1, "empty": 1, "bad_row": 1}
@@ -206,7 +206,7 @@ def test_samples_with_broken_pixels_are_skipped_in_their_place(layout, tmp_path)
     batch, without = collator(features), VLMCollator(processor_of(), layout=layout)(good)
     for name, value in tensors(without).items():
         assert torch.equal(batch[name], value), name
-    assert batch[FACTS_KEY].sample_ids == (1, 4, 6)
+    assert batch[METADATA_KEY].sample_ids == (1, 4, 6)
     assert [(line["index"], line["id"], line["reason"], line["seen"]) for line in read_ledger(path)] == [
         (0, 0, "pixels_not_finite", 1),
         (2, None, "no_targets", 3),
@@ -219,7 +219,7 @@ def test_samples_with_broken_pixels_are_skipped_in_their_place(layout, tmp_path)
 def test_a_batch_of_broken_pixels_leaves_no_sample_and_no_memory_held():
     collator = VLMCollator(processor_of(), on_bad="skip", ceiling=Ceiling(max_consecutive_bad=4))
     batch = collator([broken_pixels(1), broken_pixels(2), broken_pixels(3)])
-    assert batch[FACTS_KEY].sample_ids == ()
+    assert batch[METADATA_KEY].sample_ids == ()
     assert torch.isfinite(batch["pixel_values"]).all()
     del batch
     assert collator.buffers.held == 0
@@ -234,7 +234,7 @@ def test_the_others_are_what_they_would_be_without_the_skipped_one(layout):
     with_bad, without = collator([good[0], BROKEN, good[1]]), collator(good)
     for name, value in tensors(without).items():
         assert torch.equal(with_bad[name], value), name
-    assert with_bad[FACTS_KEY].sample_ids == (0, 2)
+    assert with_bad[METADATA_KEY].sample_ids == (0, 2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -243,7 +243,7 @@ def test_the_others_are_what_they_would_be_without_the_skipped_one(layout):
 def test_a_batch_without_samples_is_one_smallest_image_with_nothing_to_learn(layout, family, features):
     processor = processor_of(family)
     batch = VLMCollator(processor, layout=layout, on_bad="skip")(features)
-    facts = batch[FACTS_KEY]
+    facts = batch[METADATA_KEY]
     assert facts.sample_ids == ()
     assert facts.num_targets == 0
     assert facts.lengths == (3,)
@@ -279,7 +279,7 @@ def test_columns_that_a_trainer_dropped_stop_the_run_at_its_first_sample():
 
 def test_where_samples_are_skipped_one_without_columns_is_one_of_them_and_a_row_of_them_stops_the_run():
     collator = VLMCollator(processor_of(), on_bad="skip", ceiling=Ceiling(max_consecutive_bad=3))
-    assert collator([{"image_id": 5}, chat(), {"image_id": 5}])[FACTS_KEY].sample_ids == (1,)
+    assert collator([{"image_id": 5}, chat(), {"image_id": 5}])[METADATA_KEY].sample_ids == (1,)
     assert collator.ledger.reasons == {"no_columns": 2}
     with pytest.raises(ConfigError, match=rf"3 samples in a row .* no_columns 4. The last was .* {DROPPED}"):
         collator([{"image_id": 5}] * 2)
@@ -319,7 +319,7 @@ WRONG = {
 @pytest.mark.parametrize(("feature", "reason", "seen"), WRONG.values(), ids=WRONG)
 def test_whatever_is_wrong_with_a_sample_it_is_counted_and_its_reason_kept(feature, reason, seen, tmp_path):
     collator = VLMCollator(processor_of(), on_bad="skip", ledger=tmp_path / "bad.jsonl")
-    assert collator([chat(), feature])[FACTS_KEY].sample_ids == (0,)
+    assert collator([chat(), feature])[METADATA_KEY].sample_ids == (0,)
     (line,) = read_ledger(tmp_path / "bad.jsonl")
     assert (line["index"], line["reason"]) == (1, reason)
     assert seen in line["detail"]
@@ -339,7 +339,7 @@ def test_rows_that_are_packed_already_stop_the_run_instead_of_becoming_one_sampl
     row = VLMCollator(processor_of(), layout="packed")([chat("1", "2", picture()), chat("3", "4")])
     bare = {column: row[column] for column in ("input_ids", "labels", "pixel_values", "image_grid_thw")}
     collator = VLMCollator(processor_of(), layout="packed")
-    assert collator([bare])[FACTS_KEY].sample_ids == (0,)  # nothing says that these are two
+    assert collator([bare])[METADATA_KEY].sample_ids == (0,)  # nothing says that these are two
     with pytest.raises(ConfigError, match=rf"bring {name}.*packed rows already.*data_collator=dataset.collate"):
         collator([{**bare, name: row["cu_seqlens_q"]}])
 
@@ -367,7 +367,7 @@ def test_a_long_sample_is_an_error_by_default():
 def test_long_samples_can_be_dropped_and_are_counted():
     collator = VLMCollator(processor_of(), max_length=20, overlength="drop")
     batch = collator([chat("word " * 50, "x", id="long"), chat("1", "2", id="short")])
-    assert batch[FACTS_KEY].sample_ids == ("short",)
+    assert batch[METADATA_KEY].sample_ids == ("short",)
     assert collator.ledger.reasons == {"overlength": 1}
     assert collator.ledger.given == 2
 
@@ -389,7 +389,7 @@ def test_long_samples_can_be_cut():
 
 def reprs(batches):
     return [
-        (b["input_ids"].tolist(), b[FACTS_KEY].sample_ids, float(b["pixel_values"].double().sum())) for b in batches
+        (b["input_ids"].tolist(), b[METADATA_KEY].sample_ids, float(b["pixel_values"].double().sum())) for b in batches
     ]
 
 
@@ -408,7 +408,7 @@ def test_workers_give_the_same_batches_and_share_the_ledger(start, workers, tmp_
     assert reprs(loader) == reprs(expected)
     lines = read_ledger(path)
     assert sorted(line["id"] for line in lines) == [0, 3, 6, 9]
-    used = sum(len(batch[FACTS_KEY].sample_ids) for batch in expected)
+    used = sum(len(batch[METADATA_KEY].sample_ids) for batch in expected)
     assert used + len(lines) == len(dataset)
 
 
@@ -527,7 +527,7 @@ def test_nonsense_in_a_column_is_used_or_refused_but_never_a_crash(good, spoiled
     batch = collator([{**good, **spoiled}])
     assert collator.ledger.given == 1
     assert "unexpected" not in collator.ledger.reasons
-    assert (batch[FACTS_KEY].sample_ids == ()) == (collator.ledger.refused == 1)
+    assert (batch[METADATA_KEY].sample_ids == ()) == (collator.ledger.refused == 1)
     assert torch.isfinite(batch.get("pixel_values", torch.zeros(1))).all()
 
 
@@ -540,4 +540,4 @@ def test_receipts_go_straight_from_the_data_set_into_a_row():
     batch = VLMCollator(processor_of(), layout="packed")(features)
     answers = [feature["conversation"][-1]["content"][0]["text"] for feature in features]
     assert learnt(processor_of(), batch["labels"]) == "".join(f"{answer}<|im_end|>" for answer in answers)
-    assert batch[FACTS_KEY].images_per_sample == (1, 1, 1, 1)
+    assert batch[METADATA_KEY].images_per_sample == (1, 1, 1, 1)

@@ -8,7 +8,7 @@ from equality import by_sample, limits_of
 from vlmpack.collate import VLMCollator
 from vlmpack.families import family_of
 from vlmpack.families.tiny import tiny_model
-from vlmpack.layout import FACTS_KEY
+from vlmpack.layout import METADATA_KEY
 from vlmpack.step import PackedStep
 
 SAMPLES = 4
@@ -45,7 +45,7 @@ def test_collated_samples_are_placed_and_computed_as_alone(family):
     assert len(alone) == SAMPLES
     logits = []
     for batch, (start, stop) in zip(alone, row.segments.spans, strict=True):
-        del batch[FACTS_KEY]
+        del batch[METADATA_KEY]
         tensors = {name: value for name, value in batch.items() if name not in ("labels", "attention_mask")}
         media = {name: value for name, value in tensors.items() if not name.startswith("pixel_values")}
         assert torch.equal(found[1:, 0, start:stop], model.model.get_rope_index(**media)[0][:, 0])

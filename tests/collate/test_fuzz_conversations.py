@@ -33,7 +33,7 @@ from vlmpack.collate import VLMCollator
 from vlmpack.collate.video import VideoSettings, load_video
 from vlmpack.data.processor import CHAT_TEMPLATE, tiny_processor
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.layout import FACTS_KEY
+from vlmpack.layout import METADATA_KEY
 
 CASES = 5000
 BATCH = 20
@@ -575,7 +575,7 @@ def judge(collator: VLMCollator, how: str, scene: Scene, row: Row) -> str:
         assert not isinstance(error, SampleError) or error.reason != "unexpected", error
         assert how != "same", error
         return f"refused ({how})"
-    assert batch[FACTS_KEY].lengths == (batch["input_ids"].shape[1],)
+    assert batch[METADATA_KEY].lengths == (batch["input_ids"].shape[1],)
     if how == "same":
         check_equal(batch, collator.processor, scene, row)
     else:

@@ -24,7 +24,7 @@ from vlmpack.collate.processor_metadata import parts_of, read_processor
 from vlmpack.data.images import ImageLimits
 from vlmpack.data.processor import tiny_processor
 from vlmpack.errors import ConfigError, Refusal, SampleError
-from vlmpack.layout import FACTS_KEY
+from vlmpack.layout import METADATA_KEY
 
 HOLE = "<|vision_start|><|image_pad|><|vision_end|>"
 SETTINGS = (
@@ -525,7 +525,7 @@ def test_a_tokenizer_alone_collates_outlines_and_materialises_text() -> None:
     row = blind.materialise([blind.outline(text) for text in texts])
     check_equal(row, blind.collate(texts))
     assert torch.equal(row.input_ids, seeing.collate(texts).input_ids)
-    assert row.to_hf()[FACTS_KEY].num_targets == seeing.collate(texts).facts.num_targets
+    assert row.to_hf()[METADATA_KEY].num_targets == seeing.collate(texts).facts.num_targets
 
 
 @pytest.mark.parametrize("medium", [{"images": [picture()]}, {"video": [picture()]}])

@@ -12,7 +12,7 @@ from waiting import waits_are_errors
 
 from vlmpack.families import FAMILIES, Qwen25VL
 from vlmpack.families.tiny import tiny_config
-from vlmpack.layout import Grid, PackedRow, Segments, SlotRule, pack, recorded_waits
+from vlmpack.layout import Grid, PackedRow, Segments, SlotRule, pack, recorded_syncs
 
 
 def row_of(name: str) -> tuple[PackedRow, Any]:
@@ -42,7 +42,7 @@ def asked_once() -> None:
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_no_operation_waits(name: str) -> None:
     row, config = row_of(name)
-    with recorded_waits(torch.device("cpu")) as waits:
+    with recorded_syncs(torch.device("cpu")) as waits:
         found = positions(row, name, config, row.mm_token_type_ids)
     assert waits == []
     assert found.shape == (4, 1, row.segments.total)

@@ -15,7 +15,7 @@ from samples import KINDS, TEXT_ONLY, VISION, Sample, build_sample, facts_of, mi
 from vlmpack.families import FAMILIES, Family, Qwen25VL, family_of
 from vlmpack.families.naive import naive_positions
 from vlmpack.families.tiny import tiny_model
-from vlmpack.layout import BatchFacts, PackedRow, Segments, SlotRule, pack
+from vlmpack.layout import HostMetadata, PackedRow, Segments, SlotRule, pack
 
 every_family = pytest.mark.parametrize("name", sorted(FAMILIES))
 
@@ -248,6 +248,6 @@ def test_facts_without_media_are_enough_for_a_text_batch() -> None:
     model = model_of("qwen3_vl")
     samples = mixed_samples(model.config, kinds=("text", "text"))
     facts = padded(samples).facts
-    assert isinstance(facts, BatchFacts)
+    assert isinstance(facts, HostMetadata)
     assert facts.image_grids == facts.video_grids == ()
     check_equal(samples, model, family_of(model), multiple=4)

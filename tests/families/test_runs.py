@@ -14,7 +14,7 @@ from samples import VISION, build_sample, padded
 from vlmpack.errors import LayoutError
 from vlmpack.families import FAMILIES
 from vlmpack.families.tiny import tiny_config
-from vlmpack.layout import BatchFacts, Segments, SlotRule, pack, recorded_waits
+from vlmpack.layout import HostMetadata, Segments, SlotRule, pack, recorded_syncs
 
 FOUR, EIGHT = (1, 4, 4), (1, 4, 8)
 X, IMAGE, VIDEO = [0, 0], [1], [2]
@@ -27,13 +27,13 @@ def refusal(
     family, config = FAMILIES[name](), tiny_config(name, patch_size=1)
     segments = gaps or Segments.from_lengths(lengths)
     row = torch.tensor([types])
-    known = BatchFacts(lengths=segments.lengths, **facts)
+    known = HostMetadata(lengths=segments.lengths, **facts)
     found = None
     try:
         family.check_runs(row, segments, known, config=config)
     except LayoutError as error:
         found = str(error)
-    with recorded_waits(torch.device("cpu")) as waits:
+    with recorded_syncs(torch.device("cpu")) as waits:
         try:
             family.check_runs(row, segments, known, config=config)
         except (LayoutError, RuntimeError) as error:  # RuntimeError: the asynchronous assertion

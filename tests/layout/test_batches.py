@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vlmpack.layout import BatchFacts, Media, PackedRow, PaddedBatch, SlotRule, pack
+from vlmpack.layout import HostMetadata, Media, PackedRow, PaddedBatch, SlotRule, pack
 
 MEDIA = Media(pixel_values=torch.ones(12, 3), image_grid_thw=torch.tensor([[1, 2, 2], [1, 2, 4]]))
 MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
@@ -21,7 +21,7 @@ def batch(**more: Any) -> PaddedBatch:
 
 
 def row() -> PackedRow:
-    return pack(batch(facts=BatchFacts(lengths=(3, 5), sample_ids=("a", "b"))), rule=SlotRule(multiple=4))
+    return pack(batch(facts=HostMetadata(lengths=(3, 5), sample_ids=("a", "b"))), rule=SlotRule(multiple=4))
 
 
 def tensors(one: PaddedBatch | PackedRow) -> dict[str, torch.Tensor]:
@@ -77,8 +77,8 @@ def test_a_row_tells_its_shape_samples_tokens_and_media() -> None:
     assert repr(row()) == "PackedRow([1, 12], 2 samples, 8 tokens, 66.67% full, 2 images)"
 
 
-@pytest.mark.parametrize("facts", [None, BatchFacts(lengths=(3, 5))])
-def test_a_batch_tells_its_shape_tokens_and_media(facts: BatchFacts | None) -> None:
+@pytest.mark.parametrize("facts", [None, HostMetadata(lengths=(3, 5))])
+def test_a_batch_tells_its_shape_tokens_and_media(facts: HostMetadata | None) -> None:
     assert repr(batch(facts=facts)) == "PaddedBatch([2, 5], 8 tokens, 80.00% full, 2 images)"
 
 

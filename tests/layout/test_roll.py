@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from layout.naive import naive_roll
 
 from vlmpack.errors import LayoutError
 from vlmpack.layout import IGNORE, Segments, SlotRule, roll_left, shift_labels, unshift_labels, without_successor
-from vlmpack.layout.naive import naive_roll
 
 OWN = Path(__file__).parents[1] / "vectors" / "roll.json"
 SHARED = Path(__file__).parents[3] / "shared" / "vectors" / "roll.json"

@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from layout.naive import naive_pack
 
 from vlmpack.errors import LayoutError
 from vlmpack.layout import Segments, SlotRule
-from vlmpack.layout.naive import naive_pack
 
 HERE = Path(__file__).resolve()
 SHARED = HERE.parents[3] / "shared" / "vectors" / "pack.json"

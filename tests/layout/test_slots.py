@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from layout.naive import naive_pack
 
 from vlmpack.errors import LayoutError
 from vlmpack.layout import Segments, SlotRule
-from vlmpack.layout.naive import naive_pack
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "context_parallel.json"
 CASES = json.loads(VECTORS.read_text())["alignment"]["cases"]

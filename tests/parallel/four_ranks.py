@@ -26,7 +26,7 @@ import vlmpack
 from vlmpack.errors import LayoutError
 from vlmpack.families import family_of
 from vlmpack.families.tiny import tiny_model
-from vlmpack.layout import recorded_waits
+from vlmpack.layout import recorded_syncs
 from vlmpack.parallel import Parallel, sum_counts, sum_gradients
 from vlmpack.step import PackedStep, StepConfig, StepResult, enable_packing
 
@@ -122,7 +122,7 @@ def waits(case: Case, mesh: DeviceMesh) -> list[str]:
     model = enable_packing(case.model().train(), parallel=Parallel(mesh))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     routers = {"output_router_logits": True} if case.has_experts else {}
-    with recorded_waits(torch.device("cpu")) as recorded:
+    with recorded_syncs(torch.device("cpu")) as recorded:
         PackedStep(model)(case.row(model, facts=True), **routers).loss.backward()
     return [f"{Path(wait.file).stem}.{wait.function}" for wait in recorded if Path(wait.file).is_relative_to(HOME)]
 

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout import FACTS_KEY, IGNORE, BatchFacts, Media, PackedRow, Segments, SlotRule, roll_left
+from vlmpack.layout import IGNORE, METADATA_KEY, HostMetadata, Media, PackedRow, Segments, SlotRule, roll_left
 from vlmpack.parallel import megatron as exchange
 from vlmpack.parallel.megatron import from_megatron, packed_seq_fields, packed_seq_params, to_megatron
 from vlmpack.parallel.partition import Partition
@@ -217,7 +217,7 @@ def test_neither_direction_waits_for_the_device(monkeypatch):
 def test_a_read_on_the_fake_device_does_fail():
     row = on_fake_device(row_of([3, 2]))
     batch = to_megatron(row)
-    del batch[FACTS_KEY]
+    del batch[METADATA_KEY]
     with pytest.raises(Exception, match="meta"):
         from_megatron(batch)
 
@@ -236,7 +236,7 @@ def test_there_and_back_is_the_same_row(lengths, rule, boundaries):
 def test_without_host_facts_only_the_tail_has_found_a_slot(lengths, rule, boundaries):
     row = row_of(lengths, rule)
     batch = to_megatron(row, boundaries=boundaries)
-    del batch[FACTS_KEY]
+    del batch[METADATA_KEY]
     back = from_megatron(batch)
     assert torch.equal(back.input_ids, row.input_ids)
     assert torch.equal(back.shift_labels, row.shift_labels)
@@ -247,20 +247,21 @@ def test_without_host_facts_only_the_tail_has_found_a_slot(lengths, rule, bounda
 
 
 def test_media_extras_and_facts_travel_along():
-    facts = BatchFacts(lengths=(3, 2), image_grids=((1, 2, 2),), sample_ids=("a", "b"))
+    facts = HostMetadata(lengths=(3, 2), image_grids=((1, 2, 2),), sample_ids=("a", "b"))
     media = Media(pixel_values=torch.rand(4, 3), image_grid_thw=torch.tensor([[1, 2, 2]]))
     row = row_of([3, 2], media=media, facts=facts, extras={"advantages": torch.rand(1, 5)})
     back = from_megatron(to_megatron(row), extras=("advantages",))
     assert back.media is not row.media
     assert torch.equal(back.media.pixel_values, media.pixel_values)
     assert torch.equal(back.extras["advantages"], row.extras["advantages"])
-    assert back.facts == replace(facts, segments=row.segments)
+    assert back.facts == facts
 
 
-def test_facts_that_do_not_know_the_boundaries_yet_learn_them():
+def test_boundaries_come_from_the_tensors_where_metadata_has_none():
     batch = to_megatron(row_of([3, 2]))
-    back = from_megatron({**batch, FACTS_KEY: BatchFacts(lengths=(3, 2), sample_ids=("a", "b"))})
-    assert back.facts == BatchFacts(lengths=(3, 2), sample_ids=("a", "b"), segments=Segments.from_lengths([3, 2]))
+    back = from_megatron({**batch, METADATA_KEY: HostMetadata(lengths=(3, 2), sample_ids=("a", "b"))})
+    assert back.facts == HostMetadata(lengths=(3, 2), sample_ids=("a", "b"))
+    assert back.segments == Segments.from_lengths([3, 2])
 
 
 def test_a_batch_that_megatron_made_itself():
@@ -286,7 +287,7 @@ def test_labels_without_a_loss_mask_count_where_they_are_set():
 def changed(**changes) -> dict[str, Any]:
     """A batch of lengths [3, 2] in slots of 4 as Megatron itself would hand it over, with some entries changed."""
     batch = to_megatron(row_of([3, 2], SlotRule(multiple=4)))
-    del batch[FACTS_KEY]
+    del batch[METADATA_KEY]
     params = {name: changes.pop(name) for name in list(changes) if name in batch["packed_seq_params"].__dict__}
     return {**batch, "packed_seq_params": replace(batch["packed_seq_params"], **params), **changes}
 
@@ -304,9 +305,15 @@ def changed(**changes) -> dict[str, Any]:
         ({"padding_mask": torch.zeros(1, 4).bool()}, r"padding_mask is \[1, 4\] but the batch is 8 tokens wide"),
         ({"loss_mask": torch.full((1, 8), 0.5)}, "holds other values than 0 and 1; give weights"),
         ({"labels": torch.ones(1, 8).long(), "loss_mask": torch.ones(1, 8)}, "padding has targets: the boundaries"),
-        ({FACTS_KEY: BatchFacts(lengths=(2, 3), segments=Segments.from_lengths([2, 3]))}, "has neither the real bound"),
-        ({FACTS_KEY: BatchFacts(lengths=(3, 2), segments=Segments.from_lengths([3, 2]))}, "nor the slots"),
-        ({FACTS_KEY: BatchFacts(lengths=(5,), segments=Segments.from_lengths([5]))}, "has neither the real boundaries"),
+        (
+            {METADATA_KEY: HostMetadata(lengths=(2, 3), segments=Segments.from_lengths([2, 3]))},
+            "has neither the real bound",
+        ),
+        ({METADATA_KEY: HostMetadata(lengths=(3, 2), segments=Segments.from_lengths([3, 2]))}, "nor the slots"),
+        (
+            {METADATA_KEY: HostMetadata(lengths=(5,), segments=Segments.from_lengths([5]))},
+            "has neither the real boundaries",
+        ),
     ],
 )
 def test_a_batch_that_contradicts_itself_is_refused(changes, message):

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlmpack.layout import BatchFacts, PaddedBatch, SlotRule, pack
+from vlmpack.layout import HostMetadata, PaddedBatch, SlotRule, pack
 from vlmpack.plots.pieces import Piece, packed_pieces, padded_pieces
 
 
@@ -44,7 +44,7 @@ def test_padding_may_be_on_the_left_as_the_mask_or_the_host_s_facts_say():
         (1, 0, 2, "padding", None),
         (1, 2, 3, "text", 1),
     ]
-    facts = BatchFacts(lengths=(3, 1), offsets=(0, 2))
+    facts = HostMetadata(lengths=(3, 1), offsets=(0, 2))
     known = PaddedBatch(**{**vars(batch), "facts": facts})
     assert padded_pieces(known) == padded_pieces(batch)
 

@@ -166,7 +166,7 @@ def test_empty_rows_are_refused_or_kept_as_configured(model, samples):
         ({"cu_seqlens_q": "0, 3"}, LayoutError, "cu_seqlens_q must be whole numbers in a tensor .* got str '0, 3'"),
         ({"pixel_values": None, "image_grid_thw": None}, LayoutError, "the image grids make 0 tokens, but the row has"),
         ({"pixel_values": torch.ones(4, 8)}, LayoutError, r"the grids describe \d+ patches, pixel_values has 4"),
-        ({"image_grid_thw": torch.tensor([[1, 2, 2]])}, LayoutError, r"knows 5 grids but image_grid_thw is \[1, 3\]"),
+        ({"image_grid_thw": torch.tensor([[1, 2, 2]])}, LayoutError, r"has 5 grids but image_grid_thw is \[1, 3\]"),
         ({"input_ids": torch.ones(1, 7).long()}, LayoutError, "by its boundaries but input_ids is"),
     ],
 )

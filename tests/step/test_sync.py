@@ -10,7 +10,7 @@ from waiting import waits_are_errors
 import vlmpack
 from vlmpack.families import FAMILIES
 from vlmpack.families.tiny import tiny_model
-from vlmpack.layout import SlotRule, Wait, pack, recorded_waits, unpack
+from vlmpack.layout import HostSync, SlotRule, pack, recorded_syncs, unpack
 from vlmpack.step import StepConfig, disable_packing, enable_packing
 from vlmpack.step.rotary import rope_segments
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 HOME = Path(vlmpack.__file__).parent
 
 
-def ours(waits: list[Wait]) -> list[str]:
+def ours(waits: list[HostSync]) -> list[str]:
     """Those of vlmpack's own code; the rest are the model's."""
     return [wait.place for wait in waits if Path(wait.file).is_relative_to(HOME)]
 
@@ -36,7 +36,7 @@ def test_no_wait_in_a_whole_step(family, given, more):
         inputs |= positions_and_restarts(model, row, inputs["input_ids"].shape)
     if FAMILIES[family].experts:
         inputs["output_router_logits"] = True
-    with recorded_waits(CPU) as waits:
+    with recorded_syncs(CPU) as waits:
         model(**inputs, num_items_in_batch=7).loss.backward()
     assert ours(waits) == []
     assert waits or family not in VISION  # the counter works: the models' own vision towers do wait
@@ -46,7 +46,7 @@ def test_no_wait_in_a_whole_step(family, given, more):
 def test_no_wait_in_any_attention(attention):
     model = enable_packing(tiny_model("qwen3"), StepConfig(attention=attention, slots=SlotRule(multiple=4)))
     batch = padded(mixed_samples(model.config, kinds=("text",) * 3))
-    with recorded_waits(CPU) as waits:
+    with recorded_syncs(CPU) as waits:
         model(**batch.to_hf(), num_items_in_batch=7).loss.backward()
     assert waits == []
 
@@ -70,7 +70,7 @@ def test_the_counter_sees_our_own_waits():
     """Without host facts the lengths, grids and targets have to be read, which is what the facts are for."""
     model = enable_packing(tiny_model("qwen3_vl"))
     batch = padded(mixed_samples(model.config), facts=False)
-    with recorded_waits(CPU) as waits:
+    with recorded_syncs(CPU) as waits:
         model(**batch.to_hf())
     assert ours(waits)
     disable_packing(model)

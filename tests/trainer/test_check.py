@@ -12,10 +12,10 @@ from training import Samples, Stream, arguments, collator, receipts, trainer
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from vlmpack.collate import VLMCollator
-from vlmpack.columns import RowCollator, pack_dataset
 from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
 from vlmpack.step import enable_packing, packing_state
+from vlmpack.text import RowCollator, pack_dataset
 from vlmpack.trainer import PackedTrainer, check_trainer, loss_metrics
 from vlmpack.trainer.of_trl import DEFAULTS
 

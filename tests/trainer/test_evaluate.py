@@ -14,7 +14,7 @@ from training import KINDS, LAYOUTS, Samples, collator, lengths_of, loss_sums, r
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.families.tiny import tiny_model
-from vlmpack.layout import FACTS_KEY
+from vlmpack.layout import METADATA_KEY
 from vlmpack.plan import plan_bins
 from vlmpack.step import PackedStep, enable_packing, is_packing
 from vlmpack.trainer import evaluate
@@ -185,7 +185,7 @@ def test_rows_are_planned_from_headers_and_refused_samples_are_listed_whenever_t
     capacity = max(lengths) - 1
     assert capacity > sum(lengths[:2])  # the guard: two share a row, one exceeds it
     with torch.no_grad():
-        alone = [float(model(**{k: v for k, v in batch.items() if k != FACTS_KEY}).loss) for batch in batches]
+        alone = [float(model(**{k: v for k, v in batch.items() if k != METADATA_KEY}).loss) for batch in batches]
 
     seen = evaluate(model, samples, collate, capacity=capacity)
 

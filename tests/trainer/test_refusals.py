@@ -132,7 +132,7 @@ def test_a_batch_cut_for_two_ranks(layout, rank, model):
 def test_batches_of_two_ranks_concatenated(layout, model):
     """With host facts accelerate itself stops; without, two rows of one width become one batch of two rows."""
     batches = [collator(layout)(receipts(model)[:3]) for _ in range(2)]
-    with pytest.raises(TypeError, match="BatchFacts"):
+    with pytest.raises(TypeError, match="HostMetadata"):
         concatenate(batches)
     bare = [{name: x for name, x in batch.items() if isinstance(x, torch.Tensor)} for batch in batches]
     if layout == "packed":

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vlmpack.attention.backend import AttentionCall
-from vlmpack.layout import Segments, stretches
+from vlmpack.layout import Segments, ranges
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """[n, L, N, H], keys and values [n, L', K, H] of n segments to [n, L, N, H]."""
@@ -124,7 +124,7 @@ def _by_length(
 
 def _tokens(segments: Segments, order: np.ndarray) -> np.ndarray:
     starts, stops = np.asarray(segments.spans, np.int64)[order].T
-    return stretches(starts, stops - starts)
+    return ranges(starts, stops - starts)
 
 
 def _kernels(device: torch.device) -> AbstractContextManager[object]:

@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 
 from vlmpack.families import Family, tiny_config
-from vlmpack.layout import IGNORE, BatchFacts, Grid, Media, PaddedBatch
+from vlmpack.layout import IGNORE, Grid, HostMetadata, Media, PaddedBatch
 
 FIRST_WORD = 6
 """Ids below this are special tokens of tiny models."""
@@ -135,7 +135,7 @@ def receipt_batch(
         input_ids=ids,
         attention_mask=(torch.arange(width) < torch.tensor(shapes.lengths)[:, None]).long(),
         labels=labels,
-        facts=BatchFacts(lengths=shapes.lengths, num_targets=int((labels[:, 1:] != IGNORE).sum())),
+        facts=HostMetadata(lengths=shapes.lengths, num_targets=int((labels[:, 1:] != IGNORE).sum())),
     )
     if not family.has_vision:
         return on_device(batch, device)

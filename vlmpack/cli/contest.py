@@ -20,7 +20,7 @@ from transformers.trainer_callback import PrinterCallback
 from vlmpack.bench import peak_bytes
 from vlmpack.collate import BatchLayout, VLMCollator
 from vlmpack.data import to_conversation
-from vlmpack.layout import FACTS_KEY, BatchFacts
+from vlmpack.layout import METADATA_KEY, HostMetadata
 from vlmpack.step import enable_packing
 
 
@@ -192,7 +192,7 @@ class Recorder:
     """Makes the batches."""
     keep_facts: bool
     """Whether the model understands the host's facts; an unmodified one must not see them."""
-    facts: list[BatchFacts] = field(default_factory=list)
+    facts: list[HostMetadata] = field(default_factory=list)
     """Of each batch."""
     physical: list[int] = field(default_factory=list)
     """Tokens of each batch, padding included."""
@@ -203,11 +203,11 @@ class Recorder:
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """One batch."""
         batch = self.collator(features)
-        facts: BatchFacts = batch[FACTS_KEY]
+        facts: HostMetadata = batch[METADATA_KEY]
         self.facts.append(facts)
         self.physical.append(batch["input_ids"].numel())
         if not self.keep_facts:
-            del batch[FACTS_KEY]
+            del batch[METADATA_KEY]
         if len(facts.lengths) * max(facts.lengths) > self._area:
             self._area, self.largest = len(facts.lengths) * max(facts.lengths), batch
         return batch

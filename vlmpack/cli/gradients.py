@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vlmpack.collate import VLMCollator
-from vlmpack.layout import FACTS_KEY
+from vlmpack.layout import METADATA_KEY
 from vlmpack.step import disable_packing, enable_packing
 
 Gradients = dict[str, torch.Tensor]
@@ -66,7 +66,7 @@ def _packed(model: nn.Module, collator: VLMCollator, samples: Sequence[Mapping[s
 def _alone(model: nn.Module, collator: VLMCollator, samples: Sequence[Mapping[str, Any]]) -> Gradients:
     model.zero_grad()
     batches = [collator([sample]) for sample in samples]
-    targets = [batch.pop(FACTS_KEY).num_targets for batch in batches]
+    targets = [batch.pop(METADATA_KEY).num_targets for batch in batches]
     for batch, count in zip(batches, targets, strict=True):
         loss = model(**_placed(batch, model)).loss
         (loss * (count / sum(targets))).backward()

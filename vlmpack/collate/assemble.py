@@ -12,7 +12,7 @@ import torch
 from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.processor_metadata import ProcessorFacts
-from vlmpack.layout import IGNORE, IMAGE, BatchFacts, Media, PackedRow, PaddedBatch, Segments, SlotRule, shift_labels
+from vlmpack.layout import IGNORE, IMAGE, HostMetadata, Media, PackedRow, PaddedBatch, Segments, SlotRule, shift_labels
 
 NO_BUFFERS = PixelBuffers(0)
 """New memory for every batch."""
@@ -118,10 +118,10 @@ def _write(arrays: Sequence[np.ndarray], starts: Sequence[int], total: int, fill
     return torch.from_numpy(out)
 
 
-def _facts(samples: Sequence[Encoded], segments: Segments | None = None) -> BatchFacts:
+def _facts(samples: Sequence[Encoded], segments: Segments | None = None) -> HostMetadata:
     images = tuple(len(sample.images) for sample in samples)
     videos = tuple(len(sample.videos) for sample in samples)
-    return BatchFacts(
+    return HostMetadata(
         lengths=tuple(sample.num_tokens for sample in samples),
         image_grids=tuple(image.grid for sample in samples for image in sample.images),
         video_grids=tuple(video.grid for sample in samples for video in sample.videos),

@@ -15,7 +15,7 @@ from vlmpack.families.experts import Experts
 from vlmpack.families.mrope import MediaItems, media_items, row_positions
 from vlmpack.families.runs import ExpectedRuns, check_runs
 from vlmpack.families.vision_segments import frame_segments
-from vlmpack.layout import IMAGE, VIDEO, BatchFacts, Grid, Segments, outside_graph
+from vlmpack.layout import IMAGE, VIDEO, Grid, HostMetadata, Segments, outside_graph
 
 
 class Family(ABC):
@@ -99,7 +99,7 @@ class Family(ABC):
         """Placeholder tokens of all these images or videos."""
         return sum(self.tokens_per_image(grid, self.merge(config)) for grid in grids)
 
-    def check_runs(self, types: torch.Tensor, segments: Segments, facts: BatchFacts, *, config: Any) -> None:
+    def check_runs(self, types: torch.Tensor, segments: Segments, facts: HostMetadata, *, config: Any) -> None:
         """Insist that each run of placeholders of a row is as long as its grid says, in the order of the grids.
 
         Nothing waits for a device, which asserts it.

@@ -1,14 +1,15 @@
-"""Where every token lives: pure index maths on tensors."""
+"""Map tokens between padded batches and packed rows: pure index maths on tensors."""
 
 from __future__ import annotations
 
+from vlmpack.layout.arrays import ranges
 from vlmpack.layout.batch import (
-    FACTS_KEY,
     IMAGE,
+    METADATA_KEY,
     TEXT,
     VIDEO,
-    BatchFacts,
     Grid,
+    HostMetadata,
     MaskSpans,
     Media,
     PaddedBatch,
@@ -19,14 +20,14 @@ from vlmpack.layout.batch import (
     seconds_of,
     whole_numbers,
 )
-from vlmpack.layout.buckets import Bucket, Buckets
+from vlmpack.layout.buckets import Bucket, Buckets, Spaced
 from vlmpack.layout.device import (
-    Wait,
+    HostSync,
     around_graph,
     nothing_on_host,
     on_host,
     outside_graph,
-    recorded_waits,
+    recorded_syncs,
     require,
     to_device,
 )
@@ -38,26 +39,24 @@ from vlmpack.layout.roll import (
     roll_left,
     shift_labels,
     stops_of_tokens,
-    stretches,
     unshift_labels,
     without_successor,
 )
 from vlmpack.layout.row import OnlyPacked, PackedRow
-from vlmpack.layout.segments import Segments, checked_boundaries
-from vlmpack.layout.slots import Layout, Precision, SlotRule, round_up
-from vlmpack.layout.spaced import Spaced
+from vlmpack.layout.segments import Layout, Precision, Segments, SlotRule, checked_boundaries, round_up
 
 __all__ = [
-    "FACTS_KEY",
     "IGNORE",
     "IMAGE",
+    "METADATA_KEY",
     "TEXT",
     "VIDEO",
-    "BatchFacts",
     "Bucket",
     "Buckets",
     "DepthTargets",
     "Grid",
+    "HostMetadata",
+    "HostSync",
     "Layout",
     "MaskSpans",
     "Media",
@@ -68,7 +67,6 @@ __all__ = [
     "Segments",
     "SlotRule",
     "Spaced",
-    "Wait",
     "around_graph",
     "check_is_tensor",
     "check_none_on_padding",
@@ -80,14 +78,14 @@ __all__ = [
     "on_host",
     "outside_graph",
     "pack",
-    "recorded_waits",
+    "ranges",
+    "recorded_syncs",
     "require",
     "roll_left",
     "round_up",
     "seconds_of",
     "shift_labels",
     "stops_of_tokens",
-    "stretches",
     "to_device",
     "unpack",
     "unshift_labels",

@@ -19,14 +19,14 @@ Grid = tuple[int, int, int]
 TEXT, IMAGE, VIDEO = 0, 1, 2
 """What a token stands for: the values of `mm_token_type_ids`."""
 
-FACTS_KEY = "vlmpack"
-"""The key under which `BatchFacts` travel in a batch dictionary, beside the tensors."""
+METADATA_KEY = "vlmpack"
+"""The key under which `HostMetadata` travel in a batch dictionary, beside the tensors."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class BatchFacts:
-    """What the host knows of a batch, so that no step has to ask the device for it."""
+class HostMetadata:
+    """Metadata of a batch on the host, so that no step needs a host-device sync for it."""
 
     lengths: tuple[int, ...]
     """Real tokens of each sample."""
@@ -45,17 +45,17 @@ class BatchFacts:
     num_targets: int | None = None
     """Labelled next-token targets of the whole batch; None: not counted."""
     sample_ids: tuple[int | str, ...] = ()
-    """The samples' own ids, where they have them."""
+    """Ids of the samples, where they have them."""
     segments: Segments | None = None
-    """The boundaries of the packed row; None for a padded batch."""
+    """The boundaries of a row in a batch dictionary; None of a padded batch, and in a `PackedRow`, which holds them."""
 
     @property
     def spans(self) -> MaskSpans:
         """Where each sample's real tokens are in the padded batch."""
         return MaskSpans(lengths=self.lengths, offsets=self.offsets or (0,) * len(self.lengths))
 
-    def to(self, *_: Any, **__: Any) -> BatchFacts:
-        """Itself, so that a loop may move whatever a batch holds: facts stay on the host."""
+    def to(self, *_: Any, **__: Any) -> HostMetadata:
+        """Return itself, so that a loop may move whatever a batch holds: metadata stays on the host."""
         return self
 
 
@@ -79,7 +79,7 @@ class Media:
         return f"Media({', '.join(f'{name} {shape_of(value)}' for name, value in self.to_hf().items())})"
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Media:
-        """The same on a device; `non_blocking`: without waiting for it, from pinned memory."""
+        """Move to a device; `non_blocking`: asynchronously, from pinned memory."""
         return moved(self, device, non_blocking=non_blocking)
 
     def to_hf(self) -> dict[str, torch.Tensor]:
@@ -110,25 +110,25 @@ class PaddedBatch:
     """[B, S]: 0 text, 1 image, 2 video."""
     position_ids: torch.Tensor | None = None
     """[3, B, S] time, height, width, or [4, B, S] with the place in the sample first; [B, S] of a text model. The step
-    compares them with its own; what stands at pads does not matter. None: not given."""
+    compares them with those it computes, except at pads. None: none came along."""
     media: Media = field(default_factory=Media)
     """Pixels and grids in sample order."""
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Further [B, S] or [k, B, S] tensors to be packed along (advantages, reference log-probabilities)."""
-    facts: BatchFacts | None = None
-    """What the host knows; None: read from the mask, which waits for the device once."""
+    facts: HostMetadata | None = None
+    """Metadata on the host; None: lengths are read from the mask, one host-device sync."""
 
     def __repr__(self) -> str:
         return f"PaddedBatch({shape_of(self.input_ids)}{_tokens(self)}{media_of(self.media)})"
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PaddedBatch:
-        """The same on a device: tensors and media; facts stay on the host. `non_blocking`: without waiting for it."""
+        """Move tensors and media to a device; metadata stays on the host."""
         return moved(self, device, non_blocking=non_blocking)
 
     def to_hf(self) -> dict[str, Any]:
         """A dictionary for a DataLoader and for `model(**batch)`; `input_ids` comes first."""
         tensors = {name: self.__dict__[name] for name in TOKEN_KEYS if self.__dict__[name] is not None}
-        facts = {} if self.facts is None else {FACTS_KEY: self.facts}
+        facts = {} if self.facts is None else {METADATA_KEY: self.facts}
         return {**tensors, **self.extras, **self.media.to_hf(), **facts}
 
     @classmethod
@@ -138,7 +138,7 @@ class PaddedBatch:
             **{name: batch.get(name) for name in TOKEN_KEYS},  # pyright: ignore[reportArgumentType]
             extras={name: batch[name] for name in extras},
             media=Media.from_hf(batch),
-            facts=batch.get(FACTS_KEY),
+            facts=batch.get(METADATA_KEY),
         )
 
 
@@ -151,16 +151,16 @@ Moved = TypeVar("Moved", bound=Any)
 
 
 def moved(value: Moved, device: torch.device | str | int, *, non_blocking: bool) -> Moved:
-    """A value object with its tensors on a device, those in media and mappings too; what is no tensor stays."""
+    """Move the tensors of a value object to a device, those in media and mappings too."""
 
     def on_device(part: Any) -> Any:
         if isinstance(part, torch.Tensor):
             return part.to(device, non_blocking=non_blocking)
         if isinstance(part, Media):
             return moved(part, device, non_blocking=non_blocking)
-        return {name: on_device(one) for name, one in part.items()} if isinstance(part, Mapping) else part
+        return {name: on_device(tensor) for name, tensor in part.items()} if isinstance(part, Mapping) else part
 
-    return replace(value, **{one.name: on_device(value.__dict__[one.name]) for one in fields(value)})
+    return replace(value, **{field.name: on_device(value.__dict__[field.name]) for field in fields(value)})
 
 
 def shape_of(value: Any) -> str:
@@ -169,16 +169,17 @@ def shape_of(value: Any) -> str:
 
 
 def media_of(media: Media) -> str:
-    """How many images and videos there are, in words; nothing of a text."""
+    """The numbers of images and videos, in words; "" of a text."""
     if not isinstance(media, Media):
         return f", media {shape_of(media)}"
     grids: dict[str, Any] = {"images": media.image_grid_thw, "videos": media.video_grid_thw}
-    there = {name: grid for name, grid in grids.items() if isinstance(grid, torch.Tensor) and grid.ndim}
-    return "".join(f", {len(grid)} {name}" for name, grid in there.items())
+    return "".join(
+        f", {len(grid)} {name}" for name, grid in grids.items() if isinstance(grid, torch.Tensor) and grid.ndim
+    )
 
 
 def _tokens(batch: PaddedBatch) -> str:
-    """How many tokens are real, in words; nothing where only a device knows, or nobody."""
+    """The number of real tokens, in words; "" where only a device holds it, or nothing does."""
     ids, mask = batch.input_ids, batch.attention_mask
     try:
         if batch.facts is None and not on_host(mask):
@@ -206,7 +207,7 @@ class MaskSpans:
 def lengths_from_mask(mask: torch.Tensor) -> MaskSpans:
     """Read the length and first column of every row from a 2D attention mask [B, S].
 
-    On an accelerator this is the one place that waits for the device; `BatchFacts` make it needless.
+    On an accelerator this is the one host-device sync of packing; `HostMetadata` make it needless.
 
     Raises:
         LayoutError: a mask that is no tensor, not 2D, holds anything but 0 and 1, or has a hole. Names the row.
@@ -295,24 +296,24 @@ def _check_unbroken(real: np.ndarray, lengths: np.ndarray) -> None:
 
 
 _CHANGED = (
-    "{} is not what the host facts ("
-    + repr(FACTS_KEY)
-    + ") say of this batch, so images or videos were changed behind "
+    f"{{}} is not what the host facts ({METADATA_KEY!r}) say of this batch, so images or videos were changed behind "
     "the collator; reorder samples before it, or leave the facts out of the batch"
 )
+_COUNTS = (torch.int64, torch.int32)
+"""Types that transformers can count frames in."""
 _ROUNDED = 1e-2
-"""How far seconds may be from those of the host: loops that run in bfloat16 round whatever a batch holds."""
+"""How far seconds may be from the metadata, relatively: loops that run in bfloat16 round whatever a batch holds."""
 
 
 def host_grids(known: tuple[Grid, ...], tensor: torch.Tensor | None, name: str) -> tuple[Grid, ...]:
-    """Grids of images or videos. Without those of the host, a device is waited for.
+    """Grids of images or videos on the host; without metadata they are read from the device, one host-device sync.
 
     Raises:
-        LayoutError: no tensor [N, 3] of whole numbers; the host was told others, or another number of them.
+        LayoutError: no tensor [N, 3] of whole numbers; the metadata has others, or another number of them.
     """
     if tensor is None:
         return ()
-    if not isinstance(tensor, torch.Tensor) or tensor.ndim != 2 or tensor.shape[1] != 3 or not _is_whole(tensor):
+    if not isinstance(tensor, torch.Tensor) or tensor.ndim != 2 or tensor.shape[1] != 3 or tensor.dtype not in _COUNTS:
         seen = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise LayoutError(
             f"{name} must be a tensor [N, 3] of whole numbers (frames, rows, columns of each), got {seen}; keep what "
@@ -322,46 +323,41 @@ def host_grids(known: tuple[Grid, ...], tensor: torch.Tensor | None, name: str) 
         return tuple((int(t), int(h), int(w)) for t, h, w in tensor.tolist())
     if len(known) != tensor.shape[0]:
         raise LayoutError(
-            f"the host knows {len(known)} grids but {name} is {list(tensor.shape)}; was the batch split or "
+            f"the metadata has {len(known)} grids but {name} is {list(tensor.shape)}; was the batch split or "
             "concatenated on its way (accelerate: set dispatch_batches=False)?"
         )
-    told = to_device(np.asarray(known, np.int64), tensor.device)
-    require((tensor == told).all(), _CHANGED.format(name), LayoutError)
+    expected = to_device(np.asarray(known, np.int64), tensor.device)
+    require((tensor == expected).all(), _CHANGED.format(name), LayoutError)
     return known
 
 
-def _is_whole(tensor: torch.Tensor) -> bool:
-    """Of a type that transformers can count frames in."""
-    return tensor.dtype in (torch.int64, torch.int32)
-
-
-def seconds_of(given: Any) -> torch.Tensor:
-    """Seconds from one grid of each video to the next as a tensor [N], of a list, [N] or [N, 1].
+def seconds_of(seconds: Any) -> torch.Tensor:
+    """Convert the seconds from one grid of each video to the next, a list, [N] or [N, 1], to a tensor [N].
 
     Raises:
         LayoutError: anything else.
     """
     try:
-        tensor = torch.as_tensor(given)
+        tensor = torch.as_tensor(seconds)
     except (TypeError, ValueError, RuntimeError):
         tensor = torch.zeros(1, 0, 0)
     if tensor.ndim not in (1, 2) or tensor.shape[1:].numel() != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
         raise LayoutError(
             "second_per_grid_ts must be one number for each video, in a list or a tensor [N] or [N, 1]; got "
-            f"{list(tensor.shape) if isinstance(given, torch.Tensor) else repr(given)[:80]}"
+            f"{list(tensor.shape) if isinstance(seconds, torch.Tensor) else repr(seconds)[:80]}"
         )
     return tensor.reshape(-1)
 
 
-def host_seconds(known: tuple[float, ...], given: torch.Tensor) -> tuple[float, ...]:
-    """Seconds from one grid of each video to the next, [N]. Without those of the host, a device is waited for.
+def host_seconds(known: tuple[float, ...], tensor: torch.Tensor) -> tuple[float, ...]:
+    """Seconds from one grid of each video to the next, N of them; without metadata read from the device, one sync.
 
     Raises:
-        LayoutError: the host was told others.
+        LayoutError: the metadata has others.
     """
     if not known:
-        return tuple(given.tolist())
-    told = to_device(np.asarray(known, np.float32), given.device)
-    close = torch.isclose(given.float(), told, rtol=_ROUNDED) if given.shape == told.shape else given.new_zeros(1)
-    require(close.all(), _CHANGED.format("second_per_grid_ts"), LayoutError)
+        return tuple(tensor.tolist())
+    expected = to_device(np.asarray(known, np.float32), tensor.device)
+    is_close = tensor.shape == expected.shape and torch.isclose(tensor.float(), expected, rtol=_ROUNDED).all()
+    require(torch.as_tensor(is_close), _CHANGED.format("second_per_grid_ts"), LayoutError)
     return known

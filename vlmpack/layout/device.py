@@ -1,4 +1,4 @@
-"""The border between host and device: what crosses it, and what may be read without waiting."""
+"""Move data between host and device without host-device syncs, and record the syncs that happen anyway."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _nothing_on_host = False
-"""Whether the CPU is treated as a device."""
+"""True while the CPU is treated as a device."""
 
 
 def outside_graph(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep a function of host facts out of compiled graphs, which would be compiled again for every new length."""
+    """Keep a function of host metadata out of compiled graphs, which would be compiled again for every new length."""
     return torch.compiler.disable(function)  # pyright: ignore[reportCallIssue, reportReturnType]
 
 
@@ -33,7 +33,7 @@ def around_graph(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A host array on `device`, without making the host wait: pinned and asynchronous on CUDA.
+    """Copy a host array to `device` without a host-device sync: pinned and asynchronous on CUDA.
 
     No inference tensor, wherever it is made: it may be kept, and be part of a training step later.
     """
@@ -43,13 +43,13 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def on_host(tensor: torch.Tensor) -> bool:
-    """Whether the values of `tensor` can be read without waiting for an accelerator."""
+    """True if the values of `tensor` can be read without a host-device sync."""
     return tensor.device.type == "cpu" and not _nothing_on_host
 
 
 @contextmanager
 def nothing_on_host() -> Iterator[None]:
-    """Take the paths of an accelerator on a CPU too, so that what would make its host wait can be counted there."""
+    """Take the paths of an accelerator on a CPU too, so that host-device syncs can be counted there."""
     global _nothing_on_host
     before, _nothing_on_host = _nothing_on_host, True
     try:
@@ -59,7 +59,7 @@ def nothing_on_host() -> Iterator[None]:
 
 
 def require(condition: torch.Tensor, message: str, error: type[Exception]) -> None:
-    """Insist that a boolean scalar is true: an error at once on the host, an asynchronous assertion on a device.
+    """Raise unless a boolean scalar is true: at once on the host, by an asynchronous assertion on a device.
 
     Raises:
         Exception: an `error` with this message, if the tensor is on the host and false.
@@ -71,101 +71,94 @@ def require(condition: torch.Tensor, message: str, error: type[Exception]) -> No
 
 
 VALUES = frozenset({"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose"})
-"""Operations whose result is a number of Python's."""
+"""Operations whose result is a Python number."""
 SIZES = frozenset(
     {
         *("nonzero", "masked_select", "bincount"),
         *("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
     }
 )
-"""Operations whose result is as long as the values on the device say."""
+"""Operations whose result is as long as the values on the device make it."""
 INDEXED = frozenset({"index", "_unsafe_index"})
 """`x[mask]`: a mask as an index is a hidden `nonzero`."""
 ASSIGNED = frozenset({"index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"})
-"""`x[mask] = y`: so it is here, but for a single number, with which the mask is filled as it stands."""
-MADE_OF_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.frombuffer})
-"""Functions that make a tensor of what is on the host, and copy it where a device is given."""
-MADE_IN_PLACE = frozenset(
+"""`x[mask] = y`: the same, but for a single number, with which the mask is filled as it stands."""
+FROM_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.frombuffer})
+"""Functions that create a tensor of values on the host, and copy it where a device is given."""
+FACTORIES = frozenset(
     {
         *(torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros),
         *(torch.rand, torch.randint, torch.randn, torch.randperm),
     }
 )
-"""Functions that make a tensor where it is to be: nothing is copied."""
+"""Functions that create a tensor where it is to be: nothing is copied."""
 INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 TORCH = str(Path(torch.__file__).parent)
 
 
-class Wait(NamedTuple):
-    """The host waited for the device, or would have."""
+class HostSync(NamedTuple):
+    """One host-device sync, or what would be one on an accelerator."""
 
     operation: str
-    """What for; on CUDA nobody tells: "a wait"."""
+    """The operation that synchronised; "a sync" on CUDA, which does not name it."""
     file: str
-    """Of the innermost line outside PyTorch that led here; "": there is none. Of a backward pass it is the line that
+    """Of the innermost line outside PyTorch on the stack; "": there is none. In a backward pass it is the line that
     called `backward`."""
     line: int
-    """Its number."""
+    """Number of that line."""
     function: str
-    """Which function it is in."""
+    """Function that the line is in."""
 
     @property
     def place(self) -> str:
         """ "file.py:12 in function"."""
-        return f"{self.file}:{self.line} in {self.function}" if self.file else "PyTorch's own"
+        return f"{self.file}:{self.line} in {self.function}" if self.file else "PyTorch itself"
 
 
 @contextmanager
-def recorded_waits(device: torch.device) -> Iterator[list[Wait]]:
-    """Record while something runs: on CUDA PyTorch itself says when it waits; on a CPU, what would have to.
+def recorded_syncs(device: torch.device) -> Iterator[list[HostSync]]:
+    """Record host-device syncs while something runs: on CUDA those that PyTorch reports, on a CPU those that would be.
 
     The CPU then takes the paths of an accelerator (`nothing_on_host`), and copies between host and device are followed
-    by `_Copying`. `numpy` is not recorded: of a tensor on a device it is an error.
+    by `_SyncCopies`. `numpy` is not recorded: of a tensor on a device it is an error.
     """
-    waits: list[Wait] = []
-    with _cuda_waits(waits) if device.type == "cuda" else _cpu_waits(waits):
-        yield waits
+    syncs: list[HostSync] = []
+    if device.type != "cuda":
+        with nothing_on_host(), _SyncOperations(syncs), _SyncCopies(syncs):
+            yield syncs
+        return
 
-
-@contextmanager
-def _cuda_waits(waits: list[Wait]) -> Iterator[None]:
     def note(message: Any, *_: Any, **__: Any) -> None:
         if "synchronizing CUDA operation" in str(message):
-            waits.append(_asked_by("a wait"))
+            syncs.append(_sync_here("a sync"))
 
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = note  # told while the operation waits, so that the stack says who asked
+        warnings.showwarning = note  # called during the operation, so that the stack shows its line
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield
+            yield syncs
         finally:
             torch.cuda.set_sync_debug_mode(before)
 
 
-@contextmanager
-def _cpu_waits(waits: list[Wait]) -> Iterator[None]:
-    with nothing_on_host(), _Waiting(waits), _Copying(waits):
-        yield
-
-
 @final
-class _Waiting(TorchDispatchMode):
-    """Records every operation that would wait."""
+class _SyncOperations(TorchDispatchMode):
+    """Records every operation that would synchronise."""
 
-    def __init__(self, waits: list[Wait]) -> None:
+    def __init__(self, syncs: list[HostSync]) -> None:
         super().__init__()
-        self._waits = waits
+        self._syncs = syncs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        if _would_wait(func, name, args, kwargs or {}):
-            self._waits.append(_asked_by(name))
+        if _synchronises(func, name, args, kwargs or {}):
+            self._syncs.append(_sync_here(name))
         return func(*args, **(kwargs or {}))
 
 
-def _would_wait(func: Any, name: str, args: Any, kwargs: Any) -> bool:
+def _synchronises(func: Any, name: str, args: Any, kwargs: Any) -> bool:
     if name == "repeat_interleave":  # by a tensor of times, whose sum is the size
         return func._overloadname != "self_int" and kwargs.get("output_size") is None
     if name in INDEXED:
@@ -179,30 +172,30 @@ def _has_mask(indices: Any) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
-def _asked_by(operation: str) -> Wait:
+def _sync_here(operation: str) -> HostSync:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((TORCH, "<")) and file not in (__file__, warnings.__file__):
-            return Wait(operation, file, frame.f_lineno, frame.f_code.co_name)
+            return HostSync(operation, file, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
-    return Wait(operation, "", 0, "")
+    return HostSync(operation, "", 0, "")
 
 
 # ---------------------------------------------------------------------- copies
 
 
 @final
-class _Copying(TorchFunctionMode):
-    """Records copies between host and device for which the host waits, on a CPU, where they are no operation.
+class _SyncCopies(TorchFunctionMode):
+    """Records blocking copies between host and device, on a CPU, where they are no operation.
 
     A tensor is on the host if it was made there, of numbers or by a factory, without a device or on the one that is
     called "cpu" by name; or if it was computed of such tensors alone. All others are on the device.
     """
 
-    def __init__(self, waits: list[Wait]) -> None:
+    def __init__(self, syncs: list[HostSync]) -> None:
         super().__init__()
-        self._waits = waits
+        self._syncs = syncs
         self._on_host = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -211,7 +204,7 @@ class _Copying(TorchFunctionMode):
             with self:
                 return BACKWARD[func](*args, **kwargs)
         if self._copies(func, args, kwargs):
-            self._waits.append(_asked_by(f"copy in {func.__name__}"))
+            self._syncs.append(_sync_here(f"copy in {func.__name__}"))
         out = func(*args, **kwargs)
         if isinstance(out, torch.Tensor):
             if self._makes_on_host(func, args, kwargs):
@@ -221,8 +214,8 @@ class _Copying(TorchFunctionMode):
         return out
 
     def _copies(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether a call has to copy between host and device before it returns."""
-        if func in MADE_OF_NUMBERS:
+        """True if a call has to copy between host and device before it returns."""
+        if func in FROM_NUMBERS:
             return self._is_host(args[0]) and _on_device(kwargs.get("device"))
         if func in (torch.Tensor.cpu, torch.Tensor.tolist):
             return not self._is_host(args[0])
@@ -241,12 +234,12 @@ class _Copying(TorchFunctionMode):
         return False
 
     def _makes_on_host(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether the tensor that a call returns is on the host."""
+        """True if the tensor that a call returns is on the host."""
         if func is torch.Tensor.cpu:
             return True
-        if func in MADE_OF_NUMBERS:
+        if func in FROM_NUMBERS:
             return self._is_host(args[0]) and not _on_device(kwargs.get("device"))
-        if func in MADE_IN_PLACE:
+        if func in FACTORIES:
             return not _on_device(kwargs.get("device"))
         if func is torch.Tensor.to and (device := _device_of(args, kwargs)) is not None:
             return not _on_device(device)
@@ -258,14 +251,14 @@ class _Copying(TorchFunctionMode):
         return value in self._on_host if isinstance(value, torch.Tensor) else True
 
     def _is_list(self, index: Any) -> bool:
-        """Whether an index has to be copied to the device: several places, listed on the host."""
+        """True if an index has to be copied to the device: several places, listed on the host."""
         if isinstance(index, torch.Tensor):
             return index.dim() > 0 and self._is_host(index)
         return isinstance(index, list | np.ndarray)
 
 
 def _on_device(device: Any) -> bool:
-    """Whether a device is meant: not where none is given, and not by the name "cpu"."""
+    """True if a device is meant: not where none is passed, and not by the name "cpu"."""
     return device is not None and device != "cpu"
 
 
@@ -294,14 +287,14 @@ BACKWARD = {torch.Tensor.backward: _backward_of_tensor, torch.autograd.backward:
 
 
 def _device_of(args: Any, kwargs: Any) -> str | torch.device | None:
-    """What `x.to(...)` is given as a device, or another tensor's; None: a type alone."""
-    given = (*args[1:], kwargs.get("device"), kwargs.get("other"))
-    devices = [x.device if isinstance(x, torch.Tensor) else x for x in given]
+    """The device among the arguments of `x.to(...)`, or that of another tensor; None: a type alone."""
+    arguments = (*args[1:], kwargs.get("device"), kwargs.get("other"))
+    devices = [x.device if isinstance(x, torch.Tensor) else x for x in arguments]
     return next((x for x in devices if isinstance(x, str | torch.device)), None)
 
 
 def _is_numpy(x: torch.Tensor) -> bool:
-    """Whether its memory is not PyTorch's: no mode is told of `torch.from_numpy`."""
+    """True if its memory is not PyTorch's: no mode sees `torch.from_numpy`."""
     return type(x) is torch.Tensor and not x.untyped_storage().resizable()
 
 

@@ -1,21 +1,20 @@
-"""pack and unpack: between the [B, S] batch and the [1, T] row, one copy or one gather a tensor in each direction."""
+"""Pack a [B, S] batch into a [1, T] row and unpack it: one copy or one gather a tensor in each direction."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import final
 
 import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError, check_kind
-from vlmpack.layout.batch import BatchFacts, MaskSpans, PaddedBatch, check_is_tensor, lengths_from_mask, whole_numbers
+from vlmpack.layout import arrays
+from vlmpack.layout.batch import HostMetadata, MaskSpans, PaddedBatch, check_is_tensor, lengths_from_mask, whole_numbers
 from vlmpack.layout.device import on_host, outside_graph, require, to_device
 from vlmpack.layout.roll import IGNORE, shift_labels
 from vlmpack.layout.row import PackedRow
-from vlmpack.layout.segments import Segments
-from vlmpack.layout.slots import SlotRule
+from vlmpack.layout.segments import Segments, SlotRule
 
 
 def pack(
@@ -54,18 +53,18 @@ def pack(
         )
     take = _Take(segments, spans.offsets, width=batch.input_ids.shape[1])
 
-    def taken(tensor: torch.Tensor | None, fill: int = 0) -> torch.Tensor | None:
-        return None if tensor is None else take(tensor, fill)
+    def optional(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else take(tensor, 0)
 
     return PackedRow(
         input_ids=take(batch.input_ids, pad_token_id),
         segments=segments,
         shift_labels=None if batch.labels is None else take.targets(batch.labels),
-        position_ids=taken(batch.position_ids),
-        mm_token_type_ids=taken(batch.mm_token_type_ids),
+        position_ids=optional(batch.position_ids),
+        mm_token_type_ids=optional(batch.mm_token_type_ids),
         extras={name: take(tensor, 0) for name, tensor in batch.extras.items()},
         media=batch.media,
-        facts=_row_facts(batch.facts, spans, segments),
+        facts=batch.facts or HostMetadata(lengths=spans.lengths, offsets=spans.offsets),
     )
 
 
@@ -85,7 +84,7 @@ def unpack(
         segments: the row's boundaries; B is `segments.num_samples`.
         token_dim: the dimension of length T; the one before it is the row dimension of length 1.
         width: S in tokens; None: the longest sample.
-        offsets: first column of each sample (`BatchFacts.offsets`); empty: right padded.
+        offsets: first column of each sample (`HostMetadata.offsets`); empty: right padded.
         fill: value on padding.
 
     Raises:
@@ -120,12 +119,10 @@ def _spans(batch: PaddedBatch) -> MaskSpans:
             "both come from one call of the tokenizer: pad them together"
         )
     _check_shapes(batch)
-    facts = batch.facts
-    if facts is None:
+    if batch.facts is None:
         return lengths_from_mask(batch.attention_mask)
-    spans = facts.spans
-    _check_facts(batch, spans)
-    return spans
+    _check_facts(batch, batch.facts)
+    return batch.facts.spans
 
 
 def _check_shapes(batch: PaddedBatch) -> None:
@@ -141,13 +138,12 @@ def _check_shapes(batch: PaddedBatch) -> None:
         whole_numbers(batch.labels, "labels")
 
 
-def _check_facts(batch: PaddedBatch, spans: MaskSpans) -> None:
-    """On the host the facts are compared with the mask; on a device only with the shapes, so as not to wait."""
-    rows, width = batch.input_ids.shape
-    ends = [offset + length for offset, length in zip(spans.offsets, spans.lengths, strict=False)]
+def _check_facts(batch: PaddedBatch, facts: HostMetadata) -> None:
+    """Compare metadata with the mask on the host; on a device only with the shapes, which takes no sync."""
+    (rows, width), spans = batch.input_ids.shape, facts.spans
+    ends = map(sum, zip(spans.offsets, spans.lengths, strict=False))
     agree = len(spans.lengths) == len(spans.offsets) == rows and max(ends, default=0) <= width
-    for counts in (batch.facts.images_per_sample, batch.facts.videos_per_sample) if batch.facts else ():
-        agree = agree and len(counts) in (0, rows)
+    agree = agree and {len(facts.images_per_sample), len(facts.videos_per_sample)} <= {0, rows}
     if agree and on_host(batch.attention_mask):
         agree = lengths_from_mask(batch.attention_mask) == spans
     if not agree:
@@ -186,10 +182,10 @@ def _check_hidden_media(types: torch.Tensor, mask: torch.Tensor) -> None:
 
 @outside_graph
 def _check_labels(labels: torch.Tensor, mask: torch.Tensor, spans: MaskSpans) -> None:
-    """A label on padding would be lost here, but counted by a trainer, and learnt by the padded model."""
-    what = "labels hold targets where attention_mask is 0, which belong to no sample; set them to -100 there"
+    """Refuse labels on padding: lost here, they would be counted by a trainer, and learnt by the padded model."""
+    fault = "labels hold targets where attention_mask is 0, which belong to no sample; set them to -100 there"
     if not on_host(labels):
-        require(~((labels != IGNORE) & (mask == 0)).any(), what, LayoutError)
+        require(~((labels != IGNORE) & (mask == 0)).any(), fault, LayoutError)
         return
     padding = [
         piece
@@ -198,13 +194,7 @@ def _check_labels(labels: torch.Tensor, mask: torch.Tensor, spans: MaskSpans) ->
     ]
     if (np.concatenate(padding) != IGNORE).any():
         row = next(at for at, piece in enumerate(padding) if (piece != IGNORE).any()) // 2
-        raise LayoutError(f"row {row}: {what} (labels.masked_fill(mask == 0, -100))")
-
-
-def _row_facts(facts: BatchFacts | None, spans: MaskSpans, segments: Segments) -> BatchFacts:
-    if facts is not None:
-        return replace(facts, segments=segments)
-    return BatchFacts(lengths=spans.lengths, offsets=spans.offsets, segments=segments)
+        raise LayoutError(f"row {row}: {fault} (labels.masked_fill(mask == 0, -100))")
 
 
 # ---------------------------------------------------------------------- the index map
@@ -212,7 +202,7 @@ def _row_facts(facts: BatchFacts | None, spans: MaskSpans, segments: Segments) -
 
 @final
 class _Take:
-    """Takes the real tokens of [..., B, S] tensors into rows [..., 1, T]."""
+    """Gathers the real tokens of [..., B, S] tensors into rows [..., 1, T]."""
 
     def __init__(self, segments: Segments, offsets: Sequence[int], *, width: int) -> None:
         self._segments = segments
@@ -245,18 +235,18 @@ class _Take:
         """
         batch = tensor.numpy()
         flat = batch.reshape(*batch.shape[:-2], -1)
-        none = np.full((*flat.shape[:-1], ahead), IGNORE)
+        no_target = np.full((*flat.shape[:-1], ahead), IGNORE)
         pieces = []
         for first, n in zip(self._firsts, self._segments.lengths, strict=False):
-            pieces += [flat[..., first + ahead : first + n], none[..., :n]]
+            pieces += [flat[..., first + ahead : first + n], no_target[..., :n]]
         return torch.from_numpy(np.concatenate(pieces, axis=-1)).unsqueeze(-2)
 
     @outside_graph
     def _row_index(self, device: torch.device) -> torch.Tensor:
         """int64 [T]: the position in the flat [B * S] batch that each row token comes from; 0 in gaps."""
-        sample, within = _token_coordinates(self._segments)
+        lengths = np.asarray(self._segments.lengths[: len(self._firsts)], np.int64)
         index = np.zeros(self._segments.total, np.int64)
-        index[_starts(self._segments)[sample] + within] = np.asarray(self._firsts, np.int64)[sample] + within
+        index[arrays.real_index(self._segments)] = arrays.ranges(np.asarray(self._firsts), lengths)
         return to_device(index, device)
 
 
@@ -268,28 +258,12 @@ def _batch_index(
     if offsets and len(offsets) != segments.num_samples:
         raise LayoutError(f"unpack: {len(offsets)} offsets for the {segments.num_samples} samples of the row")
     columns = np.asarray(offsets or (0,) * segments.num_samples, np.int64)
-    ends = columns + np.asarray(segments.lengths[: segments.num_samples], np.int64)
+    lengths = np.asarray(segments.lengths[: segments.num_samples], np.int64)
+    ends = columns + lengths
     if ends.size and ends.max() > width:
         row = int(ends.argmax())
-        raise LayoutError(
-            f"row {row}: {segments.lengths[row]} tokens do not fit width {width}; unpack with a larger one"
-        )
-    sample, within = _token_coordinates(segments)
-    target = sample * width + columns[sample] + within
-    index = np.zeros(segments.num_samples * width, np.int64)
-    index[target] = _starts(segments)[sample] + within
-    padding = np.ones(segments.num_samples * width, bool)
-    padding[target] = False
+        raise LayoutError(f"row {row}: {lengths[row]} tokens do not fit width {width}; unpack with a larger one")
+    target = arrays.ranges(width * np.arange(segments.num_samples) + columns, lengths)
+    index, padding = np.zeros(segments.num_samples * width, np.int64), np.ones(segments.num_samples * width, bool)
+    index[target], padding[target] = arrays.real_index(segments), False
     return to_device(index, device), to_device(padding, device)
-
-
-def _token_coordinates(segments: Segments) -> tuple[np.ndarray, np.ndarray]:
-    """(sample, place within the sample) of every real token, each int64 [R], in row order."""
-    lengths = np.asarray(segments.lengths, np.int64)
-    sample = np.repeat(np.arange(len(lengths)), lengths)
-    within = np.arange(segments.num_tokens) - np.asarray(segments.real, np.int64)[sample]
-    return sample, within
-
-
-def _starts(segments: Segments) -> np.ndarray:
-    return np.asarray(segments.stride, np.int64)

@@ -1,4 +1,4 @@
-"""Tokens moved to the left inside each segment of a row, labels shifted so, and back: nothing crosses a boundary.
+"""Roll tokens to the left inside each segment of a row, shift labels so, and back: nothing crosses a boundary.
 
 Lengths [3, 5, 2], slots a multiple of 4, fill 0:
 
@@ -29,7 +29,7 @@ def roll_left(
 ) -> torch.Tensor:
     """`out[..., i] = row_tensor[..., i + depth]` inside a segment's real tokens, `fill` on every other place.
 
-    Rolling by 1 twice is rolling by 2. Differentiable; nothing waits for the device.
+    Rolling by 1 twice is rolling by 2. Differentiable; no host-device sync.
 
     Args:
         row_tensor: [1, T], [k, 1, T], or any other shape with the row's T tokens along `token_dim`; any type.
@@ -79,10 +79,10 @@ def unshift_labels(shifted: torch.Tensor, segments: Segments) -> torch.Tensor:
 
 
 def check_none_on_padding(labels: torch.Tensor, segments: Segments, message: str) -> None:
-    """Insist that no padding of a row has a label, shifted or not, [1, T]: it belongs to no sample.
+    """Raise if padding of a row has a label, shifted or not, [1, T]: it belongs to no sample.
 
     Raises:
-        LayoutError: some has (an accelerator asserts the same without making the host wait).
+        LayoutError: some has (an accelerator asserts the same, asynchronously).
     """
     if segments.has_gaps:
         stray = (labels != IGNORE) & segments.padding_mask(labels.device)
@@ -97,16 +97,9 @@ def _without_predecessor(segments: Segments, device: torch.device | str) -> torc
     return segments.derived("without_predecessor", device, lambda: np.flatnonzero(arrays.position(segments) == 0))
 
 
-def stretches(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """int64: the whole numbers of every stretch [start, start + length), one stretch after the other."""
-    before = np.cumsum(lengths) - lengths
-    return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
-
-
 def stops_of_tokens(segments: Segments) -> np.ndarray:
     """int64 [T]: where the real tokens end of the segment in whose slot each token is; 0 on the row's tail."""
-    slots = (*segments.slots, segments.total - segments.stride[-1])
-    return np.repeat([*(stop for _, stop in segments.spans), 0], slots)
+    return np.repeat([*(stop for _, stop in segments.spans), 0], arrays.slots_and_tail(segments))
 
 
 def _without_successor(segments: Segments, depth: int) -> np.ndarray:
@@ -115,13 +108,13 @@ def _without_successor(segments: Segments, depth: int) -> np.ndarray:
     starts = np.asarray((*segments.stride, segments.total), np.int64)
     stops = starts[:-1] + np.asarray((*segments.lengths, 0))
     firsts = np.maximum(starts[:-1], stops - depth)
-    return stretches(firsts, starts[1:] - firsts)
+    return arrays.ranges(firsts, starts[1:] - firsts)
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DepthTargets:
-    """What each depth is to predict, and how many targets it has in all."""
+    """The targets of each depth, and their number in the whole row."""
 
     targets: torch.Tensor
     """[K, 1, T] int64: -100 where a depth has none."""
@@ -130,7 +123,7 @@ class DepthTargets:
 
     @classmethod
     def of(cls, shift_labels: torch.Tensor, segments: Segments, *, depths: int) -> DepthTargets:
-        """Those of a whole row; nothing waits for the device.
+        """Compute those of a whole row, without a host-device sync.
 
         Args:
             shift_labels: [1, T] targets of the main head.
@@ -147,7 +140,7 @@ class DepthTargets:
         return cls(targets=targets, counts=(targets != IGNORE).sum((1, 2)))
 
     def sums(self, token_losses: torch.Tensor) -> torch.Tensor:
-        """[K] losses summed over the targets that are here; 0 where a depth has none, whatever its losses are.
+        """[K] losses summed over `targets`; 0 where a depth has none, whatever its losses are.
 
         Args:
             token_losses: [K, 1, T], not reduced.
@@ -162,7 +155,7 @@ class DepthTargets:
         return token_losses.where(self.targets != IGNORE, 0).sum((1, 2))
 
     def losses(self, token_losses: torch.Tensor) -> torch.Tensor:
-        """[K] mean losses of the row: summed over targets that are here, over the counts of the whole row.
+        """[K] mean losses of the row: summed over `targets`, over the counts of the whole row.
 
         Those of all parts of a row add up to those of the row, exactly; a part without a target adds 0, never NaN.
         """

@@ -1,4 +1,4 @@
-"""The packed row: every real token of a batch in one line, with the boundaries that keep the samples apart."""
+"""The packed row: every real token of a batch in one [1, T] sequence, with the boundaries of its samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout.batch import FACTS_KEY, BatchFacts, Media, media_of, moved, shape_of, whole_numbers
+from vlmpack.layout.batch import METADATA_KEY, HostMetadata, Media, media_of, moved, shape_of, whole_numbers
 from vlmpack.layout.device import require
 from vlmpack.layout.roll import IGNORE, check_none_on_padding, shift_labels, unshift_labels, without_successor
 from vlmpack.layout.segments import Segments, checked_boundaries
@@ -18,15 +18,15 @@ from vlmpack.layout.segments import Segments, checked_boundaries
 @final
 @dataclass(frozen=True)
 class OnlyPacked:
-    """Stands under `use_cache` in the dictionary of a row, and stops a model that does not know rows.
+    """Stands under `use_cache` in the dictionary of a row, and stops a model without packing.
 
-    Models of transformers accept every keyword that they do not know, so a model without packing would take a row for
-    one sample. But each of them evaluates `use_cache` as a bool, and so meets `__bool__` below. An enabled model takes
-    the object out of its inputs first.
+    Models of transformers accept every keyword, so a model without packing would take a row for one sample. But each
+    of them evaluates `use_cache` as a bool, and so calls `__bool__` below. An enabled model removes the object from
+    its inputs first.
     """
 
     def __bool__(self) -> bool:
-        """Refuse to tell.
+        """Refuse the row.
 
         Raises:
             ConfigError: always.
@@ -56,15 +56,15 @@ class PackedRow:
     """[1, T] int64: the target of each token, already shifted inside its segment; -100: none."""
     position_ids: torch.Tensor | None = None
     """[3, 1, T] time, height, width, or [4, 1, T] with the place in the sample first; [1, T] of a text model. The step
-    compares them with its own. None: not given."""
+    compares them with those it computes. None: none came along."""
     mm_token_type_ids: torch.Tensor | None = None
     """[1, T]: 0 text, 1 image, 2 video."""
     media: Media = field(default_factory=Media)
     """Pixels and grids in row order."""
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Further [1, T] or [k, 1, T] tensors."""
-    facts: BatchFacts | None = None
-    """What the host knows beyond the boundaries: grids, target count, sample ids."""
+    facts: HostMetadata | None = None
+    """Metadata on the host beside the boundaries: grids, target count, sample ids."""
 
     def __post_init__(self) -> None:
         if tuple(self.input_ids.shape) != (1, self.segments.total):
@@ -73,6 +73,8 @@ class PackedRow:
                 f"{list(self.input_ids.shape)}; was the batch split or concatenated on its way "
                 "(accelerate: set dispatch_batches=False)?"
             )
+        if self.facts is not None and self.facts.segments is not None:  # a row stores its boundaries once
+            object.__setattr__(self, "facts", replace(self.facts, segments=None))
 
     def __repr__(self) -> str:
         where = self.segments
@@ -82,8 +84,7 @@ class PackedRow:
         )
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PackedRow:
-        """The same on a device: tensors and media; boundaries and facts stay on the host. `non_blocking`: without
-        waiting for it."""
+        """Move tensors and media to a device; boundaries and metadata stay on the host."""
         return moved(self, device, non_blocking=non_blocking)
 
     @property
@@ -92,14 +93,14 @@ class PackedRow:
         return self.segments.padding_mask(self.input_ids.device)[None]
 
     @property
-    def known_facts(self) -> BatchFacts:
-        """`facts`; where there are none, what the boundaries tell."""
-        return self.facts or BatchFacts(lengths=self.segments.lengths[: self.segments.num_samples])
+    def known_facts(self) -> HostMetadata:
+        """`facts`; where there are none, those that follow from the boundaries."""
+        return self.facts or HostMetadata(lengths=self.segments.lengths[: self.segments.num_samples])
 
     def to_hf(self) -> dict[str, Any]:
         """A dictionary for a DataLoader and for `model(**batch)` of a model with packing enabled.
 
-        Labels are given back unshifted, with each segment's first one masked, so that a trainer which counts
+        Labels are unshifted again, with each segment's first one masked, so that a trainer which counts
         `labels[..., 1:]` counts every target once. A model without packing refuses it (`OnlyPacked`), unless it is one
         sample without gaps, which such a model takes as it is.
 
@@ -114,32 +115,32 @@ class PackedRow:
         return batch if alone else {**batch, "use_cache": OnlyPacked()}
 
     def step_inputs(self) -> dict[str, Any]:
-        """The same dictionary with the row's own `shift_labels` instead of labels; `input_ids` comes first."""
-        given = ("input_ids", "mm_token_type_ids", "position_ids")
+        """The same dictionary with `shift_labels` instead of labels; `input_ids` comes first."""
+        names = ("input_ids", "mm_token_type_ids", "position_ids")
         return {
-            **{name: self.__dict__[name] for name in given if self.__dict__[name] is not None},
+            **{name: self.__dict__[name] for name in names if self.__dict__[name] is not None},
             "shift_labels": self.shift_labels,
             "moe_padding_mask": self.moe_padding_mask,
             "cu_seqlens_q": self.segments.cu_seqlens(),
             "cu_seqlens_q_padded": self.segments.cu_seqlens_padded(),
             **self.extras,
             **self.media.to_hf(),
-            FACTS_KEY: replace(self.known_facts, segments=self.segments),
+            METADATA_KEY: replace(self.known_facts, segments=self.segments),
         }
 
     @classmethod
     def from_hf(cls, batch: Mapping[str, Any], *, extras: tuple[str, ...] = ()) -> PackedRow:
         """The inverse of `to_hf`.
 
-        Boundaries come from the host facts where they travel along; otherwise from `cu_seqlens_q` and
-        `cu_seqlens_q_padded` (tensors or lists), which waits for the device if they lie on one.
+        Boundaries come from the metadata on the host where it travels along; otherwise from `cu_seqlens_q` and
+        `cu_seqlens_q_padded` (tensors or lists), a host-device sync if they lie on a device.
 
         Raises:
-            LayoutError: no boundaries, impossible ones, or others than the host facts say; boundaries that leave open
-                where the padding is; `labels` and `shift_labels` that differ; token columns that are not [1, T].
+            LayoutError: no boundaries, impossible ones, or others than those of the metadata; boundaries that leave
+                open where the padding is; `labels` and `shift_labels` that differ; token columns that are not [1, T].
         """
         input_ids = batch["input_ids"]
-        facts: BatchFacts | None = batch.get(FACTS_KEY)
+        facts: HostMetadata | None = batch.get(METADATA_KEY)
         segments = facts.segments if facts is not None else None
         if segments is None:
             segments = _segments_from(batch, total=input_ids.shape[-1])
@@ -169,8 +170,8 @@ def _segments_from(batch: Mapping[str, Any], *, total: int) -> Segments:
     if real is None:
         raise LayoutError("a packed row needs its boundaries: cu_seqlens_q (and cu_seqlens_q_padded if it has gaps)")
     segments = Segments.from_boundaries(real, batch.get("cu_seqlens_q_padded"), total=total)
-    said = any(batch.get(name) is not None for name in ("cu_seqlens_q_padded", "moe_padding_mask"))
-    if segments.has_gaps and not said:
+    placed = any(batch.get(name) is not None for name in ("cu_seqlens_q_padded", "moe_padding_mask"))
+    if segments.has_gaps and not placed:
         raise LayoutError(
             f"cu_seqlens_q ends at {segments.num_tokens}, but the row is {total} tokens wide, and nothing says whether "
             "its padding lies between the samples or behind the last one: give cu_seqlens_q_padded too (the same "
@@ -180,34 +181,34 @@ def _segments_from(batch: Mapping[str, Any], *, total: int) -> Segments:
 
 
 def _check_boundaries(batch: Mapping[str, Any], segments: Segments) -> None:
-    """Boundaries that came beside the host facts say the same; those on a device are compared there."""
-    known = {
+    """Compare boundaries that came beside the metadata with it; those on a device are compared there."""
+    expected = {
         "cu_seqlens_q": (segments.real, segments.cu_seqlens),
         "cu_seqlens_q_padded": (segments.stride, segments.cu_seqlens_padded),
     }
-    for name, (on_host, on_device) in known.items():
-        given = batch.get(name)
-        if given is None:
+    for name, (on_host, on_device) in expected.items():
+        values = batch.get(name)
+        if values is None:
             continue
         message = (
-            f"{name} differs from the boundaries {list(on_host)[:9]} that the host facts ({FACTS_KEY!r}) say of the "
+            f"{name} differs from the boundaries {list(on_host)[:9]} that the host facts ({METADATA_KEY!r}) say of the "
             "row; was the batch split or concatenated on its way (accelerate: set dispatch_batches=False)? If you "
             "changed the row, leave its facts out"
         )
-        is_whole = isinstance(given, torch.Tensor) and not (given.is_floating_point() or given.is_complex())
-        if is_whole and given.shape == (len(on_host),):
-            require((given == on_device(given.device)).all(), message, LayoutError)
-        elif is_whole or checked_boundaries(given, name) != on_host:
+        is_whole = isinstance(values, torch.Tensor) and not (values.is_floating_point() or values.is_complex())
+        if is_whole and values.shape == (len(on_host),):
+            require((values == on_device(values.device)).all(), message, LayoutError)
+        elif is_whole or checked_boundaries(values, name) != on_host:
             raise LayoutError(message)
 
 
 def _shifted(batch: Mapping[str, Any], segments: Segments) -> torch.Tensor | None:
-    given, labels = batch.get("shift_labels"), batch.get("labels")
-    for name, targets in (("shift_labels", given), ("labels", labels)):
+    shifted, labels = batch.get("shift_labels"), batch.get("labels")
+    for name, targets in (("shift_labels", shifted), ("labels", labels)):
         if targets is not None and whole_numbers(targets, name).shape != (1, segments.total):
             raise LayoutError(f"{name} is {list(targets.shape)}, but the row is [1, {segments.total}]")
     if labels is None:
-        return given
+        return shifted
     check_none_on_padding(
         labels,
         segments,
@@ -215,13 +216,11 @@ def _shifted(batch: Mapping[str, Any], segments: Segments) -> torch.Tensor | Non
         "to -100 there, or give the boundary that is missing in cu_seqlens_q (and, of a row with gaps, "
         "cu_seqlens_q_padded)",
     )
-    shifted = shift_labels(labels, segments)
-    if given is not None:
-        require((shifted == given).all(), _TWO_TARGETS, LayoutError)
-    return shifted
-
-
-_TWO_TARGETS = (
-    "labels and shift_labels of the row say different things: shift_labels[t] has to be labels[t + 1] inside each "
-    "sample, and -100 at its last token and on padding; leave one of the two out"
-)
+    targets = shift_labels(labels, segments)
+    if shifted is not None:
+        message = (
+            "labels and shift_labels of the row say different things: shift_labels[t] has to be labels[t + 1] inside "
+            "each sample, and -100 at its last token and on padding; leave one of the two out"
+        )
+        require((targets == shifted).all(), message, LayoutError)
+    return targets

@@ -1,4 +1,4 @@
-"""Where every token of a packed row lives.
+"""Boundaries of a packed row (`Segments`), and the rule that sets the room of its segments (`SlotRule`).
 
 Lengths [3, 5, 2], slots a multiple of 4:
 
@@ -16,8 +16,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
+from math import lcm
 from operator import index
-from typing import Any, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
@@ -25,11 +26,145 @@ import torch
 from vlmpack.errors import LayoutError
 from vlmpack.layout import arrays
 from vlmpack.layout.device import outside_graph, to_device
-from vlmpack.layout.slots import PAD_PIECE, SlotRule, kernel_bound, missing_segments, round_up, row_width
+
+PAD_PIECE = 128
+"""A pad run longer than this is cut, for attention kernels, into pieces of this many tokens: n tokens of
+padding then cost n * 128 pairs, not n * n."""
+
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
+"""What matrix products are computed in."""
+
+ROWS_PER_BLOCK: dict[Precision, int] = {"fp32": 1, "bf16": 1, "fp16": 1, "fp8": 16, "mxfp8": 32, "nvfp4": 128}
+"""Each rank's number of tokens must be a multiple of this: low-precision products read tokens in blocks."""
+
+Layout = Literal["mirrored", "contiguous"]
+"""How a row is cut over context-parallel ranks: every segment in 2 * ranks chunks, of which a rank has one from the
+front and its mirror image from the back; or the row in as many pieces as there are ranks, wherever segments end."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SlotRule:
+    """The room that each segment, and the whole row, takes up."""
+
+    multiple: int = 1
+    """Each segment's slot is its length rounded up to a multiple of this. 1: no gaps at all."""
+    row_multiple: int = 1
+    """The row's width is rounded up to a multiple of this, on the row's tail (fp8 16, mxfp8 32, nvfp4 128)."""
+    pad_to: int | None = None
+    """A fixed row width in tokens (CUDA graphs); rows that need more are an error."""
+    max_segments: int | None = None
+    """A fixed number of segments: the final boundary is repeated up to it; more samples are an error."""
+    tail_in_slot: bool = False
+    """True: the row's tail belongs to the last sample's slot, so that slots cover the row (mirrored cuts)."""
+
+    @classmethod
+    def for_parallel(
+        cls,
+        *,
+        context: int = 1,
+        tensor: int = 1,
+        sequence_parallel: bool = False,
+        precision: Precision = "bf16",
+        layout: Layout = "contiguous",
+        pad_to: int | None = None,
+        max_segments: int | None = None,
+    ) -> SlotRule:
+        """The least room under which a row can be cut over ranks.
+
+        A contiguous cut, that of a model with packing enabled, takes slots without gaps: only the row's width is a
+        multiple of context. A mirrored cut, Megatron's, needs slots that are a multiple of lcm(2 context if context >
+        1, context * tensor under sequence parallel): Megatron-Bridge's rule, without its waste. What the number of
+        tokens on a rank has to be a multiple of, 16 (fp8), 32 (mxfp8) or 128 (nvfp4), goes on the row's tail.
+
+        Args:
+            context: context-parallel ranks.
+            tensor: tensor-parallel ranks.
+            sequence_parallel: True if tensor-parallel ranks split tokens between them outside attention.
+            precision: of the matrix products.
+            layout: how a row is cut over context-parallel ranks: `contiguous` for `enable_packing`, `mirrored` for
+                Megatron and ring attention.
+            pad_to: as the field.
+            max_segments: as the field.
+
+        Raises:
+            LayoutError: a number of ranks below 1, a precision or a layout that is not known, or a `pad_to` that
+                cannot be cut.
+        """
+        _check_ranks(context=context, tensor=tensor)
+        _check_choice("precision", precision, tuple(ROWS_PER_BLOCK))
+        _check_choice("layout", layout, ("mirrored", "contiguous"))
+        shards = context * tensor if sequence_parallel else context
+        multiple = lcm(2 * context if context > 1 else 1, shards) if layout == "mirrored" else 1
+        return cls(
+            multiple=multiple,
+            row_multiple=lcm(multiple, shards * ROWS_PER_BLOCK[precision]),
+            pad_to=pad_to,
+            max_segments=max_segments,
+            tail_in_slot=layout == "mirrored" and context > 1,
+        )
+
+    def __post_init__(self) -> None:
+        for name in ("multiple", "row_multiple", "pad_to", "max_segments"):
+            value = self.__dict__[name]
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise LayoutError(f"SlotRule.{name} must be a whole number of at least 1, got {value!r}")
+        if self.pad_to is not None and self.pad_to % self.row_multiple:
+            raise LayoutError(
+                f"SlotRule.pad_to={self.pad_to} is not a multiple of row_multiple={self.row_multiple}; "
+                f"use pad_to={round_up(self.pad_to, self.row_multiple)}"
+            )
+
+
+def _check_ranks(**ranks: int) -> None:
+    for name, count in ranks.items():
+        if not isinstance(count, int) or count < 1:
+            raise LayoutError(f"SlotRule.for_parallel: {name} counts ranks, at least 1, got {count!r}")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise LayoutError(f"SlotRule.for_parallel: {name}={value!r} is not known; use one of {', '.join(choices)}")
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `n`."""
+    return -(-n // multiple) * multiple
+
+
+def row_width(needed: int, rule: SlotRule) -> int:
+    """T: the row's width in tokens when its slots take up `needed`."""
+    if rule.pad_to is None:
+        return round_up(needed, rule.row_multiple)
+    if needed > rule.pad_to:
+        raise LayoutError(
+            f"the samples take {needed} tokens of row but pad_to={rule.pad_to}; "
+            "raise pad_to, or put fewer or shorter samples into the batch"
+        )
+    return rule.pad_to
+
+
+def missing_segments(count: int, rule: SlotRule) -> int:
+    """Number of times that the final boundary is repeated after `count` samples."""
+    if rule.max_segments is None:
+        return 0
+    if count > rule.max_segments:
+        raise LayoutError(
+            f"{count} samples but max_segments={rule.max_segments}; raise max_segments or use smaller batches"
+        )
+    return rule.max_segments - count
+
+
+def kernel_bound(total: int, rule: SlotRule) -> int | None:
+    """The most boundaries that `kernel` can have under `rule`, so that its tensor keeps one shape."""
+    if rule.max_segments is None:
+        return None
+    tails = round_up(rule.multiple - 1, PAD_PIECE) // PAD_PIECE
+    return 1 + rule.max_segments * (1 + tails) + round_up(total, PAD_PIECE) // PAD_PIECE
 
 
 def checked_boundaries(values: torch.Tensor | np.ndarray | Sequence[int], name: str) -> tuple[int, ...]:
-    """`values` as python ints, G + 1 of them for G segments. Waits for a tensor that lies on a device.
+    """Convert `values` to python ints, G + 1 of them for G segments; a host-device sync for a tensor on a device.
 
     Args:
         values: whole numbers in one dimension.
@@ -42,7 +177,7 @@ def checked_boundaries(values: torch.Tensor | np.ndarray | Sequence[int], name: 
         boundaries = tuple(index(v) for v in (values.tolist() if isinstance(values, torch.Tensor) else values))
     except TypeError:
         raise LayoutError(
-            f"{name} must be whole numbers in a tensor [segments + 1], a list or a tuple; got {_described(values)}"
+            f"{name} must be whole numbers in a tensor [segments + 1], a list or a tuple; got {_seen(values)}"
         ) from None
     if len(boundaries) < 2 or boundaries[0] != 0:
         raise LayoutError(f"{name} must start at 0 and hold at least two boundaries, got {list(boundaries)[:6]}")
@@ -52,7 +187,7 @@ def checked_boundaries(values: torch.Tensor | np.ndarray | Sequence[int], name: 
     return boundaries
 
 
-def _described(values: object) -> str:
+def _seen(values: object) -> str:
     if isinstance(values, torch.Tensor | np.ndarray):
         return f"{values.dtype} {list(values.shape)}"
     return f"{type(values).__name__} {values!r}"[:80]
@@ -61,9 +196,9 @@ def _described(values: object) -> str:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """The boundaries of one packed row: python ints on the host, and int32 tensors made from them once a device.
+    """The boundaries of one packed row: python ints on the host, and int32 tensors derived from them once a device.
 
-    No property reads a device tensor, so none can make the host wait for the device.
+    No property reads a device tensor, so none needs a host-device sync.
     """
 
     lengths: tuple[int, ...]
@@ -71,13 +206,13 @@ class Segments:
     slots: tuple[int, ...]
     """Tokens of row that each segment takes up, `slots[i] >= lengths[i]`."""
     total: int
-    """Width T of the row, at least `sum(slots)`; what is over is the row's tail and belongs to no sample."""
+    """Width T of the row, at least `sum(slots)`; the rest is the row's tail and belongs to no sample."""
     num_samples: int
     """The leading segments that are samples; those after them are repeated final boundaries."""
     num_kernel_boundaries: int | None = None
     """Fixed length of `kernel` (the final boundary is repeated up to it), for CUDA graphs."""
 
-    # ------------------------------------------------------------------ making one
+    # ------------------------------------------------------------------ constructors
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], rule: SlotRule | None = None) -> Segments:
@@ -120,7 +255,7 @@ class Segments:
     ) -> Segments:
         """Read segments back from cumulative boundaries (`cu_seqlens_q`, `cu_seqlens_q_padded`).
 
-        Waits for tensors that lie on a device, as nothing else here does.
+        A host-device sync for tensors that lie on a device, the only one here.
 
         Args:
             real: cumulative real tokens, G + 1 values from 0.
@@ -157,7 +292,7 @@ class Segments:
         slots = (*self.slots[:last], self.slots[last] + tail, *self.slots[last + 1 :])
         return replace(self, slots=slots) if tail else self
 
-    # ------------------------------------------------------------------ facts on the host
+    # ------------------------------------------------------------------ on the host
 
     @cached_property
     def real(self) -> tuple[int, ...]:
@@ -210,7 +345,7 @@ class Segments:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether any position of the row is padding."""
+        """True if any position of the row is padding."""
         return self.num_tokens != self.total
 
     @property
@@ -263,7 +398,7 @@ class Segments:
 
     @cached_property
     def _tensors(self) -> dict[tuple[Hashable, torch.device], torch.Tensor]:
-        """Not a field: whoever rebuilds a dataclass field by field (FSDP's mixed precision) starts without tensors."""
+        """Not a field, so that a dataclass rebuilt field by field (FSDP's mixed precision) starts without tensors."""
         return {}
 
     @outside_graph
@@ -272,14 +407,14 @@ class Segments:
 
     @outside_graph
     def derived(self, key: Hashable, device: torch.device | str, make: Callable[[], np.ndarray]) -> torch.Tensor:
-        """What `make` gives, on `device`: an index that follows from the boundaries, made once under this key."""
+        """Return what `make` returns, on `device`: an index derived from the boundaries, computed once per key."""
         place = (key, torch.device(device))
         if place not in self._tensors:
             self._tensors[place] = to_device(make(), place[1])
         return self._tensors[place]
 
     def __getstate__(self) -> dict[str, Any]:
-        """What follows from the fields is made again on the other side: a DataLoader worker ships a few ints."""
+        """Pickle the fields alone: a DataLoader worker ships a few ints, and derived tensors are computed again."""
         return {field.name: self.__dict__[field.name] for field in fields(self)}
 
 

@@ -27,8 +27,8 @@ import torch
 
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout import (
-    FACTS_KEY,
     IGNORE,
+    METADATA_KEY,
     Media,
     PackedRow,
     Segments,
@@ -90,7 +90,7 @@ def from_megatron(batch: Mapping[str, Any], *, extras: Sequence[str] = ()) -> Pa
         LayoutError: another format than thd, boundaries that cannot be or that contradict the row, its facts or its
             padding; a loss mask that is no mask; targets on padding.
     """
-    tokens, facts = batch["tokens"], batch.get(FACTS_KEY)
+    tokens, facts = batch["tokens"], batch.get(METADATA_KEY)
     params = batch["packed_seq_params"]
     _check_format(params)
     if facts is not None and facts.segments is not None:
@@ -215,8 +215,8 @@ def _check_facts(params: Any, segments: Segments) -> None:
     query, padded = params.cu_seqlens_q, params.cu_seqlens_q_padded
     message = (
         f"packed_seq_params has neither the real boundaries {list(slots.real)[:9]} nor the slots "
-        f"{list(slots.stride)[:9]} that the host facts ({FACTS_KEY!r}) say of the row; if you changed the row, leave "
-        "its facts out"
+        f"{list(slots.stride)[:9]} that the host facts ({METADATA_KEY!r}) say of the row; if you changed the row, "
+        "leave its facts out"
     )
     if any(given is not None and given.shape != (len(slots.real),) for given in (query, padded)):
         raise LayoutError(message)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import Layout, Segments, outside_graph, stretches
+from vlmpack.layout import Layout, Segments, outside_graph, ranges
 
 
 @final
@@ -178,7 +178,7 @@ class Partition:
         starts_G = np.asarray(self.segments.stride[:-1], np.int64)
         chunks_G = np.asarray(self.segments.slots, np.int64) // (2 * self.ranks)
         mirrors_G2 = starts_G[:, None] + chunks_G[:, None] * [rank, 2 * self.ranks - 1 - rank]
-        return stretches(mirrors_G2.ravel(), np.repeat(chunks_G, 2))
+        return ranges(mirrors_G2.ravel(), np.repeat(chunks_G, 2))
 
     def _place(self) -> np.ndarray:
         place = np.empty(self.segments.total, np.int64)
@@ -201,7 +201,7 @@ class Partition:
 
     def _keys_index(self, rank: int) -> np.ndarray:
         starts, stops = self._key_spans(rank)
-        return stretches(starts, stops - starts)
+        return ranges(starts, stops - starts)
 
     def _make_local_segments(self, rank: int) -> Segments:
         whole = self.segments

@@ -8,7 +8,7 @@ from typing import final
 
 import torch
 
-from vlmpack.layout import BatchFacts, Media, PackedRow, Segments, host_grids
+from vlmpack.layout import HostMetadata, Media, PackedRow, Segments, host_grids
 from vlmpack.parallel.media import MediaShare
 from vlmpack.parallel.partition import Layout, Partition
 
@@ -38,7 +38,7 @@ class LocalRow:
     """Which rank computes which image."""
     videos: MediaShare
     """Which rank computes which video."""
-    facts: BatchFacts | None = None
+    facts: HostMetadata | None = None
     """What the host knows of the whole row; `num_targets` is that of all ranks."""
 
     @property

@@ -21,7 +21,7 @@ from vlmpack.plan.lengths import (
 )
 from vlmpack.plan.packing_buffer import LOOK_AHEAD, ROWS_BUFFERED, PackingBuffer
 from vlmpack.plan.plan import Plan
-from vlmpack.plan.planner import ALIASES, STRATEGIES, middle, plan_bins, small_letters, split_rows, strategy_name
+from vlmpack.plan.planner import ALIASES, STRATEGIES, middle, plan_bins, split_rows, strategy_name
 from vlmpack.plan.simulation import CAPACITIES, PaddedRecipe, Padding, Simulation, simulate
 
 __all__ = [
@@ -59,7 +59,6 @@ __all__ = [
     "refuse_too_large",
     "round_up",
     "simulate",
-    "small_letters",
     "split_rows",
     "strategy_name",
     "summary",

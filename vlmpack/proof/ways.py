@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vlmpack.families import Family
-from vlmpack.layout import FACTS_KEY, PackedRow, PaddedBatch, Segments, SlotRule, pack
+from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch, Segments, SlotRule, pack
 from vlmpack.proof.circumstances import TIGHT, Circumstance
 from vlmpack.proof.outcome import Outcome, backward, outcome_of, take_gradients, target_losses, without_routers
 from vlmpack.proof.samples import ProbeSample, batch_of, joined_media, offsets_of
@@ -132,7 +132,7 @@ class Packed:
         device, items = device_of(self.step.model), self.circumstance.items(samples)
         inputs = self.given(samples).to(device).to_hf()
         if not self.circumstance.facts:
-            inputs.pop(FACTS_KEY, None)
+            inputs.pop(METADATA_KEY, None)
         if items is not None:
             inputs["num_items_in_batch"] = torch.tensor(items, device=device)
         output: Any = self.step.model(**inputs, output_logits=True, **asked)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vlmpack.layout import Wait, recorded_waits
+from vlmpack.layout import HostSync, recorded_syncs
 
 PROOF = Path(__file__).parent
 HOME = PROOF.parent
@@ -121,7 +121,7 @@ class Waits:
     others: int = 0
     """How many are in the model's own code."""
 
-    def note(self, wait: Wait) -> None:
+    def note(self, wait: HostSync) -> None:
         """One more. The line of the proof that calls `backward` is not meant: it names nobody's operation."""
         file = Path(wait.file)
         if file.is_relative_to(HOME) and not file.is_relative_to(PROOF):
@@ -134,7 +134,7 @@ class Waits:
 def counted_waits(device: torch.device) -> Iterator[Waits]:
     """Count while something runs: on CUDA PyTorch itself says when it waits; on a CPU, what would have to."""
     waits = Waits()
-    with recorded_waits(device) as recorded:
+    with recorded_syncs(device) as recorded:
         try:
             yield waits
         finally:

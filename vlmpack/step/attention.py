@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vlmpack.attention import AttentionCall, choose
 from vlmpack.errors import BackendError, ConfigError
 from vlmpack.families import Family
-from vlmpack.layout import FACTS_KEY, Segments, outside_graph
+from vlmpack.layout import METADATA_KEY, Segments, outside_graph
 from vlmpack.step.context import CONTEXT, RowContext
 from vlmpack.step.subclass import is_subclassed
 from vlmpack.step.unpacked import warn_past_the_forward
@@ -302,7 +302,7 @@ AttentionInterface.register(VISION, _vision_attention)
 
 def check_not_bypassed(kwargs: dict[str, Any]) -> None:
     """transformers hands keywords that nobody took down to every layer: boundaries that arrive here were ignored."""
-    if kwargs.get(FACTS_KEY) is not None or kwargs.get("cu_seqlens_q") is not None:
+    if kwargs.get(METADATA_KEY) is not None or kwargs.get("cu_seqlens_q") is not None:
         raise ConfigError(
             "the batch reached the attention layers without passing through the packed forward, which would mix its "
             "samples: the model's forward was replaced, or its backbone called directly, after enable_packing (Liger's "

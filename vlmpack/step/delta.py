@@ -1,7 +1,7 @@
 """Gated delta layers see one sample at a time: convolution and recurrence start anew in every segment of a row.
 
 With flash-linear-attention, whose kernel starts anew at given boundaries, a row goes through the layer in one call,
-with zeros between its segments for the convolution (`layout.spaced`). Otherwise it is cut into right-padded batches of
+with zeros between its segments for the convolution (`layout.Spaced`). Otherwise it is cut into right-padded batches of
 samples of like length, or into single samples, whichever costs less (`layout.buckets`), and the layer is run on each.
 
     row       a a a .  b b b b b . . .  c c . .

@@ -14,8 +14,8 @@ from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families import Family
 from vlmpack.layout import (
     IGNORE,
-    BatchFacts,
     Buckets,
+    HostMetadata,
     PackedRow,
     Segments,
     SlotRule,
@@ -137,7 +137,7 @@ def run_row(
 def _result(
     hidden: torch.Tensor,
     row: PackedRow,
-    facts: BatchFacts,
+    facts: HostMetadata,
     share: Share,
     head: nn.Module,
     config: StepConfig,
@@ -212,7 +212,7 @@ def _logprobs(
     return target_logprobs(hidden[0].index_select(0, index), labels[0].index_select(0, index), head, chunk=chunk)
 
 
-def _work(segments: Segments, facts: BatchFacts, delta: Buckets | Spaced | None, pairs: int) -> Work:
+def _work(segments: Segments, facts: HostMetadata, delta: Buckets | Spaced | None, pairs: int) -> Work:
     return Work(
         real_tokens=segments.num_tokens,
         physical_tokens=segments.total,

@@ -14,9 +14,9 @@ from transformers.utils.generic import ModelOutput
 from vlmpack.errors import ConfigError, LayoutError, check_kind
 from vlmpack.families import Family
 from vlmpack.layout import (
-    FACTS_KEY,
     IGNORE,
-    BatchFacts,
+    METADATA_KEY,
+    HostMetadata,
     OnlyPacked,
     PackedRow,
     PaddedBatch,
@@ -85,7 +85,7 @@ def plain_forward(model: nn.Module, own_forward: Callable[..., Any], inputs: dic
     if model.training and not is_generating(model):
         warn_of_padding(inputs["attention_mask"], reason)
     with passed_on():
-        return own_forward(**{name: value for name, value in inputs.items() if name not in (FACTS_KEY, SINK)})
+        return own_forward(**{name: value for name, value in inputs.items() if name not in (METADATA_KEY, SINK)})
 
 
 @around_graph
@@ -220,9 +220,9 @@ _WHOLE = ("input_ids", "labels", "shift_labels")
 
 
 def _is_row(inputs: dict[str, Any]) -> bool:
-    facts: BatchFacts | None = inputs.get(FACTS_KEY)
+    facts: HostMetadata | None = inputs.get(METADATA_KEY)
     if facts is not None:
-        check_kind(FACTS_KEY, facts, BatchFacts, "the collator's: leave it out of a batch of your own")
+        check_kind(METADATA_KEY, facts, HostMetadata, "the collator's: leave it out of a batch of your own")
     return inputs.get("cu_seqlens_q") is not None or (facts is not None and facts.segments is not None)
 
 

@@ -15,8 +15,8 @@ from vlmpack.errors import LayoutError
 from vlmpack.families import Family
 from vlmpack.layout import (
     IGNORE,
-    BatchFacts,
     Grid,
+    HostMetadata,
     PackedRow,
     Segments,
     check_is_tensor,
@@ -35,7 +35,7 @@ from vlmpack.step.whole import MediaCall
 
 
 @outside_graph
-def known_facts(row: PackedRow) -> BatchFacts:
+def known_facts(row: PackedRow) -> HostMetadata:
     """The row's host facts; grids that only a tensor knows are read from it, which waits for the device once."""
     facts, media = row.known_facts, row.media
     facts = replace(
@@ -68,7 +68,7 @@ def backbone_inputs(
     family: Family,
     model: nn.Module,
     row: PackedRow,
-    facts: BatchFacts,
+    facts: HostMetadata,
     share: Share,
     *,
     backend: str,
@@ -130,7 +130,7 @@ def backbone_inputs(
     }
 
 
-def _vision_segments(family: Family, facts: BatchFacts, hf_config: Any) -> VisionSegments:
+def _vision_segments(family: Family, facts: HostMetadata, hf_config: Any) -> VisionSegments:
     calls = [grids for grids in (facts.image_grids, facts.video_grids) if grids]
     return VisionSegments(segments for grids in calls for segments in family.vision_segments(grids, hf_config))
 

@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout import FACTS_KEY, require
+from vlmpack.layout import METADATA_KEY, require
 
 SINK = "vlmpack_sink"
 """The keyword under which `PackedStep` asks for the whole `StepResult`."""
@@ -16,11 +16,11 @@ _BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_q_padded", "rope_cu_seqlens", "moe_pa
 _TOKENS = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "mm_token_type_ids")
 _MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
-ROW_KEYS = (*_BOUNDARIES, FACTS_KEY, "use_cache", "output_logits")
+ROW_KEYS = (*_BOUNDARIES, METADATA_KEY, "use_cache", "output_logits")
 """What a packed row brings with it, or a batch asks for, that the model's own forward may not have."""
 
 _WANTED = ("output_logits", "output_hidden_states")
-_BATCH_KEYS = frozenset((*_TOKENS, *_MEDIA, *_BOUNDARIES, "num_items_in_batch", *_WANTED, FACTS_KEY, SINK))
+_BATCH_KEYS = frozenset((*_TOKENS, *_MEDIA, *_BOUNDARIES, "num_items_in_batch", *_WANTED, METADATA_KEY, SINK))
 
 _OUTPUTS = ("output_attentions", "output_router_logits")
 _GENERATION = ("past_key_values", "inputs_embeds", "use_cache", "logits_to_keep", "mm_encoder_outputs", "rope_deltas")
@@ -46,7 +46,7 @@ def check_boundaries_kept(inputs: dict[str, Any]) -> None:
         raise ConfigError(f"{', '.join(lost)} {_MIXED}")
     if inputs["attention_mask"] is not None:
         return
-    if inputs.get(FACTS_KEY) is not None:
+    if inputs.get(METADATA_KEY) is not None:
         raise LayoutError(
             "a padded batch came without its attention_mask, so its padding would be attended to; keep the 2D mask "
             "that the collator made"

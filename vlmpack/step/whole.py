@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from vlmpack.families import Family, FeatureForm
-from vlmpack.layout import BatchFacts, PackedRow, Segments
+from vlmpack.layout import HostMetadata, PackedRow, Segments
 from vlmpack.parallel import Attend
 
 OnRow = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -34,7 +34,7 @@ class MediaCall:
     """The model with its head."""
     row: PackedRow
     """The whole row, on the model's device."""
-    facts: BatchFacts
+    facts: HostMetadata
     """What the host knows of it."""
     types: torch.Tensor
     """[1, T]: 0 text, 1 image, 2 video."""

@@ -17,11 +17,11 @@ from transformers import Seq2SeqTrainingArguments, Trainer, TrainingArguments, d
 from transformers.trainer_utils import SchedulerType
 
 from vlmpack.collate import CONVERSATION_COLUMNS, MEDIA_COLUMNS, ProcessorFacts, VLMCollator
-from vlmpack.columns import RowCollator
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.loading import PackedStream
 from vlmpack.offline import PackedDataset
 from vlmpack.step import find_model, is_packing, packing_state
+from vlmpack.text import RowCollator
 from vlmpack.trainer import of_trl
 from vlmpack.trainer.metrics import LossMetrics
 from vlmpack.trainer.packed_trainer import PackedTrainer

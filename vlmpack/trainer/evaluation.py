@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from vlmpack.errors import ConfigError
-from vlmpack.layout import FACTS_KEY
+from vlmpack.layout import METADATA_KEY
 from vlmpack.plan import Plan, Refused
 from vlmpack.step import PackedStep, StepResult, Work, disable_packing, is_packing
 from vlmpack.trainer.held_out import Collator, HeldOutLoader, MapStyle, hold_out
@@ -153,7 +153,7 @@ class Account:
         row = next(self._rows, None)
         if row is None:
             return
-        present = self._present(row, batch[FACTS_KEY].sample_ids if FACTS_KEY in batch else (), result)
+        present = self._present(row, batch[METADATA_KEY].sample_ids if METADATA_KEY in batch else (), result)
         self._places += present
         self._refused += [_left_out(place) for place in row if place not in present]
         self._work.update(asdict(result.work))
@@ -168,7 +168,7 @@ class Account:
         if len(result.sample_targets) != len(row):
             raise ConfigError(
                 f"of samples {list(row)} there are only {len(result.sample_targets)} in the batch, and it does not say "
-                "which; let the collator name them in BatchFacts.sample_ids, as VLMCollator does"
+                "which; let the collator name them in HostMetadata.sample_ids, as VLMCollator does"
             )
         return list(row)
 

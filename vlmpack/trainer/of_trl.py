@@ -14,8 +14,8 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from vlmpack.collate import VLMCollator
-from vlmpack.columns import RowCollator
 from vlmpack.errors import SampleError
+from vlmpack.text import RowCollator
 
 
 def check_loss(trainer: Trainer) -> Iterator[str]:

@@ -14,7 +14,7 @@ from vlmpack.bench.figure import Figure, Target
 from vlmpack.bench.settings import BenchSettings
 from vlmpack.bench.timing import alternate, one_thread
 from vlmpack.bench.workload import on_device
-from vlmpack.layout import IGNORE, BatchFacts, PaddedBatch, lengths_from_mask, pack
+from vlmpack.layout import IGNORE, HostMetadata, PaddedBatch, lengths_from_mask, pack
 
 CASE = "pack"
 FROM_MASK = Target(limit=3.0, better="lower")
@@ -42,7 +42,7 @@ def measure_pack(settings: BenchSettings, shapes: PackShapes) -> list[Figure]:
         batch = long_batch(samples, width, ratio=shapes.ratio, seed=settings.seed)
         batch = on_device(batch, settings.device)
         lengths = lengths_from_mask(batch.attention_mask).lengths
-        told = replace(batch, facts=BatchFacts(lengths=lengths, num_targets=sum(lengths) - len(lengths)))
+        told = replace(batch, facts=HostMetadata(lengths=lengths, num_targets=sum(lengths) - len(lengths)))
         sources = list(batch.to_hf().values())
         targets = [torch.empty_like(source) for source in sources]
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar, final
 import torch
 
 from vlmpack.bench.environment import version_of
-from vlmpack.layout import recorded_waits
+from vlmpack.layout import recorded_syncs
 
 R = TypeVar("R")
 
@@ -113,7 +113,7 @@ class Cuda:
     def waits(self, function: Callable[[], object]) -> list[str]:
         """See `Device`. What a backward pass waits for is named by the line that called `backward`."""
         self.wait()
-        with recorded_waits(torch.device("cuda")) as waits:
+        with recorded_syncs(torch.device("cuda")) as waits:
             function()
         self.wait()
         return [wait.place for wait in waits]
@@ -151,7 +151,7 @@ class Cpu:
 
     def waits(self, function: Callable[[], object]) -> list[str]:
         """See `Device`. What would make the host wait, where the paths of an accelerator are taken."""
-        with recorded_waits(torch.device("cpu")) as waits:
+        with recorded_syncs(torch.device("cpu")) as waits:
             function()
         return [wait.place for wait in waits]
 

@@ -10,8 +10,8 @@ import torch
 from vlmpack.bench.peers.contest import Sample, Way, read_row
 from vlmpack.bench.peers.work import PeerWork
 from vlmpack.collate import VLMCollator
-from vlmpack.columns import RowCollator
 from vlmpack.layout import PackedRow
+from vlmpack.text import RowCollator
 
 
 def rows_joined(features: Sequence[Mapping[str, Any]]) -> Way:

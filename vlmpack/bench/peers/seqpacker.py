@@ -9,8 +9,8 @@ from typing import Any
 from vlmpack.bench.cases.plan import LENGTH_SETS
 from vlmpack.bench.peers.contest import Contest, Peer, Sample, Way, read_row
 from vlmpack.bench.peers.work import PeerWork
-from vlmpack.columns import packed_collate_fn
 from vlmpack.plan import plan_bins
+from vlmpack.text import packed_collate_fn
 
 
 def _collate(torch_utils: ModuleType, work: PeerWork) -> Sequence[Contest]:

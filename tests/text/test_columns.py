@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from text.naive import naive_rows
 
-from vlmpack.columns.fill import RowFormat, Rows, fill_rows
-from vlmpack.columns.naive import naive_rows
-from vlmpack.columns.packer import Packer
-from vlmpack.columns.samples import Samples
 from vlmpack.errors import ConfigError
 from vlmpack.plan import plan_bins
+from vlmpack.text.columns import RowFormat, Rows, fill_rows
+from vlmpack.text.samples import Samples
+from vlmpack.text.seqpacker import Packer
 
 COLUMNS = ("input_ids", "labels", "position_ids")
 

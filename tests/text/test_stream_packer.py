@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from vlmpack.columns import Pack, StreamPacker, pack_sequences
 from vlmpack.errors import ConfigError, SampleError
+from vlmpack.text import Pack, StreamPacker, pack_sequences
 
 
 def streamed(lengths: list[int], capacity: int, strategy: str) -> list[Pack]:

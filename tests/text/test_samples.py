@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from vlmpack.columns.samples import Samples
 from vlmpack.errors import ConfigError, SampleError
+from vlmpack.text.samples import Samples
 
 IDS = [[7, 7, 7], [8, 8], [9, 9, 9, 9]]
 

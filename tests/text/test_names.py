@@ -10,7 +10,7 @@ import pytest
 from training import arguments, logged
 from transformers import Trainer
 
-import vlmpack.columns
+import vlmpack.text
 from vlmpack.families.tiny import tiny_model
 
 HEAVY = ("torch", "transformers", "datasets", "pyarrow")
@@ -68,8 +68,9 @@ assert stream.sequences_added == len(token_ids)
 
 def run(script: str, **names) -> dict:
     """Run a script of SeqPacker's with our imports."""
-    imports = script.replace("import seqpacker", "import vlmpack.columns as seqpacker")
-    exec(imports.replace("from seqpacker", "from vlmpack.columns"), names)
+    for module in ("seqpacker.hf_utils", "seqpacker.torch_utils", "seqpacker"):
+        script = script.replace(f"from {module} import", "from vlmpack.text.seqpacker import")
+    exec(script.replace("import seqpacker\n", "import vlmpack.text.seqpacker as seqpacker\n"), names)
     return names
 
 
@@ -95,24 +96,23 @@ def test_a_planning_script_runs(given) -> None:
 
 
 def test_every_name_of_seqpacker_is_in_its_place() -> None:
-    from vlmpack.columns import hf_utils, torch_utils
-
     top = {"__version__", "Pack", "PackMetrics", "PackResult", "Packer", "StreamPacker", "pack_sequences"}
-    assert top <= set(vlmpack.columns.__all__)
-    assert {"pack_dataset", "pack_dataset_from_result"} <= set(vars(hf_utils))
-    assert {"PackedBatch", "pack_result_to_tensors", "packed_collate_fn"} <= set(vars(torch_utils))
+    data_sets = {"pack_dataset", "pack_dataset_from_result"}
+    tensors = {"PackedBatch", "pack_result_to_tensors", "packed_collate_fn"}
+    for module in (vlmpack.text, vlmpack.text.seqpacker):
+        assert top | data_sets | tensors <= set(vars(module))
 
 
 def test_every_public_name_can_be_imported_from_the_room() -> None:
-    for name in vlmpack.columns.__all__:
-        assert eval(f"columns.{name}", {"columns": vlmpack.columns}) is not None
+    for name in vlmpack.text.__all__:
+        assert eval(f"text.{name}", {"text": vlmpack.text}) is not None
     with pytest.raises(AttributeError, match="no attribute 'pack_everything'"):
-        _ = vlmpack.columns.pack_everything
+        _ = vlmpack.text.pack_everything
 
 
 @pytest.mark.parametrize(
     ("code", "loaded"),
-    [("from vlmpack.columns import pack_sequences\npack_sequences([1], 2)", ""), ("import pyarrow", "pyarrow")],
+    [("from vlmpack.text import pack_sequences\npack_sequences([1], 2)", ""), ("import pyarrow", "pyarrow")],
 )
 def test_planning_brings_in_nothing_heavy(code: str, loaded: str) -> None:
     report = f"{code}\nimport sys\nprint(*(name for name in {HEAVY} if name in sys.modules))"
@@ -121,9 +121,9 @@ def test_planning_brings_in_nothing_heavy(code: str, loaded: str) -> None:
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch) -> None:
-    from vlmpack.columns import hf_utils
     from vlmpack.errors import ConfigError
+    from vlmpack.text import columns
 
-    monkeypatch.setattr(hf_utils, "find_spec", lambda name: None)
+    monkeypatch.setattr(columns, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'vlmpack\[data\]'"):
-        hf_utils.pack_dataset([[1]], 2)
+        vlmpack.text.pack_dataset([[1]], 2)

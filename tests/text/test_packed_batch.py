@@ -6,11 +6,11 @@ import pickle
 
 import pytest
 import torch
+from text.naive import seqpacker_columns
 from torch.utils.data import DataLoader
 
-from vlmpack.columns import pack_dataset, pack_result_to_tensors, pack_sequences, packed_collate_fn
-from vlmpack.columns.naive import seqpacker_columns
 from vlmpack.errors import ConfigError, SampleError
+from vlmpack.text import pack_dataset, pack_result_to_tensors, pack_sequences, packed_collate_fn
 
 IDS = [[10, 20, 30], [40, 50], [60, 70, 80, 90], [100]]
 LENGTHS = [3, 2, 4, 1]
@@ -141,7 +141,7 @@ def test_padding_of_a_tokenizer_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"labels": [1, 2], "loss_mask": [1, 1]}, "sample 1: has labels and loss_mask, and each says what is to be"),
+        ({"labels": [1, 2], "loss_mask": [1, 1]}, "sample 1: has labels and loss_mask, and each marks what is to be"),
         ({"attention_mask": [1, 2]}, "sample 1: has 2 in attention_mask"),
         ({"attention_mask": [0, 1]}, "sample 1: .* pad on the right"),
         ({"attention_mask": [1]}, "sample 1: has 2 input_ids, but 1 of attention_mask"),
@@ -156,7 +156,7 @@ def test_columns_that_contradict_each_other_are_refused(columns, message: str) -
 
 def test_all_samples_of_a_batch_say_it_by_the_same_column() -> None:
     samples = [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1, 2], "loss_mask": [1, 1]}]
-    with pytest.raises(ConfigError, match="1 of 2 samples have labels, 1 of 2 samples have loss_mask; say by one of"):
+    with pytest.raises(ConfigError, match="1 of 2 samples have labels, 1 of 2 samples have loss_mask; mark by one of"):
         packed_collate_fn(6)(samples)
 
 

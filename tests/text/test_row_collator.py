@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from vlmpack.columns import RowCollator, pack_dataset
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.layout import FACTS_KEY, PackedRow
+from vlmpack.layout import METADATA_KEY, PackedRow
+from vlmpack.text import RowCollator, pack_dataset
 
 IDS = [[10, 20, 30], [40, 50], [60, 70, 80, 90]]
 
@@ -27,7 +27,7 @@ def test_padding_is_left_out_and_boundaries_are_kept() -> None:
     assert (batch["labels"] == -100).sum() == 3
     assert batch["position_ids"][batch["labels"] == -100].tolist() == [0, 0, 0]
     assert batch["use_cache"] is False
-    assert batch[FACTS_KEY].num_targets == 6
+    assert batch[METADATA_KEY].num_targets == 6
 
 
 @pytest.mark.parametrize("settings", [{"attention_mask": "padding"}, {"seq_lengths": True}, {"pad_to_capacity": False}])
@@ -113,7 +113,10 @@ SIX = [1, 2, 3, 4, 5, 6]
         ({"attention_mask": [1, 1, 2, 2, 0, 0]}, "has 2 in attention_mask, which is 1 on tokens and 0 on padding"),
         ({"attention_mask": [1, 1, 1, 1, -1, 0]}, "has -1 in attention_mask"),
         ({"loss_mask": [0, 1, 2, 1, 1, 1]}, "has 2 in loss_mask, which is 1 on tokens that are learnt and 0"),
-        ({"labels": SIX, "completion_mask": [1] * 6}, "labels and completion_mask, and each says what is to be learnt"),
+        (
+            {"labels": SIX, "completion_mask": [1] * 6},
+            "labels and completion_mask, and each marks what is to be learnt",
+        ),
         ({"completion_mask": [1] * 6, "assistant_masks": [1] * 6}, "completion_mask and assistant_masks, and each"),
         ({"loss_mask": [1] * 5}, "6 input_ids, but 5 of loss_mask"),
     ],

@@ -7,9 +7,9 @@ import pickle
 import numpy as np
 import pytest
 
-from vlmpack.columns import Pack, Packer, PackMetrics, pack_sequences
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan import ALIASES, STRATEGIES, plan_bins
+from vlmpack.text import Pack, Packer, PackMetrics, pack_sequences
 
 LENGTHS = [1000, 800, 600, 500, 400, 300, 200, 100]
 LONG_NAMES = (

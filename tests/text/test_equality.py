@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equality import Alone, alone_through, check_gradients, check_outputs, gradients, limits_of
+from text.naive import seqpacker_columns
 from torch.utils.data import DataLoader
 from training import Gradients, arguments, logged
 from transformers import Trainer, default_data_collator
 
-from vlmpack.columns import RowCollator, pack_dataset, pack_result_to_tensors, pack_sequences, packed_collate_fn
-from vlmpack.columns.naive import seqpacker_columns
 from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
 from vlmpack.step import PackedStep, enable_packing
+from vlmpack.text import RowCollator, pack_dataset, pack_result_to_tensors, pack_sequences, packed_collate_fn
 from vlmpack.trainer import loss_metrics
 
 CAPACITY = 16

@@ -6,12 +6,12 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from text.naive import naive_rows
 from transformers import default_data_collator
 
-from vlmpack.columns import hf_utils, pack_dataset, pack_dataset_from_result, pack_sequences
-from vlmpack.columns.naive import naive_rows
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan import plan_bins
+from vlmpack.text import columns, pack_dataset, pack_dataset_from_result, pack_sequences
 
 IDS = [[10, 20, 30], [40, 50], [60, 70, 80, 90], [100]]
 FOUR = ["input_ids", "attention_mask", "labels", "position_ids"]
@@ -117,7 +117,7 @@ def test_blocks_of_rows_join_without_a_seam(monkeypatch) -> None:
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, 99, n).tolist() for n in rng.integers(1, 30, 200)]
     whole = pack_dataset(ids, 31, seq_lengths=True, attention_mask="padding")
-    monkeypatch.setattr(hf_utils, "BLOCK", 100)
+    monkeypatch.setattr(columns, "BLOCK", 100)
     parts = pack_dataset(ids, 31, seq_lengths=True, attention_mask="padding")
     assert parts.data.column("labels").num_chunks > 3 > whole.data.column("labels").num_chunks
     assert parts[:] == whole[:]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from vlmpack.layout import Wait, on_host, recorded_waits, to_device
+from vlmpack.layout import HostSync, on_host, recorded_syncs, to_device
 
 CPU = torch.device("cpu")
 X = torch.arange(6.0)
@@ -18,8 +18,8 @@ MASK = X > 2
 TIMES = torch.tensor([1, 0, 2, 1, 3, 1])
 
 
-def waits_of(function: Callable[[], Any]) -> list[Wait]:
-    with recorded_waits(CPU) as waits:
+def waits_of(function: Callable[[], Any]) -> list[HostSync]:
+    with recorded_syncs(CPU) as waits:
         function()
     return waits
 
@@ -124,7 +124,7 @@ def test_the_line_that_asked_is_named() -> None:
 
 
 def test_the_cpu_plays_a_device_only_while_waits_are_recorded() -> None:
-    with recorded_waits(CPU):
+    with recorded_syncs(CPU):
         assert not on_host(X)
     assert on_host(X)
 
@@ -136,7 +136,7 @@ def test_cuda_waits_where_the_cpu_says_so(what: str, monkeypatch: pytest.MonkeyP
     for name in ("X", "MASK", "TIMES"):
         monkeypatch.setitem(globals(), name, globals()[name].cuda())
     before = torch.cuda.get_sync_debug_mode()
-    with recorded_waits(torch.device("cuda")) as waits:
+    with recorded_syncs(torch.device("cuda")) as waits:
         WAITING[what][1]()
     assert {wait.file for wait in waits} == {__file__}
     assert torch.cuda.get_sync_debug_mode() == before
@@ -148,6 +148,6 @@ def test_cuda_waits_where_the_cpu_says_so(what: str, monkeypatch: pytest.MonkeyP
 def test_nor_does_cuda_where_it_says_not(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("X", "MASK", "TIMES"):
         monkeypatch.setitem(globals(), name, globals()[name].cuda())
-    with recorded_waits(torch.device("cuda")) as waits:
+    with recorded_syncs(torch.device("cuda")) as waits:
         NOT_WAITING[what]()
     assert waits == []
