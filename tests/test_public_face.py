@@ -15,7 +15,7 @@ import vlmpack
 PUBLIC = [
     "BackendError",
     "Budget",
-    "Ceiling",
+    "SkipLimit",
     "ConfigError",
     "CostModel",
     "Evaluation",

@@ -106,7 +106,7 @@ def pack(
 
     from vlmpack.cli.inputs import InputOptions, open_inputs
     from vlmpack.cli.pack_table import print_store, told
-    from vlmpack.collate import Ceiling
+    from vlmpack.collate import SkipLimit
     from vlmpack.layout import SlotRule
     from vlmpack.offline import StoreSettings, write_rows
 
@@ -121,8 +121,8 @@ def pack(
         overlength=overlength, image_root=image_root,
     )  # fmt: skip
     slots = SlotRule(multiple=pad_seq_to_mult, max_segments=max_segments)
-    ceiling = None if max_bad_fraction is None else Ceiling(max_bad_fraction=max_bad_fraction)
-    inputs = open_inputs(options, train_on=train_on, on_bad=on_bad, ceiling=ceiling, slots=slots)
+    skip_limit = None if max_bad_fraction is None else SkipLimit(max_bad_fraction=max_bad_fraction)
+    inputs = open_inputs(options, train_on=train_on, on_bad=on_bad, skip_limit=skip_limit, slots=slots)
     if images == "reference":
         _check_files(inputs)
     with told(Console(stderr=True)) as progress:
@@ -146,7 +146,7 @@ def _check_files(inputs: Inputs) -> None:
     dataset = undecoded(inputs.dataset)
     for place in range(min(LOOKED_AT, len(dataset))):
         try:
-            for visual in inputs.collator.outline(dataset[place], place).images:
+            for visual in inputs.collator.measure(dataset[place], place).images:
                 if visual.source is not None:
                     stored_image(visual.source.source, "reference", inputs.collator.limits)
         except (SampleError, ImageError):

@@ -19,7 +19,7 @@ from vlmpack.collate.columns import Markers
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import OVERLENGTH, Encoded, Overlength, TrainOn, fit
 from vlmpack.collate.processor_metadata import read_processor
-from vlmpack.collate.skipped import Ceiling, Ledger
+from vlmpack.collate.skipped import SkipLimit, SkipLog
 from vlmpack.data import ImageLimits
 from vlmpack.errors import ConfigError, Refusal, SampleError, VlmpackError, check_kind
 from vlmpack.layout import PackedRow, PaddedBatch, SlotRule, round_up
@@ -48,8 +48,8 @@ class VLMCollator:
             in a sample that has no such column; "places": always places, so that one without its medium is refused;
             "text": always text.
         on_bad: "raise" stops at the first bad sample, "skip" leaves it out, counts it and writes it down.
-        ledger: path of a JSON-lines file for refused samples; None: they are only counted.
-        ceiling: how many skipped samples are too many; None: `Ceiling()`.
+        skip_log: path of a JSON-lines file for refused samples; None: they are only counted.
+        skip_limit: how many skipped samples are too many; None: `SkipLimit()`.
         limits: caps for images, read from their headers before decoding.
         vocab_size: token ids are below this; None: the tokenizer's number of entries.
         pixel_dtype: what pixels are stored as (bfloat16 halves their bytes); None: float32, as the processor gives.
@@ -72,8 +72,8 @@ class VLMCollator:
         train_on: TrainOn = "assistant",
         markers: Markers = "auto",
         on_bad: OnBad = "raise",
-        ledger: str | Path | None = None,
-        ceiling: Ceiling | None = None,
+        skip_log: str | Path | None = None,
+        skip_limit: SkipLimit | None = None,
         limits: ImageLimits | None = None,
         vocab_size: int | None = None,
         pixel_dtype: torch.dtype | None = None,
@@ -86,8 +86,8 @@ class VLMCollator:
         _check_choice("on_bad", on_bad, get_args(OnBad))
         _check_lengths(layout, slots, max_length, overlength)
         _check_pixels(pixel_dtype, pixel_buffers)
-        if ceiling is not None:
-            check_kind("ceiling", ceiling, Ceiling, "Ceiling(max_bad_fraction=0.05)")
+        if skip_limit is not None:
+            check_kind("skip_limit", skip_limit, SkipLimit, "SkipLimit(max_bad_fraction=0.05)")
         self.layout = layout
         self.slots = slots or SlotRule()
         self.max_length = max_length
@@ -99,32 +99,32 @@ class VLMCollator:
         self.pixel_dtype = pixel_dtype
         self.buffers = PixelBuffers(pixel_buffers)
         self.processor = processor
-        self.facts = read_processor(processor, vocab_size=vocab_size)
-        self.ledger = Ledger(ledger, ceiling=ceiling)
+        self.metadata = read_processor(processor, vocab_size=vocab_size)
+        self.skip_log = SkipLog(skip_log, limit=skip_limit)
         """Counts of given, used and refused samples, by reason."""
         self._encoder = Encoder(
             processor=processor,
-            facts=self.facts,
+            metadata=self.metadata,
             limits=self.limits,
             train_on=train_on,
             markers=markers,
-            name_unread=self.ledger.name_unread,
+            name_unread=self.skip_log.name_unread,
             max_length=max_length,
         )
 
     def __repr__(self) -> str:
-        names = ("layout", "slots", "max_length", "overlength", "train_on", "on_bad", "ledger")
+        names = ("layout", "slots", "max_length", "overlength", "train_on", "on_bad", "skip_log")
         given = (f"{name}={self.__dict__[name]!r}" for name in names if self.__dict__[name] not in (None, SlotRule()))
         return f"VLMCollator({type(self.processor).__name__}, {', '.join(given)})"
 
     def __call__(self, features: Sequence[Mapping[str, Any] | SampleError]) -> dict[str, Any]:
-        """The batch as a dictionary for `model(**batch)`, host facts under the key "vlmpack"."""
+        """The batch as a dictionary for `model(**batch)`, host metadata under the key "vlmpack"."""
         return self.collate(features).to_hf()
 
     def collate(self, features: Sequence[Mapping[str, Any] | SampleError]) -> PaddedBatch | PackedRow:
         """The batch as an object. A feature may be an error, as an `OpenDataset` gives it: it is refused as any other.
 
-        `facts.sample_ids` names the samples that are in it, by their own id (`id` or `sample_id`) or else by their
+        `metadata.sample_ids` names the samples that are in it, by their own id (`id` or `sample_id`) or else by their
         place in `features`. It is empty where there are none, because every sample was refused or no features were
         given (an empty row of a sampler): then the batch holds one smallest image with nothing to learn
         (`num_targets` 0), so that this rank still makes its step.
@@ -132,48 +132,48 @@ class VLMCollator:
         Raises:
             SampleError: a sample cannot be used and `on_bad` is "raise"; says which, what was seen and what to do.
             ConfigError: no sample of this kind can be used, such as all without a known column, and `on_bad` is
-                "raise"; or more were refused than the ceiling allows.
+                "raise"; or more were refused than the skip limit allows.
             LayoutError: the samples do not fit the fixed sizes of `slots`.
         """
         if isinstance(features, Mapping):
             raise ConfigError("collate makes a batch of a list of samples, got one sample: give [sample]")
         return self._assemble(partial(self._encoded, feature, index) for index, feature in enumerate(features))
 
-    def outline(self, feature: Mapping[str, Any], index: int | None = None, *, estimate: bool = False) -> Encoded:
+    def measure(self, feature: Mapping[str, Any], index: int | None = None, *, estimate: bool = False) -> Encoded:
         """One sample without its pixels: token ids, labels, and the grid of each image from its header.
 
         What `collate` would make of the sample, `max_length` included, in a small part of the time. Damage to an
-        image that its header does not show is found by `materialise`. The ledger does not count it.
+        image that its header does not show is found by `decode`. The log of skipped samples does not count it.
 
         Args:
             feature: a sample dict.
             index: its place in the data set, for errors and as its id where it has none of its own.
             estimate: count one token for each square of an image's own pixels, begun ones included, whatever the
-                processor's bounds and rule are. Nothing can be materialised from that.
+                processor's bounds and rule are. It cannot be decoded.
 
         Raises:
             SampleError: the sample cannot be used, whatever `on_bad` says.
             ConfigError: no sample of this kind can be used and `on_bad` is "raise", or images cannot be measured with
                 this processor.
         """
-        sample = self._checked(feature, index, lambda: self._fitted(self._encoder.outline(feature, estimate=estimate)))
+        sample = self._checked(feature, index, lambda: self._fitted(self._encoder.measure(feature, estimate=estimate)))
         return sample if index is None else _with_id(sample, index)
 
     def length(self, feature: Mapping[str, Any]) -> int:
-        """Tokens that a sample takes up in a row, its whole slot, as `outline` tells: `length` of a `PackedStream`.
+        """Return the tokens of a sample's slot in a row, as `measure` counts them: `length` of a `PackedStream`.
 
         A sample that `collate` leaves out takes up the smallest slot, so that a stream hands it over and it is counted.
 
         Raises:
-            SampleError, ConfigError: as `outline`; the first only if `on_bad` is "raise".
+            SampleError, ConfigError: as `measure`; the first only if `on_bad` is "raise".
         """
-        outcome = self._outcome(lambda: self.outline(feature))
+        outcome = self._outcome(lambda: self.measure(feature))
         if isinstance(outcome, SampleError) and self._is_fatal(outcome):
             raise outcome
         return round_up(outcome.num_tokens if isinstance(outcome, Encoded) else 1, self.slots.multiple)
 
-    def materialise(self, outlines: Sequence[Encoded]) -> PaddedBatch | PackedRow:
-        """The batch of samples that `outline` gave: their media are read and cut into patches now.
+    def decode(self, samples: Sequence[Encoded]) -> PaddedBatch | PackedRow:
+        """The batch of samples that `measure` returned: their media are read and cut into patches now.
 
         Equal to `collate` of the same samples. A sample whose media cannot be used, or have changed since, is treated
         as `on_bad` says; media that `overlength="truncate"` cut off are not looked at again.
@@ -181,7 +181,7 @@ class VLMCollator:
         Raises:
             SampleError, ConfigError, LayoutError: as `collate`.
         """
-        return self._assemble(partial(self._filled, outline, index) for index, outline in enumerate(outlines))
+        return self._assemble(partial(self._filled, sample, index) for index, sample in enumerate(samples))
 
     def leaves_out(self, reason: str) -> bool:
         """Whether a sample refused for this reason is left out because the settings say so, not because it is bad."""
@@ -202,7 +202,7 @@ class VLMCollator:
         """The batch. Samples whose pixels turn out to be broken as they are joined become errors in `outcomes`."""
         usable = [(at, sample) for at, sample in enumerate(outcomes) if isinstance(sample, Encoded)]
         try:
-            return self._joined([_with_id(sample, at) for at, sample in usable] or [filler(self.facts)])
+            return self._joined([_with_id(sample, at) for at, sample in usable] or [filler(self.metadata)])
         except BrokenPixels as broken:
             for at, sample in usable:
                 if has_broken_pixels(sample):
@@ -212,7 +212,7 @@ class VLMCollator:
 
     def _joined(self, samples: Sequence[Encoded]) -> PaddedBatch | PackedRow:
         settings: dict[str, Any] = {
-            "pad_token_id": self.facts.pad_token_id,
+            "pad_token_id": self.metadata.pad_token_id,
             "pixel_dtype": self.pixel_dtype,
             "buffers": self.buffers,
         }
@@ -228,18 +228,18 @@ class VLMCollator:
             raise SampleError(feature.detail, index=index, reason=feature.reason, sample_id=place) from feature
         return self._checked(feature, index, lambda: self._fitted(self._encoder.encode(feature)))
 
-    def _filled(self, outline: Encoded, index: int) -> Encoded:
-        named = {} if outline.sample_id is None else {"id": outline.sample_id}
-        return self._checked(named, index, lambda: self._encoder.fill(outline))
+    def _filled(self, sample: Encoded, index: int) -> Encoded:
+        named = {} if sample.sample_id is None else {"id": sample.sample_id}
+        return self._checked(named, index, lambda: self._encoder.decode(sample))
 
     def _fitted(self, sample: Encoded) -> Encoded:
-        return fit(sample, self.facts, max_length=self.max_length, overlength=self.overlength)
+        return fit(sample, self.metadata, max_length=self.max_length, overlength=self.overlength)
 
     def _checked(self, feature: Mapping[str, Any], index: int | None, make: Callable[[], Encoded]) -> Encoded:
         """What `make` gives, under the sample's own id; its refusal names the sample."""
         sample_id = None
         try:
-            sample_id = own_id(feature)
+            sample_id = sample_id_of(feature)
             sample = make()
         except VlmpackError:
             raise
@@ -257,11 +257,11 @@ class VLMCollator:
     # ------------------------------------------------------------------ the account
 
     def _count(self, outcomes: Iterable[Encoded | SampleError]) -> None:
-        """Tell the ledger; raises the first error that is not to be skipped."""
-        with self.ledger.at_once():
+        """Tell the log of skipped samples; raises the first error that is not to be skipped."""
+        with self.skip_log.at_once():
             for kind, group in groupby(outcomes, key=type):
                 if kind is Encoded:
-                    self.ledger.use(len(list(group)))
+                    self.skip_log.use(len(list(group)))
                     continue
                 for error in group:
                     assert isinstance(error, SampleError)
@@ -269,12 +269,12 @@ class VLMCollator:
 
     def _count_bad(self, error: SampleError) -> None:
         if self._is_fatal(error):
-            self.ledger.note(error)
+            self.skip_log.note(error)
             raise error
         if self.leaves_out(error.reason):
-            self.ledger.note(error)
+            self.skip_log.note(error)
         else:
-            self.ledger.refuse(error)
+            self.skip_log.refuse(error)
 
     def _outcome(self, make: Callable[[], Encoded]) -> Encoded | SampleError:
         """A sample, or why there is none: without its traceback, which would hold on to all that holds the error.
@@ -311,7 +311,7 @@ def _with_id(sample: Encoded, index: int) -> Encoded:
     return sample if sample.sample_id is not None else replace(sample, sample_id=index)
 
 
-def own_id(feature: Any) -> int | str | None:
+def sample_id_of(feature: Any) -> int | str | None:
     """The id that a sample brings with it (`id` or `sample_id`); None: it brings none."""
     if not isinstance(feature, Mapping):
         return None

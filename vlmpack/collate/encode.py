@@ -28,7 +28,7 @@ from vlmpack.collate.encoded import (
     tokens_of,
 )
 from vlmpack.collate.media import MediaReader
-from vlmpack.collate.processor_metadata import ProcessorFacts, parts_of
+from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.collate.tokenised import read_tokenised, token_types
 from vlmpack.data import ImageLimits
 from vlmpack.errors import ConfigError, Refusal
@@ -50,7 +50,7 @@ class Encoder:
 
     processor: Any
     """The Qwen processor."""
-    facts: ProcessorFacts
+    metadata: ProcessorMetadata
     """What was read from it."""
     limits: ImageLimits
     """Caps for images and frames."""
@@ -72,7 +72,7 @@ class Encoder:
         """
         return self._encode(feature, partial(self._media.cut_each, most=self.max_length))
 
-    def outline(self, feature: Any, *, estimate: bool = False) -> Encoded:
+    def measure(self, feature: Any, *, estimate: bool = False) -> Encoded:
         """The same without pixels, which are left where they are: images and videos are only measured, or estimated.
 
         Raises:
@@ -82,30 +82,30 @@ class Encoder:
         read = self._media.estimate if estimate else self._media.measure
         return self._encode(feature, partial(_each, read))
 
-    def fill(self, outline: Encoded) -> Encoded:
-        """An outline with its pixels: equal to the encoded sample.
+    def decode(self, sample: Encoded) -> Encoded:
+        """A measured sample with its pixels: equal to the encoded sample.
 
         Raises:
             Refusal: an image or video cannot be used, or is not what was measured.
         """
-        return self._media.fill(outline)
+        return self._media.decode(sample)
 
     def _encode(self, feature: Any, read: Callable[..., tuple[Visual, ...]]) -> Encoded:
         if not isinstance(feature, Mapping):
             raise Refusal("bad_row", f"a sample must be a mapping of columns, got a {type(feature).__name__}")
         if feature.get("input_ids") is not None:
-            sample = read_tokenised(feature, self.facts, train_on=self.train_on)
+            sample = read_tokenised(feature, self.metadata, train_on=self.train_on)
             self._check_unread(feature, has_media=bool(sample.images or sample.videos), texts=())
         else:
-            conversation = read_conversation(feature, has_vision=self.facts.has_vision, markers=self.markers)
+            conversation = read_conversation(feature, has_vision=self.metadata.has_vision, markers=self.markers)
             has_media = bool(conversation.images or conversation.videos)
             self._check_unread(feature, has_media=has_media, texts=conversation.plain or tuple(conversation.texts()))
             sample = self._encode_conversation(conversation, read)
-        check_sample(sample, self.facts)
+        check_sample(sample, self.metadata)
         return sample
 
     def _check_unread(self, feature: Mapping[str, Any], *, has_media: bool, texts: Sequence[str]) -> None:
-        columns = check_unread(feature, has_media=has_media or not self.facts.has_vision, texts=texts)
+        columns = check_unread(feature, has_media=has_media or not self.metadata.has_vision, texts=texts)
         if columns and self.name_unread is not None and (new := self.name_unread(columns)):
             warnings.warn(
                 f"samples have columns that nothing reads: {', '.join(new)}; this is said once",
@@ -122,8 +122,8 @@ class Encoder:
             ids, spans = self._chat(conversation, images, videos)
         return Encoded(
             input_ids=ids,
-            labels=make_labels(ids, self.facts, spans=None if self.train_on == "all" else spans),
-            types=token_types(ids, self.facts),
+            labels=make_labels(ids, self.metadata, spans=None if self.train_on == "all" else spans),
+            types=token_types(ids, self.metadata),
             images=images,
             videos=videos,
         )
@@ -131,14 +131,14 @@ class Encoder:
     @cached_property
     def _media(self) -> MediaReader:
         image_processor = parts_of(self.processor).image_processor
-        return MediaReader(image_processor=image_processor, facts=self.facts, limits=self.limits)
+        return MediaReader(image_processor=image_processor, metadata=self.metadata, limits=self.limits)
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        return ChatTemplate(processor=self.processor, takes_parts=self.facts.has_vision)
+        return ChatTemplate(processor=self.processor, takes_parts=self.metadata.has_vision)
 
     def _check_can_see(self, conversation: Conversation) -> None:
-        if (conversation.images or conversation.videos) and not self.facts.has_vision:
+        if (conversation.images or conversation.videos) and not self.metadata.has_vision:
             raise Refusal(
                 "no_vision",
                 f"it has {len(conversation.images)} image(s) and {len(conversation.videos)} video(s), but a tokenizer "
@@ -153,7 +153,7 @@ class Encoder:
         Templates that write XML put the angle brackets around a name: `<|im_end|` is as good as the token.
         """
         typed = conversation.texts() if conversation.plain is None else conversation.plain[1:]
-        reserved = self.facts.reserved if conversation.plain is None else self.facts.reserved_media
+        reserved = self.metadata.reserved if conversation.plain is None else self.metadata.reserved_media
         for text in typed:
             found = next((token for token in reserved if token in f"<{text}>"), None)
             if found is not None:
@@ -170,7 +170,7 @@ class Encoder:
         ids = self._expand(self._template.render(conversation), images, videos)
         if self.train_on == "all":
             return ids, []
-        spans = assistant_spans(ids, self.facts)
+        spans = assistant_spans(ids, self.metadata)
         self._check_turns(spans, sum(message["role"] == "assistant" for message in conversation.messages))
         if conversation.trained_turns is None:
             return ids, spans
@@ -197,14 +197,14 @@ class Encoder:
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """(ids, learnt span) of prompt and completion, tokenised apart as generation will do it; the end is learnt."""
         prompt, completion = self._marked(plain[0], images, videos), plain[1]
-        if not completion.rstrip().endswith(self.facts.eos_token):
-            completion += self.facts.eos_token
+        if not completion.rstrip().endswith(self.metadata.eos_token):
+            completion += self.metadata.eos_token
         before, after = self._expand(prompt, images, videos), self._ids(completion)
         return np.concatenate((before, after)), [(len(before), len(before) + len(after))]
 
     def _marked(self, prompt: str, images: Sequence[Visual], videos: Sequence[Visual]) -> str:
         """A plain prompt with its `<image>` and `<video>` as placeholders, if it does not hold these itself."""
-        kinds = (("image", self.facts.image_token, len(images)), ("video", self.facts.video_token, len(videos)))
+        kinds = (("image", self.metadata.image_token, len(images)), ("video", self.metadata.video_token, len(videos)))
         for kind, token, count in kinds:
             marker = f"<{kind}>"
             if not count or token in prompt or self.markers == "text":
@@ -215,7 +215,7 @@ class Encoder:
                     f"its prompt holds {marker!r} {prompt.count(marker)} time(s) for {count} {kind}(s); write one for "
                     "each, where it belongs in the text, or give prompt and completion as lists of messages",
                 )
-            prompt = prompt.replace(marker, f"{self.facts.vision_start}{token}{self.facts.vision_end}")
+            prompt = prompt.replace(marker, f"{self.metadata.vision_start}{token}{self.metadata.vision_end}")
         return prompt
 
     def _ids(self, text: str) -> np.ndarray:
@@ -227,14 +227,14 @@ class Encoder:
 
     def _expand(self, text: str, images: Sequence[Visual], videos: Sequence[Visual]) -> np.ndarray:
         """Tokenise text with one placeholder an image, then repeat each as often as its grid needs."""
-        if self.facts.frame_timestamps:
+        if self.metadata.frame_timestamps:
             text = self._write_frames(text, videos)
         ids = self._ids(text)
         counts = np.ones(len(ids), np.int64)
         media: tuple[tuple[Kind, Sequence[Visual]], ...] = (("image", images), ("video", videos))
         for kind, visuals in media:
-            needed = [n for visual in visuals for n in tokens_of(visual, self.facts, kind=kind)]
-            at = np.flatnonzero(ids == self.facts.token_id(kind))
+            needed = [n for visual in visuals for n in tokens_of(visual, self.metadata, kind=kind)]
+            at = np.flatnonzero(ids == self.metadata.token_id(kind))
             if len(at) != len(needed):
                 raise Refusal(
                     "placeholder_mismatch",
@@ -246,15 +246,15 @@ class Encoder:
 
     def _write_frames(self, text: str, videos: Sequence[Visual]) -> str:
         """As `Qwen3VLProcessor.replace_video_token`: each frame between vision tokens, its time before them."""
-        facts = self.facts
-        hole = f"{facts.vision_start}{facts.video_token}{facts.vision_end}"
+        metadata = self.metadata
+        hole = f"{metadata.vision_start}{metadata.video_token}{metadata.vision_end}"
         written = iter(["".join(f"<{time:.1f} seconds>{hole}" for time in video.timestamps) for video in videos])
-        if text.count(facts.video_token) != len(videos):
+        if text.count(metadata.video_token) != len(videos):
             raise Refusal(
                 "placeholder_mismatch",
-                f"its text has {text.count(facts.video_token)} video placeholder(s) for {len(videos)} video(s)",
+                f"its text has {text.count(metadata.video_token)} video placeholder(s) for {len(videos)} video(s)",
             )
-        return re.sub(re.escape(facts.video_token), lambda _: next(written), text)
+        return re.sub(re.escape(metadata.video_token), lambda _: next(written), text)
 
 
 def _each(read: Callable[..., Visual], refs: Sequence[MediaRef], *, kind: Kind) -> tuple[Visual, ...]:

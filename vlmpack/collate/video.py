@@ -113,7 +113,7 @@ def load_video(
     return VideoPatches(pixel_values=pixel_values, grid=grid, **_times(element, grid[0], settings.temporal_patch_size))
 
 
-def outline_video(
+def measure_video(
     element: Mapping[str, Any], *, settings: VideoSettings, limits: ImageLimits = DEFAULT_LIMITS
 ) -> VideoPatches:
     """The same without patches, from the headers of the frames.

@@ -1,4 +1,4 @@
-"""Which patches attend to which in a vision tower, as host facts: so that no block has to ask the device.
+"""Which patches attend to which in a vision tower, as host metadata: so that no block has to ask the device.
 
 A tower attends within one frame of one image; some blocks of Qwen2.5-VL within a window of it.
 """

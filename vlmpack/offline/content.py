@@ -31,7 +31,7 @@ KEY_BYTES = 16
 def settings_key(collator: VLMCollator, *, estimate: bool = False) -> bytes:
     """A digest of everything besides the samples themselves that decides lengths."""
     parts = parts_of(collator.processor)
-    facts = {**asdict(collator.facts), "newline_ids": sorted(collator.facts.newline_ids)}
+    metadata = {**asdict(collator.metadata), "newline_ids": sorted(collator.metadata.newline_ids)}
     return _digest(
         {
             "versions": [RULES, version("transformers"), version("tokenizers")],
@@ -40,7 +40,7 @@ def settings_key(collator: VLMCollator, *, estimate: bool = False) -> bytes:
             "special_tokens": {name: str(token) for name, token in parts.tokenizer.special_tokens_map.items()},
             "tokenizer": _tokenizer(parts.tokenizer),
             "image_processor": None if parts.image_processor is None else parts.image_processor.to_dict(),
-            "facts": facts,
+            "metadata": metadata,
             "limits": asdict(collator.limits),
             "collator": [collator.train_on, collator.max_length, collator.overlength, collator.markers],
             "estimate": estimate,

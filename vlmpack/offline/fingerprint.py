@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vlmpack.collate import ProcessorFacts, VLMCollator, parts_of
+from vlmpack.collate import ProcessorMetadata, VLMCollator, parts_of
 
 Fingerprint = dict[str, Any]
 """Parts by name, as JSON has them; texts and vocabularies by their digests."""
@@ -31,14 +31,14 @@ TOKENS = (
     "frame_timestamps",
     "seconds_per_grid",
 )
-"""Of the facts that a collator read."""
+"""Of the metadata that a collator read."""
 PROBE = "The total is 75,000 Rp.\n\n  Größe 3½\u3000合計：１２３円 👍🏽 <|im_start|>user\nfoo_bar\t\\n 1e-5"
 """A text on whose tokens tokenizers of one vocabulary may still differ: merges, numbers, spaces, normalisation."""
 
 
 def fingerprint(collator: VLMCollator) -> Fingerprint:
     """The parts of a collator's processor."""
-    facts, parts = collator.facts, parts_of(collator.processor)
+    metadata, parts = collator.metadata, parts_of(collator.processor)
     tokenizer = parts.tokenizer
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
     template = collator.processor.chat_template
@@ -46,8 +46,8 @@ def fingerprint(collator: VLMCollator) -> Fingerprint:
         "vocabulary": _digest(vocabulary),
         "tokenizer": _digest(json.dumps(tokenizer(PROBE)["input_ids"])),
         "chat_template": None if template is None else _digest(json.dumps(template)),
-        "tokens": {name: facts.__dict__[name] for name in TOKENS},
-        "images": _image_settings(parts.image_processor, facts) if facts.has_vision else None,
+        "tokens": {name: metadata.__dict__[name] for name in TOKENS},
+        "images": _image_settings(parts.image_processor, metadata) if metadata.has_vision else None,
     }
 
 
@@ -61,7 +61,7 @@ def differences(stored: Mapping[str, Any], seen: Mapping[str, Any], name: str = 
             yield f"{path} was {json.dumps(one)} and is {json.dumps(other)}"
 
 
-def _image_settings(image_processor: Any, facts: ProcessorFacts) -> dict[str, Any]:
+def _image_settings(image_processor: Any, metadata: ProcessorMetadata) -> dict[str, Any]:
     settings = image_processor.to_dict()
     size = image_processor.size
     return {
@@ -70,9 +70,9 @@ def _image_settings(image_processor: Any, facts: ProcessorFacts) -> dict[str, An
         "max_pixels": size["longest_edge"],
         "image_mean": [float(value) for value in image_processor.image_mean],
         "image_std": [float(value) for value in image_processor.image_std],
-        "patch_size": facts.patch_size,
-        "merge_size": facts.merge_size,
-        "temporal_patch_size": facts.temporal_patch_size,
+        "patch_size": metadata.patch_size,
+        "merge_size": metadata.merge_size,
+        "temporal_patch_size": metadata.temporal_patch_size,
     }
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from vlmpack.collate import Encoded, VLMCollator, own_id
+from vlmpack.collate import Encoded, VLMCollator, sample_id_of
 from vlmpack.data import StoredRows
 from vlmpack.errors import SampleError, check_kind
 from vlmpack.loading import MapStyle, check_samples, sample_at
@@ -51,7 +51,7 @@ def measure_lengths(
     """The lengths of all samples, exactly as `collator.collate` will make them, in a small part of the time.
 
     Text is rendered and tokenised; of an image the header is read, and the processor's rule says how many tokens it
-    will have. `max_length` and `overlength` of the collator apply. Its ledger and ceiling do not: samples that cannot
+    will have. `max_length` and `overlength` of the collator apply. Its skip log and limit do not: samples that cannot
     be used are listed in `LengthTable.refused`, the too long ones among them. Damage behind a header is not seen.
 
     A `datasets.Dataset` that has no format of its own is read without decoding its images.
@@ -132,7 +132,7 @@ class Measurer:
     """Measures parts of a data set, in whichever process it finds itself."""
 
     collator: VLMCollator
-    """Makes the outlines."""
+    """Measures the samples."""
     estimate: bool
     """Whether images are estimated only."""
     cache: LengthCache | None
@@ -150,19 +150,19 @@ class Measurer:
         if self.cache is None:
             return None
         collator = self.collator
-        seen = {"has_vision": collator.facts.has_vision, "markers": collator.markers}
+        seen = {"has_vision": collator.metadata.has_vision, "markers": collator.markers}
         return sample_key(sample, self.settings, collator.limits, **seen)
 
     def _found(self, sample: Any, key: bytes | None, known: Mapping[bytes, Entry]) -> Found:
         if isinstance(sample, SampleError):
             return Found(entry=_refusal(sample), sample_id=sample.sample_id, key=None, is_new=False)
         if key is not None and key in known:
-            return Found(entry=known[key], sample_id=own_id(sample), key=key, is_new=False)
+            return Found(entry=known[key], sample_id=sample_id_of(sample), key=key, is_new=False)
         try:
-            entry = lengths_of(self.collator.outline(sample, 0, estimate=self.estimate))
+            entry = lengths_of(self.collator.measure(sample, 0, estimate=self.estimate))
         except SampleError as error:
             entry = _refusal(error)
-        return Found(entry=entry, sample_id=own_id(sample), key=key, is_new=True)
+        return Found(entry=entry, sample_id=sample_id_of(sample), key=key, is_new=True)
 
 
 def _refusal(error: SampleError) -> Entry:

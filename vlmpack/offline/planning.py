@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from vlmpack.collate import Ledger, VLMCollator, own_id
+from vlmpack.collate import SkipLog, VLMCollator, sample_id_of
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import SlotRule
 from vlmpack.loading import MapStyle, sample_at
@@ -35,21 +35,21 @@ def check_refused(table: LengthTable, collator: VLMCollator) -> None:
 
     Raises:
         SampleError: a sample was refused, and `on_bad` is "raise".
-        ConfigError: more were refused than the ledger's ceiling allows, or all.
+        ConfigError: more were refused than the skip limit allows, or all.
     """
-    ledger = Ledger(ceiling=collator.ledger.ceiling)
+    skip_log = SkipLog(limit=collator.skip_log.limit)
     refused = {one.index: one for one in table.refused}
-    with ledger.at_once():
+    with skip_log.at_once():
         for before, place in pairwise([-1, *sorted(refused), table.given]):
             if place - before > 1:
-                ledger.use(place - before - 1)
+                skip_log.use(place - before - 1)
             if place == table.given:
                 break
             error = _error(refused[place])
             if collator.leaves_out(error.reason):
-                ledger.note(error)
+                skip_log.note(error)
             elif collator.on_bad == "skip":
-                ledger.refuse(error)
+                skip_log.refuse(error)
             else:
                 raise _with_count(error, len(table.refused))
     if not len(table):
@@ -108,7 +108,7 @@ def _refuse_too_large(
 
 def _id_at(dataset: MapStyle, place: int) -> int | str | None:
     """The id that a sample brings: a table of lengths keeps those of refused samples only."""
-    return own_id(sample_at(dataset, place))
+    return sample_id_of(sample_at(dataset, place))
 
 
 # ---------------------------------------------------------------------- what it comes to

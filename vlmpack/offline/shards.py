@@ -1,4 +1,4 @@
-"""One file of rows: its samples are read, outlined and written, row after row."""
+"""One file of rows: its samples are read, measured and written, row after row."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ShardWriter:
     dataset: MapStyle
     """Samples by place."""
     collator: VLMCollator
-    """Makes outlines of them."""
+    """Measures the samples."""
     folder: WorkFolder
     """Of the store."""
     images: Images
@@ -99,7 +99,7 @@ class ShardWriter:
         return pyarrow().Table.from_pylist([{name: record[name] for name in columns.names}], schema=columns)
 
     def _sample(self, feature: Any, place: int, measured: tuple[int, int]) -> Encoded:
-        sample = self.collator.outline(feature, place)
+        sample = self.collator.measure(feature, place)
         seen = (sample.num_tokens, sample.num_targets)
         if seen != measured:
             tokens, targets = (f"{count} tokens, {learnt} of them learnt" for count, learnt in (seen, measured))

@@ -21,7 +21,7 @@ from typing import Any, final
 
 from PIL import Image
 
-from vlmpack.collate import VLMCollator, own_id, read_conversation
+from vlmpack.collate import VLMCollator, read_conversation, sample_id_of
 from vlmpack.data import (
     ImageError,
     ImageLimits,
@@ -60,8 +60,8 @@ def sample_digest(sample: Any, collator: VLMCollator) -> str:
 def _conversation(sample: Any, collator: VLMCollator) -> bytes:
     if not isinstance(sample, Mapping) or sample.get("input_ids") is not None:
         raise TypeError("no conversation")
-    row = read_conversation(sample, has_vision=collator.facts.has_vision)
-    text = [own_id(sample), row.messages, row.plain, row.trained_turns, row.template_options]
+    row = read_conversation(sample, has_vision=collator.metadata.has_vision)
+    text = [sample_id_of(sample), row.messages, row.plain, row.trained_turns, row.template_options]
     media = [[_medium(ref.source, collator.limits), ref.options] for ref in (*row.images, *row.videos)]
     return json.dumps([*text, len(row.images), media], default=plain, separators=(",", ":")).encode()
 

@@ -29,7 +29,7 @@ from vlmpack.step.attention import check_reached
 from vlmpack.step.balance import Balance, RouterSettings, RouterStatistics, router_statistics
 from vlmpack.step.context import CONTEXT
 from vlmpack.step.head import target_logprobs, target_positions
-from vlmpack.step.inputs import backbone_inputs, known_facts
+from vlmpack.step.inputs import backbone_inputs, known_metadata
 from vlmpack.step.result import StepResult, Work, sums_by_sample
 from vlmpack.step.shared import Share, share_of
 
@@ -96,9 +96,9 @@ def run_row(
         hidden_states: also return hidden states, [1, T, D] of each layer: all, or as transformers lets one choose.
         balance: also compute the routers' load-balancing loss; it becomes part of the loss if the row has targets.
     """
-    facts = known_facts(row)
+    metadata = known_metadata(row)
     share = share_of(row, parallel)
-    inputs = backbone_inputs(family, model, row, facts, share, backend=config.attention, rope_segments=rope_segments)
+    inputs = backbone_inputs(family, model, row, metadata, share, backend=config.attention, rope_segments=rope_segments)
     recorded = balance or config.z_loss_coef > 0
     if family.experts is not None:
         inputs.update(output_router_logits=recorded, return_dict=True)  # whatever the configuration says
@@ -114,11 +114,11 @@ def run_row(
             output.router_logits, hidden, row.segments, settings, share=share, family=family, model=model
         )
     pairs = family.attended_pairs(row.segments, model.config)
-    work = _work(row.segments, facts, inputs[CONTEXT].delta, pairs)
+    work = _work(row.segments, metadata, inputs[CONTEXT].delta, pairs)
     result = _result(
         hidden,
         row,
-        facts,
+        metadata,
         share,
         family.head(model),
         config,
@@ -137,7 +137,7 @@ def run_row(
 def _result(
     hidden: torch.Tensor,
     row: PackedRow,
-    facts: HostMetadata,
+    metadata: HostMetadata,
     share: Share,
     head: nn.Module,
     config: StepConfig,
@@ -151,10 +151,10 @@ def _result(
     labels = row.shift_labels
     if labels is None:
         labels = torch.full_like(row.input_ids, IGNORE)
-        facts = replace(facts, num_targets=0)
+        metadata = replace(metadata, num_targets=0)
     message = "shift_labels has targets on padding, which belongs to no sample; set them to -100 there"
     check_none_on_padding(labels, row.segments, message)  # of a row that was made by hand
-    index = target_positions(labels, facts.num_targets)
+    index = target_positions(labels, metadata.num_targets)
     own_index = share.targets(index)
     own_logprobs = _logprobs(hidden, share.own(labels), own_index, head, config.head_chunk)
     logprobs = share.all_targets(own_logprobs, own_index, index)
@@ -212,11 +212,11 @@ def _logprobs(
     return target_logprobs(hidden[0].index_select(0, index), labels[0].index_select(0, index), head, chunk=chunk)
 
 
-def _work(segments: Segments, facts: HostMetadata, delta: Buckets | Spaced | None, pairs: int) -> Work:
+def _work(segments: Segments, metadata: HostMetadata, delta: Buckets | Spaced | None, pairs: int) -> Work:
     return Work(
         real_tokens=segments.num_tokens,
         physical_tokens=segments.total,
         attended_pairs=pairs,
-        vision_patches=sum(map(prod, (*facts.image_grids, *facts.video_grids))),
+        vision_patches=sum(map(prod, (*metadata.image_grids, *metadata.video_grids))),
         delta_tokens=0 if delta is None else delta.tokens,
     )

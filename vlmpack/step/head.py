@@ -37,7 +37,7 @@ def target_positions(shift_labels: torch.Tensor, num_targets: int | None) -> tor
 
 _MISCOUNTED = (
     "the host counted {} targets but the row has another number; labels were changed after collating: "
-    "set num_targets=None in the batch's facts, or change labels before the collator"
+    "set num_targets=None in the batch's metadata, or change labels before the collator"
 )
 
 

@@ -35,23 +35,23 @@ from vlmpack.step.whole import MediaCall
 
 
 @outside_graph
-def known_facts(row: PackedRow) -> HostMetadata:
-    """The row's host facts; grids that only a tensor knows are read from it, which waits for the device once."""
-    facts, media = row.known_facts, row.media
-    facts = replace(
-        facts,
-        image_grids=host_grids(facts.image_grids, media.image_grid_thw, "image_grid_thw"),
-        video_grids=host_grids(facts.video_grids, media.video_grid_thw, "video_grid_thw"),
+def known_metadata(row: PackedRow) -> HostMetadata:
+    """The row's host metadata; grids that only a tensor knows are read from it, which waits for the device once."""
+    metadata, media = row.known_metadata, row.media
+    metadata = replace(
+        metadata,
+        image_grids=host_grids(metadata.image_grids, media.image_grid_thw, "image_grid_thw"),
+        video_grids=host_grids(metadata.video_grids, media.video_grid_thw, "video_grid_thw"),
     )
     if media.second_per_grid_ts is not None:
-        seconds = host_seconds(facts.seconds_per_grid, seconds_of(media.second_per_grid_ts))
-        facts = replace(facts, seconds_per_grid=seconds)
+        seconds = host_seconds(metadata.seconds_per_grid, seconds_of(media.second_per_grid_ts))
+        metadata = replace(metadata, seconds_per_grid=seconds)
     for pixels, grids, name in (
-        (media.pixel_values, facts.image_grids, "pixel_values"),
-        (media.pixel_values_videos, facts.video_grids, "pixel_values_videos"),
+        (media.pixel_values, metadata.image_grids, "pixel_values"),
+        (media.pixel_values_videos, metadata.video_grids, "pixel_values_videos"),
     ):
         _check_patches(pixels, grids, name)
-    return facts
+    return metadata
 
 
 def _check_patches(pixels: torch.Tensor | None, grids: Sequence[Grid], name: str) -> None:
@@ -68,7 +68,7 @@ def backbone_inputs(
     family: Family,
     model: nn.Module,
     row: PackedRow,
-    facts: HostMetadata,
+    metadata: HostMetadata,
     share: Share,
     *,
     backend: str,
@@ -80,7 +80,7 @@ def backbone_inputs(
         family: the model's family.
         model: the model with its head.
         row: the row, on the model's device.
-        facts: what `known_facts` found.
+        metadata: what `known_metadata` found.
         share: how much of the row this rank has.
         backend: name of the attention back-end, or "auto".
         rope_segments: the row cut where rotary positions restart; None: at its samples.
@@ -94,20 +94,20 @@ def backbone_inputs(
     types = family.media_types(row.input_ids, hf_config)
     if row.mm_token_type_ids is not None:
         _check_types(row.mm_token_type_ids, types, row.segments)
-    family.check_runs(types, row.segments, facts, config=hf_config)
+    family.check_runs(types, row.segments, metadata, config=hf_config)
     if rope_segments is not None:
         check_restarts(rope_segments, row.segments, types)
     positions = family.positions(
         types,
         rope_segments or row.segments,
-        image_grids=facts.image_grids,
-        video_grids=facts.video_grids,
-        seconds_per_grid=facts.seconds_per_grid,
+        image_grids=metadata.image_grids,
+        video_grids=metadata.video_grids,
+        seconds_per_grid=metadata.seconds_per_grid,
         config=hf_config,
     )
     if row.position_ids is not None:
         check_positions(row.position_ids, positions, family, row.segments, restarts=rope_segments)
-    media = share.media(MediaCall(family=family, model=model, row=row, facts=facts, types=types, backend=backend))
+    media = share.media(MediaCall(family=family, model=model, row=row, metadata=metadata, types=types, backend=backend))
     return {
         "input_ids": share.own(row.input_ids),
         # A 4D mask is taken as it is, so no T x T mask is ever built; the attention function does not read it.
@@ -120,7 +120,7 @@ def backbone_inputs(
         CONTEXT: RowContext(
             segments=row.segments,
             share=share,
-            vision=_vision_segments(family, facts, hf_config),
+            vision=_vision_segments(family, metadata, hf_config),
             backend=backend,
             experts=None if family.experts is None else _real_tokens(share.segments, row.input_ids.device),
             delta=delta.cut(family, row.segments, row.input_ids.device, family.text_config(hf_config)),
@@ -130,8 +130,8 @@ def backbone_inputs(
     }
 
 
-def _vision_segments(family: Family, facts: HostMetadata, hf_config: Any) -> VisionSegments:
-    calls = [grids for grids in (facts.image_grids, facts.video_grids) if grids]
+def _vision_segments(family: Family, metadata: HostMetadata, hf_config: Any) -> VisionSegments:
+    calls = [grids for grids in (metadata.image_grids, metadata.video_grids) if grids]
     return VisionSegments(segments for grids in calls for segments in family.vision_segments(grids, hf_config))
 
 

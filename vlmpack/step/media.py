@@ -40,7 +40,7 @@ def shared_media(call: MediaCall, partition: Partition, exchange: Exchange) -> M
 
 def _spread(call: MediaCall, ranks: int) -> tuple[MediaShare, MediaShare]:
     """Images and videos, spread over ranks together."""
-    images, videos = call.facts.image_grids, call.facts.video_grids
+    images, videos = call.metadata.image_grids, call.metadata.video_grids
     both = MediaShare.spread((*images, *videos), ranks=ranks, merge=call.family.merge(call.model.config))
     cut = len(images)
     return (

@@ -75,7 +75,7 @@ class PackedStep:
         output = self.model(**given, num_items_in_batch=num_items_in_batch, output_logits=logits, **{SINK: sink})
         if sink.result is None:
             raise ConfigError(
-                f"this batch cannot be packed: give a 2D attention_mask or {METADATA_KEY!r} facts or cu_seqlens_q; "
+                f"this batch cannot be packed: give a 2D attention_mask or {METADATA_KEY!r} metadata or cu_seqlens_q; "
                 f"it has {sorted(given)}"
             )
         # The loss as the wrappers handed it back: their hooks for the backward pass hang on it.

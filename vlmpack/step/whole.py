@@ -34,7 +34,7 @@ class MediaCall:
     """The model with its head."""
     row: PackedRow
     """The whole row, on the model's device."""
-    facts: HostMetadata
+    metadata: HostMetadata
     """What the host knows of it."""
     types: torch.Tensor
     """[1, T]: 0 text, 1 image, 2 video."""

@@ -42,7 +42,7 @@ def measure_pack(settings: BenchSettings, shapes: PackShapes) -> list[Figure]:
         batch = long_batch(samples, width, ratio=shapes.ratio, seed=settings.seed)
         batch = on_device(batch, settings.device)
         lengths = lengths_from_mask(batch.attention_mask).lengths
-        told = replace(batch, facts=HostMetadata(lengths=lengths, num_targets=sum(lengths) - len(lengths)))
+        told = replace(batch, metadata=HostMetadata(lengths=lengths, num_targets=sum(lengths) - len(lengths)))
         sources = list(batch.to_hf().values())
         targets = [torch.empty_like(source) for source in sources]
 

@@ -60,7 +60,7 @@ def _batch(vlm_step: ModuleType, work: PeerWork) -> Sequence[Contest]:
 
 
 def _packed(batch: Mapping[str, Any], **extras: torch.Tensor) -> Way:
-    """`pack` without host facts: the mask is read and checked."""
+    """`pack` without host metadata: the mask is read and checked."""
     padded = PaddedBatch(**batch, extras=extras)
 
     def read(row: PackedRow) -> list[Sample]:

@@ -38,8 +38,8 @@ def collated_images(work: PeerWork) -> Way:
     def call() -> tuple[PackedRow, torch.Tensor]:
         row = collate.collate(work.images)
         assert isinstance(row, PackedRow)
-        assert row.facts is not None
-        grids = row.facts.image_grids
+        assert row.metadata is not None
+        grids = row.metadata.image_grids
         return row, work.family.positions(row.mm_token_type_ids, row.segments, config=work.config, image_grids=grids)
 
     def read(found: tuple[PackedRow, torch.Tensor]) -> list[Sample]:
