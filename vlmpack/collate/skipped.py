@@ -202,7 +202,7 @@ class SkipLog:
             counts["consecutive"] = 0
 
     def note(self, error: SampleError) -> None:
-        """Count and write down a sample that was left out by choice, or is about to be raised, whatever the skip limit is."""
+        """Count and write down a sample left out by choice or about to be raised, whatever the skip limit is."""
         with self.at_once() as counts:
             counts["noted"] += 1
             self._record(error, counts)
