@@ -74,7 +74,7 @@ class StubVideoProcessor:
     def __call__(self, videos, **kwargs):
         grid = torch.tensor([self.patches.grid])
         return {
-            "pixel_values_videos": self.patches.pixel_values,
+            "pixel_values_videos": self.patches.pixels,
             "video_grid_thw": grid,
             "video_metadata": [self.metadata],
         }
