@@ -125,8 +125,10 @@ def mixed_samples(config: Any, *, seed: int = 0, kinds: Sequence[Kind] | None = 
     return [random_sample(config, kind, seed=1000 * seed + i, **ranges) for i, kind in enumerate(kinds)]
 
 
-def padded(samples: Sequence[Sample], side: Literal["right", "left"] = "right", *, facts: bool = True) -> PaddedBatch:
-    """The samples as one padded batch; `facts=False` leaves out what a collator would know on the host."""
+def padded(
+    samples: Sequence[Sample], side: Literal["right", "left"] = "right", *, metadata: bool = True
+) -> PaddedBatch:
+    """The samples as one padded batch; `metadata=False` leaves out what a collator would know on the host."""
     lengths = [len(sample["input_ids"]) for sample in samples]
     width = max(lengths)
     offsets = [width - n if side == "left" else 0 for n in lengths]
@@ -146,7 +148,7 @@ def padded(samples: Sequence[Sample], side: Literal["right", "left"] = "right", 
         labels=stacked("labels", -100),
         mm_token_type_ids=stacked("mm_token_type_ids", 0) if "mm_token_type_ids" in samples[0] else None,
         media=_media(samples),
-        facts=facts_of(samples, offsets=tuple(offsets)) if facts else None,
+        metadata=metadata_of(samples, offsets=tuple(offsets)) if metadata else None,
     )
 
 
@@ -156,7 +158,7 @@ def alone(sample: Sample) -> dict[str, torch.Tensor]:
     return {**tokens, **{name: sample[name] for name in MEDIA_KEYS if name in sample}}
 
 
-def facts_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> HostMetadata:
+def metadata_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> HostMetadata:
     """What a collator knows of these samples on the host."""
     seconds = [s for sample in samples if "second_per_grid_ts" in sample for s in sample["second_per_grid_ts"].tolist()]
     image_grids, video_grids = ([grids_of(sample, name) for sample in samples] for name in ("image", "video"))
