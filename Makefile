@@ -2,12 +2,13 @@
 #
 #   make demo    train a tiny Qwen3-VL on receipts, padded and packed in turn, and compare the two
 #   make test    run the test suite
+#   make bench   measure vlmpack against what it replaces
 #   make help    the rest
 #
 # Each target makes its own virtual environment in .venv first, from the versions pinned in constraints.txt.
 # Another interpreter:     make test PYTHON=python3.12
 # Another build of torch:  make test TORCH="torch==2.13.0 --index-url URL"   (anything `pip install` takes)
-# Options for the command: make test ARGS="-k pack -x"      make demo ARGS="--steps 4"
+# Options for the command: make test ARGS="-k pack -x"      make demo ARGS="--steps 4"      make bench ARGS="pack collate"
 
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
@@ -23,13 +24,13 @@ PIP    := -m pip --disable-pip-version-check --quiet
 PYTEST := -n $(JOBS) --dist loadfile
 
 # What meets transformers, and must work with the oldest that we support: every family, each mechanism, HF Trainer.
-CORE_STEP    := $(addprefix tests/step/test_,attach.py balance.py delta.py equality.py experts.py forward.py generation.py)
+CORE_STEP    := $(addprefix tests/model/test_,attach.py balance.py delta.py equality.py experts.py forward.py generation.py)
 CORE_TRAINER := $(addprefix tests/trainer/test_,end_to_end.py evaluate.py loss.py)
 CORE_TESTS   := tests/families $(CORE_STEP) $(CORE_TRAINER) tests/test_traps.py -m "not dist"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format test-oldest constraints clean
+.PHONY: help demo test bench lint format test-oldest constraints clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +40,9 @@ demo: $(VENV)/.demo ## Train on receipts, padded and packed in turn; a table and
 
 test: $(VENV)/.test ## Run the test suite
 	$(VENV)/bin/python -m pytest $(PYTEST) $(ARGS)
+
+bench: $(VENV)/.demo ## Measure packed against padded on this machine (ARGS="pack collate", "gpu", "report a.json b.json", "--help")
+	$(VENV)/bin/python -m benchmarks $(ARGS)
 
 lint: $(VENV)/.dev ## Check style, types and who imports whom
 	$(VENV)/bin/ruff check .

@@ -26,11 +26,11 @@ from vlmpack import (
     enable_packing,
     plan_bins,
 )
+from vlmpack.context_parallel import Parallel, sum_counts
 from vlmpack.data import open_dataset, tiny_processor
 from vlmpack.data.pretrained import load_processor
 from vlmpack.families.tiny import tiny_model
-from vlmpack.offline import measure_lengths
-from vlmpack.parallel import Parallel, sum_counts
+from vlmpack.store import measure_lengths
 from vlmpack.trainer import evaluate
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

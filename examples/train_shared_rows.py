@@ -17,11 +17,11 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForImageTextToText
 
 from vlmpack import PackedStep, SlotRule, VLMCollator, enable_packing
+from vlmpack.context_parallel import Parallel, sum_counts
 from vlmpack.data import load_cord, tiny_processor, to_conversation
 from vlmpack.data.pretrained import load_processor
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import METADATA_KEY
-from vlmpack.parallel import Parallel, sum_counts
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", help="hub id or folder; without it, a tiny random Qwen3-VL")

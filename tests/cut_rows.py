@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
+from context_parallel.naive import naive_contiguous, naive_mirrored
 from hypothesis import strategies as st
 
+from vlmpack.context_parallel import Layout, Partition
 from vlmpack.layout import Grid, HostMetadata, Media, PackedRow, Segments, SlotRule
-from vlmpack.parallel import Layout, Partition
-from vlmpack.parallel.naive import naive_contiguous, naive_mirrored
 
 ALL_LAYOUTS: tuple[Layout, ...] = ("mirrored", "contiguous")
 

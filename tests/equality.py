@@ -23,7 +23,8 @@ from samples import Sample, alone
 
 from vlmpack.families import FAMILIES, family_of
 from vlmpack.layout import Segments
-from vlmpack.step import StepResult, attention
+from vlmpack.model import ModelParts, StepResult, expert_layers
+from vlmpack.model.mechanisms import attention, per_sample
 
 NAN, HUGE = float("nan"), 1e4
 """What stands in gaps: NaN where nothing may read them, 1e4 where every token is computed by itself."""
@@ -52,7 +53,7 @@ LOW_PRECISION = 2.0
 
 def limits_of(family: str) -> Limits:
     """The limits of a family in float32."""
-    return DELTA if FAMILIES[family].delta else ATTENTION
+    return DELTA if FAMILIES[family].has("gated_delta") else ATTENTION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,11 +212,11 @@ def poisoned(model: Any, segments: Segments) -> Iterator[list[int]]:
             return (fill(args[0], NAN), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": fill(kwargs["hidden_states"], NAN)}
 
-    text = family.language_model(model)
-    mixers = [] if family.delta is None else family.delta.layers(text)
-    if family.by_sample is not None:
-        mixers += family.by_sample.attention_layers(text) + family.by_sample.ngram_layers(text)
-    blocks = [] if family.experts is None else [layer.block for layer in family.experts.layers(text)]
+    text, parts = family.language_model(model), ModelParts(family=family, core=model)
+    mixers = parts.layer_parts("gated_delta")
+    if family.has("per_sample"):
+        mixers += per_sample.attention_layers(parts) + per_sample.ngram_layers(parts)
+    blocks = [layer.block for layer in expert_layers(parts)]
     if not pad_T.any():
         yield count
         return

@@ -12,7 +12,7 @@ from vlmpack.families import FAMILIES, family_named
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import PaddedBatch, SlotRule
 
-MOE = tuple(name for name, family in FAMILIES.items() if family.experts is not None)
+MOE = tuple(name for name, family in FAMILIES.items() if family.has("experts"))
 LAYERS, EXPERTS, TOP_K = 3, 5, 3
 KINDS = ("image", "text", "images", "text")
 SHARES = (0, 20, 68)

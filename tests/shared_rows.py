@@ -11,7 +11,7 @@ from samples import VISION, mixed_samples, padded
 from vlmpack.families import FAMILIES
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import IGNORE, PackedRow, SlotRule, pack
-from vlmpack.step import StepConfig
+from vlmpack.model import StepConfig
 
 WORLD = 4
 """Processes."""
@@ -47,7 +47,7 @@ class Case:
 
     @property
     def has_experts(self) -> bool:
-        return FAMILIES[self.family].experts is not None
+        return FAMILIES[self.family].has("experts")
 
     def model(self) -> Any:
         sizes = {"vision_depth": 2, **self.sizes} if self.family in VISION else self.sizes

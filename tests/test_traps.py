@@ -20,19 +20,20 @@ from transformers import Trainer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.families import FAMILIES, Qwen25VL, family_of
-from vlmpack.families.base import Family
+from vlmpack.families import FAMILIES, Family, family_of
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Buckets, Segments, SlotRule, pack
-from vlmpack.step import attention, by_sample, delta, disable_packing, enable_packing, experts, forward, inputs
-from vlmpack.step.context import RowContext
+from vlmpack.model import disable_packing, enable_packing, forward, inputs
+from vlmpack.model.mechanisms import attention, experts, per_sample
+from vlmpack.model.mechanisms.gated_delta import GatedDelta
+from vlmpack.model.row import RowContext
 from vlmpack.trainer import check_trainer
 
 EXACT, EXACT_DELTA, LEAK = ATTENTION.logits, DELTA.logits, 0.05
 """Logits: the largest difference that float32 makes, and the smallest that a leak makes."""
-WITH_ATTENTION_ALONE = tuple(name for name in VISION if not FAMILIES[name].delta)
+WITH_ATTENTION_ALONE = tuple(name for name in VISION if not FAMILIES[name].has("gated_delta"))
 """Families that transformers itself can pack, if one knows how."""
-HYBRID = tuple(name for name, family in FAMILIES.items() if family.delta)
+HYBRID = tuple(name for name, family in FAMILIES.items() if family.has("gated_delta"))
 
 
 class Case:
@@ -95,15 +96,15 @@ def no_boundaries(monkeypatch):
     """Take out the side channel: attention layers of the text model see the row as one long sample."""
 
     def take_out():
-        packed = attention._packed
+        packed = attention.run_on_row
 
         def one_sample(query, key, value, row, **settings):
             if settings.get("vision") is None:
                 one = Segments.from_lengths([query.shape[2]])
-                row = RowContext(segments=one, vision=row.vision, backend=row.backend)
+                row = RowContext(segments=one, entries=row.entries)
             return packed(query, key, value, row, **settings)
 
-        monkeypatch.setattr(attention, "_packed", one_sample)
+        monkeypatch.setattr(attention, "run_on_row", one_sample)
 
     return take_out
 
@@ -151,8 +152,8 @@ def test_trap_03_a_mask_of_ones_switches_packed_detection_off(monkeypatch):
     case.enable()
     with pytest.raises(LayoutError, match="a packed row comes without attention_mask"):
         case.model(**case.row, attention_mask=ones)
-    given_row = forward._given_row
-    monkeypatch.setattr(forward, "_given_row", lambda inputs: given_row({**inputs, "attention_mask": None}))
+    given_row = forward._row_in
+    monkeypatch.setattr(forward, "_row_in", lambda inputs: given_row({**inputs, "attention_mask": None}))
     assert case.error(**case.row, attention_mask=ones, output_logits=True) < EXACT
 
 
@@ -254,7 +255,7 @@ def test_trap_09_gated_delta_layers_run_on_from_sample_to_sample(family, monkeyp
     case.enable()
     assert case.error(**case.row, output_logits=True) < EXACT_DELTA
     whole = Segments.from_lengths([case.packed.segments.total])
-    monkeypatch.setattr(delta, "cut", lambda *args: Buckets.cheapest(whole, call_cost=0.0))
+    monkeypatch.setattr(GatedDelta, "prepare", lambda self, setup: Buckets.cheapest(whole, call_cost=0.0))
     assert case.error(**case.row, output_logits=True) > LEAK
 
 
@@ -280,10 +281,10 @@ def test_trap_10_n_gram_layers_run_on_beside_gated_delta_layers(uncut, monkeypat
     assert case.error(**case.row, output_logits=True) < EXACT_DELTA
     disable_packing(case.model)
     if uncut == "n-gram layers":
-        monkeypatch.setattr(by_sample, "_tell", lambda *ids_module_and_arguments: None)
+        monkeypatch.setattr(per_sample, "_add_row", lambda *ids_module_and_arguments: None)
     else:
         whole = Segments.from_lengths([case.packed.segments.total])
-        monkeypatch.setattr(by_sample, "cut", lambda *args: Buckets.cheapest(whole, call_cost=0.0))
+        monkeypatch.setattr(per_sample.PerSample, "prepare", lambda self, setup: Buckets.cheapest(whole, call_cost=0.0))
     case.enable()
     assert case.error(**case.row, output_logits=True) > LEAK
 
@@ -298,8 +299,8 @@ def test_trap_11_a_router_loss_counts_padding_or_is_left_out(family, monkeypatch
         counted = case.model(**case.stock_row, use_cache=False, output_router_logits=True)
         case.enable()
         packed = case.model(**case.row, output_router_logits=True)
-        monkeypatch.setattr(experts._Gate, "take", lambda gate, *call: None)
-        monkeypatch.setattr(experts._Gate, "put_back", lambda gate, *call: None)
+        monkeypatch.setattr(experts.Gate, "select", lambda gate, *call: None)
+        monkeypatch.setattr(experts.Gate, "restore", lambda gate, *call: None)
         enable_packing(disable_packing(case.model))
         with pytest.raises(ConfigError, match=r"routers saw \[256\] tokens of a row with \d+ real ones"):
             case.model(**case.row, output_router_logits=True)
@@ -321,7 +322,7 @@ def test_trap_12_unknown_names_are_swallowed(monkeypatch):
 
     case.enable()
     for name, hint in (("rope_cu_seqlen", "did you mean 'rope_cu_seqlens'"), ("cu_seqlens", "did you mean")):
-        with pytest.raises(ConfigError, match=f"knows no input '{name}'.*{hint}"):
+        with pytest.raises(ConfigError, match=f"takes no input '{name}'.*{hint}"):
             case.model(**case.row, **{name: boundaries})
     halves = torch.tensor(sorted({*boundaries.tolist(), 7}))
     meant = float(case.model(**case.row, rope_cu_seqlens=halves).loss.detach())
@@ -412,9 +413,9 @@ def test_trap_17_qwen2_5_vl_without_token_types_forgets_where_images_are(monkeyp
     case.enable()
     row = {name: value for name, value in case.row.items() if name != "mm_token_type_ids"}
     assert case.error(**row, output_logits=True) < EXACT
-    positions = Qwen25VL.positions
+    positions = Family.positions
     monkeypatch.setattr(
-        Qwen25VL,
+        Family,
         "positions",
         lambda self, types, segments, *, config, **media: positions(self, types * 0, segments, config=config),
     )

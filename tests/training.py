@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from vlmpack.layout import pack
-from vlmpack.step import is_packing
+from vlmpack.model import is_packing
 from vlmpack.trainer import loss_metrics
 
 LAYOUTS = ("padded", "packed")

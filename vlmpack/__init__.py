@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vlmpack.collate import SkipLimit, VLMCollator
+    from vlmpack.context_parallel import Parallel, sum_counts
     from vlmpack.data import ImageLimits, open_dataset
     from vlmpack.errors import BackendError, ConfigError, FamilyError, LayoutError, SampleError, VlmpackError
     from vlmpack.layout import HostMetadata, Media, PackedRow, PaddedBatch, Segments, SlotRule, pack, unpack
     from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings, StreamPacker
-    from vlmpack.offline import PackedDataset, StoreSettings, measure_lengths, write_rows
-    from vlmpack.parallel import Parallel, sum_counts
+    from vlmpack.model import PackedStep, StepConfig, StepResult, compile_layers, disable_packing, enable_packing
     from vlmpack.plan import Budget, CostModel, LengthTable, Plan, plan_bins
     from vlmpack.proof import probe
-    from vlmpack.step import PackedStep, StepConfig, StepResult, compile_layers, disable_packing, enable_packing
+    from vlmpack.store import PackedDataset, StoreSettings, measure_lengths, write_rows
     from vlmpack.trainer import Evaluation, PackedTrainer, check_trainer, evaluate, loss_metrics
 
 __version__ = "0.1.0"
@@ -81,11 +81,11 @@ _ROOM = {
     "data": ("ImageLimits", "open_dataset"),
     "errors": ("BackendError", "ConfigError", "FamilyError", "LayoutError", "SampleError", "VlmpackError"),
     "layout": ("HostMetadata", "Media", "PackedRow", "PaddedBatch", "Segments", "SlotRule", "pack", "unpack"),
-    "offline": ("PackedDataset", "StoreSettings", "measure_lengths", "write_rows"),
-    "parallel": ("Parallel", "sum_counts"),
+    "store": ("PackedDataset", "StoreSettings", "measure_lengths", "write_rows"),
+    "context_parallel": ("Parallel", "sum_counts"),
     "plan": ("Budget", "CostModel", "LengthTable", "Plan", "plan_bins"),
     "proof": ("probe",),
-    "step": ("PackedStep", "StepConfig", "StepResult", "compile_layers", "disable_packing", "enable_packing"),
+    "model": ("PackedStep", "StepConfig", "StepResult", "compile_layers", "disable_packing", "enable_packing"),
     "loading": ("PackedBatchSampler", "PackedStream", "RowSettings", "StreamPacker"),
     "trainer": ("Evaluation", "PackedTrainer", "check_trainer", "evaluate", "loss_metrics"),
 }

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.gpu.checks import ALLOWED
 from vlmpack.attention import BACKENDS, sdpa_segments
 from vlmpack.attention.eager_mask import EagerMask
 from vlmpack.attention.sdpa_segments import SdpaSegments
 from vlmpack.attention.varlen import FlashAttn, TorchVarlen
-from vlmpack.bench.gpu.correctness import ALLOWED
 from vlmpack.layout import Segments, SlotRule
 
 HEADS, KV_HEADS, DIM = 6, 3, 11

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.gpu.checks import ALLOWED
 from vlmpack.attention import BACKENDS, AttentionCall, sdpa_segments
 from vlmpack.attention.eager_mask import EagerMask
 from vlmpack.attention.sdpa_segments import SdpaSegments
-from vlmpack.bench.gpu.correctness import ALLOWED
 from vlmpack.layout import Segments
 
 HEADS, KV_HEADS, DIM = 6, 3, 11

@@ -149,7 +149,7 @@ class TestCommand:
     def test_what_cannot_be_asked_for_is_refused_before_anything_is_measured(
         self, arguments: list[str], told: str, chats: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("vlmpack.offline.measure_lengths", None)
+        monkeypatch.setattr("vlmpack.store.measure_lengths", None)
         refused = analyze(chats, *arguments)
         assert refused.exit_code == 2
         assert refused.stderr.startswith(told)

@@ -24,7 +24,7 @@ HEAVY = ("torch", "transformers", "numpy", "matplotlib", "PIL")
 def test_help_names_every_verb() -> None:
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
-    for verb in ("analyze", "show", "demo", "doctor", "probe", "bench"):
+    for verb in ("analyze", "show", "demo", "doctor", "probe"):
         assert verb in result.stdout
 
 
@@ -68,52 +68,19 @@ def test_the_module_can_be_run() -> None:
     assert done.stderr.strip() == "vlmpack: --dtype int8: choose float32 or bfloat16"
 
 
-def test_bench_is_handed_everything_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[list[str]] = []
-
-    def measure(arguments: list[str]) -> int:
-        given.append(arguments)
-        return 7
-
-    monkeypatch.setattr("vlmpack.bench.measure", measure)
-    result = CliRunner().invoke(app, ["bench", "pack", "--json", "x.json", "--help"])
-    assert result.exit_code == 7
-    assert given == [["pack", "--json", "x.json", "--help"]]
-
-
-def test_bench_refuses_as_every_verb_does() -> None:
-    result = CliRunner().invoke(app, ["bench", "no_such_case"])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("vlmpack: there is no case 'no_such_case'; choose from pack, ")
-
-
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
 def test_what_the_system_refuses_is_one_line_and_a_bug_is_not(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    def refused(arguments: list[str]) -> int:
+    def refused() -> None:
         raise OSError(code, os.strerror(code), "a/folder")
 
-    monkeypatch.setattr("vlmpack.bench.measure", refused)
-    result = CliRunner().invoke(app, ["bench"])
+    monkeypatch.setattr("vlmpack.cli.environment.versions", refused)
+    result = CliRunner().invoke(app, ["doctor"])
     (line,) = result.stderr.splitlines()
     assert result.exit_code == 2
     assert line.startswith(f"vlmpack: a/folder: {os.strerror(code)}; get the right")
 
     code = errno.EBADF
-    assert isinstance(CliRunner().invoke(app, ["bench"]).exception, OSError)
-
-
-def test_bench_shows_its_own_help() -> None:
-    result = CliRunner().invoke(app, ["bench", "--help"])
-    assert result.exit_code == 0
-    assert "usage: vlmpack bench" in result.stdout
-    assert "`vlmpack bench report FILE...`" in " ".join(result.stdout.split())
-
-
-def test_bench_gpu_and_bench_report_show_theirs() -> None:
-    for word in ("gpu", "report"):
-        result = CliRunner().invoke(app, ["bench", word, "--help"])
-        assert result.exit_code == 0
-        assert f"bench {word}" in result.stdout
+    assert isinstance(CliRunner().invoke(app, ["doctor"]).exception, OSError)
 
 
 def run_on_a_terminal(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

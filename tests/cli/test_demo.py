@@ -22,8 +22,8 @@ from vlmpack.data import load_cord, tiny_processor, to_conversation
 from vlmpack.data.pretrained import save_processor
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Segments
-from vlmpack.step import inputs, is_packing
-from vlmpack.step.context import RowContext
+from vlmpack.model import inputs, is_packing
+from vlmpack.model.row import RowContext
 
 STEPS, BATCH = 3, 2
 

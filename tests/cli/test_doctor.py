@@ -18,8 +18,8 @@ from vlmpack.cli.environment import import_problem, serving, versions
 from vlmpack.families import FAMILIES, registry
 from vlmpack.families.tiny import tiny_config
 from vlmpack.layout import Segments
-from vlmpack.step import inputs
-from vlmpack.step.context import RowContext
+from vlmpack.model import inputs
+from vlmpack.model.row import RowContext
 
 FEW = ("qwen3_vl", "qwen3_5")
 

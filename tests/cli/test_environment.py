@@ -7,7 +7,8 @@ from importlib import import_module
 import pytest
 
 from vlmpack.cli.environment import delta_serving
-from vlmpack.families import FlaCall, family_named
+from vlmpack.families import family_named
+from vlmpack.model import FlaCall
 
 
 def test_without_fla_it_says_how_rows_are_computed() -> None:
@@ -23,10 +24,8 @@ def test_with_fla_it_asks_whether_this_version_may_serve(
     def rule() -> None:
         """A function of fla."""
 
-    delta = family_named("qwen3_5").delta
-    assert delta is not None
     rule.__module__ = "fla.ops.gated_delta_rule"
-    monkeypatch.setattr(import_module(delta.modelling), "torch_chunk_gated_delta_rule", rule)
+    monkeypatch.setattr(import_module(family_named("qwen3_5").modelling), "torch_chunk_gated_delta_rule", rule)
     call = FlaCall(device="cuda", chip=9, fla=version, triton="3.7.1", tilelang=False, training=True)
     monkeypatch.setattr(FlaCall, "of", lambda device, training: call)
     (entry,) = delta_serving(["cuda"])

@@ -8,16 +8,16 @@ from typing import Any, get_args
 
 import pytest
 from chats import picture, processor_of
-from offline.stores import digests, encoded
+from store.stores import digests, encoded
 from typer.testing import CliRunner, Result
 
-from vlmpack import plan
+from vlmpack import plan, store
 from vlmpack.cli import app
 from vlmpack.cli.options import OVERLENGTH
 from vlmpack.cli.pack import IMAGES, ON_BAD, OVERSIZE, TRAIN_ON
 from vlmpack.cli.pack_table import size
 from vlmpack.collate.collator import OnBad, Overlength, TrainOn
-from vlmpack.offline import Manifest, PackedDataset, media
+from vlmpack.store import Manifest, PackedDataset
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_it_writes_a_store_and_tells_what_is_in_it(source: Path, tmp_path: Path)
     told = {line.split("  ")[0]: line for line in done.output.splitlines()}
     assert f" {manifest.counts.rows} " in told["rows"]
     assert "6  of 8" in told["samples"]
-    assert f"{manifest.fill:.2%}" in told["fill"]
+    assert f"{manifest.fill_ratio:.2%}" in told["fill"]
     assert size(manifest.bytes) in told["written"]
     for name in ("longest row", "longest segment", "most segments", "most images", "most patches"):
         assert f" {manifest.sizes.__dict__[name.replace(' ', '_')]} " in told[name]
@@ -143,7 +143,7 @@ def test_a_folder_whose_packing_was_refused_is_no_data_set(source: Path, tmp_pat
 def test_pictures_in_no_file_are_refused_before_any_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vlmpack.offline.write_rows", None)
+    monkeypatch.setattr("vlmpack.store.write.measure_lengths", None)
     few = ("--processor", "tiny", "--capacity", 3000, "--num", 2, "--images", "reference")
     refused = pack("synthetic", tmp_path / "rows", *few)
     assert refused.exit_code == 2
@@ -152,7 +152,7 @@ def test_pictures_in_no_file_are_refused_before_any_is_measured(
 
 def test_the_words_of_options_are_those_of_the_library() -> None:
     assert OVERSIZE == plan.OVERSIZE
-    assert IMAGES == media.IMAGES
+    assert IMAGES == store.IMAGES
     assert get_args(OnBad) == ON_BAD
     assert get_args(TrainOn) == TRAIN_ON
     assert get_args(Overlength) == OVERLENGTH

@@ -16,8 +16,8 @@ from vlmpack.cli import app
 from vlmpack.cli.probe_table import print_report
 from vlmpack.families.tiny import tiny_config, tiny_model
 from vlmpack.layout import Segments
+from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.proof import Check, Report, probe
-from vlmpack.step.context import VisionSegments
 
 
 @pytest.fixture
@@ -38,10 +38,10 @@ def words(text: str) -> str:
 def one_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """The vision tower takes all images for one."""
 
-    def one_segment(self: VisionSegments, cu_seqlens: torch.Tensor, num_patches: int) -> Segments:
+    def one_segment(self: VisionRow, cu_seqlens: torch.Tensor, num_patches: int) -> Segments:
         return Segments.from_lengths([num_patches])
 
-    monkeypatch.setattr(VisionSegments, "find", one_segment)
+    monkeypatch.setattr(VisionRow, "find", one_segment)
 
 
 def test_an_exact_model_has_exit_status_0_and_tables_of_everything(folder: str) -> None:

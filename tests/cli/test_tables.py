@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from vlmpack.bench import Figure, Skipped, Target
-from vlmpack.bench import Report as Measured
-from vlmpack.bench.gpu.command import print_targets
-from vlmpack.bench.table import print_report as print_measured
 from vlmpack.cli.analyze_run import Analysis, PackingTrial
 from vlmpack.cli.analyze_table import print_analysis
-from vlmpack.cli.bench_report import print_runs
 from vlmpack.cli.contest import Run
 from vlmpack.cli.demo_table import print_comparison
 from vlmpack.cli.doctor import print_probes, print_serving, print_versions
@@ -33,9 +27,9 @@ from vlmpack.cli.show import print_rows
 from vlmpack.cli.show_rows import stored
 from vlmpack.collate import VLMCollator
 from vlmpack.data.processor import tiny_processor
-from vlmpack.offline import Manifest, StoreSettings, write_rows
 from vlmpack.plan import LengthTable, PaddedRecipe
 from vlmpack.proof import Check, Contrast, Report
+from vlmpack.store import Manifest, StoreSettings, write_rows
 from vlmpack.terminal import print_text
 
 WIDTH = 80
@@ -115,42 +109,6 @@ def contest(**changes: Any) -> Run:
     return Run(**{**given, **changes})
 
 
-def measured(families: int = 8) -> Measured:
-    target = Target(limit=2e-5, better="lower")
-    spread: dict[str, Any] = {"low": 2.45e-5, "high": 2.512e-5, "rounds": 300, "target": target}
-    names = (
-        "packed / padded, forward and backward",
-        "compiled / eager",
-        "tokens / ideal",
-        "peak memory packed / padded",
-    )
-    figures = [
-        Figure(
-            case="plan", name="uniform: a sample of a stream of a million lengths", value=2.5e-5, unit="s", **spread
-        ),
-        Figure(case="plan", name="CORD: longest wait", value=1_234_567, unit="samples"),
-        Figure(case="memory", name="peak of a step, activations alone", value=139 * 2**30, unit="bytes"),
-        *(
-            Figure(
-                case="step",
-                family=f"qwen{n}_vl_moe",
-                name=name,
-                value=0.512,
-                unit="x",
-                target=Target(limit=0.5, better="lower"),
-            )
-            for n in range(families)
-            for name in names
-        ),
-    ]
-    where = {"vlmpack": "0.1.0", "torch": "2.13.0+cu128", "transformers": "5.23.0", "python": "3.11.7", "threads": 16}
-    return Measured(
-        figures=tuple(figures), environment={**where, "device_name": "NVIDIA H200", "commit": "0123456789abcdef"},
-        settings={"clock": "wall", "seed": 0}, shapes={},
-        skipped=(Skipped(case="plan", name="plan / TRL's bfd, 100,000 lengths", why="TRL cannot be imported"),),
-    )  # fmt: skip
-
-
 def versions() -> list[Version]:
     problem = "does not import: ModuleNotFoundError: No module named 'torchvision'"
     return [
@@ -176,11 +134,8 @@ VERBS: dict[str, Callable[[Console, Path], None]] = {
     "doctor, back-ends": lambda console, _: print_serving(serving(), console),
     "doctor, probe": lambda console, _: print_probes([probed()], console),
     "probe": lambda console, _: print_report(probed(), console),
-    "bench": lambda console, _: print_measured(measured(), console),
-    "bench gpu": lambda console, _: print_targets(measured(), console),
-    "bench report": lambda console, _: print_runs({f"run-{n}": measured() for n in range(5)}, console),
 }  # fmt: skip
-TABLES = [verb for verb in VERBS if verb not in ("show", "bench gpu")]
+TABLES = [verb for verb in VERBS if verb != "show"]
 
 
 # ---------------------------------------------------------------------- what is printed
@@ -244,19 +199,3 @@ def test_a_row_of_a_table_is_one_line_of_a_pipe(verb: str, store: Path, tables: 
         for row in zip(*(column._cells for column in table.columns), strict=True):
             words = " ".join(" ".join(plain(cell) for cell in row).split())
             assert not words or words in lines
-
-
-def test_a_figure_its_spread_and_its_target_are_in_one_unit(store: Path) -> None:
-    said = " ".join(printed("bench", store, terminal=False).split())
-    assert "uniform: a sample of a stream of a million lengths 25 µs 24.5 to 25.1 300 ≤ 20 µs missed" in said
-
-
-def test_a_pipe_of_the_command_has_no_colours_and_no_cut_cells(tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from vlmpack.cli import app
-
-    measured().save(tmp_path / "run.json")
-    result = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "run.json")], env={"COLUMNS": "80"})
-    assert "| plan | CORD: longest wait | 1,234,567 samples |  |" in result.stdout.splitlines()
-    assert json.loads((tmp_path / "run.json").read_text())["schema"]

@@ -9,7 +9,7 @@ from vlmpack.collate import VLMCollator
 from vlmpack.families import family_of
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import METADATA_KEY
-from vlmpack.step import PackedStep
+from vlmpack.model import PackedStep
 
 SAMPLES = 4
 

@@ -9,8 +9,9 @@ import torch
 from samples import TEXT_ONLY, VISION
 
 from vlmpack.errors import LayoutError
-from vlmpack.families import FAMILIES, Qwen25VL
+from vlmpack.families import FAMILIES
 from vlmpack.families.mrope import media_items
+from vlmpack.families.qwen import truncates_seconds
 from vlmpack.families.tiny import tiny_config
 from vlmpack.layout import Segments
 
@@ -18,7 +19,7 @@ from vlmpack.layout import Segments
 def refused(name: str = "qwen3_vl", *, types: torch.Tensor | None = None, width: int = 8, **media: Any) -> str:
     types = torch.zeros(1, width, dtype=torch.int64) if types is None else types
     with pytest.raises(LayoutError) as caught:
-        FAMILIES[name]().positions(types, Segments.from_lengths([width]), config=tiny_config(name), **media)
+        FAMILIES[name].positions(types, Segments.from_lengths([width]), config=tiny_config(name), **media)
     return str(caught.value)
 
 
@@ -68,7 +69,7 @@ def test_a_grid_that_cannot_be(grid: Any) -> None:
 
 def test_media_without_token_types() -> None:
     with pytest.raises(LayoutError, match=r"1 images .* no mm_token_type_ids.*keep what the processor returns"):
-        FAMILIES["qwen3_vl"]().positions(
+        FAMILIES["qwen3_vl"].positions(
             None, Segments.from_lengths([8]), config=tiny_config("qwen3_vl"), image_grids=[(1, 4, 4)]
         )
 
@@ -96,12 +97,12 @@ def test_seconds_that_cannot_be(seconds: float) -> None:
 def test_a_family_that_needs_no_seconds_does_not_mind_them() -> None:
     config = tiny_config("qwen3_vl")
     types = torch.full((1, 2), 2)
-    found = FAMILIES["qwen3_vl"]().positions(
+    found = FAMILIES["qwen3_vl"].positions(
         types, Segments.from_lengths([2]), config=config, video_grids=[(2, 2, 2)], seconds_per_grid=[9.0]
     )
     assert found[:, 0].tolist() == [[0, 1]] * 4
 
 
-def test_the_installed_transformers_is_asked_how_it_treats_seconds() -> None:
-    assert Qwen25VL() == Qwen25VL(whole_seconds=Qwen25VL().whole_seconds)
-    assert Qwen25VL(whole_seconds=True) != Qwen25VL(whole_seconds=False)
+def test_the_installed_transformers_is_tried_once() -> None:
+    assert truncates_seconds() in (True, False)
+    assert truncates_seconds.cache_info().currsize == 1

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
+from families.naive import naive_positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import KINDS, TEXT_ONLY, VISION, Sample, build_sample, metadata_of, mixed_samples, padded
 
-from vlmpack.families import FAMILIES, Family, Qwen25VL, family_of
-from vlmpack.families.naive import naive_positions
+from vlmpack.families import FAMILIES, Family, family_of
+from vlmpack.families.qwen import timed_run, truncates_seconds
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import HostMetadata, PackedRow, Segments, SlotRule, pack
 
@@ -22,7 +24,7 @@ every_family = pytest.mark.parametrize("name", sorted(FAMILIES))
 
 @cache
 def model_of(name: str, merge: int = 2) -> Any:
-    hidden = 48 if FAMILIES[name].delta else 24  # half of a head rotates in hybrid models
+    hidden = 48 if FAMILIES[name].has("gated_delta") else 24  # half of a head rotates in hybrid models
     return tiny_model(name, hidden=hidden, layers=1, vision_depth=1, vision_hidden=8, patch_size=1, merge=merge)
 
 
@@ -51,10 +53,10 @@ def by_loops(config: Any, sample: Sample, family: Family) -> torch.Tensor:
     """[4, L]: the naive twin."""
     metadata = metadata_of([sample])
     intervals = None
-    if isinstance(family, Qwen25VL):
+    if family.videos is timed_run:
         seconds = metadata.seconds_per_grid or (1.0,) * len(metadata.video_grids)
         rate = config.vision_config.tokens_per_second
-        intervals = [rate * (int(s) if family.whole_seconds else s) for s in seconds]
+        intervals = [rate * (int(s) if truncates_seconds() else s) for s in seconds]
     found = naive_positions(
         sample["mm_token_type_ids"].tolist(),
         merge=config.vision_config.spatial_merge_size,
@@ -145,11 +147,16 @@ def test_a_text_model_counts_from_0_in_every_sample(name: str, lengths: list[int
 # ---------------------------------------------------------------------- the seconds of Qwen2.5-VL
 
 
+def with_seconds(whole: bool) -> Family:
+    """Qwen2.5-VL as older transformers place its videos, or newer ones."""
+    return replace(FAMILIES["qwen2_5_vl"], videos=partial(timed_run, whole_seconds=whole))
+
+
 @pytest.mark.parametrize(("whole", "times"), [(False, [0, 2, 5, 8]), (True, [0, 0, 0, 0])])
 def test_seconds_between_frames_are_used_as_the_installed_version_uses_them(whole: bool, times: list[int]) -> None:
     config = model_of("qwen2_5_vl").config
     config.vision_config.tokens_per_second = 4
-    found = Qwen25VL(whole_seconds=whole).positions(
+    found = with_seconds(whole).positions(
         torch.full((1, 4), 2),
         Segments.from_lengths([4]),
         config=config,
@@ -166,7 +173,7 @@ def test_frames_are_placed_in_float32_as_the_model_does_it() -> None:
     sample = build_sample(model.config, stretches=[0, 1], video_grids=[(6, 2, 2)], seconds=[0.7])
     seconds = metadata_of([sample]).seconds_per_grid
     assert int(5 * 2 * seconds[0]) == 6
-    found = Qwen25VL(whole_seconds=False).positions(
+    found = with_seconds(False).positions(
         sample["mm_token_type_ids"][None],
         Segments.from_lengths([len(sample["input_ids"])]),
         config=model.config,

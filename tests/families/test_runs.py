@@ -24,7 +24,7 @@ def refusal(
     types: list[int], lengths: list[int], name: str = "qwen3_vl", *, gaps: Segments | None = None, **metadata: Any
 ) -> str | None:
     """What is raised on the host; None: nothing is. A device comes to the same, without waiting and without a name."""
-    family, config = FAMILIES[name](), tiny_config(name, patch_size=1)
+    family, config = FAMILIES[name], tiny_config(name, patch_size=1)
     segments = gaps or Segments.from_lengths(lengths)
     row = torch.tensor([types])
     known = HostMetadata(lengths=segments.lengths, **metadata)

@@ -22,7 +22,7 @@ def test_a_tiny_model_is_of_the_real_class(name: str) -> None:
     model = tiny_model(name)
     assert type(model) is getattr(transformers, FAMILIES[name].model_class)
     assert model.training
-    assert FAMILIES[name]().text_config(model.config).use_cache, "left as transformers has it"
+    assert FAMILIES[name].text_config(model.config).use_cache, "left as transformers has it"
 
 
 @every_family
@@ -64,8 +64,8 @@ def test_logits_are_of_order_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", VISION)
 def test_time_height_and_width_all_turn_the_heads(name: str) -> None:
-    hidden = 48 if FAMILIES[name].experts else 42  # experts multiply rows of whole 16 bytes
-    head_dim = 12 if FAMILIES[name].delta else 6  # of which half rotates
+    hidden = 48 if FAMILIES[name].has("experts") else 42  # experts multiply rows of whole 16 bytes
+    head_dim = 12 if FAMILIES[name].has("gated_delta") else 6  # of which half rotates
     model = tiny_model(name, hidden=hidden, heads=7, kv_heads=1, head_dim=head_dim, patch_size=4).eval()
     (sample,) = mixed_samples(model.config, kinds=["text"])
     ids = sample["input_ids"][None]
@@ -83,7 +83,7 @@ def test_time_height_and_width_all_turn_the_heads(name: str) -> None:
 def test_a_tiny_bfloat16_model_keeps_its_rotary_frequencies(name: str) -> None:
     model = tiny_model(name, dtype=torch.bfloat16)
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
-    language_model = FAMILIES[name]().language_model(model)
+    language_model = FAMILIES[name].language_model(model)
     assert language_model.rotary_emb.inv_freq.dtype == torch.float32
     full = tiny_model(name)
     assert torch.equal(model.lm_head.weight, full.lm_head.weight.bfloat16())
@@ -98,14 +98,14 @@ def test_the_vision_towers_are_what_makes_each_family_special() -> None:
     assert tiny_config("qwen3_vl").vision_config.patch_size == 16
 
 
-HYBRID = tuple(name for name, family in FAMILIES.items() if family.delta)
+HYBRID = tuple(name for name, family in FAMILIES.items() if family.has("gated_delta"))
 
 
 @pytest.mark.parametrize("name", HYBRID)
 @pytest.mark.parametrize(("layers", "with_attention"), [(1, [0]), (2, [1]), (4, [3]), (6, [3, 5])])
 def test_every_fourth_layer_of_a_hybrid_model_has_attention_and_the_last(name, layers, with_attention) -> None:
     model = tiny_model(name, layers=layers)
-    decoder: Any = FAMILIES[name]().language_model(model).layers
+    decoder: Any = FAMILIES[name].language_model(model).layers
     assert [i for i, layer in enumerate(decoder) if hasattr(layer, "self_attn")] == with_attention
     assert [i for i, layer in enumerate(decoder) if not hasattr(layer, "linear_attn")] == with_attention
 
@@ -113,7 +113,7 @@ def test_every_fourth_layer_of_a_hybrid_model_has_attention_and_the_last(name, l
 @pytest.mark.parametrize("name", HYBRID)
 def test_lively_gated_delta_layers_share_key_heads_and_forget_slowly(name: str) -> None:
     """A leak of the state would hide behind a decay that leaves nothing of it, and one of the taps behind taps of 0."""
-    decoder: Any = FAMILIES[name]().language_model(tiny_model(name)).layers
+    decoder: Any = FAMILIES[name].language_model(tiny_model(name)).layers
     layer = decoder[0].linear_attn
     assert layer.num_v_heads == 2 * layer.num_k_heads
     assert layer.A_log.exp().max() < 0.33
@@ -125,11 +125,11 @@ def test_lively_gated_delta_layers_share_key_heads_and_forget_slowly(name: str) 
 def test_a_processor_gives_ids_vocabulary_and_patches(name: str) -> None:
     ids = {"<|vision_start|>": 11, "<|vision_end|>": 12, "<|image_pad|>": 13, "<|video_pad|>": 14}
     config: Any = tiny_config(name, processor=stand_in_processor(ids))
-    text = FAMILIES[name]().text_config(config)
+    text = FAMILIES[name].text_config(config)
     assert text.vocab_size == 77
     assert (text.pad_token_id, text.eos_token_id) == (8, 9)
     more = tiny_config(name, processor=stand_in_processor(ids), vocab_size=80)
-    assert FAMILIES[name]().text_config(more).vocab_size == 80
+    assert FAMILIES[name].text_config(more).vocab_size == 80
     if name in TEXT_ONLY:
         return
     assert (config.vision_start_token_id, config.vision_end_token_id) == (11, 12)
@@ -160,7 +160,7 @@ def test_sizes_that_do_not_fit_together(sizes: dict[str, Any], text: str) -> Non
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith("qwen3")])
 def test_from_qwen3_on_the_head_width_is_free(name: str) -> None:
-    text = FAMILIES[name]().text_config(tiny_config(name, head_dim=12))
+    text = FAMILIES[name].text_config(tiny_config(name, head_dim=12))
     assert (text.head_dim, text.hidden_size // text.num_attention_heads) == (12, 16)
     with pytest.raises(ConfigError, match="qwen2_vl needs head_dim"):
         tiny_config("qwen2_vl", head_dim=12)
@@ -172,7 +172,7 @@ def test_half_of_a_hybrid_models_head_must_hold_three_axes(name: str) -> None:
         tiny_config(name, head_dim=6)
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.experts])
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.has("experts")])
 def test_experts_need_rows_of_16_bytes(name: str) -> None:
     with pytest.raises(ConfigError, match="hidden=60 must be a multiple of 8"):
         tiny_config(name, hidden=60, heads=4, head_dim=16)

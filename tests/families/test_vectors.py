@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from families.naive import naive_positions
 from samples import VISION
 
 from vlmpack.families import FAMILIES
-from vlmpack.families.naive import naive_positions
 from vlmpack.families.tiny import tiny_config
 from vlmpack.layout import Segments, SlotRule
 
@@ -39,7 +39,7 @@ def test_a_row_of_the_vector_restarts_in_every_segment(name: str, multiple: int)
     types = torch.zeros(1, segments.total, dtype=torch.int64)
     for sample, (start, stop) in zip(SAMPLES, segments.spans, strict=True):
         types[0, start:stop] = torch.tensor(types_of(sample))
-    found = FAMILIES[name]().positions(
+    found = FAMILIES[name].positions(
         types,
         segments,
         config=tiny_config(name, merge=VECTOR["merge"]),
@@ -55,7 +55,7 @@ def test_a_row_that_does_not_restart_is_off_by_seven_and_nine() -> None:
     """The guard: what the test above would see if boundaries were ignored."""
     segments = Segments.from_lengths([sum(len(s["input_ids"]) for s in SAMPLES)])
     types = torch.tensor([[kind for sample in SAMPLES for kind in types_of(sample)]])
-    found = FAMILIES["qwen3_vl"]().positions(
+    found = FAMILIES["qwen3_vl"].positions(
         types, segments, config=tiny_config("qwen3_vl"), image_grids=[(1, 4, 4), (1, 4, 6)]
     )
     expected = torch.tensor([axis for sample in SAMPLES for axis in sample["t"]])

@@ -10,8 +10,8 @@ from samples import KINDS, VISION, mixed_samples, padded
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_window_index
 
 from vlmpack.families import FAMILIES
+from vlmpack.families.family import WindowRule, frame_segments, window_segments
 from vlmpack.families.tiny import tiny_config
-from vlmpack.families.vision_segments import WindowRule, frame_segments, window_segments
 from vlmpack.layout import Grid
 
 
@@ -40,7 +40,7 @@ def test_any_grids_give_the_boundaries_of_transformers(
 @pytest.mark.parametrize("name", VISION)
 def test_a_family_names_every_set_of_boundaries_its_blocks_use(name: str) -> None:
     config = tiny_config(name)
-    found = FAMILIES[name]().vision_segments([(1, 12, 10), (2, 4, 4)], config)
+    found = FAMILIES[name].vision_segments([(1, 12, 10), (2, 4, 4)], config)
     assert found[0].lengths == (120, 16, 16)
     windows = [segments.lengths for segments in found[1:]]
     assert windows == ([(64, 16, 32, 8, 16, 16)] if name == "qwen2_5_vl" else [])
@@ -48,7 +48,7 @@ def test_a_family_names_every_set_of_boundaries_its_blocks_use(name: str) -> Non
 
 @pytest.mark.parametrize("name", VISION)
 def test_types_and_counts_of_media_tokens_are_the_processors(name: str) -> None:
-    config, family = tiny_config(name, patch_size=4), FAMILIES[name]()
+    config, family = tiny_config(name, patch_size=4), FAMILIES[name]
     batch = padded(mixed_samples(config, kinds=KINDS))
     assert batch.mm_token_type_ids is not None
     assert batch.metadata is not None

@@ -13,8 +13,8 @@ from vlmpack.collate import VLMCollator
 from vlmpack.data import load_cord, tiny_processor, to_conversation
 from vlmpack.families.tiny import tiny_model
 from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings
+from vlmpack.model import enable_packing
 from vlmpack.plan import plan_bins
-from vlmpack.step import enable_packing
 from vlmpack.trainer import PackedTrainer
 
 PROCESSOR = tiny_processor("qwen3_vl", max_pixels=64 * 32 * 32)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan.naive import naive_least_imbalance
 
-from vlmpack.bench.cases.plan import LENGTH_SETS, QWEN3_VL_8B
+from benchmarks.cases.plan import LENGTH_SETS, QWEN3_VL_8B
 from vlmpack.errors import ConfigError
 from vlmpack.plan import EMPTY, CostModel, balance_rows, plan_bins
 from vlmpack.plan.balance import METHODS

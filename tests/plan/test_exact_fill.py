@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan.naive import naive_best_sum
 
-from vlmpack.bench.cases.plan import LENGTH_SETS
+from benchmarks.cases.plan import LENGTH_SETS
 from vlmpack.plan.algorithms import best_fit_decreasing, lower_bound
 from vlmpack.plan.exact_fill import Stock, best_subset, exact_fill
 

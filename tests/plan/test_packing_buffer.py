@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.bench.cases.plan import LENGTH_SETS, several_limits, stream
+from benchmarks.cases.plan import LENGTH_SETS, multi_constraint_plan, stream
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan import PackingBuffer
 from vlmpack.plan import packing_buffer as buffered
@@ -89,7 +89,7 @@ def test_what_costs_nothing_of_the_limit_that_binds_is_put_in_as_well():
 
 
 def test_three_limits_that_bind_alike_cost_less_than_one_and_a_half_per_cent():
-    plan = several_limits(6000, seed=0).check()
+    plan = multi_constraint_plan(6000, seed=0).check()
     assert len(plan.budgets) == 2
     assert len(plan) <= 1.015 * plan.lower_bound
 

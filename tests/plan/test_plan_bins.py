@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.bench.cases.plan import LENGTH_SETS
+from benchmarks.cases.plan import LENGTH_SETS
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan import ALIASES, STRATEGIES, Budget, plan_bins, strategy_name
 

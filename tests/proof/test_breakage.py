@@ -18,9 +18,12 @@ import torch
 from vlmpack.families import FAMILIES, family_named
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Buckets, Segments, SlotRule
+from vlmpack.model import engine, inputs
+from vlmpack.model.mechanisms import experts
+from vlmpack.model.mechanisms.gated_delta import GatedDelta
+from vlmpack.model.mechanisms.vision import VisionRow
+from vlmpack.model.row import RowContext
 from vlmpack.proof import Report, probe
-from vlmpack.step import delta, engine, experts, inputs
-from vlmpack.step.context import RowContext, VisionSegments
 
 Patch = pytest.MonkeyPatch
 
@@ -69,8 +72,10 @@ def one_mask(family: str, patch: Patch) -> None:
 
     def one_segment(**metadata: Any) -> RowContext:
         whole = Segments.from_lengths([metadata["segments"].total])
-        together = metadata["by_sample"] and Buckets.cheapest(whole, call_cost=0)
-        return RowContext(**{**metadata, "segments": whole, "by_sample": together})
+        entries = dict(metadata["entries"])
+        if "per_sample" in entries:
+            entries["per_sample"] = Buckets.cheapest(whole, call_cost=0)
+        return RowContext(**{**metadata, "segments": whole, "entries": entries})
 
     patch.setattr(inputs, "RowContext", one_segment)
 
@@ -95,20 +100,20 @@ def a_cache(family: str, patch: Patch) -> None:
 def one_picture(family: str, patch: Patch) -> None:
     """The vision tower takes all images for one."""
 
-    def one_segment(self: VisionSegments, cu_seqlens: torch.Tensor, num_patches: int) -> Segments:
+    def one_segment(self: VisionRow, cu_seqlens: torch.Tensor, num_patches: int) -> Segments:
         return Segments.from_lengths([num_patches])
 
-    patch.setattr(VisionSegments, "find", one_segment)
+    patch.setattr(VisionRow, "find", one_segment)
 
 
 def pads_to_experts(family: str, patch: Patch) -> None:
     """Padding is routed and counted."""
-    patch.setattr(experts._Gate, "tell", lambda gate, mixer, args, kwargs: None)
+    patch.setattr(experts.Gate, "open", lambda gate, mixer, args, kwargs: None)
 
 
 def a_pad_for_a_token(family: str, patch: Patch) -> None:
     """As many tokens as are real go to experts, but one of them is padding."""
-    honest = inputs._real_tokens
+    honest = experts.real_tokens
 
     def exchanged(segments: Segments, device: torch.device) -> Any:
         real = honest(segments, device)
@@ -117,7 +122,7 @@ def a_pad_for_a_token(family: str, patch: Patch) -> None:
         padding = segments.padding_mask("cpu").nonzero()[0]
         return torch.cat([real[:-1], padding])
 
-    patch.setattr(inputs, "_real_tokens", exchanged)
+    patch.setattr(experts, "real_tokens", exchanged)
 
 
 def first_labels_kept(family: str, patch: Patch) -> None:
@@ -162,7 +167,7 @@ class Uncut:
 
 def no_reset(family: str, patch: Patch) -> None:
     """Gated delta layers run over the whole row."""
-    patch.setattr(delta, "cut", lambda *metadata: Uncut())
+    patch.setattr(GatedDelta, "prepare", lambda *metadata: Uncut())
 
 
 def conv_runs_on(family: str, patch: Patch) -> None:
@@ -191,8 +196,8 @@ def state_runs_on(family: str, patch: Patch) -> None:
 
 def modelling_of(family: str) -> Any:
     kind = FAMILIES[family]
-    assert kind.delta is not None
-    return import_module(kind.delta.modelling)
+    assert kind.has("gated_delta")
+    return import_module(kind.modelling)
 
 
 def uncut_pieces(patch: Patch) -> Callable[[int], list[int]]:
@@ -200,11 +205,12 @@ def uncut_pieces(patch: Patch) -> Callable[[int], list[int]]:
     gaps lie. Anything else is in one piece."""
     rows: dict[int, list[int]] = {}
 
-    def noted(family: Any, segments: Segments, *metadata: Any) -> Uncut:
+    def noted(self: GatedDelta, setup: Any) -> Uncut:
+        segments = setup.row.segments
         rows[segments.total] = [b - a for a, b in pairwise(segments.kernel)]
         return Uncut()
 
-    patch.setattr(delta, "cut", noted)
+    patch.setattr(GatedDelta, "prepare", noted)
     return lambda width: rows.get(width, [width])
 
 

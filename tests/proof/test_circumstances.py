@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from vlmpack.families import family_named
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Segments
+from vlmpack.model import engine, inputs, result
+from vlmpack.model.mechanisms import experts
+from vlmpack.model.row import RowContext
 from vlmpack.proof import Report, probe
-from vlmpack.step import engine, inputs, result
-from vlmpack.step.context import RowContext
 
 Patch = pytest.MonkeyPatch
 Break = Callable[[Any, Patch], None]
@@ -123,16 +123,14 @@ def shifted_chunks(model: Any, patch: Patch) -> None:
 
 def other_coefficient(model: Any, patch: Patch) -> None:
     """The load-balancing loss counts twice as much as it should."""
-    experts = type(family_named(model.config.model_type).experts)
     honest = experts.coefficient
-    patch.setattr(experts, "coefficient", lambda self, *metadata: 2 * honest(self, *metadata))
+    patch.setattr(experts, "coefficient", lambda *metadata: 2 * honest(*metadata))
 
 
 def balance_without_gradient(model: Any, patch: Patch) -> None:
     """The load-balancing loss is right, and nothing learns from it."""
-    experts = type(family_named(model.config.model_type).experts)
     honest = experts.balance
-    patch.setattr(experts, "balance", lambda self, *metadata: honest(self, *metadata).detach())
+    patch.setattr(experts, "balance", lambda *metadata: honest(*metadata).detach())
 
 
 NUMBERS: dict[str, tuple[Break, str, str, set[str]]] = {

@@ -23,7 +23,7 @@ def test_a_row_by_hand_leaks_and_the_padded_batch_does_not(family: str) -> None:
     plain = plain_of(tiny_model(family))
     rows = ROWS[FAMILIES[family].has_vision]
     assert list(plain) == [*rows, "a padded batch, 2D mask"]
-    delta = ("conv taps", "recurrent state") if FAMILIES[family].delta is not None else ()
+    delta = ("conv taps", "recurrent state") if FAMILIES[family].has("gated_delta") else ()
     for name in rows:
         first = "mask" if "3" in name else "cache"
         assert (plain[name].verdict, plain[name].causes) == ("leaks", (first, *delta, "loss count"))
@@ -56,6 +56,6 @@ def test_leaks_show_at_a_models_own_initialisation_too(family: str, tmp_path: Pa
     """Weights of 0.02 leak little; the mechanisms by themselves tell."""
     tiny_config(family).save_pretrained(tmp_path)
     row = plain_of(small_copy(str(tmp_path)))[ROWS[FAMILIES[family].has_vision][0]]
-    delta = {"conv taps", "recurrent state"} if FAMILIES[family].delta is not None else set()
+    delta = {"conv taps", "recurrent state"} if FAMILIES[family].has("gated_delta") else set()
     assert row.verdict == "leaks"
     assert set(row.causes) >= delta | ({"mask"} if FAMILIES[family].has_vision else {"cache"})

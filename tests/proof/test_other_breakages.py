@@ -15,11 +15,12 @@ from vlmpack.families import family_named
 from vlmpack.families.mrope import MediaItems
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Buckets, Segments, arrays
+from vlmpack.model import engine
+from vlmpack.model.mechanisms import experts, per_sample
+from vlmpack.model.mechanisms.gated_delta import GatedDelta
+from vlmpack.model.mechanisms.vision import Vision, VisionRow
+from vlmpack.model.result import StepResult
 from vlmpack.proof import probe
-from vlmpack.step import delta, engine, experts, inputs
-from vlmpack.step.context import VisionSegments
-from vlmpack.step.result import StepResult
-from vlmpack.step.whole import MediaInputs, Whole
 
 Patch = pytest.MonkeyPatch
 Break = Callable[[Any, Patch], None]
@@ -91,13 +92,12 @@ def small_leak(model: Any, patch: Patch) -> None:
 
 
 def ngrams_of_the_row(model: Any, patch: Patch) -> None:
-    module = sys.modules["vlmpack.step.by_sample"]
-    honest = module._on_samples
+    honest = per_sample.run_on_row
 
     def on_samples(layer: Any, row: Any, hidden: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
         return honest(layer, row, hidden, *beside) if len(beside) != 1 else layer(hidden, *beside)
 
-    patch.setattr(module, "_on_samples", on_samples)
+    patch.setattr(per_sample, "run_on_row", on_samples)
 
 
 SWAPPED = torch.tensor([0, 2, 1, 3])
@@ -118,12 +118,12 @@ BROKEN: dict[str, tuple[str, tuple[str, ...], Break]] = {
     "windows of two sizes exchanged": (
         "qwen2_5_vl",
         ("vision",),
-        wrapped(VisionSegments, "find", lambda x, *metadata: Segments.from_lengths(x.lengths[::-1])),
+        wrapped(VisionRow, "find", lambda x, *metadata: Segments.from_lengths(x.lengths[::-1])),
     ),
     "patches of all frames": (
         "qwen2_vl",
         ("vision",),
-        wrapped(VisionSegments, "find", lambda x, *metadata: last_two_together(x)),
+        wrapped(VisionRow, "find", lambda x, *metadata: last_two_together(x)),
     ),
     "another scale": ("qwen3", ("unknown",), attended(scale=lambda x: 1.001 * x)),
     "not causal": ("qwen3", ("mask",), attended(causal=lambda x: False)),
@@ -132,7 +132,9 @@ BROKEN: dict[str, tuple[str, tuple[str, ...], Break]] = {
         "qwen3_next",
         ("conv taps", "recurrent state"),
         lambda model, patch: patch.setattr(
-            delta, "cut", lambda family, row, *metadata: Buckets.cheapest(last_two_together(row), call_cost=16)
+            GatedDelta,
+            "prepare",
+            lambda self, setup: Buckets.cheapest(last_two_together(setup.row.segments), call_cost=16),
         ),
     ),
     "samples of a bucket exchanged": (
@@ -143,22 +145,20 @@ BROKEN: dict[str, tuple[str, tuple[str, ...], Break]] = {
     "a real token less for experts": (
         "qwen3_next",
         ("router",),
-        wrapped(inputs, "_real_tokens", lambda x, *metadata: None if x is None else x[:-1]),
+        wrapped(experts, "real_tokens", lambda x, *metadata: None if x is None else x[:-1]),
     ),
     "padding is computed by experts": (
         "qwen3_next",
         ("router",),
-        wrapped(experts._Gate, "put_back", lambda x, *metadata: None if x is None else x + 1e-3),
+        wrapped(experts.Gate, "restore", lambda x, *metadata: None if x is None else x + 1e-3),
     ),
     "pixels in another order": (
         "qwen3_vl",
         ("packing",),
         wrapped(
-            Whole,
-            "media",
-            lambda x, *metadata: MediaInputs(
-                inputs={name: y.flip(0) if name == "pixel_values" else y for name, y in x.inputs.items()}
-            ),
+            Vision,
+            "inputs",
+            lambda x, *metadata: {name: y.flip(0) if name == "pixel_values" else y for name, y in x.items()},
         ),
     ),
     "targets across samples": (

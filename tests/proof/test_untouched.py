@@ -10,10 +10,9 @@ import torch
 
 import vlmpack
 from vlmpack.families.tiny import tiny_model
+from vlmpack.model import StepConfig, inputs, is_packing, packing_state
 from vlmpack.proof import packed
 from vlmpack.proof.untouched import untouched
-from vlmpack.step import StepConfig, inputs, is_packing
-from vlmpack.step.attach import packing_state
 
 
 def used(family: str = "qwen3_5_moe") -> Any:

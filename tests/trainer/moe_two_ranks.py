@@ -20,7 +20,7 @@ from moe import MOE, decoder_layers, fresh, samples_of
 from samples import padded
 
 from vlmpack.layout import SlotRule
-from vlmpack.step import PackedStep, StepConfig, enable_packing
+from vlmpack.model import PackedStep, StepConfig, enable_packing
 
 WRAPPERS = ("ddp", "fsdp2")
 CONFIG = StepConfig(slots=SlotRule(multiple=8), z_loss_coef=0.25)

@@ -14,7 +14,7 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
-from vlmpack.step import enable_packing, packing_state
+from vlmpack.model import enable_packing, packing_state
 from vlmpack.text import RowCollator, pack_dataset
 from vlmpack.trainer import PackedTrainer, check_trainer, loss_metrics
 from vlmpack.trainer.of_trl import DEFAULTS
@@ -83,7 +83,7 @@ def test_a_stream_with_accelerates_defaults(tmp_path):
 def test_ranks_that_share_rows_are_given_different_ones(tmp_path, monkeypatch):
     model = enabled()
     run, state = trainer(model, receipts(model), tmp_path), packing_state(model)
-    monkeypatch.setattr("vlmpack.step.cut.changed_since", lambda *args, **settings: None)  # nobody shares anything here
+    monkeypatch.setattr("vlmpack.model.mechanisms.ClassMechanism.problem", lambda *args, **settings: None)
     vars(model)["_vlmpack_state"] = replace(state, parallel=SimpleNamespace(ranks=2))
     assert "gives every rank a batch of its own: write a loop of your own" in refusal(run)
     vars(model)["_vlmpack_state"] = replace(state, parallel=SimpleNamespace(ranks=1))

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from training import collator, descend, distance, gradients, receipts, train
 
 from vlmpack.families.tiny import tiny_model
-from vlmpack.step import PackedStep, enable_packing
+from vlmpack.model import PackedStep, enable_packing
 
 SMALL = {"layers": 1, "vision_depth": 1}
 pytestmark = [
@@ -44,7 +44,7 @@ def test_the_rows_arithmetic_is_not_compiled_again_for_every_row():
     for seed in (1, 2):
         compiled(**collator("packed")(receipts(model, seed=seed, kinds=("text", "text"))))
     assert any("modeling_qwen3_vl.py" in trace for trace in seen)
-    assert not [trace for trace in seen if "vlmpack/layout" in trace or "vlmpack/step/engine" in trace]
+    assert not [trace for trace in seen if "vlmpack/layout" in trace or "vlmpack/model/engine" in trace]
 
 
 @pytest.mark.slow

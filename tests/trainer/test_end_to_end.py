@@ -14,7 +14,7 @@ from transformers import Trainer
 from vlmpack.collate import SkipLimit, VLMCollator
 from vlmpack.data import load_cord, to_conversation
 from vlmpack.families.tiny import tiny_model
-from vlmpack.step import enable_packing
+from vlmpack.model import enable_packing
 from vlmpack.trainer import check_trainer, loss_metrics
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")

@@ -14,7 +14,7 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
-from vlmpack.step import StepConfig, disable_packing, enable_packing
+from vlmpack.model import StepConfig, disable_packing, enable_packing
 from vlmpack.trainer import PackedTrainer, loss_metrics
 
 REFUSAL = r"averages the mean losses of batches over samples.*PackedTrainer.*compute_metrics=loss_metrics\(model\)"

@@ -15,8 +15,8 @@ from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import METADATA_KEY
+from vlmpack.model import PackedStep, enable_packing, is_packing
 from vlmpack.plan import plan_bins
-from vlmpack.step import PackedStep, enable_packing, is_packing
 from vlmpack.trainer import evaluate
 from vlmpack.trainer.held_out import HeldOut
 

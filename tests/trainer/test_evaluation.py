@@ -7,7 +7,7 @@ import torch
 from training import LAYOUTS, Samples, arguments, collator, loss_sums, receipts, trainer
 
 from vlmpack.families.tiny import tiny_model
-from vlmpack.step import enable_packing
+from vlmpack.model import enable_packing
 from vlmpack.trainer import PackedTrainer
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")

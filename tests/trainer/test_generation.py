@@ -8,7 +8,7 @@ from samples import alone, padded
 from training import receipts, train
 
 from vlmpack.families.tiny import tiny_model
-from vlmpack.step import enable_packing
+from vlmpack.model import enable_packing
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 

@@ -7,7 +7,7 @@ from samples import padded
 from training import KINDS, LAYOUTS, descend, distance, logged, receipts, train, trainer, weights
 
 from vlmpack.families.tiny import tiny_model
-from vlmpack.step import enable_packing
+from vlmpack.model import enable_packing
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 TWELVE = (*KINDS, *KINDS[:5])

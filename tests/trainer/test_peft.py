@@ -9,7 +9,7 @@ from training import checkpointing, collator, descend, distance, receipts, train
 
 from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
-from vlmpack.step import disable_packing, enable_packing, is_packing
+from vlmpack.model import disable_packing, enable_packing, is_packing
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 LANGUAGE = r".*language_model.*\.(q_proj|v_proj|down_proj|in_proj_qkv|in_proj_a)"

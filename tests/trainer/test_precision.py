@@ -7,7 +7,7 @@ import torch
 from training import LAYOUTS, Samples, gradients, loss_sums, receipts, train, trainer
 
 from vlmpack.families.tiny import tiny_model
-from vlmpack.step import disable_packing, enable_packing
+from vlmpack.model import disable_packing, enable_packing
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 

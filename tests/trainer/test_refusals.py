@@ -34,8 +34,8 @@ from transformers import Trainer
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families.tiny import tiny_model
-from vlmpack.offline import PackedDataset, StoreSettings, write_rows
-from vlmpack.step import disable_packing, enable_packing
+from vlmpack.model import disable_packing, enable_packing
+from vlmpack.store import PackedDataset, StoreSettings, write_rows
 
 
 @pytest.fixture

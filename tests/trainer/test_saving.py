@@ -13,7 +13,7 @@ from training import KINDS, LAYOUTS, Samples, arguments, collator, distance, log
 from transformers import AutoModelForImageTextToText, Trainer
 
 from vlmpack.families.tiny import tiny_model
-from vlmpack.step import disable_packing, enable_packing, is_packing
+from vlmpack.model import disable_packing, enable_packing, is_packing
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 

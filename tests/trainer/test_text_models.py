@@ -18,7 +18,7 @@ from transformers import (
 from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule
-from vlmpack.step import PackedStep, StepConfig, enable_packing
+from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.trainer import check_trainer, loss_metrics
 
 TEXT_MODELS = ("qwen3", "qwen3_next")

@@ -20,8 +20,8 @@ from training import LAYOUTS, Samples, arguments, collator, lengths_of, logged, 
 
 from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
+from vlmpack.model import PackedStep, enable_packing
 from vlmpack.plan import plan_bins
-from vlmpack.step import PackedStep, enable_packing
 from vlmpack.trainer import PackedTrainer, evaluate, loss_metrics
 from vlmpack.trainer.checkpoints import newest_whole
 

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from vlmpack import __version__
-from vlmpack.cli import analyze, bench, demo, doctor, pack, probe, show
+from vlmpack.cli import analyze, demo, doctor, pack, probe, show
 from vlmpack.errors import VlmpackError
 
 OF_THE_SYSTEM = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO})
@@ -53,7 +53,6 @@ app.command("pack")(pack.pack)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("probe")(probe.probe)
-app.command("bench", context_settings=bench.PASS_ON, add_help_option=False)(bench.bench)
 
 
 def _show_version(asked: bool) -> None:

@@ -17,11 +17,11 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from vlmpack.bench import peak_bytes
 from vlmpack.collate import BatchLayout, VLMCollator
 from vlmpack.data import to_conversation
 from vlmpack.layout import METADATA_KEY, HostMetadata
-from vlmpack.step import enable_packing
+from vlmpack.machine import peak_bytes
+from vlmpack.model import enable_packing
 
 
 @final

@@ -12,8 +12,9 @@ from typing import final
 import torch
 
 from vlmpack.attention import AttentionCall, explain
-from vlmpack.bench import version_of
-from vlmpack.families import FlaCall, family_named
+from vlmpack.families import family_named
+from vlmpack.machine import version_of
+from vlmpack.model import FlaCall, uses_fla
 
 PACKAGES = (
     "vlmpack",
@@ -132,12 +133,10 @@ def serving(device_types: list[str]) -> list[Serving]:
 
 
 def delta_serving(device_types: list[str]) -> list[Serving]:
-    """Whether flash-linear-attention serves the training of gated delta layers on these devices."""
-    delta = family_named("qwen3_5").delta
-    assert delta is not None
+    """Return whether flash-linear-attention serves the training of gated delta layers on these devices."""
     calls = {name: torch.device(name) for name in device_types}
-    if not delta.uses_fla():
+    if not uses_fla(family_named("qwen3_5")):
         why = "transformers has not found it; rows are computed in batches of samples of like length"
         return [Serving(backend="fla", device=name, dtype="any", reasons=(why,)) for name in calls]
-    found = {name: FlaCall.of(device, training=True).unsupported() for name, device in calls.items()}
-    return [Serving(backend="fla", device=name, dtype="any", reasons=tuple(why)) for name, why in found.items()]
+    reasons = {name: FlaCall.of(device, training=True).unsupported() for name, device in calls.items()}
+    return [Serving(backend="fla", device=name, dtype="any", reasons=tuple(why)) for name, why in reasons.items()]

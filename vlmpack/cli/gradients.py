@@ -11,7 +11,7 @@ from torch import nn
 
 from vlmpack.collate import VLMCollator
 from vlmpack.layout import METADATA_KEY
-from vlmpack.step import disable_packing, enable_packing
+from vlmpack.model import disable_packing, enable_packing
 
 Gradients = dict[str, torch.Tensor]
 

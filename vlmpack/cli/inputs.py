@@ -82,9 +82,9 @@ def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
 
 def is_store(source: str) -> bool:
     """Whether a folder written by `vlmpack pack` is meant."""
-    from vlmpack.offline import NAME
+    from vlmpack import store
 
-    return (Path(source).expanduser() / NAME).is_file()
+    return store.is_store(Path(source).expanduser())
 
 
 def check_finished(source: str) -> None:
@@ -93,9 +93,9 @@ def check_finished(source: str) -> None:
     Raises:
         ConfigError: `source` is one.
     """
-    from vlmpack.offline import WorkFolder
+    from vlmpack.store import is_unfinished_store
 
-    if not is_store(source) and WorkFolder(out=Path(source).expanduser()).path.is_dir():
+    if is_unfinished_store(Path(source).expanduser()):
         raise ConfigError(
             f"{source} is not packed to its end: `vlmpack pack` was interrupted there, or refused a sample. Run it "
             "again, and it goes on where it was"
@@ -154,7 +154,7 @@ def measured(
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from vlmpack.offline import measure_lengths
+    from vlmpack.store import measure_lengths
 
     columns = (TextColumn("reading samples"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -24,15 +24,10 @@ from vlmpack.cli.options import (
     one_of,
 )
 
-if TYPE_CHECKING:
-    from vlmpack.cli.inputs import Inputs
-
 TRAIN_ON = ("assistant", "all")
 ON_BAD = ("raise", "skip")
 OVERSIZE = ("error", "drop", "own_row")
 IMAGES = ("bytes", "reference")
-LOOKED_AT = 8
-"""Samples whose images are looked for before all are measured."""
 
 OutArgument = Annotated[Path, typer.Argument(help="Folder for the rows; one that was interrupted is continued.")]
 CapacityOption = Annotated[int, typer.Option(min=1, help="Tokens of a row.")]
@@ -96,7 +91,7 @@ def pack(
     """Plan which samples share a row, and write the rows down: token ids, what is learnt, and images still encoded.
 
     Killed or stopped, run it again: it goes on where it was, and ends with the same files. Train on them with
-    vlmpack.offline.PackedDataset(OUT, processor).
+    vlmpack.store.PackedDataset(OUT, processor).
     """
     need("pack", "pyarrow", extra="data")
     if ray:
@@ -108,7 +103,7 @@ def pack(
     from vlmpack.cli.pack_table import print_store, told
     from vlmpack.collate import SkipLimit
     from vlmpack.layout import SlotRule
-    from vlmpack.offline import StoreSettings, write_rows
+    from vlmpack.store import StoreSettings, write_rows
 
     settings = StoreSettings(
         capacity=capacity, max_patches=max_patches, max_images=max_images, seed=shuffle, rows_multiple=rows_multiple,
@@ -123,31 +118,9 @@ def pack(
     slots = SlotRule(multiple=pad_seq_to_mult, max_segments=max_segments)
     skip_limit = None if max_bad_fraction is None else SkipLimit(max_bad_fraction=max_bad_fraction)
     inputs = open_inputs(options, train_on=train_on, on_bad=on_bad, skip_limit=skip_limit, slots=slots)
-    if images == "reference":
-        _check_files(inputs)
     with told(Console(stderr=True)) as progress:
         manifest = write_rows(
             inputs.dataset, out, inputs.collator, settings, workers=workers, executor="ray" if ray else "local",
             cache=cache, progress=progress,
         )  # fmt: skip
     print_store(out, manifest, Console())
-
-
-def _check_files(inputs: Inputs) -> None:
-    """Raise unless the images of the first samples lie in files; a bad sample is left to be refused with the others.
-
-    Raises:
-        ConfigError: one of them lies in none.
-    """
-    from vlmpack.data import ImageError
-    from vlmpack.errors import SampleError
-    from vlmpack.offline import stored_image, undecoded
-
-    dataset = undecoded(inputs.dataset)
-    for place in range(min(LOOKED_AT, len(dataset))):
-        try:
-            for visual in inputs.collator.measure(dataset[place], place).images:
-                if visual.source is not None:
-                    stored_image(visual.source.source, "reference", inputs.collator.limits)
-        except (SampleError, ImageError):
-            continue

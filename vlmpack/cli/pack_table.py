@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from vlmpack.offline import LEFT_OUT, Manifest
-from vlmpack.offline import Progress as Told
+from vlmpack.store import LEFT_OUT, Manifest
+from vlmpack.store import Progress as Told
 from vlmpack.terminal import print_table, print_text
 
 STAGES = {"measure": "measuring samples", "compare": "comparing what is packed", "write": "writing files"}
@@ -56,8 +56,8 @@ def _lines(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
     """(what, how much, what that is for)."""
     counts, sizes = manifest.counts, manifest.sizes
     yield "rows", f"{counts.rows:,}", f"of {manifest.capacity:,} tokens"
-    yield "fill", f"{manifest.fill:.2%}", "tokens of samples per token of row"
-    yield "samples", f"{counts.samples:,}", f"of {counts.given:,}; {counts.samples / counts.rows:.2f} in a row"
+    yield "fill", f"{manifest.fill_ratio:.2%}", "tokens of samples per token of row"
+    yield "samples", f"{counts.samples:,}", f"of {counts.total:,}; {counts.samples / counts.rows:.2f} in a row"
     yield "refused", f"{counts.refused:,}", "cannot be used, or longer than --max-length"
     yield "dropped", f"{counts.dropped:,}", "exceed a row by themselves"
     yield "tokens", f"{counts.tokens:,}", f"{counts.targets:,} of them learnt"

@@ -14,8 +14,8 @@ from vlmpack.cli.inputs import InputOptions, measured, open_inputs
 from vlmpack.collate import Encoded
 from vlmpack.errors import ConfigError
 from vlmpack.layout import Segments
-from vlmpack.offline import PackedDataset
 from vlmpack.plan import plan_bins
+from vlmpack.store import PackedDataset
 
 
 @final
@@ -114,7 +114,7 @@ def stored(source: str) -> ShownRows:
     counts, capacity = dataset.manifest.counts, dataset.manifest.capacity
     return ShownRows(
         told=f"{source}: {counts.samples:,} samples in {counts.rows:,} rows of {capacity:,} tokens, "
-        f"{dataset.manifest.fill:.2%} full{_left_out(counts.refused, counts.dropped)}",
+        f"{dataset.manifest.fill_ratio:.2%} full{_left_out(counts.refused, counts.dropped)}",
         count=len(dataset),
         capacity=capacity,
         samples=dataset.measured,

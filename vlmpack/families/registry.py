@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
 from typing import Any
 
-from vlmpack.errors import FamilyError
-from vlmpack.families.base import Family
-from vlmpack.families.qwen2_5_vl import Qwen25VL
-from vlmpack.families.qwen2_vl import Qwen2VL
-from vlmpack.families.qwen3_vl import Qwen3VL, Qwen3VLMoe, Qwen35, Qwen35Moe
-from vlmpack.families.qwen4_exp import Qwen4Exp
-from vlmpack.families.text import Qwen3, Qwen3Next
+from torch import nn
 
-FAMILIES: dict[str, type[Family]] = {
+from vlmpack.errors import FamilyError
+from vlmpack.families import qwen
+from vlmpack.families.family import Family
+
+FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (Qwen2VL, Qwen25VL, Qwen3VL, Qwen3VLMoe, Qwen35, Qwen35Moe, Qwen4Exp, Qwen3, Qwen3Next)
+    for family in (
+        qwen.QWEN2_VL,
+        qwen.QWEN2_5_VL,
+        qwen.QWEN3_VL,
+        qwen.QWEN3_VL_MOE,
+        qwen.QWEN3_5,
+        qwen.QWEN3_5_MOE,
+        qwen.QWEN4_EXP,
+        qwen.QWEN3,
+        qwen.QWEN3_NEXT,
+    )
 }
 """The supported families by `config.model_type`."""
 
@@ -80,7 +90,54 @@ def family_named(model_type: str) -> Family:
         raise FamilyError(f"{model_type} cannot be packed exactly yet: {_REFUSED[model_type]} ({_supported()})")
     if model_type not in FAMILIES:
         raise FamilyError(f"{model_type}: unknown family ({_supported()})")
-    return FAMILIES[model_type]()
+    return FAMILIES[model_type]
+
+
+def check_parts(family: Family, model: Any) -> None:
+    """Compare a family's descriptor with a model.
+
+    Raises:
+        FamilyError: the model lacks a part that the descriptor names, or its layers have one that it does not name.
+    """
+    problems = list(_differences(family, model))
+    if family.has_vision and not problems:
+        merge = family.merge(model.config)
+        family.video_runs(
+            [(1, merge, merge)], model.config
+        )  # may try the installed transformers, here and not in a step
+    if problems:
+        raise FamilyError(
+            f"this {type(model).__name__} is not as {family.model_type} is described: {'; '.join(problems)}. Use a "
+            "transformers of the supported range, and an unmodified model"
+        )
+
+
+def _differences(family: Family, model: Any) -> Iterator[str]:
+    for path in (family.backbone_path, family.text_path, family.vision_path, family.head_path):
+        if path is not None and not _has(model, path):
+            yield f"it has no part {path!r}"
+            return
+    taken = inspect.signature(type(family.backbone(model)).forward).parameters
+    if missing := [name for name in family.media if name not in taken]:
+        yield f"its backbone takes no {', '.join(missing)}"
+    layers = list(family.language_model(model).get_submodule("layers").children())
+    for other in FAMILIES.values():
+        for mechanism, parts in other.mechanisms.items():
+            names = [name for name in parts.values() if name not in _IN_EVERY_LAYER]
+            if not family.has(mechanism) and any(_has(layer, name) for layer in layers for name in names):
+                yield f"its layers have {', '.join(names)}, parts of {mechanism}, which would leak"
+                return
+
+
+_IN_EVERY_LAYER = ("self_attn", "mlp")
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    try:
+        module.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
 
 
 def _supported() -> str:

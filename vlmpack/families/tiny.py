@@ -110,7 +110,7 @@ def _check(sizes: TinySizes, family: str) -> None:
         raise ConfigError(f"heads={sizes.heads} is not a multiple of kv_heads={sizes.kv_heads}")
     if not family.startswith(("qwen3", "qwen4")) and width * sizes.heads != sizes.hidden:
         raise ConfigError(f"{family} needs head_dim * heads == hidden, got {width} * {sizes.heads} != {sizes.hidden}")
-    if family_named(family).experts and sizes.hidden % 8:
+    if family_named(family).has("experts") and sizes.hidden % 8:
         raise ConfigError(f"hidden={sizes.hidden} must be a multiple of 8: experts multiply rows of whole 16 bytes")
     if width % 2 or rotary_dim(sizes, family) < 6:
         raise ConfigError(

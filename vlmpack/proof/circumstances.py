@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from vlmpack.layout import SlotRule
+from vlmpack.model import StepConfig
 from vlmpack.proof.samples import ProbeSample
-from vlmpack.step import StepConfig
 
 TIGHT = SlotRule()
 """No gaps."""

@@ -61,7 +61,7 @@ def check_mask(scene: Scene) -> Check:
     if not leak <= LEAK:
         return _leak("mask", leak, f"{at}: what a sample attends to moves by {leak:.1e} when only another one changes")
     for name, call in scene.attention.items():
-        if finding := _not_causal(call, scene.segments.spans, sparse=scene.family.by_sample is not None):
+        if finding := _not_causal(call, scene.segments.spans, sparse=scene.family.has("per_sample")):
             return Check.of_mechanism("mask", "differs", detail=f"{name}: {finding}")
     return Check.of_mechanism("mask", "ok", seen=leak, allowed=LEAK)
 

@@ -229,7 +229,7 @@ def means_of(losses: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def without_routers(family: Family) -> dict[str, bool]:
     """Whatever the configuration asks for, the load-balancing loss is looked at apart from the rest."""
-    return {} if family.experts is None else {"output_router_logits": False}
+    return {} if not family.has("experts") else {"output_router_logits": False}
 
 
 def backward(loss: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import torch
 
+from vlmpack.model import PackedStep, disable_packing
 from vlmpack.proof.circumstances import GAPS, ROW, Circumstance, computed_in
 from vlmpack.proof.mechanisms import check_cache, check_delta, check_mask, check_positions
 from vlmpack.proof.outcome import FLOOR, backward, compare, distance, host, rms_distance
@@ -22,7 +23,6 @@ from vlmpack.proof.totals import check_dispatch, check_given, check_packed, chec
 from vlmpack.proof.vision import check_vision
 from vlmpack.proof.ways import Packed, Pass, PlainPadded, Way, device_of
 from vlmpack.proof.work import counted_pairs, counted_waits
-from vlmpack.step import PackedStep, disable_packing
 
 Say = Callable[[str], None]
 
@@ -168,7 +168,7 @@ def _isolation(subject: Subject, circumstance: Circumstance) -> list[Check]:
             if circumstance is GAPS:
                 moves["change what stands in gaps"] = _gaps(way, samples)
             noise = _noise(way, samples) if max(moves.values()) > LEAK else 0.0
-        if max(moves.values()) > LEAK and subject.family.experts is not None:
+        if max(moves.values()) > LEAK and subject.family.has("experts"):
             noise = max(noise, _noise_of_experts(subject, circumstance))
         return [_moved(name, move, LEAK + 2 * noise) for name, move in moves.items()]
 

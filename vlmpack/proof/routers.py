@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from vlmpack.families import Family
+from vlmpack.model import ModelParts, expert_layers
 from vlmpack.proof.outcome import distance, relative, target_losses
 from vlmpack.proof.report import Check
 from vlmpack.proof.samples import ProbeSample
@@ -38,7 +39,7 @@ class Routers:
 
 def routers_of(core: nn.Module, family: Family, padded: PlainPadded, samples: Sequence[ProbeSample]) -> Routers | None:
     """The truth: the padded batch with its 2D mask. None: no routers, or this version computes no loss of them."""
-    if family.experts is None:
+    if not family.has("experts"):
         return None
     given, balance = padded.with_routers(samples)
     if balance is None:
@@ -108,8 +109,7 @@ def _check(name: str, error: float, allowed: float, detail: str, *, right: bool)
 
 def _gradients(loss: torch.Tensor, core: nn.Module, family: Family) -> list[torch.Tensor]:
     """Of the parameters of each block that are not its experts'; none where nothing of it is trained."""
-    assert family.experts is not None
-    blocks = [layer.block for layer in family.experts.layers(family.language_model(core))]
+    blocks = [layer.block for layer in expert_layers(ModelParts(family=family, core=core))]
     own = [p for block in blocks for name, p in block.named_parameters() if not name.startswith("experts.")]
     trained = [p for p in own if p.requires_grad]
     if not trained or not loss.requires_grad:

@@ -11,6 +11,7 @@ from torch import nn
 
 from vlmpack.attention import BACKENDS, choose
 from vlmpack.families import family_of
+from vlmpack.model import StepConfig, find_model
 from vlmpack.proof.contrast import contrasts
 from vlmpack.proof.packed import UNSTEADY, packed_checks
 from vlmpack.proof.receipts import check_fits, processed_samples
@@ -18,7 +19,6 @@ from vlmpack.proof.report import Check, Contrast, Report, said
 from vlmpack.proof.samples import synthetic_samples, with_company
 from vlmpack.proof.subject import Subject, UnsteadyError, attention_call, find_truth
 from vlmpack.proof.untouched import settings_of, untouched
-from vlmpack.step import StepConfig, find_model
 
 Say = Callable[[str], None]
 

@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from vlmpack.families import Family
 from vlmpack.layout import Segments
+from vlmpack.model import ModelParts, expert_layers
 from vlmpack.proof.samples import ProbeSample
 from vlmpack.proof.ways import Pass, Way
 
@@ -94,8 +95,8 @@ def watch(model: nn.Module, family: Family, way: Way, samples: Sequence[ProbeSam
     """Run `way` once, with a graph or without. `model` is the one with the head, not a wrapper around it."""
     text, tower = family.language_model(model), family.vision_tower(model)
     attention = children(text, "self_attn")
-    delta = children(text, "linear_attn") if family.delta is not None else {}
-    blocks = {} if family.experts is None else _expert_blocks(family, text)
+    delta = children(text, "linear_attn") if family.has("gated_delta") else {}
+    blocks = _expert_blocks(family, model)
     experts = {name: block.get_submodule("experts") for name, block in blocks.items()}
     mixers = [*attention.values(), *delta.values()]
     backbone, head = family.backbone(model), family.head(model)
@@ -124,9 +125,9 @@ def children(text: nn.Module, name: str) -> dict[str, nn.Module]:
     return {at: module for at, module in found.items() if module is not None}
 
 
-def _expert_blocks(family: Family, text: nn.Module) -> dict[str, nn.Module]:
-    assert family.experts is not None
-    return {f"expert block {i}": layer.block for i, layer in enumerate(family.experts.layers(text))}
+def _expert_blocks(family: Family, model: nn.Module) -> dict[str, nn.Module]:
+    layers = expert_layers(ModelParts(family=family, core=model))
+    return {f"expert block {i}": layer.block for i, layer in enumerate(layers)}
 
 
 @contextmanager

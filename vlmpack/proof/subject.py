@@ -18,6 +18,7 @@ from torch import nn
 from vlmpack.attention import AttentionCall
 from vlmpack.families import Family, family_of
 from vlmpack.layout import Segments
+from vlmpack.model import StepConfig, find_model
 from vlmpack.proof.circumstances import AUTOCAST, CIRCUMSTANCES, GAPS, ROW, Circumstance, computed_in
 from vlmpack.proof.mechanisms import Rotary, rotary_of
 from vlmpack.proof.outcome import (
@@ -36,7 +37,6 @@ from vlmpack.proof.samples import ProbeSample, Words
 from vlmpack.proof.scene import watch
 from vlmpack.proof.vision import Features, feature_error, features_of
 from vlmpack.proof.ways import Alone, PlainPadded
-from vlmpack.step import StepConfig, find_model
 
 STEADY = 5e-2
 """The most that logits may differ from one run to the next, as a part of the largest: kernels that add up in another

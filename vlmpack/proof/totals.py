@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from vlmpack.layout import IGNORE, PackedRow, Segments
+from vlmpack.model import StepResult
 from vlmpack.proof.outcome import distance, means_of, relative, target_losses
 from vlmpack.proof.report import Check
 from vlmpack.proof.samples import ProbeSample, joined_media
 from vlmpack.proof.scene import Scene
 from vlmpack.proof.ways import Pass
-from vlmpack.step import StepResult
 
 SAME = {torch.float32: 1e-5}
 """Relative difference of two losses that are computed from the same numbers."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from vlmpack.step import (
+from vlmpack.model import (
     PackingState,
     StepConfig,
     disable_packing,

@@ -11,10 +11,10 @@ from torch import nn
 
 from vlmpack.families import Family
 from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch, Segments, SlotRule, pack
+from vlmpack.model import PackedStep, StepResult
 from vlmpack.proof.circumstances import TIGHT, Circumstance
 from vlmpack.proof.outcome import Outcome, backward, outcome_of, take_gradients, target_losses, without_routers
 from vlmpack.proof.samples import ProbeSample, batch_of, joined_media, offsets_of
-from vlmpack.step import PackedStep, StepResult
 
 
 @final
@@ -109,7 +109,7 @@ class Packed:
 
     def __call__(self, samples: Sequence[ProbeSample], *, routers: bool = False, by_step: bool = False) -> Pass:
         """Compute them; `routers`: with the load-balancing loss; `by_step`: by `PackedStep` in any circumstance."""
-        asked = {"output_router_logits": routers} if self.family.experts is not None else {}
+        asked = {"output_router_logits": routers} if self.family.has("experts") else {}
         if by_step or not self.circumstance.by_model:
             return self._by_step(samples, asked)
         return self._by_model(samples, asked)

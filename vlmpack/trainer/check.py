@@ -19,8 +19,8 @@ from transformers.trainer_utils import SchedulerType
 from vlmpack.collate import CONVERSATION_COLUMNS, MEDIA_COLUMNS, ProcessorMetadata, VLMCollator
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.loading import PackedStream
-from vlmpack.offline import PackedDataset
-from vlmpack.step import find_model, is_packing, packing_state
+from vlmpack.model import find_model, is_packing, packing_state
+from vlmpack.store import PackedDataset
 from vlmpack.text import RowCollator
 from vlmpack.trainer import of_trl
 from vlmpack.trainer.metrics import LossMetrics

@@ -17,8 +17,8 @@ from torch.utils.data import IterableDataset
 
 from vlmpack.errors import ConfigError
 from vlmpack.layout import METADATA_KEY
+from vlmpack.model import PackedStep, StepResult, Work, disable_packing, is_packing
 from vlmpack.plan import Plan, Refused
-from vlmpack.step import PackedStep, StepResult, Work, disable_packing, is_packing
 from vlmpack.trainer.held_out import Collator, HeldOutLoader, MapStyle, hold_out
 from vlmpack.trainer.metrics import losses_of_set
 

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset
 from vlmpack.collate import OVERLENGTH, VLMCollator, sample_id_of
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.loading import MapStyle, check_samples
-from vlmpack.offline import measure_lengths
 from vlmpack.plan import EMPTY, LengthTable, Plan, Refused, balance_rows, plan_bins
+from vlmpack.store import measure_lengths
 
 Collator = Callable[[Sequence[Any]], Mapping[str, Any]]
 """A list of samples → a padded batch or a packed row, as a dictionary with host metadata."""

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import EvalPrediction
 
 from vlmpack.errors import ConfigError
-from vlmpack.step import LossCount, bind_loss_metrics, find_model, is_packing, packing_state
+from vlmpack.model import LossCount, bind_loss_metrics, find_model, is_packing, packing_state
 
 
 @final

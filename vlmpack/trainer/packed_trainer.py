@@ -13,9 +13,9 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.loading import PackedBatchSampler, PackedStream, Remainder
-from vlmpack.offline import PackedDataset
+from vlmpack.model import STEP, StepCall, is_packing
 from vlmpack.plan import Plan
-from vlmpack.step import SINK, Sink, is_packing
+from vlmpack.store import PackedDataset
 from vlmpack.trainer.checkpoints import check_whole, checkpoint_folder, newest_whole
 from vlmpack.trainer.evaluation import Account, BatchAccount, Evaluation
 from vlmpack.trainer.held_out import HeldOut, HeldOutLoader, hold_out
@@ -303,16 +303,16 @@ class PackedTrainer(Trainer):
         Raises:
             ConfigError: packing is not enabled on the model.
         """
-        sink = Sink()
+        call = StepCall()
         if self._account is None:
             if self._batches is None or not is_packing(model):
                 return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-            outputs = super().prediction_step(model, {**inputs, SINK: sink}, prediction_loss_only, ignore_keys)
+            outputs = super().prediction_step(model, {**inputs, STEP: call}, prediction_loss_only, ignore_keys)
             if outputs[0] is not None:
-                self._batches.add(sink.result)
+                self._batches.add(call.result)
             return outputs
-        super().prediction_step(model, {**inputs, SINK: sink}, True, ignore_keys)
-        if sink.result is None:
+        super().prediction_step(model, {**inputs, STEP: call}, True, ignore_keys)
+        if call.result is None:
             raise ConfigError("evaluation in planned rows needs PackedTrainer(model=enable_packing(model), ...)")
-        self._account.add(inputs, sink.result)
+        self._account.add(inputs, call.result)
         return None, None, None

@@ -1,0 +1,1 @@
+"""The cases, a function each: settings and shapes in, figures out."""

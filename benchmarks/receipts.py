@@ -1,0 +1,207 @@
+"""The batch that step, head and memory are measured on: receipts in their proportions, filled with random ids.
+
+Real receipts differ from one another about 5:1 in length: an image of a size that follows the paper's, a short
+question, and a long answer that spells the receipt out, which alone is labelled. Contents do not change what a step
+costs, so ids and pixels are random, and the same for the same seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import isqrt, prod
+from typing import Any, final
+
+import torch
+
+from vlmpack.families import Family, tiny_config
+from vlmpack.layout import IGNORE, Grid, HostMetadata, Media, PaddedBatch
+
+FIRST_WORD = 6
+"""Ids below this are special tokens of tiny models."""
+HEAD = 64
+"""Channels of an attention head."""
+DELTA_HEAD = 128
+"""Channels of a head of a gated delta layer."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ReceiptShapes:
+    """Sizes of the model and of the batch. The defaults are the yardstick of the project's targets.
+
+    What a family adds is derived from `hidden` in the proportions of released models, see `receipt_config`.
+    """
+
+    hidden: int = 512
+    """Width of the text model, in heads of 64."""
+    layers: int = 4
+    """Layers of the text model; in hybrid families every fourth has attention, the others are gated delta layers."""
+    kv_heads: int = 4
+    """Key and value heads of the text model."""
+    experts: int = 32
+    """Experts of each layer, where there are any."""
+    experts_per_token: int = 8
+    """Experts that each token is sent to; together they are as wide as the MLP of a dense family."""
+    vision_hidden: int = 256
+    """Width of the vision tower, in heads of 64."""
+    vision_depth: int = 4
+    """Blocks of the vision tower."""
+    vocab_size: int = 4096
+    """Token ids."""
+    samples: int = 8
+    """B."""
+    longest: int = 768
+    """Tokens of the longest sample."""
+    ratio: float = 5.0
+    """Longest over shortest; the lengths between are spread evenly on a logarithmic scale."""
+    image_share: float = 0.3
+    """Image tokens of a sample's tokens."""
+    labelled_share: float = 0.5
+    """Labelled tokens of a sample's tokens, at its end."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sample, long and short ones mixed."""
+        steps = max(self.samples - 1, 1)
+        falling = [round(self.longest * self.ratio ** (-i / steps)) for i in range(self.samples)]
+        return tuple(falling[1::2] + falling[::2])
+
+
+def receipt_config(family: Family, shapes: ReceiptShapes) -> Any:
+    """The configuration of `receipt_model`.
+
+    Every MLP is three times as wide as the text model. Experts share that width: those that a token is sent to have it
+    together, and an expert that all tokens share is one more of them. Gated delta layers have keys of that width and
+    values of twice as much, in heads of 128, as in Qwen3.5 and Qwen3-Next.
+    """
+    config = tiny_config(
+        family.model_type,
+        hidden=shapes.hidden,
+        layers=shapes.layers,
+        heads=max(shapes.hidden // HEAD, shapes.kv_heads),
+        kv_heads=shapes.kv_heads,
+        intermediate=3 * shapes.hidden,
+        experts=shapes.experts,
+        experts_per_token=shapes.experts_per_token,
+        vision_hidden=shapes.vision_hidden,
+        vision_depth=shapes.vision_depth,
+        vision_heads=max(shapes.vision_hidden // HEAD, 1),
+        vocab_size=shapes.vocab_size,
+    )
+    text = family.text_config(config)
+    if family.has("experts"):
+        text.moe_intermediate_size = 3 * shapes.hidden // shapes.experts_per_token
+        if family.has("gated_delta"):
+            text.shared_expert_intermediate_size = text.moe_intermediate_size
+    if family.has("gated_delta"):
+        text.linear_key_head_dim = text.linear_value_head_dim = min(DELTA_HEAD, shapes.hidden)
+        text.linear_num_key_heads = shapes.hidden // text.linear_key_head_dim
+        text.linear_num_value_heads = 2 * text.linear_num_key_heads
+    return config
+
+
+def receipt_model(family: Family, shapes: ReceiptShapes, *, seed: int = 0, device: str = "cpu") -> Any:
+    """A random model of the family and of these sizes, unmodified, on sdpa attention, in train mode.
+
+    The same arguments give the same weights.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    auto = AutoModelForImageTextToText if family.has_vision else AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        config = receipt_config(family, shapes)
+        model = auto.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    return model.train().to(device)
+
+
+def receipt_batch(
+    family: Family, config: Any, shapes: ReceiptShapes, *, seed: int = 0, device: str = "cpu"
+) -> PaddedBatch:
+    """The samples of `shapes` as one right-padded batch on a device, with the metadata that a collator gives.
+
+    To a family without vision they are text of the same lengths. Pixels are drawn where they will lie.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    width = max(shapes.lengths)
+    ids = torch.randint(FIRST_WORD, shapes.vocab_size, (shapes.samples, width), generator=rng)
+    labels = torch.full_like(ids, IGNORE)
+    for row, length in enumerate(shapes.lengths):
+        answer = slice(length - max(1, round(length * shapes.labelled_share)), length)
+        labels[row, answer] = ids[row, answer]
+        ids[row, length:] = family.text_config(config).pad_token_id or 0
+    batch = PaddedBatch(
+        input_ids=ids,
+        attention_mask=(torch.arange(width) < torch.tensor(shapes.lengths)[:, None]).long(),
+        labels=labels,
+        metadata=HostMetadata(lengths=shapes.lengths, num_targets=int((labels[:, 1:] != IGNORE).sum())),
+    )
+    if not family.has_vision:
+        return on_device(batch, device)
+    drawn = rng if device == "cpu" else torch.Generator(device).manual_seed(seed)
+    return on_device(_with_images(batch, family, config, shapes, drawn), device)
+
+
+def _with_images(
+    batch: PaddedBatch, family: Family, config: Any, shapes: ReceiptShapes, rng: torch.Generator
+) -> PaddedBatch:
+    """An image at the start of every sample."""
+    assert batch.metadata is not None
+    merge = family.merge(config)
+    grids = [_grid(round(n * shapes.image_share), merge) for n in shapes.lengths]
+    ids, types = batch.input_ids.clone(), torch.zeros_like(batch.input_ids)
+    for row, grid in enumerate(grids):
+        image = family.tokens_per_image(grid, merge)
+        ids[row, 0], ids[row, image + 1] = config.vision_start_token_id, config.vision_end_token_id
+        ids[row, 1 : image + 1] = config.image_token_id
+        types[row, 1 : image + 1] = 1
+    metadata = replace(batch.metadata, image_grids=tuple(grids), images_per_sample=(1,) * shapes.samples)
+    media = _media(family.patch_channels(config), grids, rng)
+    return replace(batch, input_ids=ids, mm_token_type_ids=types, media=media, metadata=metadata)
+
+
+def alone(batch: PaddedBatch) -> list[dict[str, torch.Tensor]]:
+    """Each sample of a batch of `receipt_batch` on its own, without padding, as a Hugging Face model takes it."""
+    assert batch.metadata is not None
+    tokens = {name: tensor for name, tensor in hf_inputs(batch).items() if name in _TOKENS}
+    samples = [
+        {name: tensor[row : row + 1, :length] for name, tensor in tokens.items()}
+        for row, length in enumerate(batch.metadata.lengths)
+    ]
+    media = batch.media
+    if media.pixel_values is None or media.image_grid_thw is None:
+        return samples
+    pixels = media.pixel_values.split([prod(grid) for grid in batch.metadata.image_grids])
+    grids = media.image_grid_thw.split(1)
+    return [
+        {**sample, "pixel_values": patches, "image_grid_thw": grid}
+        for sample, patches, grid in zip(samples, pixels, grids, strict=True)
+    ]
+
+
+def on_device(batch: PaddedBatch, device: str) -> PaddedBatch:
+    """The batch with all its tensors on `device`."""
+    moved = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.to_hf().items()
+    }
+    return PaddedBatch.from_hf(moved)
+
+
+_TOKENS = ("input_ids", "attention_mask", "labels", "mm_token_type_ids")
+
+
+def hf_inputs(batch: PaddedBatch) -> dict[str, torch.Tensor]:
+    """The batch as an unmodified Hugging Face model takes it: tensors only."""
+    return {name: value for name, value in batch.to_hf().items() if isinstance(value, torch.Tensor)}
+
+
+def _grid(tokens: int, merge: int) -> Grid:
+    """An image of about this many tokens, half as wide as it is high: a receipt."""
+    columns = max(1, isqrt(tokens // 2))
+    return 1, merge * max(1, round(tokens / columns)), merge * columns
+
+
+def _media(channels: int, grids: Sequence[Grid], rng: torch.Generator) -> Media:
+    pixels = torch.randn(sum(map(prod, grids)), channels, generator=rng, device=rng.device)
+    return Media(pixel_values=pixels, image_grid_thw=torch.tensor(grids))

@@ -1,0 +1,143 @@
+"""Each case runs on tiny shapes and says what it promises to say. How fast is never asked here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.cases.attention import Site
+from benchmarks.cases.head import all_rows, head_inputs, labelled_rows, measure_chunks
+from benchmarks.cases.loader import long_batch
+from benchmarks.cases.step import target_of
+from benchmarks.command import (
+    CASES,
+    AttentionShapes,
+    CollateShapes,
+    CompileShapes,
+    LengthShapes,
+    PackShapes,
+    PixelShapes,
+)
+from benchmarks.figures import BenchSettings, Figure, Skipped
+from benchmarks.receipts import ReceiptShapes
+from vlmpack.errors import VlmpackError
+from vlmpack.families import FAMILIES, family_named
+from vlmpack.layout import lengths_from_mask
+
+QUICK = BenchSettings(seconds=0.0)
+TINY = ReceiptShapes(
+    hidden=64, layers=2, kv_heads=2, vision_hidden=32, vision_depth=1, vocab_size=131, samples=3, longest=40
+)
+SHAPES = {
+    "pack": PackShapes(batches=((2, 10), (3, 7))),
+    "collate": CollateShapes(samples=2, max_image_tokens=9),
+    "pixels": PixelShapes(images=2, grid=(1, 2, 4), patch_size=3, words=5),
+    "lengths": LengthShapes(images=5, files=2, width=40, height=56, part=2, processed=2),
+    "attention": AttentionShapes(
+        sites=(
+            Site(name="language", lengths=(7, 3, 5), heads=6, kv_heads=2, head_dim=8, causal=True),
+            Site(name="vision", lengths=(4, 9), heads=3, kv_heads=3, head_dim=8, causal=False),
+        )
+    ),
+    "step": TINY,
+    "memory": TINY,
+    "head": TINY,
+    "compile": CompileShapes(receipts=replace(TINY, layers=1), steps=4, samples=(1, 2), longest=(20, 30)),
+}
+TARGETS = {
+    "pack": [3.0, 2.0, 3.0, 2.0],
+    "collate": [1.1, 1.1],
+    "pixels": [1.3, 1.3, 4.0],
+    "lengths": [20.0],
+    "attention": [],
+    "step": [0.95],
+    "memory": [0.7],
+    "head": [1.1],
+    "compile": [3, 0],
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_case_measures_and_holds_its_figures_to_the_targets(name):
+    found = CASES[name].run(QUICK, SHAPES[name])
+    figures = [figure for figure in found if not isinstance(figure, Skipped)]
+    assert [figure.target.limit for figure in figures if figure.target] == TARGETS[name]
+    check(figures, name)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3", "qwen4_exp"])
+def test_a_step_is_measured_for_every_kind_of_family(family):
+    figures = CASES["step"].run(replace(QUICK, family=family), TINY)
+    check(figures, "step")
+    assert {figure.family for figure in figures} == {family}
+
+
+def check(figures: Sequence[Figure], name: str) -> None:
+    assert figures
+    assert all(figure.case == name and (figure.value > 0 or figure.unit in ("graphs", "steps")) for figure in figures)
+    assert len({figure.name for figure in figures}) == len(figures)
+    assert all((figure.family is not None) == CASES[name].by_family for figure in figures)
+    measured = [figure for figure in figures if figure.rounds]
+    assert all(figure.low <= figure.value <= figure.high for figure in measured if figure.low and figure.high)
+
+
+def test_every_case_is_tried_here_or_next_door():
+    assert set(CASES) - set(SHAPES) <= {"plan", "peers"}
+
+
+def test_dense_families_are_held_to_more_than_those_with_experts_or_gated_delta_layers():
+    limits = {name: target_of(family_named(name)).limit for name in FAMILIES}
+    assert {name for name, limit in limits.items() if limit == 0.95} == {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3"}
+    assert set(limits.values()) == {0.95, 0.85}
+
+
+def named(figures: Sequence[Figure]) -> dict[str, Figure]:
+    return {figure.name: figure for figure in figures}
+
+
+def test_the_share_of_ideal_is_the_speed_up_over_the_ideal():
+    found = named(CASES["step"].run(QUICK, TINY))
+    share = found["speed-up"].value / found["ideal speed-up"].value
+    assert found["share of ideal"].value == pytest.approx(share)
+    assert found["ideal, causal pairs"].value > found["ideal speed-up"].value
+
+
+def test_both_cases_weigh_the_same_memory():
+    step, memory = (named(CASES[name].run(QUICK, TINY)) for name in ("step", "memory"))
+    assert step["memory, packed / padded"].value == memory["packed / padded"].value < 1
+
+
+def test_both_heads_give_the_same_loss_and_gradients():
+    inputs = head_inputs(TINY, QUICK)
+    found = []
+    for loss in (lambda: labelled_rows(inputs, 11, chunk=4), lambda: all_rows(inputs, 11)):
+        value = loss()
+        assert inputs.hidden.grad is not None
+        found.append((value, inputs.hidden.grad.clone()))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_chunks_of_the_head_take_less_memory_than_all_rows_at_once(monkeypatch):
+    monkeypatch.setattr("benchmarks.cases.head.CHUNKS", (100, 300, 10_000))
+    shapes = replace(TINY, longest=400, vocab_size=1310)  # logits outweigh the weight and its gradient
+    found = named(list(measure_chunks(head_inputs(shapes, QUICK), QUICK)))
+    rows = sum(shapes.lengths)
+    few, more = (found[f"memory, chunks of {chunk} / {rows} at once"].value for chunk in (100, 300))
+    assert few < more < 1
+    assert not any("10000" in name for name in found)
+
+
+def test_layers_that_are_not_compiled_are_not_counted_as_compiled_once(monkeypatch):
+    monkeypatch.setattr("benchmarks.cases.step.compile_layers", lambda model, **settings: model)
+    with pytest.raises(VlmpackError, match="no layer was compiled"):
+        CASES["compile"].run(QUICK, SHAPES["compile"])
+
+
+def test_the_batch_to_pack_has_the_ratio_that_was_asked_for():
+    lengths = lengths_from_mask(long_batch(6, 100, ratio=5.0).attention_mask).lengths
+    assert sorted(lengths) == [20, 36, 52, 68, 84, 100]

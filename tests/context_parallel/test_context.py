@@ -1,0 +1,132 @@
+"""One row over several ranks: loss and gradients of one rank alone, and the bytes that the README's formulas say.
+
+Four processes compute all cases of tests/shared_rows.py once, and write down what they saw.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shared_rows import CASES, DATA_CASES, WAIT_CASES, WORLD, Case
+
+from vlmpack.context_parallel import MediaShare
+from vlmpack.families import FAMILIES, family_named
+
+pytestmark = pytest.mark.dist
+
+FLOAT = 4
+"""Bytes."""
+
+
+@pytest.fixture(scope="session")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("four_ranks")
+    script = Path(__file__).with_name("four_ranks.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD}"]
+    subprocess.run([*command, str(script), str(folder)], check=True, timeout=600)
+    return json.loads((folder / "result.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ranks_that_share_a_row_compute_what_one_computes(case: Case, seen: dict[str, Any]) -> None:
+    found = seen["shared"][str(case)]
+    assert found["targets"][0] == found["targets"][1] > 0
+    assert found["loss"] <= 1e-5
+    assert found["sample losses"] <= 1e-5
+    assert found["logits"] <= 2e-5
+    assert found["compared"] > 20
+    assert found["gradient"] <= 1e-5
+    assert found["left out"] == []
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.ranks > 1], ids=str)
+def test_a_part_of_the_gradient_alone_would_not_pass(case: Case, seen: dict[str, Any]) -> None:
+    assert seen["shared"][str(case)]["own gradient"] > 0.1
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.has_experts], ids=str)
+def test_routers_are_counted_over_the_whole_row(case: Case, seen: dict[str, Any]) -> None:
+    found = seen["shared"][str(case)]
+    assert found["aux loss"] <= 1e-6
+    assert found["expert counts"]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.family != "qwen4_exp"], ids=str)
+def test_the_bytes_that_are_sent_are_those_of_the_formulas(case: Case, seen: dict[str, Any]) -> None:
+    sent = sum((Counter(rank) for rank in seen["shared"][str(case)]["sent"]), Counter())
+    assert +sent == +expected_bytes(case)
+
+
+@pytest.mark.parametrize("case", DATA_CASES, ids=lambda case: " ".join(map(str, case)))
+def test_gradients_add_up_over_ranks_with_images_with_text_alone_and_with_nothing(case: Any, seen: dict) -> None:
+    found = seen["data"][" ".join(map(str, case))]
+    assert found["targets"][0] == found["targets"][1] > 0
+    assert found["compared"] > 50
+    assert found["gradient"] <= 1e-5
+
+
+def test_ranks_that_were_given_different_rows_all_say_so(seen: dict[str, Any]) -> None:
+    assert "were given different rows" in seen["refused"]
+
+
+@pytest.mark.parametrize("case", WAIT_CASES, ids=str)
+def test_the_host_waits_three_times_a_step_however_many_layers_there_are(case: Case, seen: dict[str, Any]) -> None:
+    """Once to compare rows, once for the places of images, once for those of targets; recomputed layers do not wait."""
+    assert sorted(seen["waits"][str(case)]) == ["row._check_equal", "row.targets", "vision._features_of_part"]
+
+
+# ---------------------------------------------------------------------- the formulas of the README
+
+
+def expected_bytes(case: Case) -> Counter[str]:
+    """What all ranks together send in one step, forward and backward."""
+    model = case.model()
+    row, family = case.row(model), family_named(case.family)
+    text: Any = family.text_config(model.config)
+    ranks, t = case.ranks, row.segments.total // case.ranks
+    if ranks == 1:
+        return Counter()
+    kinds = Counter(text.layer_types if family.has("gated_delta") else ["full_attention"] * text.num_hidden_layers)
+    N, K, D = text.num_attention_heads, text.num_key_value_heads, text.hidden_size
+    H = getattr(text, "head_dim", None) or D // N
+    to_each = (ranks - 1) * t * FLOAT  # what a rank sends of one number for each token, if it sends it to all
+    by_keys, by_heads = 2 * to_each * 2 * K * H, 2 * to_each // ranks * (2 * N + 2 * max(K, ranks)) * H
+    found = Counter(attention=ranks * (by_keys if N % ranks else by_heads) * kinds["full_attention"])
+    if linear := kinds["linear_attention"]:
+        keys, values = (text.linear_num_key_heads, text.linear_num_value_heads)
+        channels = 2 * keys * text.linear_key_head_dim + 3 * values * text.linear_value_head_dim + 2 * values
+        name, bytes_ = ("whole rows", to_each * D) if keys % ranks else ("gated delta", to_each * channels // ranks)
+        found[name] = ranks * 2 * bytes_ * linear
+    if family.has_vision:
+        levels = 1 + len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
+        found["images"] = 2 * moved_features(case, model, row) * D * levels * FLOAT
+    if case.has_experts:
+        samples = 1 if case.aux_loss == "row" else len(row.segments.lengths)
+        numbers = (2 * samples * text.num_experts + samples) * FLOAT + text.num_hidden_layers * text.num_experts * 8
+        found["routers"] = 2 * (ranks - 1) * numbers
+    # log-probabilities; logits, which the test asks for
+    found["loss"] = ranks * (to_each + to_each * text.vocab_size)
+    found["check"] = ranks * (ranks - 1) * 3 * 8
+    return found
+
+
+def moved_features(case: Case, model: Any, row: Any) -> int:
+    """Image and video tokens whose features another rank computes."""
+    family = FAMILIES[case.family]
+    merge = family.merge(model.config)
+    grids = [
+        [] if tensor is None else [tuple(grid) for grid in tensor.tolist()]
+        for tensor in (row.media.image_grid_thw, row.media.video_grid_thw)
+    ]
+    share = MediaShare.spread([*grids[0], *grids[1]], ranks=case.ranks, merge=merge)
+    computing = [rank for rank, tokens in zip(share.rank_of, share.features, strict=True) for _ in range(tokens)]
+    types = family.media_types(row.input_ids, model.config)[0].tolist()
+    t = row.segments.total // case.ranks
+    holding = [place // t for kind in (1, 2) for place, type_ in enumerate(types) if type_ == kind]
+    return sum(a != b for a, b in zip(computing, holding, strict=True))

@@ -1,0 +1,195 @@
+"""Which rank holds which tokens: each one on one rank, none lost, and the row again from all parts."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from context_parallel.naive import naive_pairs
+from cut_rows import ALL_LAYOUTS, owners, partitions
+from hypothesis import given
+
+from vlmpack.context_parallel import Layout, Partition, tail_as_segment
+from vlmpack.errors import LayoutError
+from vlmpack.layout import Segments, SlotRule
+
+OWN = Path(__file__).parents[1] / "vectors" / "context_parallel.json"
+SHARED = Path(__file__).parents[3] / "shared" / "vectors" / "context_parallel.json"
+VECTORS = json.loads(OWN.read_text())
+
+
+def cut(case: dict, layout: Layout = "mirrored") -> Partition:
+    segments = Segments.from_boundaries(case["stride"], total=case.get("total"))
+    return Partition(segments=segments, ranks=case["cp"], layout=layout)
+
+
+def test_there_are_vectors_and_our_copy_is_theirs():
+    assert {name: len(VECTORS[name]) for name in VECTORS if isinstance(VECTORS[name], list)} == {
+        "cases": 2,
+        "causal_pairs_per_rank": 2,
+        "must_raise": 5,
+        "must_accept": 1,
+    }
+    if SHARED.exists():
+        assert json.loads(SHARED.read_text()) == VECTORS
+
+
+def test_the_drawing_in_the_docstring():
+    segments = Segments.from_lengths([8, 4])
+    drawn: dict[Layout, list[int]] = {"mirrored": [0, 0, 1, 1, 1, 1, 0, 0, 0, 1, 1, 0], "contiguous": [0] * 6 + [1] * 6}
+    for layout, ranks in drawn.items():
+        partition = Partition(segments=segments, ranks=2, layout=layout)
+        assert (partition.place() // partition.local_total).tolist() == ranks
+
+
+@pytest.mark.parametrize("case", VECTORS["cases"], ids=lambda case: f"cp{case['cp']}")
+def test_each_rank_holds_what_the_vectors_say(case):
+    partition = cut(case)
+    assert [partition.index(rank).tolist() for rank in range(case["cp"])] == case["ranks"]
+
+
+@pytest.mark.parametrize("case", VECTORS["must_raise"], ids=lambda case: case["why"])
+def test_what_would_hold_tokens_twice_and_lose_others_is_refused(case):
+    says = {6: r"segment 0: 6 tokens.*SlotRule\(multiple=4\)", 20: "segment 0: 7 tokens", 16: r"8 tokens lie behind.*8"}
+    says |= {10: "must start at 0.*2, 10", 12: "never decrease, but segment 1 runs from 8 to 4"}
+    with pytest.raises(LayoutError, match=says[case["total"]]):
+        cut(case)
+
+
+@pytest.mark.parametrize("case", VECTORS["must_accept"], ids=lambda case: case["why"])
+def test_repeated_boundaries_are_cut_like_the_row_without_them(case):
+    plain = cut({**case, "stride": sorted(set(case["stride"]))})
+    assert torch.equal(cut(case).order(), plain.order())
+
+
+@pytest.mark.parametrize("case", VECTORS["causal_pairs_per_rank"], ids=lambda case: f"cp{case['cp']}")
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+def test_causal_pairs_are_those_of_the_vectors(case, layout):
+    assert list(cut(case, layout).causal_pairs()) == case[layout]
+
+
+@given(partition=partitions())
+def test_every_token_is_where_a_plain_loop_puts_it(partition):
+    truth = owners(partition)
+    assert len(truth) == partition.segments.total
+    for rank in range(partition.ranks):
+        assert partition.index(rank).tolist() == [at for at, owner in enumerate(truth) if owner == rank]
+    assert sorted(partition.order().tolist()) == list(range(partition.segments.total))
+    assert torch.equal(partition.order()[partition.place()], torch.arange(partition.segments.total))
+
+
+@given(partition=partitions())
+def test_join_undoes_cut_along_any_dimension(partition):
+    total = partition.segments.total
+    for shape, token_dim in (((1, total), -1), ((3, 1, total), -1), ((1, total, 7), 1), ((total, 7), 0)):
+        whole = torch.randn(shape)
+        parts = [partition.cut(whole, rank, token_dim=token_dim) for rank in range(partition.ranks)]
+        assert {part.shape[token_dim] for part in parts} == {total // partition.ranks}
+        assert torch.equal(partition.join(parts, token_dim=token_dim), whole)
+
+
+@given(partition=partitions(max_length=9))
+def test_gradients_go_back_through_cut_and_join(partition):
+    whole = torch.randn(1, partition.segments.total, 3, dtype=torch.float64, requires_grad=True)
+    parts = [(rank + 2) * partition.cut(whole, rank, token_dim=1) for rank in range(partition.ranks)]
+    partition.join(parts, token_dim=1).sum().backward()
+    assert whole.grad is not None
+    assert whole.grad[0, :, 0].tolist() == [owner + 2 for owner in owners(partition)]
+
+
+@given(partition=partitions())
+def test_pairs_are_those_that_a_plain_loop_counts(partition):
+    segments = partition.segments
+    assert list(partition.causal_pairs()) == naive_pairs(
+        segments.lengths, segments.slots, owners(partition), partition.ranks
+    )
+    assert sum(partition.causal_pairs()) == segments.attended_pairs
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_mirrored_cut_balances_long_rows_to_one_percent(ranks):
+    lengths = np.random.default_rng(0).integers(256, 4096, 40).tolist()
+    segments = Segments.from_lengths(lengths, SlotRule(multiple=2 * ranks))
+    pairs = np.asarray(Partition(segments=segments, ranks=ranks, layout="mirrored").causal_pairs())
+    with_padding = Partition(segments=segments, ranks=ranks, layout="mirrored").causal_pairs(padding=True)
+    assert segments.has_gaps
+    assert pairs.max() / pairs.mean() <= 1.01
+    assert len(set(with_padding)) == 1
+
+
+def test_a_contiguous_cut_does_not_balance():
+    pairs = Partition(segments=Segments.from_lengths([1024]), ranks=4, layout="contiguous").causal_pairs()
+    assert pairs == (32896, 98432, 163968, 229504)
+
+
+@given(partition=partitions())
+def test_local_segments_tell_the_same_of_a_part_as_the_row_cut(partition):
+    segments = partition.segments
+    for rank in range(partition.ranks):
+        local = partition.local_segments(rank)
+        assert torch.equal(local.padding_mask(), partition.cut(segments.padding_mask(), rank))
+        assert torch.equal(local.seq_idx(), partition.cut(segments.seq_idx(), rank))
+        assert local.total == partition.local_total
+        assert local.num_samples == segments.num_samples
+        assert partition.local_segments(rank) is local
+
+
+def test_the_index_is_made_once_for_a_row():
+    segments = Segments.from_lengths([8, 16])
+    first, again = (Partition(segments=segments, ranks=4, layout="mirrored") for _ in range(2))
+    assert first.index(2) is again.index(2)
+    assert first.place() is again.place()
+
+
+def test_a_contiguous_part_is_a_view():
+    row = torch.arange(12)[None]
+    partition = Partition(segments=Segments.from_lengths([5, 7]), ranks=3, layout="contiguous")
+    assert partition.cut(row, 1).data_ptr() == row[:, 4:].data_ptr()
+
+
+def test_a_tail_becomes_a_segment_without_tokens():
+    segments = Segments.from_lengths([8, 3], SlotRule(multiple=4, pad_to=24))
+    with pytest.raises(LayoutError, match=r"12 tokens lie behind the last boundary 12.*tail_as_segment"):
+        Partition(segments=segments, ranks=2, layout="mirrored")
+    whole = tail_as_segment(segments)
+    assert (whole.lengths, whole.slots) == ((8, 3, 0), (8, 4, 12))
+    assert (whole.kernel, whole.num_samples, whole.num_tokens) == (segments.kernel, 2, 11)
+    assert Partition(segments=whole, ranks=2, layout="mirrored").local_segments(0).slots == (4, 2, 6)
+
+
+def test_on_one_rank_any_row_is_its_own_part():
+    segments = Segments.from_lengths([3, 5], SlotRule(row_multiple=7))
+    for layout in ALL_LAYOUTS:
+        assert Partition(segments=segments, ranks=1, layout=layout).index(0).tolist() == list(range(14))
+
+
+def test_a_row_that_does_not_divide_says_how_to_pack_it():
+    with pytest.raises(LayoutError, match=r"8 tokens cannot be cut into 3 parts.*row_multiple=3"):
+        Partition(segments=Segments.from_lengths([3, 5]), ranks=3, layout="contiguous")
+
+
+def test_impossible_cuts_are_refused():
+    segments = Segments.from_lengths([3, 5])
+    with pytest.raises(LayoutError, match="ranks=0"):
+        Partition(segments=segments, ranks=0, layout="contiguous")
+    with pytest.raises(LayoutError, match="layout='zigzag'"):
+        Partition(segments=segments, ranks=2, layout="zigzag")  # pyright: ignore[reportArgumentType]
+    partition = Partition(segments=segments, ranks=2, layout="contiguous")
+    with pytest.raises(LayoutError, match="rank 2 is not one of the 2 ranks"):
+        partition.cut(torch.zeros(1, 8), 2)
+    with pytest.raises(LayoutError, match=r"the row is 8 tokens wide.*\[1, 7\]"):
+        partition.cut(torch.zeros(1, 7), 0)
+    with pytest.raises(LayoutError, match="joined from 2 parts, got 1"):
+        partition.join([torch.zeros(1, 4)])
+    with pytest.raises(LayoutError, match="the part of rank 1 is 4 tokens wide"):
+        partition.join([torch.zeros(1, 4), torch.zeros(1, 5)])
+
+
+def test_a_partition_travels_between_processes():
+    partition = Partition(segments=Segments.from_lengths([8, 16]), ranks=2, layout="mirrored")
+    partition.local_segments(0)
+    assert pickle.loads(pickle.dumps(partition)) == partition

@@ -1,0 +1,335 @@
+"""What routers did with a packed row: what transformers computes on the padded batch with its 2D mask.
+
+The load-balancing loss, the z-loss, and how many tokens each expert was sent.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from moe import (
+    EXPERTS,
+    LAYERS,
+    MOE,
+    SHARES,
+    TOP_K,
+    batch_of,
+    decoder_layers,
+    fresh,
+    naive_counts,
+    naive_z_loss,
+    real_rows,
+    rule_for,
+    samples_of,
+    stock,
+    text_config,
+)
+from samples import alone, padded
+from training import Gradients, collator, distance, gradients, trainer
+
+from vlmpack.errors import ConfigError
+from vlmpack.families.tiny import tiny_model
+from vlmpack.layout import IGNORE, SlotRule, pack
+from vlmpack.model import PackedStep, StepConfig, enable_packing
+
+RELATIVE, GRADIENT = 1e-6, 1e-5
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+every_family = pytest.mark.parametrize("family", MOE)
+
+
+def close(a, b):
+    return torch.isclose(a, b, rtol=RELATIVE, atol=0)
+
+
+def given_as(batch, given, rule):
+    """The inputs of a packed step: a padded batch, or a row that was packed before."""
+    return (pack(batch, rule=rule) if given == "row" else batch).to_hf()
+
+
+def without_first(labels):
+    """With left padding Hugging Face's own cross-entropy learns them from padding, and ours would refuse to."""
+    return torch.cat((torch.full_like(labels[:1], IGNORE), labels[1:]))
+
+
+# ---------------------------------------------------------------------- of the row
+
+
+@pytest.mark.parametrize("given", ["padded", "left padded", "row"])
+@pytest.mark.parametrize("share", SHARES)
+@every_family
+def test_they_are_those_of_the_padded_batch(family, share, given):
+    """Values, and the gradients of the whole loss: cross-entropy, load-balancing loss, z-loss."""
+    model, reference = fresh(family), fresh(family)
+    samples = [{**sample, "labels": without_first(sample["labels"])} for sample in samples_of(model)]
+    batch = padded(samples, "left" if given == "left padded" else "right")
+    rule = rule_for(samples, share)
+    enable_packing(model, StepConfig(slots=rule, z_loss_coef=0.25))
+    theirs = reference(**stock(batch), output_router_logits=True, num_items_in_batch=40)
+    real = real_rows(theirs.router_logits, batch)
+    ours = model(**given_as(batch, given, rule), output_router_logits=True, num_items_in_batch=40)
+
+    assert close(ours.aux_loss, theirs.aux_loss)
+    assert close(ours.z_loss, naive_z_loss(real))
+    assert ours.expert_counts.tolist() == naive_counts(real)
+    assert len(ours.router_logits) == LAYERS
+    for seen, expected in zip(ours.router_logits, real, strict=True):
+        assert (seen - expected).abs().max() <= 2e-5
+    total, expected = ours.loss, theirs.loss + 0.25 * naive_z_loss(real)
+    assert close(total, expected)
+    total.backward()
+    expected.backward()
+    assert distance(gradients(reference), gradients(model)) <= GRADIENT
+
+
+@every_family
+def test_transformers_itself_counts_padding_of_a_packed_row(family):
+    """What would be wrong without us, and how much of it is padding's doing."""
+    model = fresh(family)
+    row = pack(batch_of(model), rule=rule_for(samples_of(model), 68))
+    exact = PackedStep(model)(row, output_router_logits=True)
+    plain = fresh(family)(input_ids=row.input_ids, output_router_logits=True, use_cache=False)
+    assert [len(x) for x in plain.router_logits] == [row.segments.total] * LAYERS
+    assert abs(plain.aux_loss - exact.aux_loss) > 1e-3
+    assert naive_counts(plain.router_logits) != exact.expert_counts.tolist()
+
+
+@every_family
+def test_gradients_of_router_losses_are_compared_with_teeth(family):
+    """What the routers' gradients would be without either of them."""
+    both = fresh(family)
+    PackedStep(both, StepConfig(z_loss_coef=0.25))(batch_of(both), output_router_logits=True).loss.backward()
+    for asked, z_loss_coef in ((False, 0.25), (True, 0.0)):
+        model = fresh(family)
+        step = PackedStep(model, StepConfig(z_loss_coef=z_loss_coef))
+        step(batch_of(model), output_router_logits=asked).loss.backward()
+        assert distance(gradients(both), gradients(model)) > 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@every_family
+def test_expert_counts_are_what_experts_were_sent(family, implementation, dtype):
+    """Also where two experts are equally good for a token: every router here has two that always are."""
+    model = fresh(family, implementation=implementation, dtype=dtype)
+    sent = []
+    for layer in decoder_layers(model):
+        with torch.no_grad():
+            layer.mlp.gate.weight[2] = layer.mlp.gate.weight[0]
+        layer.mlp.experts.register_forward_pre_hook(lambda experts, args: sent.append(args[1].flatten()))
+    row = pack(batch_of(model), rule=SlotRule(multiple=8))
+    counts = PackedStep(model)(row, output_router_logits=True).expert_counts
+    assert (counts.dtype, list(counts.shape)) == (torch.int64, [LAYERS, EXPERTS])
+    assert counts.tolist() == [x.bincount(minlength=EXPERTS).tolist() for x in sent]
+    assert counts.sum(1).tolist() == [row.segments.num_tokens * TOP_K] * LAYERS
+    assert (counts[:, 0] != counts[:, 2]).any(), "no tie was ever between the last one chosen and the first left out"
+
+
+# ---------------------------------------------------------------------- sample by sample
+
+
+@pytest.mark.parametrize("share", SHARES)
+@every_family
+def test_sample_by_sample_they_are_the_means_of_the_samples_alone(family, share):
+    model, reference = fresh(family), fresh(family)
+    samples = samples_of(model)
+    outputs = [reference(**alone(sample), output_router_logits=True) for sample in samples]
+    aux_loss = torch.stack([output.aux_loss for output in outputs]).mean()
+    z_loss = torch.stack([naive_z_loss(output.router_logits) for output in outputs]).mean()
+    (aux_loss + z_loss).backward()
+    config = StepConfig(aux_loss="sample", slots=rule_for(samples, share))
+    found = PackedStep(model, config)(padded(samples), output_router_logits=True)
+    (found.aux_loss + found.z_loss).backward()
+    assert close(found.aux_loss, aux_loss)
+    assert close(found.z_loss, z_loss)
+    assert distance(gradients(reference), gradients(model)) <= GRADIENT
+    of_the_row = PackedStep(model, StepConfig())(padded(samples), output_router_logits=True)
+    assert abs(of_the_row.aux_loss - aux_loss) > 1e-3, "the two are different things"
+    assert abs(of_the_row.z_loss - z_loss) > 1e-3, "the two are different things"
+
+
+@every_family
+def test_a_segment_of_length_0_has_no_say(family):
+    batch = stock(batch_of(fresh(family)))
+    grown = {**batch, **{k: torch.cat([batch[k], batch[k][1:2]]) for k in ("input_ids", "labels")}}
+    grown["labels"][-1] = -100
+    grown["attention_mask"] = torch.cat([batch["attention_mask"], torch.zeros_like(batch["attention_mask"][:1])])
+    for inputs in (batch, grown):
+        inputs.pop("mm_token_type_ids", None)
+    for per in ("row", "sample"):
+        model = enable_packing(fresh(family), StepConfig(aux_loss=per, keep_empty=True))
+        one, other = (model(**inputs, output_router_logits=True) for inputs in (batch, grown))
+        assert torch.equal(one.aux_loss, other.aux_loss)
+        assert torch.equal(one.z_loss, other.z_loss)
+
+
+def test_another_way_to_average_is_refused():
+    with pytest.raises(ConfigError, match=r"""aux_loss is 'segment'; it is "row" or "sample\""""):
+        StepConfig(aux_loss="segment")
+
+
+# ---------------------------------------------------------------------- when they are computed
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("always", [True, False])
+@every_family
+def test_the_load_balancing_loss_is_computed_when_the_model_would(family, always, asked):
+    """By argument; by configuration where the installed transformers reads that (5.17 does not for all)."""
+    model = fresh(family)
+    text_config(model).output_router_logits = always
+    batch = batch_of(model)
+    more = {} if asked is None else {"output_router_logits": asked}
+    theirs = model(**stock(batch), **more)
+    enable_packing(model)
+    ours = model(**batch.to_hf(), **more)
+    assert (ours.aux_loss is None) == (theirs.aux_loss is None)
+    assert close(ours.loss, theirs.loss)
+    assert (ours.router_logits is not None) == (ours.expert_counts is not None) == (asked is True)
+
+
+@every_family
+def test_the_z_loss_joins_the_loss_only_by_its_coefficient(family):
+    batch = batch_of(fresh(family))
+    plain = PackedStep(fresh(family))(batch)
+    assert plain.routers is None
+    assert plain.z_loss is plain.aux_loss is plain.expert_counts is plain.router_logits is None
+    found = PackedStep(fresh(family), StepConfig(z_loss_coef=0.25))(batch)
+    assert found.aux_loss is None
+    assert close(found.loss, plain.loss + 0.25 * found.z_loss)
+    output = enable_packing(fresh(family), StepConfig(z_loss_coef=0.25))(**batch.to_hf())
+    assert close(output.z_loss, found.z_loss)
+    assert output.aux_loss is output.expert_counts is output.router_logits is None
+
+
+@pytest.mark.parametrize("coefficient", [-0.1, float("nan"), float("inf")])
+def test_a_coefficient_that_cannot_be_is_refused(coefficient):
+    with pytest.raises(ConfigError, match=r"z_loss_coef is .*; it is 0 or a positive number"):
+        StepConfig(z_loss_coef=coefficient)
+
+
+@pytest.mark.parametrize("dense", ["qwen3_vl", "qwen3_5", "qwen3"])
+def test_a_dense_model_has_no_routers(dense):
+    model = enable_packing(tiny_model(dense))
+    row = pack(batch_of(model)).to_hf()
+    output = model(**row)
+    assert output.aux_loss is output.z_loss is output.expert_counts is None
+    with pytest.raises(ConfigError, match="output_router_logits cannot be combined with a packed row"):
+        model(**row, output_router_logits=True)
+    with pytest.raises(ConfigError, match=f"z_loss_coef is 0.1, but {dense} has no experts; leave it out"):
+        enable_packing(model, StepConfig(z_loss_coef=0.1))
+    assert torch.equal(model(**row).loss, output.loss), "a refusal changes nothing"
+
+
+@every_family
+def test_without_labels_they_are_reported_and_part_of_nothing(family):
+    model = enable_packing(fresh(family), StepConfig(z_loss_coef=0.25))
+    given = batch_of(model).to_hf()
+    expected = model(**given, output_router_logits=True)
+    del given["labels"]
+    output = model(**given, output_router_logits=True)
+    assert output.loss is None
+    assert torch.equal(output.aux_loss, expected.aux_loss)
+    assert torch.equal(output.z_loss, expected.z_loss)
+
+
+@every_family
+def test_a_configuration_that_wants_tuples_changes_nothing(family):
+    model = enable_packing(fresh(family))
+    batch = batch_of(model).to_hf()
+    expected = model(**batch, output_router_logits=True)
+    model.config.return_dict = False
+    assert torch.equal(model(**batch, output_router_logits=True)["aux_loss"], expected.aux_loss)
+
+
+# ---------------------------------------------------------------------- gradients that get lost
+
+
+def checkpointed(model, *, reentrant):
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    return model
+
+
+@pytest.mark.parametrize("per", ["row", "sample"])
+@every_family
+def test_recomputed_layers_give_the_same_gradient(family, per):
+    reference, model = fresh(family), checkpointed(fresh(family), reentrant=False)
+    row = pack(batch_of(model), rule=SlotRule(multiple=8))
+    for each in (reference, model):
+        step = PackedStep(each, StepConfig(aux_loss=per, z_loss_coef=0.25))
+        step(row, output_router_logits=True).loss.backward()
+    assert distance(gradients(reference), gradients(model)) <= GRADIENT
+
+
+@every_family
+def test_reentrant_checkpointing_would_silently_cut_them_off_and_is_refused(family):
+    model = checkpointed(fresh(family), reentrant=True)
+    batch = batch_of(model)
+    theirs = model(**stock(batch), output_router_logits=True)
+    assert not theirs.aux_loss.requires_grad  # transformers adds it to the loss nevertheless
+    enable_packing(model)
+    with pytest.raises(ConfigError, match=r"router logits have no gradient.*use_reentrant"):
+        model(**batch.to_hf(), output_router_logits=True)
+    model(**batch.to_hf())
+    with pytest.raises(ConfigError, match=r"router logits have no gradient.*use_reentrant"):
+        enable_packing(model, StepConfig(z_loss_coef=0.1))(**batch.to_hf())
+    model.eval()  # nothing is recomputed then
+    assert close(model(**batch.to_hf(), output_router_logits=True).aux_loss, theirs.aux_loss)
+
+
+@every_family
+def test_blocks_that_do_not_call_their_routers_are_noticed(family):
+    """What a kernel in a block's place may do."""
+    model = enable_packing(fresh(family))
+    for layer in decoder_layers(model):
+        layer.mlp.forward = torch.zeros_like
+    given = batch_of(model).to_hf()
+    with pytest.raises(ConfigError, match=r"routers saw \[\] tokens of a row with \d+ real ones"):
+        model(**given, output_router_logits=True)
+    model(**given)
+
+
+@every_family
+def test_frozen_routers_are_no_mistake(family):
+    model = enable_packing(fresh(family))
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    loss = model(**batch_of(model).to_hf(), output_router_logits=True).loss
+    loss.backward()
+    assert model.lm_head.weight.grad.any()
+
+
+# ---------------------------------------------------------------------- Trainer
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@every_family
+def test_micro_batches_of_trainer_add_up_as_in_transformers(family, layout, tmp_path):
+    """Cross-entropy is divided by the targets of the whole step, the routers' losses by nothing."""
+    reference, model = fresh(family), enable_packing(fresh(family), StepConfig(z_loss_coef=0.25))
+    samples = samples_of(model)
+    batches = [padded(samples[:2]), padded(samples[2:])]
+    targets = sum(batch.metadata.num_targets for batch in batches)
+    for batch in batches:
+        theirs = reference(**stock(batch), output_router_logits=True, num_items_in_batch=targets)
+        (theirs.loss + 0.25 * naive_z_loss(real_rows(theirs.router_logits, batch))).backward()
+    settings = {"max_steps": 1, "gradient_accumulation_steps": 2, "remove_unused_columns": False}
+    run = trainer(model, samples, tmp_path, layout, **settings)
+    run.data_collator = collator(layout, output_router_logits=True)
+    seen = Gradients()
+    run.add_callback(seen)
+    run.train()
+    assert distance(gradients(reference), seen.steps[0]) <= GRADIENT
+
+
+@every_family
+def test_metrics_of_an_evaluation_are_found(family, tmp_path):
+    """Router statistics come among Trainer's predictions, before the two numbers of each sample."""
+    model = enable_packing(fresh(family))
+    found = []
+    for asked in (False, True):
+        run = trainer(model, samples_of(model), tmp_path, "packed", remove_unused_columns=False)
+        run.data_collator = collator("packed", output_router_logits=asked)
+        found.append({name: x for name, x in run.evaluate().items() if name.endswith(("_loss", "_targets"))})
+    assert found[0]["eval_loss"] == found[0]["eval_token_loss"], "of tokens alone, whatever the routers are trained by"
+    assert {name: found[1][name] for name in found[0]} == found[0]

@@ -1,0 +1,191 @@
+"""Layers that are compiled part by part: the same step, and rows of other lengths find what is compiled already."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from moe import MOE, decoder_layers, samples_of
+from samples import padded
+from torch._dynamo import config
+from torch._dynamo.utils import counters
+from training import distance, gradients
+
+from vlmpack.families import family_named
+from vlmpack.families.tiny import tiny_model
+from vlmpack.layout import SlotRule, pack
+from vlmpack.model import PackedStep, compile_layers, disable_packing, enable_packing
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore::UserWarning:torch"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
+]
+ROWS = [
+    (("image", "text", "image"), 1),
+    (("image", "image", "text", "image"), 8),
+    (("text", "text"), 8),
+    (("text", "image"), 1),
+    (("image",) * 5, 4),
+    (("text", "image", "image"), 1),
+]
+"""Kinds of samples and a multiple for their slots: other numbers of samples and images, with gaps and without."""
+
+
+DEEP = 10
+"""Layers: PyTorch compiles one function in eight ways at most."""
+
+
+def small(family, *, layers=2):
+    vision: dict[str, Any] = {"vision_depth": 1} if family_named(family).has_vision else {}
+    return tiny_model(family, layers=layers, **vision)
+
+
+def row_of(model, *, seed=3, kinds=("text", "image"), multiple=8):
+    return pack(padded(samples_of(model, seed=seed, kinds=kinds)), rule=SlotRule(multiple=multiple))
+
+
+def graphs_so_far():
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "qwen4_exp"])
+@config.patch(fail_on_recompile_limit_hit=True)  # PyTorch would go on without a word
+def test_every_row_is_what_it_is_without_and_rows_of_kinds_that_were_seen_compile_nothing(family):
+    model, plain = small(family), small(family)
+    step, reference = PackedStep(compile_layers(model, backend="aot_eager")), PackedStep(plain)
+    graphs = []
+    for seed, (kinds, multiple) in enumerate(ROWS * 2):
+        row = row_of(model, seed=seed, kinds=kinds, multiple=multiple)
+        ours, theirs = step(row), reference(row)
+        assert torch.isclose(ours.loss, theirs.loss, rtol=1e-6, atol=0)
+        ours.loss.backward()
+        theirs.loss.backward()
+        graphs.append(graphs_so_far())
+    assert distance(gradients(plain), gradients(model)) <= 1e-5
+    assert graphs[0] > 0, "nothing was compiled"
+    assert set(graphs[len(ROWS) :]) == {graphs[len(ROWS) - 1]}
+
+
+# ---------------------------------------------------------------------- many layers
+
+
+def compile_whole_layers(model, **settings):
+    """What people do by themselves."""
+    for layer in decoder_layers(model):
+        layer.compile(dynamic=True, **settings)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "compiled"),
+    [*((family, compile_layers) for family in MOE), ("qwen3_vl_moe", compile_whole_layers)],
+)
+@config.patch(fail_on_recompile_limit_hit=True)
+def test_layers_with_experts_share_what_is_compiled_however_many_they_are(family, compiled):
+    few, many = (small(family, layers=layers) for layers in (4, DEEP))
+    graphs = []
+    for model in (few, many):  # of hybrid families both have two kinds of layers
+        torch.compiler.reset()
+        counters.clear()
+        PackedStep(compiled(model, backend="eager"))(row_of(model, kinds=("text", "text")))
+        graphs.append(graphs_so_far())
+    assert graphs[0] == graphs[1] > 0
+
+
+@config.patch(fail_on_recompile_limit_hit=True)
+def test_packing_that_is_taken_off_and_put_on_again_compiles_nothing_anew():
+    """As around generation, once in an epoch."""
+    model = compile_whole_layers(small("qwen3_vl_moe"), backend="eager")
+    row, graphs = row_of(model, kinds=("text", "text")), []
+    for _ in range(DEEP):
+        enable_packing(model)
+        model(**row.to_hf())
+        graphs.append(graphs_so_far())
+        disable_packing(model)
+    assert set(graphs) == {graphs[0]} != {0}
+
+
+# ---------------------------------------------------------------------- gradient checkpointing
+
+
+def checkpointed(model, *, use_reentrant):
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [("qwen2_5_vl", "eager"), ("qwen3_vl_moe", "eager"), ("qwen3_5", "eager"), ("qwen3", "aot_eager")],
+)
+@config.patch(fail_on_recompile_limit_hit=True)
+def test_checkpointed_layers_are_compiled_and_exact(family, backend, use_reentrant):
+    model, plain = small(family), small(family)
+    row = row_of(model)
+    PackedStep(plain)(row).loss.backward()
+    step = PackedStep(checkpointed(compile_layers(model, backend=backend), use_reentrant=use_reentrant))
+    step(row).loss.backward()
+    assert graphs_so_far() > 0, "nothing was compiled"
+    assert distance(gradients(plain), gradients(model)) <= 1e-5
+
+
+@config.patch(fail_on_recompile_limit_hit=True)
+def test_checkpointing_may_be_switched_on_later_and_off_again():
+    model, plain = small("qwen3_vl"), small("qwen3_vl")
+    row = row_of(model)
+    PackedStep(plain)(row).loss.backward()
+    calls, counted = [], []
+
+    def backend(graph, inputs):
+        return lambda *args: calls.append(graph) or graph(*args)
+
+    step = PackedStep(compile_layers(model, backend=backend))
+    for switch in (
+        lambda: None,
+        lambda: checkpointed(model, use_reentrant=False),
+        model.gradient_checkpointing_disable,
+    ):
+        switch()
+        model.zero_grad()
+        calls.clear()
+        step(row).loss.backward()
+        counted.append((len(calls), graphs_so_far()))
+        assert distance(gradients(plain), gradients(model)) <= 1e-5
+    (once, graphs), (twice, _), _ = counted
+    assert once > 0
+    assert twice > 1.5 * once, "layers are computed again, all but what comes after the last tensor that is kept"
+    assert counted == [(once, graphs), (twice, graphs), (once, graphs)]
+
+
+# ---------------------------------------------------------------------- the model, its copies, and settings
+
+
+def test_names_of_parameters_stay_and_copies_are_plain():
+    model = small("qwen3_vl")
+    names = list(model.state_dict())
+    assert compile_layers(enable_packing(model), backend="aot_eager") is model
+    assert list(model.state_dict()) == names
+    layers = [*model.model.language_model.layers, *model.model.visual.blocks]
+    assert all(part._compiled_call_impl is not None for layer in layers for part in layer.children())
+    assert copy.deepcopy(model).model.language_model.layers[0].mlp._compiled_call_impl is None
+    disable_packing(model)
+    assert list(model.state_dict()) == names
+
+
+def test_settings_are_those_of_torch_compile():
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(graph)
+        return graph
+
+    model = small("qwen3")
+    row = pack(padded(samples_of(model)))
+    PackedStep(compile_layers(model, backend=backend))(row)
+    assert seen

@@ -1,0 +1,127 @@
+"""Gated delta layers with flash-linear-attention: one call a layer for the whole row, and packed equals alone.
+
+transformers binds its layers to fla when they are imported, so this happens in processes of their own, where a
+stand-in in plain PyTorch (`stand_ins/fla`) is on the path: with PyTorch's convolution, and with a stand-in for the
+package causal-conv1d. The real one is tested where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from equality import alone_through, check_low_precision, gradients, limits_of
+from samples import mixed_samples, padded
+
+from vlmpack.families import FAMILIES, family_named
+from vlmpack.families.tiny import tiny_model
+from vlmpack.layout import SlotRule
+from vlmpack.model import FlaCall, PackedStep, StepConfig, disable_packing, uses_fla
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+GATED = [name for name, family in FAMILIES.items() if family.has("gated_delta")]
+CONVOLUTIONS = {"PyTorch's convolution": [], "causal-conv1d": ["stand_ins_conv"]}
+TAPS = 3
+"""Tokens before its own that the tiny models' convolution reads."""
+
+
+@pytest.fixture(scope="module", params=CONVOLUTIONS)
+def seen(request):
+    """What `fla_rows.py` saw, by family."""
+    folders = [str(HERE / name) for name in ("stand_ins", *CONVOLUTIONS[request.param])]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*folders, str(HERE.parent), str(HERE.parents[1])]),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, str(HERE / "fla_rows.py"), *GATED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert {entry["conv calls"] > 0 for entry in found.values()} == {request.param == "causal-conv1d"}
+    return found
+
+
+@pytest.mark.parametrize("family", GATED)
+def test_packed_equals_alone_with_poison_in_every_gap(seen, family):
+    assert seen[family]["fla"]
+    limits = limits_of(family)
+    for run in ("exact", "checkpointing"):
+        assert seen[family][run]["logits"] <= limits.logits
+        assert seen[family][run]["loss"] <= limits.loss
+        assert seen[family][run]["gradient"] <= limits.gradient
+
+
+@pytest.mark.parametrize("family", GATED)
+def test_the_whole_row_goes_through_a_layer_in_one_call(seen, family):
+    run = seen[family]["exact"]
+    *others, last = run["lengths"]
+    edges = [*accumulate((n + TAPS for n in others), initial=0)]
+    edges.append(edges[-1] + last)  # nothing comes after the last one, so it needs no zeros
+    assert run["layers"] == 3
+    assert [call["cu_seqlens"] for call in run["calls"]] == [edges] * 3
+    assert [call["shape"][:2] for call in run["calls"]] == [[1, edges[-1]]] * 3
+    assert run["delta_tokens"] == edges[-1] == sum(run["lengths"]) + TAPS * len(others)
+
+
+@pytest.mark.parametrize("family", GATED)
+def test_gradient_checkpointing_gives_a_layer_the_same_boundaries_again(seen, family):
+    once, again = seen[family]["exact"], seen[family]["checkpointing"]
+    assert again["calls"] == 2 * once["calls"]
+
+
+@pytest.mark.parametrize("family", GATED)
+def test_without_the_zeros_the_convolution_leaks_and_without_the_boundaries_the_recurrence(seen, family):
+    assert seen[family]["no zeros"] > 0.1
+    assert seen[family]["no boundaries"] > 0.1
+
+
+@pytest.mark.parametrize("family", GATED)
+def test_a_bias_that_would_turn_the_zeros_into_something_else_is_refused(seen, family):
+    assert seen[family]["bias"].startswith("ConfigError: a projection before the convolution")
+    assert "lora_bias=False" in seen[family]["bias"]
+
+
+@pytest.mark.parametrize("family", GATED)
+def test_a_model_on_the_cpu_is_refused_before_triton_fails(seen, family):
+    assert seen[family]["refused"].startswith(
+        "BackendError: transformers computes the gated delta layers with fla 0.6.0"
+    )
+    assert "move the model" in seen[family]["refused"]
+
+
+@pytest.mark.parametrize("family", GATED)
+def test_a_row_of_padding_alone_keeps_every_parameter_in_the_graph(seen, family):
+    assert seen[family]["padding alone"] == {"loss": 0.0, "largest gradient": 0.0, "delta_tokens": 0}
+
+
+# ---------------------------------------------------------------------- the real one
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_real_kernels_are_as_close_to_float32_as_the_samples_alone():
+    """Waits for a CUDA device with fla-core."""
+    pytest.importorskip("fla", reason="waits for the package fla-core")
+    reasons = FlaCall.of(torch.device("cuda", 0), training=True).unsupported()
+    if reasons:
+        pytest.skip(f"waits for an fla that serves this GPU: {reasons}")
+    assert uses_fla(family_named("qwen3_5"))
+    model = tiny_model("qwen3_5", seed=3, layers=4).cuda()
+    samples = mixed_samples(model.config, seed=5, kinds=("text", "text", "text"), text=(20, 60))
+    on_gpu = [{name: x.cuda() for name, x in sample.items()} for sample in samples]
+    exact = alone_through(model, on_gpu)
+    plain = alone_through(model.to(torch.bfloat16), on_gpu)
+    result = PackedStep(model, StepConfig(slots=SlotRule(multiple=4)))(padded(samples), logits=True)
+    result.loss.backward()
+    found = gradients(model)
+    disable_packing(model)
+    assert result.work.delta_tokens == sum(exact.lengths) + 2 * TAPS
+    check_low_precision(exact, plain, result, found)

@@ -1,0 +1,362 @@
+"""Padding is kept out of a model's experts: nothing of it is dispatched, and everything else stays exact."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from moe import EXPERTS, LAYERS, MOE, SHARES, TOP_K, before_experts, decoder_layers, fresh, rule_for, samples_of, stock
+from samples import padded
+from torch.utils._python_dispatch import TorchDispatchMode
+from training import checkpointing, collator, distance, gradients, loss_sums, train
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from vlmpack.families.tiny import tiny_config
+from vlmpack.layout import SlotRule, pack
+from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
+from vlmpack.model.mechanisms import experts
+
+IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
+EXACT = 1e-5
+"""Gradients: the largest difference, as a part of each parameter's largest entry."""
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning"),
+]
+every_family = pytest.mark.parametrize("family", MOE)
+
+
+def row_of(model, share=68, *, seed=3):
+    samples = samples_of(model, seed=seed)
+    return pack(padded(samples), rule=rule_for(samples, share))
+
+
+@functools.cache
+def truth(family):
+    """(loss, gradients) of the samples alone."""
+    model = fresh(family)
+    sums, counts = loss_sums(model, samples_of(model))
+    loss = sums.sum() / counts.sum()
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def dispatched(model):
+    """A list that grows by the number of tokens of every call of experts."""
+    calls = []
+    for layer in decoder_layers(model):
+        layer.mlp.experts.register_forward_pre_hook(lambda module, args: calls.append(args[1].numel()))
+    return calls
+
+
+# ---------------------------------------------------------------------- what is dispatched
+
+
+@pytest.mark.parametrize("recomputed", [None, "reentrant", "non_reentrant"])
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_family
+def test_only_real_tokens_go_to_experts_and_everything_is_exact(family, implementation, share, recomputed):
+    model = fresh(family, implementation=implementation)
+    if recomputed is not None:
+        settings = {"use_reentrant": recomputed == "reentrant"}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+        model.enable_input_require_grads()
+    calls, row = dispatched(model), row_of(model, share)
+    result = PackedStep(model)(row)
+    result.loss.backward()
+
+    loss, expected = truth(family)
+    assert torch.isclose(result.loss, loss, rtol=1e-6, atol=0)
+    assert distance(expected, gradients(model)) <= EXACT
+    real = row.segments.num_tokens
+    assert round(100 * (1 - real / row.segments.total)) == share
+    assert calls == [real * TOP_K] * LAYERS * (1 if recomputed is None else 2)
+
+
+@every_family
+def test_without_the_gate_padding_is_dispatched(family, monkeypatch):
+    """The guard of the test above."""
+    monkeypatch.setattr(experts.Gate, "open", lambda gate, mixer, args, kwargs: None)
+    model = fresh(family)
+    calls, row = dispatched(model), row_of(model)
+    PackedStep(model)(row)
+    assert calls == [row.segments.total * TOP_K] * LAYERS
+
+
+@pytest.mark.parametrize("family", [name for name in MOE if name != "qwen3_vl_moe"])
+def test_shared_experts_get_real_tokens_only(family):
+    """The expert that every token goes to, and its gate, stand in the same block."""
+    model, seen = fresh(family), []
+    for layer in decoder_layers(model):
+        for part in (layer.mlp.shared_expert, layer.mlp.shared_expert_gate):
+            part.register_forward_pre_hook(lambda part, args: seen.append(len(args[0])))
+    row = row_of(model)
+    PackedStep(model)(row)
+    assert seen == [row.segments.num_tokens] * 2 * LAYERS
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations of one decoder layer after its attention or gated delta layer: its experts' share."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.names, self.listening = [], False
+        before_experts(layer).register_forward_hook(self.listen)
+        layer.register_forward_hook(self.stop)
+
+    def listen(self, module, args, output):
+        self.listening = True
+
+    def stop(self, module, args, output):
+        self.listening = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.listening:
+            self.names.append(str(func.overloadpacket))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def operations(model, **inputs):
+    with Operations(decoder_layers(model)[1]) as seen:
+        model(**inputs)
+    return seen.names
+
+
+@every_family
+def test_without_gaps_experts_cost_not_one_operation_more(family):
+    """Against the unmodified model on as many tokens; and what a row with gaps costs: one gather and one scatter."""
+    model, untouched = (fresh(family, implementation="grouped_mm").eval() for _ in range(2))
+    enable_packing(model)
+    row = row_of(model, 0)
+    plain = operations(untouched, input_ids=torch.full_like(row.input_ids, 7))
+    assert len(plain) > 10
+    assert operations(model, **row.to_hf()) == plain
+    gathered, *rest = operations(model, **row_of(model, 68).to_hf())
+    assert gathered == "aten.index_select"
+    extra = [name for name in rest if name not in plain]
+    assert extra == ["aten.new_zeros", "aten.index_copy_"]
+    assert len(rest) - len(plain) == 2
+
+
+def first_of(output):
+    return output[0] if isinstance(output, tuple) else output
+
+
+@pytest.mark.parametrize("share", SHARES)
+@every_family
+def test_a_row_without_gaps_is_handed_to_the_experts_as_it_is(family, share):
+    model = enable_packing(fresh(family))
+    handed, taken = [], []
+    for layer in decoder_layers(model):
+        before_experts(layer).register_forward_hook(lambda module, args, output: handed.append(first_of(output)))
+        layer.mlp.register_forward_pre_hook(lambda block, args: taken.append(args[0]))
+    model(**row_of(model, share).to_hf())
+    assert [a is b for a, b in zip(handed, taken, strict=True)] == [share == 0] * LAYERS
+
+
+# ---------------------------------------------------------------------- what stands in gaps
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_family
+def test_what_stands_in_gaps_does_not_matter(family, implementation):
+    """1e4 in the place of every pad: not a bit of loss, router statistics or any gradient changes."""
+    model = fresh(family, implementation=implementation)
+    row, step = row_of(model), PackedStep(model, StepConfig(z_loss_coef=0.1))
+    assert (row.input_ids[row.moe_padding_mask] == 0).all()
+    assert (row.input_ids[~row.moe_padding_mask] != 0).all()
+    results, found = [], []
+    for poison in (0.5, 1e4):
+        with torch.no_grad():
+            model.get_input_embeddings().weight[0] = poison
+        results.append(step(row, output_router_logits=True))
+        results[-1].loss.backward()
+        found.append(gradients(model))
+        model.zero_grad()
+    for name in ("loss", "aux_loss", "z_loss", "expert_counts"):
+        clean, poisoned = (getattr(result, name) for result in results)
+        assert torch.equal(clean, poisoned), name
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_family
+def test_nan_in_gaps_reaches_no_loss_and_no_expert(family, implementation):
+    """NaN in a pad is NaN in the gradient of the layer's norms, experts or not: theirs are looked at here."""
+    model = fresh(family, implementation=implementation)
+    row, step = row_of(model), PackedStep(model)
+    clean = step(row, output_router_logits=True)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = float("nan")
+    poisoned = step(row, output_router_logits=True)
+    poisoned.loss.backward()
+    assert torch.equal(poisoned.loss, clean.loss)
+    assert torch.equal(poisoned.aux_loss, clean.aux_loss)
+    assert all(logits.isfinite().all() for logits in poisoned.router_logits)
+    moe = {name: p.grad for name, p in model.named_parameters() if ".mlp." in name and "visual" not in name}
+    assert len(moe) >= 3 * LAYERS
+    assert all(gradient.isfinite().all() for gradient in moe.values())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_family
+def test_a_row_of_nothing_but_padding_leaves_no_part_of_the_experts_out(family, implementation):
+    """A rank without samples: losses of 0, and a gradient for every parameter that other ranks wait for."""
+    model = fresh(family, implementation=implementation)
+    enable_packing(model, StepConfig(keep_empty=True, slots=SlotRule(pad_to=12), z_loss_coef=0.1))
+    nothing = torch.zeros(2, 5, dtype=torch.long)
+    for per in ("row", "sample"):
+        enable_packing(model, StepConfig(keep_empty=True, slots=SlotRule(pad_to=12), z_loss_coef=0.1, aux_loss=per))
+        output = model(
+            input_ids=nothing, attention_mask=nothing, labels=nothing - 100, output_router_logits=True, return_dict=True
+        )
+        output.loss.backward()
+        assert output.loss == output.aux_loss == output.z_loss == 0
+        assert not output.expert_counts.any()
+    moe = {name: p.grad for name, p in model.named_parameters() if ".mlp." in name and "visual" not in name}
+    assert len(moe) >= 3 * LAYERS
+    assert all(gradient is not None and not gradient.any() for gradient in moe.values())
+
+
+# ---------------------------------------------------------------------- several models, copies, and taking it back
+
+
+def test_models_and_rows_are_recomputed_each_with_its_own_row():
+    """Every family at a time, two rows each, all alive before the first backward pass."""
+    models = [fresh(family, seed=seed) for family in MOE for seed in (1, 2)]
+    steps = [PackedStep(model) for model in models]
+    rows = {model: [row_of(model, 68, seed=1), row_of(model, 20, seed=2)] for model in models}
+    expected = []
+    for step in steps:
+        sum(step(row).loss for row in rows[step.model]).backward()
+        expected.append(gradients(step.model))
+        step.model.zero_grad()
+        step.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    losses = [step(rows[step.model][i]).loss for i in (0, 1) for step in steps]
+    for loss in losses:
+        loss.backward()
+    for model, theirs in zip(models, expected, strict=True):
+        assert distance(theirs, gradients(model)) <= EXACT
+
+
+def hooks(model):
+    """Every hook of every module, by kind: the dictionaries are copied, they would change under our hands."""
+    return {
+        (name, kind): dict(value)
+        for name, module in model.named_modules()
+        for kind, value in vars(module).items()
+        if "hooks" in kind and isinstance(value, dict) and value
+    }
+
+
+@every_family
+def test_after_disable_no_hook_is_left(family):
+    model = fresh(family)
+    batch = stock(padded(samples_of(model)))
+    model(**batch)  # transformers hooks its routers once, when first used
+    before = hooks(model)
+    enable_packing(model)
+    first = hooks(model)
+    assert first != before
+    enable_packing(model, StepConfig(slots=SlotRule(multiple=8)))
+    assert {key: len(found) for key, found in hooks(model).items()} == {key: len(x) for key, x in first.items()}
+    model(**batch)
+    disable_packing(model)
+    assert hooks(model) == before
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@every_family
+def test_a_copy_keeps_padding_from_its_own_experts(family, duplicate):
+    model = enable_packing(fresh(family))
+    twin, plain = duplicate(model), hooks(fresh(family))
+    disable_packing(model)
+    assert hooks(model) == plain
+    calls, row = dispatched(twin), row_of(model)
+    loss = PackedStep(twin)(row).loss
+    assert calls == [row.segments.num_tokens * TOP_K] * LAYERS
+    assert torch.isclose(loss, truth(family)[0], rtol=1e-6)
+    left = hooks(disable_packing(twin))
+    assert {name.rpartition(".")[2] for name, _ in left} <= {"experts", "gate", "visual"}, "only dispatched's"
+
+
+def test_hooks_of_others_stay_also_one_that_brought_our_number_from_another_process():
+    """A pickled model keeps the numbers of its hooks, and PyTorch does not know that they are taken."""
+    model, called = fresh("qwen3_next"), []
+    first, second = (layer.mlp for layer in decoder_layers(model)[:2])
+    first._forward_hooks[experts._NUMBER] = lambda block, args, output: called.append("first")
+    second.register_forward_hook(lambda block, args, output: called.append("second"))
+    before = hooks(model)
+    loss = PackedStep(model)(row_of(model)).loss
+    assert torch.isclose(loss, truth("qwen3_next")[0], rtol=1e-6)
+    assert called == ["first", "second"]
+    left = hooks(disable_packing(model))
+    assert {key: left[key] for key in before} == before
+
+
+@every_family
+def test_a_block_that_was_left_half_way_is_as_before(family):
+    """Checkpointing leaves a layer by an exception once it has seen enough; a block called by itself is not gated."""
+    model = enable_packing(fresh(family))
+    block = decoder_layers(model)[0].mlp
+
+    def stop(module, args):
+        raise RuntimeError("enough")
+
+    handle = block.experts.register_forward_pre_hook(stop)
+    with pytest.raises(RuntimeError, match="enough"):
+        model(**row_of(model).to_hf())
+    handle.remove()
+    hidden = torch.randn(1, 9, 64)
+    assert torch.equal(block(hidden), decoder_layers(fresh(family))[0].mlp(hidden))
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_next"])  # every layer of Qwen3.5-MoE has experts
+def test_layers_without_experts_are_left_alone(family):
+    config = tiny_config(family, layers=LAYERS, experts=EXPERTS, experts_per_token=TOP_K)
+    (config if family == "qwen3_next" else config.text_config).mlp_only_layers = [1]
+    kind = AutoModelForCausalLM if family == "qwen3_next" else AutoModelForImageTextToText
+    model = kind.from_config(config).train()
+    row = row_of(model)
+    result = PackedStep(model)(row, output_router_logits=True)
+    assert [len(logits) for logits in result.router_logits] == [row.segments.num_tokens] * 2
+    assert result.expert_counts.sum(1).tolist() == [row.segments.num_tokens * TOP_K] * 2
+    assert not [name for name, _ in hooks(model) if ".layers.1.mlp" in name]
+
+
+@every_family
+def test_plain_forwards_of_an_enabled_model_are_untouched(family):
+    model, untouched = enable_packing(fresh(family)).eval(), fresh(family).eval()
+    model(**row_of(model).to_hf())
+    ids = samples_of(model, kinds=("text",))[0]["input_ids"][None]
+    assert torch.equal(model(input_ids=ids).logits, untouched(input_ids=ids).logits)
+
+
+# ---------------------------------------------------------------------- Trainer
+
+
+@pytest.mark.parametrize("recomputed", [True, False])
+@every_family
+def test_trainer_on_rows_with_gaps(family, recomputed, tmp_path):
+    """One step of HF Trainer on padded batches that are packed into slots, against the samples alone."""
+    model = enable_packing(fresh(family), StepConfig(slots=SlotRule(multiple=16)))
+    settings = checkpointing(use_reentrant=False) if recomputed else {}
+    # Trainer would take mm_token_type_ids from samples for a text model.
+    settings |= {"max_steps": 1, "per_device_train_batch_size": 4, "remove_unused_columns": False}
+    run = train(model, samples_of(model), tmp_path, "padded", **settings)
+    loss, expected = truth(family)
+    assert run.losses == [pytest.approx(loss.item(), rel=1e-6)]
+    assert distance(expected, run.gradients[0]) <= EXACT
+
+
+@every_family
+def test_collators_rows_and_padded_batches_are_the_same(family):
+    model = enable_packing(fresh(family), StepConfig(slots=SlotRule(multiple=8)))
+    samples = samples_of(model)
+    losses = [model(**collator(layout)(samples), output_router_logits=True).loss for layout in ("padded", "packed")]
+    assert torch.isclose(*losses, rtol=1e-6)

@@ -1,0 +1,218 @@
+"""When flash-linear-attention must not compute a gated delta layer, how it is found, and what it is told."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from parts import gated_delta_layers
+from torch import nn
+
+from vlmpack.errors import BackendError
+from vlmpack.families import FAMILIES, family_named
+from vlmpack.families.tiny import tiny_model
+from vlmpack.layout import Segments, Spaced
+from vlmpack.model.mechanisms.gated_delta import FlaCall, check_fla, fla_boundaries, keeps_zeros, reach, uses_fla
+
+GATED = [name for name, family in FAMILIES.items() if family.has("gated_delta")]
+STAND_IN = Path(__file__).parent / "stand_ins" / "fla" / "ops" / "gated_delta_rule" / "__init__.py"
+H100 = FlaCall(device="cuda", chip=9, fla="0.6.0", triton="3.7.1", tilelang=False, training=True)
+
+SERVED = {
+    "newest on Hopper": H100,
+    "Triton before the flaw": replace(H100, triton="3.3.1"),
+    "a later Triton": replace(H100, triton="3.10.0"),
+    "flawed Triton, but tilelang takes over": replace(H100, triton="3.6.0", tilelang=True),
+    "flawed Triton, but no gradients": replace(H100, triton="3.6.0", training=False),
+    "flawed Triton on another chip": replace(H100, triton="3.6.0", chip=8),
+    "an AMD GPU": replace(H100, triton="3.6.0", chip=None),
+    "0.5.0 on Ampere": replace(H100, fla="0.5.0", chip=8),
+    "0.5.0 on Hopper, no gradients": replace(H100, fla="0.5.0", training=False),
+    "0.5.2 on Blackwell": replace(H100, fla="0.5.2", chip=10),
+}
+REFUSED = {
+    "on the CPU": (replace(H100, device="cpu", chip=None), "move the model"),
+    "0.4.2": (replace(H100, fla="0.4.2", chip=8), "before 0.5.0"),
+    "0.4.2, no gradients": (replace(H100, fla="0.4.2", chip=8, training=False), "before 0.5.0"),
+    "0.5.1 on Hopper": (replace(H100, fla="0.5.1"), "before 0.5.2"),
+    "0.5.1 on a data centre's Blackwell": (replace(H100, fla="0.5.1", chip=10), "before 0.5.2"),
+    "0.5.1 on a desktop's Blackwell": (replace(H100, fla="0.5.1", chip=12), "before 0.5.2"),
+    "Triton 3.4.0 on Hopper": (replace(H100, triton="3.4.0"), "install Triton 3.7.1 or newer, or tilelang"),
+    "Triton 3.7.0 on Hopper": (replace(H100, triton="3.7.0+git1"), "install Triton 3.7.1 or newer, or tilelang"),
+}
+
+
+@pytest.mark.parametrize("call", SERVED.values(), ids=SERVED)
+def test_fla_may_serve(call: FlaCall) -> None:
+    assert call.unsupported() == []
+
+
+@pytest.mark.parametrize(("call", "why"), REFUSED.values(), ids=REFUSED)
+def test_fla_must_not_serve_and_the_reason_names_the_remedy(call: FlaCall, why: str) -> None:
+    (reason,) = call.unsupported()
+    assert why in reason
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Plays a version of fla, and Triton, that is loaded."""
+
+    def load(version: str) -> None:
+        for name, number in (("fla", version), ("triton", "3.7.1")):
+            module = ModuleType(name)
+            vars(module)["__version__"] = number
+            monkeypatch.setitem(sys.modules, name, module)
+
+    return load
+
+
+def test_the_call_is_read_from_what_is_loaded(loaded: Callable[[str], None]) -> None:
+    loaded("0.5.2")
+    call = FlaCall.of(torch.device("cpu"), training=True)
+    assert (call.device, call.chip, call.fla, call.triton, call.training) == ("cpu", None, "0.5.2", "3.7.1", True)
+
+
+def test_everything_that_is_wrong_is_named_at_once(loaded: Callable[[str], None]) -> None:
+    loaded("0.4.0")
+    with pytest.raises(
+        BackendError, match=r"fla 0\.4\.0, which cannot serve .* on the CPU.*; before 0\.5\.0 .*install"
+    ):
+        check_fla(torch.device("cpu"), training=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "keywords"),
+    {
+        "0.5.0": {"cu_seq_lens_q", "cu_seqlens_cpu", "chunk_indices"},
+        "0.6.0": {"cu_seq_lens_q", "cu_seqlens_cpu", "chunk_indices"},
+        "0.7.0": {"cu_seq_lens_q", "cu_seqlens_cpu"},  # who knows how many tokens it will compute at a time
+    }.items(),
+)
+def test_boundaries_are_worked_out_for_versions_that_are_known(
+    loaded: Callable[[str], None], version: str, keywords: set[str]
+) -> None:
+    loaded(version)
+    spaced = Spaced(segments=Segments.from_lengths([70, 2]), reach=3)
+    told = fla_boundaries(spaced, torch.device("cpu"))
+    assert told.keys() == keywords
+    assert told["cu_seq_lens_q"].tolist() == told["cu_seqlens_cpu"].tolist() == [0, 73, 75]
+    if "chunk_indices" in told:
+        assert told["chunk_indices"].tolist() == [[0, 0], [0, 1], [1, 0]]
+
+
+# ---------------------------------------------------------------------- how it is found
+
+
+def bound_by_transformers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As transformers wraps what it has found."""
+    implementation = function
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return implementation(*args, **kwargs)
+
+    return wrapped
+
+
+def made_a_module(func: Callable[..., Any]) -> nn.Module:
+    """As the package kernels wraps what transformers has wrapped."""
+
+    class Func(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return func(*args, **kwargs)
+
+    return Func()
+
+
+def rule() -> None:
+    """A function of fla."""
+
+
+def similar() -> None:
+    """A function of another package."""
+
+
+rule.__module__ = "fla.ops.gated_delta_rule.chunk"
+similar.__module__ = "flax.linen"
+
+FOUND = {
+    "by itself": rule,
+    "bound by transformers": bound_by_transformers(rule),
+    "made a module": made_a_module(bound_by_transformers(rule)),
+}
+NOT_FOUND = {
+    "PyTorch": bound_by_transformers(torch.relu),
+    "a hub kernel": made_a_module(torch.relu),
+    "a package of a similar name": bound_by_transformers(similar),
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("function", FOUND.values(), ids=FOUND)
+@pytest.mark.parametrize("family", GATED)
+def test_fla_is_found_behind_every_wrapper(monkeypatch: pytest.MonkeyPatch, family: str, function: Any) -> None:
+    monkeypatch.setattr(import_module(family_named(family).modelling), "torch_chunk_gated_delta_rule", function)
+    assert uses_fla(family_named(family))
+
+
+@pytest.mark.parametrize("function", NOT_FOUND.values(), ids=NOT_FOUND)
+def test_anything_else_is_not_taken_for_fla(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
+    family = "qwen3_5"
+    monkeypatch.setattr(import_module(family_named(family).modelling), "torch_chunk_gated_delta_rule", function)
+    assert not uses_fla(family_named(family))
+
+
+# ---------------------------------------------------------------------- the layers
+
+
+@pytest.mark.parametrize("family", GATED)
+def test_zeros_stay_zeros_up_to_the_convolution_unless_a_projection_has_a_bias(family: str) -> None:
+    model = tiny_model(family, layers=4)
+    (layer, *_) = gated_delta_layers(model)
+    assert keeps_zeros(layer)
+    name, projection = next((n, m) for n, m in layer.named_children() if n.startswith("in_proj_qkv"))
+    adapter = nn.ModuleDict({"base_layer": projection, "lora_B": nn.Linear(4, projection.out_features)})
+    layer.add_module(name, adapter)
+    assert not keeps_zeros(layer)
+    del adapter["lora_B"].bias
+    assert keeps_zeros(layer)
+
+
+@pytest.mark.parametrize("family", GATED)
+def test_the_convolution_reaches_as_far_as_its_weights(family: str) -> None:
+    model = tiny_model(family, layers=4)
+    found = family_named(family)
+    (layer, *_) = gated_delta_layers(model)
+    weight = layer.get_parameter("conv1d.weight")
+    assert reach(found.text_config(model.config)) == weight.shape[-1] - 1 > 0
+
+
+# ---------------------------------------------------------------------- the stand-in of the tests
+
+
+def test_the_stand_in_computes_what_transformers_computes_on_each_sample() -> None:
+    spec = importlib.util.spec_from_file_location("stand_in", STAND_IN)
+    assert spec is not None and spec.loader is not None
+    stand_in = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stand_in)
+    family = "qwen3_next"
+    theirs = import_module(family_named(family).modelling).torch_chunk_gated_delta_rule
+    q, k, v, g = (torch.randn(1, 90, 2, dim) for dim in (5, 5, 7, 1))
+    inputs = [q, k, v, -g[..., 0].abs(), torch.rand(1, 90, 2)]
+    for x in inputs:
+        x.requires_grad_()
+    edges, kind = torch.tensor([0, 71, 90]), {"use_qk_l2norm_in_kernel": True}
+    parts = [[x[:, a:b] for x in inputs] for a, b in ((0, 71), (71, 90))]
+    truth = torch.cat([theirs(*part[:3], g=part[3], beta=part[4], **kind)[0] for part in parts], 1)
+    found, _ = stand_in.chunk_gated_delta_rule(*inputs, **kind, cu_seqlens=edges)
+    torch.testing.assert_close(found, truth, atol=1e-5, rtol=1e-5)
+    weight = torch.randn_like(truth)
+    for own, other in zip(*(torch.autograd.grad((x * weight).sum(), inputs) for x in (found, truth)), strict=True):
+        torch.testing.assert_close(own, other, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,451 @@
+"""The three inputs of an enabled model, and what it refuses instead of ignoring."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from samples import mixed_samples, padded
+
+from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.families.tiny import tiny_model
+from vlmpack.layout import IGNORE, Media, PackedRow, PaddedBatch, Segments, SlotRule, pack
+from vlmpack.model import PackedStep, StepConfig, enable_packing
+
+
+@pytest.fixture(scope="module")
+def untouched():
+    return tiny_model("qwen3_vl", seed=1).eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return enable_packing(tiny_model("qwen3_vl", seed=1).eval())
+
+
+@pytest.fixture(scope="module")
+def samples(model):
+    return mixed_samples(model.config, seed=2)
+
+
+@pytest.fixture
+def row(samples):
+    return pack(padded(samples)).to_hf()
+
+
+def test_a_batch_without_labels_gives_logits_as_hugging_face_does(model, untouched, samples):
+    batch = padded(samples).to_hf()
+    del batch["labels"]
+    ours = model(**batch)
+    assert ours.loss is None
+    del batch["vlmpack"]
+    real = batch["attention_mask"].bool()
+    assert (ours.logits[real] - untouched(**batch).logits[real]).abs().max() <= 2e-5
+
+
+def test_generation_caches_and_unmasked_input_go_to_the_models_own_forward(model, untouched, samples):
+    batch = {"input_ids": samples[1]["input_ids"][None]}
+    for extra in (
+        {},
+        {"use_cache": True, "attention_mask": torch.ones_like(batch["input_ids"])},
+        {"output_attentions": True, "attention_mask": torch.ones_like(batch["input_ids"])},
+    ):
+        ours, theirs = model(**batch, **extra), untouched(**batch, **extra)
+        assert torch.equal(ours.logits, theirs.logits)
+        assert type(ours) is type(theirs)
+
+
+def test_generation_is_untouched(model, untouched, samples):
+    prompt = {
+        k: v[None] if k in ("input_ids", "mm_token_type_ids") else v for k, v in samples[0].items() if k != "labels"
+    }
+    prompt["attention_mask"] = torch.ones_like(prompt["input_ids"])
+    ours, theirs = (m.generate(**prompt, max_new_tokens=5, do_sample=False) for m in (model, untouched))
+    assert torch.equal(ours, theirs)
+
+
+def test_a_tuple_on_request(model, row):
+    loss, losses, targets = model(**row, return_dict=False)
+    assert loss.ndim == 0
+    assert losses.shape == targets.shape == (4,)
+
+
+def test_a_configuration_that_asks_for_tuples_does_not_stop_a_step(row):
+    model = enable_packing(tiny_model("qwen3_vl", seed=1).eval())
+    expected = model(**row).loss
+    model.config.return_dict = False
+    assert torch.equal(model(**row)[0], expected)
+
+
+def test_boundaries_may_come_as_lists_tensors_or_host_metadata(model, row):
+    metadata = row.pop("vlmpack")
+    by_tensor = model(**row).loss
+    by_list = model(**{**row, "cu_seqlens_q": row["cu_seqlens_q"].tolist(), "cu_seqlens_q_padded": None}).loss
+    by_metadata = model(**{**row, "cu_seqlens_q": None, "cu_seqlens_q_padded": None}, vlmpack=metadata).loss
+    assert torch.equal(by_tensor, by_list)
+    assert torch.equal(by_tensor, by_metadata)
+
+
+def test_shifted_labels_are_taken_as_they_are(model, samples, row):
+    shifted = pack(padded(samples)).shift_labels
+    labels = row.pop("labels")
+    assert torch.equal(model(**row, labels=labels).loss, model(**row, shift_labels=shifted).loss)
+
+
+def test_token_types_are_not_needed(model, row):
+    """Without them Qwen2.5-VL would silently fall back to one-dimensional positions."""
+    expected = model(**row).loss
+    row.pop("mm_token_type_ids")
+    assert torch.equal(model(**row).loss, expected)
+
+
+def test_targets_on_padding_are_refused(model):
+    segments = Segments.from_boundaries([0, 3, 5], [0, 4, 7], total=8)
+    ids = torch.arange(11, 19)[None]
+    for place in (3, 6, 7):  # in a slot's tail, and in the row's
+        labels = torch.full_like(ids, IGNORE)
+        labels[0, place] = 11
+        with pytest.raises(LayoutError, match="has targets on padding, which belongs to no sample; set them to -100"):
+            PackedStep(model)(PackedRow(input_ids=ids, segments=segments, shift_labels=labels))
+
+
+def test_a_row_without_any_label_gives_zero_with_a_gradient_for_every_parameter():
+    model = enable_packing(tiny_model("qwen3_vl", layers=3))
+    batch = padded(mixed_samples(model.config, seed=2))
+    silent = PaddedBatch(**{**vars(batch), "labels": torch.full_like(batch.input_ids, IGNORE), "metadata": None})
+    result = PackedStep(model)(silent)
+    result.loss.backward()
+    assert result.loss == 0
+    assert result.num_targets == 0
+    assert (result.sample_losses == 0).all()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_the_loss_is_divided_by_what_the_trainer_counted(model, row):
+    whole, divided = model(**row), model(**row, num_items_in_batch=torch.tensor(1000))
+    assert torch.isclose(divided.loss * 1000, whole.loss * whole.sample_targets.sum())
+
+
+def test_slots_and_fixed_widths_change_nothing(model, samples):
+    plain = PackedStep(model)(padded(samples))
+    fixed = StepConfig(slots=SlotRule(multiple=4, pad_to=512, max_segments=9))
+    result = PackedStep(enable_packing(model, fixed))(padded(samples))
+    enable_packing(model)
+    assert torch.isclose(result.loss, plain.loss, rtol=1e-6)
+    assert result.work.physical_tokens == 512
+    assert result.work.attended_pairs == plain.work.attended_pairs
+    assert result.sample_losses.shape == (4,)
+
+
+def test_empty_rows_are_refused_or_kept_as_configured(model, samples):
+    batch = padded(samples, metadata=False)
+    mask = torch.cat([batch.attention_mask, torch.zeros_like(batch.attention_mask[:1])])
+    grown = {k: torch.cat([x, x[1:2]]) for k, x in batch.to_hf().items() if k in ("input_ids", "labels")}
+    grown["labels"][-1] = IGNORE
+    grown = {**grown, "attention_mask": mask, **batch.media.to_hf()}
+    with pytest.raises(LayoutError, match="row 4: attention_mask is all zeros"):
+        model(**grown)
+    kept = PackedStep(enable_packing(model, StepConfig(keep_empty=True)))(grown)
+    enable_packing(model)
+    assert torch.equal(kept.loss, PackedStep(model)(batch).loss)
+    assert kept.sample_targets[-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"cu_seqlens": [0, 3]}, ConfigError, "no input 'cu_seqlens'; did you mean 'cu_seqlens_q'"),
+        ({"rope_cu_seqlen": [0, 3]}, ConfigError, "no input 'rope_cu_seqlen'; did you mean 'rope_cu_seqlens'"),
+        ({"max_seqlen": 5}, ConfigError, "no input 'max_seqlen'"),
+        ({"attention_mask": torch.ones(1, 4)}, LayoutError, r"comes without attention_mask, got one of shape \[1, 4\]"),
+        ({"moe_padding_mask": torch.ones(1, 2)}, LayoutError, r"moe_padding_mask is \[1, 2\] but input_ids is \[1, "),
+        ({"use_cache": True}, ConfigError, "use_cache cannot be combined with a packed row"),
+        ({"output_attentions": True}, ConfigError, "output_attentions cannot be combined with a packed row"),
+        ({"rope_cu_seqlens": [0, 9999]}, LayoutError, r"rope_cu_seqlens ends at 9999, but the row has \d+ real tokens"),
+        (
+            {"cu_seqlens_q": [0, 3]},
+            LayoutError,
+            r"cu_seqlens_q differs from the boundaries \[0, .*that the host metadata",
+        ),
+        ({"cu_seqlens_q_padded": torch.arange(5)}, LayoutError, "cu_seqlens_q_padded differs from the boundaries"),
+        ({"cu_seqlens_q": "0, 3"}, LayoutError, "cu_seqlens_q must be whole numbers in a tensor .* got str '0, 3'"),
+        ({"pixel_values": None, "image_grid_thw": None}, LayoutError, "the image grids make 0 tokens, but the row has"),
+        ({"pixel_values": torch.ones(4, 8)}, LayoutError, r"the grids describe \d+ patches, pixel_values has 4"),
+        ({"image_grid_thw": torch.tensor([[1, 2, 2]])}, LayoutError, r"has 5 grids but image_grid_thw is \[1, 3\]"),
+        ({"input_ids": torch.ones(1, 7).long()}, LayoutError, "by its boundaries but input_ids is"),
+    ],
+)
+def test_what_a_row_cannot_be_is_refused(model, row, change, error, message):
+    with pytest.raises(error, match=message):
+        model(**{**row, **change})
+
+
+def test_grids_that_were_reordered_behind_the_collator_are_refused(model, row):
+    turned = row["image_grid_thw"].flip(0)
+    assert not torch.equal(turned, row["image_grid_thw"])
+    with pytest.raises(
+        LayoutError, match=r"image_grid_thw is not what the host metadata \('vlmpack'\) say of this batch"
+    ):
+        model(**{**row, "image_grid_thw": turned})
+    without = {name: value for name, value in row.items() if name != "vlmpack"}
+    model(**{**without, "cu_seqlens_q": row["cu_seqlens_q"]})  # grids are then those of the tensor
+
+
+def test_seconds_of_videos_are_those_of_the_collator():
+    model = enable_packing(tiny_model("qwen2_5_vl").eval())
+    batch = padded(mixed_samples(model.config, kinds=("video", "images_and_video")))
+    seconds = batch.media.second_per_grid_ts / 3  # which bfloat16 has to round
+    media = replace(batch.media, second_per_grid_ts=seconds)
+    metadata = replace(batch.metadata, seconds_per_grid=tuple(seconds.tolist()))
+    row = pack(replace(batch, media=media, metadata=metadata)).to_hf()
+    model(**{**row, "second_per_grid_ts": seconds.bfloat16()})
+    for other in (2 * seconds, seconds[:0]):
+        with pytest.raises(LayoutError, match="second_per_grid_ts is not what the host metadata"):
+            model(**{**row, "second_per_grid_ts": other})
+
+
+@pytest.mark.parametrize("layout", ["padded", "row"])
+@pytest.mark.parametrize(
+    "contradict",
+    [torch.zeros_like, lambda types: types.roll(1, -1), lambda types: 2 * types],
+    ids=["all zero", "rolled by one", "videos for images"],
+)
+def test_token_types_that_contradict_the_tokens_are_refused(model, samples, layout, contradict):
+    inputs = padded(samples).to_hf() if layout == "padded" else pack(padded(samples), rule=SlotRule(multiple=4)).to_hf()
+    inputs["vlmpack"] = None
+    expected = model(**inputs).loss
+    types = inputs["mm_token_type_ids"]
+    assert torch.equal(model(**{**inputs, "mm_token_type_ids": types.int()}).loss, expected)
+    with pytest.raises(LayoutError, match=r"mm_token_type_ids contradicts input_ids|hides image or video tokens"):
+        model(**{**inputs, "mm_token_type_ids": contradict(types)})
+
+
+@pytest.mark.parametrize("layout", ["padded", "row"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_ids": torch.Tensor.bool}, "input_ids is torch.bool, but must hold whole numbers"),
+        ({"input_ids": torch.Tensor.tolist}, "input_ids must be a tensor .* got list"),
+        ({"labels": torch.Tensor.bool}, "labels is torch.bool, but must hold whole numbers with a sign"),
+        ({"labels": torch.Tensor.float}, "labels is torch.float32, but must"),
+        ({"input_ids": lambda ids: ids + 1000}, r"input_ids is \d+, but this model's ids go from 0 to 130; use the"),
+        ({"input_ids": lambda ids: ids - 1000}, r"input_ids is -\d+, but this model's ids go from 0 to 130"),
+        ({"labels": lambda labels: labels.where(labels == -100, 1000)}, "a target of labels is 1000, but this model's"),
+        ({"labels": lambda labels: labels.where(labels == -100, -1)}, "a target of labels is -1, but this model's"),
+        (
+            {"image_grid_thw": torch.Tensor.tolist},
+            r"image_grid_thw must be a tensor \[N, 3\] of whole numbers .* got list",
+        ),
+        (
+            {"image_grid_thw": torch.Tensor.flatten},
+            r"image_grid_thw must be a tensor \[N, 3\] .* got torch.int64 \[15\]",
+        ),
+        ({"image_grid_thw": torch.Tensor.float}, r"image_grid_thw must be a tensor .* got torch.float32 \[5, 3\]"),
+        ({"pixel_values": torch.Tensor.tolist}, r"pixel_values must be a tensor \[patches, values\], got list"),
+        (
+            {"pixel_values": lambda pixels: pixels[None]},
+            r"pixel_values must be a tensor \[patches, values\], got torch.float32 \[1, ",
+        ),
+    ],
+)
+def test_columns_of_another_kind_are_refused(model, samples, layout, change, message):
+    inputs = padded(samples).to_hf() if layout == "padded" else pack(padded(samples)).to_hf()
+    inputs["vlmpack"] = None
+    for name, changed in change.items():
+        inputs[name] = changed(inputs[name])
+    with pytest.raises(LayoutError, match=message):
+        model(**inputs)
+
+
+@pytest.mark.parametrize("layout", ["padded", "row"])
+def test_whole_numbers_of_any_width_are_the_same(model, samples, layout):
+    inputs = padded(samples).to_hf() if layout == "padded" else pack(padded(samples)).to_hf()
+    narrow = {name: inputs[name].int() for name in ("input_ids", "labels", "mm_token_type_ids", "image_grid_thw")}
+    assert torch.equal(model(**{**inputs, **narrow}).loss, model(**inputs).loss)
+
+
+def test_seconds_of_videos_may_be_a_column():
+    """As transformers takes them."""
+    plain = tiny_model("qwen2_5_vl").eval()
+    batch = padded(mixed_samples(plain.config, kinds=("video", "images_and_video")), metadata=False).to_hf()
+    seconds = batch["second_per_grid_ts"]
+    expected = plain(**batch).loss
+    assert torch.equal(plain(**{**batch, "second_per_grid_ts": seconds[:, None]}).loss, expected)
+    model = enable_packing(plain)
+    for given in (seconds, seconds[:, None], seconds.tolist(), seconds.double()):
+        assert torch.isclose(model(**{**batch, "second_per_grid_ts": given}).loss, expected, rtol=1e-6)
+    for other in (seconds[None], [seconds.tolist()], "0.5", [None, 1.0]):
+        with pytest.raises(LayoutError, match="second_per_grid_ts must be one number for each video, in a list or a"):
+            model(**{**batch, "second_per_grid_ts": other})
+
+
+@pytest.mark.parametrize("given", [[0.0, 3.5], torch.tensor([[0, 3]]), torch.tensor([0.0, 3.0]), 3, [[0], [3]]])
+def test_boundaries_are_whole_numbers_in_one_dimension(model, row, given):
+    row.pop("vlmpack")
+    with pytest.raises(
+        LayoutError, match=r"cu_seqlens_q must be whole numbers in a tensor \[segments \+ 1\], a list or"
+    ):
+        model(**{**row, "cu_seqlens_q": given})
+
+
+def test_a_row_of_no_tokens_is_refused(model):
+    with pytest.raises(LayoutError, match="a packed row of no tokens cannot go through a model"):
+        model(input_ids=torch.zeros(1, 0, dtype=torch.long), cu_seqlens_q=[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"head_chunk": 0}, "head_chunk is 0; it is a number of rows, 1 or more"),
+        ({"head_chunk": -1}, "head_chunk is -1; it is a number of rows, 1 or more"),
+        ({"slots": 4}, r"slots has to be a SlotRule, such as SlotRule\(multiple=4\), got a int"),
+        ({"attention": "flash"}, "attention is 'flash'; it is one of auto, torch_varlen, flash_attn, sdpa_segments, "),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        StepConfig(**setting)
+
+
+def test_boundaries_of_a_row_beside_the_mask_of_a_padded_batch_are_refused(model, samples):
+    batch = padded(samples).to_hf()
+    with pytest.raises(ConfigError, match=r"cu_seqlens_q_padded belongs to a packed row.*packed by its mask"):
+        model(**batch, cu_seqlens_q_padded=[0, 3])
+
+
+def test_shifted_labels_of_a_padded_batch_are_refused(model, samples):
+    batch = padded(samples).to_hf()
+    with pytest.raises(ConfigError, match=r"shift_labels belong to a packed row; give a padded batch its labels"):
+        model(**batch, shift_labels=batch["labels"])
+
+
+@pytest.mark.parametrize("name", ["cu_seqlen_q", "cu_seqlens_k", "seq_lengths", "packed_seq_params", "document_ids"])
+def test_boundaries_under_another_name_are_refused(model, row, name):
+    """transformers would ignore them, and the row would be one sample."""
+    bare = {"input_ids": row["input_ids"], "labels": row["labels"], name: row["cu_seqlens_q"]}
+    with pytest.raises(ConfigError, match=f"{name} would be ignored and the samples of the row mixed"):
+        model(**bare)
+
+
+def test_a_padding_mask_beside_the_mask_of_a_padded_batch_has_to_say_the_same(model, samples):
+    batch = padded(samples).to_hf()
+    padding = batch["attention_mask"] == 0
+    assert torch.equal(model(**batch, moe_padding_mask=padding).loss, model(**batch).loss)
+    with pytest.raises(LayoutError, match=r"moe_padding_mask \(True on padding\) does not fit the attention_mask"):
+        model(**batch, moe_padding_mask=~padding)
+    with pytest.raises(LayoutError, match=r"moe_padding_mask is \[1, \d+\] but input_ids is \[4, \d+\]"):
+        model(**batch, moe_padding_mask=padding[:1])
+
+
+@pytest.mark.parametrize("rows", [None, 3, 4], ids=["2D", "three rows", "four rows"])
+def test_samples_that_only_restarting_positions_mark_are_refused(model, samples, rows):
+    """How a flattening collator marks them: transformers would look for them in some of its own attentions only."""
+    text = [samples[1]["input_ids"], samples[1]["input_ids"][:5]]
+    ids, positions = torch.cat(text)[None], torch.cat([torch.arange(len(x)) for x in text])[None]
+    shaped = positions if rows is None else positions.expand(rows, 1, -1)
+    with pytest.raises(ConfigError, match=r"position_ids that restart are how others mark.*give a packed row its"):
+        model(input_ids=ids, position_ids=shaped)
+    running_on = torch.arange(ids.shape[1])[None].expand_as(shaped)
+    assert model(input_ids=ids, position_ids=running_on).logits.shape[1] == ids.shape[1]
+
+
+def test_grids_that_are_not_of_this_row_are_refused_without_host_metadata(model, row):
+    row.pop("vlmpack")
+    row["image_grid_thw"] = row["image_grid_thw"].flip(0)[1:]
+    row["pixel_values"] = row["pixel_values"][: int(row["image_grid_thw"].prod(-1).sum())]
+    with pytest.raises(LayoutError, match=r"the image grids make \d+ tokens, but the row has another number"):
+        model(**row)
+
+
+def test_labels_changed_behind_the_hosts_back_are_noticed(model, row):
+    row["labels"][0, 1] = IGNORE
+    with pytest.raises(LayoutError, match=r"counted \d+ targets but the row has another number.*num_targets=None"):
+        model(**row)
+
+
+def test_a_count_that_holds_labels_on_padding_is_noticed(model, samples):
+    """Where targets were counted before, padding is not looked through again: the count tells."""
+    batch = padded(samples)
+    stray = batch.labels.masked_fill(batch.attention_mask == 0, 5)
+    count = int((stray[:, 1:] != IGNORE).sum())
+    assert count > batch.metadata.num_targets
+    with pytest.raises(LayoutError, match=rf"counted {count} targets but the row has another number"):
+        PackedStep(model)(replace(batch, labels=stray, metadata=replace(batch.metadata, num_targets=count)))
+
+
+def test_packed_step_refuses_what_it_cannot_pack(model, samples):
+    with pytest.raises(ConfigError, match=r"cannot be packed: give a 2D attention_mask .* it has \['input_ids'"):
+        PackedStep(model)({"input_ids": samples[1]["input_ids"][None]})
+
+
+def test_packed_step_says_that_samples_are_collated_first(model):
+    with pytest.raises(ConfigError, match=r"a list is no batch; collate first: step\(collator.collate"):
+        PackedStep(model)([{"messages": []}])
+
+
+def test_packed_step_leaves_extras_to_their_owner(model, samples):
+    batch = padded(samples)
+    plain = PackedStep(model)(batch)
+    rich = replace(batch, extras={"advantages": torch.ones(batch.input_ids.shape)})
+    for given in (rich, pack(rich)):
+        assert torch.equal(PackedStep(model)(given).loss, plain.loss)
+
+
+def test_packed_step_takes_a_hand_made_row(model):
+    """Its targets are its own: a last token may have one too, where labels could not say so."""
+    segments = Segments.from_lengths([3, 2])
+    ids = torch.tensor([[11, 12, 13, 14, 15]])
+    row = PackedRow(input_ids=ids, segments=segments, shift_labels=ids, media=Media())
+    result = PackedStep(model)(row)
+    assert result.num_targets == 5
+    assert result.work.attended_pairs == 6 + 3
+    with pytest.raises(LayoutError, match=r"last token of a segment has a target.*shift_labels"):
+        row.to_hf()
+
+
+# ---------------------------------------------------------------------- counts that cannot be
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (0, "num_items_in_batch is 0, but this batch alone has .* targets; count them all"),
+        (-3, "num_items_in_batch is -3, but"),
+        (torch.tensor(0), "num_items_in_batch is 0, but"),
+        (float("nan"), "num_items_in_batch is nan, but"),
+        ("12", "num_items_in_batch is a number, of the targets of all batches of a step; got '12'"),
+        (torch.ones(2), "num_items_in_batch is a number"),
+        (True, "num_items_in_batch is a number, of the targets of all batches of a step; got True"),
+        (torch.tensor(True), "num_items_in_batch is a number"),
+    ],
+)
+def test_targets_are_counted_by_a_positive_number(model, samples, count, message):
+    with pytest.raises(ConfigError, match=message):
+        PackedStep(model)(padded(samples), num_items_in_batch=count)
+
+
+def test_labels_of_first_tokens_that_trainer_counts_are_refused(model, samples):
+    """It counts all labels but those of the first column, which here are not first tokens."""
+    labelled = [{**sample, "labels": sample["input_ids"]} for sample in samples]
+    right, left = padded(labelled).to_hf(), padded(labelled, side="left").to_hf()
+    row = pack(padded(labelled)).to_hf()
+    row = {**row, "labels": row["input_ids"], "shift_labels": None}
+    for batch in (left, row):
+        with pytest.raises(LayoutError, match="the first token of a sample has a label, which no token predicts"):
+            model(**batch, num_items_in_batch=100)
+    expected = model(**right, num_items_in_batch=100).loss
+    for batch in (left, row):  # a step counts targets itself
+        assert torch.isclose(PackedStep(model)(batch, num_items_in_batch=100).loss, expected, rtol=1e-6)
+
+
+def test_patches_of_another_model_s_processor_are_refused(model, samples):
+    batch = padded(samples).to_hf()
+    batch["pixel_values"] = batch["pixel_values"][:, :-6]
+    with pytest.raises(LayoutError, match=r"a patch of pixel_values has \d+ values, but \d+ in this \w+ model"):
+        model(**batch)
+
+
+def test_a_step_gives_logits_to_a_batch_that_asks_for_them(model, samples):
+    batch = padded(samples).to_hf()
+    expected = PackedStep(model)(batch, logits=True).logits
+    assert torch.equal(PackedStep(model)({**batch, "output_logits": True}).logits, expected)
+    assert torch.equal(PackedStep(model)(batch, output_logits=True).logits, expected)

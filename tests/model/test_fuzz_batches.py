@@ -1,0 +1,499 @@
+"""Batches and rows with something wrong in them are refused by name, or are what they say: never wrong, never a crash.
+
+Each case takes a good padded batch or row, of a small model, and changes one to three things: columns dropped,
+exchanged, permuted, of another type or shape, lists in place of tensors, boundaries moved, media exchanged, labels and
+masks contradicted. If the enabled model takes the result, every sample that it says, read by the loops below, goes
+alone through the plain model, and the losses (or logits) have to be equal.
+
+By hand, with other seeds: python tests/model/test_fuzz_batches.py 1000 20000
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import pytest
+import torch
+import torch.nn.functional as F
+from samples import VISION, mixed_samples, padded
+
+from vlmpack.errors import VlmpackError
+from vlmpack.families.tiny import tiny_model
+from vlmpack.layout import SlotRule, pack
+from vlmpack.model import enable_packing
+
+Inputs = dict[str, Any]
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3")
+KINDS = (("image", "text", "images"), ("image", "image"), ("video", "images_and_video"), ("text", "text", "text"))
+TOKENS = ("input_ids", "labels", "shift_labels", "mm_token_type_ids", "attention_mask", "moe_padding_mask")
+BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_q_padded")
+MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.float16, torch.float64, torch.complex64)
+SLOW = 20.0
+"""Seconds after which a case counts as a hang."""
+
+
+class UnreadableError(Exception):
+    """What the batch says cannot be read: an enabled model has to refuse it."""
+
+
+# ---------------------------------------------------------------------- models and good batches
+
+
+@functools.cache
+def models(family: str) -> tuple[Any, Any]:
+    """The plain model, and the same enabled."""
+    width = 48 if family == "qwen3_5" else 24
+    sizes = {"hidden": width, "layers": 1, "vision_depth": 1, "vision_hidden": 8, "patch_size": 2, "vocab_size": 37}
+    return tiny_model(family, **sizes).eval(), enable_packing(tiny_model(family, **sizes).eval())
+
+
+@functools.cache
+def good_batch(family: str, kinds: tuple[str, ...], side: str) -> Any:
+    if family not in VISION:
+        kinds = ("text",) * len(kinds)
+    return padded(mixed_samples(models(family)[0].config, seed=4, kinds=kinds, side=(1, 2)), side)
+
+
+def good_inputs(family: str, rng: random.Random) -> Inputs:
+    batch = good_batch(family, rng.choice(KINDS), rng.choice(["left", "right"]))
+    form = rng.choice(["batch", "row", "row with gaps"])
+    inputs = (
+        batch.to_hf() if form == "batch" else pack(batch, rule=SlotRule(multiple=4 if "gaps" in form else 1)).to_hf()
+    )
+    inputs.pop("use_cache", None)
+    if rng.random() < 0.6:
+        inputs.pop("vlmpack")
+    if form != "batch" and rng.random() < 0.3:
+        inputs.pop("moe_padding_mask")
+    if form != "batch" and rng.random() < 0.2:
+        inputs["shift_labels"] = pack(batch, rule=SlotRule(multiple=4 if "gaps" in form else 1)).shift_labels
+        if rng.random() < 0.5:
+            inputs.pop("labels")
+    if rng.random() < 0.15:
+        inputs.pop("labels", None)
+        inputs.pop("shift_labels", None)
+    return {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+
+
+# ---------------------------------------------------------------------- what is changed
+
+
+def there(inputs: Inputs, names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if isinstance(inputs.get(name), torch.Tensor)]
+
+
+def drop(inputs: Inputs, rng: random.Random) -> None:
+    inputs.pop(rng.choice([*inputs]))
+
+
+def exchange(inputs: Inputs, rng: random.Random) -> None:
+    names = there(inputs, rng.choice([TOKENS, MEDIA, BOUNDARIES]))
+    if len(names) > 1:
+        a, b = rng.sample(names, 2)
+        inputs[a], inputs[b] = inputs[b], inputs[a]
+
+
+def permute(inputs: Inputs, rng: random.Random) -> None:
+    name = rng.choice(there(inputs, (*TOKENS, *MEDIA, *BOUNDARIES)) or [""])
+    if name and inputs[name].ndim:
+        dim = rng.randrange(inputs[name].ndim)
+        order = list(range(inputs[name].shape[dim]))
+        rng.shuffle(order)
+        inputs[name] = inputs[name].index_select(dim, torch.tensor(order, dtype=torch.int64))
+
+
+def retype(inputs: Inputs, rng: random.Random) -> None:
+    name = rng.choice(there(inputs, (*TOKENS, *MEDIA, *BOUNDARIES)) or [""])
+    if name:
+        inputs[name] = inputs[name].to(rng.choice(DTYPES))
+
+
+def reshape(inputs: Inputs, rng: random.Random) -> None:
+    name = rng.choice(there(inputs, (*TOKENS, *MEDIA, *BOUNDARIES)) or [""])
+    if name:
+        ways = (
+            *(lambda x: x[None], torch.flatten, lambda x: x[..., None], lambda x: x[..., :-1], lambda x: x[1:]),
+            *(lambda x: torch.cat([x, x]), lambda x: x[:0], lambda x: x.mT, lambda x: x[0], lambda x: x[..., 1:]),
+        )
+        if inputs[name].ndim > 1:
+            inputs[name] = rng.choice(ways)(inputs[name]) if len(inputs[name]) else inputs[name]
+
+
+def unwrap(inputs: Inputs, rng: random.Random) -> None:
+    name = rng.choice(there(inputs, (*TOKENS, *MEDIA, *BOUNDARIES)) or [""])
+    if name:
+        ways = (torch.Tensor.tolist, torch.Tensor.numpy, lambda x: tuple(x.tolist()), str, len, lambda x: [*x])
+        inputs[name] = rng.choice(ways)(inputs[name]) if inputs[name].ndim else inputs[name]
+
+
+def edit(inputs: Inputs, rng: random.Random) -> None:
+    names = there(inputs, (*TOKENS, "image_grid_thw", "video_grid_thw", "second_per_grid_ts", *BOUNDARIES))
+    name = rng.choice(names or [""])
+    if name and inputs[name].numel():
+        flat = inputs[name].reshape(-1).clone()
+        at = rng.randrange(len(flat))
+        near = [flat[at] + 1, flat[at] - 1] if flat.dtype != torch.bool else [~flat[at]]
+        flat[at] = rng.choice([*near, *near, 0, 1, 2, 3, 4, 5, 9, -1, -100, 1000])
+        inputs[name] = flat.view(inputs[name].shape)
+
+
+def roll(inputs: Inputs, rng: random.Random) -> None:
+    name = rng.choice(there(inputs, (*TOKENS, *MEDIA)) or [""])
+    if name and inputs[name].ndim:
+        inputs[name] = inputs[name].roll(rng.choice([1, -1, 2]), rng.randrange(inputs[name].ndim))
+
+
+def move_tokens(inputs: Inputs, rng: random.Random) -> None:
+    """Two tokens of a row or batch exchange places, with all that is said of them."""
+    names = there(inputs, ("input_ids", "labels", "mm_token_type_ids"))
+    sizes = {inputs[name].numel() for name in names}
+    if len(sizes) == 1 and (size := sizes.pop()):
+        order = torch.arange(size)
+        a, b = rng.randrange(size), rng.randrange(size)
+        order[a], order[b] = b, a
+        for name in names:
+            inputs[name] = inputs[name].reshape(-1)[order].view(inputs[name].shape)
+
+
+def move_boundary(inputs: Inputs, rng: random.Random) -> None:
+    names = there(inputs, BOUNDARIES)
+    both = rng.random() < 0.5
+    step, place, kind = rng.choice([-2, -1, 1, 2, 4]), rng.random(), rng.choice(["move", "drop", "add", "again"])
+    for name in names if both else rng.sample(names, min(1, len(names))):
+        edges = inputs[name].flatten().tolist()
+        if not edges or not isinstance(edges[0], int):
+            continue
+        at = int(place * len(edges))
+        if kind == "move":
+            edges[at] += step
+        elif kind == "drop":
+            edges.pop(at)
+        else:
+            edges.insert(at, edges[at] + (step if kind == "add" else 0))
+        inputs[name] = torch.tensor(edges, dtype=torch.int32)
+
+
+def exchange_media(inputs: Inputs, rng: random.Random) -> None:
+    """Images (or videos) in another order: their grids, their pixels, or both."""
+    pixels, grids = rng.choice([("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")])
+    if len(there(inputs, (pixels, grids))) < 2 or inputs[grids].ndim != 2 or inputs[grids].shape[1] != 3:
+        return
+    sizes = [int(size) for size in inputs[grids].prod(1).tolist()] if not inputs[grids].is_complex() else []
+    if min(sizes, default=-1) < 0 or sum(sizes) != len(inputs[pixels]):
+        return
+    order = list(range(len(sizes)))
+    rng.shuffle(order)
+    which = rng.choice(["both", "both", "grids", "pixels"])
+    if which != "grids":
+        parts = inputs[pixels].split(sizes)
+        inputs[pixels] = torch.cat([parts[i] for i in order])
+    if which != "pixels":
+        inputs[grids] = inputs[grids][order]
+
+
+def drop_media(inputs: Inputs, rng: random.Random) -> None:
+    """All columns of images, or of videos."""
+    kind = rng.choice(["image", "video"])
+    for name in ("pixel_values", "image_grid_thw") if kind == "image" else MEDIA[2:]:
+        inputs.pop(name, None)
+
+
+def say_more(inputs: Inputs, rng: random.Random) -> None:
+    """Something beside it that is right, wrong, or not a thing to say."""
+    ids = inputs.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+        return
+    more: list[tuple[str, Any]] = [
+        *(("num_items_in_batch", n) for n in (True, 0, -3, 7, torch.tensor(11), float("nan"), "3", torch.ones(2))),
+        *(("shift_labels", x) for x in (ids, ids.roll(-1, 1), torch.full_like(ids, -100))),
+        *(("moe_padding_mask", x) for x in (ids == 0, ids != 0, torch.zeros_like(ids))),
+        *(("cu_seqlens_q", x) for x in ([0, ids.shape[1]], [0, 3, ids.shape[1]], torch.tensor([0, 5]), 7)),
+        *(("cu_seqlens_q_padded", x) for x in ([0, ids.shape[1]], torch.tensor([0, 5]))),
+        *(("attention_mask", x) for x in (torch.ones_like(ids), torch.ones(1, 1, *ids.shape), (ids != 0).float())),
+        *(("position_ids", x) for x in (torch.arange(ids.shape[1])[None], torch.zeros(3, *ids.shape).long(), [0, 1])),
+        *(("labels", x) for x in (ids, torch.full_like(ids, -100), ids.bool())),
+        *((name, x) for name in ("use_cache", "output_logits", "return_dict") for x in (True, False, None)),
+        *((("vlmpack", x)) for x in ({}, 3)),
+        *((name, 3) for name in ("max_seqlen", "labels_", "seq_lengths")),
+    ]
+    name, value = rng.choice(more)
+    inputs[name] = value
+
+
+def other_metadata(inputs: Inputs, rng: random.Random) -> None:
+    if (metadata := inputs.get("vlmpack")) is None or not hasattr(metadata, "lengths"):
+        return
+    names = ("lengths", "offsets", "image_grids", "video_grids", "images_per_sample", "videos_per_sample")
+    name = rng.choice([*names, "seconds_per_grid", "num_targets"])
+    value = getattr(metadata, name)
+    if name == "num_targets":
+        changed: Any = rng.choice([None, 0, (value or 0) + 1])
+    else:
+        changed = rng.choice([(), value[::-1], value[1:], value + value[:1]])
+    inputs["vlmpack"] = replace(metadata, **{name: changed})
+
+
+CHANGES = (
+    *(drop, exchange, permute, retype, reshape, unwrap, edit, edit, edit, roll, move_tokens, move_boundary),
+    *(move_boundary, exchange_media, exchange_media, drop_media, say_more, say_more, other_metadata),
+)
+
+
+# ---------------------------------------------------------------------- what a batch says
+
+
+def whole(value: Any, name: str) -> torch.Tensor:
+    """As int64; a batch that says something else says nothing."""
+    if not isinstance(value, torch.Tensor) or value.is_complex() or value.ndim != 2:
+        raise UnreadableError(name)
+    found = value.long()
+    if not torch.equal(found.double(), value.double()):
+        raise UnreadableError(name)
+    return found
+
+
+def numbers(value: Any) -> list[int]:
+    return [int(x) for x in (value.flatten().tolist() if hasattr(value, "flatten") else value)]
+
+
+def places(inputs: Inputs) -> list[tuple[int, int, int]]:
+    """(row, start, stop) of each sample's tokens in `input_ids`."""
+    ids = inputs["input_ids"]
+    if inputs.get("cu_seqlens_q") is not None or is_row_of_metadata(inputs):
+        metadata = inputs.get("vlmpack")
+        real = inputs.get("cu_seqlens_q")
+        real = metadata.segments.real if real is None else numbers(real)
+        padded_ = inputs.get("cu_seqlens_q_padded")
+        if padded_ is None:
+            padded_ = metadata.segments.stride if metadata is not None else real
+        starts = numbers(padded_)
+        return [(0, start, start + b - a) for (a, b), start in zip(pairwise(real), starts, strict=False) if b > a]
+    mask = whole(inputs["attention_mask"], "attention_mask")
+    if mask.shape != ids.shape or not ((mask == 0) | (mask == 1)).all():
+        raise UnreadableError("attention_mask")
+    found = []
+    for row, line in enumerate(mask.tolist()):
+        runs = [(value, len([*group])) for value, group in groupby(line)]
+        if [value for value, _ in runs].count(1) != 1:
+            raise UnreadableError("attention_mask")
+        start = line.index(1)
+        found.append((row, start, start + sum(line)))
+    return found
+
+
+def is_row_of_metadata(inputs: Inputs) -> bool:
+    metadata = inputs.get("vlmpack")
+    return metadata is not None and getattr(metadata, "segments", None) is not None
+
+
+def read(inputs: Inputs, config: Any) -> Iterator[Inputs]:
+    """The samples that the inputs say."""
+    ids = whole(inputs["input_ids"], "input_ids")
+    image, video = (getattr(config, f"{kind}_token_id", -1) for kind in ("image", "video"))
+    frames_apart = config.model_type.startswith("qwen3")
+    media = {"image": [*cut_media(inputs, "pixel_values", "image_grid_thw")]}
+    media["video"] = [*cut_media(inputs, "pixel_values_videos", "video_grid_thw")]
+    seconds = inputs.get("second_per_grid_ts")
+    if seconds is None:  # metadata may say what no tensor does
+        seconds = getattr(inputs.get("vlmpack"), "seconds_per_grid", ()) or None
+    if seconds is not None:
+        values = torch.as_tensor(seconds).reshape(-1)
+        if len(values) != len(media["video"]):
+            raise UnreadableError("second_per_grid_ts")
+        for one, value in zip(media["video"], values, strict=True):
+            one["second_per_grid_ts"] = value.float()[None]
+    for row, start, stop in places(inputs):
+        sample: Inputs = {"input_ids": ids[row, start:stop]}
+        kinds = [{image: "image", video: "video"}.get(token) for token in sample["input_ids"].tolist()]
+        runs = Counter(kind for kind, _ in groupby(kinds) if kind)
+        for kind in ("image", "video") if hasattr(config, "vision_config") else ():
+            taken = []
+            while runs[kind] > 0:
+                if not media[kind]:
+                    raise UnreadableError(f"{kind}s")
+                taken.append(media[kind].pop(0))
+                apart = frames_apart and kind == "video"
+                runs[kind] -= int(taken[-1]["video_grid_thw"][0, 0]) if apart else 1
+            if runs[kind] < 0:
+                raise UnreadableError(f"frames of {kind}s")
+            for name in taken[0] if taken else ():
+                sample[name] = torch.cat([one[name] for one in taken])
+        if inputs.get("mm_token_type_ids") is not None and hasattr(config, "vision_config"):
+            sample["mm_token_type_ids"] = whole(inputs["mm_token_type_ids"], "types")[row, start:stop]
+        else:
+            sample["mm_token_type_ids"] = torch.tensor([{"image": 1, "video": 2}.get(kind or "", 0) for kind in kinds])
+        sample["targets"] = targets_of(inputs, row, start, stop)
+        sample["place"] = (row, start, stop)
+        yield sample
+    if media["image"] or media["video"]:
+        raise UnreadableError("media of no sample")
+
+
+def cut_media(inputs: Inputs, pixels: str, grids: str) -> Iterator[Inputs]:
+    if inputs.get(pixels) is None and inputs.get(grids) is None:
+        return
+    table, patches = whole(inputs.get(grids), grids), inputs.get(pixels)
+    sizes = table.prod(1).tolist()
+    if not isinstance(patches, torch.Tensor) or patches.ndim != 2 or sum(sizes) != len(patches) or min(sizes) < 1:
+        raise UnreadableError(pixels)
+    for part, grid in zip(patches.split(sizes), table, strict=True):
+        yield {pixels: part, grids: grid[None]}
+
+
+def targets_of(inputs: Inputs, row: int, start: int, stop: int) -> torch.Tensor | None:
+    """[L]: the target of each token. Those of `shift_labels` are what they are, also of a sample's last token."""
+    found = []
+    if inputs.get("labels") is not None:
+        labels = whole(inputs["labels"], "labels")[row, start:stop]
+        found.append(F.pad(labels[1:], (0, 1), value=-100))
+    if inputs.get("shift_labels") is not None:
+        found.append(whole(inputs["shift_labels"], "shift_labels")[row, start:stop])
+    if len(found) == 2 and not torch.equal(*found):
+        raise UnreadableError("labels")
+    return found[0] if found else None
+
+
+# ---------------------------------------------------------------------- the oracle
+
+_alone: dict[Any, torch.Tensor] = {}
+
+
+def logits_alone(family: str, sample: Inputs) -> torch.Tensor:
+    """[L, V] of one sample through the plain model."""
+    columns = {name: x for name, x in sample.items() if name not in ("targets", "place")}
+    if family not in VISION:
+        columns.pop("mm_token_type_ids")
+    key = (family, *((name, x.dtype, tuple(x.flatten().tolist()), x.shape) for name, x in columns.items()))
+    if key not in _alone:
+        batched = {name: x[None] if name in TOKENS else x for name, x in columns.items()}
+        try:
+            _alone[key] = models(family)[0](**batched).logits[0].float()
+        except Exception as error:
+            raise UnreadableError(f"the plain model raises {error!r:.200}") from error
+    return _alone[key]
+
+
+def compare(family: str, inputs: Inputs, output: Any) -> str:
+    """ "right", or what is wrong."""
+    samples = [*read(inputs, models(family)[0].config)]
+    alone = [logits_alone(family, sample) for sample in samples]
+    if samples and samples[0]["targets"] is None:
+        for sample, own in zip(samples, alone, strict=True):
+            row, start, stop = sample["place"]
+            logits = output[0] if isinstance(output, tuple) else output.logits
+            if not torch.allclose(logits[row, start:stop].float(), own, atol=1e-3, equal_nan=True):
+                return f"logits of the sample at {sample['place']}"
+        return "right"
+    sums, counts = torch.zeros(len(samples)), torch.zeros(len(samples))
+    for i, (sample, own) in enumerate(zip(samples, alone, strict=True)):
+        targets = sample["targets"]
+        sums[i] = F.cross_entropy(own, targets, reduction="sum") if (targets != -100).any() else 0.0
+        counts[i] = (targets != -100).sum()
+    items = inputs.get("num_items_in_batch")
+    divisor = counts.sum() if items is None else float(items)
+    expected = sums.sum() / divisor if counts.sum() else torch.tensor(0.0)
+    loss = output[0] if isinstance(output, tuple) else output.loss
+    if not torch.allclose(loss.float(), expected, rtol=1e-3, atol=1e-4, equal_nan=True):
+        return f"loss {float(loss)} is {float(expected)}"
+    return "right"
+
+
+def passed_on(family: str, inputs: Inputs) -> Any:
+    """What the plain model does with inputs that have neither a mask nor boundaries: the same has to come."""
+    names = ("vlmpack", "output_logits")
+    return models(family)[0](**{name: x for name, x in inputs.items() if name not in names})
+
+
+def is_packed(inputs: Inputs) -> bool:
+    has = [inputs.get(name) is not None for name in ("input_ids", "attention_mask", "cu_seqlens_q")]
+    return has[0] and (has[1] or has[2] or is_row_of_metadata(inputs)) and not inputs.get("use_cache")
+
+
+def outcome(family: str, inputs: Inputs) -> str:
+    """ "right", "refused", or what is wrong."""
+    started = time.monotonic()
+    try:
+        output = models(family)[1](**inputs)
+    except VlmpackError:
+        return "refused"
+    except Exception as error:
+        if not is_packed(inputs):
+            try:
+                passed_on(family, inputs)
+            except type(error):
+                return "right"
+            except Exception:
+                pass
+        return f"crash: {error!r:.300}"
+    if time.monotonic() - started > SLOW:
+        return "hang"
+    if not is_packed(inputs):
+        own = passed_on(family, inputs)
+        same = torch.allclose(own.logits, output.logits, atol=1e-4, equal_nan=True)
+        return "right" if same else "wrong: passed on"
+    try:
+        found = compare(family, inputs, output)
+    except Exception as error:
+        return f"wrong: taken, but it cannot be read: {error!r:.200}"
+    return found if found == "right" else f"wrong: {found}"
+
+
+# ---------------------------------------------------------------------- cases
+
+
+def case(seed: int) -> tuple[str, list[str], Inputs]:
+    """(family, names of the changes, inputs)."""
+    rng = random.Random(seed)
+    family = rng.choice(FAMILIES)
+    inputs, names = good_inputs(family, rng), []
+    for _ in range(rng.choice([0, 1, 1, 1, 1, 2, 2, 3]) if seed % 50 else 0):
+        change = rng.choice(CHANGES)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # complex numbers lose their imaginary part
+            change(inputs, rng)
+        names.append(change.__name__)
+    return family, names, inputs
+
+
+def outcomes(seeds: range) -> tuple[Counter[str], list[str]]:
+    """How often each thing came of it, and what should not have."""
+    counts: Counter[str] = Counter()
+    failures = []
+    for seed in seeds:
+        family, names, inputs = case(seed)
+        with torch.no_grad():
+            found = outcome(family, inputs)
+        counts[found.split(":")[0]] += 1
+        if found not in ("right", "refused"):
+            failures.append(f"case {seed}, {family}, {', '.join(names)}: {found}")
+    return counts, failures
+
+
+@pytest.mark.slow
+def test_a_thousand_changed_batches_are_right_or_refused():
+    counts, failures = outcomes(range(1000))
+    assert failures == []
+    assert counts["right"] > 200
+    assert counts["refused"] > 500
+
+
+if __name__ == "__main__":
+    first, last = (int(x) for x in sys.argv[1:3])
+    warnings.simplefilter("error")
+    counts, failures = outcomes(range(first, last))
+    print("\n".join(failures), counts, sep="\n")

@@ -1,0 +1,72 @@
+"""The head sees labelled positions only, a chunk at a time, and gives what it would give all at once."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vlmpack.errors import LayoutError
+from vlmpack.model.engine import target_logprobs, target_positions
+
+VOCAB, WIDTH = 13, 3
+
+
+@given(count=st.integers(1, 23), chunk=st.integers(1, 25))
+def test_chunks_give_what_one_piece_gives(count, chunk):
+    torch.manual_seed(count)
+    head = nn.Linear(WIDTH, VOCAB).double()
+    hidden = torch.randn(count, WIDTH, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(VOCAB, (count,))
+    results = []
+    for size in (chunk, count):
+        logprobs = target_logprobs(hidden, targets, head, chunk=size)
+        results.append([logprobs, *torch.autograd.grad(logprobs.exp().sum(), [hidden, head.weight])])
+    for ours, truth in zip(*results, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-5, atol=1e-6)
+    truth = head(hidden).log_softmax(-1)[torch.arange(count), targets]
+    torch.testing.assert_close(results[0][0].double(), truth, rtol=1e-5, atol=1e-6)
+
+
+def test_never_more_than_a_chunk_of_logits():
+    head = nn.Linear(WIDTH, VOCAB)
+    with LargestLogits() as seen:
+        target_logprobs(
+            torch.randn(23, WIDTH, requires_grad=True), torch.zeros(23).long(), head, chunk=5
+        ).sum().backward()
+    assert seen.rows == 5
+    with LargestLogits() as unchunked:
+        target_logprobs(torch.randn(23, WIDTH), torch.zeros(23).long(), head, chunk=99)
+    assert unchunked.rows == 23
+
+
+def test_dropout_on_the_head_is_the_same_when_a_chunk_is_computed_again():
+    head = nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, VOCAB, bias=False)).double()
+    hidden = torch.randn(23, WIDTH, dtype=torch.float64, requires_grad=True)
+    seen = []
+    head[0].register_forward_hook(lambda module, inputs, out: seen.append(out.detach() != 0))
+    torch.manual_seed(0)
+    target_logprobs(hidden, torch.zeros(23).long(), head, chunk=5).sum().backward()
+    kept, again = torch.cat(seen[:5]), torch.cat(seen[5:][::-1])
+    assert torch.equal(kept, again)
+    assert torch.equal(hidden.grad != 0, kept)
+
+
+class LargestLogits(TorchDispatchMode):
+    """The most rows of any tensor that is as wide as the vocabulary."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.ndim == 2 and out.shape[1] == VOCAB:
+            self.rows = max(self.rows, out.shape[0])
+        return out
+
+
+def test_targets_are_found_with_and_without_the_hosts_count():
+    labels = torch.tensor([[-100, 5, -100, 0, 7]])
+    assert target_positions(labels, None).tolist() == target_positions(labels, 3).tolist() == [1, 3, 4]
+    with pytest.raises(LayoutError, match="counted 2 targets but the row has another number"):
+        target_positions(labels, 2)

@@ -1,0 +1,86 @@
+"""DDP and FSDP2 around an enabled model: the same step, on two ranks, in mixed precision too."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from equality import alone_through, check_gradients, limits_of
+from ranks import CASES, fresh, samples_of
+from samples import mixed_samples, padded
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from vlmpack.families.tiny import tiny_model
+from vlmpack.layout import SlotRule, pack
+from vlmpack.model import PackedStep, enable_packing
+
+pytestmark = pytest.mark.dist
+RULE = SlotRule(multiple=4)
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def sharded(mesh, **policy):
+    model = enable_packing(tiny_model("qwen3_vl", layers=3))
+    for part in (*model.model.visual.blocks, *model.model.language_model.layers, model):
+        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
+    return model
+
+
+@pytest.mark.parametrize("given", ["padded", "row"])
+def test_a_sharded_step_is_the_step(mesh, given):
+    model, reference = sharded(mesh), enable_packing(tiny_model("qwen3_vl", layers=3))
+    batch = padded(mixed_samples(reference.config))
+    for each in (model, reference):
+        PackedStep(each)(pack(batch, rule=RULE) if given == "row" else batch).loss.backward()
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, msg=name)
+
+
+@pytest.mark.parametrize("given", ["padded", "row"])
+def test_mixed_precision_rebuilds_the_inputs_and_the_step_stands_it(mesh, given):
+    """FSDP takes every dataclass apart to cast its tensors, boundaries among them."""
+    model = sharded(mesh, param_dtype=torch.bfloat16)
+    batch = padded(mixed_samples(model.config))
+    loss = PackedStep(model)(pack(batch, rule=RULE) if given == "row" else batch).loss
+    loss.backward()
+    exact = PackedStep(tiny_model("qwen3_vl", layers=3))(batch).loss
+    assert torch.isclose(loss, exact, rtol=2e-2)
+    assert not torch.equal(loss, exact), "nothing was cast"
+
+
+# ---------------------------------------------------------------------- two processes
+
+RANKS = Path(__file__).with_name("two_ranks.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where rank 0 left the gradients of every case."""
+    folder = tmp_path_factory.mktemp("ranks")
+    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [*launch, str(RANKS), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_a_step_on_two_ranks_is_that_of_all_samples_alone(folder, case):
+    """Gradients are the mean over the ranks; targets were counted over both."""
+    family = case[0]
+    model = fresh(family)
+    own = alone_through(model, samples_of(model))
+    found = {name: 2 * gradient for name, gradient in torch.load(folder / f"{' '.join(case)}.pt").items()}
+    check_gradients(own, {name: gradient for name, gradient in found.items() if gradient.any()}, limits_of(family))

@@ -1,0 +1,67 @@
+"""What each of two gloo ranks runs, started by test_sharding.py: python -m torch.distributed.run ... FOLDER.
+
+Each rank takes its half of the samples through one step of every case. Rank 0 writes the gradients to FOLDER/CASE.pt.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from ranks import CASES, fresh, samples_of
+from samples import padded
+
+from vlmpack.families import family_of
+from vlmpack.layout import SlotRule, pack
+from vlmpack.model import PackedStep, enable_packing
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for case in CASES:
+        found = gradients(*case)
+        if dist.get_rank() == 0:
+            torch.save(found, folder / f"{' '.join(case)}.pt")
+    dist.barrier()  # nobody leaves while another still talks
+    dist.destroy_process_group()
+
+
+def gradients(family: str, wrapper: str, layout: str) -> dict[str, torch.Tensor]:
+    """The gradients of one recomputed step, the mean over the ranks; their halves have neither number nor lengths in
+    common."""
+    model = enable_packing(fresh(family))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    samples = samples_of(model)
+    targets = padded(samples).metadata.num_targets
+    mine = samples[:2] if dist.get_rank() == 0 else samples[2:]
+    batch = padded(mine, "left") if layout == "left padded" else pack(padded(mine), rule=SlotRule(multiple=8))
+    step = PackedStep(DistributedDataParallel(model) if wrapper == "ddp" else sharded(model, wrapper))
+    step(batch, num_items_in_batch=targets).loss.backward()
+    return {
+        name.removeprefix("module."): (p.grad if wrapper == "ddp" else p.grad.full_tensor()).clone()
+        for name, p in step.model.named_parameters()
+    }
+
+
+def sharded(model, wrapper: str):
+    mesh = init_device_mesh("cpu", (2,))
+    layers = family_of(model).language_model(model).get_submodule("layers").children()
+    for layer in layers:
+        if "parts" in wrapper:
+            for part in layer.children():
+                if any(True for _ in part.parameters()):
+                    fully_shard(part, mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,207 @@
+"""Stores, caches and plans that accidents happened to: the same rows as before, or a refusal that is ours."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chats import chat, picture
+from mutations import check, damaged, edited, outcomes
+from store.stores import encoded, packing, store, texts
+
+from vlmpack.plan import LengthTable, Plan
+from vlmpack.store import PackedDataset, measure_lengths
+from vlmpack.store.manifest import _digest
+
+pytestmark = pytest.mark.slow
+
+SEED, CASES = 0, 150
+
+
+def samples(word: str = "because", seed: int = 0) -> list[dict]:
+    images = [chat(f"{n}?", "yes", encoded(picture(64, 48, seed=seed + n)), id=n) for n in range(3)]
+    return [*images, *(chat(f"{n}?", f"{word} " * (1 + n % 5), id=n) for n in range(12))]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """The files of two stores of samples that are equally long."""
+    folders = [tmp_path_factory.mktemp("store") for _ in range(2)]
+    for folder, word, seed in zip(folders, ("5", "6"), (0, 9), strict=True):
+        store(folder, samples(word, seed))
+    one, other = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders)
+    assert one.keys() == other.keys() and len([name for name in one if name.startswith("rows-")]) > 1
+    return one, other
+
+
+def rows(folder: Path, **settings: Any) -> list[Any]:
+    """All that is in a store, images included."""
+    dataset = PackedDataset(folder, **settings)
+    found = [[_plain(*one) for one in dataset._read(at)] for at in range(len(dataset))]
+    return [
+        found,
+        [[one.num_tokens for one in dataset.measured(at)] for at in range(len(dataset))],
+        repr(dataset.slots),
+    ]
+
+
+def _plain(place: int, sample: Any) -> list[Any]:
+    sources = [(one.grid, one.source.options, one.source.source["bytes"]) for one in sample.images]
+    return [place, sample.sample_id, sample.input_ids.tolist(), sample.labels.tolist(), sources]
+
+
+def written(folder: Path, files: dict[str, bytes]) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+
+
+# ---------------------------------------------------------------------- what happens to a store
+
+
+def a_damaged_file(one: dict, other: dict, rng: random.Random) -> dict:
+    name = rng.choice(sorted(one))
+    return {**one, name: damaged(one[name], rng)}
+
+
+def a_lost_file(one: dict, other: dict, rng: random.Random) -> dict:
+    name = rng.choice(sorted(one))
+    return {file: data for file, data in one.items() if file != name}
+
+
+def files_of_another_store(one: dict, other: dict, rng: random.Random) -> dict:
+    names = rng.sample(sorted(one), rng.randrange(1, len(one)))
+    return {**one, **{name: other[name] for name in names}}
+
+
+def swapped_files(one: dict, other: dict, rng: random.Random) -> dict:
+    first, second = rng.sample(sorted(one), 2)
+    return {**one, first: one[second], second: one[first]}
+
+
+def an_edited_manifest(one: dict, other: dict, rng: random.Random) -> dict:
+    manifest = edited(json.loads(one["manifest.json"]), rng)
+    return {**one, "manifest.json": json.dumps(manifest, default=repr).encode()}
+
+
+def a_manifest_that_is_signed_again(one: dict, other: dict, rng: random.Random) -> dict:
+    """By somebody who knows how: what the rows are cannot be changed by it."""
+    manifest = json.loads(one["manifest.json"])
+    shards = edited(manifest["shards"], rng)
+    content = {**{name: value for name, value in manifest.items() if name != "digest"}, "shards": shards}
+    text = json.dumps({**content, "digest": _digest(json.loads(json.dumps(content, default=repr)))}, default=repr)
+    return {**one, "manifest.json": text.encode()}
+
+
+def swapped_with_their_entries(one: dict, other: dict, rng: random.Random) -> dict:
+    manifest = json.loads(one["manifest.json"])
+    rng.shuffle(manifest["shards"])
+    return {**one, "manifest.json": json.dumps(manifest).encode()}
+
+
+ACCIDENTS: tuple[Callable[[dict, dict, random.Random], dict], ...] = (
+    a_damaged_file,
+    a_damaged_file,
+    a_damaged_file,
+    a_lost_file,
+    files_of_another_store,
+    swapped_files,
+    an_edited_manifest,
+    an_edited_manifest,
+    a_manifest_that_is_signed_again,
+    swapped_with_their_entries,
+)
+
+
+def test_rows_of_a_damaged_store(tmp_path, files):
+    one, other = files
+    written(tmp_path / "whole", one)
+    whole, theirs = rows(tmp_path / "whole"), None
+    written(tmp_path / "other", other)
+    theirs = rows(tmp_path / "other")
+    assert whole != theirs
+
+    def case(rng: random.Random) -> bool:
+        left = rng.choice(ACCIDENTS)(one, other, rng)
+        written(tmp_path / "case", left)
+        is_the_other = all(left.get(name) == other[name] for name in other if name.startswith(("rows-", "manifest")))
+        return rows(tmp_path / "case", verify=rng.random() < 0.1) == (theirs if is_the_other else whole)
+
+    check(outcomes(2 * CASES, SEED, case), cases=2 * CASES)
+
+
+def test_a_damaged_store_that_is_packed_again(tmp_path, files):
+    one, other = files
+    data = samples("5", 0)
+
+    def case(rng: random.Random) -> bool:
+        written(tmp_path / "case", rng.choice(ACCIDENTS)(one, other, rng))
+        store(tmp_path / "case", data)
+        written(tmp_path / "whole", one)
+        return rows(tmp_path / "case") == rows(tmp_path / "whole")
+
+    check(outcomes(CASES // 5, SEED + 1, case), cases=CASES // 5)
+
+
+# ---------------------------------------------------------------------- caches and plans
+
+
+def test_a_damaged_cache(tmp_path):
+    data, collator = texts(60), packing()
+    whole = measure_lengths(data, collator, cache=tmp_path / "whole")
+    content = (tmp_path / "whole").read_bytes()
+
+    def case(rng: random.Random) -> bool:
+        (tmp_path / "case").write_bytes(damaged(content, rng))
+        return measure_lengths(data, collator, cache=tmp_path / "case") == whole
+
+    found = outcomes(CASES, SEED + 2, case)
+    assert set(found) == {"same", "refused"}, found
+
+
+@pytest.mark.parametrize("name", ["plan.zip", "lengths.zip"])
+def test_a_damaged_plan_or_table(tmp_path, files, name):
+    (tmp_path / "whole").write_bytes(files[0][name])
+    kind: Any = Plan if name == "plan.zip" else LengthTable
+    whole = kind.load(tmp_path / "whole")
+
+    def case(rng: random.Random) -> bool:
+        data = files[0][name]
+        (tmp_path / "case").write_bytes(damaged(data, rng) if rng.random() < 0.3 else _edited_archive(data, rng))
+        found = kind.load(tmp_path / "case")
+        return found == whole and repr(found) == repr(whole)
+
+    check(outcomes(CASES, SEED + 3, case), cases=CASES)
+
+
+def _edited_archive(data: bytes, rng: random.Random) -> bytes:
+    """A zip whose members have the right checksums, one of them with other content."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w") as new:
+        chosen = rng.choice(old.namelist())
+        for member in old.namelist():
+            content = old.read(member)
+            if member == chosen == "manifest.json":
+                content = json.dumps(edited(json.loads(content), rng), default=repr).encode()
+            elif member == chosen:
+                content = _edited_array(content, rng)
+            new.writestr(member, content)
+    return out.getvalue()
+
+
+def _edited_array(content: bytes, rng: random.Random) -> bytes:
+    array = np.load(io.BytesIO(content))
+    kinds = (array + 1, array[:-1], array[::-1], array.astype(np.float64), array.reshape(1, -1), array * 0 - 1)
+    out = io.BytesIO()
+    np.save(out, rng.choice(kinds))
+    return out.getvalue()

@@ -1,0 +1,269 @@
+"""measure_lengths: what collating will give, from headers, whoever measures and however the samples come."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chats import chat, picture, processor_of, tokenised
+from measured import UNREADABLE, Deadly, KeyTeller, Stored, Stream, conversations, encoded
+
+from vlmpack.collate import SkipLimit, VLMCollator
+from vlmpack.data import open_dataset, tiny_processor
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.plan.length_table import LengthTable
+from vlmpack.store import measure_lengths
+from vlmpack.store.cache import settings_key
+from vlmpack.store.measure import PART, lengths_of
+
+SAMPLES = conversations(150)
+
+
+def collator_of(**settings: Any) -> VLMCollator:
+    return VLMCollator(processor_of(), **settings)
+
+
+@pytest.fixture(scope="module")
+def truth() -> LengthTable:
+    return measure_lengths(SAMPLES, collator_of())
+
+
+# ---------------------------------------------------------------------- exact
+
+
+def several_kinds() -> list[Any]:
+    text = (
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>"
+    )
+    film = [{"type": "video", "video": [picture(64, 40, seed=seed) for seed in range(3)]}, "What happens?"]
+    return [
+        chat("Total?", "75,000", encoded(190, 61), picture(40, 99)),
+        chat("2 + 2? " * 20, "4"),
+        chat("A long answer", "word " * 60, encoded(300, 200)),
+        {"messages": [{"role": "user", "content": film}, {"role": "assistant", "content": "nothing"}]},
+        {"prompt": "2 + 3 = ", "completion": "5"},
+        tokenised("qwen3_vl", text, picture(50, 50)),
+        chat("?", "a", b"no image"),
+        17,
+    ]
+
+
+@pytest.mark.parametrize("overlength", ["error", "drop", "truncate"])
+@pytest.mark.parametrize("max_length", [None, 75])
+def test_lengths_are_those_that_collating_gives(max_length: int | None, overlength: Any) -> None:
+    if max_length is None and overlength != "error":
+        return
+    settings: dict[str, Any] = {"max_length": max_length, "overlength": overlength}
+    table = measure_lengths(several_kinds(), collator_of(**settings))
+    used, refused = 0, []
+    for index, sample in enumerate(several_kinds()):
+        collator = collator_of(**settings, layout="packed", on_bad="skip")
+        row = collator.collate([sample])
+        if collator.skip_log.refused:
+            refused.append((index, *collator.skip_log.reasons))
+            continue
+        pixels = [patches for patches in (row.media.pixel_values, row.media.pixel_values_videos) if patches is not None]
+        ids, metadata = row.input_ids, row.metadata
+        assert metadata is not None
+        expected = {
+            "sample_ids": index,
+            "tokens": metadata.lengths[0],
+            "image_tokens": int((ids == collator.metadata.image_token_id).sum()),
+            "video_tokens": int((ids == collator.metadata.video_token_id).sum()),
+            "images": len(metadata.image_grids),
+            "videos": len(metadata.video_grids),
+            "patches": sum(map(len, pixels)),
+            "targets": metadata.num_targets,
+        }
+        assert {name: int(getattr(table, name)[used]) for name in expected} == expected
+        used += 1
+    assert len(table) == used >= 3
+    assert [(one.index, one.reason) for one in table.refused] == refused
+    assert table.given == len(several_kinds())
+
+
+def test_lengths_of_a_sample_are_the_same_cut_or_outlined() -> None:
+    collator = collator_of()
+    sample = several_kinds()[0]
+    outline = collator.measure(sample)
+    assert lengths_of(collator._encoder.decode(outline)) == lengths_of(outline)
+    assert lengths_of(outline).images == 2
+
+
+def test_refused_samples_are_listed_by_place_id_and_reason(truth: LengthTable) -> None:
+    assert [one.index for one in truth.refused] == list(range(12, 150, 13))
+    assert {one.sample_id for one in truth.refused} == {None, "s77"}
+    assert truth.reasons == {"no_targets": 11}
+    assert "none of its" in truth.refused[0].detail
+    assert truth.sample_ids.tolist() == [at for at in range(150) if at % 13 != 12]
+
+
+def test_neither_skip_log_nor_skip_limit_counts() -> None:
+    collator = collator_of(skip_limit=SkipLimit(max_consecutive_bad=1))
+    assert len(measure_lengths([7, 8, 9], collator).refused) == 3
+    assert collator.skip_log.received == 0
+
+
+def test_an_estimate_goes_by_the_images_own_pixels() -> None:
+    collator = VLMCollator(tiny_processor(max_pixels=4 * 1024))
+    sample = chat("?", "a", encoded(321, 96))
+    exact, about = (measure_lengths([sample], collator, estimate=estimate) for estimate in (False, True))
+    assert int(about.image_tokens[0]) == 11 * 3
+    assert int(exact.image_tokens[0]) <= 4
+    assert int(about.text_tokens[0]) == int(exact.text_tokens[0])
+
+
+# ---------------------------------------------------------------------- any data set
+
+
+def test_samples_may_come_in_any_way(truth: LengthTable) -> None:
+    datasets = [SAMPLES, tuple(SAMPLES), Stored(tuple(SAMPLES)), iter(SAMPLES), (s for s in SAMPLES), Stream(SAMPLES)]
+    assert all(measure_lengths(dataset, collator_of()) == truth for dataset in datasets)
+
+
+def test_a_stream_is_measured_here_whatever_the_number_of_workers(truth: LengthTable) -> None:
+    assert measure_lengths(Stream(SAMPLES), collator_of(), workers=2) == truth
+
+
+def test_receipts_are_measured_as_they_are_opened() -> None:
+    table = measure_lengths(open_dataset("synthetic", num=2, scale=0.35), collator_of())
+    assert len(table) == 2
+    assert table.images.tolist() == [1, 1]
+
+
+def test_no_samples_are_an_empty_table() -> None:
+    assert len(measure_lengths([], collator_of(), workers=2)) == 0
+
+
+def test_a_table_of_datasets_is_read_without_decoding_its_images() -> None:
+    datasets = pytest.importorskip("datasets")
+    whole = encoded(97, 61, "PNG")
+    cut = {"bytes": whole[: len(whole) // 2], "path": None}  # decoding it would fail
+    columns = {
+        "prompt": [[{"role": "user", "content": "?"}]] * 2,
+        "completion": [[{"role": "assistant", "content": "a"}]] * 2,
+    }
+    table = datasets.Dataset.from_dict({**columns, "images": [[cut], [cut, cut]]})
+    table = table.cast_column("images", datasets.List(datasets.Image()))
+    with pytest.raises(Exception, match="truncated"):
+        table[0]
+    expected = measure_lengths([chat("?", "a", whole), chat("?", "a", whole, whole)], collator_of())
+    assert measure_lengths(table, collator_of()) == expected
+    assert measure_lengths(table.select([1, 0]), collator_of()).images.tolist() == [2, 1]
+
+
+def test_what_a_data_set_refuses_to_give_is_listed() -> None:
+    table = measure_lengths(Stored((chat("?", "a"), UNREADABLE, chat("?", "b"))), collator_of())
+    assert len(table) == 2
+    assert [(one.index, one.sample_id, one.reason, one.detail) for one in table.refused] == [
+        (1, "r3", "bad_json", "its row cannot be read")
+    ]
+
+
+def test_mistakes_in_the_setup_are_raised() -> None:
+    with pytest.raises(ConfigError, match="none of the columns"):
+        measure_lengths([{"text": "?"}], collator_of())
+    with pytest.raises(ConfigError, match="'train', 'test'; if they are splits"):
+        measure_lengths({"train": SAMPLES, "test": SAMPLES}, collator_of())
+    with pytest.raises(ConfigError, match="workers must be a whole number of at least 0, got -1"):
+        measure_lengths(SAMPLES, collator_of(), workers=-1)
+
+
+# ---------------------------------------------------------------------- told
+
+
+def test_progress_is_told_after_each_part() -> None:
+    told: list[Any] = []
+    measure_lengths(SAMPLES, collator_of(), progress=lambda *now: told.append(now))
+    assert told == [(done, 150) for done in (*range(PART, 150, PART), 150)]
+    told.clear()
+    measure_lengths(iter(SAMPLES[:3]), collator_of(), progress=lambda *now: told.append(now))
+    assert told == [(3, None)]
+
+
+# ---------------------------------------------------------------------- worker processes
+
+
+@pytest.mark.dist
+def test_workers_give_what_one_process_gives(truth: LengthTable) -> None:
+    before, tokenizers = torch.random.get_rng_state(), os.environ.get("TOKENIZERS_PARALLELISM")
+    told: list[int] = []
+    table = measure_lengths(
+        Stored(tuple(SAMPLES)), collator_of(), workers=2, start="fork", progress=lambda done, total: told.append(done)
+    )
+    assert table == truth
+    assert told == [*range(PART, 150, PART), 150]
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert os.environ.get("TOKENIZERS_PARALLELISM") == tokenizers
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_worker_that_shares_nothing_gives_the_same_and_has_the_same_keys(tmp_path: Path) -> None:
+    samples = SAMPLES[:20]
+    collator, keys = collator_of(max_length=500), tmp_path / "keys"
+    keys.mkdir()
+    dataset = KeyTeller(samples, collator, keys)
+    table = measure_lengths(dataset, collator, workers=1, start="spawn", cache=tmp_path / "lengths.sqlite")
+    assert table == measure_lengths(samples, collator)
+    (told,) = keys.iterdir()
+    assert told.name != str(os.getpid())
+    assert told.read_text() == settings_key(collator).hex()
+
+
+@pytest.mark.dist
+def test_errors_of_workers_arrive_as_what_they_are() -> None:
+    with pytest.raises(ConfigError, match="none of the columns"):
+        measure_lengths([{"text": "?"}] * 100, collator_of(), workers=1, start="fork")
+    with pytest.raises(RuntimeError, match="out of paper"):
+        measure_lengths(Stored((RuntimeError("out of paper"),) * 9), collator_of(), workers=1, start="fork")
+    table = measure_lengths(Stored((UNREADABLE,) * 9), collator_of(), workers=1, start="fork")
+    assert table.reasons == {"bad_json": 9}
+
+
+@pytest.mark.dist
+def test_a_worker_that_dies_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"a worker process died .* fewer workers"):
+        measure_lengths(Deadly(), collator_of(), workers=1, start="fork")
+
+
+def test_what_cannot_be_sent_to_a_worker_is_told() -> None:
+    samples = Stored(tuple({**sample, "source": lambda: None} for sample in SAMPLES))
+    with pytest.raises(ConfigError, match="cannot be sent to a worker process"):
+        measure_lengths(samples, collator_of(), workers=1, start="spawn")
+
+
+@pytest.mark.dist
+def test_an_interruption_ends_the_workers_and_keeps_what_was_measured(tmp_path: Path) -> None:
+    def interrupt(done: int, total: int | None) -> None:
+        raise KeyboardInterrupt
+
+    cache, others = tmp_path / "lengths.sqlite", set(multiprocessing.active_children())
+    with pytest.raises(KeyboardInterrupt):
+        measure_lengths(SAMPLES, collator_of(), workers=2, start="fork", cache=cache, progress=interrupt)
+    assert set(multiprocessing.active_children()) <= others
+    outlined: list[int] = []
+    outline = VLMCollator.measure
+
+    def counted(self: VLMCollator, *args: Any, **options: Any) -> Any:
+        outlined.append(1)
+        return outline(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VLMCollator, "measure", counted)
+        measure_lengths(SAMPLES, collator_of(), cache=cache)
+    assert len(outlined) == 150 - PART
+
+
+def test_a_sample_error_of_a_stream_that_ends_it_is_raised() -> None:
+    def stream() -> Any:
+        yield chat("?", "a")
+        raise UNREADABLE
+
+    with pytest.raises(SampleError, match="its row cannot be read"):
+        measure_lengths(stream(), collator_of())

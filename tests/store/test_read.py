@@ -1,0 +1,262 @@
+"""PackedDataset: a stored row is what the collator makes of the same samples."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import chain
+
+import pytest
+import torch
+from chats import chat, picture, processor_of
+from store.stores import CAPACITY, check_same, encoded, mixed, packing, places, store, texts
+from torch.utils.data import DataLoader
+
+from vlmpack.collate import VLMCollator, read_skip_log
+from vlmpack.data.processor import tiny_processor
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.layout import PackedRow
+from vlmpack.loading import PackedBatchSampler
+from vlmpack.store import PackedDataset
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A store of every kind of sample, and the samples."""
+    folder = tmp_path_factory.mktemp("kept")
+    samples = mixed(folder)
+    store(folder / "rows", samples)
+    return folder / "rows", samples
+
+
+@pytest.fixture(scope="module")
+def dataset(kept):
+    return PackedDataset(kept[0], processor_of())
+
+
+# ---------------------------------------------------------------------- equality
+
+
+@pytest.mark.parametrize("images", ["bytes", "reference"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_a_stored_row_is_what_the_collator_makes_of_its_samples(tmp_path, family, images):
+    samples = mixed(tmp_path) if images == "bytes" else in_files(tmp_path)
+    store(tmp_path / "rows", samples, packing(family), images=images)
+    dataset, collator = PackedDataset(tmp_path / "rows", processor_of(family)), packing(family)
+    rows = places(dataset)
+    assert sorted(chain(*rows)) == list(range(len(samples)))
+    assert len(rows) > 1 and max(map(len, rows)) > 1
+    for at, row in enumerate(rows):
+        check_same(dataset.row(at), collator.collate([samples[place] for place in row]))
+
+
+def in_files(folder):
+    """Samples whose images lie in files."""
+    samples = []
+    for n in range(5):
+        paths = [folder / f"{n}-{k}.png" for k in range(1 + n % 2)]
+        for k, path in enumerate(paths):
+            path.write_bytes(encoded(picture(40 + 9 * n, 50, seed=k)))
+        samples.append(chat(f"{n}?", "a " * n + "b", *map(str, paths), id=n))
+    return samples
+
+
+def test_truncated_samples_are_stored_as_they_were_cut(tmp_path):
+    samples = [chat("Which?", "The last", *(picture(64, 64, seed=n) for n in range(3)), id=n) for n in range(3)]
+    cut = {"train_on": "all", "max_length": 14, "overlength": "truncate"}
+    manifest = store(tmp_path, samples, packing(**cut))
+    dataset, collator = PackedDataset(tmp_path, processor_of()), packing(**cut)
+    assert manifest.counts.images < 9  # the guard: something was cut
+    for at, row in enumerate(places(dataset)):
+        check_same(dataset.row(at), collator.collate([samples[place] for place in row]))
+
+
+def test_rows_of_texts_need_a_tokenizer_only(tmp_path):
+    tokenizer = processor_of().tokenizer
+    tokenizer.chat_template = processor_of().chat_template
+    collator = VLMCollator(tokenizer, layout="packed")
+    manifest = store(tmp_path, texts(), collator)
+    dataset = PackedDataset(tmp_path, tokenizer)
+    assert manifest.counts.patches == 0
+    for at, row in enumerate(places(dataset)):
+        check_same(dataset.row(at), collator.collate([texts()[place] for place in row]))
+
+
+def test_tokenised_samples_keep_their_labels(tmp_path):
+    samples = [
+        {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 9, 8], "id": "own labels"},
+        {"input_ids": [5, 6, 7], "completion_mask": [0, 0, 1], "id": 1},
+    ]
+    store(tmp_path, samples)
+    dataset = PackedDataset(tmp_path, processor_of())
+    assert places(dataset) == [[0, 1]]
+    assert dataset[0]["labels"].tolist() == [[-100, -100, 9, 8, -100, -100, 7]]
+
+
+def test_a_supervised_end_of_text_token_belongs_to_the_real_length(tmp_path):
+    """Where real lengths are looked up as the last token that is not end-of-text, it is lost."""
+    tokenizer = processor_of().tokenizer
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    samples = [{"input_ids": [5, 6, end], "labels": [-100, 6, end]}, {"input_ids": [7, pad], "labels": [7, pad]}]
+    store(tmp_path, samples, packing(), capacity=8)
+    row = PackedDataset(tmp_path, processor_of(), pad_to_max_length=True).row(0)
+    assert row.segments.lengths == (3, 2)
+    assert row.shift_labels is not None and row.shift_labels[0].tolist() == [6, end, -100, pad, *[-100] * 4]
+    assert row.input_ids[0, 5:].tolist() == [pad] * 3  # the guard: padding looks the same
+
+
+# ---------------------------------------------------------------------- a data set
+
+
+def test_rows_can_be_counted_indexed_and_iterated(dataset):
+    assert len(dataset) == dataset.manifest.counts.rows == len(list(dataset))
+    assert torch.equal(dataset[-1]["input_ids"], dataset[len(dataset) - 1]["input_ids"])
+    with pytest.raises(IndexError):
+        dataset[len(dataset)]
+
+
+@pytest.mark.dist
+def test_workers_get_the_same_rows(dataset):
+    dataset[0]  # files are open when the workers are made
+    loader = DataLoader(dataset, batch_size=None, num_workers=2)
+    rows = [PackedRow.from_hf(batch) for batch in loader]
+    assert len(rows) == len(dataset)
+    for at, row in enumerate(rows):
+        check_same(row, dataset.row(at))
+
+
+def test_it_pickles_as_a_path(kept):
+    dataset = PackedDataset(kept[0], processor_of())
+    fresh = len(pickle.dumps(dataset))
+    whole = dataset.row(0)
+    assert len(pickle.dumps(dataset)) < fresh + 5000  # what was read stays here
+    check_same(pickle.loads(pickle.dumps(dataset)).row(0), whole)
+
+
+def test_a_row_is_outlined_without_a_processor_or_an_image(kept, dataset):
+    looked_at = PackedDataset(kept[0])
+    for at, row in enumerate(places(looked_at)):
+        outline = looked_at.measured(at)
+        assert [sample.sample_id for sample in outline] == list(dataset.row(at).metadata.sample_ids)
+        assert [sample.num_tokens for sample in outline] == list(looked_at.segments(at).lengths)
+        assert all(image.pixels is None and image.source is None for sample in outline for image in sample.images)
+        assert len(outline) == len(row)
+    with pytest.raises(ConfigError, match="need the processor"):
+        looked_at[0]
+
+
+def test_samples_without_a_name_are_named_by_their_place_in_the_data_set(tmp_path):
+    samples = [chat(f"{n}?", "yes") for n in range(9)]
+    store(tmp_path, samples, seed=3)
+    dataset = PackedDataset(tmp_path, processor_of())
+    named = [list(dataset.row(at).metadata.sample_ids) for at in range(len(dataset))]
+    assert named == places(dataset) != [sorted(row) for row in named]
+
+
+def test_rows_are_dealt_to_ranks_by_a_sampler(dataset):
+    sampler = PackedBatchSampler(dataset.plan, ranks=2, rank=0, remainder="empty")
+    loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate)
+    assert len(list(loader)) == -(-len(dataset) // 2)
+    assert dataset.plan.tokens.tolist() == [dataset.row(at).segments.total for at in range(len(dataset))]
+
+
+def test_no_row_is_a_step_of_loss_0_and_two_rows_are_no_batch(dataset):
+    assert dataset.collate([])["vlmpack"].num_targets == 0
+    row = dataset[0]
+    assert dataset.collate([row]) is row
+    with pytest.raises(ConfigError, match=r"2 rows were put into one batch.*per_device_train_batch_size=1"):
+        dataset.collate([row, row])
+
+
+# ---------------------------------------------------------------------- the processor
+
+
+def test_another_processor_is_refused_by_what_differs(kept):
+    with pytest.raises(ConfigError, match=r"images\.max_pixels was 262144 and is 65536"):
+        PackedDataset(kept[0], tiny_processor(max_pixels=64 * 32 * 32))
+    with pytest.raises(ConfigError, match=r"images.patch_size was 16 and is 14") as refused:
+        PackedDataset(kept[0], processor_of("qwen2_5_vl"))
+    assert "tokens.frame_timestamps was true and is false" in str(refused.value)
+    with pytest.raises(ConfigError, match=r"chat_template was \"\w+\" and is \"\w+\""):
+        PackedDataset(kept[0], tiny_processor(chat_template="{{ messages }}"))
+    with pytest.raises(ConfigError, match="vocabulary was"):
+        PackedDataset(kept[0], tiny_processor(vocab_size=700))
+    PackedDataset(kept[0], tiny_processor())  # the guard: an equal one is taken
+
+
+def test_what_packing_decided_cannot_be_set_again(kept):
+    with pytest.raises(ConfigError, match="max_length, train_on: decided when the rows were packed"):
+        PackedDataset(kept[0], processor_of(), max_length=7, train_on="all")
+
+
+# ---------------------------------------------------------------------- damage
+
+
+def test_a_damaged_file_is_named_with_its_row(tmp_path):
+    manifest = store(tmp_path, texts())
+    shard = tmp_path / manifest.shards[1].file
+    content = bytearray(shard.read_bytes())
+    content[60] ^= 1
+    shard.write_bytes(content)
+    dataset = PackedDataset(tmp_path, processor_of())
+    dataset[0]
+    with pytest.raises(ConfigError, match=rf"row 0 of .*{shard.name} cannot be read.*damaged"):
+        dataset[manifest.shards[0].rows]
+    with pytest.raises(ConfigError, match=rf"{shard.name} is damaged: its SHA-256"):
+        PackedDataset(tmp_path, processor_of(), verify=True)
+
+
+def test_a_missing_or_cut_file_is_found_when_the_store_is_opened(tmp_path):
+    manifest = store(tmp_path, texts())
+    shard = tmp_path / manifest.shards[-1].file
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(
+        ConfigError, match=rf"{shard.name} has \d+ bytes, and manifest.json lists it with {shard.stat().st_size + 1}"
+    ):
+        PackedDataset(tmp_path, processor_of())
+    shard.unlink()
+    with pytest.raises(ConfigError, match=f"{shard.name} is not there"):
+        PackedDataset(tmp_path, processor_of())
+
+
+def damaged(tmp_path):
+    """A store in which the second of three images is damaged behind its header; the samples."""
+    whole = encoded(picture(80, 80, seed=1), "JPEG")
+    samples = [chat(f"{n}?", "yes", whole if n != 1 else whole[: len(whole) // 2], id=f"s{n}") for n in range(3)]
+    store(tmp_path, samples)
+    return samples
+
+
+def test_a_damaged_image_is_named_with_its_sample_file_and_row(tmp_path):
+    damaged(tmp_path)
+    with pytest.raises(
+        SampleError,
+        match=r"sample 1 \(id 's1'\): image 0: .* damaged .*\(row 0 of the store: row 0 of .*rows-00000-of-00001\.",
+    ):
+        PackedDataset(tmp_path, processor_of())[0]
+
+
+def test_a_damaged_image_can_be_skipped_and_is_written_down(tmp_path):
+    samples = damaged(tmp_path / "rows")
+    skip_log = tmp_path / "bad.jsonl"
+    dataset = PackedDataset(tmp_path / "rows", processor_of(), on_bad="skip", skip_log=skip_log)
+    row = dataset.row(0)
+    assert row.metadata.sample_ids == ("s0", "s2")
+    check_same(row, packing().collate([samples[0], samples[2]]))
+    assert [(one["id"], one["reason"]) for one in read_skip_log(skip_log)] == [("s1", "image_undecodable")]
+
+
+def test_a_referenced_file_that_is_gone_or_another_one_is_told(tmp_path):
+    samples = in_files(tmp_path)
+    store(tmp_path / "rows", samples, images="reference", capacity=4 * CAPACITY)
+    dataset = PackedDataset(tmp_path / "rows", processor_of())
+    file = tmp_path / "2-0.png"
+    whole = file.read_bytes()
+    file.write_bytes(encoded(picture(58, 50, seed=7)))  # of the same size
+    with pytest.raises(SampleError, match=r"sample 2 .*2-0.png is another one.*SHA-256") as refused:
+        dataset[0]
+    assert refused.value.reason == "image_changed"
+    file.unlink()
+    with pytest.raises(SampleError, match=r"sample 2 .*there is no image file"):
+        dataset[0]
+    file.write_bytes(whole)
+    check_same(dataset.row(0), packing().collate([samples[place] for place in places(dataset)[0]]))

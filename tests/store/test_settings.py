@@ -1,0 +1,30 @@
+"""Settings of a store and the folder it goes into."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from store.stores import digests, packing, store, texts
+
+from vlmpack.errors import ConfigError
+from vlmpack.store import Manifest
+
+
+def test_a_file_is_no_folder_for_a_store(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="file is a file, and a store is a folder; name one that is empty or not"):
+        store(tmp_path / "file", texts())
+    with pytest.raises(ConfigError, match=r"below cannot be made a folder of rows: .*; name another one"):
+        store(tmp_path / "file" / "below", texts())
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_numbers_of_numpys_are_settings_like_pythons(tmp_path):
+    def write(folder, number):
+        numbers = {name: number(2) for name in ("seed", "shard_rows", "rows_multiple")}
+        return store(folder, texts(), packing(max_length=number(90)), capacity=number(96), **numbers)
+
+    manifest = write(tmp_path / "numpy", np.int64)
+    assert manifest == write(tmp_path / "python", int) == Manifest.load(tmp_path / "numpy")
+    assert digests(tmp_path / "numpy") == digests(tmp_path / "python")
+    assert write(tmp_path / "numpy", int) == manifest  # the store is known again

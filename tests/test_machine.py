@@ -1,0 +1,95 @@
+"""Peak memory of a call, to the byte and the same every time; versions of packages, with their build."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from vlmpack import machine
+from vlmpack.machine import peak_bytes, version_of
+
+KIB = 1024
+
+
+def kib() -> torch.Tensor:
+    return torch.empty(KIB, dtype=torch.uint8)
+
+
+def test_what_is_freed_before_the_next_is_made_does_not_add_up():
+    def one_after_the_other() -> None:
+        for _ in range(5):
+            kib()
+
+    def together() -> None:
+        assert len([kib() for _ in range(5)]) == 5
+
+    assert peak_bytes(one_after_the_other) == KIB
+    assert peak_bytes(together) == 5 * KIB
+
+
+def test_views_and_in_place_operations_weigh_nothing():
+    assert peak_bytes(lambda: kib().view(2, -1).add_(1).t()[0]) == KIB
+
+
+def test_held_tensors_count_once_however_they_are_used():
+    weight = kib()
+    assert peak_bytes(lambda: weight.view(-1).zero_(), held=[weight, weight]) == KIB
+    assert peak_bytes(lambda: weight + 1, held=[weight]) == 2 * KIB
+
+
+def test_what_the_backward_pass_keeps_is_counted():
+    x = torch.ones(KIB // 4, requires_grad=True)
+
+    def chain(links: int) -> None:
+        y = x
+        for _ in range(links):
+            y = y.exp()  # keeps its result for the backward pass
+        y.sum().backward()
+
+    growth = peak_bytes(lambda: chain(20)) - peak_bytes(lambda: chain(10))
+    assert growth == 10 * KIB
+
+
+def test_it_is_the_same_every_time_and_leaves_the_garbage_collector_as_it_was():
+    model = torch.nn.Sequential(*[torch.nn.Linear(17, 17) for _ in range(5)])
+
+    def step() -> None:
+        model.zero_grad()
+        model(torch.ones(7, 17)).sum().backward()
+
+    step()
+    assert len({peak_bytes(step, held=model.parameters()) for _ in range(3)}) == 1
+    assert gc.isenabled()
+
+
+@pytest.fixture
+def metadata_without_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "version", lambda package: "2.15.0")
+
+
+@pytest.mark.usefixtures("metadata_without_build")
+def test_an_imported_package_gives_its_own_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("some_package")
+    monkeypatch.setitem(vars(module), "__version__", "2.15.0+cu132")
+    monkeypatch.setitem(sys.modules, "some_package", module)
+    assert version_of("some-package") == "2.15.0+cu132"
+
+
+@pytest.mark.usefixtures("metadata_without_build")
+def test_an_imported_package_without_a_version_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "some_package", ModuleType("some_package"))
+    assert version_of("some-package") == "2.15.0"
+
+
+@pytest.mark.usefixtures("metadata_without_build")
+def test_a_package_that_is_not_imported_is_looked_up_and_stays_so() -> None:
+    assert version_of("some-package") == "2.15.0"
+    assert "some_package" not in sys.modules
+
+
+def test_a_package_that_is_not_installed_has_none() -> None:
+    assert version_of("no-such-package") is None

@@ -1,0 +1,220 @@
+"""What ranks send each other: the collectives of this package, each with its exact backward pass, every byte counted.
+
+Two kinds of gathering differ in what the ranks do next, and so in what their gradients mean:
+
+    `all_gather`         each rank computes something else from the result: the backward pass is a reduce-scatter
+    `all_gather_equal`   all ranks compute the same from it: each keeps the gradient of its part, and nothing is sent
+
+R ranks, n entries of a rank along the first dimension.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import distributed as dist
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from vlmpack.layout import to_device
+
+
+@final
+class Collectives:
+    """The ranks of one process group, as one of them sees them."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        """`group`: the ranks; None: this process alone, to which everything is a copy and nothing is sent."""
+        self._group = group
+        self.size = 1 if group is None else dist.get_world_size(group)
+        """How many ranks there are."""
+        self.rank = 0 if group is None else dist.get_rank(group)
+        """Which of them this is."""
+        self.sent: Counter[str] = Counter()
+        """Bytes sent to other ranks since this was made or cleared, by what they were for. A gathering counts what
+        each rank hands on in a ring, (R - 1) parts; a sum what is handed on in a ring twice, 2 (R - 1) / R."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Collectives:
+        """Processes cannot be copied: the copy of a model talks to the same ones."""
+        return self
+
+    # ------------------------------------------------------------------ differentiable
+
+    def all_to_all(
+        self, x: torch.Tensor, what: str, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Everybody to everybody: the parts of x along its first dimension go to one rank each, in order.
+
+        Args:
+            x: [n, ...].
+            what: under which name bytes are counted.
+            send: entries for each rank; None: n / R each.
+            receive: entries from each rank; None: n / R each.
+        """
+        if self.size == 1:
+            return x
+        even = [x.shape[0] // self.size] * self.size
+        return _AllToAll.apply(x, self, what, list(send or even), list(receive or even))  # pyright: ignore
+
+    def along(self, route: Route, x: torch.Tensor, what: str) -> torch.Tensor:
+        """What this rank gets along a route: [n, ...] of its own to [m, ...], m the sum of `route.receive_counts`."""
+        return self.all_to_all(
+            x.index_select(0, route.sent_from(x.device)), what, route.send_counts, route.receive_counts
+        )
+
+    def all_gather(self, x: torch.Tensor, what: str) -> torch.Tensor:
+        """[n, ...] of each rank to [R n, ...] on all of them; each goes on by itself."""
+        return x if self.size == 1 else _AllGather.apply(x, self, what)  # pyright: ignore[reportReturnType]
+
+    def all_gather_equal(self, x: torch.Tensor, what: str) -> torch.Tensor:
+        """[n, ...] of each rank to [R n, ...] on all of them; all go on with the same."""
+        return x if self.size == 1 else _AllGatherEqual.apply(x, self, what)  # pyright: ignore[reportReturnType]
+
+    def all_reduce(self, x: torch.Tensor, what: str) -> torch.Tensor:
+        """The sum over the ranks, on all of them; all go on with the same."""
+        return x if self.size == 1 else _AllReduce.apply(x, self, what)  # pyright: ignore[reportReturnType]
+
+    # ------------------------------------------------------------------ plain
+
+    def all_reduce_(self, x: torch.Tensor, what: str) -> None:
+        """The sum over the ranks, in place. No gradient."""
+        if self.size > 1:
+            self.sent[what] += 2 * (self.size - 1) * _bytes(x) // self.size
+            dist.all_reduce(x, group=self._group)
+
+    def _send_parts(self, x: torch.Tensor, what: str, send: list[int], receive: list[int]) -> torch.Tensor:
+        out = x.new_empty(sum(receive), *x.shape[1:])
+        self.sent[what] += _bytes(x) - send[self.rank] * _bytes(x[:1])
+        dist.all_to_all_single(out, x.contiguous(), receive, send, group=self._group)
+        return out
+
+    def _gather(self, x: torch.Tensor, what: str) -> torch.Tensor:
+        out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        self.sent[what] += (self.size - 1) * _bytes(x)
+        dist.all_gather(list(out.chunk(self.size)), x.contiguous(), group=self._group)
+        return out
+
+    def _own(self, x: torch.Tensor) -> torch.Tensor:
+        return x.chunk(self.size)[self.rank]
+
+
+def _bytes(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: Collectives, what: str, send: list[int], receive: list[int]):
+        ctx.back = (ranks, what, receive, send)
+        return ranks._send_parts(x, what, send, receive)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grad_outputs
+        ranks, what, send, receive = ctx.back
+        return ranks._send_parts(grad, what, send, receive), None, None, None, None
+
+
+class _AllGather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: Collectives, what: str):
+        ctx.ranks, ctx.what = ranks, what
+        return ranks._gather(x, what)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grad_outputs
+        even = [grad.shape[0] // ctx.ranks.size] * ctx.ranks.size
+        parts = ctx.ranks._send_parts(grad, ctx.what, even, even)
+        return parts.unflatten(0, (ctx.ranks.size, -1)).sum(0), None, None
+
+
+class _AllGatherEqual(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: Collectives, what: str):
+        ctx.ranks = ranks
+        return ranks._gather(x, what)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grad_outputs
+        return ctx.ranks._own(grad), None, None
+
+
+class _AllReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: Collectives, what: str):
+        total = x.clone()
+        ranks.all_reduce_(total, what)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grad_outputs
+        return grad, None, None
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Route:
+    """One rank's side of an exchange: `all_to_all_single(got, own[send], receive_counts, send_counts)`."""
+
+    send: torch.Tensor
+    """int64, on the host: places among the rank's own, in the order in which they are sent: rank after rank."""
+    send_counts: tuple[int, ...]
+    """How many go to each rank."""
+    receive_counts: tuple[int, ...]
+    """How many come from each rank."""
+
+    def sent_from(self, device: torch.device) -> torch.Tensor:
+        """`send` on `device`, copied there once, without making the host wait."""
+        if device not in self._on_device:
+            self._on_device[device] = to_device(self.send.numpy(), device)
+        return self._on_device[device]
+
+    @cached_property
+    def _on_device(self) -> dict[torch.device, torch.Tensor]:
+        return {}
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Transfers:
+    """All that goes from any rank to any, N things."""
+
+    source: np.ndarray
+    """int64 [N]: the rank that has each."""
+    local: np.ndarray
+    """int64 [N]: where that rank has it."""
+    target: np.ndarray
+    """int64 [N]: the rank that needs it."""
+    ranks: int
+    """How many ranks there are."""
+
+    def arriving(self, rank: int) -> np.ndarray:
+        """int64: which of the N come to `rank`, in the order in which they come."""
+        mine = np.flatnonzero(self.target == rank)
+        return mine[np.argsort(self.source[mine], kind="stable")]
+
+    def route(self, rank: int) -> Route:
+        """The side of `rank`."""
+        leaving = np.flatnonzero(self.source == rank)
+        leaving = leaving[np.argsort(self.target[leaving], kind="stable")]
+        return Route(
+            send=torch.from_numpy(self.local[leaving]),
+            send_counts=self._counts(self.target[leaving]),
+            receive_counts=self._counts(self.source[self.target == rank]),
+        )
+
+    def _counts(self, ranks: np.ndarray) -> tuple[int, ...]:
+        return tuple(np.bincount(ranks, minlength=self.ranks).tolist())

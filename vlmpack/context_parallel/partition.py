@@ -1,0 +1,218 @@
+"""Which rank holds which tokens of a row.
+
+Slots of 8 and 4 tokens on 2 ranks, each slot in 2 * ranks chunks:
+
+    row          0 1 2 3 4 5 6 7   8 9 10 11
+    mirrored     0 0 1 1 1 1 0 0   0 1 1  0      rank r holds the chunks r and 2 * ranks - 1 - r of every slot
+    contiguous   0 0 0 0 0 0 1 1   1 1 1  1      rank r holds the r-th stretch of the row, wherever segments end
+
+T row tokens, t = T / ranks tokens of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import final, get_args
+
+import numpy as np
+import torch
+
+from vlmpack.errors import LayoutError
+from vlmpack.layout import Layout, Segments, outside_graph, ranges
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """One row cut over ranks; every rank holds as many tokens as any other, in the order of the row.
+
+    Raises:
+        LayoutError: the row cannot be cut so; names the segment, what was seen and what to set.
+    """
+
+    segments: Segments
+    """The whole row's boundaries."""
+    ranks: int
+    """How many ranks hold it."""
+    layout: Layout
+    """`mirrored`: every rank attends to as many causal pairs as any other. `contiguous`: any boundaries."""
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.layout not in get_args(Layout):
+            raise LayoutError(
+                f"a row is cut over at least 1 rank, mirrored or contiguous; got ranks={self.ranks} and "
+                f"layout={self.layout!r}"
+            )
+        if self.ranks > 1 and self.layout == "mirrored":
+            _check_mirrored(self.segments, self.ranks)
+        if self.segments.total % self.ranks:
+            raise LayoutError(
+                f"a row of {self.segments.total} tokens cannot be cut into {self.ranks} parts of one size; pack it "
+                f"with SlotRule(row_multiple={self.ranks})"
+            )
+
+    # ------------------------------------------------------------------ where tokens live
+
+    @property
+    def local_total(self) -> int:
+        """Tokens of a rank, t."""
+        return self.segments.total // self.ranks
+
+    def check_rank(self, rank: int) -> None:
+        """Raise a `LayoutError` unless `rank` is one of the ranks."""
+        if not 0 <= rank < self.ranks:
+            raise LayoutError(f"rank {rank} is not one of the {self.ranks} ranks 0 to {self.ranks - 1}")
+
+    def index(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """int64 [t]: the place in the row of each token of `rank`, rising."""
+        self.check_rank(rank)
+        return self._derived(("index", rank), device, partial(self._index, rank))
+
+    def order(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """int64 [T]: the place in the row of each token of all ranks' parts laid one after the other."""
+        return self._derived("order", device, self._order)
+
+    def place(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """int64 [T]: where each token of the row is in all ranks' parts laid one after the other.
+
+        `place // t` is the rank that holds it, `place % t` where it is in that rank's part.
+        """
+        return self._derived("place", device, self._place)
+
+    def local_segments(self, rank: int) -> Segments:
+        """The boundaries of a rank's part: each segment by its own number, with the tokens of it that are here.
+
+        A segment without a token here has length 0. Its `position_in_segment` counts tokens of the part, not of the
+        sample: positions of tokens are those of the row, cut.
+        """
+        self.check_rank(rank)
+        if rank not in self._local_segments:
+            self._local_segments[rank] = self._make_local_segments(rank)
+        return self._local_segments[rank]
+
+    # ------------------------------------------------------------------ cutting, and back
+
+    def cut(self, tensor: torch.Tensor, rank: int, *, token_dim: int = -1) -> torch.Tensor:
+        """The part of `rank`: T tokens along `token_dim` become t. Differentiable; a view of a contiguous part.
+
+        Raises:
+            LayoutError: the tensor is not a row of these segments, or there is no such rank.
+        """
+        self.check_rank(rank)
+        self._check_width(tensor, token_dim, self.segments.total, "the row")
+        if self._in_order:
+            return tensor.narrow(token_dim, rank * self.local_total, self.local_total)
+        index = self.index(rank, tensor.device)  # by itself: a compiled graph breaks there
+        return _taken(tensor, index, token_dim)
+
+    def join(self, parts: Sequence[torch.Tensor], *, token_dim: int = -1) -> torch.Tensor:
+        """The inverse of `cut`: the parts of all ranks, in the order of ranks, become the row. Differentiable.
+
+        Raises:
+            LayoutError: another number of parts than ranks, or parts of another width.
+        """
+        if len(parts) != self.ranks:
+            raise LayoutError(f"a row on {self.ranks} ranks is joined from {self.ranks} parts, got {len(parts)}")
+        for rank, part in enumerate(parts):
+            self._check_width(part, token_dim, self.local_total, f"the part of rank {rank}")
+        laid = torch.cat(list(parts), token_dim)
+        if self._in_order:
+            return laid
+        place = self.place(laid.device)
+        return _taken(laid, place, token_dim)
+
+    def _check_width(self, tensor: torch.Tensor, token_dim: int, expected: int, what: str) -> None:
+        if tensor.shape[token_dim] != expected:
+            raise LayoutError(
+                f"{what} is {expected} tokens wide by its boundaries, the tensor {list(tensor.shape)} has "
+                f"{tensor.shape[token_dim]} at dimension {token_dim}"
+            )
+
+    # ------------------------------------------------------------------ work
+
+    def causal_pairs(self, *, padding: bool = False) -> tuple[int, ...]:
+        """Query-key pairs of causal attention inside the segments that each rank's queries take part in.
+
+        Args:
+            padding: count padding as the causal tail of its segment, which kernels that know only slots compute.
+        """
+        segments = _slots_as_lengths(self.segments) if padding else self.segments
+        pairs = np.where(segments.padding_mask().numpy(), 0, segments.position_in_segment().numpy() + 1)
+        return tuple(pairs[self.order().numpy()].reshape(self.ranks, -1).sum(1).tolist())
+
+    # ------------------------------------------------------------------ made once for a row
+
+    @property
+    def _in_order(self) -> bool:
+        return self.layout == "contiguous" or self.ranks == 1
+
+    @outside_graph
+    def _derived(self, what: Hashable, device: torch.device | str, make: Callable[[], np.ndarray]) -> torch.Tensor:
+        return self.segments.derived((what, self.layout, self.ranks), device, make)
+
+    def _order(self) -> np.ndarray:
+        return np.concatenate([self._index(rank) for rank in range(self.ranks)])
+
+    def _index(self, rank: int) -> np.ndarray:
+        if self._in_order:
+            return np.arange(rank * self.local_total, (rank + 1) * self.local_total)
+        starts_G = np.asarray(self.segments.stride[:-1], np.int64)
+        chunks_G = np.asarray(self.segments.slots, np.int64) // (2 * self.ranks)
+        mirrors_G2 = starts_G[:, None] + chunks_G[:, None] * [rank, 2 * self.ranks - 1 - rank]
+        return ranges(mirrors_G2.ravel(), np.repeat(chunks_G, 2))
+
+    def _place(self) -> np.ndarray:
+        place = np.empty(self.segments.total, np.int64)
+        place[self.order().numpy()] = np.arange(self.segments.total)
+        return place
+
+    @cached_property
+    def _local_segments(self) -> dict[int, Segments]:
+        return {}
+
+    def _make_local_segments(self, rank: int) -> Segments:
+        whole = self.segments
+        stops = [stop for _, stop in whole.spans]
+        starts, ends = (np.searchsorted(self.index(rank).numpy(), edges) for edges in (whole.stride, stops))
+        return replace(
+            whole,
+            lengths=tuple((ends - starts[:-1]).tolist()),
+            slots=tuple(np.diff(starts).tolist()),
+            total=self.local_total,
+            num_kernel_boundaries=None,
+        )
+
+
+def _taken(tensor: torch.Tensor, index: torch.Tensor, token_dim: int) -> torch.Tensor:
+    """`index_select`; on a host `gather` takes several lines of single numbers 15 times as fast."""
+    if token_dim in (-1, tensor.ndim - 1):
+        return tensor.gather(-1, index.expand(*tensor.shape[:-1], -1))
+    return tensor.index_select(token_dim, index)
+
+
+def tail_as_segment(segments: Segments) -> Segments:
+    """The same row, its tail the slot of one more segment without tokens: a mirrored cut leaves nothing over."""
+    tail = segments.total - segments.stride[-1]
+    return replace(segments, lengths=(*segments.lengths, 0), slots=(*segments.slots, tail))
+
+
+def _check_mirrored(segments: Segments, ranks: int) -> None:
+    for i, slot in enumerate(segments.slots):
+        if slot % (2 * ranks):
+            raise LayoutError(
+                f"segment {i}: {slot} tokens of row are not a multiple of 2 * ranks = {2 * ranks}, and a mirrored cut "
+                f"would hold tokens twice and lose others; pack with SlotRule(multiple={2 * ranks}), or cut "
+                "contiguously"
+            )
+    tail = segments.total - segments.stride[-1]
+    if tail:
+        raise LayoutError(
+            f"{tail} tokens lie behind the last boundary {segments.stride[-1]}, in no segment, and a mirrored cut "
+            "would lose them; make them a segment with tail_as_segment(segments), or cut contiguously"
+        )
+
+
+def _slots_as_lengths(segments: Segments) -> Segments:
+    return replace(segments, lengths=segments.slots, num_kernel_boundaries=None)

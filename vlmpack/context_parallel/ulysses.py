@@ -1,0 +1,88 @@
+"""Tokens for heads: a rank gives away heads of its own tokens, and gets the tokens of all ranks for heads of its own.
+
+Two ranks, a row of tokens 0 1 2 3 with heads a b:
+
+    before     rank 0   0a 0b 1a 1b        after     rank 0   0a 1a 2a 3a
+               rank 1   2a 2b 3a 3b                  rank 1   0b 1b 2b 3b
+
+So whatever computes attention sees the whole row and all its boundaries, with fewer heads.
+
+R ranks, T row tokens, t = T / R tokens of a rank, N query heads, K key-value heads, H head dimension, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from vlmpack.context_parallel.collectives import Collectives
+from vlmpack.context_parallel.partition import Partition
+
+ATTENTION = "attention"
+"""The name under which the bytes of attention are counted."""
+
+Attend = Callable[..., torch.Tensor]
+"""An attention back-end: q [T, N, H], k [T, K, H], v [T, K, H], `Segments` (and `keys`) to [T, N, H]."""
+
+
+def to_heads(parts_tRF: Sequence[torch.Tensor], ranks: Collectives, what: str) -> list[torch.Tensor]:
+    """[t, R, F] of several tensors, what each rank is to have of the own tokens, to [T, F] of each, in one exchange."""
+    sizes = [part.shape[-1] for part in parts_tRF]
+    sent_RtF = torch.cat(list(parts_tRF), -1).transpose(0, 1)
+    got_TF = ranks.all_to_all(sent_RtF.flatten(0, 1), what)
+    return list(got_TF.split(sizes, -1))
+
+
+def to_tokens(part_TF: torch.Tensor, ranks: Collectives, what: str) -> torch.Tensor:
+    """The inverse for one tensor: [T, F] to [t, R, F]."""
+    got = ranks.all_to_all(part_TF, what)
+    return got.unflatten(0, (ranks.size, -1)).transpose(0, 1)
+
+
+def attend_by_heads(
+    attend: Attend,
+    q_tNH: torch.Tensor,
+    k_tKH: torch.Tensor,
+    v_tKH: torch.Tensor,
+    partition: Partition,
+    ranks: Collectives,
+) -> torch.Tensor:
+    """[t, N, H] of the own tokens. N has to be a multiple of the ranks.
+
+    Key-value heads go to every rank whose query heads read them, to several where ranks outnumber them.
+    """
+    size, heads = ranks.size, q_tNH.shape[1]
+    wanted = _kv_index(partition, heads, k_tKH.shape[1], k_tKH.device)
+    k, v = (x.index_select(1, wanted) for x in (k_tKH, v_tKH))
+    q_TNH, k_TKH, v_TKH = (
+        flat.unflatten(-1, (-1, x.shape[-1]))
+        for flat, x in zip(
+            to_heads([x.unflatten(1, (size, -1)).flatten(2) for x in (q_tNH, k, v)], ranks, ATTENTION),
+            (q_tNH, k, v),
+            strict=True,
+        )
+    )
+    out_TNH = attend(q_TNH, k_TKH, v_TKH, partition.segments)
+    return to_tokens(out_TNH.flatten(1), ranks, ATTENTION).flatten(1).unflatten(1, (heads, -1))
+
+
+def _kv_index(partition: Partition, heads: int, kv: int, device: torch.device) -> torch.Tensor:
+    """`kv_heads` on `device`, copied there once a row and not in every layer."""
+    key = ("kv heads", heads, kv, partition.ranks)
+    return partition.segments.derived(key, device, lambda: np.asarray(kv_heads(heads, kv, partition.ranks), np.int64))
+
+
+def kv_heads(num_heads: int, num_kv_heads: int, ranks: int) -> list[int]:
+    """The key-value heads that go to each rank, as many to one as to another, laid one after the other.
+
+    Attention shares out a rank's n query heads evenly, in order, over the key-value heads that it has. Where the heads
+    that n queries read can be laid so, each goes once; otherwise once for each of its queries.
+    """
+    n, group = num_heads // ranks, num_heads // num_kv_heads
+    read = [[head // group for head in range(rank * n, (rank + 1) * n)] for rank in range(ranks)]
+    distinct = [sorted(set(heads)) for heads in read]
+    shared = [sorted(heads * (n // len(heads))) for heads in distinct]
+    even = shared == read and len({len(heads) for heads in distinct}) == 1
+    return [head for heads in (distinct if even else read) for head in heads]

@@ -1,0 +1,189 @@
+"""Which rank computes which image of a row, and to whom its features go.
+
+Images of 16, 64, 16 and 32 patches on 2 ranks, 4 patches to a token:
+
+    image           0           1                                    2           3
+    rank            1           0                                    1           1
+    features        0 1 2 3     4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19     ...
+
+An image's features are computed by one rank and put on the tokens of any. P patches, F features of all images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heapreplace
+from math import prod
+from typing import final
+
+import numpy as np
+import torch
+
+from vlmpack.context_parallel.collectives import Route, Transfers
+from vlmpack.context_parallel.partition import Partition
+from vlmpack.errors import LayoutError
+from vlmpack.layout import Grid, to_device
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MediaShare:
+    """The images (or the videos) of one row, each computed by one rank."""
+
+    grids: tuple[Grid, ...]
+    """(frames, rows, columns) in patches of each, in row order."""
+    rank_of: tuple[int, ...]
+    """The rank that computes each."""
+    ranks: int
+    """How many ranks there are."""
+    merge: int
+    """Patches merged into one token along each side."""
+
+    @classmethod
+    def spread(cls, grids: Sequence[Grid], *, ranks: int, merge: int) -> MediaShare:
+        """Most patches first, each to the rank that has fewest so far: at most 4/3 of the best that can be done.
+
+        Args:
+            grids: (frames, rows, columns) in patches of each, in row order.
+            ranks: how many ranks there are.
+            merge: patches that the model's vision tower merges into one token along each side.
+
+        Raises:
+            LayoutError: a grid that does not merge into whole tokens. Names the image.
+        """
+        for item, (_, rows, columns) in enumerate(grids):
+            if rows % merge or columns % merge:
+                raise LayoutError(
+                    f"image {item}: a grid of {rows} x {columns} patches does not merge {merge} x {merge} into whole "
+                    "tokens; pass the grids as the processor gives them, and the vision tower's own merge"
+                )
+        load = [(0, rank) for rank in range(ranks)]
+        rank_of = [0] * len(grids)
+        for item in sorted(range(len(grids)), key=lambda i: -prod(grids[i])):
+            patches, rank = load[0]
+            heapreplace(load, (patches + prod(grids[item]), rank))
+            rank_of[item] = rank
+        return cls(grids=tuple(grids), rank_of=tuple(rank_of), ranks=ranks, merge=merge)
+
+    # ------------------------------------------------------------------ what is whose
+
+    @property
+    def patches(self) -> tuple[int, ...]:
+        """Patches of each image."""
+        return tuple(map(prod, self.grids))
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """Tokens of each image."""
+        return tuple(patches // self.merge**2 for patches in self.patches)
+
+    @property
+    def load(self) -> tuple[int, ...]:
+        """Patches that each rank computes."""
+        patches = self.patches
+        return tuple(sum(patches[item] for item in self.items(rank)) for rank in range(self.ranks))
+
+    def items(self, rank: int) -> tuple[int, ...]:
+        """The images that `rank` computes, rising."""
+        return tuple(item for item, owner in enumerate(self.rank_of) if owner == rank)
+
+    def take(self, pixels_PC: torch.Tensor, rank: int) -> torch.Tensor:
+        """[P, C] patches of all images to those that `rank` computes.
+
+        Raises:
+            LayoutError: another number of patches than the grids describe.
+        """
+        if pixels_PC.shape[0] != sum(self.patches):
+            raise LayoutError(
+                f"the grids describe {sum(self.patches)} patches, the pixels are {list(pixels_PC.shape)}; "
+                "pass the media of the whole row to every rank"
+            )
+        parts = pixels_PC.split(list(self.patches)) if self.grids else ()
+        mine = [parts[item] for item in self.items(rank)]
+        return torch.cat(mine) if mine else pixels_PC[:0]
+
+    def pick(self, of_each: torch.Tensor, rank: int) -> torch.Tensor:
+        """One entry for each image along the first dimension (its grid) to those of the images of `rank`."""
+        return of_each.index_select(0, to_device(np.asarray(self.items(rank), np.int64), of_each.device))
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[f, D] features as each rank computed them, in the order of ranks, to [F, D] in row order. Differentiable.
+
+        Raises:
+            LayoutError: another number of features than the images have.
+        """
+        laid = torch.cat(list(parts))
+        if laid.shape[0] != len(self._owner):
+            raise LayoutError(
+                f"the grids make {len(self._owner)} features, the ranks computed {[part.shape[0] for part in parts]}"
+            )
+        return laid.index_select(0, to_device(self._place, laid.device))
+
+    # ------------------------------------------------------------------ where features go
+
+    def route(self, token_types: torch.Tensor, kind: int, partition: Partition, rank: int) -> MediaRoute:
+        """What `rank` sends to whom, and where what it gets belongs.
+
+        Args:
+            token_types: [1, T] of the whole row: 0 text, 1 image, 2 video. Waits for them if they lie on a device.
+            kind: 1 if these are the images, 2 if they are the videos.
+            partition: who holds which token.
+            rank: the rank.
+
+        Raises:
+            LayoutError: another number of such tokens than the grids make.
+        """
+        tokens_F = np.flatnonzero(token_types[0].cpu().numpy() == kind)
+        if len(tokens_F) != sum(self.features):
+            raise LayoutError(
+                f"the grids make {sum(self.features)} tokens, but the row has {len(tokens_F)} of type {kind}; "
+                "every placeholder needs its pixels, and the other way round"
+            )
+        target_F, here_F = np.divmod(partition.place().numpy()[tokens_F], partition.local_total)
+        transfers = Transfers(source=self._owner, local=self._local, target=target_F, ranks=self.ranks)
+        arriving = transfers.arriving(rank)
+        return MediaRoute(
+            route=transfers.route(rank),
+            tokens=torch.from_numpy(here_F[arriving]),
+            items=tuple(np.unique(self._item[arriving]).tolist()),
+        )
+
+    # ------------------------------------------------------------------ of each of F features, int64, made once
+
+    @cached_property
+    def _item(self) -> np.ndarray:
+        """The image it belongs to."""
+        return np.repeat(np.arange(len(self.grids)), np.asarray(self.features, np.int64))
+
+    @cached_property
+    def _owner(self) -> np.ndarray:
+        """The rank that computes it."""
+        return np.asarray(self.rank_of, np.int64)[self._item]
+
+    @cached_property
+    def _place(self) -> np.ndarray:
+        """Its place among the features that all ranks compute, one rank after the other."""
+        place = np.empty(len(self._owner), np.int64)
+        place[np.argsort(self._owner, kind="stable")] = np.arange(len(place))
+        return place
+
+    @property
+    def _local(self) -> np.ndarray:
+        """Its place among the features of the rank that computes it."""
+        firsts = np.searchsorted(np.sort(self._owner), np.arange(self.ranks))
+        return self._place - firsts[self._owner]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MediaRoute:
+    """The features that one rank sends and gets in one exchange of all ranks."""
+
+    route: Route
+    """Who gets which of the features that this rank computes, and how many come from each rank."""
+    tokens: torch.Tensor
+    """int64: the place in the rank's part of the row of each feature that it gets, in the order in which they come."""
+    items: tuple[int, ...]
+    """The images whose tokens this rank holds, all of them or some."""

@@ -1,0 +1,260 @@
+"""Describe a model family: where its parts are, its positions and media, the mechanisms of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from vlmpack.errors import LayoutError
+from vlmpack.families.mrope import MediaItems, media_items, row_positions
+from vlmpack.families.runs import ExpectedRuns, check_runs
+from vlmpack.layout import IMAGE, VIDEO, Grid, HostMetadata, Segments, outside_graph
+
+VideoPlacement = Callable[[MediaItems, Sequence[float], Any], MediaItems]
+"""Runs of tokens of whole videos, seconds from one grid of each to the next, and the vision configuration, to the runs
+that the family's processor writes and the distances of their frames."""
+
+
+def single_run(videos: MediaItems, seconds: Sequence[float], vision: Any) -> MediaItems:
+    """Place a video as one run of tokens, its frames one position apart."""
+    return videos
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One model family, as data.
+
+    `config` is always the whole model's configuration, the one with a text and a vision part if it has vision.
+    """
+
+    model_type: str
+    """`config.model_type` of the family."""
+    model_class: str
+    """Name of the transformers class that is trained."""
+    modelling: str
+    """Module of transformers that holds its layers and the functions that they call."""
+    mechanisms: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
+    """What its decoder layers have beside plain attention: of each mechanism of `vlmpack.model`, by its name, the names
+    of its parts."""
+    videos: VideoPlacement = single_run
+    """How its processor writes videos as tokens."""
+    vision_windows: bool = False
+    """Whether some blocks of the vision tower attend within windows of a frame (`window_size`)."""
+    backbone_path: str = "model"
+    """The model without its head."""
+    text_path: str = "model.language_model"
+    """The text part: embeddings and positions in, hidden states out."""
+    vision_path: str | None = "model.visual"
+    """The vision part: patches in, image features out; None: text only."""
+    head_path: str = "lm_head"
+    """The linear layer from hidden states to logits."""
+    media: tuple[str, ...] = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+    """Tensors by which the backbone takes images and videos."""
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether it takes images and videos."""
+        return self.vision_path is not None
+
+    def has(self, mechanism: str) -> bool:
+        """Whether its layers have this mechanism."""
+        return mechanism in self.mechanisms
+
+    # ------------------------------------------------------------------ positions
+
+    @outside_graph
+    def positions(
+        self,
+        mm_token_type_ids: torch.Tensor | None,
+        segments: Segments,
+        *,
+        config: Any,
+        image_grids: Sequence[Grid] = (),
+        video_grids: Sequence[Grid] = (),
+        seconds_per_grid: Sequence[float] = (),
+        device: torch.device | str | None = None,
+    ) -> torch.Tensor:
+        """MRoPE positions of a packed row: int64 [4, 1, T], the text row, then time, height, width.
+
+        Every segment gets what `get_rope_index` of the installed transformers gives its sample alone, bit for bit,
+        and 0, 1, 2, ... as its text row; padding is 0. Boundaries at which only the rotary positions restart
+        (`rope_cu_seqlens`) are given as `segments` of their own. No host–device sync.
+
+        Args:
+            mm_token_type_ids: [1, T], 0 text, 1 image, 2 video, on any device; None: text only.
+            segments: where positions restart.
+            config: the model's configuration.
+            image_grids: (frames, rows, columns) in patches of each image, in row order.
+            video_grids: the same of each video.
+            seconds_per_grid: seconds between two grids of each video (Qwen2.5-VL only); empty: 1.
+            device: where the result lives if there are no token types.
+
+        Raises:
+            LayoutError: grids that cannot be, or that the row has no room for; token types of another width.
+        """
+        images = self._images(image_grids, config)
+        videos = self._videos(video_grids, seconds_per_grid, config)
+        return row_positions(mm_token_type_ids, segments, images=images, videos=videos, device=device)
+
+    def rotary_ids(self, positions: torch.Tensor) -> torch.Tensor:
+        """The model's `position_ids` of [4, 1, T]: time, height, width; of a text model the text row, [1, T].
+
+        With the text row beside the others, transformers would look for packed samples by itself, with a sync.
+        """
+        return positions[-3:] if self.has_vision else positions[0]
+
+    def _images(self, grids: Sequence[Grid], config: Any) -> MediaItems:
+        """The runs of image tokens that these images stand for."""
+        self._check_takes(grids)
+        return media_items(grids, self.merge(config), "image")
+
+    def _videos(self, grids: Sequence[Grid], seconds: Sequence[float], config: Any) -> MediaItems:
+        """The runs of video tokens that these videos stand for, and how far apart their frames lie."""
+        self._check_takes(grids)
+        videos = media_items(grids, self.merge(config), "video")
+        return self.videos(videos, seconds, self.vision_config(config)) if self.has_vision else videos
+
+    def _check_takes(self, grids: Sequence[Grid]) -> None:
+        if grids and not self.has_vision:
+            raise LayoutError(f"{self.model_type} is a text model, but the batch has {len(grids)} images or videos")
+
+    # ------------------------------------------------------------------ tokens
+
+    def tokens_per_image(self, grid: Grid, merge: int) -> int:
+        """Placeholder tokens of an image of this grid (frames, rows, columns in patches)."""
+        t, h, w = grid
+        return t * (h // merge) * (w // merge)
+
+    def media_tokens(self, grids: Sequence[Grid], config: Any) -> int:
+        """Placeholder tokens of all these images or videos.
+
+        Raises:
+            LayoutError: there are some, and this is a text model.
+        """
+        self._check_takes(grids)
+        return sum(self.tokens_per_image(grid, self.merge(config)) for grid in grids)
+
+    def check_runs(self, types: torch.Tensor, segments: Segments, metadata: HostMetadata, *, config: Any) -> None:
+        """Compare each run of placeholders of a row with its grid, in the order of the grids. No host–device sync.
+
+        Args:
+            types: [1, T], what `media_types` returns.
+            segments: the row's samples.
+            metadata: grids, and how many images and videos each sample has, if that was counted.
+            config: the model's configuration.
+
+        Raises:
+            LayoutError: a run of another length or in another sample; on the host it names the sample.
+        """
+        images, videos = self._images(metadata.image_grids, config), self._videos(metadata.video_grids, (), config)
+        if not self.has_vision:
+            return
+        expected = (
+            ExpectedRuns(kind=IMAGE, name="image", items=images, per_sample=metadata.images_per_sample),
+            ExpectedRuns(kind=VIDEO, name="video", items=videos, per_sample=metadata.videos_per_sample),
+        )
+        check_runs(types, segments, expected)
+
+    def video_runs(self, grids: Sequence[Grid], config: Any) -> list[int]:
+        """Tokens of each run of placeholders that these videos stand for: whole videos, or single frames."""
+        return self._videos(grids, (), config).grids.prod(1).tolist()
+
+    def media_types(self, input_ids: torch.Tensor, config: Any) -> torch.Tensor:
+        """0 text, 1 image, 2 video for each token, int64 in the shape of `input_ids`: what processors give as
+        `mm_token_type_ids`."""
+        if not self.has_vision:
+            return torch.zeros_like(input_ids)
+        return (input_ids == config.image_token_id).long() + 2 * (input_ids == config.video_token_id).long()
+
+    # ------------------------------------------------------------------ the vision tower
+
+    def vision_segments(self, grids: Sequence[Grid], config: Any) -> tuple[Segments, ...]:
+        """Every set of boundaries that blocks of the vision tower attend within, for one call with these grids."""
+        if not self.vision_windows:
+            return (frame_segments(grids),)
+        vision = self.vision_config(config)
+        window = WindowRule(window=vision.window_size // vision.patch_size, merge=vision.spatial_merge_size)
+        return frame_segments(grids), window_segments(grids, window)
+
+    def patch_channels(self, config: Any) -> int:
+        """Numbers that make up one patch, C of `pixel_values` [P, C]."""
+        vision = self.vision_config(config)
+        return vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+
+    # ------------------------------------------------------------------ parts of the model
+
+    def backbone(self, model: nn.Module) -> nn.Module:
+        """The model without its head: ids, pixels and positions in, hidden states out."""
+        return model.get_submodule(self.backbone_path)
+
+    def language_model(self, model: nn.Module) -> nn.Module:
+        """The text part: embeddings and positions in, hidden states out."""
+        return model.get_submodule(self.text_path)
+
+    def vision_tower(self, model: nn.Module) -> nn.Module | None:
+        """The vision part: patches in, image features out; None: there is none."""
+        return None if self.vision_path is None else model.get_submodule(self.vision_path)
+
+    def head(self, model: nn.Module) -> nn.Module:
+        """The linear layer from hidden states to logits."""
+        return model.get_submodule(self.head_path)
+
+    # ------------------------------------------------------------------ parts of the configuration
+
+    def text_config(self, config: Any) -> Any:
+        """The text part's configuration: of a text model the configuration itself."""
+        return config.text_config if self.has_vision else config
+
+    def vision_config(self, config: Any) -> Any:
+        """The vision part's configuration."""
+        return config.vision_config
+
+    def merge(self, config: Any) -> int:
+        """Patches merged into one token along each side; 1 of a text model, which has none."""
+        return self.vision_config(config).spatial_merge_size if self.has_vision else 1
+
+
+# ---------------------------------------------------------------------- which patches attend to which
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class WindowRule:
+    """Window attention of a vision tower: all in patches."""
+
+    window: int
+    """Side of a window."""
+    merge: int
+    """Patches merged into one token along each side; windows hold whole tokens."""
+
+
+def frame_segments(grids: Sequence[Grid]) -> Segments:
+    """One segment for each frame of each image or video: h * w patches.
+
+    The same boundaries as `transformers.vision_utils.get_vision_cu_seqlens`.
+    """
+    return Segments.from_lengths([h * w for t, h, w in grids for _ in range(t)])
+
+
+def window_segments(grids: Sequence[Grid], rule: WindowRule) -> Segments:
+    """One segment for each window of each frame, in the order in which the tower lays windows out.
+
+    The same boundaries as Qwen2.5-VL's `get_window_index` gives after its empty windows are taken out.
+    """
+    side = rule.window // rule.merge
+    lengths: list[int] = []
+    for t, h, w in grids:
+        rows, columns = _pieces(h // rule.merge, side), _pieces(w // rule.merge, side)
+        lengths += [row * column * rule.merge**2 for row in rows for column in columns] * t
+    return Segments.from_lengths(lengths)
+
+
+def _pieces(tokens: int, side: int) -> list[int]:
+    """`tokens` in pieces of `side`, the last one shorter."""
+    whole, rest = divmod(tokens, side)
+    return [side] * whole + [rest] * bool(rest)

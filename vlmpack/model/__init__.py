@@ -1,0 +1,45 @@
+"""The model step: a packed row in; loss, log-probabilities and per-sample results out."""
+
+from __future__ import annotations
+
+from vlmpack.model.enable import (
+    PackedStep,
+    bind_loss_metrics,
+    disable_packing,
+    enable_packing,
+    is_packing,
+    packing_state,
+)
+from vlmpack.model.engine import PackingState, StepConfig, run_row, target_logprobs
+from vlmpack.model.forward import STEP, StepCall
+from vlmpack.model.mechanisms import ModelParts
+from vlmpack.model.mechanisms.experts import RouterStatistics, expert_layers
+from vlmpack.model.mechanisms.gated_delta import FlaCall, uses_fla
+from vlmpack.model.plain import compile_layers, find_model
+from vlmpack.model.result import LossCount, PackedOutput, StepResult, Work
+
+__all__ = [
+    "STEP",
+    "FlaCall",
+    "LossCount",
+    "ModelParts",
+    "PackedOutput",
+    "PackedStep",
+    "PackingState",
+    "RouterStatistics",
+    "StepCall",
+    "StepConfig",
+    "StepResult",
+    "Work",
+    "bind_loss_metrics",
+    "compile_layers",
+    "disable_packing",
+    "enable_packing",
+    "expert_layers",
+    "find_model",
+    "is_packing",
+    "packing_state",
+    "run_row",
+    "target_logprobs",
+    "uses_fla",
+]

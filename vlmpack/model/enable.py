@@ -1,0 +1,419 @@
+"""enable_packing and disable_packing: one model object accepts packed rows, and stops to; PackedStep calls it.
+
+The object's class becomes a subclass of its own class, with another `forward`, and each mechanism of its family
+attaches to its layers. Saving, PEFT, gradient checkpointing, DDP, FSDP2, copying and `torch.compile` go on working, and
+taking all of it back leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar, final
+from weakref import WeakSet
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from vlmpack.context_parallel import Parallel
+from vlmpack.errors import ConfigError, check_kind
+from vlmpack.families import check_parts, family_of
+from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch, around_graph
+from vlmpack.model.engine import PackingState, StepConfig
+from vlmpack.model.forward import (
+    COLUMNS,
+    ROW_KEYS,
+    STEP,
+    StepCall,
+    packed_forward,
+    plain_forward,
+    unpackable,
+    without_guards,
+)
+from vlmpack.model.mechanisms import Mechanism, ModelParts, base_of, is_subclassed, subclass
+from vlmpack.model.mechanisms.attention import Attention
+from vlmpack.model.mechanisms.experts import Experts
+from vlmpack.model.mechanisms.gated_delta import GatedDelta
+from vlmpack.model.mechanisms.per_sample import PerSample
+from vlmpack.model.mechanisms.vision import Vision
+from vlmpack.model.plain import check_adapters, check_forward, check_is_only_one, check_loss, find_model, plain_generate
+from vlmpack.model.result import LossCount, StepResult
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_STATE = "_vlmpack_state"
+
+
+MECHANISMS: tuple[Mechanism, ...] = (GatedDelta(), PerSample(), Vision(), Experts(), Attention())
+"""All that packing supports. A family's descriptor names those that its layers have."""
+
+
+def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: Parallel | None = None) -> Model:
+    """Make a Hugging Face Qwen model accept packed rows, and pack padded batches by itself.
+
+    Afterwards `model(**batch)` takes three kinds of input:
+
+    1. a padded batch with its 2D `attention_mask`, padded on either side: packed inside the forward pass, the same
+       loss as padded;
+    2. a packed row with `cu_seqlens_q` (and `cu_seqlens_q_padded` if it has gaps), or with the host metadata that
+       `VLMCollator(layout="packed")` sends along;
+    3. anything else (generation, a cache, `inputs_embeds`, `output_attentions`, no mask): passed through to the model's
+       own forward. A training step with padding is warned of once (`UnpackedWarning`).
+
+    `logits_to_keep` (a number, or columns), `output_hidden_states` and `return_dict=False` of a padded batch give what
+    they give without packing, zeros on padding.
+
+    With 1 and 2 may come:
+
+    - `rope_cu_seqlens`, a tensor, list or tuple of whole numbers: where rotary positions restart. The start of every
+      sample has to be among them; others may be, inside its text. They are counted in real tokens, sample after sample
+      (as `cu_seqlens_q`), or in places of the packed row (as `cu_seqlens_q_padded`): the same where there are no gaps.
+    - `position_ids`: as the model itself takes them for each sample alone, [3, B, S] or [3, 1, T], with four rows
+      where the place in the sample comes first; [B, S] or [1, T] for a text model. They are compared with what is
+      computed from boundaries, `rope_cu_seqlens` and grids; what stands on padding does not matter.
+    - `moe_padding_mask`, [B, S] or [1, T], True on padding: has to agree with the mask or the boundaries.
+
+    Args:
+        model: a `...ForConditionalGeneration` or `...ForCausalLM`, or a module that holds one (a `PeftModel`).
+        config: settings; None: the defaults.
+        parallel: how ranks work together on rows (one row over several, or the same calls on all); None: each rank by
+            itself.
+
+    Returns:
+        The same object. Enabling it again replaces the settings.
+
+    Raises:
+        FamilyError: the model's family cannot be packed exactly, and which part of it leaks.
+        ConfigError: the forward of the model, or of a layer that has to know the boundaries, was replaced on the
+            object, so that ours would never be called; the model has a forward, a loss or an attention function of its
+            own, which would never be; its attention is not causal; or a router loss for a model without experts.
+    """
+    core = find_model(model)
+    check_is_only_one(model)
+    check_adapters(core)
+    family = family_of(core)
+    check_parts(family, core)
+    config = config or StepConfig()
+    check_kind("config", config, StepConfig, 'StepConfig(attention="sdpa_segments")')
+    if config.z_loss_coef and not family.has("experts"):
+        raise ConfigError(f"z_loss_coef is {config.z_loss_coef}, but {family.model_type} has no experts; leave it out")
+    before = stored_state(core)
+    if before is not None and (before.parallel is None) != (parallel is None):
+        disable_packing(core)  # other layers are changed
+        before = None
+    if before is None:
+        check_forward(core, family)
+    check_loss(core)
+    mechanisms = tuple(mechanism for mechanism in MECHANISMS if mechanism.is_in(family))
+    loss_count = None if before is None else before.loss_count
+    state = PackingState(family=family, config=config, parallel=parallel, mechanisms=mechanisms, loss_count=loss_count)
+    parts = state.parts_of(core)
+    for mechanism in mechanisms:  # all of them before anything is changed
+        _refuse(mechanism.problem(parts, attached=False))
+    if before is None:
+        core.__class__ = _packed_class(type(core))
+    core._vlmpack_state = state
+    for mechanism in mechanisms:
+        mechanism.attach(parts)
+    _enabled.add(core)
+    return model
+
+
+def _refuse(problem: str | None) -> None:
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def disable_packing(model: Model) -> Model:
+    """Undo `enable_packing`: the model is what it was before. A model without packing is left as it is, and so are
+    layers that other enabled models have too: the last of them restores those.
+
+    Raises:
+        ConfigError: something else changed the model's class since (FSDP2's `fully_shard`); nothing is undone then.
+    """
+    core = find_model(model)
+    state = stored_state(core)
+    if state is not None:
+        base, parts, kept = base_of(core), state.parts_of(core), _shared_with_others(core)
+        for module in _changed(state, parts):  # all of them before anything is restored
+            if id(module) not in kept and is_subclassed(module):
+                base_of(module)
+        for mechanism in state.mechanisms:
+            mechanism.detach(parts, kept=kept)
+        del core._vlmpack_state
+        core.__class__ = base
+    return model
+
+
+def is_packing(model: nn.Module) -> bool:
+    """Whether packing is enabled on `model` or on the model that it holds."""
+    return stored_state(find_model(model)) is not None
+
+
+def stored_state(core: nn.Module) -> PackingState | None:
+    """The state of a model, without a look at its layers; None: not enabled."""
+    return vars(core).get(_STATE)
+
+
+def packing_state(core: nn.Module) -> PackingState:
+    """The state of an enabled model.
+
+    Raises:
+        ConfigError: packing is not enabled; or parts of the model were exchanged after it was.
+    """
+    state = stored_state(core)
+    if state is None:
+        raise ConfigError(f"packing is not enabled on this {type(core).__name__}; call enable_packing(model) first")
+    check_loss(core)
+    check_adapters(core)
+    parts = state.parts_of(core)
+    for mechanism in state.mechanisms:
+        _refuse(mechanism.problem(parts, attached=True))
+    return state
+
+
+def bind_loss_metrics(model: nn.Module) -> LossCount:
+    """Let HF Trainer evaluate this model on one rank: `loss_metrics` will replace `eval_loss` by the exact loss.
+
+    Raises:
+        ConfigError: packing is not enabled on the model.
+    """
+    core = find_model(model)
+    state = packing_state(core)
+    loss_count = state.loss_count or LossCount()
+    core._vlmpack_state = replace(state, loss_count=loss_count)
+    return loss_count
+
+
+_enabled: WeakSet[nn.Module] = WeakSet()
+"""Models with packing, which may have layers in common: one backbone under several heads."""
+
+
+def _changed(state: PackingState, parts: ModelParts) -> list[nn.Module]:
+    """Every module that a mechanism changed."""
+    return [module for mechanism in state.mechanisms for module in mechanism.find(parts)]
+
+
+def _shared_with_others(core: nn.Module) -> set[int]:
+    """Ids of the modules that were changed for other enabled models."""
+    ids: set[int] = set()
+    for other in _enabled:
+        if other is not core and (state := stored_state(other)) is not None:
+            ids.update(map(id, _changed(state, state.parts_of(other))))
+    return ids
+
+
+@functools.cache
+def _packed_class(base: Any) -> type[nn.Module]:
+    """A subclass of `base`, of the same name, whose forward understands rows; one a base class."""
+
+    @functools.wraps(base.forward)  # signature and name stay: trainers and generation look at them
+    def forward(
+        self: nn.Module,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "labels": labels,
+            **kwargs,
+        }
+        if (
+            state := stored_state(self)
+        ) is None:  # accelerate's autocast wrapper keeps this function, beyond disable_packing
+            return base.forward(self, **inputs)
+        inputs = without_guards(inputs)
+        if (reason := unpackable(self, inputs, state)) is not None:
+            return plain_forward(self, functools.partial(base.forward, self), inputs, reason)
+        state = packing_state(self)
+        output = packed_forward(self, inputs, state)
+        if state.loss_count is not None:
+            state.loss_count.add(output)
+        return output
+
+    vars(forward)["__signature__"] = _signature(base.forward)
+
+    def setstate(self: nn.Module, state: dict[str, Any]) -> None:
+        base.__setstate__(self, state)
+        packing: PackingState = vars(self)[_STATE]
+        vars(self)[_STATE] = replace(packing, loss_count=None)  # loss_metrics is bound to one object
+        _attach_attention(self)
+        _enabled.add(self)
+
+    @functools.wraps(base.set_attn_implementation)
+    def set_attn_implementation(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # transformers finds the towers that a dictionary names by their configuration objects
+        if (state := stored_state(self)) is not None:
+            Attention().detach(state.parts_of(self))
+        try:
+            return base.set_attn_implementation(self, *args, **kwargs)
+        finally:
+            _attach_attention(self)
+
+    body = {
+        "__setstate__": setstate,
+        "set_attn_implementation": set_attn_implementation,
+        "forward": around_graph(forward),
+        "generate": plain_generate(base),
+        "accepts_loss_kwargs": property(CountsTargets),
+    }
+    return subclass(base, body, _packed_class)
+
+
+def _attach_attention(core: nn.Module) -> None:
+    if (state := stored_state(core)) is not None:
+        Attention().attach(state.parts_of(core))
+
+
+@final
+class CountsTargets:
+    """`accepts_loss_kwargs` of an enabled model: true, for HF Trainer to count targets over the accumulated batch.
+
+    Trainer reads its truth before each batch: with gradients in training, without in its own evaluation. That takes the
+    mean loss of each batch and averages these means over samples (over rows, of packed rows). On several ranks it also
+    multiplies each rank's share of the loss by their number, and cuts off some with the last batch.
+    """
+
+    def __init__(self, core: nn.Module) -> None:
+        self._core = core
+
+    def __bool__(self) -> bool:
+        """Return True.
+
+        Raises:
+            ConfigError: HF Trainer's own evaluation begins, on several ranks or without `loss_metrics(model)`; or one
+                has ended, and `loss_metrics` was not called with its losses.
+        """
+        state = stored_state(self._core)
+        if torch.is_grad_enabled():
+            _check_was_read(state)
+        elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ConfigError(
+                f"HF Trainer's own evaluation over {dist.get_world_size()} ranks weighs the losses of packed batches "
+                "wrongly, so eval_loss would be no mean of them, and load_best_model_at_end would choose by it: use "
+                "PackedTrainer of vlmpack.trainer, which takes the same arguments (eval_packing=False: the same "
+                "batches; eval_capacity=: in planned rows); or evaluate of vlmpack"
+            )
+        elif state is not None:
+            _begin_batch(state)
+        return True
+
+
+def _begin_batch(state: PackingState) -> None:
+    if state.loss_count is None:
+        raise ConfigError(
+            "HF Trainer's own evaluation averages the mean losses of batches over samples, so eval_loss would change "
+            "with the batch size, and load_best_model_at_end would choose by it: use PackedTrainer of "
+            "vlmpack.trainer, which takes the same arguments (eval_packing=False: the same batches); or, on one rank, "
+            "compute_metrics=loss_metrics(model), which makes eval_loss the mean over all targets"
+        )
+    state.loss_count.is_evaluating = True
+
+
+def _check_was_read(state: PackingState | None) -> None:
+    if state is not None and state.loss_count is not None and (unread := state.loss_count.take()):
+        raise ConfigError(
+            f"HF Trainer evaluated {unread} samples and did not call loss_metrics(model) with their losses, so "
+            "eval_loss was a mean of batches' means: give this Trainer compute_metrics=loss_metrics(model), without "
+            "prediction_loss_only, or use PackedTrainer of vlmpack.trainer. After an evaluation that was interrupted, "
+            "train again"
+        )
+
+
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    """The signature of the model's own forward with the keys of a row: HF Trainer removes what it does not find in it
+    from samples (`remove_unused_columns`), and a row that lost its boundaries would be taken for one sample."""
+    plain = inspect.signature(forward)
+    of_row = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in ROW_KEYS]
+    added = [parameter for parameter in of_row if parameter.name not in plain.parameters]
+    ordered = sorted((*plain.parameters.values(), *added), key=lambda parameter: parameter.kind)
+    return plain.replace(parameters=ordered)
+
+
+@final
+class PackedStep:
+    """A callable that runs one batch or row through a model and returns a `StepResult`.
+
+    It calls the module that it was given, so wrappers around the model (PEFT, DDP, `torch.compile`) do their part.
+
+        step = PackedStep(model)
+        result = step(batch, num_items_in_batch=targets_of_all_micro_batches)
+        result.loss.backward()
+    """
+
+    def __init__(self, model: nn.Module, config: StepConfig | None = None, *, parallel: Parallel | None = None) -> None:
+        """Enable packing on `model` (or the model that it holds). On an enabled one, what is not given stays.
+
+        Raises:
+            FamilyError: the model's family cannot be packed exactly.
+        """
+        self.model, core = model, find_model(model)
+        state = stored_state(core)
+        if state is None:
+            enable_packing(core, config, parallel=parallel)
+        elif config is not None or parallel is not None:
+            enable_packing(core, config or state.config, parallel=parallel or state.parallel)
+
+    def __call__(
+        self,
+        batch: PaddedBatch | PackedRow | Mapping[str, Any],
+        *,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        logits: bool = False,
+        **inputs: Any,
+    ) -> StepResult:
+        """Run one batch or row.
+
+        Args:
+            batch: a padded batch, a packed row, or the dictionary of either, on any device.
+            num_items_in_batch: targets of all batches that make up one optimiser step; None: this one's own.
+            logits: also return logits.
+            **inputs: further inputs by name, such as `rope_cu_seqlens`; they win over the batch's.
+
+        Raises:
+            LayoutError: the batch contradicts itself.
+            ConfigError: the batch is neither a padded batch with its 2D mask nor a packed row.
+        """
+        device = next(self.model.parameters()).device
+        hands_row = isinstance(batch, PackedRow) and not inputs.keys() & COLUMNS
+        call = StepCall(batch.to(device, non_blocking=True) if isinstance(batch, PackedRow) and hands_row else None)
+        columns = {} if hands_row else _inputs_of(batch)
+        columns = {
+            name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) and _travels(name) else value
+            for name, value in {**columns, **inputs}.items()
+        }
+        logits = bool(columns.pop("output_logits", False)) or logits  # as a batch requests them of a model
+        output = self.model(**columns, num_items_in_batch=num_items_in_batch, output_logits=logits, **{STEP: call})
+        if call.result is None:
+            raise ConfigError(
+                f"this batch cannot be packed: give a 2D attention_mask or {METADATA_KEY!r} metadata or cu_seqlens_q; "
+                f"it has {sorted(columns)}"
+            )
+        # The loss as the wrappers handed it back: their hooks for the backward pass hang on it.
+        return call.result if output.loss is None else replace(call.result, loss=output.loss)
+
+
+def _inputs_of(batch: PaddedBatch | PackedRow | Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of the model; extras are the caller's."""
+    if isinstance(batch, PackedRow):
+        return replace(batch, extras={}).step_inputs()
+    if not isinstance(batch, PaddedBatch | Mapping):
+        raise ConfigError(f"a {type(batch).__name__} is no batch; collate first: step(collator.collate(samples))")
+    return replace(batch, extras={}).to_hf() if isinstance(batch, PaddedBatch) else dict(batch)
+
+
+def _travels(name: str) -> bool:
+    """Whether a tensor goes to the model's device: boundaries are read on the host."""
+    return name not in ("cu_seqlens_q", "cu_seqlens_q_padded", "rope_cu_seqlens")

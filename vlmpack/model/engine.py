@@ -1,0 +1,283 @@
+"""One packed row through an unmodified model: positions, hidden states, head on labelled positions, sums.
+
+The head sees labelled positions only. A row of T tokens with L labelled ones costs L rows of logits, of which one chunk
+is alive at a time: each chunk's logits are computed again in the backward pass when there is more than one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, prod
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from vlmpack.attention import AUTO, BACKENDS
+from vlmpack.context_parallel import Parallel
+from vlmpack.errors import ConfigError, LayoutError, check_kind
+from vlmpack.families import Family
+from vlmpack.layout import (
+    IGNORE,
+    PackedRow,
+    Segments,
+    SlotRule,
+    around_graph,
+    check_none_on_padding,
+    outside_graph,
+    require,
+)
+from vlmpack.model.inputs import backbone_inputs, setup_row
+from vlmpack.model.mechanisms import CONTEXT, Mechanism, ModelParts, RowSetup
+from vlmpack.model.mechanisms.experts import Balance, RouterSettings, RouterStatistics, router_statistics
+from vlmpack.model.result import LossCount, StepResult, Work, sums_by_sample
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """How an enabled model packs and computes."""
+
+    slots: SlotRule = SlotRule()
+    """Room that each segment and the row take up when a padded batch is packed inside the forward pass."""
+    keep_empty: bool = False
+    """Keep all-zero rows of a padded batch as segments of length 0 instead of refusing them."""
+    attention: str = AUTO
+    """Name of the attention back-end, or "auto": the first that can serve the call. Sparse attention stays the
+    model's own."""
+    head_chunk: int = 2048
+    """Rows of logits alive at a time; logits take `4 * head_chunk * vocabulary` bytes and more."""
+    aux_loss: Balance = "row"
+    """The routers' losses, where there are any: "row", of all real tokens together, as transformers does for a batch;
+    "sample", the mean over the samples of each one's own."""
+    z_loss_coef: float = 0.0
+    """What the routers' z-loss is multiplied by before it is added to the loss; transformers has none, so 0."""
+
+    def __post_init__(self) -> None:
+        check_kind("slots", self.slots, SlotRule, "SlotRule(multiple=4)")
+        if self.attention not in (AUTO, *BACKENDS):
+            raise ConfigError(f"attention is {self.attention!r}; it is one of {', '.join((AUTO, *BACKENDS))}")
+        if self.head_chunk < 1:
+            raise ConfigError(f"head_chunk is {self.head_chunk!r}; it is a number of rows, 1 or more")
+        if self.aux_loss not in ("row", "sample"):
+            raise ConfigError(f'aux_loss is {self.aux_loss!r}; it is "row" or "sample"')
+        if not 0 <= self.z_loss_coef < inf:
+            raise ConfigError(f"z_loss_coef is {self.z_loss_coef!r}; it is 0 or a positive number")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PackingState:
+    """What an enabled model stores."""
+
+    family: Family
+    """Its family."""
+    config: StepConfig
+    """Its settings."""
+    parallel: Parallel | None
+    """How ranks work together on its rows; None: each by itself."""
+    mechanisms: tuple[Mechanism, ...]
+    """Those of its family."""
+    loss_count: LossCount | None = None
+    """Set by `loss_metrics(model)`, which replaces Trainer's `eval_loss`; None: nothing does."""
+
+    def parts_of(self, core: nn.Module) -> ModelParts:
+        """The enabled model and its parts."""
+        return ModelParts(family=self.family, core=core, shares_rows=self.parallel is not None)
+
+
+@around_graph
+def run_row(
+    core: nn.Module,
+    state: PackingState,
+    row: PackedRow,
+    *,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    rope_segments: Segments | None = None,
+    logits: bool = False,
+    last_hidden: bool = False,
+    hidden_states: Any = False,
+    balance: bool = False,
+) -> StepResult:
+    """Compute one row.
+
+    Args:
+        core: a `...ForConditionalGeneration` or `...ForCausalLM` with packing enabled.
+        state: its packing.
+        row: the row, on the model's device.
+        num_items_in_batch: what the loss sum is divided by; None: this row's targets.
+        rope_segments: boundaries at which MRoPE restarts; None: the row's own.
+        logits: also compute logits at every position of the row, [1, T, V].
+        last_hidden: also return the head's input, [1, T, D].
+        hidden_states: also return hidden states, [1, T, D] of each layer: all, or as transformers lets one choose.
+        balance: also compute the routers' load-balancing loss; it becomes part of the loss if the row has targets.
+    """
+    config, family, model = state.config, state.family, state.parts_of(core)
+    setup = setup_row(model, row, parallel=state.parallel, backend=config.attention)
+    inputs = backbone_inputs(setup, state.mechanisms, rope_segments=rope_segments)
+    recorded = balance or config.z_loss_coef > 0
+    if family.has("experts"):
+        inputs.update(output_router_logits=recorded, return_dict=True)  # whatever the configuration says
+    if hidden_states:
+        inputs.update(output_hidden_states=hidden_states, return_dict=True)
+    output = family.backbone(core)(**inputs)
+    hidden = output[0]  # of a tuple where the configuration says return_dict=False
+    work = _finish(setup, state.mechanisms, inputs[CONTEXT].entries)
+    routers = None
+    if recorded:
+        settings = RouterSettings(per=config.aux_loss, balance=balance, z_loss_coef=config.z_loss_coef)
+        routers = router_statistics(output.router_logits, hidden, setup, settings)
+    result = _result(hidden, setup, config, num_items_in_batch, routers=routers, logits=logits, work=work)
+    if hidden_states:
+        states = tuple(None if x is None else setup.part.gather(x[0])[None] for x in output.hidden_states)
+        result = replace(result, row_hidden_states=states)
+    return replace(result, row_last_hidden=setup.part.gather(hidden[0])[None]) if last_hidden else result
+
+
+@outside_graph
+def _finish(setup: RowSetup, mechanisms: Sequence[Mechanism], entries: Mapping[str, Any]) -> Work:
+    """Check that every mechanism ran, and count what was computed."""
+    segments, metadata = setup.row.segments, setup.metadata
+    counts = {"attended_pairs": segments.attended_pairs}
+    for mechanism in mechanisms:
+        mechanism.check_ran(setup.model, entries[mechanism.name])
+        counts |= mechanism.work(setup, entries[mechanism.name])
+    return Work(
+        real_tokens=segments.num_tokens,
+        physical_tokens=segments.total,
+        vision_patches=sum(map(prod, (*metadata.image_grids, *metadata.video_grids))),
+        **counts,
+    )
+
+
+@outside_graph
+def _result(
+    hidden: torch.Tensor,
+    setup: RowSetup,
+    config: StepConfig,
+    num_items_in_batch: torch.Tensor | int | None,
+    *,
+    routers: RouterStatistics | None,
+    logits: bool,
+    work: Work,
+) -> StepResult:
+    """Hidden states [1, t, D] to the result: the head on labelled positions; sums and counts of the row."""
+    row, part, head = setup.row, setup.part, setup.model.family.head(setup.model.core)
+    labels, num_targets = row.shift_labels, setup.metadata.num_targets
+    if labels is None:
+        labels, num_targets = torch.full_like(row.input_ids, IGNORE), 0
+    message = "shift_labels has targets on padding, which belongs to no sample; set them to -100 there"
+    check_none_on_padding(labels, row.segments, message)  # of a row that was made by hand
+    index = target_positions(labels, num_targets)
+    part_index = part.targets(index)
+    part_logprobs = _logprobs_of(hidden, part.cut(labels), part_index, head, config.head_chunk)
+    logprobs = part.gather_targets(part_logprobs, part_index, index)
+    loss_sum = (-logprobs).sum()  # 0, not -0, of none
+    sums, counts = sums_by_sample(logprobs, index, row.segments)
+    targets = index.numel()
+    items = _items(num_items_in_batch, targets)
+    # In training 0, not 0 / 0, where no row of the whole step has targets. Of a batch that is evaluated, and has none,
+    # there is no mean: a 0 would count in HF Trainer's eval_loss, which leaves NaN out.
+    counted = num_items_in_batch is not None and not torch.is_grad_enabled()
+    loss = loss_sum / items if targets or counted else loss_sum
+    if routers is not None and targets:
+        loss = loss + routers.added.to(loss.device)
+    return StepResult(
+        loss=loss,
+        loss_sum=loss_sum,
+        num_targets=targets,
+        sample_loss_sums=sums,
+        sample_targets=counts,
+        target_logprobs=logprobs,
+        target_index=index,
+        segments=row.segments,
+        work=work,
+        row_logits=part.gather(head(hidden)[0])[None] if logits else None,
+        routers=routers,
+    )
+
+
+def _items(items: torch.Tensor | float | None, targets: int) -> torch.Tensor | float:
+    """The divisor of the loss. A tensor on a device is not compared with the targets: that would be a sync.
+
+    Raises:
+        ConfigError: no number, or one that these targets cannot be among.
+    """
+    if items is None:
+        return targets
+    is_tensor = isinstance(items, torch.Tensor)
+    is_bool = items.dtype == torch.bool if is_tensor else isinstance(items, bool)
+    if not isinstance(items, torch.Tensor | int | float) or is_bool or (is_tensor and items.numel() != 1):
+        raise ConfigError(f"num_items_in_batch is a number, of the targets of all batches of a step; got {items!r:.80}")
+    on_host = not isinstance(items, torch.Tensor) or items.device.type == "cpu"
+    if on_host and targets and not items > 0:
+        raise ConfigError(f"num_items_in_batch is {items}, but this batch alone has {targets} targets; count them all")
+    return items
+
+
+def _logprobs_of(
+    hidden: torch.Tensor, labels: torch.Tensor, index: torch.Tensor, head: nn.Module, chunk: int
+) -> torch.Tensor:
+    """float32 [L]: log-probabilities of these targets."""
+    if index.numel() == 0:
+        # Nothing to learn, but every parameter keeps its place in the graph: other ranks may wait for its gradient.
+        nothing = hidden.float().sum() * 0 + head(hidden[:, :1]).float().sum() * 0
+        return nothing.expand(0)
+    return target_logprobs(hidden[0].index_select(0, index), labels[0].index_select(0, index), head, chunk=chunk)
+
+
+# ---------------------------------------------------------------------- the head, a chunk at a time
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+
+
+def target_positions(shift_labels: torch.Tensor, num_targets: int | None) -> torch.Tensor:
+    """int64 [L]: where the row has a target.
+
+    Args:
+        shift_labels: [1, T].
+        num_targets: L as counted on the host. Without it an accelerator is read: a host–device sync.
+
+    Raises:
+        LayoutError: the count is wrong (an accelerator asserts the same, without a sync).
+    """
+    labelled = shift_labels[0] != IGNORE
+    if num_targets is None:
+        return labelled.nonzero()[:, 0]
+    require(labelled.sum() == num_targets, _MISCOUNTED.format(num_targets), LayoutError)
+    return torch.nonzero_static(labelled, size=num_targets)[:, 0]
+
+
+_MISCOUNTED = (
+    "the host counted {} targets but the row has another number; labels were changed after collating: "
+    "set num_targets=None in the batch's metadata, or change labels before the collator"
+)
+
+
+def target_logprobs(hidden_LD: torch.Tensor, targets_L: torch.Tensor, head: Head, *, chunk: int) -> torch.Tensor:
+    """float32 [L]: log-probability of each target.
+
+    Args:
+        hidden_LD: final hidden states at labelled positions.
+        targets_L: int64 ids, none of them -100.
+        head: hidden states to logits, [l, D] to [l, V].
+        chunk: rows of logits alive at a time.
+    """
+    pieces = list(zip(hidden_LD.split(chunk), targets_L.split(chunk), strict=True))
+    if len(pieces) == 1:
+        return _logprobs(*pieces[0], head)
+    return torch.cat(
+        [
+            # Random states are kept: an adapter on the head may have dropout.
+            checkpoint(_logprobs, hidden, targets, head, use_reentrant=False)
+            for hidden, targets in pieces
+        ]
+    )
+
+
+def _logprobs(hidden_LD: torch.Tensor, targets_L: torch.Tensor, head: Head) -> torch.Tensor:
+    """Cross-entropy is taken in float32, as Hugging Face models take theirs."""
+    return -F.cross_entropy(head(hidden_LD).float(), targets_L, reduction="none")

@@ -1,0 +1,254 @@
+"""The protocol of mechanisms: what the layers of a model compute along a row, and how their samples stay apart.
+
+A mechanism is one file. It finds its layers in a model, attaches to them and detaches from them, reports what may be
+wrong, and prepares what it needs of a row; what it attached then runs its layers on a whole row, or on a part of it.
+
+    attention     attention functions under names of ours           every family
+    vision        boundaries of the tower, features of ranks        families with vision
+    gated_delta   convolution and recurrence restart                where a family's descriptor names it
+    per_sample    sparse attention, n-gram layers                   "
+    experts       no padding is routed or counted                   "
+
+One object gets another `forward` by a subclass of its class, of the same name. So it stays the same object with the
+same parameters, hooks and place in the model, nothing global changes, and the class is restored without a trace.
+Copying and pickling work: a class made at run time has no name to look up, so the pickle holds how to make it again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from torch import nn
+
+from vlmpack.errors import ConfigError
+from vlmpack.families import Family
+from vlmpack.layout import HostMetadata, PackedRow
+from vlmpack.model.row import CONTEXT, RowContext, RowPart
+
+__all__ = [
+    "CONTEXT",
+    "ClassMechanism",
+    "Maker",
+    "Mechanism",
+    "ModelParts",
+    "RowContext",
+    "RowSetup",
+    "base_of",
+    "is_subclassed",
+    "subclass",
+]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelParts:
+    """A model, and where its parts are."""
+
+    family: Family
+    """The model's family."""
+    core: Any
+    """The model with its head, inside wrappers."""
+    shares_rows: bool = False
+    """Whether ranks compute rows together (`Parallel`)."""
+
+    @property
+    def text(self) -> Any:
+        """The text part."""
+        return self.family.language_model(self.core)
+
+    def layer_parts(self, mechanism: str, part: str = "layer") -> list[nn.Module]:
+        """The part of that name of every decoder layer that has one; none where the family has no such mechanism."""
+        if not self.family.has(mechanism):
+            return []
+        name = self.family.mechanisms[mechanism][part]
+        parts = [layer._modules.get(name) for layer in self.text.layers.children()]
+        return [part for part in parts if part is not None]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowSetup:
+    """A row before it goes through a model."""
+
+    model: ModelParts
+    """The model."""
+    row: PackedRow
+    """The whole row, on the model's device."""
+    metadata: HostMetadata
+    """Its metadata on the host."""
+    part: RowPart
+    """The part of it on this rank."""
+    types: torch.Tensor
+    """[1, T]: 0 text, 1 image, 2 video."""
+    backend: str
+    """Name of the attention back-end, or "auto"."""
+
+    @property
+    def config(self) -> Any:
+        """The whole model's configuration."""
+        return self.model.core.config
+
+    @property
+    def text_config(self) -> Any:
+        """The text part's configuration."""
+        return self.model.family.text_config(self.config)
+
+
+class Mechanism(ABC):
+    """One kind of computation along a row. It has no state of its own: one object serves all models.
+
+    What `attach` installs reads the row from the keyword `CONTEXT`, and its own entry from `RowContext.entries`.
+    """
+
+    name: ClassVar[str]
+    """Its name in `Family.mechanisms` and in `RowContext.entries`."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    def is_in(self, family: Family) -> bool:
+        """Whether models of this family have it."""
+        return family.has(self.name)
+
+    @abstractmethod
+    def find(self, model: ModelParts) -> list[nn.Module]:
+        """Every module of a model that `attach` changes."""
+
+    @abstractmethod
+    def attach(self, model: ModelParts) -> None:
+        """Change the modules of a model; those that are changed already stay so."""
+
+    @abstractmethod
+    def detach(self, model: ModelParts, *, kept: Set[int] = frozenset()) -> None:
+        """Restore the modules of a model, but not those among `kept`, ids of what other enabled models have too."""
+
+    @abstractmethod
+    def problem(self, model: ModelParts, *, attached: bool) -> str | None:
+        """Why packed rows would be wrong, with the remedy; None: nothing is.
+
+        Args:
+            model: the model. Each step looks at it again: its modules may have been exchanged.
+            attached: whether its modules are to be changed already.
+        """
+
+    @abstractmethod
+    def prepare(self, setup: RowSetup) -> Any:
+        """Derive from a row what its layers need, once a row: its entry in `RowContext.entries`."""
+
+    def inputs(self, entry: Any) -> Mapping[str, Any]:
+        """Keyword arguments of the model without its head."""
+        return {}
+
+    def work(self, setup: RowSetup, entry: Any) -> Mapping[str, int]:
+        """Fields of `Work` that this mechanism counts."""
+        return {}
+
+    def check_ran(self, model: ModelParts, entry: Any) -> None:
+        """Look, after the model's layers ran, whether all of them were reached.
+
+        Raises:
+            ConfigError: one was not.
+        """
+        return
+
+
+# ---------------------------------------------------------------------- another class for an object
+
+_BASE = "_vlmpack_base"
+
+Maker = Callable[[type[nn.Module]], type[nn.Module]]
+
+
+class ClassMechanism(Mechanism):
+    """A mechanism that exchanges the classes of its layers for subclasses of them."""
+
+    @abstractmethod
+    def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
+        """Every layer, and the function that makes its new class."""
+
+    def find(self, model: ModelParts) -> list[nn.Module]:
+        """Every layer."""
+        return [layer for layer, _ in self.makers(model)]
+
+    def attach(self, model: ModelParts) -> None:
+        """Exchange the classes."""
+        for layer, maker in self.makers(model):
+            if not is_subclassed(layer):
+                layer.__class__ = maker(type(layer))
+
+    def detach(self, model: ModelParts, *, kept: Set[int] = frozenset()) -> None:
+        """Restore the classes."""
+        for layer, _ in self.makers(model):
+            if id(layer) not in kept:
+                layer.__class__ = base_of(layer)
+
+    def problem(self, model: ModelParts, *, attached: bool) -> str | None:
+        """A forward that was replaced on the object, or a class that was changed."""
+        for layer, _ in self.makers(model):
+            replaced = "forward" in vars(layer)
+            if replaced and not attached:
+                return (
+                    f"the forward of a {type(layer).__name__} was replaced on the object itself, so samples would leak "
+                    "through it: load the model without use_kernels, and without a device_map or hooks that spread or "
+                    "offload it"
+                )
+            if attached and (replaced or not is_subclassed(layer)):
+                return (
+                    f"a {type(layer).__name__} no longer computes rows by their boundaries: its class or its forward "
+                    "was changed after enable_packing (use_kernels, a device_map, an offloading hook); undo that"
+                )
+        return None
+
+
+def subclass(base: type[nn.Module], body: dict[str, Any], maker: Maker) -> type[nn.Module]:
+    """Make a subclass of `base` of the same name with the attributes of `body`.
+
+    Args:
+        base: the class.
+        body: methods and attributes that replace those of `base`.
+        maker: a function that other processes can import and that makes this class from `base`.
+    """
+
+    def reduce(self: nn.Module, protocol: Any) -> tuple:
+        _, _, *state = base.__reduce_ex__(self, protocol)
+        return (_new, (maker, base), *state)
+
+    def new(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+        # `type(model)(config)` of an enabled model makes another one, which is not enabled.
+        return base(*args, **kwargs) if cls is made else object.__new__(cls)
+
+    shown = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    made = type(base.__name__, (base,), {**shown, "__reduce_ex__": reduce, "__new__": new, _BASE: base, **body})
+    return made
+
+
+def is_subclassed(module: nn.Module) -> bool:
+    """Whether the module's class, or one that it comes from (FSDP2 makes classes of its own), is one of ours."""
+    return any(_BASE in vars(klass) for klass in type(module).__mro__)
+
+
+def base_of(module: nn.Module) -> Any:
+    """The class that the module had.
+
+    Raises:
+        ConfigError: something else has changed its class since.
+    """
+    base = vars(type(module)).get(_BASE)
+    if base is None:
+        raise ConfigError(
+            f"the class of a module became {type(module).__name__} after enable_packing (FSDP2's fully_shard does "
+            "that); call disable_packing before sharding"
+        )
+    return base
+
+
+def _new(maker: Maker, base: type[nn.Module]) -> nn.Module:
+    """The object that pickle and copy start from."""
+    return object.__new__(maker(base))

@@ -1,0 +1,406 @@
+"""The attention functions that a model with packing enabled uses, under names of their own in transformers' registry.
+
+A call that carries a `RowContext` goes to a vlmpack back-end. A call without one (generation, a cache, a plain padded
+batch) goes to the implementation that the model's configuration names.
+
+    text model    vlmpack
+    vision tower  vlmpack_flash    transformers hands a vision tower's images over in one call only to implementations
+                                   with "flash" in their name; others get them one by one
+
+The configuration keeps the name that it has. Each attention module gets a stand-in for it, with the same attributes and
+another name, so other models of the same configuration, and new ones that are made of it, do not change.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable, Iterator, Set
+from types import FunctionType
+from typing import Any, ClassVar, final
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from vlmpack.attention import AttentionCall, choose
+from vlmpack.errors import BackendError, ConfigError
+from vlmpack.families import Family
+from vlmpack.layout import Segments, outside_graph
+from vlmpack.model.mechanisms import CONTEXT, Mechanism, ModelParts, RowContext, RowSetup, is_subclassed
+from vlmpack.model.plain import check_not_bypassed, warn_past_the_forward
+
+TEXT, VISION = "vlmpack", "vlmpack_flash"
+OF_VISION = "vision"
+"""The entry that holds the boundaries of the vision tower (`vision.VisionRow`)."""
+
+
+@final
+class RowAttention:
+    """A row's entry."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        """Name of the attention back-end, or "auto"."""
+        self.calls = 0
+        """Calls of packed attention in the text model so far."""
+
+
+@final
+class Attention(Mechanism):
+    """Attention of the text model and of the vision tower, by a back-end that takes boundaries."""
+
+    name: ClassVar[str] = "attention"
+
+    def is_in(self, family: Family) -> bool:
+        """Every family has it."""
+        return True
+
+    def find(self, model: ModelParts) -> list[nn.Module]:
+        """Every module that calls the attention function of its configuration, and the vision tower itself."""
+        return [module for _, module in _callers(model)]
+
+    def attach(self, model: ModelParts) -> None:
+        """Give each a stand-in for its configuration; nothing outside these modules changes."""
+        for name, module in _callers(model):
+            if not isinstance(config := module.config, _StandIn):
+                module.config = _stand_in(config, name)
+
+    def detach(self, model: ModelParts, *, kept: Set[int] = frozenset()) -> None:
+        """Restore the configurations."""
+        for _, module in _callers(model):
+            if id(module) not in kept:
+                module.config = plain_config(module)
+
+    def problem(self, model: ModelParts, *, attached: bool) -> str | None:
+        """A layer in the place of another; or the model would compute something else than causal softmax attention over
+        whole samples."""
+        callers = list(_callers(model))
+        if attached and not all(isinstance(module.config, _StandIn) for _, module in callers):
+            return (
+                "an attention layer was exchanged after enable_packing, or given another configuration, so that it no "
+                "longer gets the boundaries of a row; call enable_packing(model) again afterwards"
+            )
+        return next(_not_computed(model, callers), None)
+
+    def prepare(self, setup: RowSetup) -> RowAttention:
+        """Pass the name of the back-end on."""
+        return RowAttention(setup.backend)
+
+    def check_ran(self, model: ModelParts, entry: RowAttention) -> None:
+        """Look whether every attention layer that has a forward of its own called packed attention.
+
+        Raises:
+            ConfigError: one did not, so that its samples saw each other.
+        """
+        _check_reached(model, entry)
+
+
+# ---------------------------------------------------------------------- stand-ins for configurations
+
+
+class _StandIn:
+    """A configuration under another attention name. It shares the attributes of the plain one, in both directions."""
+
+    __slots__ = ()
+    _vlmpack_name: ClassVar[str]
+    _vlmpack_plain: PreTrainedConfig
+
+    @property
+    def _attn_implementation(self) -> str:
+        return self._vlmpack_name
+
+    @_attn_implementation.setter
+    def _attn_implementation(self, value: str) -> None:
+        self._vlmpack_plain._attn_implementation = value
+
+    @property
+    def _attn_implementation_internal(self) -> str | None:
+        return self._vlmpack_plain._attn_implementation_internal
+
+    @_attn_implementation_internal.setter
+    def _attn_implementation_internal(self, value: str | None) -> None:
+        """Store the name of an implementation.
+
+        Raises:
+            ConfigError: it is the stand-in's name, which a new model stores that is made of it.
+        """
+        if value == self._vlmpack_name:
+            raise ConfigError(
+                f"this {type(self).__name__} is that of a layer with packing enabled; make the new model of "
+                "model.config, or of copy.copy(layer.config)"
+            )
+        self._vlmpack_plain._attn_implementation_internal = value
+
+    def __eq__(self, other: object) -> bool:
+        return self._vlmpack_plain == (other._vlmpack_plain if isinstance(other, _StandIn) else other)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # as that of every configuration
+
+    def __copy__(self) -> PreTrainedConfig:
+        return copy.copy(self._vlmpack_plain)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreTrainedConfig:
+        """A stand-in for a copied module; the plain configuration for somebody who copies only that."""
+        alone = not memo
+        plain = copy.deepcopy(self._vlmpack_plain, memo)
+        return plain if alone else _stand_in(plain, self._vlmpack_name)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _stand_in, (self._vlmpack_plain, self._vlmpack_name)
+
+
+def _stand_in(plain: PreTrainedConfig, name: str) -> PreTrainedConfig:
+    made = object.__new__(_stand_in_class(type(plain), name))
+    object.__setattr__(made, "_vlmpack_plain", plain)
+    object.__setattr__(made, "__dict__", vars(plain))
+    return made
+
+
+@functools.cache
+def _stand_in_class(base: type[PreTrainedConfig], name: str) -> Any:
+    def new(cls: type[PreTrainedConfig], *args: Any, **kwargs: Any) -> PreTrainedConfig:
+        return base(*args, **kwargs)  # `type(config)(...)` makes a configuration of a model that nobody has enabled
+
+    shown = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    own = {"__new__": new, "__eq__": _StandIn.__eq__, "__slots__": ("_vlmpack_plain",), "_vlmpack_name": name}
+    return type(base.__name__, (_StandIn, base), {**shown, **own})
+
+
+def plain_config(module: Any) -> PreTrainedConfig:
+    """The configuration of a module, without our name."""
+    config = module.config
+    return config._vlmpack_plain if isinstance(config, _StandIn) else config
+
+
+def _callers(model: ModelParts) -> Iterator[tuple[str, Any]]:
+    """(name, module) of all modules that call the attention function of their configuration, and the vision tower
+    itself, which measures its images only for implementations with "flash" in their name.
+
+    Each step looks. `Module.modules()`, which puts together names, takes four times as long.
+    """
+    text, vision = model.text, model.family.vision_tower(model.core)
+    for name, tower in ((TEXT, text), (VISION, vision)):
+        stack = [] if tower is None else [tower]
+        while stack:
+            module = stack.pop()
+            attributes = vars(module)
+            is_caller = "is_causal" in attributes or module is vision
+            if is_caller and isinstance(attributes.get("config"), PreTrainedConfig):
+                yield name, module
+            stack.extend(child for child in module._modules.values() if child is not None)
+
+
+# ---------------------------------------------------------------------- what packed attention computes, and what not
+
+
+def _not_computed(model: ModelParts, callers: list[tuple[str, Any]]) -> Iterator[str]:
+    """Reasons why packed attention is not what the model would have computed."""
+    for config in (model.core.config, model.text.config):
+        if getattr(config, "is_causal", None) is False:
+            yield f"is_causal is False in the model's {type(config).__name__}, but {_CAUSAL}"
+    # a mechanism with attention of its own, which packed rows call too
+    calls_own = any("attention" in parts for parts in model.family.mechanisms.values())
+    stock: set[tuple[str, type[nn.Module]]] = set()
+    for name, module in callers:
+        if name == TEXT:
+            yield from _layer_problems(module)
+        if name == TEXT and calls_own:
+            continue
+        kind = _original_name(module), type(module)
+        if kind not in stock and "is_causal" in vars(module):
+            yield from _function_problems(kind[0], module)
+            stock.add(kind)
+
+
+_CAUSAL = (
+    "packed attention is causal: a token would not see the later ones of its sample. Set it to True, or train this "
+    "model without packing"
+)
+
+
+def _layer_problems(module: Any) -> Iterator[str]:
+    if module.is_causal is False:
+        yield f"is_causal is False on a {type(module).__name__}, but {_CAUSAL}"
+    if (window := vars(module).get("sliding_window")) is not None:
+        yield (
+            f"sliding_window is {window} on a {type(module).__name__}, but packed attention reaches over whole "
+            "samples; set it to None"
+        )
+
+
+_OF_KERNELS = {"implementation", "attention_wrapper"}
+"""Arguments under which transformers hands a kernel to its own function."""
+
+
+def _function_problems(name: str, module: nn.Module) -> Iterator[str]:
+    """A function of transformers itself computes what our back-ends compute; any other may do anything."""
+    called: Any = _original(name, module)
+    is_stock = True
+    while isinstance(called, functools.partial):
+        is_stock &= not called.args and called.keywords.keys() <= _OF_KERNELS
+        called = called.func
+    code = called if isinstance(called, FunctionType) else type(called)
+    # A wrapper has taken the name and the module of what it wraps; its globals are those of its file.
+    file = code.__globals__["__name__"] if isinstance(code, FunctionType) else code.__module__
+    if not (is_stock and file.startswith("transformers.")):
+        yield (
+            f"the attention {name!r} of a {type(module).__name__} is a function of your own "
+            f"({file}.{code.__qualname__}), which packed rows would not call: vlmpack's back-ends "
+            "compute plain softmax attention. Choose one of transformers, "
+            'model.set_attn_implementation("sdpa"), or train without packing'
+        )
+
+
+_COMPUTED = ("scaling", "dropout")
+_OF_VISION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_WITHOUT_EFFECT = ("position_ids", "use_cache", "output_router_logits", "output_hidden_states", "return_dict")
+_UNDERSTOOD = frozenset((*_COMPUTED, *_OF_VISION, *_WITHOUT_EFFECT))
+"""Keywords of an attention call that a back-end computes, or that say nothing of attention. transformers 5.17 to 5.23
+hands no others to the layers of the supported families."""
+
+
+def _settings(module: nn.Module, kwargs: dict[str, Any], *, causal: bool) -> dict[str, Any]:
+    """What a back-end is given.
+
+    Raises:
+        BackendError: a keyword that none computes, or attention that is not causal in a text model.
+    """
+    unknown = [name for name, value in kwargs.items() if value is not None and name not in _UNDERSTOOD]
+    if "is_causal" in unknown and bool(kwargs["is_causal"]) == causal:
+        unknown.remove("is_causal")
+    elif causal and getattr(module, "is_causal", None) is False:
+        unknown.append("is_causal")
+    if unknown:
+        seen = ", ".join(f"{name}={kwargs.get(name, False)!r:.40}" for name in unknown)
+        raise BackendError(
+            f"a {type(module).__name__} calls attention with {seen}, which no back-end for packed rows computes; "
+            "leave it out, or train this model without packing"
+        )
+    return {"scale": kwargs["scaling"], "dropout": kwargs.get("dropout", 0.0)}
+
+
+@outside_graph
+def _check_reached(model: ModelParts, entry: RowAttention) -> None:
+    text = model.text
+    layers = [part for layer in text.layers[: text.config.num_hidden_layers] for part in layer.children()]
+    callers = [part for part in layers if "is_causal" in vars(part) and not is_subclassed(part)]
+    changed = next((part for part in callers if not _has_stock_forward(part)), None)
+    if changed is not None and entry.calls < len(callers):
+        raise ConfigError(
+            f"a {type(changed).__name__} has a forward of its own, which does not call the attention function of its "
+            "configuration, so that the samples of a row see each other; give it back the forward of transformers, or "
+            "train this model without packing"
+        )
+
+
+def _has_stock_forward(module: nn.Module) -> bool:
+    return "forward" not in vars(module) and type(module).forward.__module__.startswith("transformers.")
+
+
+# ---------------------------------------------------------------------- the functions
+
+
+def _text_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, Any]:
+    row: RowContext | None = kwargs.pop(CONTEXT, None)
+    if row is None:
+        check_not_bypassed(kwargs)
+        if module.training and not is_subclassed(module):  # sparse attention is given a mask of its indexer's choice
+            warn_past_the_forward(args[0] if args else kwargs.get("attention_mask"))
+        return _call_original(module, query, key, value, *args, **kwargs)
+    return run_on_row(query, key, value, row, **_settings(module, kwargs, causal=True)), None
+
+
+def _vision_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, Any]:
+    row: RowContext | None = kwargs.pop(CONTEXT, None)
+    if row is not None:
+        settings = _settings(module, kwargs, causal=False)
+        return run_on_row(query, key, value, row, vision=kwargs["cu_seq_lens_q"], **settings), None
+    if "flash" in _original_name(module):
+        return _call_original(module, query, key, value, *args, **kwargs)
+    return _image_by_image(module, query, key, value, *args, **kwargs), None
+
+
+AttentionInterface.register(TEXT, _text_attention)
+AttentionInterface.register(VISION, _vision_attention)
+
+
+@outside_graph
+def run_on_row(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    row: RowContext,
+    *,
+    scale: float,
+    dropout: float,
+    vision: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """transformers' [1, N, T, H] in, its [1, T, N, H] out. `vision`: boundaries of a vision block; None: text."""
+    entry: RowAttention = row.entries[Attention.name]
+    entry.calls += vision is None
+    segments = row.segments if vision is None else row.entries[OF_VISION].find(vision, query.shape[2])
+    q_TNH, k_TKH, v_TKH = (_in_autocast(x.squeeze(0).transpose(0, 1)) for x in (query, key, value))
+    if not segments.num_tokens:  # nothing but padding; the projections keep their place in the graph
+        nothing = sum(x[:0].sum() for x in (q_TNH, k_TKH, v_TKH))
+        return v_TKH.new_zeros(1, *q_TNH.shape[:2], v_TKH.shape[2]) + nothing
+
+    def attend(
+        q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, segments: Segments, **keys: Segments
+    ) -> torch.Tensor:
+        backend = choose(AttentionCall.of(q_TNH, k_TKH, dropout=dropout), entry.backend)
+        return backend(q_TNH, k_TKH, v_TKH, segments, causal=vision is None, scale=scale, dropout=dropout, **keys)
+
+    if vision is not None:  # all patches of an image are on one rank
+        return attend(q_TNH, k_TKH, v_TKH, segments)[None]
+    return row.part.attend(attend, q_TNH, k_TKH, v_TKH, segments)[None]
+
+
+def _in_autocast(x: torch.Tensor) -> torch.Tensor:
+    """What autocast would hand to PyTorch's own attention; kernels that it does not know get the same.
+
+    Under autocast the rotary embedding leaves q and k in float32, which flash kernels refuse, beside a v of bfloat16.
+    """
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def _original_name(module: Any) -> str:
+    """The implementation that the module's configuration names."""
+    return module.config._attn_implementation_internal
+
+
+def _original(name: str, module: nn.Module) -> Callable[..., tuple[torch.Tensor, Any]]:
+    """The function that transformers would have called; "eager" is one that each modelling file has of its own."""
+    files = [vars(sys.modules[klass.__module__]) for klass in type(module).__mro__ if klass.__module__ in sys.modules]
+    eager = next(file["eager_attention_forward"] for file in files if "eager_attention_forward" in file)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+
+
+def _call_original(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+    name = _original_name(module)
+    caller = module if name in ("sdpa", "eager", "flex_attention") else _with_plain_config(module)
+    return _original(name, module)(caller, *args, **kwargs)
+
+
+def _with_plain_config(module: nn.Module) -> nn.Module:
+    """The same module for a function that reads the name of its kernel from the configuration, as flash attention's."""
+    twin = object.__new__(type(module))
+    vars(twin).update(vars(module), config=plain_config(module))
+    return twin
+
+
+def _image_by_image(module: nn.Module, *qkv: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """What a vision tower does itself for implementations that know no boundaries: one call an image."""
+    sizes = kwargs.pop("cu_seq_lens_q").diff().tolist()
+    for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
+        kwargs.pop(name, None)
+    images = zip(*(x.split(sizes, dim=2) for x in qkv), strict=True)
+    return torch.cat([_call_original(module, *image, **kwargs)[0] for image in images], dim=1)

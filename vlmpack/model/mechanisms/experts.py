@@ -1,0 +1,458 @@
+"""Experts: padding is neither routed nor counted, and the routers' losses are those of real tokens.
+
+    row       a a a .  b b . .          what the layer has
+    block     a a a b b                 what the router sees and the experts compute
+    row       A A A 0  B B 0 0          what goes back to the layer
+
+So pads cost nothing, have no router statistics and no gradient, whatever computes the experts: a list of tokens is all
+that it sees. A row without gaps is handed over as it is.
+
+The block is called with hidden states alone. The layer's mixer (attention, or a gated delta layer) runs before it, is
+given the row with its keywords, and hands its real tokens on to the block. Both happen in one call of the layer's
+`forward`, so when gradient checkpointing computes the layer again, they happen again. (Hooks on the layer itself would
+not: transformers 5.23 leaves them out of that.) One call of a layer is computed by one thread, so what is handed on
+belongs to the thread: calls in other threads, and backward passes that compute layers again, have their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, fields, replace
+from importlib import import_module
+from types import MethodType
+from typing import Any, ClassVar, Literal, final
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from vlmpack.errors import ConfigError
+from vlmpack.families import Family
+from vlmpack.layout import Segments, outside_graph, to_device
+from vlmpack.model.mechanisms import CONTEXT, Mechanism, ModelParts, RowContext, RowSetup
+from vlmpack.model.row import RowPart
+
+_MIXERS = ("self_attn", "linear_attn")
+"""Names of what runs before the experts in a decoder layer: attention, or a gated delta layer."""
+
+_NUMBER = RemovableHandle(OrderedDict()).id
+"""What PyTorch looks our hooks up by, on every module. Every hook gets a number of its own, and compilers guard on it:
+each layer would be compiled for itself, until the limit of eight, and again whenever packing is enabled. This number
+was drawn from PyTorch as any hook's is, which gives each number once in a process: no other hook has it."""
+
+
+@final
+class Experts(Mechanism):
+    """Mixture-of-experts layers. A row's entry: places of the tokens that go to experts, int64 [R]; None: all go."""
+
+    name: ClassVar[str] = "experts"
+
+    def find(self, model: ModelParts) -> list[nn.Module]:
+        """Every block of experts."""
+        return [layer.block for layer in expert_layers(model)]
+
+    def attach(self, model: ModelParts) -> None:
+        """Hook every layer that has experts. Hooks are copied and pickled with the model."""
+        for layer in expert_layers(model):
+            if not _is_hooked(layer):
+                _unhook(layer)
+                _hook(layer)
+
+    def detach(self, model: ModelParts, *, kept: Set[int] = frozenset()) -> None:
+        """Remove the hooks."""
+        for layer in expert_layers(model):
+            if id(layer.block) not in kept:
+                _unhook(layer)
+
+    def problem(self, model: ModelParts, *, attached: bool) -> str | None:
+        """A block in the place of another has no gate."""
+        if not attached or all(map(_is_hooked, expert_layers(model))):
+            return None
+        return (
+            "blocks of experts were exchanged or wrapped after enable_packing (PEFT's modules_to_save copies them), so "
+            "padding would be sent to experts and counted by routers; call enable_packing(model) again"
+        )
+
+    def prepare(self, setup: RowSetup) -> torch.Tensor | None:
+        """Places of the real tokens of this rank's part."""
+        return real_tokens(setup.part.segments, setup.row.input_ids.device)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayer:
+    """The two parts of one decoder layer that matter to its experts."""
+
+    mixer: nn.Module
+    """Attention or gated delta layer: runs before the block, in the same call of the layer, and is given the keywords
+    of that call."""
+    block: nn.Module
+    """Router and experts, those that all tokens share included: hidden states [1, T, D] in and out, every token by
+    itself."""
+
+
+def expert_layers(model: ModelParts) -> list[ExpertLayer]:
+    """Every decoder layer that has experts; the others (`mlp_only_layers`) are dense."""
+    if not model.family.has(Experts.name):
+        return []
+    name = model.family.mechanisms[Experts.name]["layer"]
+    layers = [(layer, layer.get_submodule(name)) for layer in model.text.layers.children()]
+    return [ExpertLayer(mixer=_mixer(layer), block=block) for layer, block in layers if hasattr(block, "experts")]
+
+
+def _mixer(layer: nn.Module) -> nn.Module:
+    return next(getattr(layer, name) for name in _MIXERS if hasattr(layer, name))
+
+
+def real_tokens(segments: Segments, device: torch.device) -> torch.Tensor | None:
+    """int64 [R]: places of the real tokens. None: experts are given the whole row.
+
+    That is so if every token is real. It is also so if none is: experts then compute padding, because their parameters
+    have to keep their place in the graph.
+    """
+    if not segments.has_gaps or not segments.num_tokens:
+        return None
+    return segments.real_index(device)
+
+
+# ---------------------------------------------------------------------- hooks
+
+
+def _hook(layer: ExpertLayer) -> None:
+    gate = Gate()
+    handles = (
+        layer.mixer.register_forward_pre_hook(gate.open, with_kwargs=True),
+        layer.block.register_forward_pre_hook(gate.select),
+        # also when checkpointing has seen enough and leaves the block half-way by an exception
+        layer.block.register_forward_hook(gate.restore, always_call=True),
+    )
+    for handle in handles:
+        _number(handle)
+
+
+def _unhook(layer: ExpertLayer) -> None:
+    for module in (layer.mixer, layer.block):
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for number in [number for number, hook in hooks.items() if _gate_of(hook) is not None]:
+                del hooks[number]
+                for of_kind in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
+                    of_kind.pop(number, None)
+
+
+def _number(handle: RemovableHandle) -> None:
+    """Register a hook under our number, unless one that came from another process (in a pickled model) has it."""
+    hooks, *of_kinds = (ref() for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref))
+    assert hooks is not None
+    if _NUMBER in hooks:
+        return
+    for numbers in (hooks, *of_kinds):
+        if numbers is not None and handle.id in numbers:
+            numbers[_NUMBER] = numbers.pop(handle.id)
+    handle.id = _NUMBER
+
+
+def _is_hooked(layer: ExpertLayer) -> bool:
+    """Whether one gate leads from the mixer to the block; a copy of a block has a copy of the gate."""
+    return bool(_gates(layer.mixer) & _gates(layer.block))
+
+
+def _gates(module: nn.Module) -> set[int]:
+    """Ids of the gates that a module opens, or that stand before it."""
+    gates = map(_gate_of, module._forward_pre_hooks.values())
+    return {id(gate) for gate in gates if gate is not None}
+
+
+def _gate_of(hook: Any) -> Gate | None:
+    owner = hook.__self__ if isinstance(hook, MethodType) else None
+    return owner if isinstance(owner, Gate) else None
+
+
+@final
+class Gate:
+    """One layer's way from its mixer to its experts."""
+
+    def __init__(self) -> None:
+        self._calls = _Calls()
+
+    def open(self, mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Store which tokens are real."""
+        row: RowContext | None = kwargs.get(CONTEXT)
+        self._calls.current.real = None if row is None else row.entries["experts"]
+
+    def select(self, block: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
+        """[1, T, D] to [1, R, D]."""
+        call = self._calls.current
+        if call.real is None:
+            return None
+        (hidden,) = args
+        call.width = hidden.shape[1]  # not the row's: a number that is fixed beforehand would be compiled in
+        return (hidden.index_select(1, call.real),)
+
+    def restore(self, block: nn.Module, args: Any, output: torch.Tensor | None) -> torch.Tensor | None:
+        """[1, R, D] to [1, T, D], zeros on padding."""
+        call = self._calls.current
+        real, call.real = call.real, None
+        if real is None or output is None:
+            return None
+        return output.new_zeros(1, call.width, output.shape[-1]).index_copy_(1, real, output)
+
+
+@final
+class _Call:
+    """What a layer keeps from its mixer to its experts."""
+
+    def __init__(self) -> None:
+        self.real: torch.Tensor | None = None
+        """int64 [R]: places of the real tokens; None: every token goes to the experts."""
+        self.width = 0
+        """T."""
+
+
+@final
+class _Calls(threading.local):
+    """One call for each thread. (Compilers read no context variables, and lose what is stored in a `local` itself.)"""
+
+    def __init__(self) -> None:
+        self.current = _Call()
+
+    def __reduce__(self) -> tuple[type[_Calls], tuple[()]]:
+        """A copy begins with nothing."""
+        return _Calls, ()
+
+
+# ---------------------------------------------------------------------- the load-balancing loss
+
+
+def puts_aux_loss_first(family: Family) -> bool:
+    """Whether the load-balancing loss comes before the logits in the outputs of this family's models, as a tuple.
+
+    The output class itself is looked at: Qwen3-VL-MoE's changed from transformers 5.17 to 5.23.
+    """
+    file = vars(import_module(family.modelling))
+    of_vision = f"{family.model_class.removesuffix('ForConditionalGeneration')}CausalLMOutputWithPast"
+    names = [field.name for field in fields(file.get(of_vision) or file["MoeCausalLMOutputWithPast"])]
+    return names.index("aux_loss") < names.index("logits")
+
+
+def wants_balance(model: ModelParts, requested: bool | None) -> bool:
+    """Whether the unmodified model would compute its load-balancing loss.
+
+    Args:
+        model: the model. Its configuration's `output_router_logits` counts if nothing is requested, and if the model's
+            forward has an argument of that name: others (several in transformers 5.17) ignore the configuration.
+        requested: the `output_router_logits` argument of the call.
+    """
+    if not model.family.has(Experts.name):
+        return False
+    if requested is not None:
+        return bool(requested)
+    configured = bool(model.family.text_config(model.core.config).output_router_logits)
+    return configured and _reads_configuration(type(model.core))
+
+
+@functools.cache
+def _reads_configuration(model_class: type[nn.Module]) -> bool:
+    return "output_router_logits" in inspect.signature(model_class.forward).parameters
+
+
+def coefficient(model: nn.Module, text_config: Any) -> float:
+    """What the load-balancing loss is multiplied by before it is added to the loss: the model's own number (a
+    `...ForCausalLM` stores one when it is made), or else that of its configuration."""
+    return getattr(model, "router_aux_loss_coef", text_config.router_aux_loss_coef)
+
+
+def balance(family: Family, router_logits: Sequence[torch.Tensor], text_config: Any) -> torch.Tensor:
+    """The family's own load-balancing loss (scalar) of these tokens: `router_logits` [R, E] of each layer."""
+    first = router_logits[0]
+    return import_module(family.modelling).load_balancing_loss_func(
+        tuple(router_logits),
+        text_config.num_experts,
+        text_config.num_experts_per_tok,
+        # All of them count. Without a mask, transformers 5.17 has a host–device sync.
+        torch.ones(first.shape[0], device=first.device),
+    )
+
+
+def balance_sums(
+    router_logits: Sequence[torch.Tensor], text_config: Any, *, sample_R: torch.Tensor, samples: int
+) -> torch.Tensor:
+    """What the same loss of each of B samples is made of, float32 [2, B, E]: over the tokens of all layers,
+    how many each expert was sent, and the sum of its probabilities.
+
+    All samples at once: `balance` sample by sample would launch B times as many kernels. Ranks that have a part of
+    the tokens each add up.
+
+    Args:
+        router_logits: [R, E] of each layer, the tokens of all samples.
+        text_config: the text part's configuration.
+        sample_R: int [R], the sample of each token.
+        samples: B.
+    """
+    E = router_logits[0].shape[-1]
+    chosen_BE = probs_BE = torch.zeros(samples, E, dtype=torch.float32, device=sample_R.device)
+    for logits_RE in router_logits:
+        probs_RE = logits_RE.softmax(dim=-1)
+        top_RK = probs_RE.topk(text_config.num_experts_per_tok, dim=-1).indices
+        ones_RE = torch.zeros_like(probs_RE, dtype=torch.float32).scatter(1, top_RK, 1.0)
+        chosen_BE = chosen_BE.index_add(0, sample_R, ones_RE)
+        probs_BE = probs_BE.index_add(0, sample_R, probs_RE.float())
+    return torch.stack([chosen_BE, probs_BE])
+
+
+def balance_of(sums_2BE: torch.Tensor, *, layers: int, tokens_B: torch.Tensor) -> torch.Tensor:
+    """The load-balancing loss of each sample, float32 [B]; 0 for a sample without tokens.
+
+    Args:
+        sums_2BE: what `balance_sums` gave.
+        layers: how many layers they are of.
+        tokens_B: int [B], the tokens of each sample.
+    """
+    chosen_BE, probs_BE = sums_2BE / (layers * tokens_B.clamp(min=1))[:, None]
+    return chosen_BE.shape[-1] * (chosen_BE * probs_BE).sum(dim=-1)
+
+
+# ---------------------------------------------------------------------- statistics of a row's routers
+
+Balance = Literal["row", "sample"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RouterSettings:
+    """What is wanted of a row's routers."""
+
+    per: Balance
+    """"row" or "sample"; see `StepConfig.aux_loss`."""
+    balance: bool
+    """Whether to compute the load-balancing loss."""
+    z_loss_coef: float
+    """What the z-loss is multiplied by before it is added to the row's loss."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RouterStatistics:
+    """Statistics of the routers on the R real tokens of one row. E experts."""
+
+    logits: tuple[torch.Tensor, ...]
+    """[R, E] of each layer that has experts, in row order; where ranks share the row, of this rank's tokens."""
+    top_k: int
+    """Experts that each token is sent to."""
+    aux_loss: torch.Tensor | None
+    """Scalar: the load-balancing loss, not yet multiplied by its coefficient; None: the model computes none."""
+    z_loss: torch.Tensor
+    """Scalar: the mean over tokens and layers of logsumexp(router logits)², not yet multiplied by its coefficient."""
+    added: torch.Tensor
+    """Scalar: what the two, with their coefficients, add to the row's loss."""
+    counts: torch.Tensor | None = None
+    """`expert_counts` of all ranks that share the row, who count together at once; None: one rank has it all."""
+
+    @property
+    def expert_counts(self) -> torch.Tensor:
+        """int64 [layers, E]: how many tokens each expert was sent. Counted whenever it is asked for."""
+        if self.counts is not None:
+            return self.counts
+        return torch.stack([_counts(logits_RE.detach(), self.top_k) for logits_RE in self.logits])
+
+
+@outside_graph
+def router_statistics(
+    logits: tuple[torch.Tensor, ...], hidden: torch.Tensor, setup: RowSetup, settings: RouterSettings
+) -> RouterStatistics:
+    """Compute the statistics of one row.
+
+    Args:
+        logits: [R, E] of each layer that has experts, as transformers recorded them.
+        hidden: the text model's output, [1, T, D].
+        setup: the row, and a model with experts.
+        settings: which losses.
+
+    Raises:
+        ConfigError: the recorded logits are not those of the real tokens, or have lost their gradient.
+    """
+    segments, part, text_config = setup.row.segments, setup.part, setup.text_config
+    if not part.segments.num_tokens:  # the experts got padding, see `real_tokens`
+        logits = tuple(logits_RE[:0] for logits_RE in logits)
+    _check_real(logits, part.segments)
+    if hidden.requires_grad and not any(logits_RE.requires_grad for logits_RE in logits):
+        _check_not_cut_off(setup.model.text)
+    aux_loss = _aux_loss(logits, setup, settings.per) if settings.balance else None
+    z_loss = _z_loss(logits, segments, part, settings.per)
+    parts = [settings.z_loss_coef * z_loss] if settings.z_loss_coef else []
+    if aux_loss is not None:
+        parts.append(coefficient(setup.model.core, text_config) * aux_loss)
+    statistics = RouterStatistics(
+        logits=logits,
+        top_k=text_config.num_experts_per_tok,
+        aux_loss=aux_loss,
+        z_loss=z_loss,
+        added=torch.stack(parts).sum(),
+    )
+    return statistics if part.is_whole else replace(statistics, counts=part.sum(statistics.expert_counts))
+
+
+def _aux_loss(logits: tuple[torch.Tensor, ...], setup: RowSetup, per: Balance) -> torch.Tensor:
+    segments, part, text_config = setup.row.segments, setup.part, setup.text_config
+    if per == "row" and segments.num_tokens and part.is_whole:
+        return balance(setup.model.family, logits, text_config)
+    sample_R, tokens_G = _samples(segments, part, per, logits[0].device)
+    sums_2GE = balance_sums(logits, text_config, sample_R=sample_R, samples=len(tokens_G))
+    return _mean(balance_of(part.sum(sums_2GE), layers=len(logits), tokens_B=tokens_G), segments, per)
+
+
+def _z_loss(logits: tuple[torch.Tensor, ...], segments: Segments, part: RowPart, per: Balance) -> torch.Tensor:
+    """Zoph et al., 2022, ST-MoE, equation 5: the mean over tokens; and over layers."""
+    z_R = torch.stack([logits_RE.float().logsumexp(dim=-1).square() for logits_RE in logits]).mean(dim=0)
+    if per == "row":
+        return part.sum(z_R.sum()) / max(segments.num_tokens, 1)
+    sample_R, tokens_G = _samples(segments, part, per, z_R.device)
+    sums_G = part.sum(z_R.new_zeros(len(tokens_G)).index_add(0, sample_R, z_R))
+    return _mean(sums_G / tokens_G.clamp(min=1), segments, per)
+
+
+def _samples(
+    segments: Segments, part: RowPart, per: Balance, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sample of each real token that this rank has int64 [R], real tokens of each sample int64 [G]); the whole row is
+    one sample if losses are taken per row."""
+    lengths_G = np.asarray(segments.lengths if per == "sample" else (segments.num_tokens,), np.int64)
+    sample_R = np.repeat(np.arange(len(lengths_G)), lengths_G)[part.real]
+    return to_device(sample_R, device), to_device(lengths_G, device)
+
+
+def _mean(losses_G: torch.Tensor, segments: Segments, per: Balance) -> torch.Tensor:
+    """Over the samples that have tokens."""
+    return losses_G.sum() / (max(sum(n > 0 for n in segments.lengths), 1) if per == "sample" else 1)
+
+
+def _counts(logits_RE: torch.Tensor, top_k: int) -> torch.Tensor:
+    """As routers choose: by probabilities in float32 whatever their logits are; rounded ones have other ties."""
+    chosen = logits_RE.softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1).indices.flatten()
+    counts_E = torch.zeros(logits_RE.shape[-1], dtype=torch.int64, device=chosen.device)
+    return counts_E.index_add(0, chosen, torch.ones_like(chosen))
+
+
+def _check_real(logits: tuple[torch.Tensor, ...], segments: Segments) -> None:
+    """transformers records what routers give; a kernel in a block's place has none, or one of its own."""
+    seen = sorted({len(logits_RE) for logits_RE in logits})
+    if seen != [segments.num_tokens]:
+        raise ConfigError(
+            f"routers saw {seen} tokens of a row with {segments.num_tokens} real ones, so their losses would be wrong: "
+            "the forward of blocks of experts or routers was replaced (use_kernels does that); undo that, or leave "
+            "output_router_logits and z_loss_coef out"
+        )
+
+
+def _check_not_cut_off(text: Any) -> None:
+    """A checkpointed layer runs under `no_grad` if reentrant; what was recorded inside is then a constant."""
+    if any(layer.training and getattr(layer, "gradient_checkpointing", False) for layer in text.layers.children()):
+        raise ConfigError(
+            "the router logits have no gradient, so the routers' losses would teach them nothing: gradient "
+            "checkpointing with use_reentrant=True does that (unmodified transformers says nothing); give "
+            'gradient_checkpointing_kwargs={"use_reentrant": False}, or leave output_router_logits and z_loss_coef out'
+        )

@@ -1,0 +1,345 @@
+"""Gated delta layers: convolution and recurrence restart in every segment of a row.
+
+Linear attention that carries state along the sequence: a causal convolution over a few tokens, then a recurrence over
+all of them (Yang et al., 2024, Gated Delta Networks). Neither reads position ids or attention masks.
+
+With flash-linear-attention, whose kernel restarts at given boundaries, a row goes through the layer in one call, with
+zeros between its segments for the convolution (`layout.Spaced`). Otherwise it is cut into right-padded batches of
+samples of like length, or into single samples, whichever costs less (`layout.Buckets`), and the layer runs on each.
+
+    row       a a a .  b b b b b . . .  c c . .
+    spaced    a a a 0 0 0  b b b b b 0 0 0  c c        buckets   a a a     b b b b b
+                                                                 c c ~
+    row       A A A 0  B B B B B 0 0 0  C C 0 0
+
+Context parallelism, by heads. Projections of tokens before the convolution and after the norm are the layer's own;
+between them each head runs along the sequence by itself, in the layer's own forward, on a stand-in with fewer heads:
+
+    hidden [t, D] ─ projections ─▶ [t, all heads] ═ all-to-all ═▶ [T, some heads] ─ convolution, recurrence, norm ─┐
+    hidden [t, D] ◀─ projection ── [t, all heads] ◀═ all-to-all ═ [T, some heads] ◀────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
+from typing import Any, ClassVar, final
+
+import torch
+from torch import nn
+from torch.torch_version import TorchVersion
+
+from vlmpack.errors import BackendError, ConfigError
+from vlmpack.families import Family
+from vlmpack.layout import Buckets, Spaced, around_graph, outside_graph
+from vlmpack.model.mechanisms import CONTEXT, ClassMechanism, Maker, ModelParts, RowContext, RowSetup, subclass
+from vlmpack.model.plain import check_not_bypassed
+
+CALL_COST = {"cpu": 16.0, "cuda": 65536.0}
+"""What one more call of a layer costs, in tokens, by type of device. A GPU scans a batch in the time of its longest
+sample, so there as few calls as `layout.buckets.MAX_STRETCH` allows are best."""
+
+
+@final
+class GatedDelta(ClassMechanism):
+    """Gated delta layers. A row's entry: how the layers compute it, in buckets or spaced."""
+
+    name: ClassVar[str] = "gated_delta"
+
+    def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
+        """Every gated delta layer, hidden states [B, S, D] in and out."""
+        return [(layer, row_class) for layer in model.layer_parts(self.name)]
+
+    def prepare(self, setup: RowSetup) -> Buckets | Spaced:
+        """Choose by cost.
+
+        Raises:
+            BackendError: flash-linear-attention computes the layers, and does so wrongly or not at all here.
+        """
+        segments, device = setup.row.segments, setup.row.input_ids.device
+        if uses_fla(setup.model.family):
+            check_fla(device, training=torch.is_grad_enabled())
+            return Spaced(segments=segments, reach=reach(setup.text_config))
+        return Buckets.cheapest(segments, call_cost=CALL_COST.get(device.type, CALL_COST["cuda"]))
+
+    def work(self, setup: RowSetup, entry: Any) -> Mapping[str, int]:
+        """Tokens that each layer computes."""
+        return {"delta_tokens": entry.tokens}
+
+
+@functools.cache
+def row_class(base: Any) -> type[nn.Module]:
+    """A subclass of a gated delta layer's class that keeps the samples of a row apart; one a base class."""
+
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        row: RowContext | None = kwargs.pop(CONTEXT, None)
+        if row is None:
+            check_not_bypassed(kwargs)
+            return base.forward(self, hidden_states, *args, **kwargs)
+        return run_on_row(base.forward, self, hidden_states, row, kwargs)
+
+    return subclass(base, {"forward": around_graph(forward)}, row_class)
+
+
+@outside_graph
+def run_on_row(
+    plain_forward: Callable[..., torch.Tensor],
+    layer: Any,
+    hidden_1tD: torch.Tensor,
+    row: RowContext,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """[1, t, D] through the layer, sample by sample. The layer stays out of compiled graphs: it would be compiled again
+    for nearly every row, and torch 2.13's aot_eager fails in its backward pass on any batch of two."""
+    delta: Buckets | Spaced = row.entries[GatedDelta.name]
+    if not delta.tokens:  # nothing but padding; the parameters up to here keep their place in the graph
+        return plain_forward(layer, hidden_1tD * 0, **kwargs)
+    if isinstance(delta, Spaced):
+        _check_zeros(layer)
+        kwargs = {**kwargs, **fla_boundaries(delta, hidden_1tD.device)}
+
+    def on_samples(stand_in: nn.Module, row_1TD: torch.Tensor) -> torch.Tensor:
+        return delta.join([plain_forward(stand_in, part, **kwargs) for part in delta.split(row_1TD)])
+
+    if row.part.is_whole:
+        return on_samples(layer, hidden_1tD)
+    heads = DeltaHeads(layer, row.part.ranks)
+    if not heads.is_possible:
+        return row.part.on_whole_row(functools.partial(on_samples, layer), hidden_1tD)
+    stand_in = heads.stand_in(row.part.rank)
+    computed_tF = row.part.by_heads(
+        heads.project(hidden_1tD[0]), lambda row_TF: on_samples(stand_in, row_TF[None])[0], "gated delta"
+    )
+    return layer.out_proj(computed_tF[None])
+
+
+def reach(text_config: Any) -> int:
+    """Tokens before its own that the convolution reads."""
+    return text_config.linear_conv_kernel_dim - 1
+
+
+def _check_zeros(layer: nn.Module) -> None:
+    if not keeps_zeros(layer):
+        raise ConfigError(
+            f"a projection before the convolution of a {type(layer).__name__} has a bias, which would turn the zeros "
+            "that keep samples apart into something else: train without it (LoRA: lora_bias=False), or without fla"
+        )
+
+
+def keeps_zeros(layer: nn.Module) -> bool:
+    """Whether hidden states of zero still are zero where they reach a gated delta layer's convolution: none of the
+    projections before it has a bias."""
+    projections = [child for name, child in layer.named_children() if name.startswith("in_proj")]
+    names = [name for projection in projections for name, _ in projection.named_parameters()]
+    return not any(name.rpartition(".")[2] == "bias" for name in names)
+
+
+# ---------------------------------------------------------------------- some of the heads
+
+_SPLIT = ("key_dim", "value_dim", "conv_dim", "num_k_heads", "num_v_heads")
+"""Numbers of a layer that count heads, or channels of heads."""
+
+_PER_HEAD = ("A_log", "dt_bias")
+"""Parameters with one entry a value head."""
+
+
+@final
+class DeltaHeads:
+    """One gated delta layer, cut into as many parts of its heads as there are ranks."""
+
+    def __init__(self, layer: Any, ranks: int) -> None:
+        self._layer = layer
+        self._ranks = ranks
+        self._blocks = _blocks(layer)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the ranks divide the heads, and the layer's projections are supported ones."""
+        return bool(self._blocks) and self._layer.num_k_heads % self._ranks == 0
+
+    def project(self, hidden_tD: torch.Tensor) -> list[torch.Tensor]:
+        """[t, D] to [t, ranks, F] of each block of channels: those that each rank computes, of the tokens here."""
+        found = []
+        for name, sizes in self._blocks.items():
+            blocks = self._layer.get_submodule(name)(hidden_tD).split(sizes, -1)
+            found += [block.unflatten(-1, (self._ranks, -1)) for block in blocks]
+        return found
+
+    def stand_in(self, rank: int) -> nn.Module:
+        """The layer with the heads of `rank` alone. Its forward takes what `project` gave, [n, W, F of all blocks], for
+        hidden states, and gives back [n, W, value channels]."""
+        layer, twin = self._layer, nn.Module.__new__(type(self._layer))
+        vars(twin).update(vars(layer))
+        vars(twin).update({name: vars(layer)[name] // self._ranks for name in _SPLIT})
+        slices = {name: layer._parameters[name].chunk(self._ranks)[rank] for name in _PER_HEAD}
+        twin.__dict__["_parameters"] = {**layer._parameters, **slices}
+        twin.__dict__["_modules"] = {
+            **layer._modules,
+            **self._takers(),
+            "conv1d": SimpleNamespace(weight=self._taps(layer.conv1d.weight, rank), bias=None),
+            "out_proj": lambda heads: heads,
+        }
+        return twin
+
+    def _takers(self) -> dict[str, Any]:
+        """For each projection a function that takes its channels out of all."""
+        sizes = [sum(blocks) // self._ranks for blocks in self._blocks.values()]
+        edges = pairwise(accumulate(sizes, initial=0))
+        return {name: _taker(start, stop) for name, (start, stop) in zip(self._blocks, edges, strict=True)}
+
+    def _taps(self, weight: torch.Tensor, rank: int) -> torch.Tensor:
+        """The convolution's weights for the channels of `rank`: queries, keys and values."""
+        key, value = self._layer.key_dim, self._layer.value_dim
+        return torch.cat([block.chunk(self._ranks)[rank] for block in weight.split((key, key, value))])
+
+
+def _taker(start: int, stop: int) -> Any:
+    return lambda channels: channels[..., start:stop]
+
+
+def _blocks(layer: Any) -> Mapping[str, Sequence[int]]:
+    """The projections before the convolution; of each, the runs of channels that lie head after head. Empty: they
+    are others, or the convolution has a bias."""
+    key, value, heads = layer.key_dim, layer.value_dim, layer.num_v_heads
+    supported = (
+        {"in_proj_qkv": (key, key, value), "in_proj_z": (value,), "in_proj_b": (heads,), "in_proj_a": (heads,)},
+        {"in_proj_qkvz": (2 * key + 2 * value,), "in_proj_ba": (2 * heads,)},
+    )
+    names = {name for name, _ in layer.named_children() if name.startswith("in_proj")}
+    return next((sizes for sizes in supported if sizes.keys() == names and layer.conv1d.bias is None), {})
+
+
+# ---------------------------------------------------------------------- flash-linear-attention, the package `fla`
+
+HOPPER, BLACKWELL = 9, (10, 12)
+"""First number of the compute capability of NVIDIA's chips."""
+
+CHUNK = 64
+"""fla's chunk size in tokens."""
+
+UNKNOWN_CHUNKS = "0.7"
+"""First fla version for which that is unverified."""
+
+_WRAPPED = ("implementation", "func")
+"""Closure variables under which wrappers keep the wrapped function: transformers' dispatcher, `kernels`."""
+
+
+def uses_fla(family: Family) -> bool:
+    """Whether transformers has bound the recurrence to flash-linear-attention, whose kernel takes boundaries.
+
+    It did so, or not, when the family's module was imported. Anything else that computes the recurrence (PyTorch,
+    a hub kernel) is given sequences, which needs nothing of it.
+    """
+    rule = _wrapped(getattr(import_module(family.modelling), "torch_chunk_gated_delta_rule", None))
+    return str(getattr(rule, "__module__", "")).split(".")[0] == "fla"
+
+
+def _wrapped(function: Any) -> Any:
+    """The function at the bottom of these wrappers."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    if not (inspect.isfunction(called) or inspect.ismethod(called)):
+        return called
+    kept = inspect.getclosurevars(called).nonlocals
+    inner = next((kept[name] for name in _WRAPPED if name in kept), None)
+    return called if inner is None else _wrapped(inner)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FlaCall:
+    """What decides whether fla serves a call."""
+
+    device: str
+    """Type of the device that the model is on."""
+    chip: int | None
+    """First number of the compute capability of an NVIDIA GPU; None: something else."""
+    fla: str
+    """Version of fla."""
+    triton: str | None
+    """Version of Triton, which its kernels are written in; None: not loaded."""
+    tilelang: bool
+    """Whether tilelang is installed, which fla takes for what Triton gets wrong."""
+    training: bool
+    """Whether gradients are asked for."""
+
+    @classmethod
+    def of(cls, device: torch.device, *, training: bool) -> FlaCall:
+        """A call on `device` with the fla that transformers has loaded."""
+        is_nvidia = device.type == "cuda" and torch.version.hip is None
+        return cls(
+            device=device.type,
+            chip=torch.cuda.get_device_capability(device)[0] if is_nvidia else None,
+            fla=sys.modules["fla"].__version__,
+            triton=getattr(sys.modules.get("triton"), "__version__", None),
+            tilelang=_is_installed("tilelang"),
+            training=training,
+        )
+
+    def unsupported(self) -> list[str]:
+        """Why fla must not serve this call, and what to do; empty: it may."""
+        version, reasons = TorchVersion(self.fla), []
+        if self.device == "cpu":
+            reasons.append(
+                "its kernels need a GPU and the model is on the CPU: move the model, or start Python without fla "
+                "(transformers binds its layers to it when they are imported)"
+            )
+        if version < "0.5.0":
+            reasons.append(
+                "before 0.5.0 it reads value heads that share a query head as if each had its own, and its gradients "
+                "are wrong on Hopper with Triton 3.4 and newer: install fla-core 0.5.2 or newer"
+            )
+        elif self.training and version < "0.5.2" and self.chip in (HOPPER, *BLACKWELL):
+            reasons.append(
+                "before 0.5.2 its backward pass fails on Hopper, and hangs or gives NaN on Blackwell: install fla-core "
+                "0.5.2 or newer"
+            )
+        if self.training and self.chip == HOPPER and _is_wrong_on_hopper(self.triton) and not self.tilelang:
+            reasons.append(
+                f"Triton {self.triton} compiles its backward pass wrongly on Hopper: install Triton 3.7.1 or newer, or "
+                "tilelang"
+            )
+        return reasons
+
+
+def check_fla(device: torch.device, *, training: bool) -> None:
+    """Check that fla computes a gated delta rule on `device`, and rightly.
+
+    Raises:
+        BackendError: it does not, with the reasons and what to do.
+    """
+    call = FlaCall.of(device, training=training)
+    reasons = call.unsupported()
+    if reasons:
+        raise BackendError(
+            f"transformers computes the gated delta layers with fla {call.fla}, which cannot serve this call: "
+            + "; ".join(reasons)
+        )
+
+
+def fla_boundaries(spaced: Spaced, device: torch.device) -> dict[str, torch.Tensor]:
+    """Keywords by which a gated delta layer hands the edges of `spaced` to fla; transformers leaves out what the loaded
+    version does not take.
+
+    fla reads the edges on the device. The other two, which it would derive from them, save a host–device sync.
+    """
+    edges = {"cu_seq_lens_q": spaced.cu_seqlens(device), "cu_seqlens_cpu": spaced.cu_seqlens("cpu")}
+    if TorchVersion(sys.modules["fla"].__version__) >= UNKNOWN_CHUNKS:
+        return edges
+    return {**edges, "chunk_indices": spaced.chunks(CHUNK, device)}
+
+
+def _is_wrong_on_hopper(triton: str | None) -> bool:
+    return triton is not None and "3.4" <= TorchVersion(triton) < "3.7.1"
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    return find_spec(package) is not None

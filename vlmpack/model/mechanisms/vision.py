@@ -1,0 +1,228 @@
+"""Vision: boundaries of the tower's blocks, and images and videos that ranks compute together.
+
+Blocks attend within a frame of an image, some within a window of it. The host derives these boundaries from the grids.
+
+Context parallelism: each image or video is computed by one rank, and its features are sent to its tokens. They lie in
+the row's entry. The model without its head is given a mark in place of pixels, and its class becomes a subclass of
+itself whose `get_image_features` and `get_video_features` return the features of the entry for the mark. The model puts
+them on their tokens as ever, and adds deepstack features after its first layers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, final
+
+import numpy as np
+import torch
+from torch import nn
+
+from vlmpack.context_parallel import MediaShare
+from vlmpack.families import Family
+from vlmpack.layout import IMAGE, VIDEO, Grid, Segments, to_device
+from vlmpack.model.mechanisms import CONTEXT, ClassMechanism, Maker, ModelParts, RowContext, RowSetup, subclass
+from vlmpack.model.mechanisms.attention import Attention, RowAttention
+from vlmpack.model.row import ContextParallelRow
+
+
+@final
+class VisionRow:
+    """A row's entry: host boundaries of every vision-tower call, found again by what a call shows of itself.
+
+    A vision block has its boundaries as a device tensor. Its length and the number of patches are read without a sync,
+    and in all but contrived batches they name the boundaries; where they do not, the tensor is read.
+    """
+
+    def __init__(
+        self,
+        layouts: Iterable[Segments],
+        *,
+        inputs: Mapping[str, Any] | None = None,
+        features: Mapping[str, MediaFeatures] | None = None,
+    ) -> None:
+        self._by_shape: dict[tuple[int, int], Segments | None] = {}
+        for segments in layouts:
+            shape = (len(segments.lengths) + 1, segments.total)
+            first = self._by_shape.setdefault(shape, segments)
+            if first != segments:
+                self._by_shape[shape] = None
+        self.inputs = inputs or {}
+        """Keyword arguments by which the model without its head gets images and videos."""
+        self.features = features or {}
+        """The features of this rank's tokens, by the method of the model that returns them."""
+
+    def find(self, cu_seqlens: torch.Tensor, num_patches: int) -> Segments:
+        """The segments whose boundaries are `cu_seqlens`, int32 [G + 1] on any device."""
+        derived = self._by_shape.get((cu_seqlens.numel(), num_patches))
+        return derived if derived is not None else Segments.from_boundaries(cu_seqlens.tolist(), total=num_patches)
+
+
+@final
+class Vision(ClassMechanism):
+    """Images and videos of a row."""
+
+    name: ClassVar[str] = "vision"
+
+    def is_in(self, family: Family) -> bool:
+        """Families with a vision tower."""
+        return family.has_vision
+
+    def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
+        """The model without its head, where ranks compute media together."""
+        return [(model.family.backbone(model.core), features_class)] if model.shares_rows else []
+
+    def prepare(self, setup: RowSetup) -> VisionRow:
+        """Boundaries of all images and of all videos; the features of this rank's tokens, or the pixels."""
+        family, metadata = setup.model.family, setup.metadata
+        if isinstance(setup.part, ContextParallelRow):
+            features = _features_of_part(setup, setup.part)
+            return VisionRow((), inputs=dict.fromkeys(_PIXELS, COMPUTED), features=features)
+        calls = [grids for grids in (metadata.image_grids, metadata.video_grids) if grids]
+        layouts = [segments for grids in calls for segments in family.vision_segments(grids, setup.config)]
+        return VisionRow(layouts, inputs=setup.row.media.to_hf())
+
+    def inputs(self, entry: VisionRow) -> Mapping[str, Any]:
+        """Pixels and grids, or marks of features."""
+        return entry.inputs
+
+
+# ---------------------------------------------------------------------- features in place of what a tower computes
+
+
+@final
+class Computed:
+    """Stands in place of pixels: the features of this rank's tokens lie in the row's entry."""
+
+
+COMPUTED = Computed()
+_PIXELS = ("pixel_values", "pixel_values_videos")
+_GETTERS = ("get_image_features", "get_video_features")
+
+
+@functools.cache
+def features_class(base: Any) -> type[nn.Module]:
+    """A subclass of the class of a model without its head that takes `Computed`; one a base class."""
+
+    def accepting(name: str) -> Any:
+        plain = vars(base)[name]
+
+        @functools.wraps(plain)
+        def features(self: Any, pixels: Any, grids: torch.Tensor | None = None, **kwargs: Any) -> Any:
+            if isinstance(pixels, Computed):
+                return kwargs[CONTEXT].entries[Vision.name].features[name]
+            return plain(self, pixels, grids, **kwargs)
+
+        return features
+
+    return subclass(base, {name: accepting(name) for name in _GETTERS}, features_class)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MediaFeatures:
+    """The fields that transformers' models read of what `get_image_features` and `get_video_features` return."""
+
+    pooler_output: tuple[torch.Tensor, ...]
+    """[n, D] of each image: they take the place of its tokens' embeddings."""
+    deepstack_features: list[torch.Tensor | tuple[torch.Tensor, ...]]
+    """Of each of the first text layers, after which they are added, [n, D] of all images or of each; in most families
+    of none."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FeatureForm:
+    """How a family's features become one tensor [n, D (1 + L)], those of L levels of deepstack beside the first, and
+    features again."""
+
+    width: int
+    """D."""
+    cut_by_image: bool
+    """Whether levels of deepstack are a tensor for each image, as in transformers 5.23; in 5.17 they are one."""
+
+    @classmethod
+    def of(cls, features: Any) -> FeatureForm:
+        """The form of what a model's own `get_image_features` returned."""
+        deep = getattr(features, "deepstack_features", None) or ()
+        return cls(
+            width=features.pooler_output[0].shape[-1],
+            cut_by_image=not all(isinstance(level, torch.Tensor) for level in deep),
+        )
+
+    def join(self, features: Any) -> torch.Tensor:
+        """Features to one tensor."""
+        deep = getattr(features, "deepstack_features", None) or ()
+        levels = [torch.cat(level) if self.cut_by_image else level for level in deep]
+        return torch.cat([torch.cat(features.pooler_output), *levels], -1)
+
+    def split(self, levels: torch.Tensor) -> MediaFeatures:
+        """The inverse, as if it all were one image."""
+        pooled, *deep = levels.split(self.width, -1)
+        return MediaFeatures(
+            pooler_output=(pooled,),
+            deepstack_features=[(level,) if self.cut_by_image else level for level in deep],
+        )
+
+
+# ---------------------------------------------------------------------- media that ranks compute together
+
+
+def _features_of_part(setup: RowSetup, part: ContextParallelRow) -> dict[str, MediaFeatures]:
+    """The features of this rank's tokens.
+
+    The tower is called once on every rank, whatever the row holds: also where there is nothing for it to do.
+    """
+    shares = _spread(setup)
+    features = _computed(setup, shares, part.rank)
+    form = FeatureForm.of(features)
+    counts = [sum(share.features[i] for i in share.items(part.rank)) for share in shares]
+    images, videos = form.join(features)[: sum(counts)].split(counts)
+    types = setup.types if part.ranks == 1 else setup.types.cpu()
+    sent = (
+        _sent(images, shares[0], types, IMAGE, part),
+        _sent(videos, shares[1], types, VIDEO, part),
+    )
+    return dict(zip(_GETTERS, map(form.split, sent), strict=True))
+
+
+def _spread(setup: RowSetup) -> tuple[MediaShare, MediaShare]:
+    """Images and videos, spread over ranks together."""
+    images, videos = setup.metadata.image_grids, setup.metadata.video_grids
+    merge = setup.model.family.merge(setup.config)
+    both = MediaShare.spread((*images, *videos), ranks=setup.part.ranks, merge=merge)
+    cut = len(images)
+    return (
+        replace(both, grids=both.grids[:cut], rank_of=both.rank_of[:cut]),
+        replace(both, grids=both.grids[cut:], rank_of=both.rank_of[cut:]),
+    )
+
+
+def _computed(setup: RowSetup, shares: Sequence[MediaShare], rank: int) -> Any:
+    """The tower's features of this rank's images and videos, in one call."""
+    family, media, device = setup.model.family, setup.row.media, setup.row.input_ids.device
+    pixels = (media.pixel_values, media.pixel_values_videos)
+    grids: list[Grid] = [share.grids[i] for share in shares for i in share.items(rank)]
+    parts = [share.take(of_all, rank) for share, of_all in zip(shares, pixels, strict=True) if of_all is not None]
+    if not grids:  # a blank image, of which nothing is read
+        merge = family.merge(setup.config)
+        grids = [(1, merge, merge)]
+        parts = [torch.zeros(merge**2, family.patch_channels(setup.config), device=device)]
+    on_device = to_device(np.asarray(grids, np.int64), device)
+    tower = VisionRow(family.vision_segments(grids, setup.config))
+    entries = {Vision.name: tower, Attention.name: RowAttention(setup.backend)}
+    context = RowContext(segments=setup.row.segments, entries=entries)
+    backbone: Any = family.backbone(setup.model.core)
+    return backbone.get_image_features(torch.cat(parts), on_device, return_dict=True, **{CONTEXT: context})
+
+
+def _sent(
+    features: torch.Tensor, share: MediaShare, types: torch.Tensor, kind: int, part: ContextParallelRow
+) -> torch.Tensor:
+    """The features of the images that this rank computed to those of the tokens that it has, in their order."""
+    if part.ranks == 1 or not share.grids:
+        return features
+    media = share.route(types, kind, part.partition, part.rank)
+    arrived = part.collectives.along(media.route, features, "images")
+    return arrived.index_select(0, to_device(np.argsort(media.tokens.numpy()), features.device))

@@ -1,0 +1,255 @@
+"""The plain Hugging Face model: find it in wrappers, check it, compile its layers, and pass calls on to it.
+
+generate()                    plain, in every step of it
+forward, cannot be packed     plain: a cache, embeddings, attention weights
+model.model(...)              plain: it never comes to the forward of the enabled model
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from vlmpack.errors import ConfigError, FamilyError, UnpackedWarning
+from vlmpack.families import Family, family_of
+from vlmpack.layout import METADATA_KEY, on_host, outside_graph
+
+_HAS_HEAD = ("ForConditionalGeneration", "ForCausalLM")
+
+
+def find_model(model: nn.Module) -> Any:
+    """Find the `...ForConditionalGeneration` or `...ForCausalLM` inside wrappers such as `PeftModel` or DDP.
+
+    Raises:
+        FamilyError: there is none, with what was given.
+    """
+    if not isinstance(model, nn.Module):
+        raise FamilyError(
+            f"a {type(model).__name__} is no model; load it first: AutoModelForImageTextToText.from_pretrained(...)"
+        )
+    core = next(_models(model), None)
+    if core is None:
+        raise FamilyError(
+            f"no ...ForConditionalGeneration or ...ForCausalLM found in a {type(model).__name__}; give the model that "
+            "AutoModelForImageTextToText (or AutoModelForCausalLM) .from_pretrained returns, or a wrapper around it"
+        )
+    return core
+
+
+def _models(holder: nn.Module) -> Iterator[nn.Module]:
+    """PeftModelForCausalLM is only a wrapper, whatever its name says."""
+    for module in holder.modules():
+        names = (base.__name__ for base in type(module).__mro__)
+        if isinstance(module, PreTrainedModel) and any(name.endswith(_HAS_HEAD) for name in names):
+            yield module
+
+
+def check_is_only_one(holder: nn.Module) -> None:
+    """Check that there is no second model, which would not pack: `find_model` finds the first.
+
+    Raises:
+        ConfigError: there are several, side by side.
+    """
+    first, *others = _models(holder)
+    within = set(map(id, first.modules()))
+    if other := next((model for model in others if id(model) not in within), None):
+        raise ConfigError(
+            f"a {type(holder).__name__} holds several models ({type(first).__name__}, {type(other).__name__}): enable "
+            "packing on each of them"
+        )
+
+
+def check_adapters(core: nn.Module) -> None:
+    """Check that no LoRA is activated at one place of each row of `input_ids`: a packed row needs one a sample.
+
+    PEFT stores its configurations on the model that it wraps.
+
+    Raises:
+        ConfigError: an adapter is of that kind.
+    """
+    configs = vars(core).get("peft_config") or {}
+    activated = [name for name, config in configs.items() if vars(config).get("alora_invocation_tokens")]
+    if activated:
+        raise ConfigError(
+            f"adapter {activated[0]!r} is activated by tokens (alora_invocation_tokens), which PEFT looks for once in "
+            "a packed row, so that one sample alone would have it; train it on padded batches without packing"
+        )
+
+
+def check_loss(core: nn.Module) -> None:
+    """Check that the model has the loss of its class: packed rows compute it themselves.
+
+    Raises:
+        ConfigError: the model was given another one.
+    """
+    if vars(core).get("_loss_function") is not None:
+        raise ConfigError(
+            f"this {type(core).__name__} was given a loss_function of its own, which packed rows would not call: they "
+            "take cross-entropy of the labelled positions. Compute yours from PackedStep's target_logprobs "
+            "or row_logits, and `del model._loss_function`"
+        )
+
+
+def check_forward(core: nn.Module, family: Family) -> None:
+    """Check that the model has the forward of its class: packed rows go through the family's backbone and head.
+
+    Raises:
+        ConfigError: the model's class, or the object itself, has a forward of its own around them.
+    """
+    stock = next(klass for klass in type(core).__mro__ if klass.__name__ == family.model_class)
+    if type(core).forward is not stock.forward:
+        raise ConfigError(
+            f"{type(core).__name__} has a forward of its own over {stock.__name__}'s, which packed rows would bypass; "
+            f"enable packing on a {stock.__name__}, and compute what yours adds from PackedStep's result"
+        )
+    if "forward" in vars(core):
+        raise ConfigError(
+            f"the forward of this {type(core).__name__} was replaced on the object itself, so that of packing would "
+            "never be called, in whatever order. Liger: apply_liger_kernel_to_...(model=model, "
+            "fused_linear_cross_entropy=False) keeps its other kernels (Trainer: "
+            'liger_kernel_config={"fused_linear_cross_entropy": False}). TRL: '
+            'loss_type="nll". '
+            "accelerate: enable packing before it prepares the model "
+            "(afterwards: accelerator.unwrap_model(model, keep_fp32_wrapper=False)). And load the model without a "
+            "device_map that spreads it over several devices"
+        )
+
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def compile_layers(model: Model, **settings: Any) -> Model:
+    """Compile every part of every layer of the text model and every block of the vision tower, each in its place.
+
+    `torch.compile(model)` also compiles the code between them, which goes through lists of images, and is compiled
+    again for every number of images and every size that it has not met. Layers only see a row's width and the number of
+    its patches, so with `dynamic=True`, the default here, one row is enough. Parts of a kind share what is compiled,
+    however many layers there are.
+
+    Call it before the model is wrapped or sharded. Gradient checkpointing may be switched on before or after, and off.
+    Parameters, their names and what is saved stay as they are.
+
+    Args:
+        model: a `...ForConditionalGeneration` or `...ForCausalLM`, or a module that holds one, with or without packing.
+        settings: of `torch.compile`: `backend`, `mode`, ... With `dynamic=None` each length is first taken for the only
+            one, so everything is compiled at least twice.
+
+    Returns:
+        The same object.
+
+    Raises:
+        FamilyError: the model's family is not supported.
+    """
+    core = find_model(model)
+    family = family_of(core)
+    vision = family.vision_tower(core)
+    layers = list(family.language_model(core).get_submodule("layers").children())
+    layers += [] if vision is None else vision.get_submodule("blocks").children()
+    for part in (part for layer in layers for part in layer.children()):
+        part.compile(**{"dynamic": True, **settings})
+    return model
+
+
+_generating: ContextVar[nn.Module | None] = ContextVar("vlmpack_generating", default=None)
+_passed_on: ContextVar[bool] = ContextVar("vlmpack_passed_on", default=False)
+_warned: set[str] = set()
+"""Reasons of which was warned; and those for which a mask on a device was read, a host–device sync."""
+
+PAST_THE_FORWARD = (
+    "a part of the model was called directly (model.model(...), as trainers with a loss of their own do), past the "
+    "forward that packs. Call the model itself: logits_to_keep and output_hidden_states come packed too"
+)
+_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parents[1]))
+"""vlmpack, and where PyTorch is installed, beside transformers and trainers."""
+
+
+def plain_generate(base: Any) -> Callable[..., Any]:
+    """`generate` of a model class whose forward passes go to the model's own forward."""
+
+    @functools.wraps(base.generate)
+    def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        token = _generating.set(self)
+        try:
+            return base.generate(self, *args, **kwargs)
+        finally:
+            _generating.reset(token)
+
+    return generate
+
+
+def is_generating(model: nn.Module) -> bool:
+    """Whether the forward pass is a step of this model's `generate`."""
+    return _generating.get() is model
+
+
+@contextmanager
+def passed_on() -> Iterator[None]:
+    """Surround a forward pass that the enabled model passes on to the model's own."""
+    token = _passed_on.set(True)
+    try:
+        yield
+    finally:
+        _passed_on.reset(token)
+
+
+@outside_graph
+def warn_past_the_forward(mask: Any) -> None:
+    """Warn of padding that reaches a layer in training by a call that the enabled model's forward never saw.
+
+    Args:
+        mask: what the layer's attention was given: [B, S], or [B, 1, S, S] boolean or to be added.
+    """
+    if not _passed_on.get():
+        warn_of_padding(mask, PAST_THE_FORWARD)
+
+
+def warn_of_padding(mask: Any, reason: str) -> None:
+    """Warn once that padding is computed, and say why. A mask on a device is read at the first call only."""
+    if reason in _warned or not torch.is_grad_enabled() or not isinstance(mask, torch.Tensor):
+        return
+    if not on_host(mask):
+        _warned.add(reason)
+    if _has_padding(mask.detach()):
+        _warned.add(reason)
+        message = f"nothing is packed in this training step, so its padding is computed too: {reason}"
+        warnings.warn(message, UnpackedWarning, stacklevel=_callers_level())
+
+
+def _has_padding(mask: torch.Tensor) -> bool:
+    """A causal mask hides nothing from the last query."""
+    last = mask[..., -1, :] if mask.ndim > 2 else mask
+    return bool((last < 0).any() if last.is_floating_point() else (last == 0).any())
+
+
+def check_not_bypassed(kwargs: dict[str, Any]) -> None:
+    """Check the keywords of a layer that got no row: transformers hands unknown ones to every layer, so boundaries that
+    arrive here were ignored.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    if kwargs.get(METADATA_KEY) is not None or kwargs.get("cu_seqlens_q") is not None:
+        raise ConfigError(
+            "the batch reached the attention layers without passing through the packed forward, which would mix its "
+            "samples: the model's forward was replaced, or its backbone called directly, after enable_packing (Liger's "
+            "fused cross-entropy, TRL's fused head). Switch that off, vlmpack's own head is chunked already: "
+            "apply_liger_kernel_to_...(model=model, fused_linear_cross_entropy=False) keeps Liger's other kernels"
+        )
+
+
+def _callers_level() -> int:
+    """`stacklevel`, for the function above, of the first code that belongs to no library."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        level, frame = level + 1, frame.f_back
+    return level

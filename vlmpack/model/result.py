@@ -1,0 +1,200 @@
+"""What a packed step gives back: sums and counts, one entry a sample, and the work that was done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from transformers.utils.generic import ModelOutput
+
+from vlmpack.layout import Segments, on_host, unpack
+from vlmpack.model.mechanisms.experts import RouterStatistics
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What the step computed, counted on the host: equal outputs do not prove that padding was skipped."""
+
+    real_tokens: int
+    """Tokens of samples."""
+    physical_tokens: int
+    """Width of the row that went through the model."""
+    attended_pairs: int
+    """Query-key pairs of causal attention in one layer: the sum of n (n + 1) / 2 over the segments, or as many of them
+    as sparse attention selects."""
+    vision_patches: int
+    """Patches that went through the vision tower."""
+    delta_tokens: int = 0
+    """Tokens that each gated delta layer computed, with the padding of its buckets or the zeros between its samples; 0:
+    there are no such layers."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepResult:
+    """Loss and per-sample results of one row. B samples, T row tokens, L targets."""
+
+    loss: torch.Tensor
+    """Scalar: `loss_sum` over `num_items_in_batch`, or over this row's targets when that was not given; plus
+    `router_aux_loss_coef * aux_loss` where there is one and `z_loss_coef * z_loss`, which nothing divides."""
+    loss_sum: torch.Tensor
+    """Scalar: cross-entropy (nats) summed over the targets."""
+    num_targets: int
+    """L: labelled targets of the row."""
+    sample_loss_sums: torch.Tensor
+    """float32 [B]: cross-entropy (nats) summed over each sample's targets, detached."""
+    sample_targets: torch.Tensor
+    """int64 [B]: targets of each sample."""
+    target_logprobs: torch.Tensor
+    """float32 [L]: log-probability of each target, in row order, with its gradient."""
+    target_index: torch.Tensor
+    """int64 [L]: row position of each target's prediction."""
+    segments: Segments
+    """The row's boundaries."""
+    work: Work
+    """What was computed."""
+    row_logits: torch.Tensor | None = None
+    """[1, T, V] on request."""
+    row_hidden_states: tuple[torch.Tensor | None, ...] | None = None
+    """[1, T, D] of the embeddings and of each layer, on request; None in place of those that were not chosen."""
+    row_last_hidden: torch.Tensor | None = None
+    """[1, T, D]: what the head is given, on request."""
+    routers: RouterStatistics | None = None
+    """What the routers did with the real tokens; None: not asked for, or no experts."""
+    width: int | None = None
+    """S of the padded batch that was packed; None: it was a row already."""
+    offsets: tuple[int, ...] = ()
+    """First column of each sample in that batch."""
+
+    def __repr__(self) -> str:
+        work = self.work
+        return (
+            f"StepResult(loss {_said(self.loss)}, {self.num_targets} targets, {self.segments.num_samples} samples, "
+            f"{work.real_tokens} tokens in a row of {work.physical_tokens}, {work.vision_patches} patches)"
+        )
+
+    @property
+    def aux_loss(self) -> torch.Tensor | None:
+        """Scalar: the routers' load-balancing loss; None: not asked for, or no experts."""
+        return None if self.routers is None else self.routers.aux_loss
+
+    @property
+    def z_loss(self) -> torch.Tensor | None:
+        """Scalar: the routers' z-loss; None: no router statistics."""
+        return None if self.routers is None else self.routers.z_loss
+
+    @property
+    def expert_counts(self) -> torch.Tensor | None:
+        """int64 [layers, E]: real tokens that each expert was sent; None: no router statistics."""
+        return None if self.routers is None else self.routers.expert_counts
+
+    @property
+    def router_logits(self) -> tuple[torch.Tensor, ...] | None:
+        """[R, E] of each layer that has experts, R real tokens in row order; None: no router statistics."""
+        return None if self.routers is None else self.routers.logits
+
+    @property
+    def sample_losses(self) -> torch.Tensor:
+        """float32 [B]: mean cross-entropy (nats) of each sample's targets; 0 for a sample without any."""
+        return self.sample_loss_sums / self.sample_targets.clamp(min=1)
+
+    @property
+    def logprobs(self) -> torch.Tensor:
+        """float32 [B, S]: log-probability of the target that each position predicts; 0 where there is none."""
+        row = self.target_logprobs.new_zeros(1, self.segments.total)
+        row = row.index_put((torch.zeros_like(self.target_index), self.target_index), self.target_logprobs)
+        return unpack(row, self.segments, width=self.width, offsets=self.offsets)
+
+    @property
+    def logits(self) -> torch.Tensor | None:
+        """[B, S, V]: `row_logits` as a padded batch, 0 on padding; None unless they were asked for."""
+        return self._padded(self.row_logits)
+
+    @property
+    def hidden_states(self) -> tuple[torch.Tensor | None, ...] | None:
+        """[B, S, D] of the embeddings and of each layer: `row_hidden_states` as a padded batch, 0 on padding."""
+        return None if self.row_hidden_states is None else tuple(map(self._padded, self.row_hidden_states))
+
+    @property
+    def last_hidden(self) -> torch.Tensor | None:
+        """[B, S, D]: `row_last_hidden` as a padded batch, 0 on padding; None unless it was asked for."""
+        return self._padded(self.row_last_hidden)
+
+    def _padded(self, row: torch.Tensor | None) -> torch.Tensor | None:
+        return None if row is None else unpack(row, self.segments, width=self.width, offsets=self.offsets)
+
+
+def _said(loss: torch.Tensor) -> str:
+    """A loss in words; one on a device is not waited for."""
+    if not on_host(loss):
+        return f"on {loss.device}"
+    try:
+        return f"{loss.item():.4f}"
+    except RuntimeError:  # inside a transform of functions, or of a tensor that stands for one
+        return "not known"
+
+
+def sums_by_sample(
+    logprobs_L: torch.Tensor, index_L: torch.Tensor, segments: Segments
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss sums float32 [B], target counts int64 [B]) of each sample, detached."""
+    sample_L = segments.seq_idx(index_L.device)[index_L].long()
+    sums = logprobs_L.new_zeros(segments.num_samples, dtype=torch.float32)
+    counts = torch.zeros(segments.num_samples, dtype=torch.int64, device=index_L.device)
+    sums = sums.index_add(0, sample_L, -logprobs_L.detach())
+    return sums, counts.index_add(0, sample_L, torch.ones_like(sample_L))
+
+
+# ---------------------------------------------------------------------- the output of the model's forward
+
+
+@dataclass
+class PackedOutput(ModelOutput):
+    """What an enabled model returns for packed input. B samples.
+
+    `sample_losses` and `sample_targets` reach `Trainer.predict` as its predictions, one entry a sample.
+    """
+
+    loss: torch.Tensor | None = None
+    """Scalar; None without labels."""
+    logits: torch.Tensor | None = None
+    """[B, S, V] for a padded batch, [1, T, V] for a row; on request (`output_logits=True`, `return_dict=False`) or
+    without labels. With `logits_to_keep` of those columns alone."""
+    hidden_states: tuple[torch.Tensor | None, ...] | None = None
+    """[B, S, D] for a padded batch, [1, T, D] for a row, of the embeddings and of each layer; on request."""
+    aux_loss: torch.Tensor | None = None
+    """Scalar: the routers' load-balancing loss, where the model computes one."""
+    z_loss: torch.Tensor | None = None
+    """Scalar: the routers' z-loss, with `aux_loss` or if it is part of the loss (`StepConfig.z_loss_coef`)."""
+    expert_counts: torch.Tensor | None = None
+    """int64 [layers, E]: real tokens that each expert was sent; with `output_router_logits=True`."""
+    router_logits: tuple[torch.Tensor, ...] | None = None
+    """[R, E] of each layer that has experts, real tokens in row order; with `output_router_logits=True`."""
+    sample_losses: torch.Tensor | None = None
+    """float32 [B]: mean cross-entropy (nats) of each sample's targets."""
+    sample_targets: torch.Tensor | None = None
+    """int64 [B]: targets of each sample."""
+
+
+@final
+class LossCount:
+    """Count samples whose losses HF Trainer's own evaluation computed, until `loss_metrics` has read them."""
+
+    def __init__(self) -> None:
+        self.unread = 0
+        """Samples whose losses `loss_metrics` has not read."""
+        self.is_evaluating = False
+        """Whether the next forward pass is a batch of Trainer's evaluation."""
+
+    def add(self, output: Any) -> None:
+        """Count the samples of a batch of the evaluation."""
+        if self.is_evaluating and not torch.is_grad_enabled() and isinstance(output, PackedOutput):
+            self.unread += 0 if output.sample_losses is None else len(output.sample_losses)
+        self.is_evaluating = False
+
+    def take(self) -> int:
+        """Return the number of unread samples and begin at 0 again."""
+        unread, self.unread = self.unread, 0
+        return unread

@@ -1,0 +1,323 @@
+"""The manifest of a store: its files and counts, its settings and processor, and the fixed sizes of CUDA graphs.
+
+Two processors with the same fingerprint write the same rows. Classes are no part of it: images are stored encoded, and
+the image processors of one model family, with torchvision or without, cut them by the same settings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, final
+
+from vlmpack.collate import ProcessorMetadata, VLMCollator, parts_of
+from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.files import unreadable
+from vlmpack.plan import LengthTable, Plan
+
+FORMAT, VERSION = "vlmpack.rows", 3
+NAME, PLAN, LENGTHS, LEFT_OUT = "manifest.json", "plan.zip", "lengths.zip", "left_out.jsonl"
+"""Files of a store, besides its shards."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One parquet file of rows."""
+
+    file: str
+    """Its name in the folder of the store."""
+    rows: int
+    """Rows in it."""
+    bytes: int
+    """Its size."""
+    sha256: str
+    """Of the file."""
+    footer: str
+    """SHA-256 of its footer, which has the offsets of all columns and a checksum of each row."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Samples, rows, and totals over all rows."""
+
+    total: int
+    """Samples of the data set."""
+    refused: int
+    """Samples that cannot be used, or are longer than the collator's `max_length`."""
+    dropped: int
+    """Samples that exceed a row by themselves."""
+    samples: int
+    """Samples in rows: those that are left."""
+    rows: int
+    """Rows."""
+    tokens: int
+    """Tokens of all samples."""
+    targets: int
+    """Tokens that are learnt."""
+    images: int
+    """Images."""
+    videos: int
+    """Videos."""
+    patches: int
+    """Patches that go into the vision tower."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FixedSizes:
+    """Largest sizes of any row: they are allocated, or captured in a CUDA graph, once for all rows."""
+
+    longest_row: int
+    """Tokens of the longest row, what slots and rows are rounded up by included."""
+    longest_segment: int
+    """Tokens of the longest sample."""
+    most_segments: int
+    """Samples."""
+    most_images: int
+    """Images and videos."""
+    most_patches: int
+    """Patches."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything about a store that can be read without its rows."""
+
+    settings: Mapping[str, Any]
+    """Data set, collator and capacity that the rows were made with."""
+    processor: Mapping[str, Any]
+    """The processor's fingerprint."""
+    plan: str
+    """SHA-256 of the plan."""
+    counts: Counts
+    """Samples, rows, tokens."""
+    reasons: Mapping[str, int]
+    """Number of samples left out, by reason; each of them is in `left_out.jsonl`."""
+    fill_ratio: float
+    """Tokens of samples per token of row, 0 to 1, rows as wide as the capacity."""
+    sizes: FixedSizes
+    """Largest sizes of any row, which CUDA graphs need."""
+    shards: tuple[Shard, ...]
+    """The files, in the order of their rows."""
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row may hold."""
+        return self.settings["capacity"]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(shard.bytes for shard in self.shards)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of the file."""
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return {**content, "digest": _digest(content)}
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Manifest:
+        """Read the manifest of a store.
+
+        Raises:
+            ConfigError: the folder holds no finished store, or one of another version, or the file is damaged.
+        """
+        path = Path(folder) / NAME
+        try:
+            text = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise ConfigError(
+                f"{folder} holds no {NAME}, so it is no finished store; write one with `vlmpack pack`, or run that "
+                "again where it was interrupted"
+            ) from None
+        except OSError as error:
+            raise unreadable(path, error) from error
+        try:
+            content = json.loads(text)
+            if (content["format"], content["version"]) != (FORMAT, VERSION):
+                raise ConfigError(
+                    f"{path} is {content['format']} of version {content['version']}, and this vlmpack reads {FORMAT} "
+                    f"of version {VERSION}; pack again"
+                )
+            manifest = cls._from_json(content)
+            if json.loads(json.dumps(manifest.to_json())) != content:
+                raise ValueError("it was changed since it was written: its digest is another one")
+            _check_shards(manifest)
+        except ConfigError:
+            raise
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                f"{path} is damaged ({error!r:.200}); restore it, or remove the folder and pack again"
+            ) from error
+        return manifest
+
+    @classmethod
+    def _from_json(cls, content: Mapping[str, Any]) -> Manifest:
+        shards = tuple(Shard(**shard) for shard in content["shards"])
+        parts = {"counts": Counts(**content["counts"]), "sizes": FixedSizes(**content["sizes"]), "shards": shards}
+        return cls(**{**{field.name: content[field.name] for field in fields(cls)}, **parts})
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    """Compute the SHA-256 of a manifest without its digest, whatever its spaces and the order of its keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def shard_name(number: int, files: int) -> str:
+    """Name one of so many files of rows, counted from 0."""
+    return f"rows-{number:05d}-of-{files:05d}.parquet"
+
+
+def _check_shards(manifest: Manifest) -> None:
+    """Raise a ValueError unless files lie in the folder, each once and in order, and have the rows that are counted."""
+    names = [shard.file for shard in manifest.shards]
+    for number, name in enumerate(names):
+        if name != (expected := shard_name(number, len(names))):
+            raise ValueError(f"it names {name!r} where {expected} belongs")
+    if (rows := sum(shard.rows for shard in manifest.shards)) != manifest.counts.rows:
+        raise ValueError(f"its files have {rows} rows, and it counts {manifest.counts.rows}")
+
+
+# ---------------------------------------------------------------------- the folder
+
+
+def is_store(folder: str | Path) -> bool:
+    """Return whether a finished store lies in a folder."""
+    return (Path(folder) / NAME).is_file()
+
+
+def check_shard_files(folder: Path, manifest: Manifest, *, verify: bool = False) -> None:
+    """Refuse a store whose files of rows are missing or have another size; with `verify` also another SHA-256.
+
+    Raises:
+        ConfigError: one does; names it.
+    """
+    for shard in manifest.shards:
+        path = folder / shard.file
+        try:
+            size = path.stat().st_size if path.is_file() else None
+        except OSError as error:
+            raise unreadable(path, error) from error
+        if size is None:
+            raise _lost(path, f"is not there, and {NAME} lists it with {shard.bytes} bytes")
+        if size != shard.bytes:
+            raise _lost(path, f"has {size} bytes, and {NAME} lists it with {shard.bytes}")
+        if verify and sha256_of(path) != shard.sha256:
+            raise _lost(path, f"is damaged: its SHA-256 is not that of {NAME}")
+
+
+def check_other_files(folder: Path, manifest: Manifest) -> None:
+    """Refuse a store whose plan, lengths or list of samples left out are missing, damaged or of another store.
+
+    Raises:
+        ConfigError: one is; names it.
+    """
+    try:
+        plan, table = Plan.load(folder / PLAN), LengthTable.load(folder / LENGTHS)
+    except (ConfigError, LayoutError) as error:
+        raise _lost(folder, f"lacks a file ({error})") from error
+    if plan.digest != manifest.plan:
+        raise _lost(folder / PLAN, "is the plan of other rows")
+    if (table.given, len(table.refused)) != (manifest.counts.total, manifest.counts.refused):
+        raise _lost(folder / LENGTHS, "holds the lengths of other samples")
+    if Counter(entry["reason"] for entry in read_left_out(folder)) != Counter(manifest.reasons):
+        raise _lost(folder / LEFT_OUT, f"does not list the samples that {NAME} counts")
+
+
+def read_left_out(folder: Path) -> list[dict[str, Any]]:
+    """Read the list of samples in no row, by their places; empty where there is no list.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    path = folder / LEFT_OUT
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []  # texts may hold U+2028
+        return [
+            {**entry, "index": int(entry["index"]), "reason": str(entry["reason"]), "digest": str(entry["digest"])}
+            for entry in map(json.loads, lines)
+        ]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _lost(path, f"is damaged ({error!r:.200})") from error
+
+
+def _lost(path: Path, fault: str) -> ConfigError:
+    return ConfigError(f"{path} {fault}; restore it, or remove the folder and pack again")
+
+
+def sha256_of(path: Path) -> str:
+    """Compute the SHA-256 of a file, in hexadecimal digits.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------- the processor
+
+
+IMAGE_SETTINGS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb", "rescale_factor", "resample")
+"""Of an image processor, besides its sizes."""
+NOT_TOKENS = {"assistant_ids", "newline_ids", "patch_size", "merge_size", "temporal_patch_size"}
+"""Fields of `ProcessorMetadata` that vocabulary and image settings decide."""
+PROBE = "The total is 75,000 Rp.\n\n  Größe 3½\u3000合計：１２３円 👍🏽 <|im_start|>user\nfoo_bar\t\\n 1e-5"
+"""A text on whose tokens tokenizers of one vocabulary may still differ: merges, numbers, spaces, normalisation."""
+
+
+def fingerprint(collator: VLMCollator) -> dict[str, Any]:
+    """Describe the parts of a collator's processor that decide tokens and patches, as JSON; texts by their digests."""
+    metadata, parts = collator.metadata, parts_of(collator.processor)
+    tokenizer = parts.tokenizer
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
+    template = collator.processor.chat_template
+    return {
+        "vocabulary": _short_digest(vocabulary),
+        "tokenizer": _short_digest(json.dumps(tokenizer(PROBE)["input_ids"])),
+        "chat_template": None if template is None else _short_digest(json.dumps(template)),
+        "tokens": {name: value for name, value in asdict(metadata).items() if name not in NOT_TOKENS},
+        "images": _image_settings(parts.image_processor, metadata) if metadata.has_vision else None,
+    }
+
+
+def differences(stored: Mapping[str, Any], current: Mapping[str, Any], name: str = "") -> Iterator[str]:
+    """Yield a line for each part in which two descriptions differ."""
+    for key in sorted({*stored, *current}):
+        before, now, path = stored.get(key), current.get(key), f"{name}{key}"
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            yield from differences(before, now, f"{path}.")
+        elif before != now:
+            yield f"{path} was {json.dumps(before)} and is {json.dumps(now)}"
+
+
+def _image_settings(image_processor: Any, metadata: ProcessorMetadata) -> dict[str, Any]:
+    settings = image_processor.to_dict()
+    size = image_processor.size
+    return {
+        **{name: settings.get(name) for name in IMAGE_SETTINGS},
+        "min_pixels": size["shortest_edge"],
+        "max_pixels": size["longest_edge"],
+        "image_mean": [float(value) for value in image_processor.image_mean],
+        "image_std": [float(value) for value in image_processor.image_std],
+        "patch_size": metadata.patch_size,
+        "merge_size": metadata.merge_size,
+        "temporal_patch_size": metadata.temporal_patch_size,
+    }
+
+
+def _short_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

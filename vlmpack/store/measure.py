@@ -1,0 +1,246 @@
+"""Measure how long every sample is, from its text and the headers of its images: no pixel is decoded.
+
+dataset ──▶ part of 32 samples ──key──▶ in the cache? ──yes──▶ Entry ──▶ LengthTable
+                  │                            │ no              ▲
+                  └─── a worker process: measure ────────────────┘
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import prod
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import numpy as np
+from torch.utils.data import IterableDataset, Subset
+
+from vlmpack.collate import Encoded, VLMCollator, sample_id_of
+from vlmpack.data import StoredRows
+from vlmpack.errors import SampleError, check_kind
+from vlmpack.loading import MapStyle, check_samples, sample_at
+from vlmpack.plan import COLUMNS, LengthTable, Refused, divided_up
+from vlmpack.store.cache import Entry, LengthCache, sample_key, settings_key
+from vlmpack.store.executors import Start, in_order, in_order_on_ray
+from vlmpack.store.folder import WorkFolder
+
+SampleProgress = Callable[[int, int | None], None]
+"""Is called with the number of samples that are measured and the number of all; None: the data set has no length."""
+
+PART = 32
+"""Samples that go to a worker at a time."""
+RAY_PART = 2048
+"""Samples of a Ray task; a kill costs the work on those that were under way."""
+WRITE_EVERY = 2.0
+"""Seconds after which new entries are written to the cache: at most this much is lost."""
+
+
+def measure_lengths(
+    dataset: MapStyle | Iterable[Mapping[str, Any]],
+    collator: VLMCollator,
+    *,
+    workers: int = 0,
+    cache: str | Path | None = None,
+    progress: SampleProgress | None = None,
+    estimate: bool = False,
+    start: Start | None = None,
+) -> LengthTable:
+    """Measure all samples exactly as `collator.collate` will make them, in a small part of the time.
+
+    Text is rendered and tokenised; of an image the header is read, and the processor's resize rule gives its tokens.
+    `max_length` and `overlength` of the collator apply. Its log and limit of skipped samples do not: samples that
+    cannot be used are listed in `LengthTable.refused`, the too long ones among them. Damage behind a header is not
+    found.
+
+    A `datasets.Dataset` that has no format of its own is read without decoding its images.
+
+    Args:
+        dataset: samples as the collator takes them; with `len` and `[i]`, or else anything to iterate over, which is
+            measured in this process whatever `workers` is.
+        collator: the one that will be used for training.
+        workers: processes; 0: this one alone.
+        cache: a file that keeps lengths between calls, see `LengthCache`; None: none.
+        progress: is called with (samples done, samples in all or None) now and then.
+        estimate: one token for each square of an image's pixels, begun ones included (ceil(H/32) * ceil(W/32) for
+            Qwen3-VL), whatever the processor's bounds and rule are.
+        start: how processes are started; None: Python's default on this system.
+
+    Returns:
+        One entry a sample, in the order of the data set, the same whatever the number of workers.
+
+    Raises:
+        ConfigError: something else than samples (a path) and a collator, or no sample can be measured so; the workers
+            or the cache fail.
+    """
+    check_samples(dataset)
+    check_kind("collator", collator, VLMCollator, "VLMCollator(processor)")
+    entries = None if cache is None else LengthCache(cache)
+    settings = b"" if entries is None else settings_key(collator, estimate=estimate)
+    measurer = Measurer(
+        dataset=undecoded(dataset), collator=collator, estimate=estimate, cache=entries, settings=settings
+    )
+    total = None if isinstance(dataset, IterableDataset) or not isinstance(dataset, MapStyle) else len(dataset)
+    if total is None:
+        parts = _streamed(dataset, measurer)
+    else:
+        parts = in_order(measurer, divided_up(total, PART), workers=workers, start=start)
+    rows, refused, done = [], [], 0
+    with closing(parts), closing(parts if entries is None else _saved(parts, entries)) as measured:
+        for part in measured:
+            for index, (entry, sample_id, _) in enumerate(part, done):
+                if entry.reason is None:
+                    rows.append({"sample_ids": index, **entry._asdict()})
+                else:
+                    refused.append(
+                        Refused(index=index, sample_id=sample_id, reason=entry.reason, detail=entry.detail or "")
+                    )
+            done += len(part)
+            if progress is not None:
+                progress(done, total)
+    return LengthTable.from_rows(rows, refused)
+
+
+def lengths_of(sample: Encoded) -> Entry:
+    """Count tokens, media, patches and targets of one sample, cut into patches or only measured."""
+    text, image, video = np.bincount(sample.types, minlength=3).tolist()
+    return Entry(
+        text_tokens=text,
+        image_tokens=image,
+        video_tokens=video,
+        images=len(sample.images),
+        videos=len(sample.videos),
+        patches=sum(prod(visual.grid) for visual in (*sample.images, *sample.videos)),
+        targets=sample.num_targets,
+    )
+
+
+# ---------------------------------------------------------------------- one part
+
+
+class Measured(NamedTuple):
+    """One sample, measured or read from the cache."""
+
+    entry: Entry
+    """Its lengths, or why it was refused."""
+    sample_id: int | str | None
+    """Its `id` or `sample_id`, where it has one."""
+    new_key: bytes | None = None
+    """Key under which it is to be cached; None: it has no key, or is in the cache already."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Measurer:
+    """Measures parts of a data set; pickles to workers."""
+
+    dataset: Any
+    """Samples by place, or a stream of them."""
+    collator: VLMCollator
+    """Measures the samples."""
+    estimate: bool
+    """Whether images are estimated only."""
+    cache: LengthCache | None
+    """Is read here and written by the caller."""
+    settings: bytes
+    """Of `settings_key`; empty without a cache."""
+
+    def __call__(self, part: int) -> list[Measured]:
+        """Measure one part of a map-style data set."""
+        places = range(part * PART, min((part + 1) * PART, len(self.dataset)))
+        return self.measure([sample_at(self.dataset, place) for place in places])
+
+    def measure(self, samples: Sequence[Any]) -> list[Measured]:
+        """Measure samples, or the refusals that a data set raised in their place."""
+        if self.cache is None:
+            return [self._measured(sample, None, {}) for sample in samples]
+        keys = [sample_key(sample, self.settings, self.collator) for sample in samples]
+        cached = self.cache.get([key for key in keys if key is not None])
+        return [self._measured(sample, key, cached) for sample, key in zip(samples, keys, strict=True)]
+
+    def _measured(self, sample: Any, key: bytes | None, cached: Mapping[bytes, Entry]) -> Measured:
+        if isinstance(sample, SampleError):
+            return Measured(_refusal(sample), sample.sample_id)
+        if key is not None and key in cached:
+            return Measured(cached[key], sample_id_of(sample))
+        try:
+            entry = lengths_of(self.collator.measure(sample, 0, estimate=self.estimate))
+        except SampleError as error:
+            entry = _refusal(error)
+        return Measured(entry, sample_id_of(sample), key)
+
+
+def _refusal(error: SampleError) -> Entry:
+    return Entry(reason=error.reason, detail=error.detail)
+
+
+def _streamed(dataset: Any, measurer: Measurer) -> Generator[list[Measured]]:
+    """Measure a data set without places, some samples at a time."""
+    samples = iter(dataset)
+    while part := list(islice(samples, PART)):
+        yield measurer.measure(part)
+
+
+def undecoded(dataset: Any) -> Any:
+    """Read a `datasets.Dataset` without a format of its own as plain values, images encoded; else return `dataset`."""
+    datasets = sys.modules.get("datasets")
+    if datasets is None or not isinstance(dataset, datasets.Dataset) or dataset.format["type"] is not None:
+        return dataset
+    return StoredRows(table=dataset.with_format("arrow", columns=dataset.format["columns"]))
+
+
+def _saved(parts: Iterable[list[Measured]], cache: LengthCache) -> Generator[list[Measured]]:
+    """Yield parts, and write their new entries every few seconds, at the end, and before an error leaves."""
+    pending, due = {}, time.monotonic() + WRITE_EVERY
+    with cache:
+        try:
+            for part in parts:
+                pending |= {sample.new_key: sample.entry for sample in part if sample.new_key is not None}
+                if time.monotonic() > due:
+                    cache.put(pending)
+                    pending, due = {}, time.monotonic() + WRITE_EVERY
+                yield part
+        finally:
+            cache.put(pending)
+
+
+# ---------------------------------------------------------------------- on Ray
+
+
+def measure_on_ray(
+    dataset: MapStyle, collator: VLMCollator, *, folder: WorkFolder, progress: SampleProgress
+) -> LengthTable:
+    """Measure a map-style data set by Ray tasks, in parts that lie in the work folder until all are there."""
+    total = len(dataset)
+    parts = [range(start, min(start + RAY_PART, total)) for start in range(0, total, RAY_PART)]
+    files = {folder.path / f"lengths-{part.start:09d}.zip": part for part in parts}
+    missing = {path: part for path, part in files.items() if not path.is_file()}
+    work = RayMeasurer(dataset=dataset, collator=collator, parts=tuple(missing.values()))
+    with closing(in_order_on_ray(work, len(missing))) as tables:
+        for (path, part), table in zip(missing.items(), tables, strict=True):
+            table.save(path)
+            progress(part.stop, total)
+    tables = [LengthTable.load(path) for path in files]
+    columns = {name: np.concatenate(list(map(attrgetter(name), tables))) for name in COLUMNS}
+    return LengthTable(**columns, refused=tuple(refusal for table in tables for refusal in table.refused))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RayMeasurer:
+    """Measures parts of a data set; places count from the start of the whole data set."""
+
+    dataset: MapStyle
+    collator: VLMCollator
+    parts: tuple[range, ...]
+
+    def __call__(self, part: int) -> LengthTable:
+        places = self.parts[part]
+        table = measure_lengths(Subset(self.dataset, places), self.collator)  # pyright: ignore[reportArgumentType]
+        refused = tuple(replace(refusal, index=refusal.index + places.start) for refusal in table.refused)
+        return replace(table, sample_ids=table.sample_ids + places.start, refused=refused)

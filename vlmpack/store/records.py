@@ -1,0 +1,364 @@
+"""Convert a packed row to one row of a parquet file, and back.
+
+    samples          a: text, image, text (5)     b: text (3)
+    input_ids        a a a a a b b b              without padding: slots are laid out when the row is read
+    labels           . . . a a . b b              not shifted, -100 where nothing is learnt
+    cu_seqlens       0 5 8                        where samples start and end
+    places           17 4                         of the samples in the data set
+    sample_ids       "\\"receipt-17\\"", "4"        their own ids as JSON, or else their places
+    digests          "9f...", "04..."             of the samples in the data set, see `shards.sample_digest`
+    images_per_sample  1 0
+    image_info       grid [1, 4, 6], options "{}"                 read without the images
+    images           bytes, or path and sha256                    read when the row is trained on
+
+Each row is a row group: reading one touches no byte of another. Ids and labels are compressed by zstd; images are
+compressed already, and are kept encoded or as a path and digest, never as pixels. Every page has a checksum. So has
+each row, in the file's footer: damage to what no page covers (headers of pages, offsets) would give other rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Literal, TypedDict, final
+
+import numpy as np
+from PIL import Image
+
+from vlmpack.collate import VIDEO_KEYS, Encoded, MediaRef, Visual
+from vlmpack.data import DEFAULT_LIMITS, ImageError, ImageLimits, load_image, read_encoded
+from vlmpack.errors import ConfigError, LayoutError, SampleError, check_extra
+from vlmpack.layout import IMAGE, VIDEO
+
+Images = Literal["bytes", "reference"]
+IMAGES: tuple[Images, ...] = ("bytes", "reference")
+
+MEDIA = ("images", "videos")
+END = 64
+"""Bytes of each end of an image that its row's checksum covers."""
+COMPRESSION = dict.fromkeys(("input_ids.list.element", "labels.list.element"), "ZSTD")
+
+CHECKSUMS = "vlmpack.checksums"
+"""Key of the footer: the `checksums` of each row, separated by spaces."""
+OPTION_KEYS = (*VIDEO_KEYS, "sample_fps", "raw_fps")
+"""Keys beside an image or a video that change its patches."""
+PNG_EFFORT = 3
+"""Compression level of PNG, 0 to 9: higher ones take much longer and save little."""
+
+
+def pyarrow() -> Any:
+    """Import pyarrow with its parquet part.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    check_extra("data", "pyarrow", needed_by="the parquet files of stored rows")
+    import pyarrow
+    import pyarrow.parquet
+
+    return pyarrow
+
+
+def schema(*, has_media: bool) -> Any:
+    """Return the columns; a store of texts has none for media."""
+    pa = pyarrow()
+    ints, texts = pa.list_(pa.int32()), pa.list_(pa.string())
+    columns = [("input_ids", ints), ("labels", ints), ("cu_seqlens", ints), ("places", pa.list_(pa.int64()))]
+    columns += [("sample_ids", texts), ("digests", texts)]
+    if not has_media:
+        return pa.schema(columns)
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string()), ("sha256", pa.string())])
+    facts = [("grid", ints), ("options", pa.string())]
+    times = [("seconds", pa.float64()), ("timestamps", pa.list_(pa.float64()))]
+    columns += [("images_per_sample", ints), ("videos_per_sample", ints)]
+    columns += [("image_info", pa.list_(pa.struct(facts))), ("video_info", pa.list_(pa.struct([*facts, *times])))]
+    columns += [("images", pa.list_(image)), ("videos", pa.list_(pa.list_(image)))]
+    return pa.schema(columns)
+
+
+def open_writer(file: Any, *, has_media: bool) -> Any:
+    """Open a `ParquetWriter` for tables of one row, each of which becomes a row group."""
+    return pyarrow().parquet.ParquetWriter(
+        file,
+        schema(has_media=has_media),
+        compression=COMPRESSION,
+        use_dictionary=False,
+        write_statistics=False,
+        write_page_checksum=True,
+    )
+
+
+# ---------------------------------------------------------------------- images
+
+
+class StoredImage(TypedDict):
+    """One image or frame: the fields of `datasets.Image`, and a digest."""
+
+    bytes: bytes | None
+    """The encoded image; None: it lies at `path`."""
+    path: str | None
+    """Where it lies; None: it is here."""
+    sha256: str | None
+    """Of what lies at `path`."""
+
+
+def stored_image(source: Any, how: Images, limits: ImageLimits) -> StoredImage:
+    """Read an image as it is stored.
+
+    Args:
+        source: as `load_image` takes it.
+        how: "bytes" or "reference".
+        limits: caps for the encoded image.
+
+    Raises:
+        ImageError: it cannot be read.
+        ConfigError: it is to be a reference, and lies in no file.
+    """
+    if how == "reference":
+        path = _path_of(source)
+        return StoredImage(bytes=None, path=path, sha256=hashlib.sha256(read_encoded(path, limits=limits)).hexdigest())
+    if isinstance(source, Image.Image):  # upright RGB: it is read back with the pixels that the collator makes of it
+        file = io.BytesIO()
+        load_image(source, limits=limits).save(file, "PNG", compress_level=PNG_EFFORT)
+        return StoredImage(bytes=file.getvalue(), path=None, sha256=None)
+    return StoredImage(bytes=read_encoded(source, limits=limits), path=None, sha256=None)
+
+
+@final
+class ReferencedImage(Mapping[str, Any]):
+    """`{"bytes": ...}` of a file that is read at the first access; a mapping, because `load_image` takes one.
+
+    The access raises an ImageError where the file is gone (`image_missing`) or has other bytes (`image_changed`).
+    """
+
+    def __init__(self, stored: StoredImage, limits: ImageLimits) -> None:
+        self.stored, self.limits = stored, limits
+
+    def __getitem__(self, key: str) -> Any:
+        if key != "bytes":
+            raise KeyError(key)
+        return self._encoded
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("bytes",))
+
+    def __len__(self) -> int:
+        return 1
+
+    @cached_property
+    def _encoded(self) -> bytes:
+        path = self.stored["path"]
+        assert path is not None, "an image has bytes or a path"
+        encoded = read_encoded(path, limits=self.limits)
+        if hashlib.sha256(encoded).hexdigest() != self.stored["sha256"]:
+            raise ImageError(
+                f"the file {path} is another one than when the rows were packed (its SHA-256 differs); put the old one "
+                "back, or pack again",
+                "image_changed",
+            )
+        return encoded
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise ConfigError(f"{value!r} stands beside an image as one of {', '.join(OPTION_KEYS)}; give a number")
+
+
+def _path_of(source: Any) -> str:
+    """Return the absolute path of an image."""
+    if isinstance(source, Mapping) and source.get("bytes") is None and source.get("path") is not None:
+        return _path_of(source["path"])
+    if isinstance(source, Path):
+        return str(source.expanduser().absolute())
+    if isinstance(source, str) and not source.startswith("data:"):
+        return source if "://" in source[:32] else str(Path(source).absolute())
+    raise ConfigError(
+        f"an image given as {type(source).__name__} lies in no file that a store could refer to; keep images='bytes'"
+    )
+
+
+# ---------------------------------------------------------------------- samples to a row
+
+
+def record_of(
+    samples: Sequence[Encoded], places: Sequence[int], digests: Sequence[str], how: Images, limits: ImageLimits
+) -> dict[str, Any]:
+    """Make the columns of one row; those of media may be left out if there are none.
+
+    Raises:
+        SampleError: an image cannot be read; names its sample's place.
+        ConfigError: a sample brought patches instead of images, or an image that cannot be a reference.
+    """
+    images, videos = [], []
+    for sample, place in zip(samples, places, strict=True):
+        try:
+            images += [stored_image(_source(image).source, how, limits) for image in sample.images]
+            videos += [[stored_image(frame, how, limits) for frame in _source(v).source] for v in sample.videos]
+        except ImageError as error:
+            raise SampleError(error.detail, index=place, reason=error.reason, sample_id=sample.sample_id) from error
+    return {
+        "input_ids": np.concatenate([sample.input_ids for sample in samples]).astype(np.int32),
+        "labels": np.concatenate([sample.labels for sample in samples]).astype(np.int32),
+        "cu_seqlens": [0, *accumulate(sample.num_tokens for sample in samples)],
+        "places": list(places),
+        "sample_ids": [json_text(sample.sample_id) for sample in samples],
+        "digests": list(digests),
+        "images_per_sample": [len(sample.images) for sample in samples],
+        "videos_per_sample": [len(sample.videos) for sample in samples],
+        "image_info": [_info(image) for sample in samples for image in sample.images],
+        "video_info": [
+            {**_info(video), "seconds": video.seconds, "timestamps": list(video.timestamps)}
+            for sample in samples
+            for video in sample.videos
+        ],
+        "images": images,
+        "videos": videos,
+    }
+
+
+def _info(visual: Visual) -> dict[str, Any]:
+    options = _source(visual).options
+    sizing = {key: options[key] for key in OPTION_KEYS if options.get(key) is not None}
+    return {"grid": list(visual.grid), "options": json.dumps(sizing, sort_keys=True, default=_number)}
+
+
+def _source(visual: Visual) -> MediaRef:
+    if visual.source is None:
+        raise ConfigError(
+            "a sample brings patches (pixel_values), and rows are stored with encoded images, never with pixels; give "
+            "samples as messages with images"
+        )
+    return visual.source
+
+
+def json_text(content: Any) -> str:
+    """Write JSON in one line, letters of all scripts as they are; what UTF-8 cannot hold is escaped.
+
+    Half of a surrogate pair is legal in JSON and in a Python string, and in no file.
+    """
+    text = json.dumps(content, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(content)
+    return text
+
+
+def checksums(table: Any) -> str:
+    """Compute 16 hexadecimal digits for the columns of one row, then 16 for its media where they were read.
+
+    Of each image they cover the length and both ends. The bytes between are covered by the checksum of their page, as
+    long as pages are found where they were written.
+
+    Args:
+        table: of pyarrow, one row.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for name in table.column_names:
+        if name not in MEDIA:
+            is_numbers = table.schema.field(name).type == pyarrow().list_(pyarrow().int32())
+            content = _ints(table, name).tobytes() if is_numbers else json.dumps(table[name].to_pylist()).encode()
+            digest.update(f"{name} {len(content)}:".encode() + content)
+    has_media = all(name in table.column_names for name in MEDIA)
+    return digest.hexdigest() + (_media_checksum(table) if has_media else "")
+
+
+def _media_checksum(table: Any) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for name, images in (("images", _flat(table, "images")), ("videos", _flat(table, "videos").values)):
+        digest.update(f"{name} {len(images)}:".encode())
+        for image in map(images.field, ("path", "sha256")):
+            digest.update(json.dumps(image.to_pylist()).encode())
+        for encoded in images.field("bytes"):
+            buffer = memoryview(encoded.as_buffer() if encoded.is_valid else b"")
+            digest.update(f"{len(buffer)}:".encode() + buffer[:END] + buffer[-END:])
+    return digest.hexdigest()
+
+
+def _flat(table: Any, name: str) -> Any:
+    """Return the values of a list column of the one row."""
+    column = table[name]
+    return (column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()).values  # not copied
+
+
+# ---------------------------------------------------------------------- a row to samples
+
+
+def samples_of(
+    table: Any, media_ids: tuple[int, int], limits: ImageLimits = DEFAULT_LIMITS
+) -> tuple[tuple[int, Encoded], ...]:
+    """Return (place, sample) of every sample of a row.
+
+    Args:
+        table: of pyarrow, one row. Without the columns `MEDIA`, samples have grids and no sources, and cannot be
+            trained on.
+        media_ids: the placeholders of images and of videos.
+        limits: caps for images that are read from their files.
+
+    Raises:
+        LayoutError: columns contradict each other.
+    """
+    ids, labels = _ints(table, "input_ids"), _ints(table, "labels")
+    bounds, places = _ints(table, "cu_seqlens").tolist(), table["places"][0].as_py()
+    names = [json.loads(name) for name in table["sample_ids"][0].as_py()]
+    _check(bounds, len(ids), len(labels), len(places), len(names))
+    types = IMAGE * (ids == media_ids[0]) + VIDEO * (ids == media_ids[1])
+    images, videos = _visuals(table, "image", limits), _visuals(table, "video", limits)
+    samples = []
+    for (start, stop), place, name, *media in zip(pairwise(bounds), places, names, images, videos, strict=True):
+        sample = Encoded(
+            input_ids=ids[start:stop],
+            labels=labels[start:stop],
+            types=types[start:stop],
+            images=media[0],
+            videos=media[1],
+            sample_id=name,
+        )
+        samples.append((place, sample))
+    return tuple(samples)
+
+
+def _ints(table: Any, name: str) -> np.ndarray:
+    """Return the numbers of a list column of the one row, int64."""
+    return _flat(table, name).to_numpy().astype(np.int64)
+
+
+def _check(bounds: Sequence[int], ids: int, labels: int, places: int, names: int) -> None:
+    rises = bounds[:1] == [0] and all(a < b for a, b in pairwise(bounds)) and bounds[-1] == ids == labels
+    if not rises or not places == names == len(bounds) - 1:
+        raise LayoutError(
+            f"cu_seqlens {list(bounds[:9])} must rise from 0 to the {ids} input_ids and {labels} labels, for {places} "
+            f"places and {names} sample_ids; pack again"
+        )
+
+
+def _visuals(table: Any, kind: str, limits: ImageLimits) -> Sequence[tuple[Visual, ...]]:
+    """Return the images (or videos) of each sample."""
+    if f"{kind}_info" not in table.column_names:
+        return ((),) * (len(table["cu_seqlens"][0]) - 1)
+    infos, counts = table[f"{kind}_info"][0].as_py(), table[f"{kind}s_per_sample"][0].as_py()
+    if sum(counts) != len(infos):
+        raise LayoutError(f"{kind}s_per_sample counts {sum(counts)} {kind}s, {kind}_info {len(infos)}; pack again")
+    stored = table[f"{kind}s"][0].as_py() if f"{kind}s" in table.column_names else [None] * len(infos)
+    visuals = [_visual(info, media, limits) for info, media in zip(infos, stored, strict=True)]
+    return [tuple(visuals[start:stop]) for start, stop in pairwise([0, *accumulate(counts)])]
+
+
+def _visual(info: Mapping[str, Any], stored: Any, limits: ImageLimits) -> Visual:
+    """Make an image, or a video of a list of frames; None: without its source."""
+    frames, rows, columns = info["grid"]
+    seconds, timestamps, source = info.get("seconds"), tuple(info.get("timestamps", ())), None
+    if stored is not None:
+        source = [_lazy(frame, limits) for frame in stored] if isinstance(stored, list) else _lazy(stored, limits)
+        source = MediaRef(source=source, options=json.loads(info["options"]))
+    return Visual(grid=(frames, rows, columns), pixels=None, seconds=seconds, timestamps=timestamps, source=source)
+
+
+def _lazy(stored: StoredImage, limits: ImageLimits) -> Mapping[str, Any]:
+    return stored if stored["bytes"] is not None else ReferencedImage(stored, limits)
