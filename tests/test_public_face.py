@@ -15,7 +15,6 @@ import vlmpack
 PUBLIC = [
     "BackendError",
     "Budget",
-    "Ceiling",
     "ConfigError",
     "CostModel",
     "Evaluation",
@@ -37,6 +36,7 @@ PUBLIC = [
     "RowSettings",
     "SampleError",
     "Segments",
+    "SkipLimit",
     "SlotRule",
     "StepConfig",
     "StepResult",

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vlmpack.collate import Ceiling, VLMCollator
+    from vlmpack.collate import SkipLimit, VLMCollator
     from vlmpack.context_parallel import Parallel, sum_counts
     from vlmpack.data import ImageLimits, open_dataset
     from vlmpack.errors import BackendError, ConfigError, FamilyError, LayoutError, SampleError, VlmpackError
@@ -31,7 +31,6 @@ __version__ = "0.1.0"
 __all__ = [
     "BackendError",
     "Budget",
-    "Ceiling",
     "ConfigError",
     "CostModel",
     "Evaluation",
@@ -53,6 +52,7 @@ __all__ = [
     "RowSettings",
     "SampleError",
     "Segments",
+    "SkipLimit",
     "SlotRule",
     "StepConfig",
     "StepResult",
@@ -77,7 +77,7 @@ __all__ = [
 ]
 
 _ROOM = {
-    "collate": ("Ceiling", "VLMCollator"),
+    "collate": ("SkipLimit", "VLMCollator"),
     "data": ("ImageLimits", "open_dataset"),
     "errors": ("BackendError", "ConfigError", "FamilyError", "LayoutError", "SampleError", "VlmpackError"),
     "layout": ("HostMetadata", "Media", "PackedRow", "PaddedBatch", "Segments", "SlotRule", "pack", "unpack"),

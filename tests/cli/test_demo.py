@@ -125,8 +125,8 @@ def test_the_cosine_of_a_leaking_row_is_not_1(receipts: Any, monkeypatch: pytest
     assert packed_against_alone(model, processor, receipts).cosine > 1 - 1e-9
     assert is_packing(model)
 
-    def one_segment(**facts: Any) -> RowContext:
-        return RowContext(**{**facts, "segments": Segments.from_lengths([facts["segments"].total])})
+    def one_segment(**metadata: Any) -> RowContext:
+        return RowContext(**{**metadata, "segments": Segments.from_lengths([metadata["segments"].total])})
 
     monkeypatch.setattr(inputs, "RowContext", one_segment)
     assert packed_against_alone(model, processor, receipts).cosine < 0.999
@@ -184,9 +184,9 @@ def test_the_table_shows_ratios_and_differences() -> None:
 
 
 def test_an_unmodified_model_is_not_shown_what_only_the_host_knows(receipts: Any) -> None:
-    recorder = Recorder(collator=VLMCollator(tiny_processor()), keep_facts=False)
+    recorder = Recorder(collator=VLMCollator(tiny_processor()), keep_metadata=False)
     small_batch, large_batch = recorder(receipts[:1]), recorder(receipts)
     assert "vlmpack" not in small_batch
-    assert [len(facts.lengths) for facts in recorder.facts] == [1, 3]
+    assert [len(metadata.lengths) for metadata in recorder.metadata] == [1, 3]
     assert recorder.physical == [small_batch["input_ids"].numel(), large_batch["input_ids"].numel()]
     assert recorder.largest is large_batch

@@ -94,8 +94,8 @@ def test_the_tables_for_people_name_families_verdicts_and_reasons(few_families: 
 
 
 def test_a_leak_is_reported_and_the_exit_status_is_1(monkeypatch: pytest.MonkeyPatch, few_families: None) -> None:
-    def one_segment(**facts: Any) -> RowContext:
-        return RowContext(**{**facts, "segments": Segments.from_lengths([facts["segments"].total])})
+    def one_segment(**metadata: Any) -> RowContext:
+        return RowContext(**{**metadata, "segments": Segments.from_lengths([metadata["segments"].total])})
 
     monkeypatch.setattr(inputs, "RowContext", one_segment)
     result = CliRunner().invoke(app, ["doctor", "--device", "cpu"])
@@ -107,7 +107,7 @@ def test_a_leak_is_reported_and_the_exit_status_is_1(monkeypatch: pytest.MonkeyP
 
 
 def test_a_crash_is_a_finding_and_the_exit_status_is_1(monkeypatch: pytest.MonkeyPatch, few_families: None) -> None:
-    def broken(**facts: Any) -> RowContext:
+    def broken(**metadata: Any) -> RowContext:
         raise TypeError("this transformers hands over something else")
 
     monkeypatch.setattr(inputs, "RowContext", broken)

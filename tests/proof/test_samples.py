@@ -61,17 +61,17 @@ def test_a_batch_knows_what_a_collator_knows() -> None:
     kind, config = family_named("qwen2_5_vl"), tiny_config("qwen2_5_vl")
     samples = synthetic_samples(kind, config)
     batch = batch_of(samples)
-    facts, media = batch.facts, batch.media
-    assert facts is not None
-    assert facts.lengths == tuple(batch.attention_mask.sum(1).tolist())
-    assert facts.images_per_sample == (1, 0, 2, 0)
-    assert facts.videos_per_sample == (0, 0, 0, 1)
+    metadata, media = batch.metadata, batch.media
+    assert metadata is not None
+    assert metadata.lengths == tuple(batch.attention_mask.sum(1).tolist())
+    assert metadata.images_per_sample == (1, 0, 2, 0)
+    assert metadata.videos_per_sample == (0, 0, 0, 1)
     assert media.image_grid_thw is not None
     assert media.pixel_values is not None
     assert media.second_per_grid_ts is not None
-    assert media.image_grid_thw.tolist() == [list(grid) for grid in facts.image_grids]
-    assert len(media.pixel_values) == sum(map(prod, facts.image_grids))
-    assert media.second_per_grid_ts.tolist() == list(facts.seconds_per_grid) == [1.5]
+    assert media.image_grid_thw.tolist() == [list(grid) for grid in metadata.image_grids]
+    assert len(media.pixel_values) == sum(map(prod, metadata.image_grids))
+    assert media.second_per_grid_ts.tolist() == list(metadata.seconds_per_grid) == [1.5]
 
 
 @pytest.mark.parametrize("lengths", [(8, 16), (24, 24), (5, 11), (120, 240), (1, 1)])

@@ -98,7 +98,7 @@ def test_ranks_go_on_working_together_afterwards() -> None:
 
 @pytest.mark.parametrize("enabled", [False, True])
 def test_nor_does_one_in_which_everything_raises(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(**facts: Any) -> None:
+    def broken(**metadata: Any) -> None:
         raise TypeError("broken")
 
     model = used("qwen3_vl")

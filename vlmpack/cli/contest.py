@@ -125,7 +125,7 @@ def run(
     """
     if layout == "packed":
         enable_packing(model)
-    recorder = Recorder(collator=collator, keep_facts=layout == "packed")
+    recorder = Recorder(collator=collator, keep_metadata=layout == "packed")
     losses: list[torch.Tensor] = []
     hook = model.register_forward_hook(lambda module, given, output: losses.append(output.loss.detach()))
     watch = Stopwatch(settings.device, after_step=lambda: tick(float(losses[-1])))
@@ -139,7 +139,7 @@ def run(
     steps = len(watch.seconds)
     return Run(
         layout=layout,
-        lengths=tuple(facts.lengths for facts in recorder.facts[:steps]),
+        lengths=tuple(metadata.lengths for metadata in recorder.metadata[:steps]),
         physical=tuple(recorder.physical[:steps]),
         seconds=tuple(watch.seconds),
         losses=tuple(float(loss) for loss in losses),
@@ -190,9 +190,9 @@ class Recorder:
 
     collator: VLMCollator
     """Makes the batches."""
-    keep_facts: bool
-    """Whether the model understands the host's facts; an unmodified one must not see them."""
-    facts: list[HostMetadata] = field(default_factory=list)
+    keep_metadata: bool
+    """Whether the model understands the host's metadata; an unmodified one must not see them."""
+    metadata: list[HostMetadata] = field(default_factory=list)
     """Of each batch."""
     physical: list[int] = field(default_factory=list)
     """Tokens of each batch, padding included."""
@@ -203,13 +203,13 @@ class Recorder:
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """One batch."""
         batch = self.collator(features)
-        facts: HostMetadata = batch[METADATA_KEY]
-        self.facts.append(facts)
+        metadata: HostMetadata = batch[METADATA_KEY]
+        self.metadata.append(metadata)
         self.physical.append(batch["input_ids"].numel())
-        if not self.keep_facts:
+        if not self.keep_metadata:
             del batch[METADATA_KEY]
-        if len(facts.lengths) * max(facts.lengths) > self._area:
-            self._area, self.largest = len(facts.lengths) * max(facts.lengths), batch
+        if len(metadata.lengths) * max(metadata.lengths) > self._area:
+            self._area, self.largest = len(metadata.lengths) * max(metadata.lengths), batch
         return batch
 
 

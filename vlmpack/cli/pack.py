@@ -101,7 +101,7 @@ def pack(
 
     from vlmpack.cli.inputs import InputOptions, open_inputs
     from vlmpack.cli.pack_table import print_store, told
-    from vlmpack.collate import Ceiling
+    from vlmpack.collate import SkipLimit
     from vlmpack.layout import SlotRule
     from vlmpack.store import StoreSettings, write_rows
 
@@ -116,8 +116,8 @@ def pack(
         overlength=overlength, image_root=image_root,
     )  # fmt: skip
     slots = SlotRule(multiple=pad_seq_to_mult, max_segments=max_segments)
-    ceiling = None if max_bad_fraction is None else Ceiling(max_bad_fraction=max_bad_fraction)
-    inputs = open_inputs(options, train_on=train_on, on_bad=on_bad, ceiling=ceiling, slots=slots)
+    skip_limit = None if max_bad_fraction is None else SkipLimit(max_bad_fraction=max_bad_fraction)
+    inputs = open_inputs(options, train_on=train_on, on_bad=on_bad, skip_limit=skip_limit, slots=slots)
     with told(Console(stderr=True)) as progress:
         manifest = write_rows(
             inputs.dataset, out, inputs.collator, settings, workers=workers, executor="ray" if ray else "local",

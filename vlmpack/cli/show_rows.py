@@ -117,7 +117,7 @@ def stored(source: str) -> ShownRows:
         f"{dataset.manifest.fill_ratio:.2%} full{_left_out(counts.refused, counts.dropped)}",
         count=len(dataset),
         capacity=capacity,
-        samples=dataset.outline,
+        samples=dataset.measured,
         lay=lambda samples: Segments.from_lengths([one.num_tokens for one in samples], dataset.slots),
     )
 
@@ -158,7 +158,7 @@ def planned(
         f"{plan.fill:.2%} full{_left_out(len(table.refused), len(plan.dropped) - len(table.refused))}",
         count=len(plan),
         capacity=capacity,
-        samples=lambda row: [inputs.collator.outline(inputs.dataset[place], place) for place in plan.bins[row]],
+        samples=lambda row: [inputs.collator.measure(inputs.dataset[place], place) for place in plan.bins[row]],
         lay=lambda samples: Segments.from_lengths([one.num_tokens for one in samples]),
     )
 

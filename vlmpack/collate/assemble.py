@@ -11,7 +11,7 @@ import torch
 
 from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.encoded import Encoded, Visual
-from vlmpack.collate.processor import ProcessorFacts
+from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.layout import IGNORE, IMAGE, HostMetadata, Media, PackedRow, PaddedBatch, Segments, SlotRule, shift_labels
 
 NO_BUFFERS = PixelBuffers(0)
@@ -60,7 +60,7 @@ def to_padded(
         labels=batch([s.labels for s in samples], IGNORE),
         mm_token_type_ids=batch([s.types for s in samples], 0),
         media=_media(samples, pixel_dtype, buffers),
-        facts=_facts(samples),
+        metadata=_metadata(samples),
     )
 
 
@@ -90,22 +90,22 @@ def to_packed(
         shift_labels=shift_labels(row([s.labels for s in samples], IGNORE), segments),
         mm_token_type_ids=row([s.types for s in samples], 0),
         media=_media(samples, pixel_dtype, buffers),
-        facts=_facts(samples, segments=segments),
+        metadata=_metadata(samples, segments=segments),
     )
 
 
-def filler(facts: ProcessorFacts) -> Encoded:
+def filler(metadata: ProcessorMetadata) -> Encoded:
     """What stands in for a batch without samples: one smallest black image, or one token of text; nothing to learn.
 
     A rank with nothing to do would leave the others waiting in the next collective operation; this gives it a forward
     and a backward pass through every part of the model, with a loss of 0.
     """
-    if not facts.has_vision:
-        ids = np.array([facts.pad_token_id], np.int64)
+    if not metadata.has_vision:
+        ids = np.array([metadata.pad_token_id], np.int64)
         return Encoded(input_ids=ids, labels=np.full_like(ids, IGNORE), types=np.zeros_like(ids))
-    ids = np.array([facts.vision_start_id, facts.image_token_id, facts.vision_end_id], np.int64)
-    merge = facts.merge_size
-    image = Visual(pixels=torch.zeros(merge * merge, facts.patch_dim), grid=(1, merge, merge))
+    ids = np.array([metadata.vision_start_id, metadata.image_token_id, metadata.vision_end_id], np.int64)
+    merge = metadata.merge_size
+    image = Visual(pixels=torch.zeros(merge * merge, metadata.patch_dim), grid=(1, merge, merge))
     types = np.array([0, IMAGE, 0], np.int64)
     return Encoded(input_ids=ids, labels=np.full_like(ids, IGNORE), types=types, images=(image,))
 
@@ -118,7 +118,7 @@ def _write(arrays: Sequence[np.ndarray], starts: Sequence[int], total: int, fill
     return torch.from_numpy(out)
 
 
-def _facts(samples: Sequence[Encoded], segments: Segments | None = None) -> HostMetadata:
+def _metadata(samples: Sequence[Encoded], segments: Segments | None = None) -> HostMetadata:
     images = tuple(len(sample.images) for sample in samples)
     videos = tuple(len(sample.videos) for sample in samples)
     return HostMetadata(

@@ -15,12 +15,11 @@ import torch
 
 from vlmpack.collate.assemble import BrokenPixels, filler, has_broken_pixels, to_packed, to_padded
 from vlmpack.collate.buffers import PixelBuffers
+from vlmpack.collate.columns import Markers
 from vlmpack.collate.encode import OVERLENGTH, Encoder, Overlength, fit
-from vlmpack.collate.encoded import Encoded
-from vlmpack.collate.labels import TrainOn
-from vlmpack.collate.placeholders import Markers
-from vlmpack.collate.processor import read_processor
-from vlmpack.collate.skipped import Ceiling, Ledger
+from vlmpack.collate.encoded import Encoded, TrainOn
+from vlmpack.collate.processor_metadata import read_processor
+from vlmpack.collate.skipped import SkipLimit, SkipLog
 from vlmpack.data import ImageLimits
 from vlmpack.errors import ConfigError, Refusal, SampleError, VlmpackError, check_kind
 from vlmpack.layout import PackedRow, PaddedBatch, SlotRule, round_up
@@ -49,8 +48,8 @@ class VLMCollator:
             in a sample that has no such column; "places": always places, so that one without its medium is refused;
             "text": always text.
         on_bad: "raise" stops at the first bad sample, "skip" leaves it out, counts it and writes it down.
-        ledger: path of a JSON-lines file for refused samples; None: they are only counted.
-        ceiling: how many skipped samples are too many; None: `Ceiling()`.
+        skip_log: path of a JSON-lines file for refused samples; None: they are only counted.
+        skip_limit: how many skipped samples are too many; None: `SkipLimit()`.
         limits: caps for images, read from their headers before decoding.
         vocab_size: token ids are below this; None: the tokenizer's number of entries.
         pixel_dtype: what pixels are stored as (bfloat16 halves their bytes); None: float32, as the processor gives.
@@ -73,8 +72,8 @@ class VLMCollator:
         train_on: TrainOn = "assistant",
         markers: Markers = "auto",
         on_bad: OnBad = "raise",
-        ledger: str | Path | None = None,
-        ceiling: Ceiling | None = None,
+        skip_log: str | Path | None = None,
+        skip_limit: SkipLimit | None = None,
         limits: ImageLimits | None = None,
         vocab_size: int | None = None,
         pixel_dtype: torch.dtype | None = None,
@@ -87,8 +86,8 @@ class VLMCollator:
         _check_choice("on_bad", on_bad, get_args(OnBad))
         _check_lengths(layout, slots, max_length, overlength)
         _check_pixels(pixel_dtype, pixel_buffers)
-        if ceiling is not None:
-            check_kind("ceiling", ceiling, Ceiling, "Ceiling(max_bad_fraction=0.05)")
+        if skip_limit is not None:
+            check_kind("skip_limit", skip_limit, SkipLimit, "SkipLimit(max_bad_fraction=0.05)")
         self.layout = layout
         self.slots = slots or SlotRule()
         self.max_length = max_length
@@ -100,32 +99,32 @@ class VLMCollator:
         self.pixel_dtype = pixel_dtype
         self.buffers = PixelBuffers(pixel_buffers)
         self.processor = processor
-        self.facts = read_processor(processor, vocab_size=vocab_size)
-        self.ledger = Ledger(ledger, ceiling=ceiling)
+        self.metadata = read_processor(processor, vocab_size=vocab_size)
+        self.skip_log = SkipLog(skip_log, limit=skip_limit)
         """Counts of given, used and refused samples, by reason."""
         self._encoder = Encoder(
             processor=processor,
-            facts=self.facts,
+            metadata=self.metadata,
             limits=self.limits,
             train_on=train_on,
             markers=markers,
-            name_unread=self.ledger.name_unread,
+            name_unread=self.skip_log.name_unread,
             max_length=max_length,
         )
 
     def __repr__(self) -> str:
-        names = ("layout", "slots", "max_length", "overlength", "train_on", "on_bad", "ledger")
+        names = ("layout", "slots", "max_length", "overlength", "train_on", "on_bad", "skip_log")
         given = (f"{name}={self.__dict__[name]!r}" for name in names if self.__dict__[name] not in (None, SlotRule()))
         return f"VLMCollator({type(self.processor).__name__}, {', '.join(given)})"
 
     def __call__(self, features: Sequence[Mapping[str, Any] | SampleError]) -> dict[str, Any]:
-        """The batch as a dictionary for `model(**batch)`, host facts under the key "vlmpack"."""
+        """The batch as a dictionary for `model(**batch)`, host metadata under the key "vlmpack"."""
         return self.collate(features).to_hf()
 
     def collate(self, features: Sequence[Mapping[str, Any] | SampleError]) -> PaddedBatch | PackedRow:
         """The batch as an object. A feature may be an error, as an `OpenDataset` gives it: it is refused as any other.
 
-        `facts.sample_ids` names the samples that are in it, by their own id (`id` or `sample_id`) or else by their
+        `metadata.sample_ids` names the samples that are in it, by their own id (`id` or `sample_id`) or else by their
         place in `features`. It is empty where there are none, because every sample was refused or no features were
         given (an empty row of a sampler): then the batch holds one smallest image with nothing to learn
         (`num_targets` 0), so that this rank still makes its step.
@@ -133,7 +132,7 @@ class VLMCollator:
         Raises:
             SampleError: a sample cannot be used and `on_bad` is "raise"; says which, what was seen and what to do.
             ConfigError: no sample of this kind can be used, such as all without a known column, and `on_bad` is
-                "raise"; or more were refused than the ceiling allows.
+                "raise"; or more were refused than the skip limit allows.
             LayoutError: the samples do not fit the fixed sizes of `slots`.
         """
         if isinstance(features, Mapping):
@@ -144,7 +143,7 @@ class VLMCollator:
         """One sample without its pixels: token ids, labels, and the grid of each image from its header.
 
         What `collate` would make of the sample, `max_length` included, in a small part of the time. Damage to an
-        image that its header does not show is found by `materialise`. The ledger does not count it.
+        image that its header does not show is found by `decode`. The log of skipped samples does not count it.
 
         Args:
             feature: a sample dict.
@@ -173,7 +172,7 @@ class VLMCollator:
             raise outcome
         return round_up(outcome.num_tokens if isinstance(outcome, Encoded) else 1, self.slots.multiple)
 
-    def materialise(self, outlines: Sequence[Encoded]) -> PaddedBatch | PackedRow:
+    def decode(self, outlines: Sequence[Encoded]) -> PaddedBatch | PackedRow:
         """The batch of samples that `outline` gave: their media are read and cut into patches now.
 
         Equal to `collate` of the same samples. A sample whose media cannot be used, or have changed since, is treated
@@ -203,7 +202,7 @@ class VLMCollator:
         """The batch. Samples whose pixels turn out to be broken as they are joined become errors in `outcomes`."""
         usable = [(at, sample) for at, sample in enumerate(outcomes) if isinstance(sample, Encoded)]
         try:
-            return self._joined([_with_id(sample, at) for at, sample in usable] or [filler(self.facts)])
+            return self._joined([_with_id(sample, at) for at, sample in usable] or [filler(self.metadata)])
         except BrokenPixels as broken:
             for at, sample in usable:
                 if has_broken_pixels(sample):
@@ -213,7 +212,7 @@ class VLMCollator:
 
     def _joined(self, samples: Sequence[Encoded]) -> PaddedBatch | PackedRow:
         settings: dict[str, Any] = {
-            "pad_token_id": self.facts.pad_token_id,
+            "pad_token_id": self.metadata.pad_token_id,
             "pixel_dtype": self.pixel_dtype,
             "buffers": self.buffers,
         }
@@ -231,16 +230,16 @@ class VLMCollator:
 
     def _filled(self, outline: Encoded, index: int) -> Encoded:
         named = {} if outline.sample_id is None else {"id": outline.sample_id}
-        return self._checked(named, index, lambda: self._encoder.fill(outline))
+        return self._checked(named, index, lambda: self._encoder.decode(outline))
 
     def _fitted(self, sample: Encoded) -> Encoded:
-        return fit(sample, self.facts, max_length=self.max_length, overlength=self.overlength)
+        return fit(sample, self.metadata, max_length=self.max_length, overlength=self.overlength)
 
     def _checked(self, feature: Mapping[str, Any], index: int | None, make: Callable[[], Encoded]) -> Encoded:
         """What `make` gives, under the sample's own id; its refusal names the sample."""
         sample_id = None
         try:
-            sample_id = own_id(feature)
+            sample_id = sample_id_of(feature)
             sample = make()
         except VlmpackError:
             raise
@@ -258,11 +257,11 @@ class VLMCollator:
     # ------------------------------------------------------------------ the account
 
     def _count(self, outcomes: Iterable[Encoded | SampleError]) -> None:
-        """Tell the ledger; raises the first error that is not to be skipped."""
-        with self.ledger.at_once():
+        """Tell the log of skipped samples; raises the first error that is not to be skipped."""
+        with self.skip_log.at_once():
             for kind, group in groupby(outcomes, key=type):
                 if kind is Encoded:
-                    self.ledger.use(len(list(group)))
+                    self.skip_log.use(len(list(group)))
                     continue
                 for error in group:
                     assert isinstance(error, SampleError)
@@ -270,12 +269,12 @@ class VLMCollator:
 
     def _count_bad(self, error: SampleError) -> None:
         if self._is_fatal(error):
-            self.ledger.note(error)
+            self.skip_log.note(error)
             raise error
         if self.leaves_out(error.reason):
-            self.ledger.note(error)
+            self.skip_log.note(error)
         else:
-            self.ledger.refuse(error)
+            self.skip_log.refuse(error)
 
     def _outcome(self, make: Callable[[], Encoded]) -> Encoded | SampleError:
         """A sample, or why there is none: without its traceback, which would hold on to all that holds the error.
@@ -312,7 +311,7 @@ def _with_id(sample: Encoded, index: int) -> Encoded:
     return sample if sample.sample_id is not None else replace(sample, sample_id=index)
 
 
-def own_id(feature: Any) -> int | str | None:
+def sample_id_of(feature: Any) -> int | str | None:
     """The id that a sample brings with it (`id` or `sample_id`); None: it brings none."""
     if not isinstance(feature, Mapping):
         return None

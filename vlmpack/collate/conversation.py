@@ -23,8 +23,20 @@ from typing import Any, final
 
 import numpy as np
 
-from vlmpack.collate.columns import check_columns_filled, check_one_form, is_absent, is_empty, no_columns
-from vlmpack.collate.placeholders import Kind, Markers, MediaRef, check_markers, column_media, fill_holes, marked_kinds
+from vlmpack.collate.columns import (
+    Kind,
+    Markers,
+    MediaRef,
+    check_columns_filled,
+    check_markers,
+    check_one_form,
+    column_media,
+    fill_holes,
+    is_absent,
+    is_empty,
+    marked_kinds,
+    no_columns,
+)
 from vlmpack.errors import Refusal
 
 ROLES = ("system", "user", "assistant", "tool")

@@ -11,14 +11,21 @@ from typing import Any, Literal, final
 
 import numpy as np
 
-from vlmpack.collate.chat_template import ChatTemplate
-from vlmpack.collate.columns import check_unread
+from vlmpack.collate.columns import Kind, Markers, MediaRef, check_unread
 from vlmpack.collate.conversation import Conversation, read_conversation
-from vlmpack.collate.encoded import Encoded, Visual, check_sample, runs, tokens_of
-from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels
+from vlmpack.collate.encode import ChatTemplate
+from vlmpack.collate.encoded import (
+    Encoded,
+    TrainOn,
+    Visual,
+    assistant_spans,
+    check_sample,
+    make_labels,
+    runs,
+    tokens_of,
+)
 from vlmpack.collate.media import MediaReader
-from vlmpack.collate.placeholders import Kind, Markers, MediaRef
-from vlmpack.collate.processor import ProcessorFacts, parts_of
+from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.collate.tokenised import read_tokenised, token_types
 from vlmpack.data import ImageLimits
 from vlmpack.errors import Refusal
@@ -30,7 +37,7 @@ OVERLENGTH = "overlength"
 """The reason under which samples that are too long are counted."""
 
 
-def fit(sample: Encoded, facts: ProcessorFacts, *, max_length: int | None, overlength: Overlength) -> Encoded:
+def fit(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int | None, overlength: Overlength) -> Encoded:
     """The sample itself if it fits `max_length` tokens, or what the policy makes of it.
 
     Raises:
@@ -39,7 +46,7 @@ def fit(sample: Encoded, facts: ProcessorFacts, *, max_length: int | None, overl
     if max_length is None or sample.num_tokens <= max_length:
         return sample
     if overlength == "truncate":
-        return truncate(sample, facts, max_length=max_length)
+        return truncate(sample, metadata, max_length=max_length)
     media = int((sample.types != TEXT).sum())
     raise Refusal(
         OVERLENGTH,
@@ -49,7 +56,7 @@ def fit(sample: Encoded, facts: ProcessorFacts, *, max_length: int | None, overl
     )
 
 
-def truncate(sample: Encoded, facts: ProcessorFacts, *, max_length: int) -> Encoded:
+def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int) -> Encoded:
     """The longest beginning of at most `max_length` tokens that ends between messages or beside an image.
 
     Images that were cut off are left out with their pixels. No image or video is ever cut in two.
@@ -57,10 +64,10 @@ def truncate(sample: Encoded, facts: ProcessorFacts, *, max_length: int) -> Enco
     Raises:
         Refusal: no such beginning has anything to learn in it.
     """
-    cut = max((c for c in boundaries(sample, facts) if c <= max_length), default=0)
+    cut = max((c for c in boundaries(sample, metadata) if c <= max_length), default=0)
     ids = sample.input_ids[:cut]
-    images = _whole(sample.images, ids, facts, kind="image")
-    videos = _whole(sample.videos, ids, facts, kind="video")
+    images = _whole(sample.images, ids, metadata, kind="image")
+    videos = _whole(sample.videos, ids, metadata, kind="video")
     shorter = replace(
         sample, input_ids=ids, labels=sample.labels[:cut], types=sample.types[:cut], images=images, videos=videos
     )
@@ -73,29 +80,31 @@ def truncate(sample: Encoded, facts: ProcessorFacts, *, max_length: int) -> Enco
     return shorter
 
 
-def boundaries(sample: Encoded, facts: ProcessorFacts) -> list[int]:
+def boundaries(sample: Encoded, metadata: ProcessorMetadata) -> list[int]:
     """Where the sample may be cut, in tokens: after a message, before and after an image; never inside a video."""
     ids = sample.input_ids
-    cuts = [_after_newline(ids, end + 1, facts) for end in np.flatnonzero(ids == facts.turn_end_id).tolist()]
-    for start, stop in runs(ids, facts.image_token_id):
-        before = start - 1 if start and ids[start - 1] == facts.vision_start_id else start
-        after = stop + 1 if stop < len(ids) and ids[stop] == facts.vision_end_id else stop
+    cuts = [_after_newline(ids, end + 1, metadata) for end in np.flatnonzero(ids == metadata.turn_end_id).tolist()]
+    for start, stop in runs(ids, metadata.image_token_id):
+        before = start - 1 if start and ids[start - 1] == metadata.vision_start_id else start
+        after = stop + 1 if stop < len(ids) and ids[stop] == metadata.vision_end_id else stop
         cuts += [before, after]
     return sorted({*cuts, len(ids)})
 
 
-def _after_newline(ids: np.ndarray, position: int, facts: ProcessorFacts) -> int:
+def _after_newline(ids: np.ndarray, position: int, metadata: ProcessorMetadata) -> int:
     """ChatML puts a newline after `<|im_end|>`; it belongs to the message before it."""
-    newline = position < len(ids) and int(ids[position]) in facts.newline_ids
+    newline = position < len(ids) and int(ids[position]) in metadata.newline_ids
     return position + 1 if newline else position
 
 
-def _whole(visuals: tuple[Visual, ...], ids: np.ndarray, facts: ProcessorFacts, *, kind: Kind) -> tuple[Visual, ...]:
+def _whole(
+    visuals: tuple[Visual, ...], ids: np.ndarray, metadata: ProcessorMetadata, *, kind: Kind
+) -> tuple[Visual, ...]:
     """The leading images (or videos) whose placeholders are all among `ids`."""
-    left = len(runs(ids, facts.token_id(kind)))
+    left = len(runs(ids, metadata.token_id(kind)))
     kept = []
     for visual in visuals:
-        left -= len(tokens_of(visual, facts, kind=kind))
+        left -= len(tokens_of(visual, metadata, kind=kind))
         if left < 0:
             break
         kept.append(visual)
@@ -119,7 +128,7 @@ class Encoder:
 
     processor: Any
     """The Qwen processor."""
-    facts: ProcessorFacts
+    metadata: ProcessorMetadata
     """What was read from it."""
     limits: ImageLimits
     """Caps for images and frames."""
@@ -163,18 +172,18 @@ class Encoder:
         if not isinstance(feature, Mapping):
             raise Refusal("bad_row", f"a sample must be a mapping of columns, got a {type(feature).__name__}")
         if feature.get("input_ids") is not None:
-            sample = read_tokenised(feature, self.facts, train_on=self.train_on)
+            sample = read_tokenised(feature, self.metadata, train_on=self.train_on)
             self._check_unread(feature, has_media=bool(sample.images or sample.videos), texts=())
         else:
-            conversation = read_conversation(feature, has_vision=self.facts.has_vision, markers=self.markers)
+            conversation = read_conversation(feature, has_vision=self.metadata.has_vision, markers=self.markers)
             has_media = bool(conversation.images or conversation.videos)
             self._check_unread(feature, has_media=has_media, texts=conversation.plain or tuple(conversation.texts()))
             sample = self._encode_conversation(conversation, read)
-        check_sample(sample, self.facts)
+        check_sample(sample, self.metadata)
         return sample
 
     def _check_unread(self, feature: Mapping[str, Any], *, has_media: bool, texts: Sequence[str]) -> None:
-        columns = check_unread(feature, has_media=has_media or not self.facts.has_vision, texts=texts)
+        columns = check_unread(feature, has_media=has_media or not self.metadata.has_vision, texts=texts)
         if columns and self.name_unread is not None and (new := self.name_unread(columns)):
             warnings.warn(
                 f"samples have columns that nothing reads: {', '.join(new)}; this is said once",
@@ -191,8 +200,8 @@ class Encoder:
             ids, spans = self._chat(conversation, images, videos)
         return Encoded(
             input_ids=ids,
-            labels=make_labels(ids, self.facts, spans=None if self.train_on == "all" else spans),
-            types=token_types(ids, self.facts),
+            labels=make_labels(ids, self.metadata, spans=None if self.train_on == "all" else spans),
+            types=token_types(ids, self.metadata),
             images=images,
             videos=videos,
         )
@@ -200,14 +209,14 @@ class Encoder:
     @cached_property
     def _media(self) -> MediaReader:
         image_processor = parts_of(self.processor).image_processor
-        return MediaReader(image_processor=image_processor, facts=self.facts, limits=self.limits)
+        return MediaReader(image_processor=image_processor, metadata=self.metadata, limits=self.limits)
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        return ChatTemplate(processor=self.processor, takes_parts=self.facts.has_vision)
+        return ChatTemplate(processor=self.processor, takes_parts=self.metadata.has_vision)
 
     def _check_can_see(self, conversation: Conversation) -> None:
-        if (conversation.images or conversation.videos) and not self.facts.has_vision:
+        if (conversation.images or conversation.videos) and not self.metadata.has_vision:
             raise Refusal(
                 "no_vision",
                 f"it has {len(conversation.images)} image(s) and {len(conversation.videos)} video(s), but a tokenizer "
@@ -222,7 +231,7 @@ class Encoder:
         Templates that write XML put the angle brackets around a name: `<|im_end|` is as good as the token.
         """
         typed = conversation.texts() if conversation.plain is None else conversation.plain[1:]
-        reserved = self.facts.reserved if conversation.plain is None else self.facts.reserved_media
+        reserved = self.metadata.reserved if conversation.plain is None else self.metadata.reserved_media
         for text in typed:
             found = next((token for token in reserved if token in f"<{text}>"), None)
             if found is not None:
@@ -239,7 +248,7 @@ class Encoder:
         ids = self._expand(self._template.render(conversation), images, videos)
         if self.train_on == "all":
             return ids, []
-        spans = assistant_spans(ids, self.facts)
+        spans = assistant_spans(ids, self.metadata)
         self._check_turns(spans, sum(message["role"] == "assistant" for message in conversation.messages))
         if conversation.trained_turns is None:
             return ids, spans
@@ -266,14 +275,14 @@ class Encoder:
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """(ids, learnt span) of prompt and completion, tokenised apart as generation will do it; the end is learnt."""
         prompt, completion = self._marked(plain[0], images, videos), plain[1]
-        if not completion.rstrip().endswith(self.facts.eos_token):
-            completion += self.facts.eos_token
+        if not completion.rstrip().endswith(self.metadata.eos_token):
+            completion += self.metadata.eos_token
         before, after = self._expand(prompt, images, videos), self._ids(completion)
         return np.concatenate((before, after)), [(len(before), len(before) + len(after))]
 
     def _marked(self, prompt: str, images: Sequence[Visual], videos: Sequence[Visual]) -> str:
         """A plain prompt with its `<image>` and `<video>` as placeholders, if it does not hold these itself."""
-        kinds = (("image", self.facts.image_token, len(images)), ("video", self.facts.video_token, len(videos)))
+        kinds = (("image", self.metadata.image_token, len(images)), ("video", self.metadata.video_token, len(videos)))
         for kind, token, count in kinds:
             marker = f"<{kind}>"
             if not count or token in prompt or self.markers == "text":
@@ -284,7 +293,7 @@ class Encoder:
                     f"its prompt holds {marker!r} {prompt.count(marker)} time(s) for {count} {kind}(s); write one for "
                     "each, where it belongs in the text, or give prompt and completion as lists of messages",
                 )
-            prompt = prompt.replace(marker, f"{self.facts.vision_start}{token}{self.facts.vision_end}")
+            prompt = prompt.replace(marker, f"{self.metadata.vision_start}{token}{self.metadata.vision_end}")
         return prompt
 
     def _ids(self, text: str) -> np.ndarray:
@@ -296,14 +305,14 @@ class Encoder:
 
     def _expand(self, text: str, images: Sequence[Visual], videos: Sequence[Visual]) -> np.ndarray:
         """Tokenise text with one placeholder an image, then repeat each as often as its grid needs."""
-        if self.facts.frame_timestamps:
+        if self.metadata.frame_timestamps:
             text = self._write_frames(text, videos)
         ids = self._ids(text)
         counts = np.ones(len(ids), np.int64)
         media: tuple[tuple[Kind, Sequence[Visual]], ...] = (("image", images), ("video", videos))
         for kind, visuals in media:
-            needed = [n for visual in visuals for n in tokens_of(visual, self.facts, kind=kind)]
-            at = np.flatnonzero(ids == self.facts.token_id(kind))
+            needed = [n for visual in visuals for n in tokens_of(visual, self.metadata, kind=kind)]
+            at = np.flatnonzero(ids == self.metadata.token_id(kind))
             if len(at) != len(needed):
                 raise Refusal(
                     "placeholder_mismatch",
@@ -315,15 +324,15 @@ class Encoder:
 
     def _write_frames(self, text: str, videos: Sequence[Visual]) -> str:
         """As `Qwen3VLProcessor.replace_video_token`: each frame between vision tokens, its time before them."""
-        facts = self.facts
-        hole = f"{facts.vision_start}{facts.video_token}{facts.vision_end}"
+        metadata = self.metadata
+        hole = f"{metadata.vision_start}{metadata.video_token}{metadata.vision_end}"
         written = iter(["".join(f"<{time:.1f} seconds>{hole}" for time in video.timestamps) for video in videos])
-        if text.count(facts.video_token) != len(videos):
+        if text.count(metadata.video_token) != len(videos):
             raise Refusal(
                 "placeholder_mismatch",
-                f"its text has {text.count(facts.video_token)} video placeholder(s) for {len(videos)} video(s)",
+                f"its text has {text.count(metadata.video_token)} video placeholder(s) for {len(videos)} video(s)",
             )
-        return re.sub(re.escape(facts.video_token), lambda _: next(written), text)
+        return re.sub(re.escape(metadata.video_token), lambda _: next(written), text)
 
 
 def _each(read: Callable[..., Visual], refs: Sequence[MediaRef], *, kind: Kind) -> tuple[Visual, ...]:

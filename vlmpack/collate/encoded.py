@@ -10,8 +10,8 @@ from typing import final
 import numpy as np
 import torch
 
-from vlmpack.collate.placeholders import Kind, MediaRef
-from vlmpack.collate.processor import ProcessorFacts
+from vlmpack.collate.columns import Kind, MediaRef
+from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.errors import Refusal
 from vlmpack.layout import IGNORE, IMAGE, VIDEO, Grid
 
@@ -62,18 +62,18 @@ class Encoded:
         return int(np.count_nonzero(self.labels[1:] != IGNORE))
 
 
-def check_sample(sample: Encoded, facts: ProcessorFacts) -> None:
+def check_sample(sample: Encoded, metadata: ProcessorMetadata) -> None:
     """Raise a `Refusal` for the first thing that is wrong with a sample; reasons are listed in the room's README."""
-    check_ids(sample.input_ids, facts)
-    _check_labels(sample, facts)
+    check_ids(sample.input_ids, metadata)
+    _check_labels(sample, metadata)
     for visual in (*sample.images, *sample.videos):
-        _check_grid(visual, facts)
-        check_pixels(visual, facts)
+        _check_grid(visual, metadata)
+        check_pixels(visual, metadata)
     highest = sample.types.max(initial=0)  # most samples have no video, and many no image: nothing to look for
     if sample.images or highest >= IMAGE:
-        check_runs(sample.input_ids, sample.images, facts, kind="image")
+        check_runs(sample.input_ids, sample.images, metadata, kind="image")
     if sample.videos or highest >= VIDEO:
-        check_runs(sample.input_ids, sample.videos, facts, kind="video")
+        check_runs(sample.input_ids, sample.videos, metadata, kind="video")
     if sample.num_targets == 0:
         raise Refusal(
             "no_targets",
@@ -82,23 +82,23 @@ def check_sample(sample: Encoded, facts: ProcessorFacts) -> None:
         )
 
 
-def check_ids(input_ids: np.ndarray, facts: ProcessorFacts) -> None:
+def check_ids(input_ids: np.ndarray, metadata: ProcessorMetadata) -> None:
     """There are ids, and the embedding has a row for each."""
     if len(input_ids) == 0:
         raise Refusal("empty", "it has no tokens at all; leave it out of the data set")
     low, high = int(input_ids.min()), int(input_ids.max())
-    if low < 0 or high >= facts.vocab_size:
+    if low < 0 or high >= metadata.vocab_size:
         raise Refusal(
             "id_out_of_range",
-            f"it holds the token id {low if low < 0 else high}, but ids run from 0 to {facts.vocab_size - 1}; tokenise "
+            f"it holds the token id {low if low < 0 else high}, but ids run from 0 to {metadata.vocab_size - 1}; tokenise "
             "it with this processor's tokenizer (or pass vocab_size= if the model's embedding is larger)",
         )
 
 
-def check_runs(input_ids: np.ndarray, visuals: Sequence[Visual], facts: ProcessorFacts, *, kind: Kind) -> None:
+def check_runs(input_ids: np.ndarray, visuals: Sequence[Visual], metadata: ProcessorMetadata, *, kind: Kind) -> None:
     """Each unbroken run of placeholders has the length that its own image or frame needs, in order."""
-    seen = run_lengths(input_ids, facts.token_id(kind))
-    needed = [n for visual in visuals for n in tokens_of(visual, facts, kind=kind)]
+    seen = run_lengths(input_ids, metadata.token_id(kind))
+    needed = [n for visual in visuals for n in tokens_of(visual, metadata, kind=kind)]
     if seen == needed:
         return
     if not visuals:
@@ -115,7 +115,7 @@ def check_runs(input_ids: np.ndarray, visuals: Sequence[Visual], facts: Processo
     raise Refusal(
         f"{kind}_token_mismatch",
         f"its runs of {kind} tokens are {_some(seen)} long but its grids need {_some(needed)} (first difference at "
-        f"run {at}); each {kind} needs frames * rows * columns / {facts.merge_size**2} tokens in a run of its own: "
+        f"run {at}); each {kind} needs frames * rows * columns / {metadata.merge_size**2} tokens in a run of its own: "
         "tokenise and cut into patches with the same processor settings, and do not truncate inside an image",
     )
 
@@ -133,32 +133,32 @@ def runs(input_ids: np.ndarray, token_id: int) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def tokens_of(visual: Visual, facts: ProcessorFacts, *, kind: Kind) -> list[int]:
+def tokens_of(visual: Visual, metadata: ProcessorMetadata, *, kind: Kind) -> list[int]:
     """The runs of placeholders that one image or video is written as."""
     frames, rows, columns = visual.grid
-    merged = rows * columns // facts.merge_size**2
-    return [merged] * frames if kind == "video" and facts.frame_timestamps else [frames * merged]
+    merged = rows * columns // metadata.merge_size**2
+    return [merged] * frames if kind == "video" and metadata.frame_timestamps else [frames * merged]
 
 
-def _check_labels(sample: Encoded, facts: ProcessorFacts) -> None:
+def _check_labels(sample: Encoded, metadata: ProcessorMetadata) -> None:
     labels = sample.labels
-    in_range = np.count_nonzero(labels.view(np.uint64) < facts.vocab_size)  # unsigned, negative ones are large
+    in_range = np.count_nonzero(labels.view(np.uint64) < metadata.vocab_size)  # unsigned, negative ones are large
     if in_range + np.count_nonzero(labels == IGNORE) == len(labels):
         return
-    odd = labels[(labels != IGNORE) & ((labels < 0) | (labels >= facts.vocab_size))]
+    odd = labels[(labels != IGNORE) & ((labels < 0) | (labels >= metadata.vocab_size))]
     if len(odd):
         raise Refusal(
             "label_out_of_range",
-            f"it holds the label {int(odd[0])}; labels are -100 (ignored) or ids from 0 to {facts.vocab_size - 1}",
+            f"it holds the label {int(odd[0])}; labels are -100 (ignored) or ids from 0 to {metadata.vocab_size - 1}",
         )
 
 
-def check_pixels(visual: Visual, facts: ProcessorFacts) -> None:
+def check_pixels(visual: Visual, metadata: ProcessorMetadata) -> None:
     """Patches, where they were cut, are floats of the grid's shape; that they are finite is seen as they are joined."""
     if visual.pixels is None:
         return
     frames, rows, columns = visual.grid
-    expected = (frames * rows * columns, facts.patch_dim)
+    expected = (frames * rows * columns, metadata.patch_dim)
     if tuple(visual.pixels.shape) != expected:
         raise Refusal(
             "pixel_shape",
@@ -171,13 +171,13 @@ def check_pixels(visual: Visual, facts: ProcessorFacts) -> None:
         )
 
 
-def _check_grid(visual: Visual, facts: ProcessorFacts) -> None:
+def _check_grid(visual: Visual, metadata: ProcessorMetadata) -> None:
     frames, rows, columns = visual.grid
-    if min(visual.grid) < 1 or rows % facts.merge_size or columns % facts.merge_size:
+    if min(visual.grid) < 1 or rows % metadata.merge_size or columns % metadata.merge_size:
         raise Refusal(
             "bad_grid",
             f"the grid {frames} x {rows} x {columns} (frames, rows, columns of patches) cannot be merged: rows and "
-            f"columns must be positive multiples of {facts.merge_size}; use this processor's image_grid_thw unchanged",
+            f"columns must be positive multiples of {metadata.merge_size}; use this processor's image_grid_thw unchanged",
         )
 
 

@@ -18,9 +18,9 @@ from typing import Any, final
 
 from PIL import Image
 
+from vlmpack.collate.columns import Kind, MediaRef
 from vlmpack.collate.encoded import Encoded, Visual, check_pixels, tokens_of
-from vlmpack.collate.placeholders import Kind, MediaRef
-from vlmpack.collate.processor import ProcessorFacts
+from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.collate.video import VideoPatches, VideoSettings, load_video, outline_video
 from vlmpack.collate.vision_keys import Size, check_enlarged, has_image_keys, image_size, resize_image
 from vlmpack.data import (
@@ -46,7 +46,7 @@ class MediaReader:
 
     image_processor: Any
     """Of the user's processor."""
-    facts: ProcessorFacts
+    metadata: ProcessorMetadata
     """What was read from the processor."""
     limits: ImageLimits
     """Caps for images and frames."""
@@ -77,7 +77,7 @@ class MediaReader:
         for at, ref in enumerate(refs):
             is_sized = kind == "video" or has_image_keys(ref.options)
             visual = self.measure(ref, kind=kind, at=at) if is_sized else self.cut(ref, kind=kind, at=at)
-            left -= sum(tokens_of(visual, self.facts, kind=kind))
+            left -= sum(tokens_of(visual, self.metadata, kind=kind))
             visuals.append(self.cut(ref, kind=kind, at=at) if is_sized and left >= 0 else visual)
         return tuple(visuals)
 
@@ -141,7 +141,7 @@ class MediaReader:
                 f"{kind} {at} was measured as {_shape(measured)} and is now {_shape(visual)}; it, or the processor, "
                 "was changed since: measure and plan again",
             )
-        check_pixels(visual, self.facts)
+        check_pixels(visual, self.metadata)
         return visual
 
     def _cut_image(self, ref: MediaRef) -> Visual:
@@ -163,7 +163,7 @@ class MediaReader:
     def _estimate_image(self, ref: MediaRef) -> Visual:
         if has_image_keys(ref.options):
             return self._sized_image(ref)
-        merge, unit = self.facts.merge_size, self.facts.patch_size * self.facts.merge_size
+        merge, unit = self.metadata.merge_size, self.metadata.patch_size * self.metadata.merge_size
         height, width = read_size(ref.source, limits=self.limits)
         return Visual(pixels=None, grid=(1, merge * -(-height // unit), merge * -(-width // unit)), source=ref)
 
@@ -175,7 +175,7 @@ class MediaReader:
     def _keyed_size(self, ref: MediaRef, height: int, width: int) -> Size:
         """(height, width) in pixels that an image's own keys ask for, which is not too large to be made."""
         size = image_size(ref.options, height=height, width=width, **self._sizes)
-        check_enlarged(size, given=(height, width), factor=self.facts.patch_size * self.facts.merge_size)
+        check_enlarged(size, given=(height, width), factor=self.metadata.patch_size * self.metadata.merge_size)
         return size
 
     def _video(self, ref: MediaRef, read: Callable[..., VideoPatches]) -> Visual:
@@ -184,14 +184,14 @@ class MediaReader:
         return Visual(
             pixels=video.pixel_values,
             grid=video.grid,
-            seconds=video.second_per_grid if self.facts.seconds_per_grid else None,
+            seconds=video.second_per_grid if self.metadata.seconds_per_grid else None,
             timestamps=video.timestamps,
             source=ref,
         )
 
     @property
     def _sizes(self) -> dict[str, int]:
-        return {"patch_size": self.facts.patch_size, "merge_size": self.facts.merge_size}
+        return {"patch_size": self.metadata.patch_size, "merge_size": self.metadata.merge_size}
 
     @cached_property
     def _resize_rule(self) -> Callable[[int, int], Grid]:
@@ -200,7 +200,7 @@ class MediaReader:
         Raises:
             ConfigError: the processor resizes by another rule.
         """
-        unit = self.facts.patch_size * self.facts.merge_size
+        unit = self.metadata.patch_size * self.metadata.merge_size
         if not self.image_processor.do_resize:
             self._try_rule((unit, unit), self._unresized)
             self._try_rule((2 * unit, 3 * unit), self._unresized)
@@ -217,21 +217,21 @@ class MediaReader:
         return grid_from_size(
             height,
             width,
-            patch_size=self.facts.patch_size,
-            merge=self.facts.merge_size,
+            patch_size=self.metadata.patch_size,
+            merge=self.metadata.merge_size,
             min_pixels=area["shortest_edge"],
             max_pixels=area["longest_edge"],
         )
 
     def _unresized(self, height: int, width: int) -> Grid:
         """The grid of an image that is cut as it is."""
-        unit = self.facts.patch_size * self.facts.merge_size
+        unit = self.metadata.patch_size * self.metadata.merge_size
         if height % unit or width % unit:
             raise ValueError(f"{height} x {width} pixels are no multiples of {unit}, and its do_resize is off")
         return self._grid_of(height, width)
 
     def _grid_of(self, height: int, width: int) -> Grid:
-        return 1, height // self.facts.patch_size, width // self.facts.patch_size
+        return 1, height // self.metadata.patch_size, width // self.metadata.patch_size
 
     def _try_rule(self, shape: tuple[int, int], rule: Callable[[int, int], Grid], **options: Any) -> None:
         """Raise a ConfigError unless the processor cuts a black image of this height and width as `rule` says."""

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from vlmpack.collate.columns import is_empty
-from vlmpack.collate.encoded import Encoded, Visual
-from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels, mask_media
-from vlmpack.collate.processor import ProcessorFacts
+from vlmpack.collate.encoded import Encoded, TrainOn, Visual, assistant_spans, make_labels, mask_media
+from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.errors import LayoutError, Refusal
 from vlmpack.layout import IGNORE, IMAGE, TEXT, VIDEO, Grid, lengths_from_mask
 
@@ -27,7 +26,7 @@ BOUNDARIES = ("cu_seqlens_q", "cu_seqlens", "cu_seq_lens_q", "seq_lengths", "seq
 """What a row of several samples brings; as one sample it would let them see each other."""
 
 
-def read_tokenised(feature: Mapping[str, Any], facts: ProcessorFacts, *, train_on: TrainOn) -> Encoded:
+def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, train_on: TrainOn) -> Encoded:
     """Take over `input_ids` [n] or [1, n] and what came with it.
 
     Padding is removed by `attention_mask`; `labels` are kept except on media and on the first token; without labels
@@ -55,11 +54,11 @@ def read_tokenised(feature: Mapping[str, Any], facts: ProcessorFacts, *, train_o
             "it brings position_ids, but positions are computed from the grids when the sample's place in the row is "
             "known; remove the column",
         )
-    types = token_types(ids, facts)
+    types = token_types(ids, metadata)
     _check_types(feature, types, keep)
     return Encoded(
         input_ids=ids,
-        labels=_labels(feature, ids, keep, facts, train_on),
+        labels=_labels(feature, ids, keep, metadata, train_on),
         types=types,
         images=_visuals(feature, "pixel_values", "image_grid_thw"),
         videos=_visuals(feature, "pixel_values_videos", "video_grid_thw"),
@@ -85,11 +84,11 @@ def _check_read(feature: Mapping[str, Any]) -> None:
             )
 
 
-def token_types(input_ids: np.ndarray, facts: ProcessorFacts) -> np.ndarray:
+def token_types(input_ids: np.ndarray, metadata: ProcessorMetadata) -> np.ndarray:
     """int64 [n]: 1 on image placeholders, 2 on video placeholders, 0 elsewhere."""
     types = np.full_like(input_ids, TEXT)
-    types[input_ids == facts.image_token_id] = IMAGE
-    types[input_ids == facts.video_token_id] = VIDEO
+    types[input_ids == metadata.image_token_id] = IMAGE
+    types[input_ids == metadata.video_token_id] = VIDEO
     return types
 
 
@@ -158,11 +157,11 @@ def _check_types(feature: Mapping[str, Any], types: np.ndarray, keep: slice) -> 
 
 
 def _labels(
-    feature: Mapping[str, Any], ids: np.ndarray, keep: slice, facts: ProcessorFacts, train_on: TrainOn
+    feature: Mapping[str, Any], ids: np.ndarray, keep: slice, metadata: ProcessorMetadata, train_on: TrainOn
 ) -> np.ndarray:
     given = {name: _tokens(feature, name)[keep] for name in LABEL_COLUMNS if feature.get(name) is not None}
     if not given:
-        return make_labels(ids, facts, spans=None if train_on == "all" else assistant_spans(ids, facts))
+        return make_labels(ids, metadata, spans=None if train_on == "all" else assistant_spans(ids, metadata))
     for name, column in given.items():
         if len(column) != len(ids):
             raise Refusal(
@@ -172,7 +171,7 @@ def _labels(
     labels = given.pop("labels", ids)
     for mask in given.values():
         labels = np.where(mask == 0, IGNORE, labels)
-    return mask_media(labels, ids, facts)
+    return mask_media(labels, ids, metadata)
 
 
 def _visuals(feature: Mapping[str, Any], pixel_name: str, grid_name: str) -> tuple[Visual, ...]:

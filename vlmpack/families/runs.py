@@ -39,7 +39,7 @@ class ExpectedRuns:
     items: MediaItems
     """The runs, in row order."""
     per_sample: Sequence[int] = ()
-    """Images (or videos) of each sample as the host facts count them; empty: not counted."""
+    """Images (or videos) of each sample as the host metadata counts them; empty: not counted."""
 
     @property
     def sizes(self) -> np.ndarray:
@@ -51,15 +51,15 @@ class ExpectedRuns:
         """int64 [N]: the sample of each run; None: not known.
 
         Raises:
-            LayoutError: the host facts count another number of images or videos than there are grids.
+            LayoutError: the host metadata counts another number of images or videos than there are grids.
         """
         if not len(self.per_sample):
             return None
         of_medium, media = np.repeat(np.arange(len(self.per_sample)), self.per_sample), self.items.num_media
         if len(of_medium) != media:
             raise LayoutError(
-                f"the host facts count {list(self.per_sample)} {self.name}s of the samples, but there are {media} "
-                "grids; leave the facts out of a batch that was changed"
+                f"the host metadata counts {list(self.per_sample)} {self.name}s of the samples, but there are {media} "
+                "grids; leave the metadata out of a batch that was changed"
             )
         return of_medium[self.items.medium]
 
@@ -134,8 +134,8 @@ class _FoundRuns:
         if counted is not None and (counted != samples).any():
             at = int((counted != samples).argmax())
             raise LayoutError(
-                f"{runs.name} {medium[at]} of the row lies in sample {samples[at]}, but the host facts say that it "
-                f"belongs to sample {counted[at]}; leave the facts out of a batch whose tokens were moved"
+                f"{runs.name} {medium[at]} of the row lies in sample {samples[at]}, but the host metadata says that it "
+                f"belongs to sample {counted[at]}; leave the metadata out of a batch whose tokens were moved"
             )
 
     def _differing(self, runs: ExpectedRuns, starts: np.ndarray, lengths: np.ndarray, samples: np.ndarray) -> str:

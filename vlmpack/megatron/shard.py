@@ -40,7 +40,7 @@ class LocalRow:
     """Which rank computes which image."""
     videos: MediaShare
     """Which rank computes which video."""
-    facts: HostMetadata | None = None
+    metadata: HostMetadata | None = None
     """What the host knows of the whole row; `num_targets` is that of all ranks."""
 
     @property
@@ -71,7 +71,7 @@ def shard(row: PackedRow, rank: int, ranks: int, *, merge: int, layout: Layout =
     last target is a token of another part. Images are spread over ranks by their patches, wherever their tokens are.
 
     Args:
-        row: the whole row; with the grids in its facts nothing waits for the device.
+        row: the whole row; with the grids in its metadata nothing waits for the device.
         rank: whose part.
         ranks: how many there are.
         merge: patches that the model's vision tower merges into one token along each side; 1 for a row of text.
@@ -86,10 +86,10 @@ def shard(row: PackedRow, rank: int, ranks: int, *, merge: int, layout: Layout =
     def cut(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else partition.cut(tensor, rank)
 
-    facts, media = row.known_facts, row.media
-    image_grids = host_grids(facts.image_grids, media.image_grid_thw, "image_grid_thw")
+    metadata, media = row.known_metadata, row.media
+    image_grids = host_grids(metadata.image_grids, media.image_grid_thw, "image_grid_thw")
     images = MediaShare.spread(image_grids, ranks=ranks, merge=merge)
-    video_grids = host_grids(facts.video_grids, media.video_grid_thw, "video_grid_thw")
+    video_grids = host_grids(metadata.video_grids, media.video_grid_thw, "video_grid_thw")
     videos = MediaShare.spread(video_grids, ranks=ranks, merge=merge)
     return LocalRow(
         input_ids=partition.cut(row.input_ids, rank),
@@ -102,7 +102,7 @@ def shard(row: PackedRow, rank: int, ranks: int, *, merge: int, layout: Layout =
         media=_media_of(media, images, videos, rank),
         images=images,
         videos=videos,
-        facts=row.facts,
+        metadata=row.metadata,
     )
 
 

@@ -48,7 +48,7 @@ _DISPENSABLE = frozenset({"total_tokens", "seq_idx", "pad_between_seqs"})
 def to_megatron(row: PackedRow, *, boundaries: Boundaries = "real") -> dict[str, Any]:
     """The batch that a Megatron model step is given: whole, before context parallelism cuts it.
 
-    Extras, media and host facts travel along under their own names. Nothing waits for the device.
+    Extras, media and host metadata travel along under their own names. Nothing waits for the device.
 
     Args:
         row: the packed row. Without positions it gets 0, 1, 2, ... in each sample.
@@ -78,7 +78,7 @@ def to_megatron(row: PackedRow, *, boundaries: Boundaries = "real") -> dict[str,
 def from_megatron(batch: Mapping[str, Any], *, extras: Sequence[str] = ()) -> PackedRow:
     """The inverse of `to_megatron`, and the row of any other THD batch that no rank has cut yet.
 
-    Boundaries come from the host facts where they travel along; otherwise from `packed_seq_params`, which waits for
+    Boundaries come from the host metadata where they travel along; otherwise from `packed_seq_params`, which waits for
     the device if its tensors lie on one. Where these know only slots, `padding_mask` says what is real.
 
     Args:
@@ -87,15 +87,15 @@ def from_megatron(batch: Mapping[str, Any], *, extras: Sequence[str] = ()) -> Pa
         extras: names of further tensors to keep.
 
     Raises:
-        LayoutError: another format than thd, boundaries that cannot be or that contradict the row, its facts or its
+        LayoutError: another format than thd, boundaries that cannot be or that contradict the row, its metadata or its
             padding; a loss mask that is no mask; targets on padding.
     """
-    tokens, facts = batch["tokens"], batch.get(METADATA_KEY)
+    tokens, metadata = batch["tokens"], batch.get(METADATA_KEY)
     params = batch["packed_seq_params"]
     _check_format(params)
-    if facts is not None and facts.segments is not None:
-        segments = facts.segments
-        _check_facts(params, segments)
+    if metadata is not None and metadata.segments is not None:
+        segments = metadata.segments
+        _check_metadata(params, segments)
     else:
         segments = _segments(params, batch.get("padding_mask"), total=tokens.shape[-1])
     return PackedRow(
@@ -106,7 +106,7 @@ def from_megatron(batch: Mapping[str, Any], *, extras: Sequence[str] = ()) -> Pa
         mm_token_type_ids=batch.get("mm_token_type_ids"),
         extras={name: batch[name] for name in extras},
         media=Media.from_hf(batch),
-        facts=None if facts is None else replace(facts, segments=segments),
+        metadata=None if metadata is None else replace(metadata, segments=segments),
     )
 
 
@@ -209,14 +209,14 @@ def _check_format(params: Any) -> None:
     require((key == query).all(), message, LayoutError)
 
 
-def _check_facts(params: Any, segments: Segments) -> None:
+def _check_metadata(params: Any, segments: Segments) -> None:
     """Compared where the boundaries are: nothing waits."""
     slots = segments.without_tail()
     query, padded = params.cu_seqlens_q, params.cu_seqlens_q_padded
     message = (
         f"packed_seq_params has neither the real boundaries {list(slots.real)[:9]} nor the slots "
         f"{list(slots.stride)[:9]} in the metadata ({METADATA_KEY!r}) of the row; if you changed the row, leave "
-        "its facts out"
+        "its metadata out"
     )
     if any(given is not None and given.shape != (len(slots.real),) for given in (query, padded)):
         raise LayoutError(message)

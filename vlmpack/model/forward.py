@@ -96,8 +96,8 @@ def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> An
         balance=wants_balance(model, routers),
     )
     if not is_row:
-        assert row.facts is not None
-        result = replace(result, width=inputs["input_ids"].shape[1], offsets=row.facts.offsets)
+        assert row.metadata is not None
+        result = replace(result, width=inputs["input_ids"].shape[1], offsets=row.metadata.offsets)
     if call is not None:
         call.result = result
     output = _output(result, has_labels=row.shift_labels is not None, is_row=is_row, routers=bool(routers))
@@ -172,8 +172,8 @@ def _check_counted(inputs: dict[str, Any], row: PackedRow, *, is_row: bool) -> N
     if is_row:
         first = labels[0].index_select(0, row.segments.first_tokens(labels.device)[1:])
     else:
-        assert row.facts is not None
-        places = [i * labels.shape[1] + at for i, at in enumerate(row.facts.offsets) if at]
+        assert row.metadata is not None
+        places = [i * labels.shape[1] + at for i, at in enumerate(row.metadata.offsets) if at]
         first = labels.reshape(-1).index_select(0, to_device(np.asarray(places, np.int64), labels.device))
     require(
         (first == IGNORE).all(),
@@ -206,10 +206,10 @@ def _is_row(inputs: dict[str, Any]) -> bool:
     call: StepCall | None = inputs.get(STEP)
     if call is not None and call.row is not None:
         return True
-    facts: HostMetadata | None = inputs.get(METADATA_KEY)
-    if facts is not None:
-        check_kind(METADATA_KEY, facts, HostMetadata, "the collator's: leave it out of a batch of your own")
-    return inputs.get("cu_seqlens_q") is not None or (facts is not None and facts.segments is not None)
+    metadata: HostMetadata | None = inputs.get(METADATA_KEY)
+    if metadata is not None:
+        check_kind(METADATA_KEY, metadata, HostMetadata, "the collator's: leave it out of a batch of your own")
+    return inputs.get("cu_seqlens_q") is not None or (metadata is not None and metadata.segments is not None)
 
 
 _PACKED_BY = "a padded batch is packed by its input_ids and 2D attention_mask"

@@ -58,30 +58,30 @@ def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, b
     Raises:
         LayoutError: media or token ids that do not fit the row or the model.
     """
-    facts, part, hf_config = host_metadata(row), part_of(row, parallel), model.core.config
+    metadata, part, hf_config = host_metadata(row), part_of(row, parallel), model.core.config
     _check_patch_size(model.family, row, hf_config)
     _check_vocabulary(row, model.family.text_config(hf_config).vocab_size)
     types = model.family.media_types(row.input_ids, hf_config)
-    return RowSetup(model=model, row=row, facts=facts, part=part, types=types, backend=backend)
+    return RowSetup(model=model, row=row, metadata=metadata, part=part, types=types, backend=backend)
 
 
 def host_metadata(row: PackedRow) -> HostMetadata:
     """The row's metadata on the host; grids that only a tensor holds are read from it: one host–device sync."""
-    facts, media = row.known_facts, row.media
-    facts = replace(
-        facts,
-        image_grids=host_grids(facts.image_grids, media.image_grid_thw, "image_grid_thw"),
-        video_grids=host_grids(facts.video_grids, media.video_grid_thw, "video_grid_thw"),
+    metadata, media = row.known_metadata, row.media
+    metadata = replace(
+        metadata,
+        image_grids=host_grids(metadata.image_grids, media.image_grid_thw, "image_grid_thw"),
+        video_grids=host_grids(metadata.video_grids, media.video_grid_thw, "video_grid_thw"),
     )
     if media.second_per_grid_ts is not None:
-        seconds = host_seconds(facts.seconds_per_grid, seconds_of(media.second_per_grid_ts))
-        facts = replace(facts, seconds_per_grid=seconds)
+        seconds = host_seconds(metadata.seconds_per_grid, seconds_of(media.second_per_grid_ts))
+        metadata = replace(metadata, seconds_per_grid=seconds)
     for pixels, grids, name in (
-        (media.pixel_values, facts.image_grids, "pixel_values"),
-        (media.pixel_values_videos, facts.video_grids, "pixel_values_videos"),
+        (media.pixel_values, metadata.image_grids, "pixel_values"),
+        (media.pixel_values_videos, metadata.video_grids, "pixel_values_videos"),
     ):
         _check_patches(pixels, grids, name)
-    return facts
+    return metadata
 
 
 def _check_patches(pixels: torch.Tensor | None, grids: Sequence[Grid], name: str) -> None:
@@ -107,18 +107,18 @@ def backbone_inputs(
     Raises:
         LayoutError: media, placeholders or positions that do not fit the row.
     """
-    family, row, facts, part = setup.model.family, setup.row, setup.facts, setup.part
+    family, row, metadata, part = setup.model.family, setup.row, setup.metadata, setup.part
     if row.mm_token_type_ids is not None:
         _check_types(row.mm_token_type_ids, setup.types, row.segments)
-    family.check_runs(setup.types, row.segments, facts, config=setup.config)
+    family.check_runs(setup.types, row.segments, metadata, config=setup.config)
     if rope_segments is not None:
         check_restarts(rope_segments, row.segments, setup.types)
     positions = family.positions(
         setup.types,
         rope_segments or row.segments,
-        image_grids=facts.image_grids,
-        video_grids=facts.video_grids,
-        seconds_per_grid=facts.seconds_per_grid,
+        image_grids=metadata.image_grids,
+        video_grids=metadata.video_grids,
+        seconds_per_grid=metadata.seconds_per_grid,
         config=setup.config,
     )
     if row.position_ids is not None:

@@ -1,6 +1,6 @@
 """The circumstances in which samples are packed: five of them, in which any two choices that a user has meet.
 
-    name      computed by  given                slots       mode   precision  divided by      head       host facts
+    name      computed by  given                slots       mode   precision  divided by      head       host metadata
     gaps      PackedStep   a packed row         with gaps   eval   own        its targets     at once    yes
     row       the model    a packed row         no gaps     train  own        another tensor  in pieces  yes
     padded    PackedStep   a right-padded one   with gaps   train  own        another number  at once    yes
@@ -52,8 +52,8 @@ class Circumstance:
     """Divide by a `num_items_in_batch` that is not the number of the batch's own targets."""
     chunked: bool = False
     """Send the labelled positions through the head in several chunks."""
-    facts: bool = True
-    """Hand over the host facts."""
+    metadata: bool = True
+    """Hand over the host metadata."""
 
     def settings(self, own: StepConfig, samples: Sequence[ProbeSample]) -> StepConfig:
         """The settings of the step; `own`: the user's, whose fixed sizes were made for other rows."""
@@ -83,10 +83,10 @@ PADDED = Circumstance(
     counted=True,
 )
 LEFT = Circumstance(
-    name="left", title="a left-padded batch", by_model=True, padded="left", slots="own", chunked=True, facts=False
+    name="left", title="a left-padded batch", by_model=True, padded="left", slots="own", chunked=True, metadata=False
 )
 AUTOCAST = Circumstance(
-    name="autocast", title="a packed row, autocast", by_model=True, train=True, autocast=True, facts=False
+    name="autocast", title="a packed row, autocast", by_model=True, train=True, autocast=True, metadata=False
 )
 CIRCUMSTANCES = (GAPS, ROW, PADDED, LEFT, AUTOCAST)
 

@@ -132,9 +132,9 @@ def _compared(subject: Subject, way: Packed, reference: Reference) -> list[Check
 
 
 def _packed_row(subject: Subject, way: Packed) -> Check:
-    """With host facts and without them, whatever the circumstance has: a collator gives them, other batches do not."""
+    """With host metadata and without them, whatever the circumstance has: only a collator gives them."""
     samples = subject.samples
-    rows = [way.row(samples, facts=facts) for facts in (True, False)]
+    rows = [way.row(samples, metadata=metadata) for metadata in (True, False)]
     return max((check_packed(row, samples, way.segments(samples)) for row in rows), key=lambda check: check.is_bad)
 
 

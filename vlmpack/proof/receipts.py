@@ -87,7 +87,7 @@ def _sample(collator: VLMCollator, kind: str, question: list[Mapping[str, Any]],
     batch = collator.collate([{"messages": messages}])
     assert isinstance(batch, PaddedBatch)
     assert batch.labels is not None
-    assert batch.facts is not None
+    assert batch.metadata is not None
     ids, labels = batch.input_ids[0], batch.labels[0].clone()
     labels[0] = ids[0]
     return ProbeSample(
@@ -95,9 +95,9 @@ def _sample(collator: VLMCollator, kind: str, question: list[Mapping[str, Any]],
         input_ids=ids,
         labels=labels,
         media=replace(batch.media, **_float32(batch)),
-        image_grids=batch.facts.image_grids,
-        video_grids=batch.facts.video_grids,
-        seconds=batch.facts.seconds_per_grid,
+        image_grids=batch.metadata.image_grids,
+        video_grids=batch.metadata.video_grids,
+        seconds=batch.metadata.seconds_per_grid,
     )
 
 

@@ -208,7 +208,7 @@ def batch_of(samples: Sequence[ProbeSample], *, left: bool = False) -> PaddedBat
         attention_mask=_stack([torch.ones_like(sample.input_ids) for sample in samples], 0, left=left),
         labels=_stack([sample.labels for sample in samples], IGNORE, left=left),
         media=joined_media(samples),
-        facts=HostMetadata(
+        metadata=HostMetadata(
             lengths=lengths,
             offsets=offsets_of(samples, left=left),
             image_grids=tuple(grid for sample in samples for grid in sample.image_grids),

@@ -96,15 +96,15 @@ class Packed:
 
     def given(self, samples: Sequence[ProbeSample]) -> PaddedBatch | PackedRow:
         """What the step is given."""
-        facts = self.circumstance.facts
+        metadata = self.circumstance.metadata
         if not self.circumstance.padded:
-            return self.row(samples, facts=facts)
-        return self.batch(samples) if facts else replace(self.batch(samples), facts=None)
+            return self.row(samples, metadata=metadata)
+        return self.batch(samples) if metadata else replace(self.batch(samples), metadata=None)
 
-    def row(self, samples: Sequence[ProbeSample], *, facts: bool = True) -> PackedRow:
-        """The packed row, also of a batch that the step would pack itself; `facts`: with those that the host has."""
+    def row(self, samples: Sequence[ProbeSample], *, metadata: bool = True) -> PackedRow:
+        """The packed row, also of a batch that the step would pack itself; `metadata`: with those that the host has."""
         batch = self.batch(samples)
-        given = batch if facts else replace(batch, facts=None)
+        given = batch if metadata else replace(batch, metadata=None)
         return pack(given, rule=self.rule, pad_token_id=self.poison)
 
     def __call__(self, samples: Sequence[ProbeSample], *, routers: bool = False, by_step: bool = False) -> Pass:
@@ -131,7 +131,7 @@ class Packed:
     def _by_model(self, samples: Sequence[ProbeSample], asked: dict[str, Any]) -> Pass:
         device, items = device_of(self.step.model), self.circumstance.items(samples)
         inputs = self.given(samples).to(device).to_hf()
-        if not self.circumstance.facts:
+        if not self.circumstance.metadata:
             inputs.pop(METADATA_KEY, None)
         if items is not None:
             inputs["num_items_in_batch"] = torch.tensor(items, device=device)
@@ -220,15 +220,15 @@ class PlainRow:
             **joined_media(samples).to_hf(),
         }
         types = self.family.media_types(inputs["input_ids"], self.config)
-        facts = batch_of(samples).facts
-        assert facts is not None
+        metadata = batch_of(samples).metadata
+        assert metadata is not None
         positions = self.family.positions(
             types,
             segments,
             config=self.config,
-            image_grids=facts.image_grids,
-            video_grids=facts.video_grids,
-            seconds_per_grid=facts.seconds_per_grid,
+            image_grids=metadata.image_grids,
+            video_grids=metadata.video_grids,
+            seconds_per_grid=metadata.seconds_per_grid,
         )
         if self.family.has_vision:
             inputs.update(mm_token_type_ids=types, position_ids=positions[-self.rows :])

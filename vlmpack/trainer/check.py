@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from transformers import Seq2SeqTrainingArguments, Trainer, TrainingArguments, default_data_collator
 from transformers.trainer_utils import SchedulerType
 
-from vlmpack.collate import CONVERSATION_COLUMNS, MEDIA_COLUMNS, ProcessorFacts, VLMCollator
+from vlmpack.collate import CONVERSATION_COLUMNS, MEDIA_COLUMNS, ProcessorMetadata, VLMCollator
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.loading import PackedStream
 from vlmpack.model import find_model, is_packing, packing_state
@@ -89,7 +89,7 @@ def _collator(trainer: Trainer) -> Iterator[str]:
     elif collator is default_data_collator:
         yield "it was given no data_collator for rows that were packed before: data_collator=train_dataset.collate"
     if isinstance(collator, VLMCollator) and is_packing(model):
-        yield from _processor(collator.facts, find_model(model))
+        yield from _processor(collator.metadata, find_model(model))
     lost = _lost_columns(trainer) if isinstance(collator, VLMCollator | RowCollator) else []
     if lost:
         yield (
@@ -98,16 +98,16 @@ def _collator(trainer: Trainer) -> Iterator[str]:
         )
 
 
-def _processor(facts: ProcessorFacts, core: nn.Module) -> Iterator[str]:
+def _processor(metadata: ProcessorMetadata, core: nn.Module) -> Iterator[str]:
     """What the collator's processor writes has to be what the model reads."""
     family, config = packing_state(core).family, vars(core)["config"]
-    if not (facts.has_vision and family.has_vision):
+    if not (metadata.has_vision and family.has_vision):
         return
     pairs = {
-        "image token": (facts.image_token_id, config.image_token_id),
-        "video token": (facts.video_token_id, config.video_token_id),
-        "values of a patch": (facts.patch_dim, family.patch_channels(config)),
-        "merged side": (facts.merge_size, family.merge(config)),
+        "image token": (metadata.image_token_id, config.image_token_id),
+        "video token": (metadata.video_token_id, config.video_token_id),
+        "values of a patch": (metadata.patch_dim, family.patch_channels(config)),
+        "merged side": (metadata.merge_size, family.merge(config)),
     }
     differing = [f"{name} {ours}, the model's {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
     if differing:

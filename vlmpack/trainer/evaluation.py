@@ -91,8 +91,8 @@ def evaluate(
     Args:
         model: a Hugging Face model, or a wrapper around it (PEFT, DDP, FSDP2), on its device.
         dataset: samples by number, the same on all ranks.
-        collator: a `VLMCollator`, of either layout; anything else that makes batches with host facts needs a plan.
-        capacity: tokens of a row; lengths are then measured by `VLMCollator.outline`, from image headers.
+        collator: a `VLMCollator`, of either layout; anything else that makes batches with host metadata needs a plan.
+        capacity: tokens of a row; lengths are then measured by `VLMCollator.measure`, from image headers.
         plan: the rows, planned from the lengths of the whole data set.
         workers: processes that load data.
 
@@ -251,7 +251,7 @@ class BatchAccount:
 
 
 def _left_out(place: int) -> Refused:
-    detail = "the collator left it out of its row; its ledger says why"
+    detail = "the collator left it out of its row; its log of skipped samples says why"
     return Refused(index=place, sample_id=None, reason="left_out", detail=detail)
 
 

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from vlmpack.collate import OVERLENGTH, VLMCollator, own_id
+from vlmpack.collate import OVERLENGTH, VLMCollator, sample_id_of
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.loading import MapStyle, check_samples
 from vlmpack.plan import EMPTY, LengthTable, Plan, Refused, balance_rows, plan_bins
 from vlmpack.store import measure_lengths
 
 Collator = Callable[[Sequence[Any]], Mapping[str, Any]]
-"""A list of samples → a padded batch or a packed row, as a dictionary with host facts."""
+"""A list of samples → a padded batch or a packed row, as a dictionary with host metadata."""
 
 
 @final
@@ -160,7 +160,7 @@ class CollatePlaced:
             if error.index is None or error.index not in range(len(placed)):
                 raise
             place, sample = placed[error.index]
-            raise SampleError(error.detail, index=place, reason=error.reason, sample_id=own_id(sample)) from error
+            raise SampleError(error.detail, index=place, reason=error.reason, sample_id=sample_id_of(sample)) from error
 
 
 @final

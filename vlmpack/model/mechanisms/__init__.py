@@ -78,7 +78,7 @@ class RowSetup:
     """The model."""
     row: PackedRow
     """The whole row, on the model's device."""
-    facts: HostMetadata
+    metadata: HostMetadata
     """Its metadata on the host."""
     part: RowPart
     """The part of it on this rank."""
