@@ -19,12 +19,12 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from samples import Sample, alone
 
 from vlmpack.families import FAMILIES, family_of
 from vlmpack.layout import Segments
 from vlmpack.model import ModelParts, StepResult, expert_layers
 from vlmpack.model.mechanisms import attention, per_sample
+from vlmpack.testing import Sample, alone
 
 NAN, HUGE = float("nan"), 1e4
 """What stands in gaps: NaN where nothing may read them, 1e4 where every token is computed by itself."""

@@ -11,9 +11,8 @@ from chats import chat, picture
 from test_readme import ROOT, examples, run
 
 from vlmpack import VLMCollator
-from vlmpack.data import tiny_processor
 from vlmpack.families import family_of
-from vlmpack.families.tiny import tiny_model
+from vlmpack.testing import tiny_model, tiny_processor
 
 ROOMS = sorted(path.parent.name for path in (ROOT / "vlmpack").glob("*/README.md") if examples(path))
 

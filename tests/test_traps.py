@@ -14,19 +14,18 @@ import pytest
 import torch
 from datasets import Dataset
 from equality import ATTENTION, DELTA
-from samples import VISION, alone, padded
 from training import KINDS, Samples, arguments, collator, descend, loss_sums, receipts, train, trainer
 from transformers import Trainer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import FAMILIES, Family, family_of
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Buckets, Segments, SlotRule, pack
 from vlmpack.model import disable_packing, enable_packing, forward, inputs
 from vlmpack.model.mechanisms import attention, experts, per_sample
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.row import RowContext
+from vlmpack.testing import VISION, alone, padded, tiny_model
 from vlmpack.trainer import check_trainer
 
 EXACT, EXACT_DELTA, LEAK = ATTENTION.logits, DELTA.logits, 0.05

@@ -18,12 +18,11 @@ from vlmpack.cli.contest import Recorder, Run
 from vlmpack.cli.demo_table import comparison, loss_differences, notes
 from vlmpack.cli.gradients import Agreement, agreement, packed_against_alone
 from vlmpack.collate import VLMCollator
-from vlmpack.data import load_cord, tiny_processor, to_conversation
-from vlmpack.data.pretrained import save_processor
-from vlmpack.families.tiny import tiny_model
+from vlmpack.data import save_processor, to_conversation
 from vlmpack.layout import Segments
 from vlmpack.model import inputs, is_packing
 from vlmpack.model.row import RowContext
+from vlmpack.testing import SyntheticReceipts, tiny_model, tiny_processor
 
 STEPS, BATCH = 3, 2
 
@@ -40,7 +39,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def receipts() -> list[dict[str, Any]]:
-    return [to_conversation(record) for record in load_cord("synthetic", num=3, scale=0.35)]
+    return [to_conversation(record) for record in SyntheticReceipts(num=3, scale=0.35)]
 
 
 def run_demo(out: Path, *args: str) -> tuple[str, dict[str, Any]]:

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 from vlmpack.cli import app, environment
 from vlmpack.cli.environment import import_problem, serving, versions
 from vlmpack.families import FAMILIES, registry
-from vlmpack.families.tiny import tiny_config
 from vlmpack.layout import Segments
 from vlmpack.model import inputs
 from vlmpack.model.row import RowContext
+from vlmpack.testing import tiny_config
 
 FEW = ("qwen3_vl", "qwen3_5")
 

@@ -10,10 +10,9 @@ import pytest
 
 from vlmpack.cli.inputs import InputOptions, Inputs, open_inputs
 from vlmpack.cli.processors import named_processor
-from vlmpack.data import tiny_processor
-from vlmpack.data.pretrained import save_processor
+from vlmpack.data import save_processor
 from vlmpack.errors import ConfigError, FamilyError, SampleError
-from vlmpack.families.tiny import tiny_config
+from vlmpack.testing import tiny_config, tiny_processor
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from vlmpack.cli import app
 from vlmpack.cli.probe_table import print_report
-from vlmpack.families.tiny import tiny_config, tiny_model
 from vlmpack.layout import Segments
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.proof import Check, Report, probe
+from vlmpack.testing import tiny_config, tiny_model
 
 
 @pytest.fixture

@@ -26,11 +26,11 @@ from vlmpack.cli.probe_table import print_report
 from vlmpack.cli.show import print_rows
 from vlmpack.cli.show_rows import stored
 from vlmpack.collate import VLMCollator
-from vlmpack.data.processor import tiny_processor
 from vlmpack.plan import LengthTable, PaddedRecipe
 from vlmpack.proof import Check, Contrast, Report
 from vlmpack.store import Manifest, StoreSettings, write_rows
 from vlmpack.terminal import print_text
+from vlmpack.testing import tiny_processor
 
 WIDTH = 80
 DRAWN = set("─━│┃┏┓┗┛┌┐└┘├┤┡┩╇╭╮╰╯|")

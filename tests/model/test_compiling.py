@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 from moe import MOE, decoder_layers, samples_of
-from samples import padded
 from torch._dynamo import config
 from torch._dynamo.utils import counters
 from training import distance, gradients
 
 from vlmpack.families import family_named
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, compile_layers, disable_packing, enable_packing
+from vlmpack.testing import padded, tiny_model
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),

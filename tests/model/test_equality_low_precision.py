@@ -17,15 +17,14 @@ from equality import (
     relative_error,
     towers,
 )
-from samples import VISION, mixed_samples, padded
 
 from benchmarks.gpu.models import with_patch_products
 from vlmpack.attention import BACKENDS, AttentionCall
 from vlmpack.families import FAMILIES
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig
 from vlmpack.model.mechanisms.vision import VisionRow
+from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
 
 KINDS = {
     "text": ("text", "text", "text"),

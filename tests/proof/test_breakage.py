@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from vlmpack.families import FAMILIES, family_named
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Buckets, Segments, SlotRule
 from vlmpack.model import engine, inputs
 from vlmpack.model.mechanisms import experts
@@ -24,6 +23,7 @@ from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.model.row import RowContext
 from vlmpack.proof import Report, probe
+from vlmpack.testing import tiny_model
 
 Patch = pytest.MonkeyPatch
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Segments
 from vlmpack.model import engine, inputs, result
 from vlmpack.model.mechanisms import experts
 from vlmpack.model.row import RowContext
 from vlmpack.proof import Report, probe
+from vlmpack.testing import tiny_model
 
 Patch = pytest.MonkeyPatch
 Break = Callable[[Any, Patch], None]

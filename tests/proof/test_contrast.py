@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from vlmpack.families import FAMILIES
-from vlmpack.families.tiny import tiny_config, tiny_model
 from vlmpack.proof import Contrast, probe, small_copy
+from vlmpack.testing import tiny_config, tiny_model
 
 ROWS = {True: ["one row, [3, 1, T] positions", "one row, [4, 1, T] positions"], False: ["one row, [1, T] positions"]}
 

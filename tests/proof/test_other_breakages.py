@@ -13,7 +13,6 @@ import torch
 from vlmpack.attention.sdpa_segments import SdpaSegments
 from vlmpack.families import family_named
 from vlmpack.families.mrope import MediaItems
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Buckets, Segments, arrays
 from vlmpack.model import engine
 from vlmpack.model.mechanisms import experts, per_sample
@@ -21,6 +20,7 @@ from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.vision import Vision, VisionRow
 from vlmpack.model.result import StepResult
 from vlmpack.proof import probe
+from vlmpack.testing import tiny_model
 
 Patch = pytest.MonkeyPatch
 Break = Callable[[Any, Patch], None]

@@ -10,13 +10,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import vlmpack
-from vlmpack.data import tiny_processor
 from vlmpack.errors import BackendError, ConfigError, FamilyError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.model import StepConfig
 from vlmpack.proof import backends_for
 from vlmpack.proof.outcome import FLOOR
 from vlmpack.proof.ways import PlainPadded
+from vlmpack.testing import tiny_model, tiny_processor
 
 
 def seen(report: vlmpack.proof.Report, part: str) -> dict[str, float]:

@@ -7,13 +7,12 @@ from math import prod
 import pytest
 import torch
 
-from vlmpack.data import tiny_processor
 from vlmpack.families import FAMILIES, family_named
-from vlmpack.families.tiny import tiny_config
 from vlmpack.layout import IGNORE, pack
 from vlmpack.proof.circumstances import gappy
 from vlmpack.proof.receipts import processed_samples
 from vlmpack.proof.samples import Words, batch_of, perturbed, synthetic_samples
+from vlmpack.testing import tiny_config, tiny_processor
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

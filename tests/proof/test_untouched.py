@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import vlmpack
-from vlmpack.families.tiny import tiny_model
 from vlmpack.model import StepConfig, inputs, is_packing, packing_state
 from vlmpack.proof import packed
 from vlmpack.proof.untouched import untouched
+from vlmpack.testing import tiny_model
 
 
 def used(family: str = "qwen3_5_moe") -> Any:

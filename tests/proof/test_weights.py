@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlmpack.data import tiny_processor
-from vlmpack.data.pretrained import save_processor
+from vlmpack.data import save_processor
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families import FAMILIES, family_named
-from vlmpack.families.tiny import tiny_config, tiny_model
 from vlmpack.proof import load, probe, small_copy, weights
 from vlmpack.proof.shrink import shrink
+from vlmpack.testing import tiny_config, tiny_model, tiny_processor
 
 CPU = torch.device("cpu")
 

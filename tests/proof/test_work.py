@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from vlmpack.attention import BACKENDS
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import PaddedBatch, Segments, SlotRule, pack
 from vlmpack.model import enable_packing
 from vlmpack.proof.outcome import backward
 from vlmpack.proof.work import counted_pairs, counted_waits
+from vlmpack.testing import tiny_model
 
 CPU = torch.device("cpu")
 

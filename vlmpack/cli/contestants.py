@@ -10,8 +10,9 @@ import torch
 
 from vlmpack.cli.contest import Conversations
 from vlmpack.cli.processors import reading
-from vlmpack.data import SMALLEST_LEGIBLE, load_cord, load_processor, tiny_processor
-from vlmpack.families import family_of, tiny_model
+from vlmpack.data import load_cord, load_processor
+from vlmpack.families import family_of
+from vlmpack.testing import SMALLEST_LEGIBLE, SyntheticReceipts, tiny_model, tiny_processor
 
 TINY_RATE, REAL_RATE = 1e-3, 1e-5
 
@@ -48,18 +49,23 @@ def contestants(
             title=f"{model_id}, {_short(dtype)}",
             make_model=lambda: _ready(_pretrained(model_id, dtype), device),
             processor=processor,
-            records=Conversations(records=load_cord(source, num=num, seed=seed)),
+            records=_records(source, num=num, seed=seed),
             learning_rate=REAL_RATE,
         )
-    scale = SMALLEST_LEGIBLE if source == "synthetic" else 1.0
     processor = tiny_processor("qwen3_vl")
     return Contestants(
         title=f"Qwen3-VL, 4 layers of width 128, random weights, {_short(dtype)}",
         make_model=lambda: _ready(_small(processor, dtype, seed), device),
         processor=processor,
-        records=Conversations(records=load_cord(source, num=num, seed=seed, scale=scale)),
+        records=_records(source, num=num, seed=seed, scale=SMALLEST_LEGIBLE),
         learning_rate=TINY_RATE,
     )
+
+
+def _records(source: str, *, num: int, seed: int, scale: float = 1.0) -> Conversations:
+    drawn = source == "synthetic"
+    records = SyntheticReceipts(num=num, seed=seed, scale=scale) if drawn else load_cord(source, num=num)
+    return Conversations(records=records)
 
 
 def _small(processor: Any, dtype: torch.dtype, seed: int) -> Any:

@@ -88,8 +88,8 @@ def _named(name: str, device: torch.device, console: Console) -> list[Any]:
         ConfigError: nothing can be read there. FamilyError: the family cannot be packed exactly, or is not known.
     """
     from vlmpack.cli.device import quiet_transformers
-    from vlmpack.families import tiny_model
     from vlmpack.proof import small_copy
+    from vlmpack.testing import tiny_model
 
     if (family := tiny_family(name)) is not None:
         return [tiny_model(family, dtype=dtype) for dtype in _dtypes(device)]
@@ -98,7 +98,8 @@ def _named(name: str, device: torch.device, console: Console) -> list[Any]:
 
 
 def _of_every_family(device: torch.device) -> Iterator[Any]:
-    from vlmpack.families import FAMILIES, tiny_model
+    from vlmpack.families import FAMILIES
+    from vlmpack.testing import tiny_model
 
     return (tiny_model(name, dtype=dtype) for name in FAMILIES for dtype in _dtypes(device))
 

@@ -67,14 +67,20 @@ def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
             is not supported.
     """
     from vlmpack.collate import VLMCollator
-    from vlmpack.data import SMALLEST_LEGIBLE, open_dataset
+    from vlmpack.data import open_dataset
+    from vlmpack.testing import SMALLEST_LEGIBLE, receipt_conversations
 
     _check_dataset(options)
     _check_options(options)
-    source: dict[str, Any] = {name: vars(options)[name] for name in ("split", "num", "seed", "image_root")}
-    if options.dataset == "synthetic" and tiny_family(options.processor) is not None:
-        source["scale"] = SMALLEST_LEGIBLE  # images of the built-in processor have at most 256 tokens
-    opened = open_dataset(options.dataset, **source)
+    split, num, image_root = options.split, options.num, options.image_root
+    if options.dataset != "synthetic":
+        opened = open_dataset(options.dataset, split=split, num=num, image_root=image_root)
+    else:
+        if image_root is not None:
+            raise ConfigError("image_root is where paths in the samples start, and synthetic names none; leave it out")
+        # images of the built-in processor have at most 256 tokens
+        scale = 1.0 if tiny_family(options.processor) is None else SMALLEST_LEGIBLE
+        opened = receipt_conversations(split=split, num=num, seed=options.seed, scale=scale)
     limits: dict[str, Any] = {"max_length": options.max_length, "overlength": options.overlength}
     made = within(named_processor(options.processor), options.max_pixels)
     return Inputs(dataset=opened, collator=VLMCollator(made, layout="packed", **limits, **settings))

@@ -81,8 +81,9 @@ def _loaded(name: str, device: torch.device, dtype: torch.dtype, *, tiny: bool) 
     Raises:
         ConfigError: nothing can be read there. FamilyError: the family cannot be packed exactly, or is not known.
     """
-    from vlmpack.families import family_named, tiny_model
+    from vlmpack.families import family_named
     from vlmpack.proof import Loaded, load
+    from vlmpack.testing import tiny_model
 
     family = tiny_family(name)
     if family is None:

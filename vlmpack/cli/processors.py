@@ -83,8 +83,8 @@ def within(processor: Any, max_pixels: int | None) -> Any:
 
 
 def _tiny(family: str) -> Any:
-    from vlmpack.data import CHAT_TEMPLATE, tiny_processor
     from vlmpack.families import family_named
+    from vlmpack.testing import CHAT_TEMPLATE, tiny_processor
 
     if family_named(family).has_vision:
         return tiny_processor(family)

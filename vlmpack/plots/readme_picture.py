@@ -6,15 +6,16 @@ import sys
 from pathlib import Path
 
 from vlmpack.collate import VLMCollator
-from vlmpack.data import load_cord, tiny_processor, to_conversation
+from vlmpack.data import to_conversation
 from vlmpack.layout import PaddedBatch
 from vlmpack.plots.rows import plot_rows
 from vlmpack.plots.style import save
+from vlmpack.testing import SyntheticReceipts, tiny_processor
 
 
 def readme_picture(path: str | Path, *, samples: int = 8, seed: int = 0) -> Path:
     """Draw a batch of synthetic receipts and write it to `path`."""
-    records = load_cord("synthetic", num=samples, seed=seed)
+    records = SyntheticReceipts(num=samples, seed=seed)
     receipts = [to_conversation(records[i]) for i in range(samples)]
     batch = VLMCollator(tiny_processor("qwen3_vl"), layout="padded").collate(receipts)
     assert isinstance(batch, PaddedBatch)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from vlmpack.collate import VLMCollator
-from vlmpack.data import SMALLEST_LEGIBLE, SyntheticReceipts
 from vlmpack.errors import ConfigError, VlmpackError
 from vlmpack.families import Family
 from vlmpack.layout import IMAGE, VIDEO, PaddedBatch
 from vlmpack.proof.samples import ProbeSample
+from vlmpack.testing import SMALLEST_LEGIBLE, SyntheticReceipts
 
 IMAGE_TOKENS, FRAME_TOKENS = 24, 8
 """Most tokens of an image, and of a frame of the video."""
@@ -59,7 +59,7 @@ def processed_samples(processor: Any) -> list[ProbeSample]:
             f"They are {two['total']} and {three['total']}.",
         ),
     ]
-    frames = [record["image"] for record in (records[0], records[0], records[1], records[1])]
+    frames = [record["image"].resize((160, 200)) for record in (records[0], records[0], records[1], records[1])]
     try:
         video = {"type": "video", "video": frames, "min_pixels": 4 * side**2, "max_pixels": FRAME_TOKENS * side**2}
         samples.append(_sample(collator, "video", [video, _text("What is shown?")], "Two receipts."))

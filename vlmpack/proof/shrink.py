@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from vlmpack.families import MEDIA_TOKENS, Family, TinySizes, family_named
+from vlmpack.families import Family, family_named
+from vlmpack.testing import TinySizes
 
 LAYERS, HEADS, EXPERTS = 2, 2, 8
 WIDTH = 16
@@ -50,7 +51,7 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
         **kept,
         "text_config": text,
         "vision_config": _shrink_vision(kept["vision_config"], text["hidden_size"]),
-        **{name: vars(sizes)[name] for name in MEDIA_TOKENS},
+        **sizes.media_tokens,
     }
 
 

@@ -46,7 +46,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     Args:
         path: the folder that `write_rows` or `vlmpack pack` wrote.
-        processor: as for `VLMCollator`, with the settings that it had when packing; None: rows can be read by `measured`
+        processor: as for `VLMCollator`, with the settings that it had when packing; None: rows are read by `measured`
             and not be trained on.
         pad_to_max_length: make every row as wide as the capacity.
         pad_cu_seqlens: give every row as many boundaries; needs `pad_to_max_length`.

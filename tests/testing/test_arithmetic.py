@@ -7,9 +7,9 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
+from testing.arithmetic import amount, contradictions
 
-from vlmpack.data.arithmetic import amount, contradictions
-from vlmpack.data.receipts import SyntheticReceipts
+from vlmpack.testing import SyntheticReceipts
 
 LUNCH: dict[str, Any] = {
     "menu": [

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from samples import TEXT_ONLY, VISION, alone, kinds_of, mixed_samples
 
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families import FAMILIES
-from vlmpack.families.tiny import tiny_config, tiny_model
+from vlmpack.testing import TEXT_ONLY, VISION, alone, kinds_of, mixed_samples, tiny_config, tiny_model
 
 every_family = pytest.mark.parametrize("name", sorted(FAMILIES))
 
