@@ -1,4 +1,4 @@
-"""What to say where a column is not there, is called something else, or is one too many."""
+"""The columns of a sample: the media in them and their placeholders, and errors of missing or unread columns."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def check_one_form(forms: Sequence[str], present: Mapping[str, Any]) -> None:
     """
     if len(forms) > 1:
         raise Refusal("bad_row", f"it has {' and '.join(forms)}, of which one would be read; keep that one")
-    if found := next((name for name in _OF_TOKENS if forms and not is_empty(present.get(name))), None):
+    if match := next((name for name in _OF_TOKENS if forms and not is_empty(present.get(name))), None):
         raise Refusal(
             "bad_row",
-            f"it has {found}, which belongs to input_ids, and {forms[0]}, of which its tokens are made; leave one out",
+            f"it has {match}, which belongs to input_ids, and {forms[0]}, of which its tokens are made; leave one out",
         )
-    if found := next((name for name in ("audio", "audios") if not is_empty(present.get(name))), None):
-        raise Refusal("bad_row", f"it has {found}, which these models cannot hear; leave the column out")
+    if match := next((name for name in ("audio", "audios") if not is_empty(present.get(name))), None):
+        raise Refusal("bad_row", f"it has {match}, which these models cannot hear; leave the column out")
 
 
 def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Sequence[str]) -> tuple[str, ...]:
@@ -113,10 +113,10 @@ def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Sequence
                 f"it has a column {name}, which looks like its image or video and which nothing reads, and it has no "
                 "other; rename it image or images (or video, videos), or leave it out if the sample is text",
             )
-        if name == "objects" and (found := next((one for one in _GROUNDING if any(one in t for t in texts)), None)):
+        if name == "objects" and (match := next((item for item in _GROUNDING if any(item in t for t in texts)), None)):
             raise Refusal(
                 "unread_column",
-                f"its text holds {found!r} and it has a column objects, from which ms-swift fills it and which nothing "
+                f"its text holds {match!r} and it has a column objects, from which ms-swift fills it and which nothing "
                 "reads here; write the boxes and names into the text",
             )
     return tuple(name for name in unread if name not in _NOTES)
@@ -127,7 +127,7 @@ def _is_preference(name: str, value: Any) -> bool:
     if name == "label":
         return isinstance(value, bool)
     values = np.asarray(value, dtype=object).reshape(-1).tolist()
-    return _PREFERENCE.fullmatch(name) is not None and any(one != 1 for one in values)
+    return _PREFERENCE.fullmatch(name) is not None and any(item != 1 for item in values)
 
 
 def _is_media(name: str, value: Any) -> bool:
@@ -232,25 +232,25 @@ def marked_kinds(feature: Mapping[str, Any], markers: Markers) -> tuple[Kind, ..
     return tuple(kind for kind in KINDS if kind in feature or f"{kind}s" in feature)
 
 
-def fill_holes(
+def fill_placeholders(
     messages: list[dict[str, Any]], present: Mapping[str, Any], kind: Kind, *, is_marked: bool
 ) -> tuple[MediaRef, ...]:
-    """The media of one kind in the order of their holes, from the parts themselves and from the columns.
+    """The media of one kind in the order of their placeholders, from the parts themselves and from the columns.
 
-    Without any hole in the messages, which are changed in place, text markers (`<image>`, `<video>`) outside the
-    assistant's turns are the holes if `is_marked` and there is one for each of the column's media; if there is none at
-    all, the media are put in front of the first user message.
+    Without any placeholder in the messages, which are changed in place, text markers (`<image>`, `<video>`) outside the
+    assistant's turns are the placeholders if `is_marked` and there is one for each of the column's media. Without any
+    marker the media are put in front of the first user message.
 
     Raises:
-        Refusal: holes and media differ in number, or it is not clear where the media go.
+        Refusal: placeholders and media differ in number, or it is not clear where the media go.
     """
     column = column_media(present, kind)
-    holes = [part for message in messages for part in _parts(message) if part["type"] == kind]
-    if column and not holes:
+    placeholders = [part for message in messages for part in _parts(message) if part["type"] == kind]
+    if column and not placeholders:
         if not (is_marked and _split_at_markers(messages, kind, len(column))):
-            _insert_holes(messages, kind, len(column))
+            _insert_placeholders(messages, kind, len(column))
         return column
-    return _fill(holes, column, present, kind)
+    return _pair(placeholders, column, present, kind)
 
 
 def check_markers(texts: Iterable[str], feature: Mapping[str, Any], *, missing: Iterable[Kind]) -> None:
@@ -273,17 +273,17 @@ def check_markers(texts: Iterable[str], feature: Mapping[str, Any], *, missing: 
 
 def _columns_of(kind: Kind, feature: Mapping[str, Any]) -> str:
     """Why the columns of a kind hold nothing."""
-    there = [name for name in (kind, f"{kind}s") if name in feature]
-    said = [f"its {name} is {'None' if feature[name] is None else 'empty'}" for name in there]
-    return " and ".join(said) or f"it has no column {kind} or {kind}s"
+    columns_there = [name for name in (kind, f"{kind}s") if name in feature]
+    reasons = [f"its {name} is {'None' if feature[name] is None else 'empty'}" for name in columns_there]
+    return " and ".join(reasons) or f"it has no column {kind} or {kind}s"
 
 
 def column_media(present: Mapping[str, Any], kind: Kind) -> tuple[MediaRef, ...]:
     """The media of the `images` / `image` (or `videos` / `video`) column."""
-    one, many = (None if is_absent(present.get(name)) else present[name] for name in (kind, f"{kind}s"))
-    if one is not None and many is not None:
+    item, many = (None if is_absent(present.get(name)) else present[name] for name in (kind, f"{kind}s"))
+    if item is not None and many is not None:
         raise Refusal("ambiguous_media", f"the sample has both a column {kind} and a column {kind}s; keep one of them")
-    value = one if many is None else many
+    value = item if many is None else many
     if value is None:
         return ()
     if not isinstance(value, list | tuple) or (kind == "video" and many is None and _is_one_video(value)):
@@ -297,24 +297,24 @@ def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _split_at_markers(messages: list[dict[str, Any]], kind: Kind, count: int) -> bool:
-    """As LLaMA-Factory and ms-swift do it: a marker is a hole, the text around it stays. False: nothing was changed.
+    """Split text at markers, as LLaMA-Factory and ms-swift do: each is a placeholder. False: nothing was changed.
 
     Raises:
         Refusal: there are markers, but not one for each medium, or one in an assistant's turn.
     """
     marker = f"<{kind}>"
-    found = [sum(part.get("text", "").count(marker) for part in _parts(message)) for message in messages]
-    if not any(found):
+    counts = [sum(part.get("text", "").count(marker) for part in _parts(message)) for message in messages]
+    if not any(counts):
         return False
-    answers = sum(n for n, message in zip(found, messages, strict=True) if message["role"] == "assistant")
-    if answers or sum(found) != count:
+    answers = sum(n for n, message in zip(counts, messages, strict=True) if message["role"] == "assistant")
+    if answers or sum(counts) != count:
         raise Refusal(
             "ambiguous_media",
-            f"the messages hold the text {marker!r} {sum(found)} time(s), {answers} of them in the assistant's turns, "
+            f"the messages hold the text {marker!r} {sum(counts)} time(s), {answers} of them in the assistant's turns, "
             f"for {count} {kind}(s) of the column, so it is not clear where these go; write one {marker!r} for each "
             f"outside the assistant's turns, or {{'type': {kind!r}}} parts",
         )
-    for n, message in zip(found, messages, strict=True):
+    for n, message in zip(counts, messages, strict=True):
         if n:
             message["content"] = [piece for part in _parts(message) for piece in _pieces(part, marker, kind)]
     return True
@@ -330,7 +330,7 @@ def _pieces(part: dict[str, Any], marker: str, kind: Kind) -> list[dict[str, Any
     return [piece for piece in pieces if piece.get("text") != ""]
 
 
-def _insert_holes(messages: list[dict[str, Any]], kind: Kind, count: int) -> None:
+def _insert_placeholders(messages: list[dict[str, Any]], kind: Kind, count: int) -> None:
     """As TRL does it: without any placeholder, all media go in front of the first user message's text."""
     for message in messages:
         if message["role"] == "user":
@@ -339,11 +339,11 @@ def _insert_holes(messages: list[dict[str, Any]], kind: Kind, count: int) -> Non
     raise Refusal("media_count_mismatch", f"{count} {kind}(s), but no user message to put them in")
 
 
-def _fill(
-    holes: list[dict[str, Any]], column: tuple[MediaRef, ...], present: Mapping[str, Any], kind: Kind
+def _pair(
+    placeholders: list[dict[str, Any]], column: tuple[MediaRef, ...], present: Mapping[str, Any], kind: Kind
 ) -> tuple[MediaRef, ...]:
-    own = [_reference(part, kind) for part in holes]
-    missing = own.count(None)
+    refs = [_reference(part, kind) for part in placeholders]
+    missing = refs.count(None)
     if missing != len(column):
         remedy = (
             f"give each placeholder its {kind}{also_has(present) if missing > len(column) else ''}"
@@ -356,12 +356,12 @@ def _fill(
             f"{len(column)} {kind}(s); {remedy}",
         )
     rest = iter(column)
-    return tuple(_merge(next(rest), part) if ref is None else ref for part, ref in zip(holes, own, strict=True))
+    return tuple(_merge(next(rest), part) if ref is None else ref for part, ref in zip(placeholders, refs, strict=True))
 
 
-def _merge(medium: MediaRef, hole: Mapping[str, Any]) -> MediaRef:
-    """A medium of the column, resized by the keys of the hole that it goes into."""
-    return MediaRef(source=medium.source, options={**medium.options, **_options(hole)})
+def _merge(medium: MediaRef, placeholder: Mapping[str, Any]) -> MediaRef:
+    """A medium of the column, resized by the keys of the placeholder that it goes into."""
+    return MediaRef(source=medium.source, options={**medium.options, **_options(placeholder)})
 
 
 def _is_one_video(value: Sequence[Any]) -> bool:

@@ -70,7 +70,7 @@ class Encoder:
             Refusal: the sample cannot be used.
             ConfigError: no sample can be used with this processor.
         """
-        return self._encode(feature, partial(self._media.cut_each, most=self.max_length))
+        return self._encode(feature, partial(self._media.cut_each, max_tokens=self.max_length))
 
     def measure(self, feature: Any, *, estimate: bool = False) -> Encoded:
         """The same without pixels, which are left where they are: images and videos are only measured, or estimated.
@@ -114,7 +114,7 @@ class Encoder:
 
     def _encode_conversation(self, conversation: Conversation, read: Callable[..., tuple[Visual, ...]]) -> Encoded:
         self._check_texts(conversation)
-        self._check_can_see(conversation)
+        self._check_has_vision(conversation)
         images, videos = read(conversation.images, kind="image"), read(conversation.videos, kind="video")
         if conversation.plain:
             ids, spans = self._plain(conversation.plain, images, videos)
@@ -137,7 +137,7 @@ class Encoder:
     def _template(self) -> ChatTemplate:
         return ChatTemplate(processor=self.processor, takes_parts=self.metadata.has_vision)
 
-    def _check_can_see(self, conversation: Conversation) -> None:
+    def _check_has_vision(self, conversation: Conversation) -> None:
         if (conversation.images or conversation.videos) and not self.metadata.has_vision:
             raise Refusal(
                 "no_vision",
@@ -155,11 +155,11 @@ class Encoder:
         typed = conversation.texts() if conversation.plain is None else conversation.plain[1:]
         reserved = self.metadata.reserved if conversation.plain is None else self.metadata.reserved_media
         for text in typed:
-            found = next((token for token in reserved if token in f"<{text}>"), None)
-            if found is not None:
+            token = next((token for token in reserved if token in f"<{text}>"), None)
+            if token is not None:
                 raise Refusal(
                     "reserved_token_in_text",
-                    f"its text holds {found!r}, which only the processor and the chat template may write; remove it, "
+                    f"its text holds {token!r}, which only the processor and the chat template may write; remove it, "
                     "and give images and videos as parts of the message",
                 )
 
@@ -247,8 +247,8 @@ class Encoder:
     def _write_frames(self, text: str, videos: Sequence[Visual]) -> str:
         """As `Qwen3VLProcessor.replace_video_token`: each frame between vision tokens, its time before them."""
         metadata = self.metadata
-        hole = f"{metadata.vision_start}{metadata.video_token}{metadata.vision_end}"
-        written = iter(["".join(f"<{time:.1f} seconds>{hole}" for time in video.timestamps) for video in videos])
+        placeholder = f"{metadata.vision_start}{metadata.video_token}{metadata.vision_end}"
+        written = iter(["".join(f"<{time:.1f} seconds>{placeholder}" for time in video.timestamps) for video in videos])
         if text.count(metadata.video_token) != len(videos):
             raise Refusal(
                 "placeholder_mismatch",
@@ -266,10 +266,10 @@ def _check_characters(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        seen = text[max(error.start - SHOWN, 0) : error.end + SHOWN]
+        context = text[max(error.start - SHOWN, 0) : error.end + SHOWN]
         raise Refusal(
             "bad_text",
-            f"its text holds {text[error.start]!r}, half of a surrogate pair, in {seen!r}: that is no character, and "
+            f"its text holds {text[error.start]!r}, half of a surrogate pair, in {context!r}: it is no character, and "
             "no tokenizer takes it; remove it, or put '?' in its place with text.encode(errors='replace').decode()",
         ) from error
 
@@ -320,7 +320,7 @@ class ChatTemplate:
                 "the processor has no chat template, so messages cannot become text; load the instruction-tuned "
                 "model's processor, set processor.chat_template, or give prompt and completion as strings"
             )
-        self._check_heard(conversation)
+        self._check_written(conversation)
         messages = [dict(message) for message in conversation.messages]
         if not self.takes_parts:
             messages = [{**message, "content": _joined(message["content"])} for message in messages]
@@ -333,14 +333,14 @@ class ChatTemplate:
                 "compare roles and content with what the template expects",
             ) from error
 
-    def _check_heard(self, conversation: Conversation) -> None:
+    def _check_written(self, conversation: Conversation) -> None:
         holders = (*conversation.messages, conversation.template_options)
-        given = {key for holder in holders for key, value in holder.items() if not is_empty(value)}
-        if lost := sorted(given & self._ignored):
+        used = {key for holder in holders for key, value in holder.items() if not is_empty(value)}
+        if ignored := sorted(used & self._ignored):
             raise Refusal(
                 "template_ignores",
-                f"it has {' and '.join(lost)}, which the chat template does not write: the model would learn an answer "
-                "without it; give the processor a chat template that does, or write it into the content",
+                f"it has {' and '.join(ignored)}, which the chat template does not write: the model would learn an "
+                "answer without it; give the processor a chat template that does, or write it into the content",
             )
         options = {name for name, value in conversation.template_options.items() if name not in _OFF or value}
         if unread := sorted(options - {"tools"} - (self._variables if options else frozenset())):
@@ -354,19 +354,21 @@ class ChatTemplate:
     def _ignored(self) -> frozenset[str]:
         """Which of tools, tool calls and thoughts never come into the text: each is tried once."""
         plain = self._try()
-        tried = {
+        trials = {
             "tools": self._try(tools=[_TOOL]),
             "tool_calls": self._try({"tool_calls": [_CALL]}),
             "reasoning_content": self._try({"reasoning_content": "tried"}),
         }
-        return frozenset(key for key, text in tried.items() if text is not None and text == plain)
+        return frozenset(key for key, text in trials.items() if text is not None and text == plain)
 
     def _try(self, answer: Mapping[str, Any] | None = None, **options: Any) -> str | None:
         """A short conversation as text; None: the template wants more of it than is known here."""
         texts = [[{"type": "text", "text": text}] if self.takes_parts else text for text in ("?", "!")]
-        asked, said = ({"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True))
+        question, answer_turn = (
+            {"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)
+        )
         try:
-            return self._write([asked, {**said, **(answer or {})}], **options)
+            return self._write([question, {**answer_turn, **(answer or {})}], **options)
         except Exception:  # see `render`
             return None
 

@@ -97,24 +97,26 @@ def check_ids(input_ids: np.ndarray, metadata: ProcessorMetadata) -> None:
 
 def check_runs(input_ids: np.ndarray, visuals: Sequence[Visual], metadata: ProcessorMetadata, *, kind: Kind) -> None:
     """Each unbroken run of placeholders has the length that its own image or frame needs, in order."""
-    seen = run_lengths(input_ids, metadata.token_id(kind))
+    lengths = run_lengths(input_ids, metadata.token_id(kind))
     needed = [n for visual in visuals for n in tokens_of(visual, metadata, kind=kind)]
-    if seen == needed:
+    if lengths == needed:
         return
     if not visuals:
         raise Refusal(
             f"{kind}_tokens_without_pixels",
-            f"it has {sum(seen)} {kind} tokens but no {kind} pixels; add pixels and grid, or remove the tokens",
+            f"it has {sum(lengths)} {kind} tokens but no {kind} pixels; add pixels and grid, or remove the tokens",
         )
-    if not seen:
+    if not lengths:
         raise Refusal(
             f"pixels_without_{kind}_tokens",
             f"it has the pixels of {len(visuals)} {kind}(s) but no {kind} token; is the placeholder missing?",
         )
-    at = next((i for i, (a, b) in enumerate(zip(seen, needed, strict=False)) if a != b), min(len(seen), len(needed)))
+    at = next(
+        (i for i, (a, b) in enumerate(zip(lengths, needed, strict=False)) if a != b), min(len(lengths), len(needed))
+    )
     raise Refusal(
         f"{kind}_token_mismatch",
-        f"its runs of {kind} tokens are {_some(seen)} long but its grids need {_some(needed)} (first difference at "
+        f"its runs of {kind} tokens are {_some(lengths)} long but its grids need {_some(needed)} (first difference at "
         f"run {at}); each {kind} needs frames * rows * columns / {metadata.merge_size**2} tokens in a run of its own: "
         "tokenise and cut into patches with the same processor settings, and do not truncate inside an image",
     )
@@ -324,11 +326,11 @@ def _whole(
     visuals: tuple[Visual, ...], ids: np.ndarray, metadata: ProcessorMetadata, *, kind: Kind
 ) -> tuple[Visual, ...]:
     """The leading images (or videos) whose placeholders are all among `ids`."""
-    left = len(runs(ids, metadata.token_id(kind)))
+    remaining = len(runs(ids, metadata.token_id(kind)))
     kept = []
     for visual in visuals:
-        left -= len(tokens_of(visual, metadata, kind=kind))
-        if left < 0:
+        remaining -= len(tokens_of(visual, metadata, kind=kind))
+        if remaining < 0:
             break
         kept.append(visual)
     return tuple(kept)

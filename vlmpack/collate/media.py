@@ -55,7 +55,7 @@ class MediaReader:
         """
         return self._read(ref, kind, at, self._cut_image, load_video)
 
-    def cut_each(self, refs: Sequence[MediaRef], *, kind: Kind, most: int | None = None) -> tuple[Visual, ...]:
+    def cut_each(self, refs: Sequence[MediaRef], *, kind: Kind, max_tokens: int | None = None) -> tuple[Visual, ...]:
         """Cut the media of one kind of a sample, in their order.
 
         One that ends beyond `most` tokens by its size alone is measured and not made: no sample of at most so many
@@ -64,15 +64,15 @@ class MediaReader:
         Raises:
             Refusal: one of them cannot be used.
         """
-        if most is None:
+        if max_tokens is None:
             return tuple(self.cut(ref, kind=kind, at=at) for at, ref in enumerate(refs))
         visuals: list[Visual] = []
-        left = most
+        remaining = max_tokens
         for at, ref in enumerate(refs):
             is_sized = kind == "video" or has_image_keys(ref.options)
             visual = self.measure(ref, kind=kind, at=at) if is_sized else self.cut(ref, kind=kind, at=at)
-            left -= sum(tokens_of(visual, self.metadata, kind=kind))
-            visuals.append(self.cut(ref, kind=kind, at=at) if is_sized and left >= 0 else visual)
+            remaining -= sum(tokens_of(visual, self.metadata, kind=kind))
+            visuals.append(self.cut(ref, kind=kind, at=at) if is_sized and remaining >= 0 else visual)
         return tuple(visuals)
 
     def measure(self, ref: MediaRef, *, kind: Kind, at: int) -> Visual:

@@ -1,4 +1,4 @@
-"""The account of samples given, used and refused: counted by reason, written down, and with a limit."""
+"""The log of skipped samples: counts by reason over all workers, a JSON-lines file, and the limit that stops a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, final
 
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.errors import ConfigError, SampleError, check_whole_number
 
 try:
     import fcntl
@@ -107,22 +107,20 @@ def _close(file: int) -> None:
 @final
 @dataclass(frozen=True, kw_only=True)
 class SkipLimit:
-    """How many refused samples are too many: above it the data are broken, not single samples."""
+    """The number of refused samples above which the data are broken, not single samples."""
 
     max_bad_fraction: float = 0.01
-    """Refused samples per sample given, 0 to 1."""
+    """Refused samples per received sample, 0 to 1."""
     min_samples: int = 200
-    """The fraction is looked at once this many samples were given."""
+    """Samples from which the fraction counts."""
     max_consecutive_bad: int = 20
-    """Refused samples in a row, looked at from the first sample on."""
+    """Refused samples in a row, counted from the first sample on."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_bad_fraction <= 1:
             raise ConfigError(f"max_bad_fraction must lie between 0 and 1, got {self.max_bad_fraction}")
-        if self.min_samples < 1 or self.max_consecutive_bad < 1:
-            raise ConfigError(
-                f"min_samples={self.min_samples} and max_consecutive_bad={self.max_consecutive_bad} must be at least 1"
-            )
+        check_whole_number("min_samples", self.min_samples)
+        check_whole_number("max_consecutive_bad", self.max_consecutive_bad)
 
 
 @final
@@ -179,7 +177,7 @@ class SkipLog:
 
     @property
     def received(self) -> int:
-        """Samples seen."""
+        """Samples that went into a batch or were refused."""
         with self._counts.changed() as counts:
             return counts["used"] + counts["refused"]
 
@@ -240,13 +238,13 @@ class SkipLog:
             _append(self.path, "".join(lines))
 
     def _check_limit(self, error: SampleError, counts: dict[str, Any]) -> None:
-        bad, given = counts["refused"] - counts["noted"], counts["used"] + counts["refused"]
+        bad, received = counts["refused"] - counts["noted"], counts["used"] + counts["refused"]
         in_a_row = counts["consecutive"]
         if in_a_row >= self.limit.max_consecutive_bad:
             seen = f"{in_a_row} samples in a row (max_consecutive_bad={self.limit.max_consecutive_bad})"
-        elif given >= self.limit.min_samples and bad > self.limit.max_bad_fraction * given:
+        elif received >= self.limit.min_samples and bad > self.limit.max_bad_fraction * received:
             limit = f"max_bad_fraction={self.limit.max_bad_fraction:g}"
-            seen = f"{bad} of {given} samples ({bad / given:.1%}, {limit})"
+            seen = f"{bad} of {received} samples ({bad / received:.1%}, {limit})"
         else:
             return
         why = ", ".join(f"{reason} {count}" for reason, count in self.reasons.most_common())
@@ -260,7 +258,7 @@ def read_skip_log(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a log of skipped samples file, those of all workers, in the order of writing.
 
     Each has `index` (in its batch), `id`, `reason`, `detail`, `process` (the writer's id) and `seen` (samples that the
-    process had been given by then).
+    process had received by then).
     """
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 

@@ -1,7 +1,7 @@
 """CORD v2 from anywhere, as one map-style dataset.
 
     hub id   ──┐
-    folder   ──┼▶ sources.find_rows ──▶ rows ──▶ CordDataset ──▶ {"image": RGB, "ground_truth": JSON}
+    folder   ──┼▶ readers.find_rows ──▶ rows ──▶ CordDataset ──▶ {"image": RGB, "ground_truth": JSON}
     parquet  ──┘
 
 The image is decoded here, never by `datasets`: turned upright by its EXIF tag exactly once, put on white where it is
@@ -23,7 +23,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from operator import index as whole
+from operator import index as as_int
 from typing import Any
 
 from vlmpack.data.archive import SPLITS
@@ -68,7 +68,7 @@ class CordDataset:
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"record {index} of {len(self)} in {self.name}")
-        at = whole(index) % len(self)
+        at = as_int(index) % len(self)
         row = complete_row(self.rows[at], self.name, index=at)
         parse_of(row["ground_truth"], index=at)
         try:
