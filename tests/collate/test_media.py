@@ -15,12 +15,12 @@ import torch
 from chats import chat, picture, processor_of, tokenised
 from PIL import ExifTags, Image
 from transformers import Qwen2VLImageProcessorPil
-from vlmpack.collate.processor_metadata import parts_of, read_processor
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.columns import MediaRef
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.media import MediaReader
+from vlmpack.collate.processor_metadata import parts_of, read_processor
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import ConfigError, Refusal, SampleError
 from vlmpack.layout import METADATA_KEY
