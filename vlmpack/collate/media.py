@@ -4,8 +4,8 @@
         ├──────cut──────▶ Visual(grid, pixels)          for training on them
         └────estimate───▶ Visual(about that grid)       by the plain rule, whatever the processor's own rule is
 
-The first two give the same grid: the rules by which the processor resizes are those of `families/resize.py` and
-`vision_keys.py`. That this processor keeps to them is seen once, on small images, before the first one is measured,
+The first two give the same grid: the rules by which the processor resizes are those of transformers and
+`vision_keys.py`. That this processor keeps to them is tried on one small image before the first one is measured,
 and checked again on every image that is measured first and cut later.
 """
 
