@@ -16,7 +16,7 @@ from rich.text import Text
 from benchmarks.figures import MOST_SEED, BenchSettings, Report, check_budget, place_for
 from benchmarks.gpu.checks import correctness_cells, equality_cells
 from benchmarks.gpu.device import DEVICES
-from benchmarks.gpu.layers import attention_cells, skip_limit_cells, head_cells
+from benchmarks.gpu.layers import attention_cells, head_cells, skip_limit_cells
 from benchmarks.gpu.models import Models
 from benchmarks.gpu.run import Cell, Journal, Lab, run_cells
 from benchmarks.gpu.shapes import SHAPES, GpuShapes

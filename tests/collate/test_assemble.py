@@ -8,10 +8,10 @@ import torch
 from chats import FAMILIES, processor_of
 from hypothesis import given
 from hypothesis import strategies as st
-from vlmpack.collate.processor_metadata import read_processor
 
 from vlmpack.collate.assemble import filler, to_packed, to_padded
 from vlmpack.collate.encoded import Encoded, Visual, check_ids, check_runs
+from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.errors import LayoutError
 from vlmpack.layout import PackedRow, SlotRule, pack
 

@@ -6,10 +6,10 @@ Each test takes a good sample, the processor's own output, and spoils one thing.
 import pytest
 import torch
 from chats import FAMILIES, picture, processor_of, tokenised
-from vlmpack.collate.processor_metadata import read_processor
 
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import run_lengths
+from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import Refusal
 

@@ -445,10 +445,10 @@ def test_it_can_be_pickled():
             "slots say how samples lie in a packed row, but layout='padded'; choose layout='packed', or give the slots "
             "to enable_packing(model, StepConfig(slots=...))",
         ),
-        ({"pixel_dtype": torch.uint8}, "pixel_dtype=torch.uint8 would cut the normalised pixels off to whole numbers"),
+        ({"pixel_dtype": torch.uint8}, "pixel_dtype=torch.uint8 would round normalised pixels to integers"),
         ({"overlength": "drop"}, "overlength='drop' needs max_length="),
-        ({"max_length": 1}, "max_length=1 is no length to learn from; it is a whole number of at least 2"),
-        ({"max_length": 2.5}, "max_length=2.5 is no length to learn from"),
+        ({"max_length": 1}, "max_length must be a whole number of at least 2, got 1"),
+        ({"max_length": 2.5}, "max_length must be a whole number of at least 2, got 2.5"),
         ({"layout": "packed", "slots": 4}, "slots has to be a SlotRule, such as SlotRule(multiple=4), got a int"),
         (
             {"skip_limit": 0.1},

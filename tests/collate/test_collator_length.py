@@ -60,12 +60,12 @@ def test_a_collator_tells_its_settings_and_its_skip_log_in_one_line() -> None:
     collator.collate([SAMPLE, BROKEN])
     assert repr(collator) == (
         f"VLMCollator(Qwen3VLProcessor, layout='packed', slots={SlotRule(multiple=8)}, max_length=64, "
-        "overlength='error', train_on='assistant', on_bad='skip', skip_log=SkipLog(2 given, 1 used, 1 refused, "
+        "overlength='error', train_on='assistant', on_bad='skip', skip_log=SkipLog(2 received, 1 used, 1 refused, "
         "no_targets 1))"
     )
     assert repr(VLMCollator(processor_of())) == (
         "VLMCollator(Qwen3VLProcessor, layout='padded', overlength='error', train_on='assistant', on_bad='raise', "
-        "skip_log=SkipLog(0 given, 0 used, 0 refused))"
+        "skip_log=SkipLog(0 received, 0 used, 0 refused))"
     )
 
 

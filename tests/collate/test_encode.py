@@ -7,10 +7,10 @@ import pytest
 import torch
 from chats import FAMILIES, chat, learnt, picture, processor_of, tokenised
 from transformers.video_utils import VideoMetadata
-from vlmpack.collate.processor_metadata import read_processor
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.encode import Encoder
+from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.collate.skipped import SkipLimit
 from vlmpack.collate.video import VideoSettings, load_video
 from vlmpack.data.images import ImageLimits
@@ -74,7 +74,7 @@ class StubVideoProcessor:
     def __call__(self, videos, **kwargs):
         grid = torch.tensor([self.patches.grid])
         return {
-            "pixel_values_videos": self.patches.pixel_values,
+            "pixel_values_videos": self.patches.pixels,
             "video_grid_thw": grid,
             "video_metadata": [self.metadata],
         }

@@ -183,7 +183,7 @@ class Frames:
 
     def __call__(self, videos: Any, **_: Any) -> Row:
         return {
-            "pixel_values_videos": self.patches.pixel_values,
+            "pixel_values_videos": self.patches.pixels,
             "video_grid_thw": torch.tensor([self.patches.grid]),
             "video_metadata": [self.metadata],
         }

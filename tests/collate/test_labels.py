@@ -7,9 +7,9 @@ import pytest
 from chats import learnt, processor_of
 from hypothesis import given
 from hypothesis import strategies as st
-from vlmpack.collate.processor_metadata import read_processor
 
 from vlmpack.collate.encoded import assistant_spans, make_labels, mask_media
+from vlmpack.collate.processor_metadata import read_processor
 
 PROCESSOR = processor_of()
 METADATA = read_processor(PROCESSOR)

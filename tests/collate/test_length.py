@@ -7,10 +7,10 @@ import torch
 from chats import FAMILIES, chat, learnt, picture, processor_of
 from hypothesis import given
 from hypothesis import strategies as st
-from vlmpack.collate.processor_metadata import read_processor
 
-from vlmpack.collate.encode import Encoder, boundaries, fit, truncate
-from vlmpack.collate.encoded import check_sample, run_lengths
+from vlmpack.collate.encode import Encoder
+from vlmpack.collate.encoded import boundaries, check_sample, fit, run_lengths, truncate
+from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import Refusal
 

@@ -15,12 +15,12 @@ import torch
 from chats import chat, picture, processor_of, tokenised
 from PIL import ExifTags, Image
 from transformers import Qwen2VLImageProcessorPil
-from vlmpack.collate.processor_metadata import parts_of, read_processor
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.columns import MediaRef
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.media import MediaReader
+from vlmpack.collate.processor_metadata import parts_of, read_processor
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import ConfigError, Refusal, SampleError
 from vlmpack.layout import METADATA_KEY
@@ -385,7 +385,7 @@ def test_an_outline_travels_as_text_and_references(tmp_path: Path) -> None:
     check_equal(collator.decode([pickle.loads(sent)]), collator.decode([outline]))
 
 
-def test_nothing_to_materialise_is_a_row_with_nothing_to_learn() -> None:
+def test_nothing_to_decode_is_a_row_with_nothing_to_learn() -> None:
     collator = VLMCollator(processor_of(), layout="packed")
     check_equal(collator.decode([]), collator.collate([]))
 
@@ -516,7 +516,7 @@ def text_tokenizer() -> Any:
     return processor.tokenizer
 
 
-def test_a_tokenizer_alone_collates_outlines_and_materialises_text() -> None:
+def test_a_tokenizer_alone_measures_and_decodes_text() -> None:
     tokenizer = text_tokenizer()
     texts = [
         chat("2 + 2?", "4"),

@@ -130,8 +130,8 @@ def test_what_is_left_out_by_choice_does_not_count_towards_the_skip_limit():
     ("settings", "message"),
     [
         ({"max_bad_fraction": 1.5}, "max_bad_fraction must lie between 0 and 1, got 1.5"),
-        ({"min_samples": 0}, "min_samples=0 and max_consecutive_bad=20 must be at least 1"),
-        ({"max_consecutive_bad": 0}, "min_samples=200 and max_consecutive_bad=0 must be at least 1"),
+        ({"min_samples": 0}, "min_samples must be a whole number of at least 1, got 0"),
+        ({"max_consecutive_bad": 0}, "max_consecutive_bad must be a whole number of at least 1, got 0"),
     ],
 )
 def test_a_skip_limit_without_meaning_is_refused(settings, message):

@@ -6,12 +6,10 @@ from vlmpack.collate.buffers import PixelBuffers
 from vlmpack.collate.collator import BatchLayout, VLMCollator, sample_id_of
 from vlmpack.collate.columns import CONVERSATION_COLUMNS, MEDIA_COLUMNS, MediaRef
 from vlmpack.collate.conversation import read_conversation
-from vlmpack.collate.encode import OVERLENGTH
-from vlmpack.collate.encoded import Encoded, Visual
+from vlmpack.collate.encoded import OVERLENGTH, Encoded, Visual
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.collate.skipped import SkipLimit, SkipLog, read_skip_log
 from vlmpack.collate.vision_keys import VIDEO_KEYS
-from vlmpack.data import ImageError, ImageLimits, load_image
 
 __all__ = [
     "CONVERSATION_COLUMNS",
@@ -20,8 +18,6 @@ __all__ = [
     "VIDEO_KEYS",
     "BatchLayout",
     "Encoded",
-    "ImageError",
-    "ImageLimits",
     "MediaRef",
     "PixelBuffers",
     "ProcessorMetadata",
@@ -29,7 +25,6 @@ __all__ = [
     "SkipLog",
     "VLMCollator",
     "Visual",
-    "load_image",
     "parts_of",
     "read_conversation",
     "read_skip_log",

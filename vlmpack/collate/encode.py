@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal, final
+from typing import Any, final
 
 import numpy as np
+from jinja2 import Environment, TemplateError
+from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 
-from vlmpack.collate.columns import Kind, Markers, MediaRef, check_unread
+from vlmpack.collate.columns import Kind, Markers, MediaRef, check_unread, is_empty
 from vlmpack.collate.conversation import Conversation, read_conversation
-from vlmpack.collate.encode import ChatTemplate
 from vlmpack.collate.encoded import (
     Encoded,
     TrainOn,
@@ -21,95 +25,13 @@ from vlmpack.collate.encoded import (
     assistant_spans,
     check_sample,
     make_labels,
-    runs,
     tokens_of,
 )
 from vlmpack.collate.media import MediaReader
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.collate.tokenised import read_tokenised, token_types
 from vlmpack.data import ImageLimits
-from vlmpack.errors import Refusal
-from vlmpack.layout import TEXT
-
-Overlength = Literal["error", "drop", "truncate"]
-
-OVERLENGTH = "overlength"
-"""The reason under which samples that are too long are counted."""
-
-
-def fit(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int | None, overlength: Overlength) -> Encoded:
-    """The sample itself if it fits `max_length` tokens, or what the policy makes of it.
-
-    Raises:
-        Refusal: it does not fit (reason "overlength"), or nothing to learn would be left of it ("truncated_away").
-    """
-    if max_length is None or sample.num_tokens <= max_length:
-        return sample
-    if overlength == "truncate":
-        return truncate(sample, metadata, max_length=max_length)
-    media = int((sample.types != TEXT).sum())
-    raise Refusal(
-        OVERLENGTH,
-        f"it has {sample.num_tokens} tokens ({media} of them for {len(sample.images)} image(s) and "
-        f"{len(sample.videos)} video(s)) but max_length={max_length}; raise max_length, lower the processor's "
-        "max_pixels, or choose overlength='drop' or overlength='truncate'",
-    )
-
-
-def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int) -> Encoded:
-    """The longest beginning of at most `max_length` tokens that ends between messages or beside an image.
-
-    Images that were cut off are left out with their pixels. No image or video is ever cut in two.
-
-    Raises:
-        Refusal: no such beginning has anything to learn in it.
-    """
-    cut = max((c for c in boundaries(sample, metadata) if c <= max_length), default=0)
-    ids = sample.input_ids[:cut]
-    images = _whole(sample.images, ids, metadata, kind="image")
-    videos = _whole(sample.videos, ids, metadata, kind="video")
-    shorter = replace(
-        sample, input_ids=ids, labels=sample.labels[:cut], types=sample.types[:cut], images=images, videos=videos
-    )
-    if shorter.num_targets == 0:
-        raise Refusal(
-            "truncated_away",
-            f"cut at the last message or image boundary within max_length={max_length} (token {cut} of "
-            f"{sample.num_tokens}), nothing to learn is left of it; raise max_length, or choose overlength='drop'",
-        )
-    return shorter
-
-
-def boundaries(sample: Encoded, metadata: ProcessorMetadata) -> list[int]:
-    """Where the sample may be cut, in tokens: after a message, before and after an image; never inside a video."""
-    ids = sample.input_ids
-    cuts = [_after_newline(ids, end + 1, metadata) for end in np.flatnonzero(ids == metadata.turn_end_id).tolist()]
-    for start, stop in runs(ids, metadata.image_token_id):
-        before = start - 1 if start and ids[start - 1] == metadata.vision_start_id else start
-        after = stop + 1 if stop < len(ids) and ids[stop] == metadata.vision_end_id else stop
-        cuts += [before, after]
-    return sorted({*cuts, len(ids)})
-
-
-def _after_newline(ids: np.ndarray, position: int, metadata: ProcessorMetadata) -> int:
-    """ChatML puts a newline after `<|im_end|>`; it belongs to the message before it."""
-    newline = position < len(ids) and int(ids[position]) in metadata.newline_ids
-    return position + 1 if newline else position
-
-
-def _whole(
-    visuals: tuple[Visual, ...], ids: np.ndarray, metadata: ProcessorMetadata, *, kind: Kind
-) -> tuple[Visual, ...]:
-    """The leading images (or videos) whose placeholders are all among `ids`."""
-    left = len(runs(ids, metadata.token_id(kind)))
-    kept = []
-    for visual in visuals:
-        left -= len(tokens_of(visual, metadata, kind=kind))
-        if left < 0:
-            break
-        kept.append(visual)
-    return tuple(kept)
-
+from vlmpack.errors import ConfigError, Refusal
 
 SHOWN = 20
 """Characters on either side of one that cannot be used, in an error."""
@@ -148,9 +70,9 @@ class Encoder:
             Refusal: the sample cannot be used.
             ConfigError: no sample can be used with this processor.
         """
-        return self._encode(feature, partial(self._media.cut_each, most=self.max_length))
+        return self._encode(feature, partial(self._media.cut_each, max_tokens=self.max_length))
 
-    def outline(self, feature: Any, *, estimate: bool = False) -> Encoded:
+    def measure(self, feature: Any, *, estimate: bool = False) -> Encoded:
         """The same without pixels, which are left where they are: images and videos are only measured, or estimated.
 
         Raises:
@@ -160,13 +82,13 @@ class Encoder:
         read = self._media.estimate if estimate else self._media.measure
         return self._encode(feature, partial(_each, read))
 
-    def fill(self, outline: Encoded) -> Encoded:
-        """An outline with its pixels: equal to the encoded sample.
+    def decode(self, sample: Encoded) -> Encoded:
+        """A measured sample with its pixels: equal to the encoded sample.
 
         Raises:
             Refusal: an image or video cannot be used, or is not what was measured.
         """
-        return self._media.fill(outline)
+        return self._media.decode(sample)
 
     def _encode(self, feature: Any, read: Callable[..., tuple[Visual, ...]]) -> Encoded:
         if not isinstance(feature, Mapping):
@@ -192,7 +114,7 @@ class Encoder:
 
     def _encode_conversation(self, conversation: Conversation, read: Callable[..., tuple[Visual, ...]]) -> Encoded:
         self._check_texts(conversation)
-        self._check_can_see(conversation)
+        self._check_has_vision(conversation)
         images, videos = read(conversation.images, kind="image"), read(conversation.videos, kind="video")
         if conversation.plain:
             ids, spans = self._plain(conversation.plain, images, videos)
@@ -215,7 +137,7 @@ class Encoder:
     def _template(self) -> ChatTemplate:
         return ChatTemplate(processor=self.processor, takes_parts=self.metadata.has_vision)
 
-    def _check_can_see(self, conversation: Conversation) -> None:
+    def _check_has_vision(self, conversation: Conversation) -> None:
         if (conversation.images or conversation.videos) and not self.metadata.has_vision:
             raise Refusal(
                 "no_vision",
@@ -233,11 +155,11 @@ class Encoder:
         typed = conversation.texts() if conversation.plain is None else conversation.plain[1:]
         reserved = self.metadata.reserved if conversation.plain is None else self.metadata.reserved_media
         for text in typed:
-            found = next((token for token in reserved if token in f"<{text}>"), None)
-            if found is not None:
+            token = next((token for token in reserved if token in f"<{text}>"), None)
+            if token is not None:
                 raise Refusal(
                     "reserved_token_in_text",
-                    f"its text holds {found!r}, which only the processor and the chat template may write; remove it, "
+                    f"its text holds {token!r}, which only the processor and the chat template may write; remove it, "
                     "and give images and videos as parts of the message",
                 )
 
@@ -325,8 +247,8 @@ class Encoder:
     def _write_frames(self, text: str, videos: Sequence[Visual]) -> str:
         """As `Qwen3VLProcessor.replace_video_token`: each frame between vision tokens, its time before them."""
         metadata = self.metadata
-        hole = f"{metadata.vision_start}{metadata.video_token}{metadata.vision_end}"
-        written = iter(["".join(f"<{time:.1f} seconds>{hole}" for time in video.timestamps) for video in videos])
+        placeholder = f"{metadata.vision_start}{metadata.video_token}{metadata.vision_end}"
+        written = iter(["".join(f"<{time:.1f} seconds>{placeholder}" for time in video.timestamps) for video in videos])
         if text.count(metadata.video_token) != len(videos):
             raise Refusal(
                 "placeholder_mismatch",
@@ -344,9 +266,134 @@ def _check_characters(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        seen = text[max(error.start - SHOWN, 0) : error.end + SHOWN]
+        context = text[max(error.start - SHOWN, 0) : error.end + SHOWN]
         raise Refusal(
             "bad_text",
-            f"its text holds {text[error.start]!r}, half of a surrogate pair, in {seen!r}: that is no character, and "
+            f"its text holds {text[error.start]!r}, half of a surrogate pair, in {context!r}: it is no character, and "
             "no tokenizer takes it; remove it, or put '?' in its place with text.encode(errors='replace').decode()",
         ) from error
+
+
+_TOOL = {
+    "type": "function",
+    "function": {"name": "tried", "description": "-", "parameters": {"type": "object", "properties": {}}},
+}
+_CALL = {"type": "function", "function": {"name": "tried", "arguments": {}}}
+
+_OFF = ("add_generation_prompt", "continue_final_message")
+"""Options that no sample may turn on: a turn would have no answer, or no end."""
+_NOT_OPTIONS = {*_OFF, "messages", "tools", "raise_exception", "strftime_now", "dict", "namespace"}
+"""Variables of a template that no sample chooses: those that transformers sets, and these."""
+
+
+class _Generation(Extension):
+    """The grammar of `{% generation %}`, by which templates mark what the assistant says, as transformers reads it."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own annotation is a set)
+
+    def parse(self, parser: Parser) -> list[Node]:
+        """The statements inside the block."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ChatTemplate:
+    """Writes conversations as text."""
+
+    processor: Any
+    """The processor, or the tokenizer of a text model."""
+    takes_parts: bool
+    """Whether the content of a message may be a list of parts: templates of text models know none."""
+
+    def render(self, conversation: Conversation) -> str:
+        """The text of its messages.
+
+        Raises:
+            Refusal: the template cannot write them (`template_error`), or leaves out what they hold
+                (`template_ignores`).
+            ConfigError: the processor has no template.
+        """
+        if self.processor.chat_template is None:
+            raise ConfigError(
+                "the processor has no chat template, so messages cannot become text; load the instruction-tuned "
+                "model's processor, set processor.chat_template, or give prompt and completion as strings"
+            )
+        self._check_written(conversation)
+        messages = [dict(message) for message in conversation.messages]
+        if not self.takes_parts:
+            messages = [{**message, "content": _joined(message["content"])} for message in messages]
+        try:
+            return self._write(messages, **conversation.template_options)
+        except Exception as error:  # a template can fail in any way on messages it rejects
+            raise Refusal(
+                "template_error",
+                f"the chat template cannot write its messages ({type(error).__name__}: {error}); "
+                "compare roles and content with what the template expects",
+            ) from error
+
+    def _check_written(self, conversation: Conversation) -> None:
+        holders = (*conversation.messages, conversation.template_options)
+        used = {key for holder in holders for key, value in holder.items() if not is_empty(value)}
+        if ignored := sorted(used & self._ignored):
+            raise Refusal(
+                "template_ignores",
+                f"it has {' and '.join(ignored)}, which the chat template does not write: the model would learn an "
+                "answer without it; give the processor a chat template that does, or write it into the content",
+            )
+        options = {name for name, value in conversation.template_options.items() if name not in _OFF or value}
+        if unread := sorted(options - {"tools"} - (self._variables if options else frozenset())):
+            raise Refusal(
+                "template_ignores",
+                f"chat_template_kwargs has {' and '.join(unread)}, which the chat template does not read; it reads "
+                f"{', '.join(sorted(self._variables)) or 'none'}: see how it is spelt there, or leave it out",
+            )
+
+    @cached_property
+    def _ignored(self) -> frozenset[str]:
+        """Which of tools, tool calls and thoughts never come into the text: each is tried once."""
+        plain = self._try()
+        trials = {
+            "tools": self._try(tools=[_TOOL]),
+            "tool_calls": self._try({"tool_calls": [_CALL]}),
+            "reasoning_content": self._try({"reasoning_content": "tried"}),
+        }
+        return frozenset(key for key, text in trials.items() if text is not None and text == plain)
+
+    def _try(self, answer: Mapping[str, Any] | None = None, **options: Any) -> str | None:
+        """A short conversation as text; None: the template wants more of it than is known here."""
+        texts = [[{"type": "text", "text": text}] if self.takes_parts else text for text in ("?", "!")]
+        question, answer_turn = (
+            {"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)
+        )
+        try:
+            return self._write([question, {**answer_turn, **(answer or {})}], **options)
+        except Exception:  # see `render`
+            return None
+
+    @cached_property
+    def _variables(self) -> frozenset[str]:
+        """The options that the template reads: its undeclared variables, but for those that are not a sample's choice.
+
+        Raises:
+            ConfigError: the template is no Jinja template.
+        """
+        template = self.processor.chat_template
+        sources = template.values() if isinstance(template, Mapping) else [template]
+        grammar = Environment(extensions=["jinja2.ext.loopcontrols", _Generation])
+        try:
+            read = {name for source in sources for name in find_undeclared_variables(grammar.parse(source))}
+        except TemplateError as error:
+            raise ConfigError(
+                f"the processor's chat template cannot be read ({type(error).__name__}: {error}); repair it"
+            ) from error
+        return frozenset(read - _NOT_OPTIONS)
+
+    def _write(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        return self.processor.apply_chat_template(messages, tokenize=False, **options)
+
+
+def _joined(content: Any) -> str:
+    """The text of a message."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import final
+from typing import Literal, final
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ import torch
 from vlmpack.collate.columns import Kind, MediaRef
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.errors import Refusal
-from vlmpack.layout import IGNORE, IMAGE, VIDEO, Grid
+from vlmpack.layout import IGNORE, IMAGE, TEXT, VIDEO, Grid
 
 
 @final
@@ -90,31 +90,33 @@ def check_ids(input_ids: np.ndarray, metadata: ProcessorMetadata) -> None:
     if low < 0 or high >= metadata.vocab_size:
         raise Refusal(
             "id_out_of_range",
-            f"it holds the token id {low if low < 0 else high}, but ids run from 0 to {metadata.vocab_size - 1}; tokenise "
-            "it with this processor's tokenizer (or pass vocab_size= if the model's embedding is larger)",
+            f"it holds the token id {low if low < 0 else high}, but ids run from 0 to {metadata.vocab_size - 1}; "
+            "tokenise it with this processor's tokenizer (or pass vocab_size= if the model's embedding is larger)",
         )
 
 
 def check_runs(input_ids: np.ndarray, visuals: Sequence[Visual], metadata: ProcessorMetadata, *, kind: Kind) -> None:
     """Each unbroken run of placeholders has the length that its own image or frame needs, in order."""
-    seen = run_lengths(input_ids, metadata.token_id(kind))
+    lengths = run_lengths(input_ids, metadata.token_id(kind))
     needed = [n for visual in visuals for n in tokens_of(visual, metadata, kind=kind)]
-    if seen == needed:
+    if lengths == needed:
         return
     if not visuals:
         raise Refusal(
             f"{kind}_tokens_without_pixels",
-            f"it has {sum(seen)} {kind} tokens but no {kind} pixels; add pixels and grid, or remove the tokens",
+            f"it has {sum(lengths)} {kind} tokens but no {kind} pixels; add pixels and grid, or remove the tokens",
         )
-    if not seen:
+    if not lengths:
         raise Refusal(
             f"pixels_without_{kind}_tokens",
             f"it has the pixels of {len(visuals)} {kind}(s) but no {kind} token; is the placeholder missing?",
         )
-    at = next((i for i, (a, b) in enumerate(zip(seen, needed, strict=False)) if a != b), min(len(seen), len(needed)))
+    at = next(
+        (i for i, (a, b) in enumerate(zip(lengths, needed, strict=False)) if a != b), min(len(lengths), len(needed))
+    )
     raise Refusal(
         f"{kind}_token_mismatch",
-        f"its runs of {kind} tokens are {_some(seen)} long but its grids need {_some(needed)} (first difference at "
+        f"its runs of {kind} tokens are {_some(lengths)} long but its grids need {_some(needed)} (first difference at "
         f"run {at}); each {kind} needs frames * rows * columns / {metadata.merge_size**2} tokens in a run of its own: "
         "tokenise and cut into patches with the same processor settings, and do not truncate inside an image",
     )
@@ -177,10 +179,158 @@ def _check_grid(visual: Visual, metadata: ProcessorMetadata) -> None:
         raise Refusal(
             "bad_grid",
             f"the grid {frames} x {rows} x {columns} (frames, rows, columns of patches) cannot be merged: rows and "
-            f"columns must be positive multiples of {metadata.merge_size}; use this processor's image_grid_thw unchanged",
+            f"columns must be positive multiples of {metadata.merge_size}; use its image_grid_thw unchanged",
         )
 
 
 def _some(numbers: Sequence[int], most: int = 8) -> str:
     shown = ", ".join(map(str, numbers[:most]))
     return f"[{shown}{', ...' if len(numbers) > most else ''}]"
+
+
+# ---- labels
+
+TrainOn = Literal["assistant", "all"]
+
+
+def assistant_spans(input_ids: np.ndarray, metadata: ProcessorMetadata) -> list[tuple[int, int]]:
+    """(start, stop) of what the assistant says in each of its turns: from after the header to after `<|im_end|>`.
+
+        <|im_start|> assistant \\n  It costs 5 . <|im_end|>  \\n <|im_start|> user ...
+                                   ^start                   ^stop
+
+    A last turn without its end (a cut sample) runs to the end of the sample.
+    """
+    if metadata.turn_start_id is None:
+        return []
+    starts = np.flatnonzero(input_ids == metadata.turn_start_id).tolist()
+    spans = []
+    for turn, limit in zip(starts, [*starts, len(input_ids)][1:], strict=True):
+        start = _after_header(input_ids, turn, metadata)
+        if start is not None:
+            ends = np.flatnonzero(input_ids[start:limit] == metadata.turn_end_id)
+            spans.append((start, start + int(ends[0]) + 1 if len(ends) else limit))
+    return spans
+
+
+def make_labels(
+    input_ids: np.ndarray, metadata: ProcessorMetadata, *, spans: Sequence[tuple[int, int]] | None = None
+) -> np.ndarray:
+    """int64 [n], not shifted: the ids where they are learnt, -100 elsewhere, on all media and on the first token.
+
+    Args:
+        input_ids: int64 [n].
+        metadata: of the processor.
+        spans: (start, stop) pairs that are learnt; None: everything.
+    """
+    if spans is None:
+        labels = input_ids.copy()
+    else:
+        labels = np.full_like(input_ids, IGNORE)
+        for start, stop in spans:
+            labels[start:stop] = input_ids[start:stop]
+    return mask_media(labels, input_ids, metadata)
+
+
+def mask_media(labels: np.ndarray, input_ids: np.ndarray, metadata: ProcessorMetadata) -> np.ndarray:
+    """A copy of `labels` with -100 on placeholders, on the tokens around them, and on the first token."""
+    labels = labels.copy()
+    for token_id in metadata.media_ids:
+        labels[input_ids == token_id] = IGNORE
+    labels[:1] = IGNORE
+    return labels
+
+
+def _after_header(input_ids: np.ndarray, turn: int, metadata: ProcessorMetadata) -> int | None:
+    """The position after `<|im_start|>assistant\\n` at `turn`; None: another role's turn."""
+    newline = turn + 1 + len(metadata.assistant_ids)
+    role = tuple(input_ids[turn + 1 : newline].tolist())
+    if (
+        role != metadata.assistant_ids
+        or newline >= len(input_ids)
+        or int(input_ids[newline]) not in metadata.newline_ids
+    ):
+        return None
+    return newline + 1
+
+
+# ---- length
+
+Overlength = Literal["error", "drop", "truncate"]
+
+OVERLENGTH = "overlength"
+"""The reason under which samples that are too long are counted."""
+
+
+def fit(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int | None, overlength: Overlength) -> Encoded:
+    """The sample itself if it fits `max_length` tokens, or what the policy makes of it.
+
+    Raises:
+        Refusal: it does not fit (reason "overlength"), or nothing to learn would be left of it ("truncated_away").
+    """
+    if max_length is None or sample.num_tokens <= max_length:
+        return sample
+    if overlength == "truncate":
+        return truncate(sample, metadata, max_length=max_length)
+    media = int((sample.types != TEXT).sum())
+    raise Refusal(
+        OVERLENGTH,
+        f"it has {sample.num_tokens} tokens ({media} of them for {len(sample.images)} image(s) and "
+        f"{len(sample.videos)} video(s)) but max_length={max_length}; raise max_length, lower the processor's "
+        "max_pixels, or choose overlength='drop' or overlength='truncate'",
+    )
+
+
+def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int) -> Encoded:
+    """The longest beginning of at most `max_length` tokens that ends between messages or beside an image.
+
+    Images that were cut off are left out with their pixels. No image or video is ever cut in two.
+
+    Raises:
+        Refusal: no such beginning has anything to learn in it.
+    """
+    cut = max((c for c in boundaries(sample, metadata) if c <= max_length), default=0)
+    ids = sample.input_ids[:cut]
+    images = _whole(sample.images, ids, metadata, kind="image")
+    videos = _whole(sample.videos, ids, metadata, kind="video")
+    shorter = replace(
+        sample, input_ids=ids, labels=sample.labels[:cut], types=sample.types[:cut], images=images, videos=videos
+    )
+    if shorter.num_targets == 0:
+        raise Refusal(
+            "truncated_away",
+            f"cut at the last message or image boundary within max_length={max_length} (token {cut} of "
+            f"{sample.num_tokens}), nothing to learn is left of it; raise max_length, or choose overlength='drop'",
+        )
+    return shorter
+
+
+def boundaries(sample: Encoded, metadata: ProcessorMetadata) -> list[int]:
+    """Where the sample may be cut, in tokens: after a message, before and after an image; never inside a video."""
+    ids = sample.input_ids
+    cuts = [_after_newline(ids, end + 1, metadata) for end in np.flatnonzero(ids == metadata.turn_end_id).tolist()]
+    for start, stop in runs(ids, metadata.image_token_id):
+        before = start - 1 if start and ids[start - 1] == metadata.vision_start_id else start
+        after = stop + 1 if stop < len(ids) and ids[stop] == metadata.vision_end_id else stop
+        cuts += [before, after]
+    return sorted({*cuts, len(ids)})
+
+
+def _after_newline(ids: np.ndarray, position: int, metadata: ProcessorMetadata) -> int:
+    """ChatML puts a newline after `<|im_end|>`; it belongs to the message before it."""
+    newline = position < len(ids) and int(ids[position]) in metadata.newline_ids
+    return position + 1 if newline else position
+
+
+def _whole(
+    visuals: tuple[Visual, ...], ids: np.ndarray, metadata: ProcessorMetadata, *, kind: Kind
+) -> tuple[Visual, ...]:
+    """The leading images (or videos) whose placeholders are all among `ids`."""
+    remaining = len(runs(ids, metadata.token_id(kind)))
+    kept = []
+    for visual in visuals:
+        remaining -= len(tokens_of(visual, metadata, kind=kind))
+        if remaining < 0:
+            break
+        kept.append(visual)
+    return tuple(kept)

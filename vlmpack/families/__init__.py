@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmpack.families.family import Family, grid_from_size
+from vlmpack.families.family import Family
 from vlmpack.families.registry import FAMILIES, check_parts, family_named, family_of
 
 __all__ = [
@@ -11,5 +11,4 @@ __all__ = [
     "check_parts",
     "family_named",
     "family_of",
-    "grid_from_size",
 ]

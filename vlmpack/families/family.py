@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, final
 
 import torch
@@ -261,38 +260,3 @@ def _pieces(tokens: int, side: int) -> list[int]:
     """`tokens` in pieces of `side`, the last one shorter."""
     whole, rest = divmod(tokens, side)
     return [side] * whole + [rest] * bool(rest)
-
-
-# ---------------------------------------------------------------------- the resize rule of the image processors
-
-MAX_ASPECT_RATIO = 200
-"""Images longer than this many times their width are refused by the processors."""
-
-
-def grid_from_size(height: int, width: int, *, patch_size: int, merge: int, min_pixels: int, max_pixels: int) -> Grid:
-    """(1, rows, columns) of patches of an image of this size, all sizes in pixels.
-
-    The rule is transformers' `smart_resize`, by which every family with images resizes: both sides become multiples of
-    `patch_size * merge`, the area is brought between the bounds, the aspect ratio is kept as well as that allows.
-
-    Raises:
-        ValueError: an empty image, or one more than 200 times as long as it is wide.
-    """
-    if min(height, width) < 1:
-        raise ValueError(f"an image of {height} x {width} pixels has no grid")
-    if (ratio := max(height, width) / min(height, width)) > MAX_ASPECT_RATIO:
-        raise ValueError(
-            f"an image of {height} x {width} pixels is {ratio:.0f} times as long as it is wide; "
-            f"the limit is {MAX_ASPECT_RATIO}: crop it, or leave it out"
-        )
-    unit = patch_size * merge
-    rows, columns = _smart_resize()(height, width, factor=unit, min_pixels=min_pixels, max_pixels=max_pixels)
-    return 1, rows // patch_size, columns // patch_size
-
-
-@cache
-def _smart_resize() -> Any:
-    # The file of the PIL back-end: the other one needs torchvision.
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-
-    return smart_resize
