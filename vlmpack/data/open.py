@@ -167,7 +167,7 @@ class OpenDataset(Dataset[dict[str, Any]]):
         return sample if has_name else {**sample, "id": at}
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any] | SampleError]:
-        """Return the samples of a batch for a DataLoader; a row that cannot be read is its error, which collators refuse.
+        """Return the samples of a batch for a DataLoader; an unreadable row is its error, which collators skip.
 
         Raises:
             IndexError: there is no such sample.
