@@ -89,6 +89,7 @@ def cell(family, kind, *, multiple=4, backend="auto", mode="train"):
     assert (sum(poison) > 0) == row.segments.has_gaps
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mode", ["train", "eval", "checkpointing"])
 @pytest.mark.parametrize("backend", ["sdpa_segments", "eager_mask"])
 @pytest.mark.parametrize("multiple", [1, 4, 8])
@@ -116,6 +117,7 @@ def test_the_matrix_has_every_kind_of_input_and_sees_the_vision_tower(family):
 # ---------------------------------------------------------------------- other ways in
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("given", ["padded", "left padded", "padded without facts", "row without facts"])
 @pytest.mark.parametrize("multiple", [1, 8])
 @every_family

@@ -13,7 +13,7 @@ from moe import MOE, fresh, naive_z_loss, real_rows, samples_of, stock
 from samples import padded
 from training import distance, gradients
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.full]
 
 
 @pytest.fixture(scope="module")
