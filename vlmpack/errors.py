@@ -106,8 +106,8 @@ def check_whole_number(
     number = int(cast(SupportsInt, value)) if is_whole else at_least - 1
     if number < at_least or (at_most is not None and number > at_most):
         limits = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-        seen = f"{name} must be a whole number {limits}, got {value!r:.80}"
-        raise error(seen if remedy is None else f"{seen}; {remedy}")
+        message = f"{name} must be a whole number {limits}, got {value!r:.80}"
+        raise error(message if remedy is None else f"{message}; {remedy}")
     return number
 
 

@@ -1,4 +1,4 @@
-"""Tables for people at a terminal and for programs behind a pipe.
+"""Print tables and sentences for people at a terminal and for programs behind a pipe.
 
 At a terminal a table is as wide as the terminal: names wrap, numbers do not. In a pipe or a file it has one line a row,
 as wide as it needs, without colours and drawn lines: columns are two spaces or more apart.
@@ -9,19 +9,43 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from rich import box
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 NEEDED = 100_000
-"""Columns of a pipe: more than any table takes."""
+"""Width of a pipe in columns: more than any table takes."""
 GAP = 2
 """Columns between two of a table."""
+BYTE_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def make_table(*columns: str | Column, header: bool = True) -> Table:
+    """Make an empty table.
+
+    Args:
+        columns: from the left; a plain title is that of names which stay whole.
+        header: print the titles, with a line below.
+    """
+    whole = [Column(each, no_wrap=True) if isinstance(each, str) else each for each in columns]
+    lines = box.SIMPLE_HEAD if header else None
+    return Table(*whole, box=lines, show_header=header, pad_edge=False, padding=(0, 1, 0, 0))
+
+
+def number_columns(*titles: str) -> list[Column]:
+    """Make columns that are right-aligned and stay whole."""
+    return [Column(title, justify="right", no_wrap=True) for title in titles]
+
+
+def text_column(title: str) -> Column:
+    """Make a column that wraps at a narrow terminal."""
+    return Column(title, overflow="fold")
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table as its reader needs it, a terminal's or a pipe's."""
+    """Print a table: wrapped at a terminal, or one line a row in a pipe."""
     if console.quiet:
         return
     if console.is_terminal:
@@ -46,12 +70,12 @@ def print_text(console: Console, text: str | Text, *, indent: int = 0) -> None:
 def columns_that_fit(
     titles: Sequence[str], cells: Sequence[Sequence[str | Text]], *, taken: int, width: int
 ) -> Iterator[slice]:
-    """Runs of columns that fit a table side by side, at least one each.
+    """Yield runs of columns that fit a table side by side, at least one each.
 
     Args:
         titles: of the columns; they wrap, but no word of them does.
         cells: of each column; they do not wrap.
-        taken: columns of the terminal for what stands in front of each run.
+        taken: columns of the terminal in front of each run.
         width: columns of the terminal.
     """
     start, used = 0, taken
@@ -65,5 +89,18 @@ def columns_that_fit(
 
 
 def wrapped(title: str) -> str:
-    """A column's title in lines of a few words."""
+    """Break a column's title into lines of a few words."""
     return textwrap.fill(title, 14, break_long_words=False, break_on_hyphens=False)
+
+
+def sample_name(index: int, sample_id: int | str | None) -> str:
+    """Name a sample by its index, and by its id where it has another one."""
+    return f"{index}" if sample_id in (None, index) else f"{index} (id {sample_id!r})"
+
+
+def format_bytes(count: int) -> str:
+    """Format a number of bytes in the largest unit that it fills."""
+    value, unit = float(count), 0
+    while value >= 1024 and unit < len(BYTE_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.1f} {BYTE_UNITS[unit]}" if unit else f"{count} bytes"

@@ -139,7 +139,7 @@ def check_same_loss(losses: Mapping[str, torch.Tensor]) -> None:
     """
     values = {name: float(loss) for name, loss in losses.items()}
     if abs(values["packed"] - values["padded"]) > SAME_LOSS * abs(values["padded"]):
-        raise VlmpackError(f"the two steps do not compute the same loss ({values}); run `vlmpack probe`")
+        raise VlmpackError(f"the two steps do not compute the same loss ({values}); run `vlmpack doctor --probe`")
 
 
 STEP = "step"

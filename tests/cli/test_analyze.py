@@ -14,8 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from vlmpack.cli import app
-from vlmpack.cli.analyze_run import Analysis, PackingTrial
-from vlmpack.cli.analyze_table import bars, print_analysis
+from vlmpack.cli.analyze import Analysis, Packing, histogram_bars, print_analysis
 from vlmpack.plan import LengthTable, PaddedRecipe, Refused
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
@@ -50,8 +49,8 @@ def table_of(lengths: list[int], refused: tuple[Refused, ...] = ()) -> LengthTab
 
 
 def printed(table: LengthTable, *, source: str = "mine", width: int = 80) -> str:
-    packing = PackingTrial(capacities=(20,), recipe=PaddedRecipe(per_device_batch=2))
-    analysis = Analysis.of(table, packing, source=source)
+    packing = Packing(capacities=(20,), recipe=PaddedRecipe(per_device_batch=2))
+    analysis = Analysis(table=table, packing=packing, source=source)
     file = io.StringIO()
     print_analysis(analysis, Console(file=file, width=width, force_terminal=True, color_system=None))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
@@ -83,7 +82,7 @@ class TestCommand:
         assert found["padded"]["accumulation"] == 4
         refused = analyze(chats, "--samples-per-update", "32", "--accumulation", "4")
         assert refused.exit_code == 2
-        assert "--samples-per-update says what --accumulation comes to; give one of them" in refused.stderr
+        assert "--samples-per-update determines --accumulation; give one of them" in refused.stderr
 
     def test_samples_are_placed_as_asked(self, chats: str) -> None:
         assert numbers(chats, "--strategy", "nf")["packed"][0]["strategy"] == "next_fit"
@@ -208,7 +207,7 @@ class TestWords:
 class TestBars:
     def lines(self, lengths: list[int], *, ascii_only: bool = False) -> list[str]:
         file = io.StringIO()
-        Console(file=file, width=60).print(bars("tokens", np.array(lengths), ascii_only=ascii_only))
+        Console(file=file, width=60).print(histogram_bars("tokens", np.array(lengths), ascii_only=ascii_only))
         return [line.rstrip() for line in file.getvalue().splitlines()]
 
     def test_the_longest_bar_is_full_and_a_single_sample_can_be_seen(self) -> None:

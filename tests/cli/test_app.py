@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.core import TyperGroup
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from vlmpack import __version__
@@ -24,7 +26,7 @@ HEAVY = ("torch", "transformers", "numpy", "matplotlib", "PIL")
 def test_help_names_every_verb() -> None:
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
-    for verb in ("analyze", "show", "demo", "doctor", "probe"):
+    for verb in ("analyze", "show", "pack", "demo", "doctor"):
         assert verb in result.stdout
 
 
@@ -53,7 +55,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     def without_accelerate(name: str, *args: Any) -> Any:
         return None if name == "accelerate" else find_spec(name, *args)
 
-    monkeypatch.setattr(importlib.util, "find_spec", without_accelerate)
+    monkeypatch.setattr("vlmpack.errors.find_spec", without_accelerate)
     result = CliRunner().invoke(app, ["demo"])
     assert result.exit_code == 2
     assert "`vlmpack demo` needs accelerate, not installed here: pip install 'vlmpack[demo]'" in result.stderr
@@ -70,17 +72,26 @@ def test_the_module_can_be_run() -> None:
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
 def test_what_the_system_refuses_is_one_line_and_a_bug_is_not(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    def refused() -> None:
+    def refused(source: Path) -> bool:
         raise OSError(code, os.strerror(code), "a/folder")
 
-    monkeypatch.setattr("vlmpack.cli.environment.versions", refused)
-    result = CliRunner().invoke(app, ["doctor"])
+    monkeypatch.setattr("vlmpack.store.is_store", refused)
+    result = CliRunner().invoke(app, ["show", "rows"])
     (line,) = result.stderr.splitlines()
     assert result.exit_code == 2
     assert line.startswith(f"vlmpack: a/folder: {os.strerror(code)}; get the right")
 
     code = errno.EBADF
-    assert isinstance(CliRunner().invoke(app, ["doctor"]).exception, OSError)
+    assert isinstance(CliRunner().invoke(app, ["show", "rows"]).exception, OSError)
+
+
+def test_help_is_wrapped_by_the_terminal_alone() -> None:
+    """Paragraphs have no line ends of the source in them."""
+    group = get_command(app)
+    assert isinstance(group, TyperGroup)
+    texts = [verb.help or "" for verb in group.commands.values()]
+    assert len(texts) == 5
+    assert all(text and "\n" not in text.replace("\n\n", "") for text in texts)
 
 
 def run_on_a_terminal(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -14,9 +14,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from vlmpack.cli import app
-from vlmpack.cli.contest import Recorder, Run
-from vlmpack.cli.demo_table import comparison, loss_differences, notes
-from vlmpack.cli.gradients import Agreement, agreement, packed_against_alone
+from vlmpack.cli.demo import comparison, loss_differences, notes
+from vlmpack.cli.training import Agreement, Meter, Run, agreement, packed_against_alone
 from vlmpack.collate import VLMCollator
 from vlmpack.data import load_cord, tiny_processor, to_conversation
 from vlmpack.data.pretrained import save_processor
@@ -186,10 +185,10 @@ def test_the_table_shows_ratios_and_differences() -> None:
     assert "2.00 times as fast with 0.50 times the memory" in said
 
 
-def test_an_unmodified_model_is_not_shown_what_only_the_host_knows(receipts: Any) -> None:
-    recorder = Recorder(collator=VLMCollator(tiny_processor()), keep_facts=False)
-    small_batch, large_batch = recorder(receipts[:1]), recorder(receipts)
+def test_an_unmodified_model_gets_no_metadata_of_the_host(receipts: Any) -> None:
+    meter = Meter(VLMCollator(tiny_processor()), "cpu", keep_metadata=False, tick=lambda loss: None)
+    small_batch, large_batch = meter(receipts[:1]), meter(receipts)
     assert "vlmpack" not in small_batch
-    assert [len(facts.lengths) for facts in recorder.facts] == [1, 3]
-    assert recorder.physical == [small_batch["input_ids"].numel(), large_batch["input_ids"].numel()]
-    assert recorder.largest is large_batch
+    assert [len(metadata.lengths) for metadata in meter.metadata] == [1, 3]
+    assert meter.physical == [small_batch["input_ids"].numel(), large_batch["input_ids"].numel()]
+    assert meter.largest is large_batch

@@ -1,25 +1,31 @@
-"""`vlmpack doctor`: healthy here; and when isolation is broken on purpose, it says so."""
+"""`vlmpack doctor`: the environment; with --probe, tables and an exit status, and a leak named by its cause."""
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
-from vlmpack.cli import app, environment
-from vlmpack.cli.environment import import_problem, serving, versions
-from vlmpack.families import FAMILIES, registry
-from vlmpack.families.tiny import tiny_config
+from vlmpack.cli import app
+from vlmpack.cli.doctor import attention_serving, gated_delta_serving, import_problem, versions
+from vlmpack.cli.probe_tables import print_reports
+from vlmpack.families import FAMILIES, family_named, registry
+from vlmpack.families.tiny import tiny_config, tiny_model
 from vlmpack.layout import Segments
-from vlmpack.model import inputs
+from vlmpack.model import FlaCall, inputs
+from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.model.row import RowContext
+from vlmpack.proof import Check, Report, probe
 
 FEW = ("qwen3_vl", "qwen3_5")
 
@@ -35,112 +41,71 @@ def few_families() -> Iterator[None]:
     registry.FAMILIES.update(every)  # in their order
 
 
-@pytest.fixture(autouse=True)
-def fast_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trying to import qwen-vl-utils and the like takes a process and seconds each time."""
-    monkeypatch.setattr(environment, "import_problem", lambda module: None)
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    tiny_model("qwen2_5_vl").save_pretrained(tmp_path)
+    return str(tmp_path)
 
 
-def run_doctor(*args: str) -> tuple[int, Any]:
-    result = CliRunner().invoke(app, ["doctor", "--json", *args])
-    return result.exit_code, json.loads(result.stdout)
+@pytest.fixture
+def one_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vision tower takes all images for one."""
+
+    def one_segment(self: VisionRow, cu_seqlens: torch.Tensor, num_patches: int) -> Segments:
+        return Segments.from_lengths([num_patches])
+
+    monkeypatch.setattr(VisionRow, "find", one_segment)
 
 
-def test_a_model_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    for name, told in ((tmp_path, "nothing there can be read (Unrecognized"), (tmp_path / "config.json", "is a file")):
-        result = CliRunner().invoke(app, ["doctor", "--model", str(name), "--device", "cpu"])
-        assert result.exit_code == 2
-        assert result.stderr.startswith(f"vlmpack: --model {name}")
-        assert told in result.stderr
+def run(*args: str) -> Any:
+    return CliRunner(env={"COLUMNS": "160"}).invoke(app, ["doctor", *args])
 
 
-def test_a_model_is_read_before_anything_is_printed_and_the_hub_is_asked_again_in_silence(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def unreachable(*args: Any, **kwargs: Any) -> None:
-        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s")
-        raise OSError("no connection\nread the manual.")
-
-    monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
-    result = CliRunner().invoke(app, ["doctor", "--model", "Qwen/Qwen3-VL-2B-Instruct", "--device", "cpu"])
-    (line,) = result.output.splitlines()
-    assert "nothing there can be read (no connection read the manual); give a hub id" in line
+def run_probe(*args: str) -> Any:
+    return run("--probe", "--device", "cpu", *args)
 
 
-def test_tiny_means_the_model_that_is_made_here_as_in_probe() -> None:
-    status, report = run_doctor("--device", "cpu", "--model", "tiny:qwen3")
-    assert status == 0
-    assert {probe["family"] for probe in report["probes"]} == {"qwen3"}
+def answer(result: Any) -> Any:
+    return json.loads(result.stdout)
 
 
-def test_a_healthy_machine_gets_exit_status_0_and_a_probe_of_every_family(few_families: None) -> None:
-    status, report = run_doctor("--device", "cpu")
-    assert status == 0
-    assert report["healthy"]
-    probes = {(probe["family"], probe["attention"]) for probe in report["probes"]}
-    assert probes == {(family, name) for family in FAMILIES for name in ("sdpa_segments", "eager_mask")}
-    assert all(probe["verdict"] == "exact" for probe in report["probes"])
-    plain = [one for probe in report["probes"] for one in probe["plain"]]
-    assert {one["verdict"] for one in plain} == {"leaks", "exact"}
-    assert {entry["name"] for entry in report["versions"]} >= {"python", "torch", "transformers", "torchvision"}
+def words(text: str) -> str:
+    return " ".join(text.split())
 
 
-def test_the_tables_for_people_name_families_verdicts_and_reasons(few_families: None) -> None:
-    result = CliRunner().invoke(app, ["doctor", "--device", "cpu"])
+# ---------------------------------------------------------------------- environment
+
+
+def test_the_environment_is_versions_devices_and_back_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlmpack.cli.doctor.import_problem", lambda module: None)  # a process and seconds each time
+    result = run()
     assert result.exit_code == 0, result.output
-    for text in ("torchvision", "sdpa_segments", "it runs on CUDA only", *FEW, "exact", "Nothing leaks", "leaks"):
+    for text in (
+        "torchvision",
+        "sdpa_segments",
+        "it runs on CUDA only",
+        "Gated delta layers",
+        "vlmpack doctor --probe",
+    ):
         assert text in result.stdout
+    parts = answer(run("--json"))
+    assert parts.keys() == {"versions", "devices", "attention", "gated_delta"}
+    assert {entry["name"] for entry in parts["versions"]} >= {"python", "torch", "transformers", "torchvision"}
+    assert parts["devices"][0]["type"] == "cpu"
+    assert {entry["backend"] for entry in parts["attention"] if not entry["reasons"]} >= {"sdpa_segments", "eager_mask"}
 
 
-def test_a_leak_is_reported_and_the_exit_status_is_1(monkeypatch: pytest.MonkeyPatch, few_families: None) -> None:
-    def one_segment(**facts: Any) -> RowContext:
-        return RowContext(**{**facts, "segments": Segments.from_lengths([facts["segments"].total])})
-
-    monkeypatch.setattr(inputs, "RowContext", one_segment)
-    result = CliRunner().invoke(app, ["doctor", "--device", "cpu"])
-    assert result.exit_code == 1
-    said = " ".join(result.stdout.split())
-    assert "qwen3_vl, sdpa_segments: leaks, by mask." in said
-    assert "what a sample attends to moves by" in said
-    assert "not safe here" in said
-
-
-def test_a_crash_is_a_finding_and_the_exit_status_is_1(monkeypatch: pytest.MonkeyPatch, few_families: None) -> None:
-    def broken(**facts: Any) -> RowContext:
-        raise TypeError("this transformers hands over something else")
-
-    monkeypatch.setattr(inputs, "RowContext", broken)
-    result = CliRunner().invoke(app, ["doctor", "--device", "cpu"])
-    assert result.exit_code == 1
-    assert "fails. TypeError: this transformers hands over something else" in " ".join(result.stdout.split())
-    assert "not safe here" in result.stdout
-
-
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_next"])
-def test_the_configuration_of_a_users_model_is_probed_small(family: str, tmp_path: Path) -> None:
-    tiny_config(family, hidden=96, heads=4, kv_heads=2, layers=3).save_pretrained(tmp_path)
-    status, report = run_doctor("--device", "cpu", "--model", str(tmp_path))
-    assert status == 0
-    assert {probe["family"] for probe in report["probes"]} == {family}
-
-
-def test_a_model_of_another_family_is_refused_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_omni"}))
-    result = CliRunner().invoke(app, ["doctor", "--device", "cpu", "--model", str(tmp_path)])
+@pytest.mark.parametrize(
+    ("arguments", "names"), [(["tiny"], "MODEL"), (["--device", "cpu", "--tiny"], "--device, --tiny")]
+)
+def test_options_of_a_probe_need_one(arguments: list[str], names: str) -> None:
+    result = run(*arguments)
     assert result.exit_code == 2
-    assert "qwen2_5_omni cannot be packed exactly yet" in " ".join(result.stderr.split())
-    assert "Traceback" not in result.output
-
-
-def test_a_device_that_is_not_there_is_refused_in_one_line() -> None:
-    result = CliRunner().invoke(app, ["doctor", "--device", "tpu"])
-    assert result.exit_code == 2
-    assert "--device tpu: choose cpu or cuda" in result.stderr
+    assert result.stderr == f"vlmpack: {names} only matters to a probe; add --probe, or leave it out\n"
 
 
 def test_every_back_end_answers_for_every_device_and_dtype() -> None:
-    entries = serving(["cpu", "cuda", "cuda"])
+    entries = attention_serving(["cpu", "cuda"])
     assert len(entries) == 2 * 2 * len({entry.backend for entry in entries})
     refused = [entry for entry in entries if entry.backend == "torch_varlen" and entry.dtype == "float32"]
     assert all("float16 and bfloat16 only" in "; ".join(entry.reasons) for entry in refused)
@@ -150,3 +115,257 @@ def test_versions_say_which_packages_are_missing_and_which_do_not_import() -> No
     assert {entry.name: entry.version for entry in versions()}["torch"] == torch.__version__
     assert import_problem("json") is None
     assert "No module named 'no_such_module'" in str(import_problem("no_such_module"))
+
+
+def test_without_fla_it_says_how_rows_are_computed() -> None:
+    (entry,) = gated_delta_serving(["cpu"])
+    assert (entry.backend, entry.device) == ("fla", "cpu")
+    assert "batches of samples of like length" in entry.reasons[0]
+
+
+@pytest.mark.parametrize(("version", "served"), [("0.5.2", True), ("0.4.2", False)])
+def test_with_fla_its_version_decides(monkeypatch: pytest.MonkeyPatch, version: str, served: bool) -> None:
+    def rule() -> None:
+        """A function of fla."""
+
+    rule.__module__ = "fla.ops.gated_delta_rule"
+    monkeypatch.setattr(import_module(family_named("qwen3_5").modelling), "torch_chunk_gated_delta_rule", rule)
+    call = FlaCall(device="cuda", chip=9, fla=version, triton="3.7.1", tilelang=False, training=True)
+    monkeypatch.setattr(FlaCall, "of", lambda device, training: call)
+    (entry,) = gated_delta_serving(["cuda"])
+    assert (entry.reasons == ()) is served
+
+
+# ---------------------------------------------------------------------- probes of every family
+
+
+def test_a_healthy_machine_gets_exit_status_0_and_a_probe_of_every_family(few_families: None) -> None:
+    result = run_probe("--json")
+    assert result.exit_code == 0
+    report = answer(result)
+    assert report["healthy"]
+    probes = {(probe["family"], probe["attention"]) for probe in report["probes"]}
+    assert probes == {(family, name) for family in FEW for name in ("sdpa_segments", "eager_mask")}
+    assert all(probe["verdict"] == "exact" for probe in report["probes"])
+    plain = [contrast for probe in report["probes"] for contrast in probe["plain"]]
+    assert {contrast["verdict"] for contrast in plain} == {"leaks", "exact"}
+
+
+def test_the_summary_names_families_back_ends_and_verdicts(few_families: None) -> None:
+    result = run_probe()
+    assert result.exit_code == 0, result.output
+    for text in (
+        *FEW,
+        "sdpa_segments",
+        "eager_mask",
+        "plain, [4, 1, T]",
+        "exact",
+        "leaks",
+        "Exact: every packed sample",
+    ):
+        assert text in result.stdout
+
+
+def test_a_leak_has_exit_status_1_in_every_family(monkeypatch: pytest.MonkeyPatch, few_families: None) -> None:
+    def one_segment(**facts: Any) -> RowContext:
+        return RowContext(**{**facts, "segments": Segments.from_lengths([facts["segments"].total])})
+
+    monkeypatch.setattr(inputs, "RowContext", one_segment)
+    result = run_probe("--attention", "sdpa_segments")
+    assert result.exit_code == 1
+    for text in ("qwen3_vl, sdpa_segments: leaks. The cause: mask", "what a sample attends to moves by"):
+        assert text in words(result.stdout)
+    assert "eager_mask" not in result.stdout
+    assert "Do not train packed rows here" in result.stdout
+
+
+def test_a_crash_is_a_finding_and_the_exit_status_is_1(monkeypatch: pytest.MonkeyPatch, few_families: None) -> None:
+    def broken(**facts: Any) -> RowContext:
+        raise TypeError("this transformers hands over something else")
+
+    monkeypatch.setattr(inputs, "RowContext", broken)
+    result = run_probe()
+    assert result.exit_code == 1
+    assert "fails. TypeError: this transformers hands over something else" in words(result.stdout)
+    assert "Do not train packed rows here" in result.stdout
+
+
+# ---------------------------------------------------------------------- probes of a model
+
+
+def test_an_exact_model_has_exit_status_0_and_tables_of_everything(folder: str) -> None:
+    result = run_probe(folder)
+    assert result.exit_code == 0, result.output
+    for text in (
+        "Qwen2_5_VLForConditionalGeneration (qwen2_5_vl), its own weights",
+        "change sample 4 (two images)",
+        "a left-padded batch",
+        "recurrent state absent",
+        "gradients of visual patch_embed.proj",
+        "one row, [4, 1, T] positions",
+        "leaks: cache, loss count",
+        "Exact: every packed sample is what it would have been alone.",
+    ):
+        assert text in words(result.stdout)
+
+
+@pytest.mark.usefixtures("one_picture")
+def test_a_leak_has_exit_status_1_and_a_name(folder: str) -> None:
+    result = run_probe(folder)
+    assert result.exit_code == 1
+    said = words(result.stdout)
+    assert "vision leaks. vision: a sample's image features move by" in said
+    assert "qwen2_5_vl, sdpa_segments: leaks. The cause: vision." in said
+    assert "Do not train packed rows here" in said
+
+
+@pytest.mark.usefixtures("one_picture")
+def test_json_has_the_whole_report(folder: str) -> None:
+    result = run_probe(folder, "--json")
+    assert result.exit_code == 1
+    assert not answer(result)["healthy"]
+    (report,) = answer(result)["probes"]
+    assert (report["verdict"], report["causes"]) == ("leaks", ["vision"])
+    assert {check["part"] for check in report["checks"]} == {"isolation", "mechanism", "equality", "work"}
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_next"])
+def test_a_tiny_copy_of_a_configuration_is_probed_by_every_back_end(family: str, tmp_path: Path) -> None:
+    tiny_config(family, hidden=96, heads=4, kv_heads=2, layers=3).save_pretrained(tmp_path)
+    result = run_probe(str(tmp_path), "--tiny", "--attention", "all", "--json")
+    assert result.exit_code == 0
+    probes = answer(result)["probes"]
+    assert {(probe["family"], probe["attention"]) for probe in probes} == {
+        (family, "sdpa_segments"),
+        (family, "eager_mask"),
+    }
+    assert all(probe["weights"] == "a tiny copy with random weights: as asked" for probe in probes)
+
+
+def test_a_precision_and_a_back_end_can_be_chosen(tmp_path: Path) -> None:
+    tiny_config("qwen3", hidden=192, layers=5).save_pretrained(tmp_path)
+    result = run_probe(str(tmp_path), "--tiny", "--dtype", "bfloat16", "--attention", "eager_mask")
+    assert result.exit_code == 0, result.output
+    assert "a tiny copy with random weights: as asked" in words(result.stdout)
+    assert "cpu, bfloat16, attention by eager_mask" in result.stdout
+
+
+@pytest.mark.parametrize(("name", "family"), [("tiny", "qwen3_vl"), ("tiny:qwen3", "qwen3")])
+def test_a_model_can_be_made_here(name: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[Any] = []
+
+    def noted(model: Any, processor: Any, **settings: Any) -> Report:
+        probed.extend((model, processor))
+        return report_of()
+
+    monkeypatch.setattr("vlmpack.proof.probe", noted)
+    result = run_probe(name, "--json")
+    assert result.exit_code == 0
+    model, processor = probed
+    assert model.config.model_type == family
+    assert (processor is not None) == (family == "qwen3_vl")
+    assert answer(result)["probes"][0]["weights"] == "made here with random weights"
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere/at-all"], "no configuration can be read there"),
+        (["--dtype", "int8", "x"], "--dtype int8: choose float32 or bfloat16"),
+        (["--device", "tpu", "x"], "--device tpu: choose cpu or cuda"),
+        (["--attention", "flash", "x"], "--attention flash: choose auto, torch_varlen, "),
+    ],
+)
+def test_what_cannot_be_done_is_one_clear_line(arguments: list[str], said: str) -> None:
+    result = run_probe(*arguments)
+    assert result.exit_code == 2
+    assert said in words(result.stderr)
+    assert "Traceback" not in result.output
+
+
+def test_a_model_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    result = run_probe(str(tmp_path))
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"vlmpack: {tmp_path}") and "can be read" in result.stderr
+    result = run_probe(str(tmp_path / "config.json"))
+    assert result.exit_code == 2
+    assert result.stderr == f"vlmpack: {tmp_path / 'config.json'} is a file; give its folder: {tmp_path}\n"
+
+
+def test_the_hub_is_requested_again_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: Any, **kwargs: Any) -> None:
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s")
+        raise OSError("no connection\nread the manual.")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
+    result = run_probe("Qwen/Qwen3-VL-2B-Instruct")
+    (line,) = result.output.splitlines()
+    assert "no configuration can be read there" in line
+
+
+def test_a_model_of_another_family_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_omni"}))
+    result = run_probe(str(tmp_path))
+    assert result.exit_code == 2
+    assert "qwen2_5_omni cannot be packed exactly yet" in words(result.stderr)
+    assert "Traceback" not in result.output
+
+
+def test_weights_that_are_cut_off_are_no_answer_about_leaks(folder: str) -> None:
+    (Path(folder) / "model.safetensors").write_bytes(b"cut")
+    result = run_probe(folder)
+    assert result.exit_code == 2
+    assert "its weights cannot be read; --tiny probes a small copy" in words(result.stderr)
+    assert "Traceback" not in result.output
+
+
+def test_a_back_end_that_cannot_serve_says_why(folder: str) -> None:
+    result = run_probe(folder, "--attn", "torch_varlen")
+    assert result.exit_code == 2
+    assert "it runs on CUDA only" in words(result.stderr)
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def printed(report: Report, *, width: int = 80) -> list[str]:
+    file = io.StringIO()
+    console = Console(file=file, width=width, force_terminal=True, color_system=None)
+    print_reports([report], console, summarise=False)
+    return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+def report_of(*checks: Check) -> Report:
+    return Report(
+        model="M", family="f", weights="w", device="cpu", dtype="float32", attention="a", samples=(), row_tokens=1,
+        checks=checks, circumstances={}, plain=(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen4_exp", "qwen3"])
+def test_every_group_of_parameters_has_a_line_of_its_own_on_80_columns(family: str) -> None:
+    report = probe(tiny_model(family), plain=False)
+    groups = {check.name.split("gradient of ")[1] for check in report.checks if "row: gradient of" in check.name}
+    lines = printed(report)
+    seen, part = set(), ""
+    for line in lines[next(i for i, line in enumerate(lines) if "against each sample alone" in line) :]:
+        name = line[: line.index("  ", 4)].strip() if "  " in line[4:] else line.strip()
+        part = "" if not line.strip() else name.removeprefix("gradients of ") if name.startswith("gradients") else part
+        seen.add(f"{part}.{name}" if part else name.removeprefix("gradient of "))
+    assert len(groups) > 10
+    assert not any("…" in line for line in lines)
+    assert {group for group in groups if len(group) < 50} <= seen
+
+
+def test_what_is_infinitely_far_is_printed() -> None:
+    check = Check(part="isolation", name="change", finding="leaks", seen=float("inf"), allowed=1e-5, detail="nan")
+    assert any(line.split() == ["change", "inf", "1e-05", "leaks"] for line in printed(report_of(check)))
+
+
+def test_brackets_of_an_error_are_no_markup() -> None:
+    check = Check(part="mechanism", name="mask", finding="fails", detail="KeyError: [red] and [/] of [a]")
+    assert "mask fails. KeyError: [red] and [/] of [a]" in printed(report_of(check))

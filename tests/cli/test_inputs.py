@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from vlmpack.cli.inputs import InputOptions, Inputs, open_inputs
-from vlmpack.cli.processors import named_processor
+from vlmpack.cli.inputs import InputOptions, Inputs, named_processor, open_inputs
 from vlmpack.data import tiny_processor
 from vlmpack.data.pretrained import save_processor
 from vlmpack.errors import ConfigError, FamilyError, SampleError
@@ -39,6 +38,11 @@ def test_receipts_for_it_are_small() -> None:
     assert len(inputs.dataset) == 2
     assert inputs.dataset[0]["conversation"][0]["content"][0]["image"].width < 500
     assert inputs.collator.outline(inputs.dataset[0]).num_tokens > 100
+
+
+def test_receipts_have_no_paths(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--image-root .*: synthetic receipts have no paths; leave it out"):
+        opened("synthetic", processor="tiny", image_root=tmp_path)
 
 
 @pytest.mark.parametrize("processor", ["tiny", "tiny:qwen3"])

@@ -11,13 +11,14 @@ from chats import picture, processor_of
 from store.stores import digests, encoded
 from typer.testing import CliRunner, Result
 
-from vlmpack import plan, store
+from vlmpack import plan
 from vlmpack.cli import app
 from vlmpack.cli.options import OVERLENGTH
 from vlmpack.cli.pack import IMAGES, ON_BAD, OVERSIZE, TRAIN_ON
-from vlmpack.cli.pack_table import size
 from vlmpack.collate.collator import OnBad, Overlength, TrainOn
+from vlmpack.store import IMAGES as STORED_IMAGES
 from vlmpack.store import Manifest, PackedDataset
+from vlmpack.terminal import format_bytes
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +58,8 @@ def test_it_writes_a_store_and_tells_what_is_in_it(source: Path, tmp_path: Path)
     told = {line.split("  ")[0]: line for line in done.output.splitlines()}
     assert f" {manifest.counts.rows} " in told["rows"]
     assert "6  of 8" in told["samples"]
-    assert f"{manifest.fill_ratio:.2%}" in told["fill"]
-    assert size(manifest.bytes) in told["written"]
+    assert f"{manifest.fill_ratio:.2%}" in told["fill ratio"]
+    assert format_bytes(manifest.bytes) in told["written"]
     for name in ("longest row", "longest segment", "most segments", "most images", "most patches"):
         assert f" {manifest.sizes.__dict__[name.replace(' ', '_')]} " in told[name]
     assert "no_targets 1, oversize 1" in done.output
@@ -152,7 +153,7 @@ def test_pictures_in_no_file_are_refused_before_any_is_measured(
 
 def test_the_words_of_options_are_those_of_the_library() -> None:
     assert OVERSIZE == plan.OVERSIZE
-    assert IMAGES == store.IMAGES
+    assert IMAGES == STORED_IMAGES
     assert get_args(OnBad) == ON_BAD
     assert get_args(TrainOn) == TRAIN_ON
     assert get_args(Overlength) == OVERLENGTH
@@ -174,7 +175,7 @@ def test_texts_of_a_text_model_are_packed_with_its_tokenizer(tmp_path: Path) -> 
 
 
 def test_bytes_are_told_as_people_read_them() -> None:
-    assert [size(n) for n in (0, 1023, 1024, 1536, 5 * 2**30)] == [
+    assert [format_bytes(n) for n in (0, 1023, 1024, 1536, 5 * 2**30)] == [
         "0 bytes",
         "1023 bytes",
         "1.0 KiB",

@@ -14,17 +14,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from vlmpack.cli.analyze_run import Analysis, PackingTrial
-from vlmpack.cli.analyze_table import print_analysis
-from vlmpack.cli.contest import Run
-from vlmpack.cli.demo_table import print_comparison
-from vlmpack.cli.doctor import print_probes, print_serving, print_versions
-from vlmpack.cli.environment import Serving, Version
-from vlmpack.cli.gradients import Agreement
-from vlmpack.cli.pack_table import print_store
-from vlmpack.cli.probe_table import print_report
-from vlmpack.cli.show import print_rows
-from vlmpack.cli.show_rows import stored
+from vlmpack.cli.analyze import Analysis, Packing, print_analysis
+from vlmpack.cli.demo import print_comparison
+from vlmpack.cli.doctor import Device, Serving, Version, print_environment
+from vlmpack.cli.pack import print_store
+from vlmpack.cli.probe_tables import print_reports
+from vlmpack.cli.show import print_rows, stored_rows
+from vlmpack.cli.training import Agreement, Run
 from vlmpack.collate import VLMCollator
 from vlmpack.data.processor import tiny_processor
 from vlmpack.plan import LengthTable, PaddedRecipe
@@ -63,8 +59,8 @@ def analysis() -> Analysis:
         targets=lengths // 3,
         **columns,
     )
-    trial = PackingTrial(capacities=(8_192, 131_072), recipe=PaddedRecipe(world_size=64, per_device_batch=16))
-    return Analysis.of(table, trial, source="a/data/set")
+    packing = Packing(capacities=(8_192, 131_072), recipe=PaddedRecipe(world_size=64, per_device_batch=16))
+    return Analysis(table=table, packing=packing, source="a/data/set")
 
 
 @pytest.fixture(scope="module")
@@ -109,31 +105,29 @@ def contest(**changes: Any) -> Run:
     return Run(**{**given, **changes})
 
 
-def versions() -> list[Version]:
+def environment() -> dict[str, list[Any]]:
     problem = "does not import: ModuleNotFoundError: No module named 'torchvision'"
-    return [
-        Version(name="transformers", version="5.23.0"),
-        Version(name="qwen-vl-utils", version="0.1", problem=problem),
-    ]
-
-
-def serving() -> list[Serving]:
     reasons = ("it runs on CUDA only, the tensors are on cpu", "it takes float16 and bfloat16 only, these are float32")
-    return [Serving(device="cpu", dtype="bfloat16", backend="sdpa_segments", reasons=reasons)]
+    serving = [Serving(device="cpu", dtype="bfloat16", backend="sdpa_segments", reasons=reasons)]
+    return {
+        "versions": [Version("transformers", "5.23.0"), Version("qwen-vl-utils", "0.1", problem)],
+        "devices": [Device("cpu", "x86_64, 16 threads")],
+        "attention": serving,
+        "gated_delta": serving,
+    }
 
 
 VERBS: dict[str, Callable[[Console, Path], None]] = {
     "analyze": lambda console, _: print_analysis(analysis(), console),
     "pack": lambda console, store: print_store(store, Manifest.load(store), console),
-    "show": lambda console, store: print_rows(stored(str(store)), [0], console),
+    "show": lambda console, store: print_rows(stored_rows(str(store)), [0], console),
     "demo": lambda console, _: print_comparison(
         contest(), contest(), Agreement(cosine=0.5, parameter="model.visual.blocks.0.attn.qkv", parameters=700),
         console, device="cpu",
     ),
-    "doctor, versions": lambda console, _: print_versions(versions(), console),
-    "doctor, back-ends": lambda console, _: print_serving(serving(), console),
-    "doctor, probe": lambda console, _: print_probes([probed()], console),
-    "probe": lambda console, _: print_report(probed(), console),
+    "doctor": lambda console, _: print_environment(environment(), console),
+    "doctor --probe": lambda console, _: print_reports([probed()] * 3, console, summarise=True),
+    "doctor --probe MODEL": lambda console, _: print_reports([probed()], console, summarise=False),
 }  # fmt: skip
 TABLES = [verb for verb in VERBS if verb != "show"]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,6 @@ from PIL import Image
 
 from vlmpack.layout import PaddedBatch, SlotRule, pack
 from vlmpack.plots import plot_lengths, plot_losses, plot_rows, save
-from vlmpack.plots.readme_picture import readme_picture
 
 
 @pytest.fixture
@@ -106,7 +107,8 @@ def test_saving_makes_the_folder_and_a_png(batch, tmp_path):
 
 
 def test_the_picture_of_the_readme_is_drawn_from_receipts(tmp_path):
-    with Image.open(readme_picture(tmp_path / "rows.png", samples=2)) as image:
+    script = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "draw_packed_rows.py"))
+    with Image.open(script["draw_packed_rows"](tmp_path / "rows.png", samples=2)) as image:
         assert image.width > 1000
 
 

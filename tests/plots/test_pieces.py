@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlmpack.layout import HostMetadata, PaddedBatch, SlotRule, pack
-from vlmpack.plots.pieces import Piece, packed_pieces, padded_pieces
+from vlmpack.plots.rows import Piece, packed_pieces, padded_pieces
 
 
 def batch_of(lengths: list[int], *, left: bool = False, image: tuple[int, int] = (1, 3)) -> PaddedBatch:

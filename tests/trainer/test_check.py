@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from chats import chat, processor_of
 from trainer.packed_runs import planned, streamed
 from training import Samples, Stream, arguments, collator, receipts, trainer
@@ -17,7 +18,7 @@ from vlmpack.families.tiny import tiny_model
 from vlmpack.model import enable_packing, packing_state
 from vlmpack.text import RowCollator, pack_dataset
 from vlmpack.trainer import PackedTrainer, check_trainer, loss_metrics
-from vlmpack.trainer.of_trl import DEFAULTS
+from vlmpack.trainer.trl import DEFAULTS
 
 
 def refusal(run) -> str:
@@ -47,7 +48,7 @@ def test_defaults_are_fine(tmp_path):
         ),
         (
             {"train_sampling_strategy": "group_by_length", "remove_unused_columns": True},
-            "drops the 'length' column before group_by_length",
+            "drops 'length' before group_by_length",
             "remove_unused_columns=False",
         ),
     ],
@@ -97,24 +98,28 @@ def test_metrics_of_packed_rows(tmp_path, monkeypatch):
     settings = {"compute_metrics": loss_metrics(model), "eval_dataset": rows, "data_collator": RowCollator()}
     assert len(rows) == 3
     run = Trainer(model, arguments(tmp_path, per_device_eval_batch_size=2), **settings)
-    assert "cut the last batch of its evaluation to 1 samples" in refusal(run)
+    assert "count each packed row of its evaluation as one sample (3 rows, 2 at a time on 1 ranks)" in refusal(run)
     with pytest.raises(ConfigError, match="computed 6 samples and handed over the losses of 5: of packed rows"):
         run.evaluate()  # what check_trainer sees coming
     run = Trainer(model, arguments(tmp_path, per_device_eval_batch_size=3), **settings)
     check_trainer(run)
     assert run.evaluate()["eval_num_samples"] == 6
     monkeypatch.setattr(type(run.args), "world_size", 2)
-    assert "packed rows hold other numbers of samples, at which the processes end" in refusal(run)
+    assert "or end where ranks have other numbers of samples" in refusal(run)
 
 
-def test_an_evaluation_that_skips_samples(tmp_path):
+def test_an_evaluation_that_skips_samples(tmp_path, monkeypatch):
     model = enable_packing(tiny_model("qwen3_vl", processor=processor_of(), layers=1, vision_depth=1))
     settings = {"data_collator": VLMCollator(processor_of(), layout="packed", on_bad="skip"), "train_dataset": [chat()]}
     args = arguments(tmp_path, remove_unused_columns=False)
     check_trainer(Trainer(model, args, **settings))
-    run = Trainer(model, args, **settings, eval_dataset=[chat()], compute_metrics=loss_metrics(model))
-    assert "samples that the collator skips (on_bad='skip') count with the loss of the others" in refusal(run)
-    check_trainer(PackedTrainer(model, args, **settings, eval_dataset=[chat()], eval_capacity=99))
+    settings |= {"eval_dataset": [chat()]}
+    check_trainer(Trainer(model, args, **settings, compute_metrics=loss_metrics(model)))
+    run = PackedTrainer(model, args, **settings, eval_capacity=99)
+    monkeypatch.setattr(type(args), "world_size", 2)
+    check_trainer(run)
+    run.eval_packing = False
+    assert "samples that the collator skips (on_bad='skip') leave the 2 ranks of its evaluation" in refusal(run)
     run.data_collator = VLMCollator(processor_of(), layout="packed")
     check_trainer(run)
 
@@ -129,7 +134,7 @@ def test_rows_that_are_made_ahead_need_a_trainer_for_them(tmp_path):
     run = streamed(tmp_path)
     check_trainer(run)
     theirs = Trainer(run.model, run.args, collator("packed"), run.train_dataset)
-    assert "use PackedTrainer of vlmpack.trainer" in refusal(theirs)
+    assert "use vlmpack's PackedTrainer" in refusal(theirs)
     assert "for an IterableDataset" not in refusal(theirs)
 
 
@@ -168,16 +173,18 @@ def test_ranks_that_would_train_apart_after_an_evaluation(tmp_path, monkeypatch)
 def test_an_evaluation_over_ranks_in_another_trainer(tmp_path, monkeypatch):
     run = trainer(model := enabled(), receipts(model), tmp_path)
     check_trainer(run)
-    monkeypatch.setattr(type(run.args), "world_size", 2)
-    assert "its own evaluation over 2 ranks weighs the losses of packed batches wrongly" in refusal(run)
+    for name, value in (("is_initialized", True), ("get_world_size", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    assert "HF Trainer's own evaluation over 2 ranks weighs the losses of packed batches wrongly" in refusal(run)
     assert "use PackedTrainer of vlmpack.trainer" in refusal(run)
+    monkeypatch.undo()
     check_trainer(planned(tmp_path))
 
 
 def test_an_evaluation_whose_loss_is_not_replaced(tmp_path):
     model = enabled()
     run = Trainer(model, arguments(tmp_path), collator("packed"), eval_dataset=Samples(receipts(model)))
-    assert "its evaluation is refused before its first batch: compute_metrics=loss_metrics(model)" in refusal(run)
+    assert "averages the mean losses of batches over samples, so eval_loss would change" in refusal(run)
     run.compute_metrics = loss_metrics(model)
     check_trainer(run)
     run.args.prediction_loss_only = True
@@ -316,7 +323,7 @@ def test_a_processor_of_another_model(tmp_path):
 def test_no_collator(tmp_path):
     model = enabled()
     samples = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}]
-    assert "it was given no data_collator" in refusal(Trainer(model, arguments(tmp_path), None, samples))
+    assert "it has no data_collator" in refusal(Trainer(model, arguments(tmp_path), None, samples))
 
 
 def test_a_model_that_was_enabled_too_late_or_never(tmp_path):

@@ -8,15 +8,13 @@ import pytest
 from trainer.packed_runs import fingerprint, planned, streamed, torchdata_on_new_torch
 
 from vlmpack.errors import ConfigError
-from vlmpack.trainer.checkpoints import check_whole, newest_whole
-from vlmpack.trainer.plan_rows import PLAN_FILE
-from vlmpack.trainer.stream_rows import place_file
+from vlmpack.trainer.checkpoints import PLAN_FILE, check_complete, newest_complete, stream_file
 
 MAKERS = {
     PLAN_FILE: planned,
-    place_file(0): streamed,
+    stream_file(0): streamed,
 }
-CASES = [PLAN_FILE, pytest.param(place_file(0), marks=torchdata_on_new_torch)]
+CASES = [PLAN_FILE, pytest.param(stream_file(0), marks=torchdata_on_new_torch)]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +46,7 @@ def killed_states(checkpoint):
         yield f"{whole} files", {path.name: path.read_bytes() for path in files[:whole]}
         name = files[whole].name
         half = files[whole].read_bytes()[: files[whole].stat().st_size // 2]
-        name = name if whole < len(files) - 1 else f"{name.split('.')[0]}.unfinished"
+        name = name if whole < len(files) - 1 else f".{name}.0123"  # as an atomic file is called until it is complete
         yield f"{whole} files and half of {name}", {p.name: p.read_bytes() for p in files[:whole]} | {name: half}
 
 
@@ -56,7 +54,7 @@ def killed_states(checkpoint):
 def test_wherever_a_save_was_stopped_the_checkpoint_before_is_taken(last_file, runs, tmp_path):
     source, _ = runs(last_file)
     assert in_order_of_writing(source / "checkpoint-6")[-1].name == last_file
-    assert newest_whole(source, last_file).name == "checkpoint-6"
+    assert newest_complete(source, last_file).name == "checkpoint-6"
     shutil.copytree(source / "checkpoint-3", tmp_path / "checkpoint-3")
     seen = 0
     for how, files in killed_states(source / "checkpoint-6"):
@@ -67,9 +65,9 @@ def test_wherever_a_save_was_stopped_the_checkpoint_before_is_taken(last_file, r
         with pytest.warns(
             UserWarning, match=r"resuming from checkpoint-3, since in checkpoint-6 .* is missing|too early"
         ):
-            assert newest_whole(tmp_path, last_file).name == "checkpoint-3", how
+            assert newest_complete(tmp_path, last_file).name == "checkpoint-3", how
         with pytest.raises(ConfigError, match=r"the run was stopped while .* Instead, resume from .*checkpoint-3$"):
-            check_whole(stopped, last_file)
+            check_complete(stopped, last_file)
         shutil.rmtree(stopped)
         seen += 1
     assert seen == 18
@@ -87,7 +85,7 @@ def test_the_run_ends_as_if_it_had_not_been_killed(stopped_after, last_file, run
     with pytest.warns(UserWarning, match="resuming from checkpoint-3, since in checkpoint-6"):
         resumed.train(resume_from_checkpoint=True)
     assert fingerprint(resumed) == whole
-    check_whole(tmp_path / "checkpoint-6", last_file)  # written anew
+    check_complete(tmp_path / "checkpoint-6", last_file)  # written anew
 
 
 def test_without_a_whole_checkpoint_there_is_a_remedy(runs, tmp_path):
@@ -112,4 +110,4 @@ def test_a_folder_that_is_written_again_does_not_look_whole_meanwhile(runs, tmp_
     with pytest.raises(ZeroDivisionError):
         run.train()
     with pytest.raises(ConfigError, match=f"{PLAN_FILE} is missing"):
-        check_whole(tmp_path / "checkpoint-3", PLAN_FILE)
+        check_complete(tmp_path / "checkpoint-3", PLAN_FILE)

@@ -7,15 +7,17 @@ import pickle
 
 import pytest
 import torch
+from chats import chat, processor_of
 from samples import padded
 from torch.nn.parallel import DistributedDataParallel
 from training import LAYOUTS, Samples, arguments, collator, loss_sums, receipts, trainer
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
+from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
 from vlmpack.families.tiny import tiny_model
 from vlmpack.model import StepConfig, disable_packing, enable_packing
-from vlmpack.trainer import PackedTrainer, loss_metrics
+from vlmpack.trainer import PackedTrainer, check_trainer, evaluate, loss_metrics
 
 REFUSAL = r"averages the mean losses of batches over samples.*PackedTrainer.*compute_metrics=loss_metrics\(model\)"
 
@@ -50,9 +52,9 @@ def test_a_plain_evaluation_is_refused_before_its_first_batch(layout, batch, tmp
     model, calls = enable_packing(small()), []
     model.register_forward_pre_hook(lambda *call: calls.append(call))
     run = plain(model, receipts(model, kinds=("text",) * 7), tmp_path, layout, per_device_eval_batch_size=batch)
-    for evaluate in (run.evaluate, lambda: run.predict(run.eval_dataset)):
+    for compute in (run.evaluate, lambda: run.predict(run.eval_dataset)):
         with pytest.raises(ConfigError, match=REFUSAL):
-            evaluate()
+            compute()
     assert calls == []
 
 
@@ -197,3 +199,19 @@ def test_the_helper_of_these_tests_evaluates_exactly(tmp_path):
     samples = unlike_samples(model)
     exact = pytest.approx(exact_loss(model, samples), rel=1e-6)
     assert trainer(enable_packing(model), samples, tmp_path).evaluate()["eval_loss"] == exact
+
+
+def test_samples_that_the_collator_skips_do_not_count(tmp_path):
+    """A whole batch of them, too."""
+    model = tiny_model("qwen3_vl", processor=processor_of(), hidden=16, heads=2, layers=1, vision_depth=1)
+    fine, bad = [chat(answer=f"The total is {n}") for n in (7, 12_000, 3)], {"messages": []}
+    exact = evaluate(model, fine, VLMCollator(processor_of()), capacity=500).token_loss
+    collate = VLMCollator(processor_of(), layout="packed", on_bad="skip")
+    metrics = loss_metrics(enable_packing(model))
+    for rows in ([*fine, bad], [bad, *fine], [bad, bad, *fine], [fine[0], bad, *fine[1:]], [*fine[:2], bad, fine[2]]):
+        args = arguments(tmp_path, remove_unused_columns=False)
+        run = Trainer(model, args, collate, eval_dataset=Samples(rows), compute_metrics=metrics)
+        check_trainer(run)
+        result = run.evaluate()
+        assert result["eval_loss"] == pytest.approx(exact, rel=1e-6)
+        assert result["eval_num_samples"] == 3

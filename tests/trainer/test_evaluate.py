@@ -18,7 +18,7 @@ from vlmpack.layout import METADATA_KEY
 from vlmpack.model import PackedStep, enable_packing, is_packing
 from vlmpack.plan import plan_bins
 from vlmpack.trainer import evaluate
-from vlmpack.trainer.held_out import HeldOut
+from vlmpack.trainer.evaluation import EvaluationLoader, EvaluationRows
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "qwen3")
 """With images; with images and gated delta layers; of text."""
@@ -136,12 +136,14 @@ def test_training_goes_on_bit_for_bit_after_an_evaluation(family):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_every_rank_computes_as_many_rows_and_each_row_counts_once(ranks):
     _, samples = scene()
-    held_out = HeldOut.planned(rows_of(samples), Samples(samples))
-    shares = [held_out.share(rank, ranks) for rank in range(ranks)]
-    assert len({len(share.rows) for share in shares}) == 1
-    counted = [row for share in shares for row in share.rows[: share.counted]]
-    assert sorted(counted) == sorted(held_out.rows)
-    assert all(row in held_out.rows for share in shares for row in share.rows)
+    rows = EvaluationRows.of(Samples(samples), collator("packed"), plan=rows_of(samples), capacity=None)
+    loaders = [EvaluationLoader(samples, collator("packed"), rows, rank=rank, ranks=ranks) for rank in range(ranks)]
+    computed = [[tuple(row) for row in loader.batch_sampler] for loader in loaders]
+    assert len({len(each) for each in computed}) == 1
+    assert sorted(row for loader in loaders for row in loader.counted) == sorted(rows.rows)
+    for loader, each in zip(loaders, computed, strict=True):
+        assert each[: len(loader.counted)] == loader.counted
+        assert all(row in rows.rows for row in each)
 
 
 # ---------------------------------------------------------------------- samples that are left out
@@ -278,7 +280,7 @@ def test_a_plan_of_another_data_set_is_refused():
 
 def test_a_collator_that_cannot_measure_needs_a_plan():
     model, samples = scene()
-    with pytest.raises(ConfigError, match="a function cannot tell lengths ahead, as VLMCollator can; give plan="):
+    with pytest.raises(ConfigError, match="a function cannot measure lengths, as VLMCollator can; give plan="):
         evaluate(model, Samples(samples), collator("packed"), capacity=100)
 
 

@@ -20,7 +20,7 @@ from vlmpack.model import enable_packing
 from vlmpack.plan import LengthTable, plan_bins
 from vlmpack.store import PackedDataset, StoreSettings, measure_lengths, write_rows
 from vlmpack.trainer import PackedTrainer, evaluate, loss_metrics
-from vlmpack.trainer.held_out import HeldOut
+from vlmpack.trainer.evaluation import EvaluationRows
 
 # ---------------------------------------------------------------------- training on a plan
 
@@ -98,7 +98,7 @@ def test_a_plan_is_a_plan(plan, tmp_path):
 def test_a_stream_of_samples_has_no_plan(tmp_path):
     model, samples = scene()
     run = PackedTrainer(model, arguments(tmp_path), collator("packed"), Stream(samples), plan=plan_of(samples))
-    with pytest.raises(ConfigError, match="those of a Stream have none: leave plan= out and pack them as they come"):
+    with pytest.raises(ConfigError, match="those of a Stream have no numbers: leave plan= out"):
         run.get_train_dataloader()
 
 
@@ -208,7 +208,7 @@ def test_a_checkpoint_of_the_model_alone_has_no_place(tmp_path):
             {"ranks": 2, "rank": 0, "repeat": True},
             r"for rank 0 of 2, but this is rank 0 of 1: PackedStream\(..., ranks=",
         ),
-        ({}, r"let it go on until max_steps are done: PackedStream\(..., repeat=True\)"),
+        ({}, r"counts steps until max_steps, and a stream ends: PackedStream\(..., repeat=True\)"),
     ],
 )
 def test_a_stream_that_would_not_go_on_together_is_refused(stream, message, tmp_path):
@@ -232,7 +232,7 @@ def lengths_one(sample):
 # ---------------------------------------------------------------------- evaluation
 
 
-def held_out():
+def evaluation_set():
     """(an enabled model, an odd number of samples, loss sums, target counts), one sample without targets."""
     model = fresh()
     samples = receipts(model)
@@ -244,7 +244,7 @@ def held_out():
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_evaluation_in_planned_rows_is_that_of_the_samples_alone(layout, tmp_path):
-    model, samples, sums, counts = held_out()
+    model, samples, sums, counts = evaluation_set()
     lengths = lengths_of(samples)
     run = PackedTrainer(
         model,
@@ -268,7 +268,7 @@ def test_evaluation_in_planned_rows_is_that_of_the_samples_alone(layout, tmp_pat
 
 
 def test_evaluation_without_packing_takes_trainers_batches(tmp_path):
-    model, samples, sums, counts = held_out()
+    model, samples, sums, counts = evaluation_set()
     run = PackedTrainer(
         model,
         arguments(tmp_path),
@@ -303,23 +303,23 @@ def test_evaluation_while_training_chooses_the_best_model_and_changes_nothing(tm
 def test_several_evaluation_sets_are_planned_once_each(tmp_path, monkeypatch):
     run = planned(tmp_path)
     sets = {"one": Samples(run.train_dataset.samples[:5]), "other": Samples(run.train_dataset.samples[5:])}
-    asked = []
+    planned_sets, put_in_rows = [], EvaluationRows.of
 
-    def hold_out(dataset, collate, *, plan, capacity, workers):
-        asked.append((dataset, capacity))
-        lengths = lengths_of(dataset.samples)
-        return HeldOut.planned(plan_bins(lengths, capacity), dataset)
+    def note(dataset, collate, *, plan, capacity, workers):
+        planned_sets.append((dataset, capacity))
+        plan = plan_bins(lengths_of(dataset.samples), capacity)
+        return put_in_rows(dataset, collate, plan=plan, capacity=None)
 
-    monkeypatch.setattr("vlmpack.trainer.packed_trainer.hold_out", hold_out)
+    monkeypatch.setattr(EvaluationRows, "of", note)
     run.eval_dataset, run.eval_plan = sets, None
     metrics = run.evaluate()
     assert metrics == {**metrics, **{name: run.evaluate()[name] for name in metrics if name.endswith("token_loss")}}
     assert {"eval_one_token_loss", "eval_other_token_loss"} <= metrics.keys()
-    assert asked == [(sets["one"], run.plan.capacity), (sets["other"], run.plan.capacity)]
+    assert planned_sets == [(sets["one"], run.plan.capacity), (sets["other"], run.plan.capacity)]
 
 
 def test_evaluation_of_what_cannot_be_planned_is_refused(tmp_path):
-    model, samples, _, _ = held_out()
+    model, samples, _, _ = evaluation_set()
     for dataset, settings, message in (
         (Samples(samples), {}, "needs eval_capacity=, the tokens of a row; or eval_packing=False"),
         (Stream(samples), {}, "needs a data set with a length, .* set eval_packing=False"),
@@ -378,10 +378,10 @@ def test_a_prediction_step_that_goes_past_it_is_refused_and_not_an_empty_result(
     class Past(PackedTrainer):
         prediction_step = Trainer.prediction_step
 
-    model, samples, _, _ = held_out()
+    model, samples, _, _ = evaluation_set()
     plan = plan_bins(lengths_of(samples), 500)
     run = Past(model, arguments(tmp_path), collator("packed"), eval_dataset=Samples(samples), eval_plan=plan)
-    with pytest.raises(ConfigError, match="was never taken down: prediction_step was replaced"):
+    with pytest.raises(ConfigError, match="are missing: prediction_step was replaced"):
         run.evaluate()
 
 
@@ -389,7 +389,7 @@ def test_it_goes_before_another_subclass_of_trainer(tmp_path):
     class PackedFussy(PackedTrainer, Fussy):
         pass
 
-    model, samples, sums, counts = held_out()
+    model, samples, sums, counts = evaluation_set()
     run = PackedFussy(
         model,
         arguments(tmp_path, max_steps=-1, num_train_epochs=1),

@@ -23,7 +23,7 @@ from vlmpack.families.tiny import tiny_model
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.plan import plan_bins
 from vlmpack.trainer import PackedTrainer, evaluate, loss_metrics
-from vlmpack.trainer.checkpoints import newest_whole
+from vlmpack.trainer.checkpoints import newest_complete
 
 
 def main(folder: Path) -> None:
@@ -98,7 +98,7 @@ def resumed_from(folder):
         if (step, rank()) != (6, 1):
             (here / f"place{rank()}").touch()
     torch.distributed.barrier()
-    return [path.name for path in gathered(newest_whole(folder, f"place{rank()}"))]
+    return [path.name for path in gathered(newest_complete(folder, f"place{rank()}"))]
 
 
 def gathered(mine):

@@ -1,8 +1,9 @@
-"""The command itself: its verbs, and what a user sees when one of them refuses."""
+"""The `vlmpack` command: its verbs, its errors and its exit statuses."""
 
 from __future__ import annotations
 
 import errno
+import inspect
 import io
 import sys
 from typing import Annotated, Any
@@ -11,18 +12,17 @@ import typer
 from typer.core import TyperGroup
 
 from vlmpack import __version__
-from vlmpack.cli import analyze, demo, doctor, pack, probe, show
+from vlmpack.cli import analyze, demo, doctor, pack, show
 from vlmpack.errors import VlmpackError
 
-OF_THE_SYSTEM = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO})
-"""What the system refuses, wherever it is noticed: rights, a file system for reading alone, a full or a broken disk."""
+SYSTEM_ERRORS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO})
+"""Refusals of the system: missing rights, a read-only file system, a full or a broken disk."""
 
 
-class ClearErrors(TyperGroup):
-    """A refusal of vlmpack or of the system is one clear line and exit status 2; anything else is a bug and keeps its
-    traceback.
+class OneLineErrors(TyperGroup):
+    """Print an error of vlmpack or of the system as one line with exit status 2; any other keeps its traceback.
 
-    2 as for an option that does not exist: status 1 is the answer of a verb, such as `probe`'s that something leaks.
+    2 is the status of an option that does not exist, too. 1 is a verb's result, such as that of a probe with a leak.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -30,33 +30,34 @@ class ClearErrors(TyperGroup):
         try:
             return super().invoke(ctx)
         except VlmpackError as error:
-            typer.secho(f"vlmpack: {error}", err=True, fg=typer.colors.RED)
-            raise typer.Exit(2) from error
+            raise _exit(str(error)) from error
         except OSError as error:
-            if error.errno not in OF_THE_SYSTEM:
+            if error.errno not in SYSTEM_ERRORS:
                 raise
             place = "" if error.filename is None else f"{error.filename}: "
-            message = f"vlmpack: {place}{error.strerror}; get the right to read and write there, or see to the disk"
-            typer.secho(message, err=True, fg=typer.colors.RED)
-            raise typer.Exit(2) from error
+            raise _exit(
+                f"{place}{error.strerror}; get the right to read and write there, or see to the disk"
+            ) from error
+
+
+def _exit(message: str) -> typer.Exit:
+    typer.secho(f"vlmpack: {message}", err=True, fg=typer.colors.RED)
+    return typer.Exit(2)
 
 
 app = typer.Typer(
-    cls=ClearErrors,
+    cls=OneLineErrors,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-app.command("analyze")(analyze.analyze)
-app.command("show")(show.show)
-app.command("pack")(pack.pack)
-app.command("demo")(demo.demo)
-app.command("doctor")(doctor.doctor)
-app.command("probe")(probe.probe)
+for verb in (analyze.analyze, show.show, pack.pack, demo.demo, doctor.doctor):
+    paragraphs = inspect.cleandoc(verb.__doc__ or "").split("\n\n")
+    app.command(help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(verb)
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"vlmpack {__version__}")
         raise typer.Exit
 
@@ -71,15 +72,11 @@ def options(
 
 
 def main() -> None:
-    """What the `vlmpack` script runs."""
-    _write_anything()
-    app(prog_name="vlmpack")
+    """Run the `vlmpack` script.
 
-
-def _write_anything() -> None:
-    """What the terminal's encoding lacks, in somebody's texts and ids, is written as an escape, as in error messages.
-
-    Raising there would end a verb after its work is done. An error handler that was asked for is left alone.
+    Characters that the terminal's encoding lacks, as in texts and ids of samples, are written as escapes: raising there
+    would end a verb after its work is done. An error handler set by the user stays.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")
+    app(prog_name="vlmpack")

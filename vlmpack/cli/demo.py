@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from vlmpack.cli.need import need
-from vlmpack.cli.options import DEVICES, DTYPES, one_of
-from vlmpack.cli.processors import refuse_file
-from vlmpack.errors import ConfigError
+from vlmpack.cli import options
+from vlmpack.cli.inputs import quiet_transformers
+from vlmpack.errors import check_extra
+from vlmpack.files import write_text
+from vlmpack.terminal import make_table, number_columns, print_table
 
-Steps = Annotated[int, typer.Option(min=1, help="Optimiser steps of each training.")]
-BatchSize = Annotated[int, typer.Option(min=2, help="Samples in a step.")]
-Model = Annotated[
-    str | None,
-    typer.Option(help="Hub id or folder of a Qwen-VL model; without it, a small random Qwen3-VL is made."),
-]
+if TYPE_CHECKING:
+    from vlmpack.cli.training import Agreement, Run, Setup
+
+ROWS, LOSSES, NUMBERS = "rows.png", "losses.png", "demo.json"
 
 
 def demo(
-    model: Model = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Hub id or folder of a Qwen-VL model; without it, a small random Qwen3-VL is made."),
+    ] = None,
     data: Annotated[
         str,
         typer.Option(help='"synthetic" draws receipts; or a hub id (naver-clova-ix/cord-v2), folder or parquet file.'),
     ] = "synthetic",
-    device: Annotated[str, typer.Option(callback=one_of(*DEVICES), help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, options.word(*options.DEVICES, help="cpu or cuda.")] = "cpu",
     dtype: Annotated[
         str | None,
-        typer.Option(
-            callback=one_of(*DTYPES), help="float32 or bfloat16; by default bfloat16 for a given model on cuda."
-        ),
+        options.word(*options.DTYPES, help="float32 or bfloat16; by default bfloat16 for a given model on cuda."),
     ] = None,
-    steps: Steps = 20,
-    batch_size: BatchSize = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of each training.")] = 20,
+    batch_size: Annotated[int, typer.Option(min=2, help="Samples in a step.")] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, receipts and their order.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for pictures and numbers.")] = Path("demo-output"),
 ) -> None:
@@ -43,40 +49,117 @@ def demo(
 
     By default: a small Qwen3-VL, drawn receipts, no GPU, no network, about a minute on two cores.
     """
-    need("demo", "accelerate", "matplotlib", extra="demo")
-    _check_receipts(data)
+    check_extra("demo", "accelerate", "matplotlib", needed_by="`vlmpack demo`")
     if model is not None:
-        refuse_file("--model", model)
-    # Read when torch is first imported. On a machine that others use too, threads that spin while they wait for each
-    # other make every step several times slower; where nobody else is, this costs little.
+        options.refuse_file("--model", model)
+    # Read when torch is first imported. Threads that spin at a barrier make every step several times slower on a
+    # machine that runs other work; elsewhere this costs little.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     dtype = dtype or ("bfloat16" if model is not None and device == "cuda" else "float32")
 
-    from vlmpack.cli.demo_run import DemoSettings, run_demo
+    from vlmpack.cli.training import Setup, packed_against_alone
 
-    run_demo(
-        DemoSettings(
-            model=model,
-            data=data,
-            device=device,
-            dtype=dtype,
-            steps=steps,
-            batch_size=batch_size,
-            seed=seed,
-            out=out,
-        )
-    )
+    console = Console()
+    options.torch_device(device)
+    options.make_folder("--out", out)
+    setup = Setup(model=model, data=data, device=device, dtype=dtype, steps=steps, batch_size=batch_size, seed=seed)
+    with quiet_transformers():
+        with console.status("reading processor and receipts"):
+            samples, processor = setup.first_batch(), setup.processor
+        console.print(f"[bold]{setup.title}[/], on {data} receipts, {device}", highlight=False)
+        padded, packed, trained = _train_both(setup, console)
+        with console.status("comparing gradients: packed, and each sample alone"):
+            agreement = packed_against_alone(trained, processor, samples)
+    console.print()
+    print_comparison(padded, packed, agreement, console, device=device)
+    _save(setup, padded, packed, agreement, out)
+    pictures = f"{out / ROWS}, {out / LOSSES}"
+    console.print(f"Pictures: {pictures}\nNumbers:  {out / NUMBERS}", highlight=False)
 
 
-def _check_receipts(data: str) -> None:
-    """Refuse a file that can hold no receipts.
+def _train_both(setup: Setup, console: Console) -> tuple[Run, Run, Any]:
+    """Train padded, then packed; returns both runs and the packed model."""
+    from vlmpack.cli.training import train
 
-    Raises:
-        ConfigError: it is neither parquet nor without a suffix.
-    """
-    path = Path(data).expanduser()
-    if path.is_file() and path.suffix not in ("", ".parquet"):
-        raise ConfigError(
-            f"--data {data}: the demo trains on receipts alone, with the columns image and ground_truth of CORD: give "
-            "synthetic, a hub id, a folder or a parquet file; `vlmpack analyze` and `vlmpack pack` read other data"
-        )
+    columns = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    runs: list[Run] = []
+    model: Any = None
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+    ):
+        for layout in ("padded", "packed"):
+            bar = progress.add_task(layout, total=setup.steps)
+
+            def tick(loss: float, layout: str = layout, bar: Any = bar) -> None:
+                progress.update(bar, advance=1, description=f"{layout}, loss {loss:.4f}")
+
+            model = None  # before the next one is made: two may not fit
+            model = setup.make_model()
+            runs.append(train(layout, model, setup, scratch=scratch, tick=tick))
+    return runs[0], runs[1], model
+
+
+def _save(setup: Setup, padded: Run, packed: Run, agreement: Agreement, out: Path) -> None:
+    """Write the pictures of rows and losses, and the numbers."""
+    from vlmpack.collate import VLMCollator
+    from vlmpack.layout import PaddedBatch
+    from vlmpack.plots import plot_losses, plot_rows, save
+
+    batch = VLMCollator(setup.processor, layout="padded").collate(setup.first_batch())
+    assert isinstance(batch, PaddedBatch)
+    save(plot_rows(batch), out / ROWS)
+    save(plot_losses({"padded, unmodified model": padded.losses, "packed": packed.losses}), out / LOSSES)
+    parts = {"padded": padded, "packed": packed, "gradients": agreement}
+    numbers = {"settings": {**asdict(setup), "out": str(out)}, **{name: asdict(part) for name, part in parts.items()}}
+    write_text(out / NUMBERS, json.dumps(numbers, indent=2) + "\n")
+
+
+def print_comparison(padded: Run, packed: Run, agreement: Agreement, console: Console, *, device: str) -> None:
+    """Print the table, and the meaning of its numbers."""
+    print_table(console, comparison(padded, packed, agreement, device=device))
+    console.print(notes(padded, packed, agreement, device=device), highlight=False)
+
+
+def comparison(padded: Run, packed: Run, agreement: Agreement, *, device: str) -> Table:
+    """Make the table: one row a measure."""
+    table = make_table("", *number_columns("padded", "packed", "packed / padded"))
+
+    def add(name: str, form: str, before: float, after: float) -> None:
+        table.add_row(name, form.format(before), form.format(after), f"{after / before:.2f}")
+
+    add("real tokens", "{:,}", padded.real_tokens, packed.real_tokens)
+    add("physical tokens", "{:,}", padded.physical_tokens, packed.physical_tokens)
+    table.add_row("fill ratio", f"{padded.fill:.1%}", f"{packed.fill:.1%}", "")
+    add("step time", "{:,.0f} ms", padded.step_seconds * 1000, packed.step_seconds * 1000)
+    add("real tokens/s", "{:,.0f}", padded.tokens_per_second, packed.tokens_per_second)
+    memory = "peak memory" if device == "cuda" else "peak memory*"
+    add(memory, "{:,.0f} MiB", padded.peak_bytes / 2**20, packed.peak_bytes / 2**20)
+    table.add_section()
+    final, largest = loss_differences(padded, packed)
+    table.add_row("final loss", f"{padded.losses[-1]:.6f}", f"{packed.losses[-1]:.6f}", f"off by {final:.1e}")
+    table.add_row("largest loss difference", "", "", f"{largest:.1e}")
+    table.add_row("smallest gradient cosine", "", "", f"[bold green]{agreement.cosine:.13f}[/]")
+    return table
+
+
+def loss_differences(padded: Run, packed: Run) -> tuple[float, float]:
+    """Return (that of the last step, the largest of all steps), in nats per target."""
+    differences = [abs(a - b) for a, b in zip(padded.losses, packed.losses, strict=True)]
+    return differences[-1], max(differences)
+
+
+def notes(padded: Run, packed: Run, agreement: Agreement, *, device: str) -> str:
+    """Explain the table's numbers, and sum them up."""
+    lengths = [length for step in packed.lengths for length in step]
+    lines = [
+        f"[dim]{len(packed.losses)} steps of {len(packed.lengths[0])} samples, {min(lengths)} to {max(lengths)} tokens "
+        "each; step times are medians.",
+        f"cosine: one packed batch against each of its samples alone, in float32, the worst of "
+        f"{agreement.parameters} parameters, vision tower included ({agreement.parameter}).",
+    ]
+    if device != "cuda":
+        lines.append("* tensors alive at one time in the forward and backward pass of one batch.")
+    speed, memory = padded.step_seconds / packed.step_seconds, packed.peak_bytes / padded.peak_bytes
+    result = f"[bold]{speed:.2f} times as fast[/] with [bold]{memory:.2f} times the memory[/]"
+    return "\n".join([*lines, f"[/]\nThe same training, {result}."])

@@ -1,224 +1,309 @@
-"""`vlmpack doctor`: what is installed here, which attention can serve, and whether packed samples stay apart."""
+"""`vlmpack doctor`: report the environment, and probe whether packed samples equal the same samples alone."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
-from vlmpack.cli.options import BestDeviceOption, JsonOption
-from vlmpack.cli.processors import reading, refuse_file, tiny_family
+from vlmpack.cli import options
+from vlmpack.cli.inputs import named_processor, quiet_transformers, tiny_family
+from vlmpack.errors import ConfigError
+from vlmpack.terminal import make_table, print_table, print_text, text_column
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
     import torch
-    from rich.console import Console
 
-    from vlmpack.cli.environment import Serving, Version
-    from vlmpack.proof import Contrast, Report
+    from vlmpack.proof import Loaded, Report
 
-CAPTION = """\
-[dim]leak   how far a sample's logits move when only another one in the row changes
-rest   how far the row is from its samples alone; as parts of the largest entry
-plain  unmodified transformers, given the same row with positions that restart
-       and nothing else: what packing by hand comes to[/]
-"""
+PACKAGES = {
+    "vlmpack": None,
+    "torch": None,
+    "transformers": None,
+    "accelerate": None,
+    "peft": None,
+    "flash-attn": "flash_attn",
+    "fla-core": "fla",
+    "causal-conv1d": "causal_conv1d",
+    "qwen-vl-utils": "qwen_vl_utils",
+    "torchvision": "torchvision",
+}
+"""Packages, with the modules of those that are often installed and yet do not import."""
+IMPORT_TIMEOUT_S = 120
+HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 128, 32, 8
+"""The attention of the released 8B models, by which back-ends are judged."""
+ALL = "all"
 
 
 def doctor(
     model: Annotated[
         str | None,
-        typer.Option(
-            help="Hub id or folder: probe a small random copy of this model's configuration, not every family; or "
-            '"tiny", "tiny:FAMILY": one family.'
+        typer.Argument(
+            help='What to probe: hub id or folder of a model; or "tiny", "tiny:FAMILY": a small random one made here. '
+            "By default every family, made here."
         ),
     ] = None,
-    device: BestDeviceOption = None,
-    as_json: JsonOption = False,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Probe packed samples against the same samples alone.")
+    ] = False,
+    device: options.Device = None,
+    dtype: Annotated[
+        str | None,
+        options.word(*options.DTYPES, help="float32 or bfloat16; by default float32, of every family on cuda both."),
+    ] = None,
+    attention: Annotated[
+        str | None,
+        typer.Option(
+            "--attention",
+            "--attn",
+            help="Attention back-end, or all that can serve; by default the first that can, and of every family all.",
+        ),
+    ] = None,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="Probe a tiny copy of the configuration even if the weights fit.")
+    ] = False,
+    as_json: options.Json = False,
 ) -> None:
-    """Show versions, devices and attention back-ends, and probe whether packed samples leak into each other here.
+    """Report versions, devices and attention back-ends; with --probe, compare packed samples with each sample alone.
 
-    The exit status is 0 if nothing leaks, 1 if something does, 2 if it cannot be run as asked.
+    A probe changes one sample and watches the others; compares logits, loss and gradients of a packed row with those of
+    each sample alone; runs each mechanism by itself; counts work; and gives plain transformers the same row. Where the
+    weights do not fit, it probes a tiny random copy of the model's configuration.
+
+    The exit status is 0 if everything is exact, 1 if not, 2 for a refusal.
     """
-    if model is not None:
-        refuse_file("--model", model)
-
-    from rich.console import Console
-
-    from vlmpack.cli import environment
-    from vlmpack.cli.device import best_device, checked_device
-
     console = Console(quiet=as_json)
-    where = checked_device(device or best_device())
-    models = None if model is None else _named(model, where, console)
-    console.print("[bold]Versions[/]")
-    versions = environment.versions()
-    print_versions(versions, console)
-    devices = environment.devices()
-    console.print("\n[bold]Devices[/]")
-    for found in devices:
-        console.print(f"  {found.type:<5} {found.name}")
-    serving = environment.serving([found.type for found in devices])
-    console.print("\n[bold]Attention back-ends[/] [dim](heads 32, key-value heads 8, head dimension 128)[/]")
-    print_serving(serving, console)
-    gated = environment.delta_serving([found.type for found in devices])
-    console.print("\n[bold]Gated delta layers[/] [dim](Qwen3.5, Qwen3-Next; training)[/]")
-    print_serving(gated, console)
-    console.print("\n[bold]Probe[/] [dim](a few samples in one packed row; `vlmpack probe` tells more)[/]")
-    reports = _probe(_of_every_family(where) if models is None else models, where, console)
-    print_probes(reports, console)
-    healthy = all(report.verdict == "exact" for report in reports)
-    console.print(CAPTION)
-    _print_verdict(reports, console, healthy=healthy)
+    if probe:
+        from vlmpack.cli.probe_tables import print_reports
+
+        reports = _probe(model, console, device=device, dtype=dtype, attention=attention, tiny=tiny)
+        is_exact = all(report.verdict == "exact" for report in reports)
+        answer: dict[str, Any] = {"probes": [report.to_dict() for report in reports], "healthy": is_exact}
+        print_reports(reports, console, summarise=model is None or attention == ALL)
+    else:
+        values = {"MODEL": model, "--device": device, "--dtype": dtype, "--attention": attention}
+        unused = [name for name, value in values.items() if value is not None] + ["--tiny"] * tiny
+        if unused:
+            raise ConfigError(f"{', '.join(unused)} only matters to a probe; add --probe, or leave it out")
+        is_exact, parts = True, environment()
+        answer = {name: [entry._asdict() for entry in entries] for name, entries in parts.items()}
+        print_environment(parts, console)
     if as_json:
-        parts = {"versions": versions, "devices": devices, "attention": serving, "gated_delta": gated}
-        answer: dict[str, Any] = {name: [asdict(entry) for entry in entries] for name, entries in parts.items()}
-        probes = [report.to_dict() for report in reports]
-        typer.echo(json.dumps({**answer, "probes": probes, "healthy": healthy}, indent=2))
-    raise typer.Exit(0 if healthy else 1)
+        typer.echo(json.dumps(answer, indent=2))
+    raise typer.Exit(0 if is_exact else 1)
 
 
-def _named(name: str, device: torch.device, console: Console) -> list[Any]:
-    """A small random model of a family, or with the configuration of another model, in each type to be probed.
+# ---------------------------------------------------------------------- environment
 
-    Raises:
-        ConfigError: nothing can be read there. FamilyError: the family cannot be packed exactly, or is not known.
+
+class Version(NamedTuple):
+    """One package."""
+
+    name: str
+    """As `pip` names it."""
+    version: str | None
+    """None: not installed."""
+    problem: str | None = None
+    """The error of its import, if it is installed and does not import."""
+
+
+class Device(NamedTuple):
+    """One device."""
+
+    type: str
+    """"cpu" or "cuda"."""
+    name: str
+    """Its name for people."""
+
+
+class Serving(NamedTuple):
+    """Whether one back-end can serve one kind of call."""
+
+    backend: str
+    """Its name."""
+    device: str
+    """"cpu" or "cuda"."""
+    dtype: str
+    """Element type of the call, or "any"."""
+    reasons: tuple[str, ...]
+    """Why it cannot; empty: it can."""
+
+
+def environment() -> dict[str, Sequence[Any]]:
+    """Collect versions, devices, and what serves attention and gated delta layers on them."""
+    parts: dict[str, Sequence[Any]] = {"versions": versions(), "devices": devices()}
+    types = list(dict.fromkeys(device.type for device in parts["devices"]))
+    return {**parts, "attention": attention_serving(types), "gated_delta": gated_delta_serving(types)}
+
+
+def versions() -> list[Version]:
+    """Return the versions of Python and of every package that vlmpack works with."""
+    from vlmpack.machine import version_of
+
+    installed = {name: version_of(name) for name in PACKAGES}
+    modules = {name: module for name, module in PACKAGES.items() if module and installed[name]}
+    with ThreadPoolExecutor() as pool:
+        problems = dict(zip(modules, pool.map(import_problem, modules.values()), strict=True))
+    packages = [Version(name, installed[name], problems.get(name)) for name in PACKAGES]
+    return [Version("python", platform.python_version()), *packages]
+
+
+def import_problem(module: str) -> str | None:
+    """Return the last line of what importing `module` raises; None: it imports.
+
+    It runs in another process: a torchvision that does not fit torch registers half of its operators before it fails.
     """
-    from vlmpack.cli.device import quiet_transformers
-    from vlmpack.families import tiny_model
-    from vlmpack.proof import small_copy
-
-    if (family := tiny_family(name)) is not None:
-        return [tiny_model(family, dtype=dtype) for dtype in _dtypes(device)]
-    with quiet_transformers(), console.status("reading the model"), reading("--model", name):
-        return [small_copy(name, dtype=dtype) for dtype in _dtypes(device)]
-
-
-def _of_every_family(device: torch.device) -> Iterator[Any]:
-    from vlmpack.families import FAMILIES, tiny_model
-
-    return (tiny_model(name, dtype=dtype) for name in FAMILIES for dtype in _dtypes(device))
+    command = [sys.executable, "-c", f"import {module}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"importing it takes more than {IMPORT_TIMEOUT_S} s"
+    if done.returncode == 0:
+        return None
+    return f"does not import: {(done.stderr.strip().splitlines() or ['it ended without a word'])[-1]}"
 
 
-def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+def devices() -> list[Device]:
+    """Return the CPU, and the CUDA devices if there are any."""
     import torch
 
-    return (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    cpu = Device("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads")
+    return [cpu, *(Device("cuda", torch.cuda.get_device_name(i)) for i in range(count))]
 
 
-def _probe(models: Iterable[Any], device: torch.device, console: Console) -> list[Report]:
-    from vlmpack.cli.device import quiet_transformers
+def attention_serving(device_types: Sequence[str]) -> list[Serving]:
+    """Return the reasons of every attention back-end for calls in float32 and bfloat16 on these types of device."""
+    import torch
+
+    from vlmpack.attention import AttentionCall, explain
+
+    heads = {"head_dim": HEAD_DIM, "num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS}
+    return [
+        Serving(backend, device, str(dtype).removeprefix("torch."), tuple(reasons))
+        for device in device_types
+        for dtype in (torch.float32, torch.bfloat16)
+        for backend, reasons in explain(AttentionCall(device=device, dtype=dtype, **heads)).items()
+    ]
+
+
+def gated_delta_serving(device_types: Sequence[str]) -> list[Serving]:
+    """Return whether flash-linear-attention can train gated delta layers on these types of device."""
+    import torch
+
+    from vlmpack.families import family_named
+    from vlmpack.model import FlaCall, uses_fla
+
+    if not uses_fla(family_named("qwen3_5")):
+        why = ("transformers has not found it; rows are computed in batches of samples of like length",)
+        return [Serving("fla", name, "any", why) for name in device_types]
+    calls = {name: FlaCall.of(torch.device(name), training=True) for name in device_types}
+    return [Serving("fla", name, "any", tuple(call.unsupported())) for name, call in calls.items()]
+
+
+def print_environment(parts: Mapping[str, Sequence[Any]], console: Console) -> None:
+    """Print a table for each part of the environment."""
+    heads = f"heads {NUM_HEADS}, key-value heads {NUM_KV_HEADS}, head dimension {HEAD_DIM}"
+    sections = {
+        "Versions": [_version_row(entry) for entry in parts["versions"]],
+        "Devices": [(entry.type, "", "", entry.name) for entry in parts["devices"]],
+        f"Attention back-ends[/] [dim]({heads})": [_serving_row(entry) for entry in parts["attention"]],
+        "Gated delta layers[/] [dim](Qwen3.5, Qwen3-Next; training)": [
+            _serving_row(entry) for entry in parts["gated_delta"]
+        ],
+    }
+    for title, rows in sections.items():
+        console.print(f"[bold]{title}[/]", highlight=False)
+        table = make_table("", "", "", text_column(""), header=False)
+        for name, *cells in rows:
+            table.add_row(f"  {name}", *cells)
+        print_table(console, table)
+        console.print()
+    print_text(console, "`vlmpack doctor --probe` probes whether packed samples leak into each other here.")
+
+
+def _version_row(entry: Version) -> tuple[str, ...]:
+    problem = f"[yellow]{escape(entry.problem)}[/]" if entry.problem else ""
+    return entry.name, entry.version or "[dim]not installed[/]", "", problem
+
+
+def _serving_row(entry: Serving) -> tuple[str, ...]:
+    answer = f"[dim]no: {escape('; '.join(entry.reasons))}[/]" if entry.reasons else "[green]yes[/]"
+    return entry.device, entry.dtype, entry.backend, answer
+
+
+# ---------------------------------------------------------------------- probes
+
+
+def _probe(
+    model: str | None, console: Console, *, device: str | None, dtype: str | None, attention: str | None, tiny: bool
+) -> list[Report]:
+    """Probe one model, or every family.
+
+    Raises:
+        ConfigError: the model cannot be read, or a back-end or device does not exist. FamilyError: the family cannot be
+            packed exactly, or is unknown.
+    """
+    if model is not None:
+        options.refuse_file("", model)
+    from vlmpack.attention import BACKENDS
     from vlmpack.proof import backends_for, probe
 
+    choices = ("auto", *BACKENDS, ALL)
+    if attention is not None and attention not in choices:  # before a model is read
+        raise ConfigError(f"--attention {attention}: choose {', '.join(choices[:-1])} or {choices[-1]}")
+    if model is None and attention is None:
+        attention = ALL
     reports: list[Report] = []
-    with quiet_transformers(), console.status("probing") as status:
-        for model in models:
-            model.to(device)
-            for backend in backends_for(model):
-                status.update(f"probing {model.config.model_type}, {backend}")
-                first = not reports or reports[-1].family != model.config.model_type
-                reports.append(probe(model, attention=backend, plain=first))
+    place = options.torch_device(device)
+    with quiet_transformers(), console.status("reading the model") as status:
+        for loaded in _models(model, place, dtype, tiny=tiny):
+            for backend in backends_for(loaded.model) if attention == ALL else [attention]:
+                family = loaded.model.config.model_type
+                what = f"{family}, {backend}" if backend else family
+                report = probe(
+                    loaded.model,
+                    loaded.processor,
+                    attention=backend,
+                    plain=not reports or reports[-1].family != family,
+                    progress=lambda part, what=what: status.update(f"probing {what}: {part}"),
+                )
+                reports.append(replace(report, weights=loaded.weights))
     return reports
 
 
-def print_versions(versions: Sequence[Version], console: Console) -> None:
-    """A line a package."""
-    from rich.table import Table
+def _models(name: str | None, device: torch.device, dtype: str | None, *, tiny: bool) -> Iterator[Loaded]:
+    """Load or make the models to be probed: the one of this name, or one of every family.
 
-    from vlmpack.terminal import print_table
+    Raises:
+        ConfigError: the model cannot be read. FamilyError: the family cannot be packed exactly, or is unknown.
+    """
+    import torch
 
-    table = Table.grid(padding=(0, 2))
-    for entry in versions:
-        problem = f"[yellow]{entry.problem}[/]" if entry.problem else ""
-        table.add_row(f"  {entry.name}", entry.version or "[dim]not installed[/]", problem)
-    print_table(console, table)
+    from vlmpack.families import FAMILIES, family_named, tiny_model
+    from vlmpack.proof import Loaded, load
 
-
-def print_serving(serving: Sequence[Serving], console: Console) -> None:
-    """A line for each device, precision and back-end."""
-    from rich.table import Table
-
-    from vlmpack.terminal import print_table
-
-    table = Table.grid(padding=(0, 2))
-    for entry in serving:
-        answer = f"[dim]no: {'; '.join(entry.reasons)}[/]" if entry.reasons else "[green]yes[/]"
-        table.add_row(f"  {entry.device}", entry.dtype, entry.backend, answer)
-    print_table(console, table)
-
-
-def print_probes(reports: Sequence[Report], console: Console) -> None:
-    """A line for each family and back-end, and below it plain transformers."""
-    from rich import box
-    from rich.table import Table
-
-    from vlmpack.terminal import print_table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("family", overflow="fold")
-    table.add_column("row computed by", overflow="fold")
-    for title in ("leak", "logits", "loss", "gradients"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    families = dict.fromkeys(report.family for report in reports)
-    for family in families:
-        own = [report for report in reports if report.family == family]
-        rows = [_row(report) for report in own] + [_plain_row(one) for report in own for one in report.plain[:-1]]
-        for i, row in enumerate(rows):
-            table.add_row("" if i else family, *row, end_section=i + 1 == len(rows))
-    print_table(console, table)
-
-
-def _row(report: Report) -> list[str]:
-    how = report.attention if report.dtype == "float32" else f"{report.attention}, {report.dtype}"
-    leak = [check.seen for check in report.checks if check.part == "isolation"]
-    rest = [
-        [check.seen for check in report.checks if check.part == "equality" and _is_of(check.name, what)]
-        for what in ("logits", "loss", "gradient")
-    ]
-    return [how, *(_largest(seen) for seen in (leak, *rest)), _verdict(report)]
-
-
-def _is_of(name: str, what: str) -> bool:
-    """Mixed precision stands apart: its limits are others."""
-    circumstance, _, of = name.partition(": ")
-    return circumstance != "autocast" and of.startswith(what)
-
-
-def _plain_row(one: Contrast) -> list[str]:
-    how = f"plain, {one.name.removeprefix('one row, ').removesuffix(' positions')}"
-    colour = "green" if one.verdict == "exact" else "yellow"
-    numbers = [_largest([seen]) for seen in (one.leak, one.logits, one.loss, None)]
-    return [how, *numbers, f"[{colour}]{one.verdict}[/]"]
-
-
-def _largest(seen: Sequence[float | None]) -> str:
-    known = [value for value in seen if value is not None]
-    return f"{max(known):.0e}" if any(known) else "0" if known else ""
-
-
-def _verdict(report: Report) -> str:
-    colour = "green" if report.verdict == "exact" else "red"
-    return f"[{colour}]{report.verdict}[/]"
-
-
-def _print_verdict(reports: Sequence[Report], console: Console, *, healthy: bool) -> None:
-    from rich.text import Text
-
-    from vlmpack.terminal import print_text
-
-    for report in reports:
-        if report.verdict == "exact":
-            continue
-        what = f"{report.family}, {report.attention}: {report.verdict}, by {', '.join(report.causes)}."
-        console.print(f"[red]{what}[/]", highlight=False)
-        for check in report.checks:
-            if check.is_bad:
-                print_text(console, Text(f"{check.name} {check.finding}. {check.detail}"), indent=2)
-    if healthy:
-        console.print("[green]Nothing leaks:[/] every packed sample is what it would have been alone.")
-    else:
-        console.print("[red]Packed rows are not safe here.[/] Do not train on them; please report this table.")
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if dtype is not None:
+        dtypes = {dtype: dtypes[dtype]}
+    elif name is not None or device.type == "cpu":
+        del dtypes["bfloat16"]
+    made = None if name is None else tiny_family(name)
+    if name is not None and made is None:
+        for each in dtypes.values():
+            yield load(name, device=device, dtype=each, tiny=tiny)
+        return
+    for family in FAMILIES if made is None else [made]:
+        processor = named_processor(name) if name and family_named(family).has_vision else None
+        for each in dtypes.values():
+            model = tiny_model(family, dtype=each, processor=processor).to(device)
+            yield Loaded(model=model, processor=processor, weights="made here with random weights")

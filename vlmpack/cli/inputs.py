@@ -1,12 +1,15 @@
-"""What the verbs that read a data set make of their options: samples, and the collator that makes rows of them."""
+"""Open what the command line names: a data set, a processor, a model of transformers."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from vlmpack.cli.processors import named_processor, tiny_family, within
+from vlmpack.cli.options import refuse_file
 from vlmpack.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,13 +19,16 @@ if TYPE_CHECKING:
     from vlmpack.data import OpenDataset
     from vlmpack.plan import LengthTable
 
+SYNTHETIC = "synthetic"
+TINY = "tiny"
+DEFAULT_FAMILY = "qwen3_vl"
 DEFAULT_SPLIT = "train"
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class InputOptions:
-    """What the command line says about a data set, its processor, and the length of its samples."""
+    """Options of the command line for a data set, its processor, and the length of its samples."""
 
     dataset: str
     """For `open_dataset`."""
@@ -37,58 +43,100 @@ class InputOptions:
     max_length: int | None = None
     """Of a sample, in tokens; None: any."""
     overlength: str = "error"
-    """What happens to a longer one: one of `OVERLENGTH`."""
+    """Treatment of a longer sample: one of `OVERLENGTH`."""
     max_pixels: int | None = None
-    """Largest area that images are resized to; None: the processor's own."""
+    """Largest area that images are resized to; None: the processor's default."""
     image_root: Path | None = None
     """Folder at which paths of images start; None: that of the file that names them."""
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """A data set, and what makes rows of it."""
+class Inputs(NamedTuple):
+    """A data set, and the collator that makes rows of it."""
 
     dataset: OpenDataset
     """Samples."""
     collator: VLMCollator
-    """With the processor in it."""
+    """Holds the processor."""
 
 
 def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
-    """Open what was named on the command line.
+    """Open the data set and the processor of the command line.
 
     Args:
-        options: what and how.
+        options: names and limits.
         settings: further ones of `VLMCollator`.
 
     Raises:
-        ConfigError: something is not there, or settings contradict each other. FamilyError: a model of a family that
-            is not supported.
+        ConfigError: something is missing, or options contradict each other. FamilyError: the model's family is not
+            supported.
     """
     from vlmpack.collate import VLMCollator
+
+    _check(options)
+    dataset = open_samples(
+        options.dataset, split=options.split, num=options.num, seed=options.seed, image_root=options.image_root,
+        small=tiny_family(options.processor) is not None,
+    )  # fmt: skip
+    processor = limit_pixels(named_processor(options.processor), options.max_pixels)
+    limits: dict[str, Any] = {"max_length": options.max_length, "overlength": options.overlength}
+    return Inputs(dataset, VLMCollator(processor, layout="packed", **limits, **settings))
+
+
+def open_samples(
+    source: str, *, split: str = DEFAULT_SPLIT, num: int | None, seed: int, small: bool, image_root: Path | None = None
+) -> OpenDataset:
+    """Open a data set, or draw receipts for "synthetic".
+
+    Args:
+        source: "synthetic", or for `open_dataset`.
+        split: of the data set.
+        num: the first so many samples; None: all.
+        seed: of receipts.
+        small: draw receipts small: images of a built-in processor have at most 256 tokens.
+        image_root: folder at which paths of images start; None: that of the file that names them.
+
+    Raises:
+        ConfigError: it cannot be read, has fewer samples, or names no paths for `image_root`.
+    """
     from vlmpack.data import SMALLEST_LEGIBLE, open_dataset
 
-    _check_dataset(options)
-    _check_options(options)
-    source: dict[str, Any] = {name: vars(options)[name] for name in ("split", "num", "seed", "image_root")}
-    if options.dataset == "synthetic" and tiny_family(options.processor) is not None:
-        source["scale"] = SMALLEST_LEGIBLE  # images of the built-in processor have at most 256 tokens
-    opened = open_dataset(options.dataset, **source)
-    limits: dict[str, Any] = {"max_length": options.max_length, "overlength": options.overlength}
-    made = within(named_processor(options.processor), options.max_pixels)
-    return Inputs(dataset=opened, collator=VLMCollator(made, layout="packed", **limits, **settings))
+    if source != SYNTHETIC:
+        return open_dataset(source, split=split, num=num, image_root=image_root)
+    if image_root is not None:
+        raise ConfigError(f"--image-root {image_root}: {SYNTHETIC} receipts have no paths; leave it out")
+    return open_dataset(source, split=split, num=num, seed=seed, scale=SMALLEST_LEGIBLE if small else 1.0)
 
 
-def is_store(source: str) -> bool:
-    """Whether a folder written by `vlmpack pack` is meant."""
-    from vlmpack import store
+def _check(options: InputOptions) -> None:
+    """Refuse options that contradict each other, and a source that would be read as something else.
 
-    return store.is_store(Path(source).expanduser())
+    Raises:
+        ConfigError: a folder of packed rows, a split of a file that has none, a missing folder of images, or
+            `--overlength` without `--max-length`.
+    """
+    from vlmpack.data import JSON_FILES
+    from vlmpack.store import is_store
+
+    path, root = Path(options.dataset).expanduser(), options.image_root
+    if is_store(path):
+        raise ConfigError(
+            f"{options.dataset} is packed already: `vlmpack pack` wrote it. `vlmpack show {options.dataset}` shows its "
+            "rows; give the data set that it was made of"
+        )
+    check_finished(options.dataset)
+    if options.split != DEFAULT_SPLIT and path.suffix in JSON_FILES and path.is_file():
+        raise ConfigError(
+            f"--split {options.split}: {options.dataset} is a JSON file, which is one split, whatever it is called; "
+            "leave --split out"
+        )
+    if root is not None and not root.expanduser().is_dir():
+        raise ConfigError(f"--image-root {root} is no folder here; give the one at which images' paths start")
+    if options.overlength != "error" and options.max_length is None:
+        raise ConfigError(f"--overlength {options.overlength} needs --max-length, the most tokens of a sample")
 
 
 def check_finished(source: str) -> None:
-    """Refuse the folder of a `vlmpack pack` that did not reach its end.
+    """Refuse the folder of an interrupted `vlmpack pack`.
 
     Raises:
         ConfigError: `source` is one.
@@ -102,52 +150,17 @@ def check_finished(source: str) -> None:
         )
 
 
-def _check_dataset(options: InputOptions) -> None:
-    """Refuse what would be taken for something else.
-
-    Raises:
-        ConfigError: rows that are packed already, or a split of a file that has none.
-    """
-    from vlmpack.data import JSON_FILES
-
-    path = Path(options.dataset).expanduser()
-    if is_store(options.dataset):
-        raise ConfigError(
-            f"{options.dataset} is packed already: `vlmpack pack` wrote it. `vlmpack show {options.dataset}` shows its "
-            "rows; give the data set that it was made of"
-        )
-    check_finished(options.dataset)
-    if options.split != DEFAULT_SPLIT and path.suffix in JSON_FILES and path.is_file():
-        raise ConfigError(
-            f"--split {options.split}: {options.dataset} is a JSON file, which is one split, whatever it is called; "
-            "leave --split out"
-        )
-
-
-def _check_options(options: InputOptions) -> None:
-    """Refuse options that contradict each other, or name what is not there.
-
-    Raises:
-        ConfigError: one does.
-    """
-    root = options.image_root
-    if root is not None and not root.expanduser().is_dir():
-        raise ConfigError(f"--image-root {root} is no folder here; give the one at which images' paths start")
-    if options.overlength != "error" and options.max_length is None:
-        raise ConfigError(f"--overlength {options.overlength} needs --max-length, the most tokens of a sample")
-
-
-def measured(
+def measure(
     inputs: Inputs, console: Console, *, workers: int = 0, cache: str | None = None, estimate: bool = False
 ) -> LengthTable:
-    """The lengths of all samples, with a progress bar while they are read.
+    """Measure the lengths of all samples, with a progress bar.
 
     Args:
-        inputs: the data set, and what makes rows of it.
+        inputs: data set and collator.
         console: where the bar is drawn.
         workers: processes; 0: this one alone.
-        cache: a file that keeps lengths; None: they are measured anew.
-        estimate: whether image tokens are `ceil(H/32) * ceil(W/32)`.
+        cache: a file that keeps lengths; None: every length is measured again.
+        estimate: count `ceil(H/32) * ceil(W/32)` tokens an image.
 
     Raises:
         ConfigError: no sample can be measured with these settings, or the cache cannot be used.
@@ -160,10 +173,114 @@ def measured(
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=len(inputs.dataset))
         return measure_lengths(
-            inputs.dataset,
-            inputs.collator,
+            *inputs,
             workers=workers,
             cache=cache,
             progress=lambda done, total: progress.update(bar, completed=done, total=total),
             estimate=estimate,
         )
+
+
+# ---------------------------------------------------------------------- processors and models
+
+
+def tiny_family(name: str) -> str | None:
+    """Return the family of "tiny" (Qwen3-VL) or "tiny:FAMILY"; None: the name is a hub id or a folder."""
+    tiny, _, family = name.partition(":")
+    return (family or DEFAULT_FAMILY) if tiny == TINY else None
+
+
+def named_processor(name: str) -> Any:
+    """Load or build a processor; of a text model, its tokenizer.
+
+    Args:
+        name: a hub id, a folder, "tiny" (Qwen3-VL) or "tiny:FAMILY".
+
+    Raises:
+        ConfigError: nothing of that name exists. FamilyError: the model's family is not supported.
+    """
+    family = tiny_family(name)
+    return _load_processor(name) if family is None else _tiny_processor(family)
+
+
+def _tiny_processor(family: str) -> Any:
+    from vlmpack.data import CHAT_TEMPLATE, tiny_processor
+    from vlmpack.families import family_named
+
+    if family_named(family).has_vision:
+        return tiny_processor(family)
+    tokenizer = tiny_processor().tokenizer
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _load_processor(name: str) -> Any:
+    from transformers import AutoConfig, AutoTokenizer
+
+    from vlmpack.data import is_saved_alone, load_processor
+    from vlmpack.families import family_named
+
+    remedy = "give a hub id, a folder with config.json and tokenizer, or tiny for one made here"
+    with reading("--processor", name, remedy=remedy), quiet_transformers():
+        if is_saved_alone(name) or family_named(AutoConfig.from_pretrained(name).model_type).has_vision:
+            return load_processor(name)
+        return AutoTokenizer.from_pretrained(name)
+
+
+def limit_pixels(processor: Any, max_pixels: int | None) -> Any:
+    """Set the largest area of an image; None: the processor's default.
+
+    Raises:
+        ConfigError: the processor takes no images, or enlarges them beyond that area.
+    """
+    from vlmpack.collate import parts_of
+
+    if max_pixels is None:
+        return processor
+    images = parts_of(processor).image_processor
+    if images is None:
+        raise ConfigError(f"--max-pixels {max_pixels}: a text model has no images; leave it out")
+    least = images.size["shortest_edge"]
+    if max_pixels < least:
+        raise ConfigError(f"--max-pixels {max_pixels}: the processor enlarges images to {least} pixels at least")
+    images.size = type(images.size)(shortest_edge=least, longest_edge=max_pixels)
+    return processor
+
+
+@contextmanager
+def reading(option: str, name: str, *, remedy: str = "give a hub id or the folder of a model") -> Iterator[None]:
+    """Turn what transformers raises on reading `name` into an error that names the option.
+
+    Raises:
+        ConfigError: nothing readable is there, or a model that transformers does not support.
+    """
+    refuse_file(option, name)
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(f"{option} {name}: nothing there can be read ({reason}); {remedy}") from error
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Suppress advice, warnings, progress bars and notes of repeated requests of transformers and the hub.
+
+    Their errors still come through.
+    """
+    from huggingface_hub.utils import logging as hub
+    from transformers.utils import logging
+
+    level, bars, requests = logging.get_verbosity(), logging.is_progress_bar_enabled(), hub.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    hub.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        hub.set_verbosity(requests)
+        if bars:
+            logging.enable_progress_bar()

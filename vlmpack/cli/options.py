@@ -1,28 +1,30 @@
-"""Options that several verbs share, and options that take one of a few words.
+"""Arguments and options that several verbs share, with the checks of their values.
 
-A word that is none of them is refused while the command line is read, before a library is loaded or a sample measured.
+A wrong value is refused before a library is loaded or a sample is measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vlmpack.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 OVERLENGTH = ("error", "drop", "truncate")
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 
 
-def one_of(*choices: str) -> Callable[..., str | None]:
-    """The callback of an option that takes one of these words alone.
+def word(*choices: str, help: str) -> Any:
+    """Make an option that takes one of these words.
 
-    Raises (when it is called):
-        ConfigError: another word was given.
+    Raises (when a command line is read):
+        ConfigError: the value is another word.
     """
 
     def checked(param: typer.CallbackParam, value: str | None) -> str | None:
@@ -30,10 +32,10 @@ def one_of(*choices: str) -> Callable[..., str | None]:
             raise ConfigError(f"{param.opts[0]} {value}: choose {', '.join(choices[:-1])} or {choices[-1]}")
         return value
 
-    return checked
+    return typer.Option(callback=checked, help=help)
 
 
-DatasetArgument = Annotated[
+Dataset = Annotated[
     str,
     typer.Argument(help='A JSON, JSONL or parquet file, a folder, a hub id, or "synthetic" (receipts drawn here).'),
 ]
@@ -41,31 +43,71 @@ PROCESSOR_HELP = (
     'Hub id or folder of a model, for its processor (of a text model: its tokenizer); or "tiny", "tiny:FAMILY": one '
     "made here."
 )
-ProcessorOption = Annotated[str, typer.Option(help=PROCESSOR_HELP)]
-MaxPixelsOption = Annotated[
+Processor = Annotated[str, typer.Option(help=PROCESSOR_HELP)]
+MaxPixels = Annotated[
     int | None, typer.Option(min=1, help="Largest area of an image, in pixels; by default the processor's own.")
 ]
-SplitOption = Annotated[str, typer.Option(help="Of a data set that has several; a JSON file has one.")]
-NumOption = Annotated[int | None, typer.Option(min=1, help="The first so many samples; by default all.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Of synthetic receipts.")]
-MaxLengthOption = Annotated[int | None, typer.Option(min=2, help="Most tokens of a sample; by default any.")]
-OverlengthOption = Annotated[
+Split = Annotated[str, typer.Option(help="Of a data set that has several; a JSON file has one.")]
+Num = Annotated[int | None, typer.Option(min=1, help="The first so many samples; by default all.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of synthetic receipts.")]
+MaxLength = Annotated[int | None, typer.Option(min=2, help="Most tokens of a sample; by default any.")]
+Overlength = Annotated[
     str,
-    typer.Option(
-        callback=one_of(*OVERLENGTH),
-        help="What happens to one longer than --max-length: error, drop (left out) or truncate (between messages).",
-    ),
+    word(*OVERLENGTH, help="A sample longer than --max-length: error, drop (left out) or truncate (between messages)."),
 ]
-WorkersOption = Annotated[int, typer.Option(min=0, help="Processes that read samples; 0: this one alone.")]
-CacheOption = Annotated[str | None, typer.Option(help="File that keeps the lengths, so that they are measured once.")]
-ImageRootOption = Annotated[
+Workers = Annotated[int, typer.Option(min=0, help="Processes that read samples; 0: this one alone.")]
+Cache = Annotated[str | None, typer.Option(help="File that keeps the lengths, so that they are measured once.")]
+ImageRoot = Annotated[
     Path | None,
     typer.Option(help="Folder at which relative paths of images and videos start; by default that of the data's file."),
 ]
-PatchesOption = Annotated[int | None, typer.Option(min=1, help="Most vision patches in a row.")]
-ImagesOption = Annotated[int | None, typer.Option(min=1, help="Most images and videos in a row.")]
-BestDeviceOption = Annotated[
-    str | None,
-    typer.Option(callback=one_of(*DEVICES), help="cpu or cuda; by default cuda where there is one."),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+MaxPatches = Annotated[int | None, typer.Option(min=1, help="Most vision patches in a row.")]
+MaxImages = Annotated[int | None, typer.Option(min=1, help="Most images and videos in a row.")]
+Device = Annotated[str | None, word(*DEVICES, help="cpu or cuda; by default cuda where there is one.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def make_folder(option: str, folder: Path) -> None:
+    """Make the folder that a verb writes into, before anything is computed.
+
+    Args:
+        option: its name, for the error.
+        folder: created unless it exists.
+
+    Raises:
+        ConfigError: a file is in its place or above it, or the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"{option} {folder} cannot be a folder ({error.strerror}); name one that is there or can be made"
+        raise ConfigError(message) from error
+
+
+def refuse_file(option: str, name: str) -> None:
+    """Refuse one file of a model where its folder is wanted.
+
+    Args:
+        option: in front of the name, for the error; "" for an argument.
+        name: hub id or folder.
+
+    Raises:
+        ConfigError: the name is a file's; the message has its folder.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        raise ConfigError(f"{f'{option} {name}'.strip()} is a file; give its folder: {path.parent}")
+
+
+def torch_device(name: str | None) -> torch.device:
+    """Return the device of this name; None: CUDA where there is one, else the CPU.
+
+    Raises:
+        ConfigError: PyTorch sees no CUDA device.
+    """
+    import torch
+
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise ConfigError("--device cuda: PyTorch sees no CUDA device here; use --device cpu")
+    return torch.device(name or ("cuda" if has_cuda else "cpu"))

@@ -1,106 +1,87 @@
-"""`vlmpack pack`: a data set, planned and written down as packed rows."""
+"""`vlmpack pack`: plan the rows of a data set, and write them to files."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
-from vlmpack.cli.need import need
-from vlmpack.cli.options import (
-    CacheOption,
-    DatasetArgument,
-    ImageRootOption,
-    ImagesOption,
-    MaxLengthOption,
-    NumOption,
-    OverlengthOption,
-    PatchesOption,
-    ProcessorOption,
-    SeedOption,
-    SplitOption,
-    WorkersOption,
-    one_of,
-)
+from vlmpack.cli import options
+from vlmpack.cli.inputs import InputOptions, open_inputs
+from vlmpack.errors import check_extra
+from vlmpack.terminal import format_bytes, make_table, number_columns, print_table, print_text, sample_name, text_column
+
+if TYPE_CHECKING:
+    from vlmpack.store import Manifest
 
 TRAIN_ON = ("assistant", "all")
 ON_BAD = ("raise", "skip")
 OVERSIZE = ("error", "drop", "own_row")
 IMAGES = ("bytes", "reference")
-
-OutArgument = Annotated[Path, typer.Argument(help="Folder for the rows; one that was interrupted is continued.")]
-CapacityOption = Annotated[int, typer.Option(min=1, help="Tokens of a row.")]
-TrainOnOption = Annotated[
-    str, typer.Option(callback=one_of(*TRAIN_ON), help="What is learnt: assistant (its turns) or all.")
-]
-OnBadOption = Annotated[
-    str, typer.Option(callback=one_of(*ON_BAD), help="A bad sample: raise (stop) or skip (leave out, and list).")
-]
-BadFractionOption = Annotated[
-    float | None, typer.Option(min=0, max=1, help="Most samples that may be left out as bad; by default 0.01.")
-]
-OversizeOption = Annotated[
-    str,
-    typer.Option(
-        callback=one_of(*OVERSIZE), help="A sample that exceeds a row by itself: error, drop (and list) or own_row."
-    ),
-]
-SegmentsOption = Annotated[int | None, typer.Option(min=1, help="Most samples in a row.")]
-MultipleOption = Annotated[
-    int, typer.Option(min=1, help="Each sample takes up a multiple of this: 2 x CP under context parallelism.")
-]
-RowsOption = Annotated[
-    int, typer.Option(min=1, help="Make the number of rows a multiple of this: ranks x accumulation.")
-]
-ShuffleOption = Annotated[int | None, typer.Option(min=0, help="Seed that shuffles samples and rows.")]
-KeepOption = Annotated[
-    str, typer.Option(callback=one_of(*IMAGES), help="Keep images as bytes, or as reference (path and SHA-256).")
-]
-ShardOption = Annotated[int, typer.Option(min=1, help="Rows of a file.")]
-RayOption = Annotated[bool, typer.Option("--ray", help="Measure and write as tasks of Ray instead of --workers.")]
+LISTED = 5
+"""Samples in no row that are printed with their details."""
+STAGES = {"measure": "measuring samples", "compare": "comparing what is packed", "write": "writing files"}
 
 
 def pack(
-    dataset: DatasetArgument,
-    out: OutArgument,
-    processor: ProcessorOption,
-    capacity: CapacityOption,
-    split: SplitOption = "train",
-    num: NumOption = None,
-    image_root: ImageRootOption = None,
-    seed: SeedOption = 0,
-    max_length: MaxLengthOption = None,
-    overlength: OverlengthOption = "error",
-    train_on: TrainOnOption = "assistant",
-    on_bad: OnBadOption = "raise",
-    max_bad_fraction: BadFractionOption = None,
-    oversize: OversizeOption = "error",
-    max_patches: PatchesOption = None,
-    max_images: ImagesOption = None,
-    max_segments: SegmentsOption = None,
-    pad_seq_to_mult: MultipleOption = 1,
-    rows_multiple: RowsOption = 1,
-    shuffle: ShuffleOption = None,
-    images: KeepOption = "bytes",
-    shard_rows: ShardOption = 128,
-    workers: WorkersOption = 0,
-    ray: RayOption = False,
-    cache: CacheOption = None,
+    dataset: options.Dataset,
+    out: Annotated[Path, typer.Argument(help="Folder for the rows; one that was interrupted is continued.")],
+    processor: options.Processor,
+    capacity: Annotated[int, typer.Option(min=1, help="Tokens of a row.")],
+    split: options.Split = "train",
+    num: options.Num = None,
+    image_root: options.ImageRoot = None,
+    seed: options.Seed = 0,
+    max_length: options.MaxLength = None,
+    overlength: options.Overlength = "error",
+    train_on: Annotated[
+        str, options.word(*TRAIN_ON, help="Tokens with a loss: assistant (its turns) or all.")
+    ] = "assistant",
+    on_bad: Annotated[
+        str, options.word(*ON_BAD, help="A bad sample: raise (stop) or skip (leave out, and list).")
+    ] = "raise",
+    max_bad_fraction: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Most samples that may be left out as bad; by default 0.01.")
+    ] = None,
+    oversize: Annotated[
+        str, options.word(*OVERSIZE, help="A sample that exceeds a row by itself: error, drop (and list) or own_row.")
+    ] = "error",
+    max_patches: options.MaxPatches = None,
+    max_images: options.MaxImages = None,
+    max_segments: Annotated[int | None, typer.Option(min=1, help="Most samples in a row.")] = None,
+    pad_seq_to_mult: Annotated[
+        int, typer.Option(min=1, help="Each sample takes up a multiple of this: 2 x CP under context parallelism.")
+    ] = 1,
+    rows_multiple: Annotated[
+        int, typer.Option(min=1, help="Make the number of rows a multiple of this: ranks x accumulation.")
+    ] = 1,
+    shuffle: Annotated[int | None, typer.Option(min=0, help="Seed that shuffles samples and rows.")] = None,
+    images: Annotated[
+        str, options.word(*IMAGES, help="Keep images as bytes, or as reference (path and SHA-256).")
+    ] = "bytes",
+    shard_rows: Annotated[int, typer.Option(min=1, help="Rows of a file.")] = 128,
+    workers: options.Workers = 0,
+    ray: Annotated[bool, typer.Option("--ray", help="Measure and write as tasks of Ray instead of --workers.")] = False,
+    cache: options.Cache = None,
 ) -> None:
-    """Plan which samples share a row, and write the rows down: token ids, what is learnt, and images still encoded.
+    """Plan which samples share a row, and write the rows: token ids, labels, and images still encoded.
 
-    Killed or stopped, run it again: it goes on where it was, and ends with the same files. Train on them with
+    Killed or stopped, run it again: it continues, and the files are the same, byte for byte. Train on them with
     vlmpack.store.PackedDataset(OUT, processor).
     """
-    need("pack", "pyarrow", extra="data")
+    check_extra("data", "pyarrow", needed_by="`vlmpack pack`")
     if ray:
-        need("pack --ray", "ray", extra="ray")
+        check_extra("ray", "ray", needed_by="`vlmpack pack --ray`")
 
-    from rich.console import Console
-
-    from vlmpack.cli.inputs import InputOptions, open_inputs
-    from vlmpack.cli.pack_table import print_store, told
     from vlmpack.collate import Ceiling
     from vlmpack.layout import SlotRule
     from vlmpack.store import StoreSettings, write_rows
@@ -111,16 +92,68 @@ def pack(
         images=images,  # pyright: ignore[reportArgumentType]
         shard_rows=shard_rows,
     )  # fmt: skip
-    options = InputOptions(
+    source = InputOptions(
         dataset=dataset, processor=processor, split=split, num=num, seed=seed, max_length=max_length,
         overlength=overlength, image_root=image_root,
     )  # fmt: skip
     slots = SlotRule(multiple=pad_seq_to_mult, max_segments=max_segments)
     ceiling = None if max_bad_fraction is None else Ceiling(max_bad_fraction=max_bad_fraction)
-    inputs = open_inputs(options, train_on=train_on, on_bad=on_bad, ceiling=ceiling, slots=slots)
-    with told(Console(stderr=True)) as progress:
+    inputs = open_inputs(source, train_on=train_on, on_bad=on_bad, ceiling=ceiling, slots=slots)
+    with progress_bars(Console(stderr=True)) as progress:
         manifest = write_rows(
             inputs.dataset, out, inputs.collator, settings, workers=workers, executor="ray" if ray else "local",
             cache=cache, progress=progress,
         )  # fmt: skip
     print_store(out, manifest, Console())
+
+
+@contextmanager
+def progress_bars(console: Console) -> Iterator[Callable[[str, int, int | None], None]]:
+    """Draw a bar for each stage of `write_rows`; yields the function for its `progress`."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bars = {stage: progress.add_task(text, total=None, visible=False) for stage, text in STAGES.items()}
+        yield lambda stage, done, total: progress.update(bars[stage], completed=done, total=total, visible=True)
+
+
+def print_store(out: Path, manifest: Manifest, console: Console) -> None:
+    """Print rows, samples, sizes, and the samples left out of the folder `out`."""
+    table = make_table("name", *number_columns("number"), text_column("meaning"), header=False)
+    console.print(f"[bold]{escape(str(out))}[/]", highlight=False, soft_wrap=not console.is_terminal)
+    for name, number, meaning in _lines(manifest):
+        table.add_row(f"[cyan]{name}[/]", number, f"[dim]{meaning}[/]")
+    print_table(console, table)
+    if manifest.counts.refused + manifest.counts.dropped:
+        _print_left_out(out, manifest, console)
+
+
+def _lines(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, number, meaning)."""
+    counts, sizes = manifest.counts, manifest.sizes
+    yield "rows", f"{counts.rows:,}", f"of {manifest.capacity:,} tokens"
+    yield "fill ratio", f"{manifest.fill_ratio:.2%}", "tokens of samples per token of row"
+    yield "samples", f"{counts.samples:,}", f"of {counts.total:,}; {counts.samples / counts.rows:.2f} in a row"
+    yield "refused", f"{counts.refused:,}", "cannot be used, or longer than --max-length"
+    yield "dropped", f"{counts.dropped:,}", "exceed a row by themselves"
+    yield "tokens", f"{counts.tokens:,}", f"{counts.targets:,} of them targets"
+    if counts.patches:
+        yield "images", f"{counts.images:,}", f"and {counts.videos:,} videos: {counts.patches:,} patches"
+    yield "written", format_bytes(manifest.bytes), f"in {len(manifest.shards):,} file(s)"
+    yield "", "", ""
+    yield "longest row", f"{sizes.longest_row:,}", "tokens: fixed sizes for CUDA graphs"
+    yield "longest segment", f"{sizes.longest_segment:,}", "tokens of a sample"
+    yield "most segments", f"{sizes.most_segments:,}", "samples in a row"
+    if counts.patches:
+        yield "most images", f"{sizes.most_images:,}", "images and videos in a row"
+        yield "most patches", f"{sizes.most_patches:,}", "in a row"
+
+
+def _print_left_out(out: Path, manifest: Manifest, console: Console) -> None:
+    from vlmpack.store import LEFT_OUT
+
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in manifest.reasons.items())
+    console.print(f"[yellow]Left out[/] (all are listed in {escape(str(out / LEFT_OUT))}): {escape(reasons)}")
+    with (out / LEFT_OUT).open(encoding="utf-8") as lines:
+        for line in map(json.loads, islice(lines, LISTED)):
+            text = f"sample {sample_name(line['index'], line['sample_id'])}: {line['detail']}"
+            print_text(console, Text(text), indent=2)

@@ -1,30 +1,40 @@
-"""`vlmpack show`: a packed row as a ribbon in the terminal."""
+"""`vlmpack show`: draw packed rows as ribbons of characters.
+
+        0 aaaaAAAAAAAAAAaabbbbbbbcccCCC      a, b, c: the samples, one letter each, again from a after z
+      928 CCCCCCCCCcc....                    capitals: tokens of images and videos;  dots: padding
+
+Colours only repeat what the letters say.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from string import ascii_lowercase
+from typing import TYPE_CHECKING, Annotated, final
 
 import typer
+from rich.columns import Columns
+from rich.console import Console, Group
+from rich.text import Text
 
-from vlmpack.cli.options import (
-    PROCESSOR_HELP,
-    CacheOption,
-    ImageRootOption,
-    MaxLengthOption,
-    MaxPixelsOption,
-    NumOption,
-    OverlengthOption,
-    SeedOption,
-    SplitOption,
-    WorkersOption,
-)
+from vlmpack.cli import options
+from vlmpack.cli.inputs import SYNTHETIC, InputOptions, check_finished, measure, open_inputs
+from vlmpack.errors import ConfigError, LayoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import numpy as np
 
-    from rich.console import Console
+    from vlmpack.collate import Encoded
+    from vlmpack.layout import Segments, SlotRule
 
-    from vlmpack.cli.show_rows import ShownRows
+LINES = 8
+"""Most lines of a row, unless the tokens of a cell are given."""
+PADDING = -1
+COLOURS = (("#9ecae9", "#3a6ea5"), ("#ffcf9c", "#a8611a"), ("#b5dfa8", "#3f7d34"), ("#d9b8e8", "#76459a"))
+"""Backgrounds of (text, images) of neighbouring samples."""
 
 
 def show(
@@ -32,56 +42,336 @@ def show(
     row: Annotated[
         list[int] | None, typer.Option(help="Which row, once or more; -1 is the last one; by default the first.")
     ] = None,
-    processor: Annotated[str | None, typer.Option(help=f"{PROCESSOR_HELP} A data set needs one.")] = None,
+    processor: Annotated[str | None, typer.Option(help=f"{options.PROCESSOR_HELP} A data set needs one.")] = None,
     capacity: Annotated[int, typer.Option(min=1, help="Tokens of a row; of a packed folder its own.")] = 12_000,
     tokens_per_cell: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a character; by default as few as eight lines allow.")
     ] = None,
-    split: SplitOption = "train",
-    num: NumOption = None,
-    image_root: ImageRootOption = None,
-    seed: SeedOption = 0,
-    max_length: MaxLengthOption = None,
-    overlength: OverlengthOption = "error",
-    max_pixels: MaxPixelsOption = None,
-    workers: WorkersOption = 0,
-    cache: CacheOption = None,
+    split: options.Split = "train",
+    num: options.Num = None,
+    image_root: options.ImageRoot = None,
+    seed: options.Seed = 0,
+    max_length: options.MaxLength = None,
+    overlength: options.Overlength = "error",
+    max_pixels: options.MaxPixels = None,
+    workers: options.Workers = 0,
+    cache: options.Cache = None,
 ) -> None:
     """Draw packed rows: which samples share a row, where their images are, and what is padding.
 
     A data set is planned first, from image headers; no pixel is decoded.
     """
-    from rich.console import Console
+    from vlmpack.store import is_store
 
-    from vlmpack.cli.inputs import InputOptions, check_finished, is_store
-    from vlmpack.cli.show_rows import checked_processor, planned, stored
-
-    console, asked = Console(), row or [0]
-    if is_store(source):
-        rows = stored(source)
+    console, numbers = Console(), row or [0]
+    if is_store(Path(source).expanduser()):
+        rows = stored_rows(source)
     else:
         check_finished(source)
-        options = InputOptions(
-            dataset=source, processor=checked_processor(source, processor), split=split, num=num, seed=seed,
+        inputs = InputOptions(
+            dataset=source, processor=_checked_processor(source, processor), split=split, num=num, seed=seed,
             max_length=max_length, overlength=overlength, max_pixels=max_pixels, image_root=image_root,
         )  # fmt: skip
-        rows = planned(options, console, asked=asked, capacity=capacity, workers=workers, cache=cache)
-    print_rows(rows, asked, console, tokens_per_cell=tokens_per_cell)
+        rows = planned_rows(inputs, console, numbers=numbers, capacity=capacity, workers=workers, cache=cache)
+    print_rows(rows, numbers, console, tokens_per_cell=tokens_per_cell)
 
 
-def print_rows(rows: ShownRows, asked: Sequence[int], console: Console, *, tokens_per_cell: int | None = None) -> None:
-    """The source in one line, then each row that was asked for.
+def print_rows(rows: Rows, numbers: Sequence[int], console: Console, *, tokens_per_cell: int | None = None) -> None:
+    """Print the source in one line, then a ribbon for each row.
+
+    Args:
+        rows: of the source.
+        numbers: of the rows that are drawn; negative ones count from the end.
+        console: where.
+        tokens_per_cell: None: as few as `LINES` lines allow, a round number.
 
     Raises:
         ConfigError: there is no such row.
     """
-    from vlmpack.cli.show_ribbon import draw, make_ribbon
+    drawn = [rows.ribbon(number, width=console.width, tokens_per_cell=tokens_per_cell) for number in numbers]
+    console.print(rows.summary, highlight=False, markup=False, soft_wrap=not console.is_terminal)
+    for number, ribbon in zip(numbers, drawn, strict=True):
+        console.print(f"\n[bold]{rows.heading(number, ribbon)}[/]", highlight=False)
+        console.print(ribbon.draw())
 
-    shown = [rows.row(at) for at in asked]
-    console.print(rows.told, highlight=False, markup=False, soft_wrap=not console.is_terminal)
-    for one in shown:
-        ribbon = make_ribbon(
-            one.segments, one.types, one.sample_ids, width=console.width, tokens_per_cell=tokens_per_cell
+
+# ---------------------------------------------------------------------- rows
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """All rows of a source, without their pixels."""
+
+    summary: str
+    """The source in one line."""
+    count: int
+    """Rows."""
+    capacity: int
+    """Tokens that a row may hold."""
+    slots: SlotRule
+    """Rounding of samples to slots."""
+    samples: Callable[[int], Sequence[Encoded]]
+    """Reads the samples of a row."""
+
+    def ribbon(self, number: int, *, width: int, tokens_per_cell: int | None = None) -> Ribbon:
+        """Read one row and cut it into cells, see `Ribbon.of`; negative numbers count from the end.
+
+        Raises:
+            ConfigError: there is no such row.
+        """
+        import numpy as np
+
+        from vlmpack.layout import Segments
+
+        check_row(number, self.count)
+        samples = self.samples(number % self.count)
+        segments = Segments.from_lengths([sample.num_tokens for sample in samples], self.slots)
+        types = np.zeros(segments.total, np.int64)
+        for (start, stop), sample in zip(segments.spans[: len(samples)], samples, strict=True):
+            types[start:stop] = sample.types
+        names = [place if sample.sample_id is None else sample.sample_id for place, sample in enumerate(samples)]
+        return Ribbon.of(segments, types, names, width=width, tokens_per_cell=tokens_per_cell)
+
+    def heading(self, number: int, ribbon: Ribbon) -> str:
+        """Format a row's place among the rows, and its fill ratio: real tokens over the capacity."""
+        full = f"{ribbon.total:,} of {self.capacity:,} tokens, {sum(ribbon.lengths) / self.capacity:.2%} full"
+        return f"row {number % self.count:,} of 0 to {self.count - 1:,}: {full}"
+
+
+def check_row(number: int, count: int, *, most: str = "") -> None:
+    """Refuse a row that does not exist.
+
+    Args:
+        number: negative ones count from the end.
+        count: rows.
+        most: "at most " where there may be fewer.
+
+    Raises:
+        ConfigError: there is no such row.
+    """
+    if not -count <= number < count:
+        raise ConfigError(f"--row {number}: there are {most}{count} rows, 0 to {count - 1}")
+
+
+def _checked_processor(source: str, processor: str | None) -> str:
+    """Return the processor of a data set.
+
+    Raises:
+        ConfigError: it is missing, or the data set is.
+    """
+    if processor is not None:
+        return processor
+    if source != SYNTHETIC and not Path(source).expanduser().exists():
+        raise ConfigError(
+            f"there is no file or folder {source} here; give a folder written by `vlmpack pack`, or a data set and its "
+            "--processor (a hub id, a folder, or tiny)"
         )
-        console.print(f"\n[bold]{one.told}[/]", highlight=False)
-        console.print(draw(ribbon, width=console.width))
+    raise ConfigError(
+        f"{source} is no folder written by `vlmpack pack`, so it is read as a data set: that needs --processor "
+        "(a hub id, a folder, or tiny)"
+    )
+
+
+def stored_rows(source: str) -> Rows:
+    """Open the rows of a packed folder.
+
+    Raises:
+        ConfigError: the folder is damaged.
+    """
+    from vlmpack.store import PackedDataset
+
+    dataset = PackedDataset(Path(source).expanduser())
+    counts, capacity = dataset.manifest.counts, dataset.manifest.capacity
+    return Rows(
+        summary=f"{source}: {counts.samples:,} samples in {counts.rows:,} rows of {capacity:,} tokens, "
+        f"{dataset.manifest.fill_ratio:.2%} full{_left_out(counts.refused, counts.dropped)}",
+        count=len(dataset),
+        capacity=capacity,
+        slots=dataset.slots,
+        samples=dataset.outline,
+    )
+
+
+def planned_rows(
+    source: InputOptions,
+    console: Console,
+    *,
+    numbers: Sequence[int],
+    capacity: int,
+    workers: int = 0,
+    cache: str | None = None,
+) -> Rows:
+    """Plan the rows of a data set.
+
+    Args:
+        source: the data set and its processor.
+        console: for the progress.
+        numbers: of the rows that will be drawn: impossible ones are refused before a sample is measured.
+        capacity: of a row, in tokens.
+        workers: processes that read samples.
+        cache: file that keeps lengths.
+
+    Raises:
+        ConfigError: no sample can be packed, or the data set has too few samples for one of the rows.
+    """
+    from vlmpack.layout import SlotRule
+    from vlmpack.plan import plan_bins
+
+    inputs = open_inputs(source)
+    for number in numbers:
+        check_row(number, len(inputs.dataset), most="at most ")
+    table = measure(inputs, console, workers=workers, cache=cache)
+    if not len(table):
+        raise ConfigError(
+            f"none of {table.given} samples can be used: {table.reasons}; `vlmpack analyze` lists the reasons"
+        )
+    plan = plan_bins(table, capacity, oversize="drop")
+    if not len(plan):
+        raise ConfigError(f"all {len(table)} samples exceed a row of {capacity} tokens; raise --capacity")
+    return Rows(
+        summary=f"{source.dataset}: {len(plan.sample_ids):,} samples in {len(plan):,} rows of {capacity:,} tokens, "
+        f"{plan.fill:.2%} full{_left_out(len(table.refused), len(plan.dropped) - len(table.refused))}",
+        count=len(plan),
+        capacity=capacity,
+        slots=SlotRule(),
+        samples=lambda row: [inputs.collator.outline(inputs.dataset[place], place) for place in plan.bins[row]],
+    )
+
+
+def _left_out(refused: int, too_long: int) -> str:
+    counts = {"cannot be used": refused, "exceed a row": too_long}
+    return "".join(f"; {count:,} {what}" for what, count in counts.items() if count)
+
+
+# ---------------------------------------------------------------------- ribbons
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Ribbon:
+    """One row, cut into cells of the same number of tokens."""
+
+    cells: Sequence[int]
+    """Twice the sample's place in the row, plus 1 for its images; -1: padding. What most of a cell's tokens are."""
+    tokens_per_cell: int
+    """The last cell may hold fewer."""
+    lengths: tuple[int, ...]
+    """Tokens of each sample of the row."""
+    media: tuple[int, ...]
+    """Tokens of each sample that belong to images and videos."""
+    names: tuple[str, ...]
+    """Of the samples."""
+    total: int
+    """Tokens of the row T, padding included."""
+    width: int
+    """Columns of the terminal."""
+
+    @classmethod
+    def of(
+        cls,
+        segments: Segments,
+        types: np.ndarray | None = None,
+        sample_ids: Sequence[int | str] | None = None,
+        *,
+        width: int = 80,
+        tokens_per_cell: int | None = None,
+    ) -> Ribbon:
+        """Cut a row into cells.
+
+        Args:
+            segments: of the row, T tokens wide.
+            types: [T] `mm_token_type_ids`: 0 text, others image or video; None: all text.
+            sample_ids: of its samples; None: their places in the row.
+            width: columns of the terminal.
+            tokens_per_cell: None: as few as `LINES` lines allow, a round number.
+
+        Raises:
+            LayoutError: types or ids of another row.
+        """
+        import numpy as np
+
+        count, total = segments.num_samples, segments.total
+        names = tuple(str(name) for name in (range(count) if sample_ids is None else sample_ids))
+        types = np.zeros(total, np.int64) if types is None else np.asarray(types).reshape(-1)
+        if len(types) != total or len(names) != count:
+            raise LayoutError(
+                f"a row of {count} samples in {total} tokens was given {len(names)} sample ids and {len(types)} "
+                "token types"
+            )
+        codes = 2 * segments.seq_idx().numpy().astype(np.int64) + (types != 0)
+        codes[segments.padding_mask().numpy()] = PADDING
+        each = tokens_per_cell or _round_up(total, LINES * max(width - _margin(total), 1))
+        return cls(
+            cells=[_majority(codes[at : at + each]) for at in range(0, total, each)],
+            tokens_per_cell=each,
+            lengths=segments.lengths[:count],
+            media=tuple(int((types[start:stop] != 0).sum()) for start, stop in segments.spans[:count]),
+            names=names,
+            total=total,
+            width=width,
+        )
+
+    def draw(self) -> Group:
+        """Draw the ribbon in lines, a legend of its letters, and its totals."""
+        per_line = max(self.width - _margin(self.total), 1)
+        lines = [self._line(at, per_line) for at in range(0, len(self.cells), per_line)]
+        visible = {cell // 2 for cell in self.cells if cell != PADDING}
+        legend = [self._entry(sample, is_visible=sample in visible) for sample in range(len(self.names))]
+        totals = self._totals(has_hidden=len(visible) < len(legend))
+        return Group(*lines, Text(), Columns(legend, padding=(0, 3)), Text(), totals)
+
+    def _line(self, first: int, per_line: int) -> Text:
+        line = Text(no_wrap=True)
+        line.append(f"{first * self.tokens_per_cell:>{_margin(self.total) - 1},} ", style="dim")
+        for cell, run in groupby(self.cells[first : first + per_line]):
+            line.append(_letter(cell) * len(list(run)), style=_style(cell))
+        return line
+
+    def _entry(self, sample: int, *, is_visible: bool) -> Text:
+        """Make a sample's entry in the legend; its letter is in brackets if the sample dominates no cell."""
+        letter = _letter(2 * sample)
+        entry = Text(no_wrap=True)
+        entry.append(letter if is_visible else f"({letter})", style=_style(2 * sample))
+        media = f" ({self.media[sample]:,} image)" if self.media[sample] else ""
+        return entry.append(f" {self.names[sample]}: {self.lengths[sample]:,}{media}")
+
+    def _totals(self, *, has_hidden: bool) -> Text:
+        real, media, count = sum(self.lengths), sum(self.media), len(self.names)
+        images = f" + {media:,} image (capitals)" if media else ""
+        tokens = f"{self.total:,} tokens = {real - media:,} text{images} + {self.total - real:,} padding (dots)"
+        each = f"{self.tokens_per_cell:,} tokens" if self.tokens_per_cell > 1 else "a token"
+        hidden = "; samples in brackets fill none" if has_hidden else ""
+        return Text(f"{tokens}, {count:,} sample{'' if count == 1 else 's'}. A character is {each}{hidden}.")
+
+
+def _letter(cell: int) -> str:
+    if cell == PADDING:
+        return "."
+    letter = ascii_lowercase[cell // 2 % len(ascii_lowercase)]
+    return letter.upper() if cell % 2 else letter
+
+
+def _style(cell: int) -> str:
+    if cell == PADDING:
+        return "dim"
+    text, media = COLOURS[cell // 2 % len(COLOURS)]
+    return f"bold white on {media}" if cell % 2 else f"black on {text}"
+
+
+def _majority(codes: np.ndarray) -> int:
+    """Return the most frequent code of a cell; of two alike, the first."""
+    import numpy as np
+
+    values, first, counts = np.unique(codes, return_index=True, return_counts=True)
+    return int(values[np.lexsort((first, -counts))[0]])
+
+
+def _margin(total: int) -> int:
+    """Return the columns in front of a line, for its place in the row."""
+    return len(f"{total:,}") + 1
+
+
+def _round_up(total: int, cells: int) -> int:
+    """Return the smallest power of two that divides a row into at most so many cells."""
+    return 1 << max(-(-total // cells) - 1, 0).bit_length()

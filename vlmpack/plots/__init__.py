@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from vlmpack.plots.lengths import plot_lengths
-from vlmpack.plots.losses import plot_losses
-from vlmpack.plots.ratios import Ratio, plot_ratios
+from vlmpack.plots.figures import Ratio, plot_lengths, plot_losses, plot_ratios, save
 from vlmpack.plots.rows import plot_rows
-from vlmpack.plots.style import save
 
 __all__ = ["Ratio", "plot_lengths", "plot_losses", "plot_ratios", "plot_rows", "save"]

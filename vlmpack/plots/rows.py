@@ -1,9 +1,18 @@
-"""A picture of where every token is: the padded batch, and the row that it is packed into."""
+"""Draw where every token is: the padded batch, and the row that it is packed into.
+
+A picture is made of pieces, as plain numbers: stretches of tokens of one sample and one kind, cut into lines of one
+width.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal, final
 
+import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -11,14 +20,31 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from vlmpack.layout import PackedRow, PaddedBatch
+from vlmpack.layout import MaskSpans, PackedRow, PaddedBatch, lengths_from_mask
 from vlmpack.layout import pack as pack_batch
-from vlmpack.plots.pieces import Piece, packed_pieces, padded_pieces
-from vlmpack.plots.style import INK, PADDING, SAMPLES, bare, heading
+from vlmpack.plots.figures import INK, PADDING, SAMPLES, bare, heading
 
+Kind = Literal["text", "image", "padding"]
 LINE_INCHES = 0.27
 BAR = 0.8
 """Height of a bar, of the line's height."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Neighbouring tokens of one sample and one kind, on one line."""
+
+    line: int
+    """Line of the picture, from the top."""
+    start: int
+    """First column, in tokens."""
+    stop: int
+    """Column after the last one."""
+    kind: Kind
+    """Kind of the tokens; videos count as images."""
+    sample: int | None = None
+    """Sample of the tokens; None: padding."""
 
 
 def plot_rows(batch: PaddedBatch, row: PackedRow | None = None, *, title: str | None = None) -> Figure:
@@ -51,8 +77,8 @@ def plot_rows(batch: PaddedBatch, row: PackedRow | None = None, *, title: str | 
     return figure
 
 
-def fill(pieces: Sequence[Piece]) -> float:
-    """Tokens of samples per token of the picture, 0 to 1."""
+def fill_ratio(pieces: Sequence[Piece]) -> float:
+    """Return the tokens of samples per token of the picture, 0 to 1."""
     return 1 - _tokens(pieces, "padding") / _tokens(pieces)
 
 
@@ -61,7 +87,7 @@ def _tokens(pieces: Sequence[Piece], kind: str | None = None) -> int:
 
 
 def _head(axes: Axes, name: str, shape: str, pieces: Sequence[Piece]) -> None:
-    heading(axes, f"{name}: {fill(pieces):.0%} full", f"{shape}  =  {_tokens(pieces):,} tokens computed")
+    heading(axes, f"{name}: {fill_ratio(pieces):.0%} full", f"{shape}  =  {_tokens(pieces):,} tokens computed")
 
 
 def _draw(axes: Axes, pieces: Sequence[Piece], lines: int, width: int) -> None:
@@ -82,22 +108,22 @@ def _draw(axes: Axes, pieces: Sequence[Piece], lines: int, width: int) -> None:
 
 
 def _first(pieces: Sequence[Piece]) -> list[Piece]:
-    """The piece that each sample begins with."""
-    found: dict[int, Piece] = {}
+    """Return the first piece of each sample."""
+    first: dict[int, Piece] = {}
     for piece in pieces:
         if piece.sample is not None:
-            found.setdefault(piece.sample, piece)
-    return list(found.values())
+            first.setdefault(piece.sample, piece)
+    return list(first.values())
 
 
 def _widest(pieces: Sequence[Piece]) -> list[Piece]:
-    """The longest text piece of each sample: where its number is written."""
-    found: dict[int | None, Piece] = {}
+    """Return the longest text piece of each sample, for its number."""
+    widest: dict[int | None, Piece] = {}
     for piece in pieces:
-        best = found.get(piece.sample)
+        best = widest.get(piece.sample)
         if piece.kind == "text" and (best is None or piece.stop - piece.start > best.stop - best.start):
-            found[piece.sample] = piece
-    return list(found.values())
+            widest[piece.sample] = piece
+    return list(widest.values())
 
 
 def _bar(piece: Piece) -> Rectangle:
@@ -123,3 +149,60 @@ def _legend(figure: Figure) -> None:
         Patch(facecolor=PADDING, label="padding"),
     ]
     figure.legend(handles=entries, loc="outside lower left", ncols=3, frameon=False, fontsize=8.5, labelcolor=INK)
+
+
+# ---------------------------------------------------------------------- pieces
+
+
+def padded_pieces(batch: PaddedBatch) -> list[Piece]:
+    """Put every row of the batch on a line."""
+    spans = _spans(batch)
+    width = batch.input_ids.shape[1]
+    types = _types(batch.mm_token_type_ids, (len(spans.lengths), width))
+    pieces = []
+    for row, (offset, length) in enumerate(zip(spans.offsets, spans.lengths, strict=True)):
+        stop = offset + length
+        pieces += _padding(row, 0, offset)
+        pieces += _sample(row, row, offset, types[row, offset:stop])
+        pieces += _padding(row, stop, width)
+    return pieces
+
+
+def packed_pieces(row: PackedRow, *, width: int) -> list[Piece]:
+    """Put the row on lines of `width` tokens."""
+    types = _types(row.mm_token_type_ids, (1, row.segments.total))[0]
+    pieces, at = [], 0
+    for sample, (start, stop) in enumerate(row.segments.spans[: row.segments.num_samples]):
+        pieces += [*_padding(0, at, start), *_sample(0, sample, start, types[start:stop])]
+        at = stop
+    pieces += _padding(0, at, row.segments.total)
+    return [part for piece in pieces for part in _wrapped(piece, width)]
+
+
+def _spans(batch: PaddedBatch) -> MaskSpans:
+    return lengths_from_mask(batch.attention_mask) if batch.facts is None else batch.facts.spans
+
+
+def _types(types: torch.Tensor | None, shape: tuple[int, int]) -> np.ndarray:
+    return np.zeros(shape, np.int64) if types is None else types.cpu().numpy()
+
+
+def _padding(line: int, start: int, stop: int) -> list[Piece]:
+    return [Piece(line=line, start=start, stop=stop, kind="padding")] if stop > start else []
+
+
+def _sample(line: int, sample: int, start: int, types: np.ndarray) -> Iterator[Piece]:
+    """Yield the sample's runs of text and of image tokens."""
+    is_image = types != 0
+    edges = np.flatnonzero(is_image[1:] != is_image[:-1]) + 1
+    for a, b in pairwise([0, *edges.tolist(), len(types)]):
+        if b > a:
+            kind: Kind = "image" if is_image[a] else "text"
+            yield Piece(line=line, start=start + a, stop=start + b, kind=kind, sample=sample)
+
+
+def _wrapped(piece: Piece, width: int) -> Iterator[Piece]:
+    """Cut the piece where a line of `width` tokens ends."""
+    for line in range(piece.start // width, (piece.stop - 1) // width + 1):
+        first = line * width
+        yield replace(piece, line=line, start=max(piece.start - first, 0), stop=min(piece.stop - first, width))

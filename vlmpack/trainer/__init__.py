@@ -1,4 +1,4 @@
-"""What HF Trainer lacks: planned rows, an exact loss of the evaluation set, and a check of its settings."""
+"""HF Trainer on packed rows: planned rows, an exact loss of the evaluation set, and a check of its settings."""
 
 from __future__ import annotations
 

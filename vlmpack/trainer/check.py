@@ -1,28 +1,29 @@
-"""A look at a Trainer's settings before the first step.
+"""Check a Trainer's settings before the first step.
 
 What would mix samples, or read the wrong labels, is refused while training anyway, whether or not this is called.
-Called after the Trainer is made, it says so earlier and all at once, and it names the settings that only change how
-the loss is weighted.
+Called after the Trainer is made, it reports everything earlier and at once, with the settings that only change how the
+loss is weighted.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sized
-from typing import Any, cast
+from collections.abc import Iterator, Sized
+from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import Seq2SeqTrainingArguments, Trainer, TrainingArguments, default_data_collator
+from transformers import Seq2SeqTrainingArguments, Trainer, default_data_collator
 from transformers.trainer_utils import SchedulerType
 
 from vlmpack.collate import CONVERSATION_COLUMNS, MEDIA_COLUMNS, ProcessorFacts, VLMCollator
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.errors import ConfigError
 from vlmpack.loading import PackedStream
 from vlmpack.model import find_model, is_packing, packing_state
 from vlmpack.store import PackedDataset
 from vlmpack.text import RowCollator
-from vlmpack.trainer import of_trl
+from vlmpack.trainer import trl
 from vlmpack.trainer.metrics import LossMetrics
 from vlmpack.trainer.packed_trainer import PackedTrainer
 
@@ -39,67 +40,56 @@ def check_trainer(trainer: Trainer) -> None:
     Raises:
         ConfigError: every such setting, what it would do, and the remedy.
     """
-    problems = [
-        *_model(trainer),
-        *_collator(trainer),
-        *_loss(trainer),
-        *of_trl.check_loss(trainer),
-        *of_trl.check_settings(trainer),
-        *_ranks(trainer),
-        *_batches(trainer),
-        *_rows(trainer),
-        *_metrics(trainer),
-        *_skipped(trainer),
-        *_evaluation(trainer),
-    ]
+    of_trl = (trl.check_loss, trl.check_settings)
+    checks = (_model, _settings, _collator, *of_trl, _ranks, _batches, _rows, _metrics, _evaluation)
+    problems = [problem for check in checks for problem in check(trainer)]
     if problems:
         raise ConfigError("this Trainer does not train packed rows as their samples alone:\n- " + "\n- ".join(problems))
 
 
 def _model(trainer: Trainer) -> Iterator[str]:
-    model: Any = trainer.model
-    if not is_packing(model):
+    if not _is_enabled(trainer):
         yield "packing is not enabled on its model: Trainer(model=enable_packing(model), ...)"
     elif not trainer.model_accepts_loss_kwargs:
         yield (
             "it does not hand num_items_in_batch to the model, so gradient accumulation averages averages: enable "
             "packing before the Trainer is made"
         )
-    kernels = trainer.args.liger_kernel_config or {}
-    if trainer.args.use_liger_kernel and kernels.get("fused_linear_cross_entropy") is not False:
+
+
+def _settings(trainer: Trainer) -> Iterator[str]:
+    args = trainer.args
+    if args.use_liger_kernel and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy") is not False:
         yield (
             "use_liger_kernel replaces the model's forward by one that ignores boundaries; vlmpack's head is chunked "
             "already: liger_kernel_config={'fused_linear_cross_entropy': False} keeps Liger's other kernels"
         )
-    if trainer.args.neftune_noise_alpha is not None:
-        yield (
-            "neftune_noise_alpha scales its noise by the width of the row, not of the sample, so a packed row gets "
-            "less: leave it out"
-        )
+    if args.neftune_noise_alpha is not None:
+        yield "neftune_noise_alpha scales noise by the width of the row, so a packed sample gets less: leave it out"
+    if args.label_smoothing_factor:
+        yield "label_smoothing_factor computes the loss itself and does not shift the labels of Qwen-VL: set it to 0"
 
 
 def _collator(trainer: Trainer) -> Iterator[str]:
     collator: Any = trainer.data_collator
-    model: Any = trainer.model
-    if collator is default_data_collator and not isinstance(trainer.train_dataset, PackedDataset):
-        yield (
-            "it was given no data_collator, so samples are stacked as they are: data_collator=VLMCollator(processor, "
-            "layout='packed')"
-        )
-    elif collator is default_data_collator:
-        yield "it was given no data_collator for rows that were packed before: data_collator=train_dataset.collate"
-    if isinstance(collator, VLMCollator) and is_packing(model):
-        yield from _processor(collator.facts, find_model(model))
-    lost = _lost_columns(trainer) if isinstance(collator, VLMCollator | RowCollator) else []
-    if lost:
-        yield (
-            f"remove_unused_columns drops {', '.join(map(repr, lost))} before {type(collator).__name__} reads it: set "
-            "remove_unused_columns=False"
-        )
+    if collator is default_data_collator:
+        if isinstance(trainer.train_dataset, PackedDataset):
+            reason, remedy = " for rows that were packed before", "train_dataset.collate"
+        else:
+            reason, remedy = ", so samples are stacked as they are", "VLMCollator(processor, layout='packed')"
+        yield f"it has no data_collator{reason}: data_collator={remedy}"
+    if isinstance(collator, VLMCollator) and _is_enabled(trainer):
+        yield from _processor(collator.facts, _core(trainer))
+    is_ours = isinstance(collator, VLMCollator | RowCollator)
+    if is_ours and trainer.args.remove_unused_columns and not _has_rows(trainer):
+        kept, sample = inspect.signature(_core(trainer).forward).parameters, trl.first_sample(trainer) or ()
+        if lost := ", ".join(repr(name) for name in READ if name in sample and name not in kept):
+            reader = type(collator).__name__
+            yield f"remove_unused_columns drops {lost} before {reader} reads it: set remove_unused_columns=False"
 
 
 def _processor(facts: ProcessorFacts, core: nn.Module) -> Iterator[str]:
-    """What the collator's processor writes has to be what the model reads."""
+    """Yield what the collator's processor writes and the model reads otherwise."""
     family, config = packing_state(core).family, vars(core)["config"]
     if not (facts.has_vision and family.has_vision):
         return
@@ -110,31 +100,14 @@ def _processor(facts: ProcessorFacts, core: nn.Module) -> Iterator[str]:
         "merged side": (facts.merge_size, family.merge(config)),
     }
     differing = [f"{name} {ours}, the model's {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
-    if differing:
-        yield (
-            f"its collator's processor belongs to another model ({'; '.join(differing)}): load both from the same "
-            "checkpoint"
-        )
-
-
-def _lost_columns(trainer: Trainer) -> list[str]:
-    """Columns of the first sample that the collator reads and Trainer removes."""
-    data: Any = trainer.train_dataset
-    if not trainer.args.remove_unused_columns or _has_rows(trainer) or isinstance(data, IterableDataset) or not data:
-        return []
-    try:
-        sample = data[0]
-    except SampleError:
-        return []
-    model: Any = trainer.model
-    kept = inspect.signature(find_model(model).forward).parameters
-    return [name for name in READ if name in sample and name not in kept] if isinstance(sample, Mapping) else []
+    if detail := "; ".join(differing):
+        yield f"its collator's processor belongs to another model ({detail}): load both from the same checkpoint"
 
 
 def _ranks(trainer: Trainer) -> Iterator[str]:
-    args = trainer.args
-    model: Any = trainer.model
-    if is_packing(model) and (parallel := packing_state(find_model(model)).parallel) and parallel.ranks > 1:
+    args, model = trainer.args, trainer.model
+    parallel = packing_state(_core(trainer)).parallel if _is_enabled(trainer) else None
+    if parallel is not None and parallel.ranks > 1:
         yield (
             f"its ranks share rows ({parallel.ranks} of them one), but it gives every rank a batch of its own: write a "
             "loop of your own, as examples/train_shared_rows.py does, or enable packing without parallel="
@@ -150,14 +123,6 @@ def _ranks(trainer: Trainer) -> Iterator[str]:
         )
 
 
-def _loss(trainer: Trainer) -> Iterator[str]:
-    if trainer.args.label_smoothing_factor:
-        yield (
-            "label_smoothing_factor keeps the labels from the model, and its smoother does not shift the labels of "
-            "Qwen-VL models: set it to 0"
-        )
-
-
 def _batches(trainer: Trainer) -> Iterator[str]:
     args = trainer.args
     if args.n_gpu > 1:
@@ -165,7 +130,10 @@ def _batches(trainer: Trainer) -> Iterator[str]:
             f"nn.DataParallel would cut each batch into {args.n_gpu} pieces: start the script with torchrun or "
             "accelerate launch, or show it one GPU (CUDA_VISIBLE_DEVICES)"
         )
-    dealt, dispatch = _dealt(trainer), trainer.accelerator.dispatch_batches
+    packs_evaluation = isinstance(trainer, PackedTrainer) and trainer.eval_packing
+    sets = (None if _has_rows(trainer) else trainer.train_dataset, None if packs_evaluation else trainer.eval_dataset)
+    dealt = [data for data in sets if data is not None and not isinstance(data, PackedStream)]
+    dispatch = trainer.accelerator.dispatch_batches
     if (dispatch and dealt) or (dispatch is None and any(isinstance(data, IterableDataset) for data in dealt)):
         yield (
             "accelerate would concatenate collated batches and cut them again (dispatch_batches, its default for an "
@@ -173,20 +141,16 @@ def _batches(trainer: Trainer) -> Iterator[str]:
         )
     by_length = args.train_sampling_strategy == "group_by_length" and not _has_rows(trainer)
     if by_length and args.remove_unused_columns:
-        yield (
-            f"remove_unused_columns drops the {args.length_column_name!r} column before group_by_length reads it: set "
-            "remove_unused_columns=False"
-        )
+        column = args.length_column_name
+        yield f"remove_unused_columns drops {column!r} before group_by_length reads it: set remove_unused_columns=False"
 
 
 def _rows(trainer: Trainer) -> Iterator[str]:
-    """Rows that were made ahead must come through as they are, and be found again."""
-    if isinstance(trainer.train_dataset, PackedStream) and not isinstance(trainer, PackedTrainer):
-        yield (
-            "it would batch the rows of a PackedStream again, and cannot continue one: use PackedTrainer of "
-            "vlmpack.trainer"
-        )
-    elif _has_rows(trainer) and trainer.args.ignore_data_skip and not isinstance(trainer.train_dataset, PackedStream):
+    """Yield settings under which rows that were made ahead are changed, or not continued."""
+    is_stream = isinstance(trainer.train_dataset, PackedStream)
+    if is_stream and not isinstance(trainer, PackedTrainer):
+        yield "it would batch the rows of a PackedStream again, and cannot continue one: use vlmpack's PackedTrainer"
+    elif _has_rows(trainer) and trainer.args.ignore_data_skip and not is_stream:
         yield (
             "ignore_data_skip=True starts a resumed epoch anew, so samples are trained on twice; planned rows are "
             "skipped without loading them: set it to False"
@@ -194,53 +158,50 @@ def _rows(trainer: Trainer) -> Iterator[str]:
 
 
 def _metrics(trainer: Trainer) -> Iterator[str]:
-    """Accelerate takes a row of samples for one: where it gathers, and where it cuts the last batch."""
-    if trainer.compute_metrics is None or (isinstance(trainer, PackedTrainer) and trainer.eval_packing):
+    """Yield where accelerate counts places of the data set, and losses are of another number of samples."""
+    if isinstance(trainer, PackedTrainer) and trainer.eval_packing:
         return
-    held_out: Any = trainer.eval_dataset
-    joined = isinstance(trainer.data_collator, RowCollator) and trainer.data_collator.bare_row == "refuse"
-    at_once, remedy = trainer.args.eval_batch_size, "use PackedTrainer of vlmpack.trainer, or evaluate of vlmpack"
-    for data in held_out.values() if isinstance(held_out, dict) else [held_out]:
-        if not (joined or isinstance(data, PackedDataset)) or not isinstance(data, Sized):
-            continue
-        if trainer.args.world_size > 1:
+    collator, at_once, ranks = trainer.data_collator, trainer.args.eval_batch_size, trainer.args.world_size
+    has_rows = isinstance(collator, RowCollator) and collator.bare_row == "refuse"
+    remedy = "use PackedTrainer of vlmpack.trainer with eval_capacity=, or evaluate of vlmpack"
+    if ranks > 1 and trainer.eval_dataset and isinstance(collator, VLMCollator) and collator.on_bad != "raise":
+        yield (
+            f"samples that the collator skips (on_bad='skip') leave the {ranks} ranks of its evaluation with other "
+            f"numbers of losses, at which it ends: {remedy}, or leave such samples out of the evaluation set"
+        )
+    sets: Any = trainer.eval_dataset if trainer.compute_metrics is not None else None
+    for data in sets.values() if isinstance(sets, dict) else [sets]:
+        is_packed = (has_rows or isinstance(data, PackedDataset)) and isinstance(data, Sized)
+        if is_packed and (ranks > 1 or len(data) % at_once):
             yield (
-                "accelerate would gather as many losses from every rank of its evaluation, but packed rows hold other "
-                f"numbers of samples, at which the processes end: {remedy}"
-            )
-        elif left := len(data) % at_once:
-            yield (
-                f"accelerate would cut the last batch of its evaluation to {left} samples, the number of packed rows "
-                f"that are left for it ({len(data)} rows, {at_once} at a time), and compute_metrics would miss the "
-                f"others: {remedy}"
+                f"accelerate would count each packed row of its evaluation as one sample ({len(data)} rows, {at_once} "
+                f"at a time on {ranks} ranks), so it would cut the last batch of several, or end where ranks have "
+                f"other numbers of samples, and compute_metrics would miss some: {remedy}"
             )
 
 
 def _evaluation(trainer: Trainer) -> Iterator[str]:
-    """Trainer's own loop has one number a batch, which it weighs by samples."""
-    args, model, metrics = trainer.args, cast(Any, trainer.model), trainer.compute_metrics
-    if trainer.eval_dataset is None or isinstance(trainer, PackedTrainer) or not is_packing(model):
+    """Yield why the model refuses Trainer's own evaluation, or why its eval_loss is not replaced."""
+    args, model, metrics = trainer.args, trainer.model, trainer.compute_metrics
+    if trainer.eval_dataset is None or isinstance(trainer, PackedTrainer) or not _is_enabled(trainer):
         return
-    if args.world_size > 1:
-        yield (
-            f"its own evaluation over {args.world_size} ranks weighs the losses of packed batches wrongly, and is "
-            "refused before its first batch: use PackedTrainer of vlmpack.trainer (eval_packing=False: the same "
-            "batches), or evaluate of vlmpack"
-        )
-    elif isinstance(args, Seq2SeqTrainingArguments) and args.predict_with_generate and metrics is not None:
-        if _chooses_by_loss(args):
+    if isinstance(args, Seq2SeqTrainingArguments) and args.predict_with_generate and metrics is not None:
+        chooses = args.load_best_model_at_end or args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
+        if chooses and args.metric_for_best_model in (None, "loss", "eval_loss"):
             yield (
                 "it chooses by the eval_loss of an evaluation that generates (predict_with_generate), a mean over "
                 "samples of their batches' means, which changes with the batch size: choose by a metric of what is "
                 "generated (metric_for_best_model), or use PackedTrainer of vlmpack.trainer"
             )
-    elif packing_state(find_model(model)).loss_count is None:
-        yield (
-            "its own eval_loss is a mean over samples of their batches' means, which changes with the batch size, so "
-            "its evaluation is refused before its first batch: compute_metrics=loss_metrics(model) makes eval_loss the "
-            "loss of the set, and so does PackedTrainer of vlmpack.trainer"
-        )
-    elif metrics is None or args.prediction_loss_only or _is_of_another(metrics, model):
+        return
+    try:
+        with torch.no_grad():
+            bool(trainer.model_accepts_loss_kwargs)  # as Trainer's evaluation reads it
+    except ConfigError as error:
+        yield str(error)
+        return
+    is_of_another = isinstance(metrics, LossMetrics) and not metrics.is_bound_to(model)
+    if metrics is None or args.prediction_loss_only or is_of_another:
         yield (
             "its eval_loss is not replaced by that of loss_metrics(model), which is not called (prediction_loss_only, "
             "or compute_metrics is missing or of another model): compute_metrics=loss_metrics(model) and "
@@ -248,38 +209,17 @@ def _evaluation(trainer: Trainer) -> Iterator[str]:
         )
 
 
-def _chooses_by_loss(args: TrainingArguments) -> bool:
-    chooses = args.load_best_model_at_end or args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
-    return chooses and args.metric_for_best_model in (None, "loss", "eval_loss")
+def _core(trainer: Trainer) -> nn.Module:
+    model: Any = trainer.model
+    return find_model(model)
 
 
-def _is_of_another(metrics: Callable[..., Any], model: nn.Module) -> bool:
-    return isinstance(metrics, LossMetrics) and not metrics.is_bound_to(model)
-
-
-def _skipped(trainer: Trainer) -> Iterator[str]:
-    """Accelerate counts samples by their places, whether or not the collator could use them."""
-    collator = trainer.data_collator
-    is_exact = isinstance(trainer, PackedTrainer) and (trainer.eval_packing or trainer.args.world_size == 1)
-    if trainer.eval_dataset is None or is_exact or not isinstance(collator, VLMCollator) or collator.on_bad == "raise":
-        return
-    yield (
-        "its evaluation weighs a batch by its places: samples that the collator skips (on_bad='skip') count with the "
-        "loss of the others in their batch, and ranks with other numbers of them come apart: evaluate with "
-        "PackedTrainer of vlmpack.trainer, or evaluate of vlmpack, or leave such samples out of the evaluation set"
-    )
+def _is_enabled(trainer: Trainer) -> bool:
+    model: Any = trainer.model
+    return is_packing(model)
 
 
 def _has_rows(trainer: Trainer) -> bool:
-    """Whether it trains on rows that accelerate neither makes nor deals."""
-    return isinstance(trainer, PackedTrainer) and (
-        trainer.plan is not None or isinstance(trainer.train_dataset, PackedStream)
-    )
-
-
-def _dealt(trainer: Trainer) -> list[Any]:
-    """The data sets whose batches accelerate deals out."""
-    packs_evaluation = isinstance(trainer, PackedTrainer) and trainer.eval_packing
-    train = None if _has_rows(trainer) else trainer.train_dataset
-    held_out = None if packs_evaluation else trainer.eval_dataset
-    return [data for data in (train, held_out) if data is not None and not isinstance(data, PackedStream)]
+    """Return whether it trains on rows that accelerate neither makes nor deals."""
+    is_stream = isinstance(trainer.train_dataset, PackedStream)
+    return isinstance(trainer, PackedTrainer) and (is_stream or trainer.plan is not None)

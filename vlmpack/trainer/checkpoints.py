@@ -1,9 +1,17 @@
-"""What is written into Trainer's checkpoints beside its own files, and which of them are whole.
+"""Checkpoints of PackedTrainer: which are complete, and from which row they are resumed.
 
     checkpoint-3/  model.safetensors  ...  trainer_state.json  packed_plan.json or packed_stream_0.safetensors
 
-The last file of a checkpoint is ours, and it is there whole or not at all. So a run that was killed while it saved left
-a checkpoint without it.
+The last file of a checkpoint is ours, written atomically: a run that was killed while it saved left a checkpoint
+without it. `packed_plan.json` names the plan of the steps; `packed_stream_RANK.safetensors` is the state of a stream.
+
+A stream's state is plain data: its structure is JSON, tensors and bytes lie beside it. Unlike a pickle it runs no code
+when it is read. A list stays a list; any other value has the name of its kind:
+
+    {"seen": 3, "rows": [ids]}   {"dict": [["seen", 3], ["rows", [{"tensor": 0}]]]}   and tensor 0
+
+What is written is read back equal and of the same type, with two exceptions: other mappings become dictionaries, and
+images lose the file that they came from.
 """
 
 from __future__ import annotations
@@ -11,35 +19,42 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import date, datetime, time
+from decimal import Decimal
 from pathlib import Path
+from typing import Any, final
 
-from torch import distributed as dist
+import numpy as np
+import torch
+from PIL import Image
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from transformers import TrainerState, TrainingArguments
 
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.files import atomic_file, write_text, writing
+from vlmpack.trainer.evaluation import gathered
 
+PLAN_FILE = "packed_plan.json"
+"""In a checkpoint: the plan of its steps, and how its rows were dealt to ranks and steps."""
 _STATE_FILE = "trainer_state.json"
 """The last file that Trainer writes by itself."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_NEW_RUN = "begin a new run, from its weights (from_pretrained(checkpoint)) if they are there"
+
+# ---------------------------------------------------------------------- complete checkpoints
 
 
 def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path | None:
-    """Where the checkpoint of this step is; None: it has weights only, or there is none."""
+    """Return the folder of this step's checkpoint; None: it has weights only, or there is none."""
     if args.save_only_model or args.output_dir is None:
         return None
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
-def write_whole(file: Path, write: Callable[[Path], object]) -> None:
-    """A file that is whole, or not there, whenever the process is stopped."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(".unfinished")
-    write(unfinished)
-    unfinished.replace(file)
-
-
-def check_whole(checkpoint: str | Path, last_file: str | None) -> None:
+def check_complete(checkpoint: str | Path, last_file: str | None) -> None:
     """Raise unless a checkpoint was written to its end.
 
     Args:
@@ -47,55 +62,47 @@ def check_whole(checkpoint: str | Path, last_file: str | None) -> None:
         last_file: the name of the file of ours that is written last; None: Trainer's own is the last.
 
     Raises:
-        ConfigError: a file is missing or was not written to its end; says which, and what to resume from instead.
+        ConfigError: a file is missing or was not written to its end; names it, and the checkpoint to resume from.
     """
     folder = Path(checkpoint)
     if (lack := _lack(folder, last_file)) is None:
         return
-    whole = [step for step in _steps(folder.parent) if _lack(_folder(folder.parent, step), last_file) is None]
-    instead = f"resume from {_folder(folder.parent, max(whole))}" if whole else _ANEW
+    complete = [step for step, missing in _lacks(folder.parent, last_file).items() if missing is None]
+    instead = f"resume from {folder.with_name(f'checkpoint-{max(complete)}')}" if complete else _NEW_RUN
     raise ConfigError(f"{folder} cannot be resumed from: {lack}. Instead, {instead}")
 
 
-_ANEW = "begin a new run, from its weights (from_pretrained(checkpoint)) if they are there"
-
-
-def newest_whole(output_dir: str | Path, last_file: str | None) -> Path:
-    """Find the newest checkpoint that was written to its end, for all ranks the same; warn of newer ones.
+def newest_complete(output_dir: str | Path, last_file: str | None) -> Path:
+    """Find the newest checkpoint that all ranks wrote to its end; warn of newer ones.
 
     Raises:
         ConfigError: there is none.
     """
     folder = Path(output_dir)
-    lacks = {step: _lack(_folder(folder, step), last_file) for step in _steps(folder)}
-    whole = _in_common({step for step, lack in lacks.items() if lack is None})
-    if not whole:
-        seen = _listed(lacks, sorted(lacks)) or "there is none at all"
-        raise ConfigError(f"{folder} has no checkpoint to resume from ({seen}). Instead, {_ANEW}")
-    newest = max(whole)
+    lacks = _lacks(folder, last_file)
+    complete = set.intersection(*gathered({step for step, lack in lacks.items() if lack is None}))
+    if not complete:
+        listed = _listed(lacks, sorted(lacks)) or "there is none at all"
+        raise ConfigError(f"{folder} has no checkpoint to resume from ({listed}). Instead, {_NEW_RUN}")
+    newest = max(complete)
     if newer := sorted(step for step in lacks if step > newest):
         warnings.warn(f"resuming from checkpoint-{newest}, since {_listed(lacks, newer)}", stacklevel=3)
-    return _folder(folder, newest)
+    return folder / f"checkpoint-{newest}"
 
 
 def _listed(lacks: dict[int, str | None], steps: list[int]) -> str:
     return "; ".join(f"in checkpoint-{step} {lacks[step] or 'another rank lacks a file'}" for step in steps)
 
 
-def _folder(output_dir: Path, step: int) -> Path:
-    return output_dir / f"checkpoint-{step}"
-
-
-def _steps(output_dir: Path) -> set[int]:
-    """Steps of which there are checkpoints, whole or not."""
-    if not output_dir.is_dir():
-        return set()
-    found = ((_CHECKPOINT.fullmatch(path.name), path) for path in output_dir.iterdir())
-    return {int(match[1]) for match, path in found if match and path.is_dir()}
+def _lacks(output_dir: Path, last_file: str | None) -> dict[int, str | None]:
+    """Return what each checkpoint of a run lacks, by its step."""
+    paths = [path for path in output_dir.iterdir() if path.is_dir()] if output_dir.is_dir() else []
+    matches = ((_CHECKPOINT.fullmatch(path.name), path) for path in paths)
+    return {int(match[1]): _lack(path, last_file) for match, path in matches if match}
 
 
 def _lack(checkpoint: Path, last_file: str | None) -> str | None:
-    """What a checkpoint lacks, and why; None: nothing."""
+    """Return what a checkpoint lacks, and why; None: nothing."""
     state, stopped = checkpoint / _STATE_FILE, "the run was stopped while it was written"
     if not state.is_file():
         return f"{_STATE_FILE} is missing: {stopped}"
@@ -113,10 +120,227 @@ def _lack(checkpoint: Path, last_file: str | None) -> str | None:
     return f"{last_file} is missing: {stopped}, it has weights alone (save_only_model), or another Trainer wrote it"
 
 
-def _in_common(steps: set[int]) -> set[int]:
-    """Steps that every rank has."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return steps
-    everybody: list[set[int]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(everybody, steps)
-    return set.intersection(*everybody)
+# ---------------------------------------------------------------------- the plan of the steps
+
+
+def save_plan(file: Path, dealt: str) -> None:
+    """Write which plan a checkpoint's steps were of; see `check_plan`."""
+    write_text(file, json.dumps({"of": dealt}))
+
+
+def check_plan(checkpoint: str | Path, dealt: str) -> None:
+    """Raise unless a checkpoint's steps were of these rows: Trainer skips as many rows as there were steps.
+
+    Args:
+        checkpoint: the folder.
+        dealt: the plan and how its rows are dealt, as `PackedBatchSampler.state_dict()["of"]` writes them.
+
+    Raises:
+        ConfigError: the steps were of another plan, or dealt in another way.
+    """
+    file = Path(checkpoint) / PLAN_FILE
+    try:
+        saved = str(json.loads(file.read_text(encoding="utf-8"))["of"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} is damaged ({type(error).__name__}: {error}); resume from another one") from error
+    if saved == dealt:
+        return
+    pairs = zip(saved.split(", "), dealt.split(", "), strict=False)
+    differing = [pair for pair in pairs if pair[0] != pair[1]] or [(saved, dealt)]
+    was, now = (", ".join(part) for part in zip(*differing, strict=True))
+    raise ConfigError(
+        f"{checkpoint} was trained on rows of {was}, but these are of {now}: some samples would be trained on twice "
+        "and others never. Plan and deal as before (capacity and seed of the plan, seed, gradient_accumulation_steps, "
+        "ranks, costs, remainder), or begin a new run from its weights: from_pretrained(checkpoint)"
+    )
+
+
+# ---------------------------------------------------------------------- the state of a stream
+
+
+def stream_file(rank: int) -> str:
+    """Return the name of the file with the state of one rank's stream and the samples that are in its buffer."""
+    return f"packed_stream_{rank}.safetensors"
+
+
+def save_stream(file: Path, loader: Any) -> None:
+    """Write the state of a `StatefulDataLoader` over a stream."""
+    state = {"workers": loader.num_workers, "loader": loader.state_dict()}
+    with atomic_file(file) as temporary, writing(file):
+        write_state(state, temporary)
+
+
+def load_stream(file: Path, loader: Any) -> None:
+    """Continue a loader where it was when the file was written.
+
+    Raises:
+        ConfigError: the file is damaged, or of a loader with other workers, each of which keeps a part of the state.
+    """
+    state = read_state(file)
+    if not isinstance(state, dict) or state.keys() != {"workers", "loader"}:
+        raise ConfigError(f"{file} is no state of a stream; resume from another checkpoint")
+    if state["workers"] != loader.num_workers:
+        raise ConfigError(
+            f"{file} is of a stream with dataloader_num_workers={state['workers']}, each of which keeps its part of "
+            f"it, but now there are {loader.num_workers}: resume with as many as before"
+        )
+    loader.load_state_dict(state["loader"])
+
+
+# ---------------------------------------------------------------------- plain data in a file
+
+FORMAT = "vlmpack state 2"
+_JSON_TYPES = (type(None), bool, int, float, str)
+_NUMPY_KINDS = "biufcSUmM"
+"""Every numpy type but objects and records."""
+
+
+def write_state(state: Any, file: Path) -> None:
+    """Write plain data; see `read_state`.
+
+    Raises:
+        ConfigError: something in it is no plain data; names where it is, and what may be there.
+    """
+    tensors: list[torch.Tensor] = []
+    text = json.dumps(_to_json(state, "the state", tensors))
+    numbered = {str(at): tensor for at, tensor in enumerate(tensors)}
+    save_file({"state": _to_tensor(text.encode()), **numbered}, file, metadata={"format": FORMAT})
+
+
+def read_state(file: Path) -> Any:
+    """Read what `write_state` wrote.
+
+    Raises:
+        ConfigError: the file is damaged, or was written by something else.
+    """
+    try:
+        with safe_open(file, framework="pt") as stored:
+            form = (stored.metadata() or {}).get("format")
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()} if form == FORMAT else {}  # noqa: SIM118
+        if form != FORMAT:
+            raise ValueError(f"its format is {form!r}, not {FORMAT!r}")
+        return _from_json(json.loads(_to_bytes(tensors["state"])), tensors)
+    except (SafetensorError, ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
+        raise ConfigError(
+            f"{file} is damaged, or is no state that vlmpack wrote ({type(error).__name__}: {error}); resume from "
+            "another checkpoint, or begin a new run from the weights of this one: from_pretrained(checkpoint)"
+        ) from error
+
+
+def _to_json(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
+    """Return JSON for a value, its tensors and bytes appended to `tensors`; `where` it is, for an error."""
+    if type(value) in _JSON_TYPES:
+        return value
+    if type(value) is list:
+        return [_to_json(part, f"{where}[{at}]", tensors) for at, part in enumerate(value)]
+    if isinstance(value, Mapping):
+        names = [_to_json(name, where, tensors) for name in value]
+        parts = [_to_json(part, f"{where}[{name!r}]", tensors) for name, part in value.items()]
+        return {"dict": [list(pair) for pair in zip(names, parts, strict=True)]}
+    if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided:
+        tensors.append(value.detach().cpu().contiguous().clone())
+        return {"tensor": len(tensors) - 1}
+    if isinstance(value, bytes | bytearray):
+        tensors.append(_to_tensor(value))
+        return {"bytearray" if isinstance(value, bytearray) else "bytes": len(tensors) - 1}
+    for name, kind in _KINDS.items():
+        if kind.matches(value) and not _holds_objects(value):
+            return {name: _to_json(kind.take_apart(value), where, tensors)}
+    raise ConfigError(
+        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold without pickle: samples in the buffer of "
+        "a stream are stored with it, so let them be data (numbers, text, bytes, dates, lists, dictionaries, tensors, "
+        "arrays, images), or names of files that the collator opens"
+    )
+
+
+def _from_json(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Invert `_to_json`."""
+    if isinstance(stored, list):
+        return [_from_json(part, tensors) for part in stored]
+    if not isinstance(stored, dict):
+        return stored
+    ((name, parts),) = stored.items()
+    if name == "tensor":
+        return tensors[str(parts)]
+    if name in ("bytes", "bytearray"):
+        data = _to_bytes(tensors[str(parts)])
+        return data if name == "bytes" else bytearray(data)
+    built = _from_json(parts, tensors)
+    return dict(built) if name == "dict" else _KINDS[name].build(built)
+
+
+def _holds_objects(value: Any) -> bool:
+    return isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in _NUMPY_KINDS
+
+
+def _array_parts(array: Any) -> list[Any]:
+    return [array.dtype.str, list(array.shape), array.tobytes()]
+
+
+def _array(parts: list[Any]) -> np.ndarray:
+    dtype, shape, data = parts
+    return np.frombuffer(bytearray(data), dtype=np.dtype(dtype)).reshape(shape)
+
+
+def _image_parts(image: Image.Image) -> list[Any]:
+    """Return the mode, size, plain notes of the file (its orientation as EXIF or XMP), palette and pixels."""
+    data = image.tobytes()
+    notes = {name: str(value) if isinstance(value, str) else value for name, value in image.info.items()}
+    notes = {name: value for name, value in notes.items() if isinstance(name, str) and _is_note(value)}
+    mode = None if image.palette is None else image.palette.mode
+    return [image.mode, image.size, notes, mode, None if mode is None else image.getpalette(mode), data]
+
+
+def _is_note(value: Any) -> bool:
+    return type(value) in (*_JSON_TYPES, bytes) or (type(value) is tuple and all(map(_is_note, value)))
+
+
+def _image(parts: list[Any]) -> Image.Image:
+    mode, size, notes, palette_mode, palette, data = parts
+    image = Image.frombytes(mode, size, data)
+    if palette is not None:
+        image.putpalette(palette, palette_mode)
+    image.info.update(notes)
+    return image
+
+
+@final
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of value that is stored by its parts."""
+
+    type: type
+    take_apart: Callable[[Any], Any]
+    build: Callable[[Any], Any]
+    subclasses: bool = False
+    """Whether values of subclasses are stored too, which then come back as `build` makes them."""
+
+    def matches(self, value: Any) -> bool:
+        return isinstance(value, self.type) if self.subclasses else type(value) is self.type
+
+
+_KINDS: Mapping[str, _Kind] = {
+    "tuple": _Kind(tuple, list, tuple),
+    **{kind.__name__: _Kind(kind, lambda values: sorted(values, key=repr), kind) for kind in (set, frozenset)},
+    **{kind.__name__: _Kind(kind, kind.isoformat, kind.fromisoformat) for kind in (datetime, date, time)},
+    "decimal": _Kind(Decimal, str, Decimal),
+    "path": _Kind(type(Path()), str, Path),
+    "array": _Kind(np.ndarray, _array_parts, _array, subclasses=True),
+    "scalar": _Kind(np.generic, _array_parts, lambda parts: _array(parts)[()], subclasses=True),
+    "image": _Kind(Image.Image, _image_parts, _image, subclasses=True),
+    "sample_error": _Kind(
+        SampleError,
+        lambda error: [error.detail, {"index": error.index, "reason": error.reason, "sample_id": error.sample_id}],
+        lambda parts: SampleError(parts[0], **parts[1]),
+        subclasses=True,
+    ),
+}
+
+
+def _to_tensor(data: bytes | bytearray) -> torch.Tensor:
+    """Return uint8 [n]."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _to_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()

@@ -1,10 +1,17 @@
-"""The loss of every sample of an evaluation set, computed in planned rows."""
+"""Evaluate a data set in planned rows: the loss of every sample, each counted once on any number of ranks.
+
+    rows    [4 1] [0 5] [2] [3]      places in the data set, row after row
+    rank 0  [4 1] [2]                two ranks
+    rank 1  [0 5] [3]
+
+Where there are fewer rows than ranks need, a rank computes one again and drops its losses: sharded models communicate
+in every forward pass, so every rank computes as many.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from typing import Any, final
@@ -13,20 +20,25 @@ import numpy as np
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from vlmpack.errors import ConfigError
+from vlmpack.collate import OVERLENGTH, VLMCollator, own_id
+from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import METADATA_KEY
+from vlmpack.loading import MapStyle, check_samples
 from vlmpack.model import PackedStep, StepResult, Work, disable_packing, is_packing
-from vlmpack.plan import Plan, Refused
-from vlmpack.trainer.held_out import Collator, HeldOutLoader, MapStyle, hold_out
+from vlmpack.plan import EMPTY, LengthTable, Plan, Refused, balance_rows, plan_bins
+from vlmpack.store import measure_lengths
 from vlmpack.trainer.metrics import losses_of_set
+
+Collator = Callable[[Sequence[Any]], Mapping[str, Any]]
+"""A list of samples → a padded batch or a packed row, as a dictionary with host metadata."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
-    """What a model makes of N samples, in the order of their data set. Every rank has the same."""
+    """Losses of a model on N samples, in the order of their data set. Every rank has equal ones."""
 
     sample_ids: np.ndarray
     """int64 [N]: the place of each sample in the data set, rising; refused samples have no entry."""
@@ -82,7 +94,7 @@ def evaluate(
     plan: Plan | None = None,
     workers: int = 0,
 ) -> Evaluation:
-    """The loss of every sample, equal to that of the sample alone in the unmodified model.
+    """Compute the loss of every sample, equal to that of the sample alone in the unmodified model.
 
     Samples share rows, whole; one that exceeds a row has its own. Meanwhile the model is in evaluation mode, with
     packing enabled; afterwards each of its modules is in the mode that it was in. Under torch.distributed each rank
@@ -91,53 +103,159 @@ def evaluate(
     Args:
         model: a Hugging Face model, or a wrapper around it (PEFT, DDP, FSDP2), on its device.
         dataset: samples by number, the same on all ranks.
-        collator: a `VLMCollator`, of either layout; anything else that makes batches with host facts needs a plan.
+        collator: a `VLMCollator`, of either layout; anything else that makes batches with host metadata needs a plan.
         capacity: tokens of a row; lengths are then measured by `VLMCollator.outline`, from image headers.
         plan: the rows, planned from the lengths of the whole data set.
         workers: processes that load data.
 
     Raises:
         ConfigError: neither capacity nor plan, or both; a plan of another data set; a collator that cannot measure, or
-            leaves samples out and does not say which.
-        SampleError: a sample cannot be used, and the collator is told to raise.
+            leaves samples out and does not name them.
+        SampleError: a sample cannot be used, and the collator's settings are to raise.
     """
-    held_out = hold_out(dataset, collator, plan=plan, capacity=capacity, workers=workers)
+    rows = EvaluationRows.of(dataset, collator, plan=plan, capacity=capacity, workers=workers)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if _is_distributed() else (0, 1)
-    loader = HeldOutLoader(dataset, collator, held_out, held_out.share(rank, ranks), num_workers=workers)
-    account = Account(loader)
-    with evaluating(model) as step:
-        for batch in loader:
-            account.add(batch, step(batch))
-    return account.total()
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[PackedStep]:
-    """A step of the model in evaluation mode without gradients; afterwards the model is as it was.
-
-    Not in inference mode: parameters that FSDP2 gathers in it are refused by autograd in the next training step.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    was_packing = is_packing(model)
+    loader = EvaluationLoader(dataset, collator, rows, rank=rank, ranks=ranks, num_workers=workers)
+    losses = RowLosses(loader)
+    modes, was_packing = [(module, module.training) for module in model.modules()], is_packing(model)
     try:
         step = PackedStep(model)
         model.eval()
-        with torch.no_grad():
-            yield step
+        with torch.no_grad():  # not inference mode: autograd refuses parameters that FSDP2 gathers in it
+            for batch in loader:
+                losses.add(batch, step(batch))
     finally:
         for module, mode in modes:
             module.training = mode
         if not was_packing:
             disable_packing(model)
+    return losses.total()
+
+
+# ---------------------------------------------------------------------- rows of an evaluation set
 
 
 @final
-class Account:
-    """What one rank has computed of its rows, in their order."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EvaluationRows:
+    """An evaluation set in rows."""
 
-    def __init__(self, loader: HeldOutLoader) -> None:
+    rows: tuple[tuple[int, ...], ...]
+    """Places in the data set of the samples of each row."""
+    tokens: np.ndarray
+    """int64 [G]: tokens of each row."""
+    refused: tuple[Refused, ...]
+    """Samples that are in no row, and why."""
+
+    @classmethod
+    def of(
+        cls, dataset: MapStyle, collator: Collator, *, plan: Plan | None, capacity: int | None, workers: int = 0
+    ) -> EvaluationRows:
+        """Put an evaluation set in rows: those of a plan of all of it, or of the lengths that the collator measures.
+
+        Of a capacity, everything that can be used has a row; what exceeds one has its own, as without packing.
+
+        Raises:
+            ConfigError: neither plan nor capacity, or both; a plan of another number of samples; the collator cannot
+                measure; or no sample can be used.
+            SampleError: a sample cannot be used, and the collator's settings are to raise.
+        """
+        check_samples(dataset)
+        if (plan is None) == (capacity is None):
+            raise ConfigError("give capacity=, the tokens of a row, or plan=, the rows themselves")
+        if plan is not None:
+            if len(plan.lengths) != len(dataset):
+                raise ConfigError(
+                    f"the plan is of {len(plan.lengths)} samples, but the data set has {len(dataset)}; plan this one, "
+                    "or give capacity= alone"
+                )
+            dropped = tuple(_dropped(plan, place) for place in plan.dropped.tolist())
+            return cls(rows=plan.bins, tokens=plan.tokens, refused=dropped)
+        assert capacity is not None
+        table = _measured(dataset, collator, workers)
+        planned = plan_bins(table, capacity, oversize="own_row")
+        return cls(rows=planned.bins, tokens=planned.tokens, refused=table.refused)
+
+
+def _measured(dataset: MapStyle, collator: Collator, workers: int) -> LengthTable:
+    if not isinstance(collator, VLMCollator):
+        raise ConfigError(
+            f"a {type(collator).__name__} cannot measure lengths, as VLMCollator can; give plan=plan_bins(lengths, "
+            "capacity, oversize='own_row')"
+        )
+    table = measure_lengths(dataset, collator, workers=workers)
+    for refused in table.refused if collator.on_bad == "raise" else ():
+        if not collator.leaves_out(refused.reason):
+            index, reason, sample_id = refused.index, refused.reason, refused.sample_id
+            raise SampleError(refused.detail, index=index, reason=reason, sample_id=sample_id)
+    if not len(table):
+        raise ConfigError(f"no sample of the evaluation set can be used: {table.reasons or 'it is empty'}")
+    return table
+
+
+def _dropped(plan: Plan, place: int) -> Refused:
+    reason, detail = "refused_before", "it was refused when its length was measured: LengthTable.refused has the reason"
+    if plan.lengths[place]:
+        reason, detail = OVERLENGTH, f"the plan left it out: it exceeds a row of {plan.capacity} tokens"
+    return Refused(index=place, sample_id=None, reason=reason, detail=detail)
+
+
+@final
+class NumberedCollator:
+    """Collate samples of a data set by their places, which are their ids in the batch."""
+
+    def __init__(self, dataset: MapStyle, collator: Collator) -> None:
+        self._dataset, self._collator = dataset, collator
+
+    def __call__(self, places: Sequence[int]) -> Mapping[str, Any]:
+        """Return the batch.
+
+        Raises:
+            SampleError: a sample cannot be used, by its place in the data set and the id that it has there. It is
+                raised in the worker: of a worker's error only the text arrives.
+        """
+        samples = [self._dataset[place] for place in places]
+        try:
+            return self._collator(
+                [{**s, "id": at} if isinstance(s, Mapping) else s for at, s in zip(places, samples, strict=True)]
+            )
+        except SampleError as error:
+            if error.index is None or error.index not in range(len(places)):
+                raise
+            place, sample_id = places[error.index], own_id(samples[error.index])
+            raise SampleError(error.detail, index=place, reason=error.reason, sample_id=sample_id) from error
+
+
+@final
+class EvaluationLoader(DataLoader[Any]):
+    """The batches of one rank's rows. Its generator is separate, so that training goes on as without an evaluation."""
+
+    def __init__(
+        self, dataset: MapStyle, collator: Collator, rows: EvaluationRows, *, rank: int, ranks: int, **settings: Any
+    ) -> None:
+        dealt = balance_rows(rows.tokens.astype(np.float64), ranks=ranks).rows[:, rank].reshape(-1).tolist()
+        counted = [at for at in dealt if at != EMPTY]
+        repeated = (counted[:1] or [0]) * (len(dealt) - len(counted))
+        settings |= {"collate_fn": NumberedCollator(dataset, collator), "generator": torch.Generator()}
+        places: Any = range(len(dataset))  # a data set of its own places
+        super().__init__(places, batch_sampler=[list(rows.rows[at]) for at in counted + repeated], **settings)
+        self.rows = rows
+        self.counted = [rows.rows[at] for at in counted]
+        """The rows whose losses count, the first ones; another rank counts the rest."""
+        self.names_samples = isinstance(collator, VLMCollator)
+        """Whether a batch without sample ids holds no sample."""
+
+
+# ---------------------------------------------------------------------- losses
+
+
+@final
+class RowLosses:
+    """Losses of the samples of one rank's rows, in the order of the rows."""
+
+    def __init__(self, loader: EvaluationLoader) -> None:
         self._loader = loader
-        self._rows = iter(loader.share.rows[: loader.share.counted])
+        self._rows = iter(loader.counted)
         self._places: list[int] = []
         self._losses: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
@@ -145,118 +263,113 @@ class Account:
         self._work: Counter[str] = Counter()
 
     def add(self, batch: Any, result: StepResult) -> None:
-        """Note the losses of the next row. Rows that another rank counts are forgotten.
+        """Store the losses of the next row, unless another rank counts it.
 
         Raises:
-            ConfigError: samples were left out, and nobody says which.
+            ConfigError: samples were left out, and the batch does not name the others.
         """
         row = next(self._rows, None)
         if row is None:
             return
         present = self._present(row, batch[METADATA_KEY].sample_ids if METADATA_KEY in batch else (), result)
+        detail = "the collator left it out of its row; its ledger has the reason"
+        absent = [place for place in row if place not in present]
+        self._refused += [Refused(index=at, sample_id=None, reason="left_out", detail=detail) for at in absent]
         self._places += present
-        self._refused += [_left_out(place) for place in row if place not in present]
         self._work.update(asdict(result.work))
         if present:
             self._losses.append(result.sample_losses)
             self._targets.append(result.sample_targets)
 
     def _present(self, row: Sequence[int], named: Sequence[Any], result: StepResult) -> list[int]:
-        """Which samples of the row are in the result, in its order."""
+        """Return which samples of the row are in the result, in its order."""
         if self._loader.names_samples or named:
             return list(named)
         if len(result.sample_targets) != len(row):
             raise ConfigError(
-                f"of samples {list(row)} there are only {len(result.sample_targets)} in the batch, and it does not say "
-                "which; let the collator name them in HostMetadata.sample_ids, as VLMCollator does"
+                f"of samples {list(row)} there are only {len(result.sample_targets)} in the batch, and it does not "
+                "name them; let the collator name them in HostMetadata.sample_ids, as VLMCollator does"
             )
         return list(row)
 
     def total(self) -> Evaluation:
-        """What all ranks have computed; all of them have to ask.
+        """Gather what all ranks have computed; all of them have to call it.
 
         Raises:
-            ConfigError: rows of this rank were not taken down.
+            ConfigError: losses of rows of this rank are missing.
         """
         if row := next(self._rows, None):
             raise ConfigError(
-                f"the row of samples {list(row)} was never taken down: prediction_step was replaced by one that does "
-                "not ask PackedTrainer's; put PackedTrainer first among the bases, or set eval_packing=False"
+                f"the losses of the row of samples {list(row)} are missing: prediction_step was replaced by one that "
+                "does not call PackedTrainer's; put PackedTrainer first among the bases, or set eval_packing=False"
             )
-        held_out = self._loader.held_out
-        mine = (self._places, _floats(self._losses), _floats(self._targets), self._refused, self._work)
-        places, losses, targets, refused, work = zip(*_gathered(mine), strict=True)
+        computed = (self._places, _to_numpy(self._losses), _to_numpy(self._targets), self._refused, self._work)
+        places, losses, targets, refused, work = zip(*gathered(computed), strict=True)
         order = np.argsort(sample_ids := np.concatenate(places).astype(np.int64))
+        rows = self._loader.rows
         return Evaluation(
             sample_ids=sample_ids[order],
             sample_losses=np.concatenate(losses)[order],
             sample_targets=np.concatenate(targets)[order].astype(np.int64),
-            refused=tuple(sorted(chain(held_out.refused, *refused), key=lambda one: one.index)),
-            rows=len(held_out.rows),
-            work=Work(**{kind.name: sum(one[kind.name] for one in work) for kind in fields(Work)}),
+            refused=tuple(sorted(chain(rows.refused, *refused), key=lambda sample: sample.index)),
+            rows=len(rows.rows),
+            work=Work(**{kind.name: sum(counts[kind.name] for counts in work) for kind in fields(Work)}),
         )
 
 
 @final
-class BatchAccount:
-    """The losses of every sample of an evaluation in batches as accelerate deals them, each sample counted once.
+class BatchLosses:
+    """Losses of the samples of Trainer's own batches, as accelerate deals them, each sample counted once.
 
     On several ranks accelerate fills the last batches with the first samples, and cuts what is gathered by the number
     of samples that are left. Losses of samples can be cut so; the mean of a batch cannot.
     """
 
-    def __init__(self, accelerator: Any, batch_size: int) -> None:
+    def __init__(self, accelerator: Any, batch_size: int, dataset: Any) -> None:
+        """Begin an evaluation.
+
+        Raises:
+            ConfigError: several ranks evaluate an iterable data set, whose last batch accelerate cannot cut.
+        """
         self._gather, self._ranks, self._size = accelerator.gather_for_metrics, accelerator.num_processes, batch_size
         self._losses: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
-        self.is_complete = True
-        """Whether every batch was packed, so that the losses of its samples are known."""
-
-    def check_length(self, dataset: Any) -> None:
-        """Refuse a data set of which accelerate cannot tell how many samples are left for the last batch.
-
-        Raises:
-            ConfigError: several ranks evaluate an iterable data set.
-        """
+        self._is_complete = True
         if self._ranks > 1 and isinstance(dataset, IterableDataset):
             raise ConfigError(
                 f"over {self._ranks} ranks accelerate fills up the last batch of an IterableDataset with samples that "
-                "were evaluated before, and does not say how many: give the evaluation set a length"
+                "were evaluated before, and does not report how many: give the evaluation set a length"
             )
 
     def add(self, result: StepResult | None) -> None:
-        """Store the losses of the next batch; all ranks have to call it.
+        """Store the losses of the next batch, None if it was not packed; all ranks have to call it.
 
         Raises:
             ConfigError: on several ranks: the batch was not packed, or has other samples than were dealt out.
         """
-        if result is None:
-            self.is_complete = False
         if self._ranks > 1 and (result is None or len(result.sample_targets) != self._size):
-            seen = "is not packed" if result is None else f"has {len(result.sample_targets)} samples, not {self._size}"
+            fault = "is not packed" if result is None else f"has {len(result.sample_targets)} samples, not {self._size}"
             raise ConfigError(
-                f"a batch of the evaluation {seen}, so on {self._ranks} ranks it is not known which samples count "
-                "twice (packed rows, samples that the collator skips): evaluate in planned rows, with eval_capacity="
+                f"a batch of the evaluation {fault}, so on {self._ranks} ranks samples that count twice cannot be "
+                "told from others (packed rows, samples that the collator skips): evaluate in planned rows, with "
+                "eval_capacity="
             )
-        if result is not None:
-            losses, targets = result.sample_loss_sums, result.sample_targets
-            losses, targets = self._gather((losses, targets)) if self._ranks > 1 else (losses, targets)
-            self._losses.append(losses)
-            self._targets.append(targets)
+        if result is None:
+            self._is_complete = False
+            return
+        losses = (result.sample_loss_sums, result.sample_targets)
+        sums, targets = self._gather(losses) if self._ranks > 1 else losses
+        self._losses.append(sums)
+        self._targets.append(targets)
 
     def token_loss(self) -> float | None:
-        """Cross-entropy (nats) of all targets / their number; None: some batch was not packed, or there is none."""
-        sums, targets = _floats(self._losses).sum(), _floats(self._targets).sum()
-        return float(sums / targets) if self.is_complete and targets else None
+        """Return cross-entropy (nats) of all targets / their number; None: some batch was not packed, or no target."""
+        sums, targets = _to_numpy(self._losses).sum(), _to_numpy(self._targets).sum()
+        return float(sums / targets) if self._is_complete and targets else None
 
 
-def _left_out(place: int) -> Refused:
-    detail = "the collator left it out of its row; its ledger says why"
-    return Refused(index=place, sample_id=None, reason="left_out", detail=detail)
-
-
-def _floats(tensors: Sequence[torch.Tensor]) -> np.ndarray:
-    """float64 [n] of the tensors, one after the other; waits for the device here and not before."""
+def _to_numpy(tensors: Sequence[torch.Tensor]) -> np.ndarray:
+    """Concatenate tensors to float64 [n]; the only host–device sync of an evaluation."""
     return torch.cat(list(tensors)).double().numpy(force=True) if tensors else np.zeros(0)
 
 
@@ -264,10 +377,10 @@ def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _gathered(mine: Any) -> list[Any]:
-    """What every rank gives, rank after rank."""
+def gathered(value: Any) -> list[Any]:
+    """Return the value of every rank, rank after rank."""
     if not _is_distributed():
-        return [mine]
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, mine)
-    return everybody
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -19,7 +19,7 @@ class LossMetrics:
     def __init__(self, loss_count: LossCount) -> None:
         self._loss_count = loss_count
 
-    def is_bound_to(self, model: nn.Module) -> bool:
+    def is_bound_to(self, model: Any) -> bool:
         """Return whether `loss_metrics` was called with this model, or with a wrapper around it."""
         return is_packing(model) and packing_state(find_model(model)).loss_count is self._loss_count
 
@@ -76,7 +76,7 @@ def loss_metrics(model: nn.Module) -> LossMetrics:
 
 
 def losses_of_set(losses: np.ndarray, targets: np.ndarray) -> dict[str, float]:
-    """The numbers of `loss_metrics`, by name; `loss` is left out.
+    """Return the numbers of `loss_metrics` by name, without `loss`.
 
     Args:
         losses: float64 [B]: mean loss of each sample.
@@ -96,21 +96,20 @@ def losses_of_set(losses: np.ndarray, targets: np.ndarray) -> dict[str, float]:
 
 
 def _whole_set(predictions: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(losses, targets), both float64 [B]; Trainer keeps batches apart with `eval_do_concat_batches=False`."""
-    batches = predictions if isinstance(predictions, list) else [predictions]
-    pairs = [_pair(batch) for batch in batches]
-    losses, targets = (np.concatenate([pair[i] for pair in pairs]) for i in (0, 1))
-    return losses.astype(np.float64), targets.astype(np.float64)
+    """Return (losses, targets), both float64 [B]; `eval_do_concat_batches=False` keeps batches apart in a list."""
+    pairs = [_pair(batch) for batch in (predictions if isinstance(predictions, list) else [predictions])]
+    losses, targets = (np.concatenate(parts).astype(np.float64) for parts in zip(*pairs, strict=True))
+    return losses, targets
 
 
 def _pair(batch: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The last two entries: logits come before them where they were asked for."""
+    """Return the last two entries of a batch's predictions; logits come before them where they were requested."""
     if isinstance(batch, tuple) and len(batch) >= 2:
         losses, targets = (np.asarray(values) for values in batch[-2:])
         if losses.ndim == 1 and losses.shape == targets.shape and np.issubdtype(targets.dtype, np.integer):
             return losses, targets
-    seen = [list(np.shape(part)) for part in batch] if isinstance(batch, tuple) else list(np.shape(batch))
+    shapes = [list(np.shape(part)) for part in batch] if isinstance(batch, tuple) else list(np.shape(batch))
     raise ConfigError(
-        f"loss_metrics needs one loss and one target count a sample, got predictions of shape {seen}; train with "
+        f"loss_metrics needs one loss and one target count a sample, got predictions of shape {shapes}; train with "
         "Trainer(model=enable_packing(model), ...), and leave preprocess_logits_for_metrics out"
     )

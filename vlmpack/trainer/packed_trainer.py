@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
+import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import EvalPrediction, Trainer, default_data_collator
+from transformers import EvalPrediction, Trainer, TrainerCallback, default_data_collator
 from transformers.trainer_utils import EvalLoopOutput
 
-from vlmpack.errors import ConfigError, check_kind
+from vlmpack.errors import ConfigError, check_extra, check_kind
 from vlmpack.loading import PackedBatchSampler, PackedStream, Remainder
 from vlmpack.model import STEP, StepCall, is_packing
 from vlmpack.plan import Plan
 from vlmpack.store import PackedDataset
-from vlmpack.trainer.checkpoints import check_whole, checkpoint_folder, newest_whole
-from vlmpack.trainer.evaluation import Account, BatchAccount, Evaluation
-from vlmpack.trainer.held_out import HeldOut, HeldOutLoader, hold_out
-from vlmpack.trainer.plan_rows import PLAN_FILE, PlanPlace, RowLoader, check_plan
-from vlmpack.trainer.stream_rows import (
-    StreamPlace,
-    go_to_place,
-    place_file,
-    stream_loader,
-)
+from vlmpack.trainer import checkpoints
+from vlmpack.trainer.checkpoints import PLAN_FILE, stream_file
+from vlmpack.trainer.evaluation import BatchLosses, Evaluation, EvaluationLoader, EvaluationRows, RowLosses
 
 
 class PackedTrainer(Trainer):
@@ -34,8 +29,8 @@ class PackedTrainer(Trainer):
         PackedTrainer(model=enable_packing(model), ..., train_dataset=rows, plan=plan_bins(lengths, 8192))
         PackedTrainer(model=enable_packing(model), ..., train_dataset=PackedStream(..., repeat=True))
 
-    Each rank takes its own rows; accelerate deals none out. `train(resume_from_checkpoint=...)` goes on with the very
-    rows that were left. `evaluate()` computes planned rows too, see `evaluation`.
+    Each rank takes its own rows; accelerate deals none out. `train(resume_from_checkpoint=...)` continues with the very
+    next row. `evaluate()` computes planned rows too.
 
     With another subclass of Trainer: `class PackedOther(PackedTrainer, Other)`, this one first.
 
@@ -51,7 +46,7 @@ class PackedTrainer(Trainer):
         **kwargs: Trainer's own.
 
     Raises:
-        ConfigError: what is given as a plan is none; an `eval_plan` and several data sets to evaluate.
+        ConfigError: `plan` is no Plan; an `eval_plan` and several data sets to evaluate.
     """
 
     def __init__(
@@ -75,99 +70,98 @@ class PackedTrainer(Trainer):
         self.eval_packing, self.eval_plan, self.eval_capacity = eval_packing, eval_plan, eval_capacity
         self.evaluation: Evaluation | None = None
         """Of the last evaluation in planned rows: the loss of every sample, in the data set's order."""
-        self._account: Account | None = None
-        self._batches: BatchAccount | None = None
-        self.model_accepts_loss_kwargs = bool(self.model_accepts_loss_kwargs)  # what it evaluates is counted by itself
-        self._held_out: list[tuple[Any, int, HeldOut]] = []
+        self._row_losses: RowLosses | None = None
+        self._batch_losses: BatchLosses | None = None
+        self._planned_sets: list[tuple[Any, int, EvaluationRows]] = []
         self._resumes_from: str | None = None
+        self.model_accepts_loss_kwargs = bool(self.model_accepts_loss_kwargs)  # its own evaluation is exact
         if isinstance(self.train_dataset, PackedStream):
-            self.args.ignore_data_skip = True  # it goes to its place by itself, without reading what lies before
-            self.add_callback(StreamPlace)
-        self.add_callback(PlanPlace)
+            self.args.ignore_data_skip = True  # a stream continues by its state, without reading what lies before
+            self.add_callback(EpochBySteps)
         self._check_eval_plan()
 
     # ------------------------------------------------------------------ training
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; True resumes from the newest checkpoint that was written to its end.
+        """Train as Trainer does; True resumes from the newest checkpoint that was written to its end.
 
         Raises:
             ConfigError: the checkpoint was not, or has no rows that could be continued; or there is none.
         """
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = str(newest_whole(self.args.output_dir or ".", self._last_file))
+            resume_from_checkpoint = str(checkpoints.newest_complete(self.args.output_dir or ".", self._last_file))
         elif resume_from_checkpoint:
-            check_whole(resume_from_checkpoint, self._last_file)
+            checkpoints.check_complete(resume_from_checkpoint, self._last_file)
         self._resumes_from = resume_from_checkpoint or None
         if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            # The mark of an evaluation before: accelerate would wrap no DDP around the model, and ranks train apart.
+            # Set by an evaluation before: accelerate would wrap no DDP around the model, and ranks train apart.
             vars(self.model).pop("_is_accelerate_prepared", None)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     @property
     def _last_file(self) -> str | None:
-        """The file that ends a checkpoint which its rows can be continued from; None: Trainer's own does."""
+        """The file that ends a checkpoint from which the rows can be continued; None: Trainer's own does."""
         if isinstance(self.train_dataset, PackedStream):
-            return place_file(self.args.process_index)
+            return stream_file(self.args.process_index)
         return None if self.plan is None or self.args.ignore_data_skip else PLAN_FILE
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """As Trainer's; what ends an older checkpoint of this step goes first, so that no mixture looks whole."""
-        if (folder := checkpoint_folder(self.args, self.state)) is not None:
-            for last_file in (PLAN_FILE, place_file(self.args.process_index)):
-                (folder / last_file).unlink(missing_ok=True)
+        """Save as Trainer does, then write the plan or the state of the stream as the last file.
+
+        That of an older checkpoint of this step is removed first, so that no mixture of both looks complete.
+        """
+        folder = checkpoints.checkpoint_folder(self.args, self.state)
+        files = [] if folder is None else [folder / PLAN_FILE, folder / stream_file(self.args.process_index)]
+        for last_file in files:
+            last_file.unlink(missing_ok=True)
         super()._save_checkpoint(*args, **kwargs)
+        loader: Any = self.callback_handler.train_dataloader
+        if files and isinstance(self.train_dataset, PackedStream):
+            checkpoints.save_stream(files[1], loader)
+        elif files and isinstance(loader, RowLoader):
+            self.accelerator.wait_for_everyone()  # every rank has written its files
+            if self.args.should_save:
+                checkpoints.save_plan(files[0], loader.batch_sampler.state_dict()["of"])
 
     def get_train_dataloader(self) -> DataLoader:
-        """This rank's rows.
+        """Return this rank's rows.
 
         Raises:
             ConfigError: the plan is of another data set, or the stream of other ranks; there is both; the stream ends,
-                or the checkpoint does not know its place, or is of another plan; several processes compute each batch
-                together.
+                or the checkpoint lacks its state, or is of another plan; several processes compute each batch together.
         """
         dataset: Any = self.train_dataset
-        if isinstance(dataset, PackedStream):
-            if self.plan is not None:
-                raise ConfigError("a PackedStream packs by itself; leave plan= out")
-            self._check_ranks()
-            loader = stream_loader(dataset, self.args, self.data_collator, **self._loading)
-            if self._resumes_from is not None:
-                go_to_place(loader, self._resumes_from, self.args.process_index)
-            return loader
-        if self.plan is None:
+        if not isinstance(dataset, PackedStream) and self.plan is None:
             return super().get_train_dataloader()
-        self._check_ranks()
-        sampler = self._sampler(dataset)
-        if self._resumes_from is not None and not self.args.ignore_data_skip:
-            check_plan(sampler, self._resumes_from)
-        return RowLoader(dataset, batch_sampler=sampler, collate_fn=self.data_collator, **self._loading)
-
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Trainer's; nothing once all steps are done: a finished run that is resumed would train one more."""
-        if self.state.global_step >= self.state.max_steps:
-            return [], None
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
-
-    def _check_ranks(self) -> None:
         if (sharing := self.get_tp_size() * self.get_cp_size() * self.get_sp_size()) > 1:
             raise ConfigError(
                 f"{sharing} processes are to compute each batch together (tensor, context or sequence parallelism), "
                 "but each is dealt rows of its own; leave parallelism_config out"
             )
+        if isinstance(dataset, PackedStream):
+            return self._stream_loader(dataset)
+        sampler = self._sampler(dataset)
+        if self._resumes_from is not None and not self.args.ignore_data_skip:
+            checkpoints.check_plan(self._resumes_from, sampler.state_dict()["of"])
+        return RowLoader(dataset, batch_sampler=sampler, collate_fn=self.data_collator, **self._loading)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """Return none once all steps are done: a finished run that is resumed would train one more."""
+        if self.state.global_step >= self.state.max_steps:
+            return [], None
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def _sampler(self, dataset: Any) -> PackedBatchSampler:
         assert self.plan is not None
         if not isinstance(dataset, Sized):
             raise ConfigError(
-                f"a plan says by their numbers which samples share a row, but those of a {type(dataset).__name__} have "
-                "none: leave plan= out and pack them as they come, with PackedStream"
+                f"a plan numbers the samples that share a row, but those of a {type(dataset).__name__} have no "
+                "numbers: leave plan= out and pack them as they come, with PackedStream"
             )
         if len(self.plan.lengths) != len(dataset):
             raise ConfigError(
                 f"the plan is of {len(self.plan.lengths)} samples, but train_dataset has {len(dataset)}; plan this "
-                "one: plan_bins(table, capacity) of its LengthTable, which knows of refused samples, as table.tokens "
-                "does not"
+                "one: plan_bins(table, capacity) of its LengthTable; table.tokens lacks the refused samples"
             )
         return PackedBatchSampler(
             self.plan,
@@ -179,14 +173,34 @@ class PackedTrainer(Trainer):
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
         )
 
-    @property
-    def _collator(self) -> Any:
-        """Trainer's type of it is narrower than what it takes."""
-        return self.data_collator
+    def _stream_loader(self, stream: PackedStream) -> DataLoader[Any]:
+        """Return this rank's rows, collated, by a loader that has a state (torchdata's `StatefulDataLoader`).
+
+        Its workers are seeded by a generator of their own, so that a resumed run draws as many random numbers as an
+        unbroken one.
+        """
+        check_extra("stream", "torchdata", needed_by="a PackedStream in Trainer")
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        if self.plan is not None:
+            raise ConfigError("a PackedStream packs by itself; leave plan= out")
+        rank, ranks = self.args.process_index, self.args.world_size
+        if (stream.rank, stream.ranks) != (rank, ranks):
+            raise ConfigError(
+                f"the stream is for rank {stream.rank} of {stream.ranks}, but this is rank {rank} of {ranks}: "
+                "PackedStream(..., ranks=args.world_size, rank=args.process_index)"
+            )
+        if not stream.repeat:
+            raise ConfigError("Trainer counts steps until max_steps, and a stream ends: PackedStream(..., repeat=True)")
+        generator, collate = torch.Generator().manual_seed(self.args.seed), self.data_collator
+        loader = StatefulDataLoader(stream, batch_size=None, collate_fn=collate, generator=generator, **self._loading)
+        if self._resumes_from is not None:
+            checkpoints.load_stream(Path(self._resumes_from) / stream_file(rank), loader)
+        return loader
 
     @property
     def _loading(self) -> dict[str, Any]:
-        """What a DataLoader is told by TrainingArguments."""
+        """Settings of a DataLoader in TrainingArguments."""
         return {
             "num_workers": self.args.dataloader_num_workers,
             "prefetch_factor": self.args.dataloader_prefetch_factor,
@@ -197,40 +211,40 @@ class PackedTrainer(Trainer):
     # ------------------------------------------------------------------ evaluation
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """This rank's share of the evaluation set, in rows.
+        """Return this rank's share of the evaluation set, in rows.
 
         Raises:
             ConfigError: there is nothing to plan by, or metrics are asked for that rows do not give.
-            SampleError: a sample cannot be used, and the collator is told to raise.
+            SampleError: a sample cannot be used, and the collator's settings are to raise.
         """
         sets: Any = self.eval_dataset
         dataset = sets if eval_dataset is None else eval_dataset
         dataset = sets[dataset] if isinstance(dataset, str) else dataset
         if not self.eval_packing or dataset is None:
             return super().get_eval_dataloader(eval_dataset)
-        held_out = self._hold_out(dataset)
-        share = held_out.share(self.args.process_index, self.args.world_size)
-        loading = {**self._loading, "persistent_workers": False}
-        return HeldOutLoader(dataset, self._collator, held_out, share, **loading)
+        rows, collate = self._evaluation_rows(dataset), cast(Any, self.data_collator)
+        settings = {**self._loading, "persistent_workers": False}
+        rank, ranks = self.args.process_index, self.args.world_size
+        return EvaluationLoader(dataset, collate, rows, rank=rank, ranks=ranks, **settings)
 
-    def _hold_out(self, dataset: Any) -> HeldOut:
-        """Its rows, planned when they are first asked for."""
+    def _evaluation_rows(self, dataset: Any) -> EvaluationRows:
+        """Return the rows of a data set, planned at its first evaluation and when its length has changed."""
         if isinstance(dataset, IterableDataset) or self.args.batch_eval_metrics:
             raise ConfigError(
                 "evaluation in planned rows needs a data set with a length, and gives metrics of the whole set, not a "
                 "batch at a time (batch_eval_metrics); set eval_packing=False"
             )
         self._check_eval_plan()
-        for known, size, held_out in self._held_out:
-            if known is dataset and size == len(dataset):
-                return held_out
+        for planned, size, rows in self._planned_sets:
+            if planned is dataset and size == len(dataset):
+                return rows
         plan = self.eval_plan if dataset is self.eval_dataset else None
-        capacity = None if plan is not None else self._capacity()
-        workers = self.args.dataloader_num_workers
-        held_out = hold_out(dataset, self._collator, plan=plan, capacity=capacity, workers=workers)
-        others = [entry for entry in self._held_out if entry[0] is not dataset]
-        self._held_out = [*others, (dataset, len(dataset), held_out)]
-        return held_out
+        capacity = None if plan is not None else self._eval_capacity()
+        collate, workers = cast(Any, self.data_collator), self.args.dataloader_num_workers
+        rows = EvaluationRows.of(dataset, collate, plan=plan, capacity=capacity, workers=workers)
+        others = [entry for entry in self._planned_sets if entry[0] is not dataset]
+        self._planned_sets = [*others, (dataset, len(dataset), rows)]
+        return rows
 
     def _check_eval_plan(self) -> None:
         if self.eval_plan is not None and isinstance(self.eval_dataset, dict):
@@ -241,15 +255,14 @@ class PackedTrainer(Trainer):
                 "vlmpack.trainer.evaluate(..., plan=)"
             )
 
-    def _capacity(self) -> int:
-        """Tokens of a row of evaluation."""
+    def _eval_capacity(self) -> int:
+        """Return the tokens of a row of evaluation."""
         if self.eval_capacity is not None:
             return self.eval_capacity
         if isinstance(self.train_dataset, PackedStream):
             return self.train_dataset.settings.capacity
-        for plan in (self.plan, self.eval_plan):
-            if plan is not None:
-                return plan.capacity
+        if (plan := self.plan or self.eval_plan) is not None:
+            return plan.capacity
         raise ConfigError("evaluation in planned rows needs eval_capacity=, the tokens of a row; or eval_packing=False")
 
     def evaluation_loop(
@@ -260,59 +273,80 @@ class PackedTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Trainer's, with the exact loss; over planned rows it comes from `evaluation`, the same on every rank.
+        """Evaluate as Trainer does, with the exact loss; that of planned rows is equal on every rank.
 
         Raises:
-            ConfigError: over several ranks, in batches of which nobody can tell which samples are counted twice.
+            ConfigError: over several ranks, in batches of which some samples may be counted twice.
         """
-        if not isinstance(dataloader, HeldOutLoader):
-            self._batches = batches = BatchAccount(self.accelerator, self.args.eval_batch_size)
-            batches.check_length(dataloader.dataset)
-            try:
-                output = super().evaluation_loop(
-                    dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-                )
-            finally:
-                self._batches = None
-            if output.metrics is not None and (loss := batches.token_loss()) is not None:
-                output.metrics[f"{metric_key_prefix}_loss"] = loss
-            return output
-        self._account = Account(dataloader)
+        settings = (ignore_keys, metric_key_prefix)
+        if isinstance(dataloader, EvaluationLoader):
+            return self._evaluate_rows(dataloader, description, *settings)
+        self._batch_losses = losses = BatchLosses(self.accelerator, self.args.eval_batch_size, dataloader.dataset)
         try:
-            output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
-            self.evaluation = seen = self._account.total()
+            output = super().evaluation_loop(dataloader, description, prediction_loss_only, *settings)
         finally:
-            self._account = None
-        predictions: Any = (seen.sample_losses, seen.sample_targets)
-        metrics = {"loss": seen.token_loss, **seen.metrics}
+            self._batch_losses = None
+        if output.metrics is not None and (loss := losses.token_loss()) is not None:
+            output.metrics[f"{metric_key_prefix}_loss"] = loss
+        return output
+
+    def _evaluate_rows(
+        self, loader: EvaluationLoader, description: str, ignore_keys: list[str] | None, prefix: str
+    ) -> EvalLoopOutput:
+        self._row_losses = RowLosses(loader)
+        try:
+            output = super().evaluation_loop(loader, description, True, ignore_keys, prefix)
+            self.evaluation = evaluation = self._row_losses.total()
+        finally:
+            self._row_losses = None
+        predictions: Any = (evaluation.sample_losses, evaluation.sample_targets)
+        metrics = {"loss": evaluation.token_loss, **evaluation.metrics}
         if self.compute_metrics is not None:
             metrics |= self.compute_metrics(EvalPrediction(predictions=predictions, label_ids=np.zeros(0)))
-        named = {f"{metric_key_prefix}_{name.removeprefix(f'{metric_key_prefix}_')}": n for name, n in metrics.items()}
+        named = {f"{prefix}_{name.removeprefix(f'{prefix}_')}": value for name, value in metrics.items()}
         return EvalLoopOutput(
             predictions=predictions,
             label_ids=None,
             metrics={**(output.metrics or {}), **named},
-            num_samples=len(seen.sample_ids),
+            num_samples=len(evaluation.sample_ids),
         )
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
-        """Trainer's, noting the losses of samples; a planned row leaves nothing for Trainer to gather.
+        """Compute a batch as Trainer does and store its samples' losses; a planned row leaves nothing to gather.
 
         Raises:
             ConfigError: packing is not enabled on the model.
         """
         call = StepCall()
-        if self._account is None:
-            if self._batches is None or not is_packing(model):
-                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-            outputs = super().prediction_step(model, {**inputs, STEP: call}, prediction_loss_only, ignore_keys)
-            if outputs[0] is not None:
-                self._batches.add(call.result)
-            return outputs
-        super().prediction_step(model, {**inputs, STEP: call}, True, ignore_keys)
-        if call.result is None:
-            raise ConfigError("evaluation in planned rows needs PackedTrainer(model=enable_packing(model), ...)")
-        self._account.add(inputs, call.result)
-        return None, None, None
+        if self._row_losses is not None:
+            super().prediction_step(model, {**inputs, STEP: call}, True, ignore_keys)
+            if call.result is None:
+                raise ConfigError("evaluation in planned rows needs PackedTrainer(model=enable_packing(model), ...)")
+            self._row_losses.add(inputs, call.result)
+            return None, None, None
+        if self._batch_losses is None or not is_packing(model):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        outputs = super().prediction_step(model, {**inputs, STEP: call}, prediction_loss_only, ignore_keys)
+        if outputs[0] is not None:
+            self._batch_losses.add(call.result)
+        return outputs
+
+
+class RowLoader(DataLoader[Any]):
+    """The rows of a `PackedBatchSampler`; Trainer sets the epoch, also the one in which a run is resumed."""
+
+    batch_sampler: PackedBatchSampler  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch."""
+        self.batch_sampler.set_epoch(epoch)
+
+
+class EpochBySteps(TrainerCallback):
+    """Count the epoch of a stream as the share of the steps done, resumed or not."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Replace Trainer's count, which begins where the run was started."""
+        state.epoch = state.global_step / state.max_steps

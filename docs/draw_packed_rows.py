@@ -1,18 +1,20 @@
-"""The picture in the project's README: eight receipts, padded and packed."""
+"""Draw the picture of the README: eight receipts as a padded batch, and as one packed row.
+
+python docs/draw_packed_rows.py docs/packed_rows.png
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from vlmpack.collate import VLMCollator
+from vlmpack import VLMCollator
 from vlmpack.data import load_cord, tiny_processor, to_conversation
 from vlmpack.layout import PaddedBatch
-from vlmpack.plots.rows import plot_rows
-from vlmpack.plots.style import save
+from vlmpack.plots import plot_rows, save
 
 
-def readme_picture(path: str | Path, *, samples: int = 8, seed: int = 0) -> Path:
+def draw_packed_rows(path: str | Path, *, samples: int = 8, seed: int = 0) -> Path:
     """Draw a batch of synthetic receipts and write it to `path`."""
     records = load_cord("synthetic", num=samples, seed=seed)
     receipts = [to_conversation(records[i]) for i in range(samples)]
@@ -22,4 +24,4 @@ def readme_picture(path: str | Path, *, samples: int = 8, seed: int = 0) -> Path
 
 
 if __name__ == "__main__":
-    readme_picture(sys.argv[1] if len(sys.argv) > 1 else "docs/packed_rows.png")
+    draw_packed_rows(sys.argv[1] if len(sys.argv) > 1 else "docs/packed_rows.png")

@@ -14,7 +14,7 @@ from PIL import ExifTags, Image, ImageOps
 from safetensors.torch import save_file
 
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.trainer.plain_state import read_state, write_state
+from vlmpack.trainer.checkpoints import read_state, write_state
 
 PLAIN = [
     *(None, True, 0, -(2**70), 1.5, float("inf"), "", "a\nb \ud800 é", b"", b"\x00\xff", bytearray(b"ab")),

@@ -1,0 +1,204 @@
+"""Print the reports of probes: in full, or as a line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from vlmpack.proof import Check, Report
+from vlmpack.terminal import make_table, number_columns, print_table, print_text, text_column
+
+PARTS = {
+    "isolation": "isolation: how far other samples move",
+    "mechanism": "mechanisms, each by itself",
+    "work": "work",
+}
+GRADIENT = "gradient of "
+ROUTERS = ("load-balancing loss", "routers' part of the loss", "routers' gradient")
+COLOURS = {"ok": "green", "exact": "green", "leaks": "red", "differs": "red", "fails": "red"}
+PLAIN_COLOURS = {"exact": "green", "leaks": "yellow", "differs": "yellow", "fails": "yellow"}
+CAPTION = """\
+[dim]Errors are parts of the largest entry (of logits, or of each parameter's
+gradient); gradients are those of the worst parameter, and seen is the worst of
+all circumstances but autocast. A limit is what float32 accounts for, and twice
+the error that the model makes without packing.[/]
+"""
+PLAIN_CAPTION = """\
+[dim]leak    how far a sample's logits move when only another one changes
+logits  how far they are from those of the sample alone
+pairs   of query and key, a layer[/]
+"""
+SUMMARY_CAPTION = """\
+[dim]leak   how far a sample's logits move when only another one in the row changes
+rest   how far the row is from its samples alone; as parts of the largest entry
+plain  unmodified transformers, given the same row with positions that restart
+       and nothing else: what packing by hand comes to[/]
+"""
+
+
+def print_reports(reports: Sequence[Report], console: Console, *, summarise: bool) -> None:
+    """Print each report in full, or a line each; then every fault, and the verdict."""
+    if summarise:
+        print_table(console, _summary(reports))
+        console.print(SUMMARY_CAPTION)
+    else:
+        for report in reports:
+            print_report(report, console)
+    bad = [report for report in reports if report.verdict != "exact"]
+    for report in bad:
+        for check in report.checks:
+            if check.is_bad:
+                cause = f" [bold]{check.cause}[/]:" if check.cause else ""
+                print_text(console, f"[red]{check.name} {check.finding}.[/]{cause} {escape(check.detail)}")
+        name = f"{report.family}, {report.attention}"
+        console.print(f"[red]{name}: {report.verdict}.[/] The cause: [bold]{', '.join(report.causes)}[/].")
+    if not bad:
+        console.print("[green]Exact:[/] every packed sample is what it would have been alone.")
+    elif all(report.verdict == "not deterministic" for report in bad):
+        console.print("Nothing that could be compared leaks or differs; the rest is not proved.")
+    else:
+        console.print("Do not train packed rows here; please report this table.")
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print one report: where it was made, every check, and plain transformers for contrast."""
+    console.print(f"[bold]{report.model}[/] [dim]({report.family})[/], {escape(report.weights)}", highlight=False)
+    console.print(f"{report.device}, {report.dtype}, attention by {report.attention}", highlight=False)
+    print_text(console, f"rows of up to {report.row_tokens} tokens: {'; '.join(report.samples)}\n")
+    for table in (_checks(report.checks), _circumstances(report), _gradients(report.checks)):
+        print_table(console, table)
+    console.print(CAPTION)
+    if report.plain:
+        console.print("[bold]Plain transformers[/], given the same samples")
+        print_table(console, _plain(report))
+        console.print(PLAIN_CAPTION)
+
+
+def _summary(reports: Sequence[Report]) -> Table:
+    """Make a line for each report, and below those of a family, plain transformers."""
+    numbers = number_columns("leak", "logits", "loss", "gradients")
+    table = make_table(text_column("family"), text_column("row computed by"), *numbers, "verdict")
+    for family in dict.fromkeys(report.family for report in reports):
+        of_family = [report for report in reports if report.family == family]
+        rows = [_summary_row(report) for report in of_family]
+        for plain in (plain for report in of_family for plain in report.plain[:-1]):
+            way = f"plain, {plain.name.removeprefix('one row, ').removesuffix(' positions')}"
+            cells = [_number(value) for value in (plain.leak, plain.logits, plain.loss, None)]
+            rows.append([way, *cells, _coloured(plain.verdict, PLAIN_COLOURS)])
+        for i, row in enumerate(rows):
+            table.add_row("" if i else family, *row, end_section=i + 1 == len(rows))
+    return table
+
+
+def _summary_row(report: Report) -> list[str]:
+    way = report.attention if report.dtype == "float32" else f"{report.attention}, {report.dtype}"
+    # Mixed precision stands apart: its limits are others.
+    equality = [c for c in report.checks if c.part == "equality" and not c.name.startswith("autocast: ")]
+    columns = [[check for check in report.checks if check.part == "isolation"]]
+    columns += [
+        [check for check in equality if check.name.partition(": ")[2].startswith(what)]
+        for what in ("logits", "loss", "gradient")
+    ]
+    return [way, *(_number(_largest(column)) for column in columns), _coloured(report.verdict)]
+
+
+def _checks(checks: Sequence[Check]) -> Table:
+    table = make_table("what", *number_columns("seen", "allowed"), text_column("finding"))
+    for part, title in PARTS.items():
+        table.add_row(f"[dim]{title}[/]")
+        for check in (check for check in checks if check.part == part):
+            note = f" [dim]{escape(check.detail)}[/]" if check.detail and not check.is_bad else ""
+            finding = _coloured(check.finding) + note
+            table.add_row(f"  {check.name}", _number(check.seen), _number(check.allowed), finding)
+        table.add_section()
+    return table
+
+
+def _circumstances(report: Report) -> Table:
+    """Make a line for each circumstance, and for each comparison that belongs to none of the columns."""
+    numbers = number_columns("logits", "loss", "samples'", "gradients")
+    table = make_table(text_column("against each sample alone"), *numbers, text_column("finding"))
+    equality = [check for check in report.checks if check.part == "equality"]
+    for circumstance, title in report.circumstances.items():
+        checks = {
+            check.name.removeprefix(f"{circumstance}: "): check
+            for check in equality
+            if check.name.partition(": ")[0] == circumstance
+        }
+        if checks:
+            columns = [[checks[key]] if key in checks else [] for key in ("logits", "loss", "sample losses")]
+            columns.append([check for key, check in checks.items() if key.startswith(GRADIENT)])
+            table.add_row(title, *(_number(_largest(column)) for column in columns), _findings(checks.values()))
+    for check in equality:
+        if check.name.partition(":")[0] not in report.circumstances:
+            table.add_row(check.name, "", "", "", "", _coloured(check.finding))
+    for router in ROUTERS:
+        if found := [check for check in equality if check.name.endswith(router)]:
+            worst = _number(_largest(found) or 0.0)
+            cells = ("", "", "", worst) if "gradient" in router else ("", worst, "", "")
+            table.add_row(f"  {router}", *cells, _findings(found))
+    return table
+
+
+def _gradients(checks: Sequence[Check]) -> Table:
+    """Make a line for each group of parameters: the worst of all circumstances, and mixed precision.
+
+    They stand below their part of the model, so that a name fits a narrow terminal.
+    """
+    groups: dict[str, list[Check]] = {}
+    for check in checks:
+        group = check.name.partition(": ")[2]
+        if check.part == "equality" and group.startswith(GRADIENT):
+            groups.setdefault(group, []).append(check)
+    numbers = number_columns("seen", "allowed", "autocast")
+    table = make_table(text_column("worst parameter of each group"), *numbers, text_column("finding"))
+    above = ""
+    for group, found in groups.items():
+        part, _, rest = group.removeprefix(GRADIENT).partition(".")
+        part = part if rest else ""
+        if part != above:
+            table.add_section()
+            if part:
+                table.add_row(f"[dim]gradients of {part}[/]")
+        above = part
+        mixed = [check for check in found if check.name.startswith("autocast: ")]
+        others = [check for check in found if check not in mixed]
+        allowed = max((check.allowed for check in others if check.allowed is not None), default=None)
+        cells = [_number(value) for value in (_largest(others), allowed, _largest(mixed[:1]))]
+        table.add_row(f"  {rest}" if rest else group, *cells, _findings(others))
+    return table
+
+
+def _plain(report: Report) -> Table:
+    table = make_table(text_column("given"), *number_columns("leak", "logits", "loss", "pairs"), text_column("verdict"))
+    for plain in report.plain:
+        why = f": {', '.join(plain.causes)}" if plain.causes else f": {escape(plain.detail)}" if plain.detail else ""
+        cells = [_number(value) for value in (plain.leak, plain.logits, plain.loss, plain.pairs)]
+        table.add_row(plain.name, *cells, _coloured(plain.verdict, PLAIN_COLOURS) + why)
+    return table
+
+
+def _largest(checks: Iterable[Check]) -> float | None:
+    return max((check.seen for check in checks if check.seen is not None), default=None)
+
+
+def _findings(checks: Iterable[Check]) -> str:
+    """List the findings that are not ok; ok if there are none."""
+    findings = dict.fromkeys(check.finding for check in checks if check.finding != "ok")
+    return ", ".join(map(_coloured, findings or ["ok"]))
+
+
+def _coloured(finding: str, colours: Mapping[str, str] = COLOURS) -> str:
+    return f"[{colours.get(finding, 'dim')}]{finding}[/]"
+
+
+def _number(value: float | None) -> str:
+    """Format errors in two digits, counts in full."""
+    if value is None:
+        return ""
+    if value == 0:
+        return "0"
+    return f"{int(value):,}" if value >= 1 and float(value).is_integer() else f"{value:.0e}"

@@ -1,0 +1,338 @@
+"""Train a model twice with Hugging Face Trainer, padded and packed, and measure both the same way.
+
+Same receipts in the same order, same seeds, same initial weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import mean, median
+from typing import Any, final
+
+import torch
+from torch import nn
+from transformers import AutoModelForImageTextToText, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+
+from vlmpack.cli.inputs import SYNTHETIC, open_samples, reading
+from vlmpack.collate import BatchLayout, VLMCollator
+from vlmpack.data import OpenDataset, load_processor, open_dataset, tiny_processor
+from vlmpack.errors import ConfigError
+from vlmpack.families import family_of, tiny_model
+from vlmpack.layout import METADATA_KEY, HostMetadata
+from vlmpack.machine import peak_bytes
+from vlmpack.model import disable_packing, enable_packing
+
+TINY_RATE, PRETRAINED_RATE = 1e-3, 1e-5
+"""Learning rates of AdamW."""
+TINY_SIZES = {"hidden": 128, "layers": 4, "vision_hidden": 64, "vision_heads": 4}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Settings of both trainings, and what they start from."""
+
+    model: str | None
+    """Hub id or folder; None: a small random Qwen3-VL."""
+    data: str
+    """"synthetic", or a source of CORD."""
+    device: str
+    """"cpu" or "cuda"."""
+    dtype: str
+    """"float32" or "bfloat16"."""
+    steps: int
+    """Optimiser steps of each training."""
+    batch_size: int
+    """Samples in a step."""
+    seed: int
+    """Of weights, receipts and their order."""
+
+    @property
+    def title(self) -> str:
+        """Model and element type in a few words."""
+        return f"{self.model or 'Qwen3-VL, 4 layers of width 128, random weights'}, {self.dtype}"
+
+    @cached_property
+    def processor(self) -> Any:
+        """Processor of the model.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        if self.model is None:
+            return tiny_processor("qwen3_vl")
+        with reading("--model", self.model):
+            return load_processor(self.model)
+
+    @cached_property
+    def receipts(self) -> OpenDataset:
+        """Conversations, as many as both trainings need.
+
+        Raises:
+            ConfigError: they cannot be read, are too few, or are no receipts.
+        """
+        if self.data != SYNTHETIC and not open_dataset(self.data).are_receipts:
+            raise ConfigError(
+                f"--data {self.data}: the demo trains on receipts alone, with the columns image and ground_truth of "
+                "CORD: give synthetic, a hub id, a folder or a parquet file; `vlmpack analyze` and `vlmpack pack` read "
+                "other data"
+            )
+        num = self.steps * self.batch_size
+        return open_samples(self.data, num=num, seed=self.seed, small=self.model is None)
+
+    def first_batch(self) -> list[dict[str, Any]]:
+        """Return the samples of the first step, unshuffled."""
+        return self.receipts[: self.batch_size]
+
+    def make_model(self) -> Any:
+        """Make the model with its initial weights, the same at every call.
+
+        Raises:
+            ConfigError: it cannot be read. FamilyError: it cannot be packed exactly.
+        """
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.dtype]
+        if self.model is None:
+            sizes: dict[str, Any] = {**TINY_SIZES, "seed": self.seed, "dtype": dtype, "lively": False}
+            model: Any = tiny_model("qwen3_vl", processor=self.processor, **sizes)
+        else:
+            with reading("--model", self.model):
+                model = AutoModelForImageTextToText.from_pretrained(self.model, dtype=dtype, attn_implementation="sdpa")
+        # A cache would cost the padded run memory without use; the packed one never makes any.
+        family_of(model).text_config(model.config).use_cache = False
+        return model.to(self.device).train()
+
+    def arguments(self, scratch: str) -> TrainingArguments:
+        """Make the arguments of Trainer, which writes into the folder `scratch`."""
+        arguments = TrainingArguments(
+            output_dir=scratch,
+            max_steps=self.steps,
+            per_device_train_batch_size=self.batch_size,
+            learning_rate=TINY_RATE if self.model is None else PRETRAINED_RATE,
+            lr_scheduler_type="constant",
+            seed=self.seed,
+            data_seed=self.seed,
+            use_cpu=self.device == "cpu",
+            dataloader_pin_memory=self.device != "cpu",
+            dataloader_drop_last=True,
+            remove_unused_columns=False,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        # On several GPUs Trainer would wrap the model in DataParallel, which cuts batches apart.
+        arguments._n_gpu = min(arguments.n_gpu, 1)
+        return arguments
+
+
+# ---------------------------------------------------------------------- one training
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training, measured."""
+
+    layout: BatchLayout
+    """"padded" or "packed"."""
+    lengths: tuple[tuple[int, ...], ...]
+    """Real tokens of each sample, by step."""
+    physical: tuple[int, ...]
+    """Tokens that went through the model, by step."""
+    seconds: tuple[float, ...]
+    """Forward, backward and optimiser of each step."""
+    losses: tuple[float, ...]
+    """Loss (nats per target) of each step."""
+    peak_bytes: int
+    """Most memory during a forward and backward pass of the batch with the most padding and tokens."""
+
+    @property
+    def real_tokens(self) -> int:
+        """Tokens of samples, over all steps."""
+        return sum(map(sum, self.lengths))
+
+    @property
+    def physical_tokens(self) -> int:
+        """Tokens that went through the model, over all steps."""
+        return sum(self.physical)
+
+    @property
+    def fill(self) -> float:
+        """Fill ratio: real tokens over physical ones."""
+        return self.real_tokens / self.physical_tokens
+
+    @property
+    def step_seconds(self) -> float:
+        """Median step, without the first one, which warms everything up."""
+        return median(self.seconds[1:] or self.seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Mean real tokens of a step over the seconds of the median one, both without the first step.
+
+        Two runs on the same samples are as far apart in this as in `step_seconds`.
+        """
+        return mean(map(sum, self.lengths[1:] or self.lengths)) / self.step_seconds
+
+
+def train(layout: BatchLayout, model: nn.Module, setup: Setup, *, scratch: str, tick: Callable[[float], None]) -> Run:
+    """Train `model` in place.
+
+    Args:
+        layout: of the batches; "packed" also enables packing on the model.
+        model: from `setup.make_model`.
+        setup: receipts and settings.
+        scratch: a folder for Trainer.
+        tick: called after each step with its loss.
+    """
+    if layout == "packed":
+        enable_packing(model)
+    meter = Meter(
+        VLMCollator(setup.processor, layout=layout), setup.device, keep_metadata=layout == "packed", tick=tick
+    )
+    hook = model.register_forward_hook(lambda module, args, output: meter.losses.append(output.loss.detach()))
+    trainer = Trainer(
+        model=model, args=setup.arguments(scratch), train_dataset=setup.receipts, data_collator=meter, callbacks=[meter]
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    hook.remove()
+    del trainer  # and with it the optimiser's memory
+    steps = len(meter.seconds)
+    return Run(
+        layout=layout,
+        lengths=tuple(metadata.lengths for metadata in meter.metadata[:steps]),
+        physical=tuple(meter.physical[:steps]),
+        seconds=tuple(meter.seconds),
+        losses=tuple(float(loss) for loss in meter.losses),
+        peak_bytes=_peak_of_step(model, meter.largest, setup.device),
+    )
+
+
+@final
+class Meter(TrainerCallback):
+    """Record the size of every batch, and the seconds of every step from its batch to the end of its optimiser.
+
+    Args:
+        collator: makes the batches.
+        device: of the model.
+        keep_metadata: leave the metadata on the host in the batch; an unmodified model does not accept it.
+        tick: called after each step with its loss.
+    """
+
+    def __init__(
+        self, collator: VLMCollator, device: str, *, keep_metadata: bool, tick: Callable[[float], None]
+    ) -> None:
+        self.metadata: list[HostMetadata] = []
+        self.physical: list[int] = []
+        self.largest: dict[str, Any] = {}
+        self.seconds: list[float] = []
+        self.losses: list[torch.Tensor] = []
+        self._collator, self._device, self._keep_metadata, self._tick = collator, device, keep_metadata, tick
+        self._area, self._start = 0, 0.0
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Make one batch."""
+        batch = self._collator(features)
+        metadata: HostMetadata = batch[METADATA_KEY]
+        self.metadata.append(metadata)
+        self.physical.append(batch["input_ids"].numel())
+        if not self._keep_metadata:
+            del batch[METADATA_KEY]
+        area = len(metadata.lengths) * max(metadata.lengths)  # when padded
+        if area > self._area:
+            self._area, self.largest = area, batch
+        return batch
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Start the clock."""
+        self._start = self._now()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Stop the clock."""
+        self.seconds.append(self._now() - self._start)
+        self._tick(float(self.losses[-1]))
+
+    def _now(self) -> float:
+        if self._device == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """Comparison of two sets of gradients."""
+
+    cosine: float
+    """The smallest over all parameters, computed in float64."""
+    parameter: str
+    """The parameter that has it."""
+    parameters: int
+    """Number of parameters."""
+
+
+def packed_against_alone(model: nn.Module, processor: Any, samples: Sequence[Mapping[str, Any]]) -> Agreement:
+    """Compare gradients of one batch's loss: as a packed row, and sample by sample through the unmodified model.
+
+    The model is put into float32 and keeps that; its weights stay the same.
+    """
+    model.float().eval()
+    collate, pack = VLMCollator(processor), VLMCollator(processor, layout="packed")
+    batches = [collate([sample]) for sample in samples]
+    targets = [batch.pop(METADATA_KEY).num_targets for batch in batches]
+    alone = _gradients(disable_packing(model), batches, [count / sum(targets) for count in targets])
+    return agreement(_gradients(enable_packing(model), [pack(samples)], [1.0]), alone)
+
+
+def agreement(packed: Mapping[str, torch.Tensor], alone: Mapping[str, torch.Tensor]) -> Agreement:
+    """Find the smallest cosine. A gradient on one side only counts as 0, one that is 0 on both as 1."""
+    cosines = {name: _cosine(packed.get(name), alone.get(name)) for name in {**alone, **packed}}
+    worst = min(cosines, key=cosines.__getitem__)
+    return Agreement(cosine=cosines[worst], parameter=worst, parameters=len(cosines))
+
+
+def _cosine(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+    if a is None or b is None:
+        return 0.0
+    x, y = a.double().flatten(), b.double().flatten()
+    norms = float(x.norm() * y.norm())
+    if norms == 0.0:
+        return float(not x.any() and not y.any())
+    return float(x @ y) / norms
+
+
+def _gradients(
+    model: nn.Module, batches: Iterable[Mapping[str, Any]], weights: Iterable[float]
+) -> dict[str, torch.Tensor]:
+    """Sum the gradients of the weighted losses, and remove them from the model."""
+    model.zero_grad(set_to_none=True)
+    device = next(model.parameters()).device
+    for batch, weight in zip(batches, weights, strict=True):
+        (model(**_placed(batch, device)).loss * weight).backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return gradients
+
+
+def _placed(batch: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def _peak_of_step(model: nn.Module, batch: Mapping[str, Any], device: str) -> int:
+    model.zero_grad(set_to_none=True)
+    placed = _placed(batch, device)
+    tensors = [value for value in placed.values() if isinstance(value, torch.Tensor)]
+    peak = peak_bytes(lambda: model(**placed).loss.backward(), held=[*model.parameters(), *tensors], device=device)
+    model.zero_grad(set_to_none=True)
+    return peak

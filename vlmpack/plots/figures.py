@@ -1,0 +1,204 @@
+"""Draw histograms of lengths, loss curves and benchmark ratios; and what all figures share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from vlmpack.files import atomic_file, writing
+from vlmpack.plan import Summary, histogram, summary
+
+SAMPLES = ("#4C78A8", "#F2A65A", "#59A89C", "#D8697A", "#8E7CC3", "#9AB857", "#C98BB9", "#7FB7D6")
+"""One colour a sample, again from the first after the last."""
+PADDING = "#E9E9EC"
+INK = "#2B2D33"
+FAINT = "#8A8D96"
+ACCENT = "#C8442F"
+CURVES = (SAMPLES[0], ACCENT, *SAMPLES[2:])
+BINS = 40
+PANEL_INCHES, LINE_INCHES = 2.1, 0.28
+
+
+def save(figure: Figure, path: str | Path, *, dpi: int = 160) -> Path:
+    """Write the figure as a PNG, and make its folder.
+
+    Returns:
+        The path that was written.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    target = Path(path)
+    with atomic_file(target) as temporary, writing(target):
+        figure.savefig(temporary, dpi=dpi, facecolor="white", format="png")
+    return target
+
+
+def bare(axes: Axes) -> None:
+    """Remove the box around the axes, and the ticks."""
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0, colors=FAINT, labelsize=8)
+
+
+def heading(axes: Axes, title: str, note: str = "") -> None:
+    """Write a bold title at the left, and its numbers at the right."""
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=8)
+    axes.set_title(note, loc="right", fontsize=9.5, color=FAINT, pad=8)
+
+
+# ---------------------------------------------------------------------- lengths
+
+
+def plot_lengths(
+    columns: Mapping[str, np.ndarray], *, capacities: Sequence[int] = (), title: str | None = None
+) -> Figure:
+    """Draw one histogram a column, one below the other.
+
+    Bins are of one round width up to the 99th percentile; the last bar, marked with a plus, is everything beyond.
+    Median, 95th and 99th percentile are marked; so are capacities, in the first panel, where they fall into it.
+
+    Args:
+        columns: name -> int64 [N], not negative; at least one column, of at least one sample.
+        capacities: of rows, in tokens.
+        title: a heading for the whole figure.
+    """
+    size = (8, PANEL_INCHES * len(columns) + (0.4 if title else 0))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(columns), 1, squeeze=False)[:, 0]
+    for i, (axes, (name, values)) in enumerate(zip(panels, columns.items(), strict=True)):
+        _draw_histogram(axes, name, values, SAMPLES[i % len(SAMPLES)], capacities if i == 0 else ())
+    panels[-1].set_xlabel("of a sample", fontsize=8.5, color=FAINT, loc="right")
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+    return figure
+
+
+def _draw_histogram(axes: Axes, name: str, values: np.ndarray, colour: str, capacities: Sequence[int]) -> None:
+    bins = histogram(values, most=BINS)
+    width = (bins[0].stop or 1) - bins[0].start
+    edges = [each.start for each in bins]
+    axes.bar(edges, [each.count for each in bins], width=0.92 * width, align="edge", color=colour, linewidth=0)
+    stop = edges[-1] + width
+    if bins[-1].stop is None:
+        axes.annotate("+", (edges[-1] + width / 2, bins[-1].count), ha="center", va="bottom", fontsize=9, color=FAINT)
+    known = summary(values)
+    lines = [("median", known.median, ACCENT), ("p95", known.p95, ACCENT), ("p99", known.p99, ACCENT)]
+    lines += [(f"row of {capacity:,}", capacity, INK) for capacity in capacities if capacity < stop]
+    for place, (text, at, ink) in enumerate(lines):
+        _mark(axes, text, at, ink, height=1 - 0.1 * place)
+    axes.set_xlim(edges[0], stop)
+    _label(axes, name, known)
+
+
+def _mark(axes: Axes, text: str, at: float, ink: str, *, height: float) -> None:
+    """Draw a line with its name at a height of the panel, 0 to 1."""
+    axes.axvline(at, color=ink, linewidth=1)
+    above = axes.get_xaxis_transform()
+    axes.text(at, height, f" {text}", transform=above, fontsize=7.5, color=ink, ha="left", va="top", clip_on=False)
+
+
+def _label(axes: Axes, name: str, known: Summary) -> None:
+    bare(axes)
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", color="#E9E9EC", linewidth=0.8)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    heading(
+        axes, name, f"mean {known.mean:,.0f}   median {known.median:,.0f}   p99 {known.p99:,.0f}   max {known.max:,}"
+    )
+
+
+# ---------------------------------------------------------------------- losses
+
+
+def plot_losses(curves: Mapping[str, Sequence[float]], *, title: str = "Training loss") -> Figure:
+    """Draw one loss curve a name.
+
+    The first is broad and pale and the others are thin, so that curves which agree all stay visible.
+
+    Args:
+        curves: name -> loss of each optimiser step, in nats a token.
+        title: the heading.
+    """
+    figure = Figure(figsize=(7, 3.4), layout="constrained")
+    axes = figure.subplots()
+    for i, (name, losses) in enumerate(curves.items()):
+        broad = i == 0 and len(curves) > 1
+        (line,) = axes.plot(range(1, len(losses) + 1), losses, label=name, color=CURVES[i % len(CURVES)])
+        line.set(linewidth=6 if broad else 1.6, alpha=0.35 if broad else 1.0)
+    bare(axes)
+    axes.grid(axis="y", color="#E9E9EC", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("step", fontsize=8.5, color=FAINT, loc="right")
+    axes.legend(frameon=False, fontsize=9, labelcolor=INK)
+    heading(axes, title, "nats a token")
+    return figure
+
+
+# ---------------------------------------------------------------------- ratios
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """One ratio of one run."""
+
+    name: str
+    """Label; ratios of several runs with one name share a line."""
+    value: float
+    """The median."""
+    low: float
+    """The lower quartile."""
+    high: float
+    """The upper quartile."""
+    target: float | None = None
+    """Limit that it has to reach; None: there is none."""
+
+
+def plot_ratios(runs: Mapping[str, Sequence[Ratio]], *, title: str = "Ratios") -> Figure:
+    """Draw a dot with its quartiles for every ratio, a colour a run, and its target as a bar across the line.
+
+    Args:
+        runs: the name of a run -> its ratios, above 0.
+        title: the heading.
+    """
+    names = list(dict.fromkeys(ratio.name for ratios in runs.values() for ratio in ratios))
+    figure = Figure(figsize=(8, 1.3 + LINE_INCHES * len(names)), layout="constrained")
+    axes = figure.subplots()
+    place = {name: at for at, name in enumerate(names)}
+    for at, (run, ratios) in enumerate(runs.items()):
+        _draw_run(
+            axes, ratios, place, colour=SAMPLES[at % len(SAMPLES)], shift=0.18 * (at - (len(runs) - 1) / 2), name=run
+        )
+    axes.axvline(1, color=PADDING, linewidth=2, zorder=0)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g} x")
+    bare(axes)
+    axes.grid(axis="x", color=PADDING, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_yticks(range(len(names)), names, fontsize=8, color=INK)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    if len(runs) > 1:
+        axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, loc="best")
+    heading(axes, title, "median and quartiles; | target")
+    return figure
+
+
+def _draw_run(
+    axes: Axes, ratios: Sequence[Ratio], place: Mapping[str, int], *, colour: str, shift: float, name: str
+) -> None:
+    heights = [place[ratio.name] + shift for ratio in ratios]
+    axes.hlines(heights, [r.low for r in ratios], [r.high for r in ratios], color=colour, linewidth=3, alpha=0.4)
+    axes.plot([r.value for r in ratios], heights, "o", color=colour, markersize=5, label=name)
+    targets = [(ratio.target, place[ratio.name]) for ratio in ratios if ratio.target is not None]
+    axes.plot([at for at, _ in targets], [line for _, line in targets], "|", color=FAINT, markersize=13)
