@@ -14,8 +14,9 @@ from typing import Any, final
 
 import torch
 
-from vlmpack.families import Family, tiny_config
+from vlmpack.families import Family
 from vlmpack.layout import IGNORE, Grid, HostMetadata, Media, PaddedBatch
+from vlmpack.testing import tiny_config
 
 FIRST_WORD = 6
 """Ids below this are special tokens of tiny models."""

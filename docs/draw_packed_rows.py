@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 
 from vlmpack import VLMCollator
-from vlmpack.data import load_cord, tiny_processor, to_conversation
+from vlmpack.data import to_conversation
 from vlmpack.layout import PaddedBatch
 from vlmpack.plots import plot_rows, save
+from vlmpack.testing import SyntheticReceipts, tiny_processor
 
 
 def draw_packed_rows(path: str | Path, *, samples: int = 8, seed: int = 0) -> Path:
     """Draw a batch of synthetic receipts and write it to `path`."""
-    records = load_cord("synthetic", num=samples, seed=seed)
-    receipts = [to_conversation(records[i]) for i in range(samples)]
+    receipts = [to_conversation(record) for record in SyntheticReceipts(num=samples, seed=seed)]
     batch = VLMCollator(tiny_processor("qwen3_vl"), layout="padded").collate(receipts)
     assert isinstance(batch, PaddedBatch)
     return save(plot_rows(batch), path)

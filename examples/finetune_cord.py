@@ -13,9 +13,8 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForImageTextToText, Trainer, TrainingArguments
 
 from vlmpack import VLMCollator, enable_packing
-from vlmpack.data import load_cord, tiny_processor, to_conversation
-from vlmpack.data.pretrained import load_processor, save_processor
-from vlmpack.families.tiny import tiny_model
+from vlmpack.data import load_cord, load_processor, save_processor, to_conversation
+from vlmpack.testing import SyntheticReceipts, tiny_model, tiny_processor
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", help="hub id or folder; without it, a tiny random Qwen3-VL")
@@ -27,7 +26,7 @@ args = parser.parse_args()
 
 class Receipts(Dataset):  # of conversations; any other shape that VLMCollator accepts would do
     def __init__(self, source: str) -> None:
-        self.records = load_cord(source, scale=0.35 if source == "synthetic" else 1.0)
+        self.records = SyntheticReceipts(scale=0.35) if source == "synthetic" else load_cord(source)
 
     def __len__(self) -> int:
         return len(self.records)

@@ -27,10 +27,9 @@ from vlmpack import (
     plan_bins,
 )
 from vlmpack.context_parallel import Parallel, sum_counts
-from vlmpack.data import open_dataset, tiny_processor
-from vlmpack.data.pretrained import load_processor
-from vlmpack.families.tiny import tiny_model
+from vlmpack.data import load_processor, open_dataset
 from vlmpack.store import measure_lengths
+from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
 from vlmpack.trainer import evaluate
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -59,7 +58,7 @@ model = enable_packing(model, parallel=Parallel() if world > 1 else None)  # a r
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if args.model else 1e-3)
 wrapped = DistributedDataParallel(model) if world > 1 else model
 
-samples = open_dataset(args.data, **({"num": 40, "scale": 0.35} if args.data == "synthetic" else {}))
+samples = receipt_conversations(num=40, scale=0.35) if args.data == "synthetic" else open_dataset(args.data)
 held_out = max(1, len(samples) // 10)
 training, evaluation = (Subset(samples, range(*ends)) for ends in ((held_out, len(samples)), (0, held_out)))
 collator = VLMCollator(processor, layout="packed")

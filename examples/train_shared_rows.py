@@ -18,10 +18,9 @@ from transformers import AutoModelForImageTextToText
 
 from vlmpack import PackedStep, SlotRule, VLMCollator, enable_packing
 from vlmpack.context_parallel import Parallel, sum_counts
-from vlmpack.data import load_cord, tiny_processor, to_conversation
-from vlmpack.data.pretrained import load_processor
-from vlmpack.families.tiny import tiny_model
+from vlmpack.data import load_cord, load_processor, to_conversation
 from vlmpack.layout import METADATA_KEY
+from vlmpack.testing import SyntheticReceipts, tiny_model, tiny_processor
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", help="hub id or folder; without it, a tiny random Qwen3-VL")
@@ -47,7 +46,7 @@ everyone = mesh["data", "context"]._flatten("everyone")
 for part in (*model.model.visual.blocks, *model.model.language_model.layers, model):
     fully_shard(part, mesh=everyone)
 
-records = load_cord(args.data, scale=0.35 if args.data == "synthetic" else 1.0)
+records = SyntheticReceipts(scale=0.35) if args.data == "synthetic" else load_cord(args.data)
 collate = VLMCollator(processor, layout="packed", slots=SlotRule(row_multiple=args.context))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if args.model else 1e-3)
 step = PackedStep(model)

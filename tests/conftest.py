@@ -1,6 +1,6 @@
 """What every test may count on: two threads at most, no hub, no network, the same random numbers in every run.
 
-Shared helpers live beside this file as plain modules: `from samples import mixed_samples`.
+Shared helpers live beside this file as plain modules: `from chats import processor_of`.
 """
 
 from __future__ import annotations

@@ -18,34 +18,32 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
-from samples import Sample, alone
 
 from vlmpack.families import FAMILIES, family_of
 from vlmpack.layout import Segments
 from vlmpack.model import ModelParts, StepResult, expert_layers
 from vlmpack.model.mechanisms import attention, per_sample
+from vlmpack.testing import (
+    EQUAL,
+    Limits,
+    Outcome,
+    Sample,
+    compare,
+    distance,
+    outcome_of_step,
+    problems,
+    run_alone,
+    smallest_cosine,
+    tower_errors,
+    work_problems,
+)
+from vlmpack.testing.comparison import logits_by_sample
 
 NAN, HUGE = float("nan"), 1e4
 """What stands in gaps: NaN where nothing may read them, 1e4 where every token is computed by itself."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Largest differences allowed between packed and alone."""
-
-    logits: float
-    """Of any logit."""
-    loss: float
-    """Of the loss, relative."""
-    gradient: float
-    """Of any entry of a parameter's gradient, as a part of its largest entry."""
-    cosine: float
-    """1 - cosine of a parameter's two gradients."""
-
-
-ATTENTION = Limits(logits=2e-5, loss=1e-6, gradient=1e-5, cosine=1e-9)
-DELTA = Limits(logits=2e-5, loss=1e-6, gradient=3e-5, cosine=1e-9)
+ATTENTION = EQUAL[torch.float32]
+DELTA = replace(ATTENTION, gradient=3e-5)
 """The norm behind a gated delta rule divides by what may be small: it enlarges rounding, and nothing else."""
 LOW_PRECISION = 2.0
 """bfloat16: error <= this times the error that the samples alone in bfloat16 make, both against float32."""
@@ -58,25 +56,27 @@ def limits_of(family: str) -> Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Alone:
-    """What samples come to, each by itself."""
+    """Samples, and the outcome of each by itself."""
 
     samples: list[Sample]
     """The samples."""
-    logits: list[torch.Tensor]
-    """[L, V] of each."""
-    loss: torch.Tensor
-    """Scalar: mean cross-entropy of all their targets."""
-    gradients: dict[str, torch.Tensor]
-    """Of the loss; parameters that take no part are left out."""
+    outcome: Outcome
+    """Of each by itself through the unmodified model."""
 
-    def all_logits(self) -> torch.Tensor:
-        """float32 [R, V]."""
-        return torch.cat(self.logits).float()
+    @property
+    def logits(self) -> list[torch.Tensor]:
+        """[L, V] of each."""
+        return self.outcome.logits
 
-    def logprobs(self) -> torch.Tensor:
-        """float32: log-probability of every target."""
-        pairs = [(x[:-1].float(), s["labels"][1:]) for x, s in zip(self.logits, self.samples, strict=True)]
-        return torch.cat([-F.cross_entropy(x, y, reduction="none")[y != -100] for x, y in pairs])
+    @property
+    def loss(self) -> torch.Tensor:
+        """Scalar: mean cross-entropy of all their targets."""
+        return torch.tensor(self.outcome.loss)
+
+    @property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Of the loss; parameters that take no part are left out."""
+        return without_zeros(self.outcome.gradients)
 
     @property
     def lengths(self) -> list[int]:
@@ -85,104 +85,81 @@ class Alone:
 
 
 def alone_through(model: Any, samples: Sequence[Sample]) -> Alone:
-    """Every sample on its own through the untouched model, losses summed; the model's gradients are used up."""
-    logits, loss_sum, targets = [], 0.0, 0
-    for sample in samples:
-        logits.append(model(**{**alone(sample), "labels": None}).logits[0])
-        loss_sum = loss_sum + F.cross_entropy(logits[-1][:-1].float(), sample["labels"][1:], reduction="sum")
-        targets += int((sample["labels"][1:] != -100).sum())
-    loss = torch.as_tensor(loss_sum / targets)
-    loss.backward()
-    found = gradients(model)
-    model.zero_grad()
-    return Alone(samples=[*samples], logits=[x.detach() for x in logits], loss=loss.detach(), gradients=found)
+    """Every sample on its own through the untouched model; the model's gradients are used up."""
+    return Alone(samples=[*samples], outcome=run_alone(model, samples))
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
     """A copy of every gradient that is not all zeros."""
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {name: gradient for name, gradient in found.items() if gradient.isnan().any() or gradient.any()}
+    return without_zeros({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+
+def without_zeros(gradients: Any) -> dict[str, torch.Tensor]:
+    return {name: gradient for name, gradient in gradients.items() if gradient.isnan().any() or gradient.any()}
 
 
 # ---------------------------------------------------------------------- comparing
 
 
+def outcome_of(truth: Alone, result: StepResult) -> Outcome:
+    """What a packed step came to, without gradients."""
+    return outcome_of_step(torch.nn.Module(), result, truth.samples)
+
+
 def check_outputs(truth: Alone, result: StepResult, limits: Limits) -> None:
-    """Loss, and the logits of every real token."""
-    assert torch.isclose(result.loss, truth.loss, rtol=limits.loss, atol=0)
-    check_logits(truth, result, limits)
+    """Losses, and the logits of every real token."""
+    errors = compare(outcome_of(truth, result), replace(truth.outcome, gradients={}))
+    assert not problems(errors, limits)
 
 
 def check_logits(truth: Alone, result: StepResult, limits: Limits) -> None:
     """Of every real token."""
-    for own, packed in zip(truth.logits, by_sample(result), strict=True):
-        assert (packed - own).abs().max() <= limits.logits
+    assert compare(outcome_of(truth, result), replace(truth.outcome, gradients={})).logits <= limits.logits
 
 
 def by_sample(result: StepResult) -> list[torch.Tensor]:
     """[L, V] logits of each sample, out of the row's."""
-    assert result.row_logits is not None
-    return [result.row_logits[0, start:stop] for start, stop in result.segments.spans]
+    return logits_by_sample(result)
 
 
 def check_gradients(truth: Alone, found: dict[str, torch.Tensor], limits: Limits) -> None:
     """Every parameter's gradient, in size and in direction."""
-    assert truth.gradients
-    assert found.keys() == truth.gradients.keys()
-    for name, own in truth.gradients.items():
-        assert (found[name] - own).abs().max() <= limits.gradient * own.abs().max(), name
-        assert 1 - F.cosine_similarity(found[name].double().flatten(), own.double().flatten(), dim=0) <= limits.cosine
+    expected = truth.gradients
+    assert expected
+    assert found.keys() == expected.keys()
+    packed = replace(truth.outcome, gradients=found)
+    assert not problems(compare(packed, replace(truth.outcome, gradients=expected), smallest_gradient=0.0), limits)
+    worst = smallest_cosine(found, expected)
+    assert 1 - worst.cosine <= limits.cosine, worst
 
 
 def check_low_precision(truth: Alone, plain: Alone, result: StepResult, found: dict[str, torch.Tensor]) -> None:
     """Packed in bfloat16 (`result`, `found`) against the samples alone in bfloat16 (`plain`), both against `truth`.
 
-    Gradients are compared by tower. Over 16 seeds of all families, with AMX and without (oneDNN's avx512_bf16), the
-    ratio of packed to alone of a tower is at most 1.01, with a standard deviation of 1 %. That of one parameter has
-    median 1.00 but reaches 5: norms sum their gradients over all patches of a call, in bfloat16, and a row is one call.
-    Single parameters have their limits in float32 and float64.
+    Gradients are compared by tower: see `tower_errors`. Single parameters have their limits in float32 and float64.
     """
-    for values in (Alone.all_logits, Alone.logprobs):
-        own = values(truth)
-        packed = values(replace(plain, logits=by_sample(result)))
-        assert largest(packed, own) <= LOW_PRECISION * largest(values(plain), own)
+    packed, exact, alone = outcome_of(truth, result), truth.outcome, plain.outcome
+    for values in (logits_of, logprobs_of):
+        assert distance(values(packed), values(exact)) <= LOW_PRECISION * distance(values(alone), values(exact))
     assert found.keys() == plain.gradients.keys() == truth.gradients.keys()
-    for tower, names in towers(truth.gradients).items():
-        packed, own = (relative_error(of, truth.gradients, names) for of in (found, plain.gradients))
-        assert packed <= LOW_PRECISION * own, tower
+    allowed = tower_errors(plain.gradients, truth.gradients)
+    for tower, error in tower_errors(found, truth.gradients).items():
+        assert error <= LOW_PRECISION * allowed[tower], tower
 
 
-def towers(gradients: dict[str, torch.Tensor]) -> dict[str, list[str]]:
-    """Names of parameters: of the vision tower, if there is one, and of the text model."""
-    vision = [name for name in gradients if name.startswith("model.visual.")]
-    text = [name for name in gradients if name not in vision]
-    return {tower: names for tower, names in (("vision", vision), ("text", text)) if names}
+def logits_of(outcome: Outcome) -> torch.Tensor:
+    """[R, V] of all real tokens."""
+    return torch.cat(outcome.logits)
 
 
-def relative_error(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor], names: list[str]) -> torch.Tensor:
-    """Root mean square, over all entries of these parameters, of errors as parts of their own parameter's gradient."""
-    errors = [difference(found[name], truth[name]).norm() / truth[name].float().cpu().norm() for name in names]
-    entries = torch.tensor([truth[name].numel() for name in names])
-    return ((torch.stack(errors).square() * entries).sum() / entries.sum()).sqrt()
-
-
-def largest(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Largest difference."""
-    return difference(a, b).abs().max()
-
-
-def difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """In float32 on the host."""
-    return a.detach().float().cpu() - b.detach().float().cpu()
+def logprobs_of(outcome: Outcome) -> torch.Tensor:
+    """Log-probability of every target."""
+    return -outcome.target_losses
 
 
 def check_work(truth: Alone, result: StepResult, multiple: int, *, sparse: bool = False) -> None:
     """Equal outputs do not prove that padding was skipped: so does the work. Sparse attention chooses among pairs."""
-    lengths = truth.lengths
-    assert result.work.real_tokens == sum(lengths)
-    assert result.work.physical_tokens == sum(-(-n // multiple) * multiple for n in lengths)
-    pairs = sum(n * (n + 1) // 2 for n in lengths)
-    assert 0 < result.work.attended_pairs <= pairs if sparse else result.work.attended_pairs == pairs
+    assert not work_problems(result.work, truth.samples, multiple=multiple, sparse=sparse)
 
 
 # ---------------------------------------------------------------------- poison

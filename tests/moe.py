@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from samples import Sample, mixed_samples, padded
 
 from vlmpack.families import FAMILIES, family_named
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import PaddedBatch, SlotRule
+from vlmpack.testing import Sample, mixed_samples, padded, tiny_model
 
 MOE = tuple(name for name, family in FAMILIES.items() if family.has("experts"))
 LAYERS, EXPERTS, TOP_K = 3, 5, 3

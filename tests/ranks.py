@@ -5,9 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from samples import VISION, Sample, mixed_samples
-
-from vlmpack.families.tiny import tiny_model
+from vlmpack.testing import VISION, Sample, mixed_samples, tiny_model
 
 CASES = tuple(
     product(("qwen3_5", "qwen3"), ("ddp", "fsdp2", "fsdp2 of layers' parts"), ("left padded", "row with gaps"))

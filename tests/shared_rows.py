@@ -6,12 +6,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from samples import VISION, mixed_samples, padded
 
 from vlmpack.families import FAMILIES
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import IGNORE, PackedRow, SlotRule, pack
 from vlmpack.model import StepConfig
+from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
 
 WORLD = 4
 """Processes."""

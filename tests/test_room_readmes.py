@@ -11,9 +11,8 @@ from chats import chat, picture
 from test_readme import ROOT, examples, run
 
 from vlmpack import VLMCollator
-from vlmpack.data import tiny_processor
 from vlmpack.families import family_of
-from vlmpack.families.tiny import tiny_model
+from vlmpack.testing import tiny_model, tiny_processor
 
 ROOMS = sorted(path.parent.name for path in (ROOT / "vlmpack").glob("*/README.md") if examples(path))
 
@@ -32,7 +31,7 @@ def modelled() -> dict[str, Any]:
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "collate": collated,
     "families": modelled,
-    "proof": modelled,
+    "probing": modelled,
     "step": modelled,
 }
 """What the examples of a room take as given; of the others: nothing."""

@@ -14,24 +14,23 @@ import pytest
 import torch
 from datasets import Dataset
 from equality import ATTENTION, DELTA
-from samples import VISION, alone, padded
 from tiers import full
-from training import KINDS, Samples, arguments, collator, descend, loss_sums, receipts, train, trainer
+from training import KINDS, Samples, arguments, collator, descend, receipts, train, trainer
 from transformers import Trainer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import FAMILIES, Family, family_of
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Buckets, Segments, SlotRule, pack
 from vlmpack.model import disable_packing, enable_packing, forward, inputs
 from vlmpack.model.mechanisms import attention, experts, per_sample
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.row import RowContext
+from vlmpack.testing import VISION, alone, distance, padded, run_alone, tiny_model
 from vlmpack.trainer import check_trainer
 
-EXACT, EXACT_DELTA, LEAK = ATTENTION.logits, DELTA.logits, 0.05
-"""Logits: the largest difference that float32 makes, and the smallest that a leak makes."""
+EXACT, EXACT_DELTA, LEAK = ATTENTION.logits, DELTA.logits, 0.02
+"""Logits, as parts of the largest: the largest difference that float32 makes, and the smallest that a leak makes."""
 WITH_ATTENTION_ALONE = tuple(name for name in VISION if not FAMILIES[name].has("gated_delta"))
 """Families that transformers itself can pack, if one knows how."""
 HYBRID = tuple(name for name, family in FAMILIES.items() if family.has("gated_delta"))
@@ -46,10 +45,8 @@ class Case:
         self.model = tiny_model(family, **settings).eval()
         self.samples = receipts(self.model, kinds=kinds or (KINDS[:4] if family in VISION else ("text",) * 4))
         self.packed = pack(padded(self.samples), rule=rule)
-        with torch.no_grad():
-            self.expected = [self.model(**alone(sample)).logits[0] for sample in self.samples]
-            sums, counts = loss_sums(self.model, self.samples)
-        self.loss = float(sums.sum() / counts.sum())
+        reference = run_alone(self.model, self.samples, gradients=False)
+        self.expected, self.loss = reference.logits, reference.loss
 
     @property
     def row(self) -> dict[str, Any]:
@@ -78,14 +75,11 @@ class Case:
 
     @torch.no_grad()
     def error(self, **inputs: Any) -> float:
-        """Largest difference of any sample's logits from its logits alone."""
+        """Largest difference of any sample's logits from its logits alone, as a part of the largest."""
         logits = self.model(**inputs).logits[0]
         spans = self.packed.segments.spans
         assert len(spans) == len(self.expected) == 4
-        return max(
-            float((logits[start:stop] - own).abs().max())
-            for (start, stop), own in zip(spans, self.expected, strict=True)
-        )
+        return max(distance(logits[start:stop], own) for (start, stop), own in zip(spans, self.expected, strict=True))
 
     @torch.no_grad()
     def loss_error(self, **inputs: Any) -> float:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from samples import Sample, alone, mixed_samples, padded
 from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from vlmpack.layout import pack
 from vlmpack.model import is_packing
+from vlmpack.testing import Sample, alone, mixed_samples, padded
 from vlmpack.trainer import loss_metrics
 
 LAYOUTS = ("padded", "packed")

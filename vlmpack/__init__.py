@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings, StreamPacker
     from vlmpack.model import PackedStep, StepConfig, StepResult, compile_layers, disable_packing, enable_packing
     from vlmpack.plan import Budget, CostModel, LengthTable, Plan, plan_bins
-    from vlmpack.proof import probe
+    from vlmpack.probing import probe
     from vlmpack.store import PackedDataset, StoreSettings, measure_lengths, write_rows
     from vlmpack.trainer import Evaluation, PackedTrainer, check_trainer, evaluate, loss_metrics
 
@@ -84,7 +84,7 @@ _ROOM = {
     "store": ("PackedDataset", "StoreSettings", "measure_lengths", "write_rows"),
     "context_parallel": ("Parallel", "sum_counts"),
     "plan": ("Budget", "CostModel", "LengthTable", "Plan", "plan_bins"),
-    "proof": ("probe",),
+    "probing": ("probe",),
     "model": ("PackedStep", "StepConfig", "StepResult", "compile_layers", "disable_packing", "enable_packing"),
     "loading": ("PackedBatchSampler", "PackedStream", "RowSettings", "StreamPacker"),
     "trainer": ("Evaluation", "PackedTrainer", "check_trainer", "evaluate", "loss_metrics"),

@@ -14,8 +14,8 @@ from PIL import Image
 from benchmarks.figures import BenchSettings, Figure, Target
 from benchmarks.timing import CLOCKS, Clock, Spread, Timings, alternate, one_thread
 from vlmpack.collate import VLMCollator
-from vlmpack.data import load_cord, tiny_processor
 from vlmpack.store import measure_lengths
+from vlmpack.testing import SyntheticReceipts, tiny_processor
 
 CASE = "lengths"
 SPEED_UP = Target(limit=20.0, better="higher")
@@ -86,7 +86,7 @@ def measure_headers(settings: BenchSettings, shapes: LengthShapes) -> list[Figur
 
 def draw_receipts(folder: Path, shapes: LengthShapes, seed: int) -> Receipts:
     """Drawn receipts of one size in JPEG files."""
-    records = load_cord("synthetic", num=shapes.files, seed=seed)
+    records = SyntheticReceipts(num=shapes.files, seed=seed)
     files, texts = [], []
     for at in range(shapes.files):
         record, path = records[at], folder / f"{at}.jpg"

@@ -21,8 +21,9 @@ from benchmarks.figures import BenchSettings, Figure, Target
 from benchmarks.receipts import on_device
 from benchmarks.timing import alternate, one_thread
 from vlmpack.collate import PixelBuffers, VLMCollator
-from vlmpack.data import load_cord, tiny_processor, to_conversation
+from vlmpack.data import to_conversation
 from vlmpack.layout import IGNORE, Grid, HostMetadata, PaddedBatch, lengths_from_mask, pack
+from vlmpack.testing import SyntheticReceipts, tiny_processor
 
 PACK = "pack"
 FROM_MASK = Target(limit=3.0, better="lower")
@@ -116,7 +117,7 @@ def measure_collate(settings: BenchSettings, shapes: CollateShapes) -> list[Figu
     For the second, the receipts were tokenised and their images cut into patches before.
     """
     processor = tiny_processor("qwen3_vl", max_pixels=shapes.max_image_tokens * TOKEN_AREA)
-    records = load_cord("synthetic", num=shapes.samples, seed=settings.seed)
+    records = SyntheticReceipts(num=shapes.samples, seed=settings.seed)
     receipts = [to_conversation(records[i]) for i in range(shapes.samples)]
     padded, packed = VLMCollator(processor, layout="padded"), VLMCollator(processor, layout="packed")
     figures = []

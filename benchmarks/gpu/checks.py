@@ -24,9 +24,10 @@ from benchmarks.gpu.shapes import GpuShapes, HeadShape
 from benchmarks.receipts import alone, receipt_batch
 from vlmpack.attention import BACKENDS, AttentionCall, EagerMask
 from vlmpack.errors import VlmpackError
-from vlmpack.families import family_named, tiny_model
+from vlmpack.families import family_named
 from vlmpack.layout import Segments, SlotRule
 from vlmpack.model import PackedStep, StepConfig
+from vlmpack.testing import tiny_model
 
 CORRECTNESS = "gpu correctness"
 LOW = torch.bfloat16

@@ -24,8 +24,8 @@ from benchmarks.gpu.steps import flash_cell, memory_cells, step_cells, summary_c
 from benchmarks.report import markdown, readable, skipped, target_in_words, title
 from benchmarks.timing import new_garbage_only
 from vlmpack.errors import check_whole_number
-from vlmpack.families import tiny_model
 from vlmpack.files import write_text
+from vlmpack.testing import tiny_model
 
 FIRST = 3
 """Micro-batches that are measured before anything else about a model."""

@@ -26,9 +26,10 @@ from benchmarks.gpu.device import Device
 from benchmarks.gpu.shapes import GpuShapes, ModelShape
 from benchmarks.receipts import hf_inputs, receipt_batch
 from vlmpack.errors import VlmpackError
-from vlmpack.families import Family, family_named, tiny_config
+from vlmpack.families import Family, family_named
 from vlmpack.layout import IGNORE, PaddedBatch, SlotRule
 from vlmpack.model import PackedStep, StepConfig
+from vlmpack.testing import tiny_config
 
 Model = TypeVar("Model", bound=nn.Module)
 

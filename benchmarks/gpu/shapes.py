@@ -20,7 +20,7 @@ class ModelShape:
     family: str
     """`config.model_type`."""
     sizes: Mapping[str, Any]
-    """Fields of `families.tiny_configs.TinySizes`."""
+    """Fields of `vlmpack.testing.TinySizes`."""
     text: Mapping[str, Any] = field(default_factory=dict)
     """Further settings of the text model."""
     vision: Mapping[str, Any] = field(default_factory=dict)

@@ -18,10 +18,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.figures import Target
-from vlmpack.data import tiny_processor
 from vlmpack.errors import ConfigError, VlmpackError
-from vlmpack.families import Family, family_named, tiny_config
+from vlmpack.families import Family, family_named
 from vlmpack.layout import IGNORE, Grid
+from vlmpack.testing import tiny_config, tiny_processor
 
 FAMILY = "qwen3_vl"
 FIRST_WORD = 64

@@ -36,8 +36,8 @@ from benchmarks.gpu.run import Cell, Journal, Lab, run_cells
 from benchmarks.gpu.shapes import FULL, TINY
 from benchmarks.report import markdown
 from benchmarks.timing import new_garbage_only
-from vlmpack.families.tiny import tiny_model
 from vlmpack.model import PackedStep
+from vlmpack.testing import tiny_model
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -20,19 +20,19 @@ from vlmpack.cli import app
 from vlmpack.cli.doctor import attention_serving, gated_delta_serving, import_problem, versions
 from vlmpack.cli.probe_tables import print_reports
 from vlmpack.families import FAMILIES, family_named, registry
-from vlmpack.families.tiny import tiny_config, tiny_model
 from vlmpack.layout import Segments
 from vlmpack.model import FlaCall, inputs
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.model.row import RowContext
-from vlmpack.proof import Check, Report, probe
+from vlmpack.probing import Check, Report, probe
+from vlmpack.testing import tiny_config, tiny_model
 
 FEW = ("qwen3_vl", "qwen3_5")
 
 
 @pytest.fixture
 def few_families() -> Iterator[None]:
-    """Two families for all: `tests/proof` probes every one."""
+    """Two families for all: `tests/probing` probes every one."""
     every = dict(FAMILIES)
     for name in every.keys() - set(FEW):
         del registry.FAMILIES[name]
@@ -258,7 +258,7 @@ def test_a_model_can_be_made_here(name: str, family: str, monkeypatch: pytest.Mo
         probed.extend((model, processor))
         return report_of()
 
-    monkeypatch.setattr("vlmpack.proof.probe", noted)
+    monkeypatch.setattr("vlmpack.probing.probe", noted)
     result = run_probe(name, "--json")
     assert result.exit_code == 0
     model, processor = probed

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from vlmpack.cli.inputs import InputOptions, Inputs, named_processor, open_inputs
-from vlmpack.data import tiny_processor
-from vlmpack.data.pretrained import save_processor
+from vlmpack.data import save_processor
 from vlmpack.errors import ConfigError, FamilyError, SampleError
-from vlmpack.families.tiny import tiny_config
+from vlmpack.testing import tiny_config, tiny_processor
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 

@@ -20,13 +20,13 @@ from vlmpack.cli.doctor import Device, Serving, Version, print_environment
 from vlmpack.cli.pack import print_store
 from vlmpack.cli.probe_tables import print_reports
 from vlmpack.cli.show import print_rows, stored_rows
-from vlmpack.cli.training import Agreement, Run
+from vlmpack.cli.training import Run
 from vlmpack.collate import VLMCollator
-from vlmpack.data.processor import tiny_processor
 from vlmpack.plan import LengthTable, PaddedRecipe
-from vlmpack.proof import Check, Contrast, Report
+from vlmpack.probing import Baseline, Check, Report
 from vlmpack.store import Manifest, StoreSettings, write_rows
 from vlmpack.terminal import print_text
+from vlmpack.testing import GradientCosine, tiny_processor
 
 WIDTH = 80
 DRAWN = set("─━│┃┏┓┗┛┌┐└┘├┤┡┩╇╭╮╰╯|")
@@ -90,9 +90,9 @@ def probed() -> Report:
         ),
         circumstances={"row": "a packed row", "padded": "a padded batch, which the step packs"},
         plain=(
-            Contrast(name="one row, [4, 1, T] positions", verdict="leaks", leak=1.2e-1, logits=3.4e-1, loss=5.6e-2,
+            Baseline(name="one row, [4, 1, T] positions", verdict="leaks", leak=1.2e-1, logits=3.4e-1, loss=5.6e-2,
                      pairs=123_456_789, causes=("mask", "positions")),
-            Contrast(name="padded", verdict="fails", detail="RuntimeError: " + "a long message " * 6),
+            Baseline(name="padded", verdict="fails", detail="RuntimeError: " + "a long message " * 6),
         ),
     )  # fmt: skip
 
@@ -122,7 +122,7 @@ VERBS: dict[str, Callable[[Console, Path], None]] = {
     "pack": lambda console, store: print_store(store, Manifest.load(store), console),
     "show": lambda console, store: print_rows(stored_rows(str(store)), [0], console),
     "demo": lambda console, _: print_comparison(
-        contest(), contest(), Agreement(cosine=0.5, parameter="model.visual.blocks.0.attn.qkv", parameters=700),
+        contest(), contest(), GradientCosine(cosine=0.5, parameter="model.visual.blocks.0.attn.qkv", parameters=700),
         console, device="cpu",
     ),
     "doctor": lambda console, _: print_environment(environment(), console),

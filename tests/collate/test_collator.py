@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForImageTextToText, Qwen3VLConfig
 
 from vlmpack.collate import Ceiling, VLMCollator, read_ledger
-from vlmpack.data import load_cord, to_conversation
-from vlmpack.data.processor import tiny_processor
+from vlmpack.data import to_conversation
 from vlmpack.errors import ConfigError, LayoutError, SampleError
 from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch, SlotRule, pack
+from vlmpack.testing import SyntheticReceipts, tiny_processor
 
 BROKEN = {"messages": [{"role": "user", "content": "?"}]}
 """Nothing to learn."""
@@ -537,7 +537,7 @@ def test_nonsense_in_a_column_is_used_or_refused_but_never_a_crash(good, spoiled
 
 
 def test_receipts_go_straight_from_the_data_set_into_a_row():
-    records = load_cord("synthetic", num=4)
+    records = SyntheticReceipts(num=4)
     features = [to_conversation(records[i]) for i in range(4)]
     batch = VLMCollator(processor_of(), layout="packed")(features)
     answers = [feature["conversation"][-1]["content"][0]["text"] for feature in features]

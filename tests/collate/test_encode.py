@@ -14,8 +14,8 @@ from vlmpack.collate.processor import read_processor
 from vlmpack.collate.skipped import Ceiling
 from vlmpack.collate.video import VideoSettings, load_video
 from vlmpack.data.images import ImageLimits
-from vlmpack.data.processor import CHAT_TEMPLATE, tiny_processor
 from vlmpack.errors import ConfigError, FamilyError, Refusal
+from vlmpack.testing import CHAT_TEMPLATE, tiny_processor
 
 
 def encoder(processor, train_on="assistant"):

@@ -7,9 +7,9 @@ from equality import by_sample, limits_of
 
 from vlmpack.collate import VLMCollator
 from vlmpack.families import family_of
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import METADATA_KEY
 from vlmpack.model import PackedStep
+from vlmpack.testing import tiny_model
 
 SAMPLES = 4
 

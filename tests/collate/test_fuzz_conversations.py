@@ -32,9 +32,9 @@ from tiers import full
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.video import VideoSettings, load_video
-from vlmpack.data.processor import CHAT_TEMPLATE, tiny_processor
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import METADATA_KEY
+from vlmpack.testing import CHAT_TEMPLATE, tiny_processor
 
 CASES = 5000
 BATCH = 20

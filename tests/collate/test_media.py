@@ -22,9 +22,9 @@ from vlmpack.collate.media import MediaReader
 from vlmpack.collate.placeholders import MediaRef
 from vlmpack.collate.processor import parts_of, read_processor
 from vlmpack.data.images import ImageLimits
-from vlmpack.data.processor import tiny_processor
 from vlmpack.errors import ConfigError, Refusal, SampleError
 from vlmpack.layout import METADATA_KEY
+from vlmpack.testing import tiny_processor
 
 HOLE = "<|vision_start|><|image_pad|><|vision_end|>"
 SETTINGS = (

@@ -6,8 +6,8 @@ from chats import chat, processor_of
 
 from vlmpack.collate.chat_template import ChatTemplate
 from vlmpack.collate.conversation import read_conversation
-from vlmpack.data.processor import CHAT_TEMPLATE, tiny_processor
 from vlmpack.errors import ConfigError, Refusal
+from vlmpack.testing import CHAT_TEMPLATE, tiny_processor
 
 ASK = {"role": "user", "content": "Which way?"}
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "map"}}}

@@ -26,9 +26,9 @@ import vlmpack
 from vlmpack.context_parallel import Parallel, sum_counts, sum_gradients
 from vlmpack.errors import LayoutError
 from vlmpack.families import family_of
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import recorded_syncs
 from vlmpack.model import PackedStep, StepConfig, StepResult, enable_packing
+from vlmpack.testing import tiny_model
 
 Seen = dict[str, Any]
 HOME = Path(vlmpack.__file__).parent

@@ -11,15 +11,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import mixed_samples, padded
 
 from vlmpack.attention.sdpa_segments import SdpaSegments
 from vlmpack.context_parallel import GatheredKV, Parallel, Partition
 from vlmpack.context_parallel.ulysses import kv_heads
 from vlmpack.errors import ConfigError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.model import PackedStep, disable_packing, enable_packing
+from vlmpack.testing import mixed_samples, padded, tiny_model
 
 HEADS, KV_HEADS, DIM = 3, 1, 5
 

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vlmpack.collate import VLMCollator
-from vlmpack.data import tiny_processor
 from vlmpack.data.json_tokens import DEEPEST, json2token, to_conversation, token2json
-from vlmpack.data.receipts import SyntheticReceipts
 from vlmpack.errors import SampleError
+from vlmpack.testing import SyntheticReceipts, tiny_processor
 
 LUNCH = {
     "menu": [{"nm": "Mie Ayam", "cnt": "2 x", "price": "30,000"}, {"nm": "Es Teh", "price": "5,000"}],

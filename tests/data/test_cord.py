@@ -14,11 +14,11 @@ import pytest
 from PIL import Image
 
 from vlmpack.data.cord import CordDataset, load_cord
-from vlmpack.data.receipts import SyntheticReceipts, draw_receipt
 from vlmpack.errors import ConfigError, SampleError
+from vlmpack.testing import SyntheticReceipts
 
 SCALE = 0.25
-RECORDS = [draw_receipt(at, scale=SCALE) for at in range(5)]
+RECORDS = list(SyntheticReceipts(num=5, scale=SCALE))
 """What is stored in every form below."""
 
 
@@ -63,34 +63,28 @@ def write_archive(folder: Path, *, gt_parse: bool = True, split: str = "train") 
     return folder
 
 
-class TestSynthetic:
-    def test_it_needs_no_source(self) -> None:
-        assert same(load_cord(num=5, scale=SCALE), RECORDS)
-        assert len(load_cord()) == 800
+class TestArchiveAsMap:
+    @pytest.fixture
+    def stored(self, tmp_path: Path) -> CordDataset:
+        write_archive(tmp_path / "train")
+        return load_cord(tmp_path, num=3)
 
-    def test_split_number_and_seed_are_handed_on(self) -> None:
-        dataset = load_cord("synthetic", split="validation", num=3, seed=4, scale=SCALE)
-        receipts = SyntheticReceipts(split="validation", num=3, seed=4, scale=SCALE)
-        assert same(dataset, [receipts[at] for at in range(3)])
+    def test_it_is_a_map(self, stored: CordDataset) -> None:
+        assert len(stored) == len(list(stored)) == 3
+        assert stored[-1]["ground_truth"] == stored[2]["ground_truth"]
+        with pytest.raises(IndexError, match="record 3 of 3 in"):
+            stored[3]
 
-    def test_it_is_a_map(self) -> None:
-        dataset = load_cord(num=3, scale=SCALE)
-        assert len(dataset) == len(list(dataset)) == 3
-        assert dataset[-1]["ground_truth"] == dataset[2]["ground_truth"]
-        with pytest.raises(IndexError, match="record 3 of 3 in synthetic"):
-            dataset[3]
+    @pytest.mark.parametrize("index", [np.int64(1), np.int64(-2)])
+    def test_an_index_may_be_numpy_s(self, index: np.int64, stored: CordDataset) -> None:
+        assert stored[index]["ground_truth"] == RECORDS[1]["ground_truth"]
 
-    @pytest.mark.parametrize("index", [np.int64(1), np.int64(-1)])
-    def test_an_index_may_be_numpy_s(self, index: np.int64) -> None:
-        assert load_cord(num=2, scale=SCALE)[index]["ground_truth"] == RECORDS[1]["ground_truth"]
+    def test_it_travels_to_a_worker_process(self, stored: CordDataset) -> None:
+        assert same(pickle.loads(pickle.dumps(stored)), RECORDS[:3])
 
-    def test_it_travels_to_a_worker_process(self) -> None:
-        dataset = load_cord(num=2, scale=SCALE)
-        assert same(pickle.loads(pickle.dumps(dataset)), RECORDS[:2])
-
-    def test_it_needs_neither_datasets_nor_network(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_it_needs_neither_datasets_nor_network(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "datasets", None)
-        assert len(load_cord(num=2, scale=SCALE)) == 2
+        assert len(load_cord(write_archive(tmp_path / "train").parent)) == len(RECORDS)
 
 
 class TestParquet:
@@ -252,7 +246,7 @@ class TestRefusals:
         with pytest.raises(
             ConfigError, match=r"no split 'dev'; CORD has train, validation, test \(its files say 'dev'"
         ):
-            load_cord(split="dev")
+            load_cord("naver-clova-ix/cord-v2", split="dev")
 
     @pytest.mark.parametrize("source", ["nowhere", "./no/where", "a/b/c", "", Path("nobody/nothing")])
     def test_a_source_that_is_nothing(
@@ -260,7 +254,7 @@ class TestRefusals:
     ) -> None:
         (tmp_path / "empty").mkdir()
         monkeypatch.chdir(tmp_path / "empty")
-        expected = "holds no CORD data" if source == "" else "is no file or folder here and no hub id; give 'synthetic'"
+        expected = "holds no CORD data" if source == "" else "is no file or folder here and no hub id; give a folder"
         with pytest.raises(ConfigError, match=expected):
             load_cord(source)
 
@@ -311,9 +305,3 @@ class TestRefusals:
         ):
             load_cord(folder, num=6)
         assert len(load_cord(folder, num=5)) == 5
-
-    def test_a_scale_for_real_images(self, tmp_path: Path) -> None:
-        with pytest.raises(
-            ConfigError, match=r"scale=0.5 is for synthetic receipts; limit real images by .*max_pixels"
-        ):
-            load_cord(tmp_path, scale=0.5)

@@ -20,7 +20,7 @@ def test_the_room_loads_nothing_heavy() -> None:
 
 
 def test_receipts_load_nothing_heavy() -> None:
-    assert loaded_by("from vlmpack.data import load_cord\nload_cord(num=1, scale=0.25)[0]") == set()
+    assert loaded_by("from vlmpack.testing import SyntheticReceipts\nSyntheticReceipts(num=1, scale=0.25)[0]") == set()
 
 
 def test_the_check_can_fail() -> None:

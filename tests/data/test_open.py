@@ -15,10 +15,11 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from vlmpack.collate import VLMCollator
-from vlmpack.data import load_cord, open_dataset, tiny_processor, to_conversation
+from vlmpack.data import open_dataset, to_conversation
 from vlmpack.data.open import OpenDataset
 from vlmpack.data.readers import JsonRows, json_rows
 from vlmpack.errors import ConfigError, SampleError
+from vlmpack.testing import SyntheticReceipts, receipt_conversations, tiny_processor
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 SEEN = [{"role": "user", "content": [{"type": "image", "image": "pictures/0.png"}, {"type": "text", "text": "?"}]}]
@@ -254,10 +255,6 @@ class TestPaths:
         with pytest.raises(ConfigError, match=expected):
             open_dataset(tmp_path / "rows.jsonl", image_root=tmp_path / root if isinstance(root, str) else root)
 
-    def test_samples_without_paths_have_no_elsewhere(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="image_root is where paths in the samples start, and synthetic names no"):
-            open_dataset("synthetic", image_root=tmp_path)
-
     def test_receipts_in_a_file_of_json_name_them_too(self, tmp_path: Path) -> None:
         (tmp_path / "pictures").mkdir()
         (tmp_path / "pictures" / "0.png").write_bytes(png())
@@ -371,7 +368,7 @@ class TestTables:
         self.check(pickle.loads(pickle.dumps(open_dataset(tmp_path / "mine.parquet")))[0])
 
     def test_receipts_become_conversations(self, datasets: Any, tmp_path: Path) -> None:
-        record = load_cord(num=1, scale=0.25)[0]
+        record = SyntheticReceipts(num=1, scale=0.25)[0]
         rows = [
             {"image": {"bytes": png(), "path": None}, "ground_truth": record["ground_truth"]},
             {"image": None, "ground_truth": "{}"},
@@ -384,13 +381,6 @@ class TestTables:
 
 
 class TestOpening:
-    def test_synthetic_receipts_are_drawn(self) -> None:
-        dataset = open_dataset("synthetic", split="test", num=3, seed=4, scale=0.25)
-        record = load_cord("synthetic", split="test", num=3, seed=4, scale=0.25)[-1]
-        assert len(dataset) == 3
-        assert dataset[-1] == to_conversation(record)
-        assert repr(dataset) == "OpenDataset(3 samples of synthetic)"
-
     def test_the_first_so_many_are_taken(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
         path.write_bytes(lines(ROWS))
@@ -401,11 +391,10 @@ class TestOpening:
         with pytest.raises(ConfigError, match=r"num is 4, but .*rows.jsonl holds 3 samples; ask for at most that many"):
             open_dataset(path, num=4)
 
-    @pytest.mark.parametrize("source", ["synthetic", "rows.jsonl"])
-    def test_an_index_may_be_numpy_s(self, source: str, tmp_path: Path) -> None:
+    def test_an_index_may_be_numpy_s(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
         path.write_bytes(lines([{"messages": CHAT}] * 3))
-        dataset = open_dataset(source if source == "synthetic" else path, num=2)
+        dataset = open_dataset(path, num=2)
         for index in (np.int64(1), np.int64(-1)):
             assert dataset[index] == dataset[1]
 
@@ -422,12 +411,6 @@ class TestOpening:
         assert isinstance(bad, SampleError)
         assert (bad.index, bad.reason) == (1, "ground_truth_unreadable")
 
-    def test_stored_samples_have_no_scale(self, tmp_path: Path) -> None:
-        path = tmp_path / "rows.jsonl"
-        path.write_bytes(lines(ROWS))
-        with pytest.raises(ConfigError, match=r"scale=0.35 is for synthetic receipts; limit real images by .*max_pix"):
-            open_dataset(path, scale=0.35)
-
     def test_a_slice_is_a_list_of_samples(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
         path.write_bytes(lines(ROWS))
@@ -440,7 +423,7 @@ class TestOpening:
         with pytest.raises(
             TypeError, match=r"samples are taken by their place, dataset\[0\] or dataset\[0:2\], not by"
         ):
-            open_dataset("synthetic", num=2, scale=0.25)[index]
+            receipt_conversations(num=2, scale=0.25)[index]
 
     @pytest.mark.parametrize(
         ("source", "seen"),

@@ -1,172 +1,151 @@
-"""tiny_processor: the shipped classes around a small vocabulary, the same in every process."""
+"""A processor written to a folder and read back does what it did before, without torchvision."""
 
+from __future__ import annotations
+
+import copy
+import json
 import pickle
-import subprocess
-import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import transformers
-from chats import FAMILIES, picture, processor_of
+from chats import FAMILIES, chat
+from PIL import Image
+from transformers import Trainer, TrainingArguments
 
-from vlmpack.data.processor import CHAT_TEMPLATE, PATCH_SIZES, SPECIAL_TOKENS, tiny_processor
-from vlmpack.errors import ConfigError
-from vlmpack.families import registry as families
-
-CLASSES = {
-    "qwen2_vl": transformers.Qwen2VLProcessor,
-    "qwen2_5_vl": transformers.Qwen2_5_VLProcessor,
-    "qwen3_vl": transformers.Qwen3VLProcessor,
-    "qwen3_vl_moe": transformers.Qwen3VLProcessor,
-    "qwen3_5": transformers.Qwen3VLProcessor,
-    "qwen3_5_moe": transformers.Qwen3VLProcessor,
-    "qwen4_exp": transformers.Qwen3VLProcessor,
-}
-CLIP = ("qwen2_vl", "qwen2_5_vl")
-"""Families whose vision tower has CLIP's patches and colours."""
-MESSAGES = [
-    {"role": "system", "content": "You read receipts."},
-    {"role": "user", "content": [{"type": "image"}, {"type": "video"}, {"type": "text", "text": "Total?"}]},
-]
+from vlmpack import enable_packing
+from vlmpack.collate import VLMCollator
+from vlmpack.data import load_processor, save_processor
+from vlmpack.errors import ConfigError, FamilyError
+from vlmpack.testing import tiny_config, tiny_model, tiny_processor
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_is_an_object_of_the_shipped_class(family):
-    processor = processor_of(family)
-    assert type(processor) is CLASSES[family]
-    has_new = family in ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
-    tokenizer = transformers.Qwen3_5Tokenizer if has_new else transformers.Qwen2Tokenizer
-    assert isinstance(processor.tokenizer, tokenizer)
+def test_what_is_saved_is_what_is_loaded(family: str, tmp_path: Path) -> None:
+    before = tiny_processor(family)
+    tiny_config(family, processor=before).save_pretrained(tmp_path)
+    save_processor(before, tmp_path)
+    after = load_processor(str(tmp_path))
+    assert type(after) is type(before)
+    assert type(after.tokenizer) is type(before.tokenizer)
+    assert after.chat_template == before.chat_template
+
+    content = [{"type": "image"}, {"type": "text", "text": "What is the total?"}]
+    messages = [{"role": "user", "content": content}]
+    image = Image.effect_noise((123, 77), 50).convert("RGB")
+    batches = [
+        processor(text=[processor.apply_chat_template(messages)], images=[image], return_tensors="np")
+        for processor in (before, after)
+    ]
+    assert set(batches[0]) == set(batches[1])
+    for name in batches[0]:
+        np.testing.assert_array_equal(batches[0][name], batches[1][name])
+
+
+def test_another_family_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(FamilyError, match="a llama; there are qwen2_vl, qwen2_5_vl, qwen3_vl"):
+        load_processor(str(tmp_path))
+
+
+def loads_again(folder: Path, processor: Any) -> None:
+    again = load_processor(str(folder))
+    assert again.chat_template == processor.chat_template
+    assert again.tokenizer.get_vocab() == processor.tokenizer.get_vocab()
+    assert again.image_processor.to_dict() == processor.image_processor.to_dict()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_classes_are_those_that_transformers_loads(family):
-    """For a checkpoint of this family, from its `config.model_type`."""
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
-
-    processor = processor_of(family)
-    assert type(processor).__name__ == PROCESSOR_MAPPING_NAMES[family]
-    assert type(processor.tokenizer).__name__ == TOKENIZER_MAPPING_NAMES[family]
-
-
-def test_every_family_with_vision_has_a_processor():
-    seeing = {name for name, family in families.FAMILIES.items() if family.has_vision}
-    assert seeing == set(FAMILIES) == set(PATCH_SIZES)
+def test_a_loaded_processor_is_saved_and_loaded_without_its_model(family: str, tmp_path: Path) -> None:
+    processor = tiny_processor(family)
+    tiny_config(family, processor=processor).save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    for name, saved in (("alone", processor), ("again", load_processor(tmp_path / "model"))):
+        saved.save_pretrained(tmp_path / name)
+        assert not (tmp_path / name / "config.json").exists()
+        assert type(load_processor(tmp_path / name)) is type(processor)
+        loads_again(tmp_path / name, processor)
 
 
-@pytest.mark.parametrize(("family", "patch"), [(family, 14 if family in CLIP else 16) for family in FAMILIES])
-def test_images_are_cut_into_the_family_s_patches(family, patch):
-    out = processor_of(family)(text="<|image_pad|>", images=[picture(8 * patch, 6 * patch)], return_tensors="pt")
-    assert out["image_grid_thw"].tolist() == [[1, 6, 8]]
-    assert tuple(out["pixel_values"].shape) == (48, 3 * 2 * patch * patch)
-    assert out["input_ids"].shape == (1, 12)
+def test_the_patches_tell_the_class_where_there_is_only_one_for_them(tmp_path: Path) -> None:
+    for family in ("qwen3_vl", "qwen2_vl"):
+        tiny_processor(family).save_pretrained(tmp_path / family)
+        file = tmp_path / family / "tokenizer_config.json"
+        settings = json.loads(file.read_text())
+        del settings["processor_class"]
+        file.write_text(json.dumps(settings))
+    assert type(load_processor(tmp_path / "qwen3_vl")) is type(tiny_processor("qwen3_vl"))
+    with pytest.raises(ConfigError, match=r"may hold Qwen2VLProcessor or Qwen2_5_VLProcessor: .* copy the config.json"):
+        load_processor(tmp_path / "qwen2_vl")
 
 
-def test_images_stay_within_the_bounds_given_and_default_to_4_to_256_tokens():
-    def tokens(processor, image):
-        return processor(text="<|image_pad|>", images=[image])["mm_token_type_ids"][0].count(1)
-
-    assert tokens(processor_of(), picture(1, 1)) == 4
-    assert 225 <= tokens(processor_of(), picture(1000, 1000)) <= 256
-    assert tokens(tiny_processor(max_pixels=9 * 32 * 32), picture(1000, 1000)) == 9
-    assert tokens(tiny_processor(min_pixels=16 * 32 * 32), picture(1, 1)) == 16
+def test_a_processor_of_another_class_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "LlavaProcessor"}))
+    with pytest.raises(FamilyError, match=r"no LlavaProcessor is known here, .* there are Qwen2VLProcessor, "):
+        load_processor(tmp_path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_normalisation_is_the_family_s(family):
-    mean = processor_of(family).image_processor.image_mean
-    assert list(mean) == (list(transformers.image_utils.OPENAI_CLIP_MEAN) if family in CLIP else [0.5] * 3)
+def test_a_processor_saves_itself_as_others_do(family: str, tmp_path: Path) -> None:
+    processor = tiny_processor(family)
+    tiny_config(family, processor=processor).save_pretrained(tmp_path / "new")
+    processor.save_pretrained(save_directory=tmp_path / "new")
+    loads_again(tmp_path / "new", processor)
+    load_processor(str(tmp_path / "new")).save_pretrained(tmp_path / "new")
+    loads_again(tmp_path / "new", processor)
 
 
-def test_every_special_token_of_qwen_is_one_token():
-    tokenizer = processor_of().tokenizer
-    assert len(SPECIAL_TOKENS) == 14
-    for token in SPECIAL_TOKENS:
-        assert len(tokenizer(f"a{token}b")["input_ids"]) == 3, token
-    assert tokenizer.eos_token == "<|im_end|>"
-    assert tokenizer.pad_token == "<|endoftext|>"
-    assert tokenizer.padding_side == "right"
-
-
-@pytest.mark.parametrize("text", ["<s_nm>NASI GORENG</s_nm>", "Ünïcödé £5 日本\n\n", "\x00\x7f", "75,000"])
-def test_any_text_survives_a_round_trip(text):
-    tokenizer = processor_of().tokenizer
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_receipts_are_words_and_not_bytes():
-    tokenizer = processor_of().tokenizer
-    text = "<s_menu><s_nm>Nasi Goreng</s_nm><s_cnt>2 x</s_cnt><s_price>75,000</s_price></s_menu>"
-    assert len(tokenizer(text)["input_ids"]) < 0.6 * len(text)
-
-
-def test_digits_stand_alone_as_in_qwen():
-    assert len(processor_of().tokenizer("12345")["input_ids"]) == 5
-
-
-def test_the_template_writes_chatml_for_strings_and_parts():
-    text = processor_of().apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
-    assert text == (
-        "<|im_start|>system\nYou read receipts.<|im_end|>\n"
-        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|><|vision_start|><|video_pad|><|vision_end|>"
-        "Total?<|im_end|>\n"
-        "<|im_start|>assistant\n"
+def test_a_checkpoint_of_trainer_holds_the_processor(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="waits for accelerate (extra [train])")
+    processor = tiny_processor()
+    arguments = TrainingArguments(
+        str(tmp_path),
+        max_steps=1,
+        save_steps=1,
+        remove_unused_columns=False,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
     )
+    Trainer(
+        model=enable_packing(tiny_model(processor=processor)),
+        args=arguments,
+        data_collator=VLMCollator(processor, layout="packed"),
+        train_dataset=[chat(), chat()],  # pyright: ignore[reportArgumentType]
+        processing_class=processor,
+    ).train()
+    loads_again(tmp_path / "checkpoint-1", processor)
 
 
-def test_without_a_generation_prompt_the_text_ends_after_the_last_turn():
-    text = processor_of().apply_chat_template(MESSAGES[:1], tokenize=False)
-    assert text == "<|im_start|>system\nYou read receipts.<|im_end|>\n"
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"])
+def test_a_copy_saves_itself_and_not_what_it_was_copied_from(copied: Any, tmp_path: Path) -> None:
+    processor = copied(tiny_processor())
+    processor.tokenizer.add_tokens(["<|mine|>"])
+    processor.chat_template = "{{- messages -}}"
+    tiny_config(processor=processor).save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    loads_again(tmp_path, processor)
 
 
-def test_vocabulary_and_template_can_be_chosen():
-    processor = tiny_processor(vocab_size=300, chat_template="{{ messages[0]['content'] }}")
-    assert len(processor.tokenizer) == 300 + len(SPECIAL_TOKENS)
-    assert processor.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
-    assert processor_of().chat_template == CHAT_TEMPLATE
+def test_a_processor_without_a_template_is_saved_too(tmp_path: Path) -> None:
+    processor = tiny_processor()
+    processor.chat_template = None
+    tiny_config(processor=processor).save_pretrained(tmp_path)
+    save_processor(processor, tmp_path)
+    loads_again(tmp_path, processor)
 
 
-def test_two_processors_do_not_share_a_tokenizer():
-    first, second = tiny_processor(), tiny_processor()
-    first.tokenizer.add_tokens(["<new>"])
-    assert len(first.tokenizer) == len(second.tokenizer) + 1
+def test_it_is_not_sent_to_the_hub_while_it_is_saved(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="call push_to_hub of the processor"):
+        tiny_processor().save_pretrained(tmp_path, push_to_hub=True)
 
 
-def test_it_survives_the_way_to_a_spawned_worker():
-    processor = processor_of()
-    again = pickle.loads(pickle.dumps(processor))
-    image = picture()
-    text = "a <|image_pad|> b"
-    here, there = (p(text=text, images=[image], return_tensors="np") for p in (processor, again))
-    assert np.array_equal(here["input_ids"], there["input_ids"])
-    assert np.array_equal(here["pixel_values"], there["pixel_values"])
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_another_process_trains_the_same_vocabulary():
-    code = "from vlmpack.data.processor import _trained_vocabulary as t; print(hash_of(t(800)))"
-    code = "import hashlib\nhash_of = lambda s: hashlib.sha256(s.encode()).hexdigest()\n" + code
-    hashes = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={"TOKENIZERS_PARALLELISM": parallel, "PYTHONHASHSEED": seed, "HF_HUB_OFFLINE": "1", "PATH": ""},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for parallel, seed in (("true", "1"), ("false", "2"))
-    }
-    assert len(hashes) == 1
-    assert len(hashes.pop().strip()) == 64
-
-
-def test_an_unknown_family_is_refused_by_name():
-    with pytest.raises(ConfigError, match="no processor for family 'llava'; use one of qwen2_vl, qwen2_5_vl, qwen3_vl"):
-        tiny_processor("llava")
-
-
-def test_a_vocabulary_without_room_for_bytes_is_refused():
-    with pytest.raises(ConfigError, match="vocab_size=255 has no room for the 256 bytes; use at least 256"):
-        tiny_processor(vocab_size=255)
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_settings_that_cannot_be_read_are_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"preprocessor_config.json (cannot be read|holds a list).*save the processor"
+    ):
+        load_processor(tmp_path)

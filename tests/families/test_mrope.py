@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from samples import TEXT_ONLY, VISION
 
 from vlmpack.errors import LayoutError
 from vlmpack.families import FAMILIES
 from vlmpack.families.mrope import media_items
 from vlmpack.families.qwen import truncates_seconds
-from vlmpack.families.tiny import tiny_config
 from vlmpack.layout import Segments
+from vlmpack.testing import TEXT_ONLY, VISION, tiny_config
 
 
 def refused(name: str = "qwen3_vl", *, types: torch.Tensor | None = None, width: int = 8, **media: Any) -> str:

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from samples import kinds_of, mixed_samples, padded
 from torch._subclasses.fake_tensor import FakeTensorMode
 from waiting import waits_are_errors
 
 from vlmpack.families import FAMILIES
 from vlmpack.families.qwen import truncates_seconds
-from vlmpack.families.tiny import tiny_config
 from vlmpack.layout import Grid, PackedRow, Segments, SlotRule, pack, recorded_syncs
+from vlmpack.testing import kinds_of, mixed_samples, padded, tiny_config
 
 
 def row_of(name: str) -> tuple[PackedRow, Any]:

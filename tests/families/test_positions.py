@@ -12,12 +12,11 @@ import torch
 from families.naive import naive_positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import KINDS, TEXT_ONLY, VISION, Sample, build_sample, facts_of, mixed_samples, padded
 
 from vlmpack.families import FAMILIES, Family, family_of
 from vlmpack.families.qwen import timed_run, truncates_seconds
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import HostMetadata, PackedRow, Segments, SlotRule, pack
+from vlmpack.testing import KINDS, TEXT_ONLY, VISION, Sample, build_sample, facts_of, mixed_samples, padded, tiny_model
 
 every_family = pytest.mark.parametrize("name", sorted(FAMILIES))
 

@@ -8,15 +8,10 @@ from typing import Any
 import pytest
 import torch
 from parts import parts_of
-from samples import TEXT_ONLY, VISION
 
 from vlmpack.errors import FamilyError
-from vlmpack.families import (
-    FAMILIES,
-    family_named,
-    family_of,
-)
-from vlmpack.families.tiny import tiny_model
+from vlmpack.families import FAMILIES, family_named, family_of
+from vlmpack.testing import TEXT_ONLY, VISION, tiny_model
 
 EXPECTED = {
     "qwen2_vl": "Qwen2VLForConditionalGeneration",

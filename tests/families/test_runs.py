@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from samples import VISION, build_sample, padded
 
 from vlmpack.errors import LayoutError
 from vlmpack.families import FAMILIES
-from vlmpack.families.tiny import tiny_config
 from vlmpack.layout import HostMetadata, Segments, SlotRule, pack, recorded_syncs
+from vlmpack.testing import VISION, build_sample, padded, tiny_config
 
 FOUR, EIGHT = (1, 4, 4), (1, 4, 8)
 X, IMAGE, VIDEO = [0, 0], [1], [2]

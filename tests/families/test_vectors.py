@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from families.naive import naive_positions
-from samples import VISION
 
 from vlmpack.families import FAMILIES
-from vlmpack.families.tiny import tiny_config
 from vlmpack.layout import Segments, SlotRule
+from vlmpack.testing import VISION, tiny_config
 
 VECTOR: dict[str, Any] = json.loads((Path(__file__).parents[1] / "vectors" / "mrope.json").read_text())
 SAMPLES: list[dict[str, Any]] = VECTOR["samples"]

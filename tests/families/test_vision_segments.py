@@ -6,13 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import KINDS, VISION, mixed_samples, padded
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_window_index
 
 from vlmpack.families import FAMILIES
 from vlmpack.families.family import WindowRule, frame_segments, window_segments
-from vlmpack.families.tiny import tiny_config
 from vlmpack.layout import Grid
+from vlmpack.testing import KINDS, VISION, mixed_samples, padded, tiny_config
 
 
 @st.composite

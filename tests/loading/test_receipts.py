@@ -10,16 +10,16 @@ import torch
 from training import arguments
 
 from vlmpack.collate import VLMCollator
-from vlmpack.data import load_cord, tiny_processor, to_conversation
-from vlmpack.families.tiny import tiny_model
+from vlmpack.data import to_conversation
 from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings
 from vlmpack.model import enable_packing
 from vlmpack.plan import plan_bins
+from vlmpack.testing import SyntheticReceipts, tiny_model, tiny_processor
 from vlmpack.trainer import PackedTrainer
 
 PROCESSOR = tiny_processor("qwen3_vl", max_pixels=64 * 32 * 32)
 COLLATOR = VLMCollator(PROCESSOR, layout="packed")
-RECEIPTS = [{"id": at, **to_conversation(record)} for at, record in enumerate(load_cord("synthetic", num=11))]
+RECEIPTS = [{"id": at, **to_conversation(record)} for at, record in enumerate(SyntheticReceipts(num=13))]
 LENGTHS = [COLLATOR.collate([receipt]).facts.lengths[0] for receipt in RECEIPTS]
 CAPACITY = 1000
 

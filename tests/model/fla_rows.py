@@ -14,14 +14,13 @@ import torch
 from equality import Alone, alone_through, by_sample, gradients, poisoned
 from fla.ops.gated_delta_rule import CALLS  # pyright: ignore[reportMissingImports]
 from parts import gated_delta_layers
-from samples import build_sample, kinds_of, mixed_samples, padded
 
 from vlmpack.errors import VlmpackError
 from vlmpack.families import family_named
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import PaddedBatch, SlotRule, pack
 from vlmpack.model import FlaCall, PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms import gated_delta
+from vlmpack.testing import build_sample, kinds_of, mixed_samples, padded, tiny_model
 
 RULE = SlotRule(multiple=4)
 GPU = FlaCall(device="cuda", chip=8, fla="0.6.0", triton="3.7.1", tilelang=False, training=True)

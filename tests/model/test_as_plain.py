@@ -5,14 +5,13 @@ import pickle
 
 import pytest
 import torch
-from samples import VISION, mixed_samples, padded
 from torch.optim.swa_utils import AveragedModel
 
 from vlmpack.errors import ConfigError
 from vlmpack.families import FAMILIES, family_named
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import pack
 from vlmpack.model import enable_packing, is_packing
+from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
 
 SMALL = {"layers": 2, "vision_depth": 1, "hidden": 48}
 EAGER = {**SMALL, "attn_implementation": "eager"}

@@ -7,15 +7,14 @@ import types
 
 import pytest
 import torch
-from samples import mixed_samples, padded, random_sample
 from torch import nn
 
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families import FAMILIES
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing, is_packing
+from vlmpack.testing import mixed_samples, padded, random_sample, tiny_model
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

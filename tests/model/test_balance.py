@@ -24,13 +24,12 @@ from moe import (
     stock,
     text_config,
 )
-from samples import alone, padded
 from training import Gradients, collator, distance, gradients, trainer
 
 from vlmpack.errors import ConfigError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import IGNORE, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, enable_packing
+from vlmpack.testing import alone, padded, tiny_model
 
 RELATIVE, GRADIENT = 1e-6, 1e-5
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")

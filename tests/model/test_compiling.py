@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 from moe import MOE, decoder_layers, samples_of
-from samples import padded
 from torch._dynamo import config
 from torch._dynamo.utils import counters
 from training import distance, gradients
 
 from vlmpack.families import family_named
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, compile_layers, disable_packing, enable_packing
+from vlmpack.testing import padded, tiny_model
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -52,6 +51,7 @@ def graphs_so_far():
     return counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "qwen4_exp"])
 @config.patch(fail_on_recompile_limit_hit=True)  # PyTorch would go on without a word
 def test_every_row_is_what_it_is_without_and_rows_of_kinds_that_were_seen_compile_nothing(family):
@@ -80,6 +80,7 @@ def compile_whole_layers(model, **settings):
     return model
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "compiled"),
     [*((family, compile_layers) for family in MOE), ("qwen3_vl_moe", compile_whole_layers)],

@@ -14,13 +14,12 @@ import pytest
 import torch
 from equality import LOW_PRECISION, alone_through, by_sample, check_gradients, check_outputs, gradients, limits_of
 from peft import LoraConfig, get_peft_model
-from samples import VISION, mixed_samples, padded
 from torch._dynamo.utils import counters
 
 from vlmpack.families import FAMILIES
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, disable_packing, find_model
+from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
 
 SMALL = {"layers": 2, "vision_depth": 1, "hidden": 48}
 GAPS = SlotRule(multiple=4, row_multiple=16)

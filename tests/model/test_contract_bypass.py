@@ -8,16 +8,15 @@ from accelerate import cpu_offload
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from parts import gated_delta_layers
 from peft import LoraConfig, get_peft_model
-from samples import VISION, mixed_samples, padded
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from vlmpack.errors import ConfigError
 from vlmpack.families import FAMILIES
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, disable_packing, enable_packing, is_packing
+from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
 
 SMALL = {"layers": 2, "vision_depth": 1, "hidden": 48}
 DELTA = tuple(name for name, family in FAMILIES.items() if family.has("gated_delta"))

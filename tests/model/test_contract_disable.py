@@ -10,13 +10,12 @@ import sys
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from samples import TOKEN_KEYS, VISION, alone, mixed_samples, padded
 
 from vlmpack.errors import ConfigError
 from vlmpack.families import FAMILIES, family_named
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing, is_packing
+from vlmpack.testing import TOKEN_KEYS, VISION, alone, mixed_samples, padded, tiny_model
 
 SMALL = {"layers": 2, "vision_depth": 1, "hidden": 48}
 GAPS = SlotRule(multiple=4)

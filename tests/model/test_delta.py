@@ -18,15 +18,14 @@ from equality import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parts import gated_delta_layers
-from samples import build_sample, mixed_samples, padded
 
 from vlmpack.errors import ConfigError
 from vlmpack.families import FAMILIES
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Buckets, PackedRow, Segments, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing, is_packing
 from vlmpack.model.mechanisms import gated_delta
 from vlmpack.model.row import CONTEXT, RowContext
+from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
 
 HYBRID = [name for name, family in FAMILIES.items() if family.has("gated_delta")]
 FREE, DEAR = 0.0, 1e9

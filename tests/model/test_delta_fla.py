@@ -17,13 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 from equality import alone_through, check_low_precision, gradients, limits_of
-from samples import mixed_samples, padded
 from tiers import full
 
 from vlmpack.families import FAMILIES, family_named
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule
 from vlmpack.model import FlaCall, PackedStep, StepConfig, disable_packing, uses_fla
+from vlmpack.testing import mixed_samples, padded, tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from parts import gated_delta_layers
 
-from vlmpack.families.tiny import tiny_model
 from vlmpack.model.mechanisms.gated_delta import DeltaHeads
+from vlmpack.testing import tiny_model
 
 
 def delta_layer(family: str) -> Any:

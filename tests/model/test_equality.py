@@ -21,11 +21,9 @@ from equality import (
     limits_of,
     poisoned,
 )
-from samples import VISION, mixed_samples, padded
 
 from vlmpack.errors import LayoutError
 from vlmpack.families import FAMILIES, Family
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import IGNORE, Buckets, Segments, SlotRule, pack
 from vlmpack.model import (
     PackedStep,
@@ -37,6 +35,7 @@ from vlmpack.model.mechanisms import attention, experts
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.per_sample import PerSample
 from vlmpack.model.mechanisms.vision import VisionRow
+from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
 
 KINDS = {
     "text": ("text", "text", "text", "text"),

@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from equality import Limits, alone_through, check_gradients, check_logits, gradients
-from samples import mixed_samples, padded
 
 from vlmpack.families import FAMILIES
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep
+from vlmpack.testing import mixed_samples, padded, tiny_model
 
 EXACT = Limits(logits=1e-12, loss=1e-6, gradient=1e-12, cosine=1e-12)
 """The loss is a cross-entropy in float32."""

@@ -7,13 +7,12 @@ import torch
 from equality import alone_through, check_gradients, check_outputs, check_work, gradients, limits_of, poisoned
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import VISION, build_sample, padded
 
 from vlmpack.families import FAMILIES
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig
 from vlmpack.model.mechanisms import gated_delta
+from vlmpack.testing import VISION, build_sample, padded, tiny_model
 
 model_of = functools.partial(tiny_model, seed=3, layers=3, patch_size=4)
 sides = st.integers(1, 5).map(lambda n: 2 * n)

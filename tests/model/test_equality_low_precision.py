@@ -12,20 +12,17 @@ from equality import (
     alone_through,
     check_low_precision,
     gradients,
-    largest,
     poisoned,
-    relative_error,
-    towers,
 )
-from samples import VISION, mixed_samples, padded
 
 from benchmarks.gpu.models import with_patch_products
 from vlmpack.attention import BACKENDS, AttentionCall
 from vlmpack.families import FAMILIES
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig
 from vlmpack.model.mechanisms.vision import VisionRow
+from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
+from vlmpack.testing.comparison import distance, tower_errors
 
 KINDS = {
     "text": ("text", "text", "text"),
@@ -99,9 +96,9 @@ def test_twice_the_error_of_bfloat16_is_less_than_a_leak(family):
     ids = pack(padded(own.samples)).input_ids
     joined = PackedStep(model)({"input_ids": ids, "cu_seqlens_q": [0, ids.shape[1]]}, logits=True)
     first, *others = joined.row_logits[0].split(own.lengths)
-    assert largest(first, own.logits[0]) <= LOW_PRECISION * largest(plain.logits[0], own.logits[0])
+    assert distance(first, own.logits[0]) <= LOW_PRECISION * distance(plain.logits[0], own.logits[0])
     for leaky, low, full in zip(others, plain.logits[1:], own.logits[1:], strict=True):
-        assert largest(leaky, full) > LOW_PRECISION * largest(low, full)
+        assert distance(leaky, full) > LOW_PRECISION * distance(low, full)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
@@ -111,6 +108,5 @@ def test_twice_the_error_of_bfloat16_is_less_than_a_leak_between_images(family, 
     plain = alone_through(model, cast(own.samples, LOW)).gradients
     monkeypatch.setattr(VisionRow, "find", lambda self, cu_seqlens, patches: Segments.from_lengths([patches]))
     PackedStep(model)(pack(padded(cast(own.samples, LOW)))).loss.backward()
-    names = towers(own.gradients)["vision"]
-    leaky, low = (relative_error(of, own.gradients, names) for of in (gradients(model), plain))
+    leaky, low = (tower_errors(of, own.gradients)["vision"] for of in (gradients(model), plain))
     assert leaky > LOW_PRECISION * low

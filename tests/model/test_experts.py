@@ -9,15 +9,14 @@ import pickle
 import pytest
 import torch
 from moe import EXPERTS, LAYERS, MOE, SHARES, TOP_K, before_experts, decoder_layers, fresh, rule_for, samples_of, stock
-from samples import padded
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import checkpointing, collator, distance, gradients, loss_sums, train
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from vlmpack.families.tiny import tiny_config
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms import experts
+from vlmpack.testing import padded, tiny_config
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 EXACT = 1e-5

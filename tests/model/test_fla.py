@@ -18,9 +18,9 @@ from torch import nn
 
 from vlmpack.errors import BackendError
 from vlmpack.families import FAMILIES, family_named
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Segments, Spaced
 from vlmpack.model.mechanisms.gated_delta import FlaCall, check_fla, fla_boundaries, keeps_zeros, reach, uses_fla
+from vlmpack.testing import tiny_model
 
 GATED = [name for name, family in FAMILIES.items() if family.has("gated_delta")]
 STAND_IN = Path(__file__).parent / "stand_ins" / "fla" / "ops" / "gated_delta_rule" / "__init__.py"

@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from samples import mixed_samples, padded
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import IGNORE, Media, PackedRow, PaddedBatch, Segments, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, enable_packing
+from vlmpack.testing import mixed_samples, padded, tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -28,13 +28,12 @@ if __name__ == "__main__":
 import pytest
 import torch
 import torch.nn.functional as F
-from samples import VISION, mixed_samples, padded
 from tiers import full
 
 from vlmpack.errors import VlmpackError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import enable_packing
+from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
 
 Inputs = dict[str, Any]
 

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from samples import FIRST_TEXT_ID, mixed_samples, padded
 
 from vlmpack.families import FAMILIES
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, enable_packing
+from vlmpack.testing import mixed_samples, padded, tiny_model, word_ids
 
 
 @pytest.mark.parametrize("ways", [{}, {"use_cache": False}], ids=["cache", "no cache"])
@@ -21,7 +20,7 @@ def test_generation_from_a_left_padded_batch_between_two_steps(family, ways):
     del prompts["labels"]
 
     def generated(source):
-        words = {"max_new_tokens": 4, "do_sample": False, "suppress_tokens": [*range(FIRST_TEXT_ID)]}
+        words = {"max_new_tokens": 4, "do_sample": False, "suppress_tokens": [*range(word_ids(model.config).start)]}
         return source.eval().generate(**prompts, **words, **ways)
 
     def trained():

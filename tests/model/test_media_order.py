@@ -9,12 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from samples import build_sample, padded
 
 from vlmpack.errors import LayoutError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Media, PaddedBatch, SlotRule, pack
 from vlmpack.model import enable_packing
+from vlmpack.testing import build_sample, padded, tiny_model
 
 FOUR, EIGHT = (1, 4, 4), (1, 4, 8)
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")

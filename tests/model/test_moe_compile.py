@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from moe import fresh, samples_of
-from samples import padded
 from torch._dynamo.utils import counters
 from training import distance, gradients
 
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig
+from vlmpack.testing import padded
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),

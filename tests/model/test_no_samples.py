@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from vlmpack.collate import VLMCollator
-from vlmpack.data import tiny_processor
-from vlmpack.families.tiny import tiny_model
 from vlmpack.model import PackedStep, StepConfig
+from vlmpack.testing import tiny_model, tiny_processor
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 

@@ -14,14 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from parts import parts_of
-from samples import alone, build_sample, mixed_samples, padded
 
 from vlmpack.errors import ConfigError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import Buckets, Segments, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms import per_sample
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
+from vlmpack.testing import alone, build_sample, mixed_samples, padded, tiny_model
 
 BATCHES = {
     "pair": ("image", "text"),

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from samples import padded, random_sample
 
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, StepConfig, StepResult
+from vlmpack.testing import padded, random_sample, tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,13 @@ import pytest
 import torch
 from equality import alone_through, check_gradients, limits_of
 from ranks import CASES, fresh, samples_of
-from samples import mixed_samples, padded
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, enable_packing
+from vlmpack.testing import mixed_samples, padded, tiny_model
 
 pytestmark = pytest.mark.dist
 RULE = SlotRule(multiple=4)

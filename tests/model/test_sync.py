@@ -4,15 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from samples import VISION, mixed_samples, padded
 from waiting import waits_are_errors
 
 import vlmpack
 from vlmpack.families import FAMILIES
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import HostSync, SlotRule, pack, recorded_syncs, unpack
 from vlmpack.model import StepConfig, disable_packing, enable_packing
 from vlmpack.model.inputs import rope_segments
+from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
 
 CPU = torch.device("cpu")
 HOME = Path(vlmpack.__file__).parent

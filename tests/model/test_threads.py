@@ -5,10 +5,10 @@ import threading
 import pytest
 import torch
 from moe import before_experts, decoder_layers, fresh, samples_of
-from samples import alone, padded
 
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import enable_packing
+from vlmpack.testing import alone, padded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 

@@ -4,11 +4,10 @@ import warnings
 
 import pytest
 import torch
-from samples import mixed_samples, padded
 
 from vlmpack.errors import UnpackedWarning
-from vlmpack.families.tiny import tiny_model
 from vlmpack.model import enable_packing, plain
+from vlmpack.testing import mixed_samples, padded, tiny_model
 
 SMALL = {"layers": 2, "vision_depth": 1, "hidden": 48}
 

@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from ranks import CASES, fresh, samples_of
-from samples import padded
 
 from vlmpack.families import family_of
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, enable_packing
+from vlmpack.testing import padded
 
 
 def main(folder: Path) -> None:

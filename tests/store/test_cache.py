@@ -20,13 +20,12 @@ from measured import conversations, encoded
 from PIL import ExifTags, Image
 
 from vlmpack.collate import VLMCollator
-from vlmpack.data import tiny_processor
 from vlmpack.data.images import ImageLimits
-from vlmpack.data.processor import CHAT_TEMPLATE
 from vlmpack.errors import ConfigError
 from vlmpack.store import LengthCache, measure_lengths
 from vlmpack.store import measure as measure_module
 from vlmpack.store.cache import Entry, sample_key, settings_key
+from vlmpack.testing import CHAT_TEMPLATE, tiny_processor
 
 COLLATOR = VLMCollator(processor_of())
 LIMITS = ImageLimits()

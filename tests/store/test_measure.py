@@ -13,12 +13,12 @@ from chats import chat, picture, processor_of, tokenised
 from measured import UNREADABLE, Deadly, KeyTeller, Stored, Stream, conversations, encoded
 
 from vlmpack.collate import Ceiling, VLMCollator
-from vlmpack.data import open_dataset, tiny_processor
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.store import measure_lengths
 from vlmpack.store.cache import settings_key
 from vlmpack.store.measure import PART, lengths_of
+from vlmpack.testing import receipt_conversations, tiny_processor
 
 SAMPLES = conversations(150)
 
@@ -130,7 +130,7 @@ def test_a_stream_is_measured_here_whatever_the_number_of_workers(truth: LengthT
 
 
 def test_receipts_are_measured_as_they_are_opened() -> None:
-    table = measure_lengths(open_dataset("synthetic", num=2, scale=0.35), collator_of())
+    table = measure_lengths(receipt_conversations(num=2, scale=0.35), collator_of())
     assert len(table) == 2
     assert table.images.tolist() == [1, 1]
 

@@ -12,11 +12,11 @@ from store.stores import CAPACITY, check_same, encoded, mixed, packing, places, 
 from torch.utils.data import DataLoader
 
 from vlmpack.collate import VLMCollator, read_ledger
-from vlmpack.data.processor import tiny_processor
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import PackedRow
 from vlmpack.loading import PackedBatchSampler
 from vlmpack.store import PackedDataset
+from vlmpack.testing import tiny_processor
 
 
 @pytest.fixture(scope="module")

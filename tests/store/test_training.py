@@ -12,9 +12,9 @@ from transformers import Trainer
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.model import PackedStep, disable_packing, enable_packing
 from vlmpack.store import PackedDataset
+from vlmpack.testing import tiny_model
 
 TOKENS = ("input_ids", "labels", "mm_token_type_ids")
 

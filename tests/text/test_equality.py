@@ -16,8 +16,8 @@ from training import Gradients, arguments, logged
 from transformers import Trainer, default_data_collator
 
 from vlmpack.errors import ConfigError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.model import PackedStep, enable_packing
+from vlmpack.testing import tiny_model
 from vlmpack.text import RowCollator, pack_dataset, pack_result_to_tensors, pack_sequences, packed_collate_fn
 from vlmpack.trainer import loss_metrics
 

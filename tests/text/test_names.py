@@ -11,7 +11,7 @@ from training import arguments, logged
 from transformers import Trainer
 
 import vlmpack.text
-from vlmpack.families.tiny import tiny_model
+from vlmpack.testing import tiny_model
 
 HEAVY = ("torch", "transformers", "datasets", "pyarrow")
 

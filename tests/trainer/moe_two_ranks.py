@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from moe import MOE, decoder_layers, fresh, samples_of
-from samples import padded
 
 from vlmpack.layout import SlotRule
 from vlmpack.model import PackedStep, StepConfig, enable_packing
+from vlmpack.testing import padded
 
 WRAPPERS = ("ddp", "fsdp2")
 CONFIG = StepConfig(slots=SlotRule(multiple=8), z_loss_coef=0.25)

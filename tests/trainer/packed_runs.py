@@ -10,10 +10,10 @@ import pytest
 import torch
 from training import KINDS, Samples, arguments, collator, lengths_of, logged, receipts
 
-from vlmpack.families.tiny import tiny_model
 from vlmpack.loading import PackedStream, RowSettings
 from vlmpack.model import enable_packing
 from vlmpack.plan import Plan, plan_bins
+from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer
 
 torchdata_on_new_torch = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

@@ -7,8 +7,8 @@ import copy
 import pytest
 from training import LAYOUTS, checkpointing, collator, descend, distance, gradients, receipts, train
 
-from vlmpack.families.tiny import tiny_model
 from vlmpack.model import enable_packing
+from vlmpack.testing import tiny_model
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 KINDS_OF_CHECKPOINT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non_reentrant"])

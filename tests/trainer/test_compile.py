@@ -9,8 +9,8 @@ import torch
 from torch._dynamo.utils import counters
 from training import collator, descend, distance, gradients, receipts, train
 
-from vlmpack.families.tiny import tiny_model
 from vlmpack.model import PackedStep, enable_packing
+from vlmpack.testing import tiny_model
 
 SMALL = {"layers": 1, "vision_depth": 1}
 pytestmark = [

@@ -12,9 +12,9 @@ from training import LAYOUTS, arguments, logged
 from transformers import Trainer
 
 from vlmpack.collate import Ceiling, VLMCollator
-from vlmpack.data import load_cord, to_conversation
-from vlmpack.families.tiny import tiny_model
+from vlmpack.data import to_conversation
 from vlmpack.model import enable_packing
+from vlmpack.testing import SyntheticReceipts, tiny_model
 from vlmpack.trainer import check_trainer, loss_metrics
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
@@ -38,7 +38,7 @@ class Rows(torch.utils.data.Dataset):
 def small_receipts():
     """Six receipts as conversations, their pictures made small so that a tiny model has little to look at."""
     rows = []
-    for record in load_cord("synthetic", num=6, seed=1):
+    for record in SyntheticReceipts(num=6, seed=1):
         record = {**record, "image": record["image"].resize((96, 128))}
         rows.append(to_conversation(record))
     return rows

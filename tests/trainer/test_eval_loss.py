@@ -8,15 +8,14 @@ import pickle
 import pytest
 import torch
 from chats import chat, processor_of
-from samples import padded
 from torch.nn.parallel import DistributedDataParallel
 from training import LAYOUTS, Samples, arguments, collator, loss_sums, receipts, trainer
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.model import StepConfig, disable_packing, enable_packing
+from vlmpack.testing import padded, tiny_model
 from vlmpack.trainer import PackedTrainer, check_trainer, evaluate, loss_metrics
 
 REFUSAL = r"averages the mean losses of batches over samples.*PackedTrainer.*compute_metrics=loss_metrics\(model\)"

@@ -8,15 +8,14 @@ import math
 import pytest
 import torch
 from chats import chat, picture, processor_of
-from samples import VISION
 from training import KINDS, LAYOUTS, Samples, collator, lengths_of, loss_sums, receipts
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import METADATA_KEY
 from vlmpack.model import PackedStep, enable_packing, is_packing
 from vlmpack.plan import plan_bins
+from vlmpack.testing import VISION, tiny_model
 from vlmpack.trainer import evaluate
 from vlmpack.trainer.evaluation import EvaluationLoader, EvaluationRows
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from training import LAYOUTS, Samples, arguments, collator, loss_sums, receipts, trainer
 
-from vlmpack.families.tiny import tiny_model
 from vlmpack.model import enable_packing
+from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")

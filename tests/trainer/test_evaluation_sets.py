@@ -9,9 +9,9 @@ from training import Samples, arguments, collator, lengths_of
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.model import enable_packing
 from vlmpack.plan import plan_bins
+from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer
 
 

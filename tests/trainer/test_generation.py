@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from samples import alone, padded
 from training import receipts, train
 
-from vlmpack.families.tiny import tiny_model
 from vlmpack.model import enable_packing
+from vlmpack.testing import alone, padded, tiny_model
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 

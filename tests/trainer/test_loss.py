@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from samples import padded
 from training import KINDS, LAYOUTS, descend, distance, logged, receipts, train, trainer, weights
 
-from vlmpack.families.tiny import tiny_model
 from vlmpack.model import enable_packing
+from vlmpack.testing import padded, tiny_model
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 TWELVE = (*KINDS, *KINDS[:5])

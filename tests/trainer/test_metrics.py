@@ -7,8 +7,8 @@ import pytest
 from transformers import EvalPrediction
 
 from vlmpack.errors import ConfigError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.model import enable_packing
+from vlmpack.testing import tiny_model
 from vlmpack.trainer import loss_metrics
 
 LABELS = np.zeros((3, 5), np.int64)

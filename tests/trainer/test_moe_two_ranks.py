@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from moe import MOE, fresh, naive_z_loss, real_rows, samples_of, stock
-from samples import padded
 from training import distance, gradients
+
+from vlmpack.testing import padded
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.full]
 

@@ -14,11 +14,11 @@ from transformers import Trainer
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.loading import PackedStream, RowSettings
 from vlmpack.model import enable_packing
 from vlmpack.plan import LengthTable, plan_bins
 from vlmpack.store import PackedDataset, StoreSettings, measure_lengths, write_rows
+from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer, evaluate, loss_metrics
 from vlmpack.trainer.evaluation import EvaluationRows
 

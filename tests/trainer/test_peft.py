@@ -8,8 +8,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from training import checkpointing, collator, descend, distance, receipts, train, weights
 
 from vlmpack.errors import ConfigError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.model import disable_packing, enable_packing, is_packing
+from vlmpack.testing import tiny_model
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 LANGUAGE = r".*language_model.*\.(q_proj|v_proj|down_proj|in_proj_qkv|in_proj_a)"
@@ -33,6 +33,7 @@ def has_gradient(run, part):
     return any(part in name for name in run.gradients[0])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("order", ["enable, then adapt", "adapt, then enable"])
 @pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
 @pytest.mark.parametrize("family", FAMILIES)

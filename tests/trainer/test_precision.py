@@ -6,8 +6,8 @@ import pytest
 import torch
 from training import LAYOUTS, Samples, gradients, loss_sums, receipts, train, trainer
 
-from vlmpack.families.tiny import tiny_model
 from vlmpack.model import disable_packing, enable_packing
+from vlmpack.testing import tiny_model
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 

@@ -33,9 +33,9 @@ from transformers import Trainer
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.model import disable_packing, enable_packing
 from vlmpack.store import PackedDataset, StoreSettings, write_rows
+from vlmpack.testing import tiny_model
 
 
 @pytest.fixture

@@ -8,12 +8,11 @@ import pickle
 
 import pytest
 import torch
-from samples import alone
 from training import KINDS, LAYOUTS, Samples, arguments, collator, distance, logged, receipts, train, weights
 from transformers import AutoModelForImageTextToText, Trainer
 
-from vlmpack.families.tiny import tiny_model
 from vlmpack.model import disable_packing, enable_packing, is_packing
+from vlmpack.testing import alone, tiny_model
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from chats import processor_of
-from samples import alone
 from training import Gradients, Samples, arguments, descend, distance, logged, loss_sums, receipts, trainer
 from transformers import (
     DataCollatorForLanguageModeling,
@@ -16,9 +15,9 @@ from transformers import (
 )
 
 from vlmpack.errors import ConfigError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.layout import SlotRule
 from vlmpack.model import PackedStep, StepConfig, enable_packing
+from vlmpack.testing import alone, tiny_model
 from vlmpack.trainer import check_trainer, loss_metrics
 
 TEXT_MODELS = ("qwen3", "qwen3_next")

@@ -13,7 +13,7 @@ import torch
 from trainer.packed_runs import fingerprint, fresh, planned, scene
 from training import descend, lengths_of, loss_sums, receipts
 
-from vlmpack.families.tiny import tiny_model
+from vlmpack.testing import tiny_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.full]
 

@@ -19,9 +19,9 @@ from trainer.packed_runs import fingerprint, fresh, plan_of, planned, streamed
 from training import LAYOUTS, Samples, arguments, collator, lengths_of, logged, receipts, trainer
 
 from vlmpack.errors import ConfigError
-from vlmpack.families.tiny import tiny_model
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.plan import plan_bins
+from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer, evaluate, loss_metrics
 from vlmpack.trainer.checkpoints import newest_complete
 

@@ -21,7 +21,8 @@ from vlmpack.files import write_text
 from vlmpack.terminal import make_table, number_columns, print_table
 
 if TYPE_CHECKING:
-    from vlmpack.cli.training import Agreement, Run, Setup
+    from vlmpack.cli.training import Run, Setup
+    from vlmpack.testing import GradientCosine
 
 ROWS, LOSSES, NUMBERS = "rows.png", "losses.png", "demo.json"
 
@@ -100,7 +101,7 @@ def _train_both(setup: Setup, console: Console) -> tuple[Run, Run, Any]:
     return runs[0], runs[1], model
 
 
-def _save(setup: Setup, padded: Run, packed: Run, agreement: Agreement, out: Path) -> None:
+def _save(setup: Setup, padded: Run, packed: Run, agreement: GradientCosine, out: Path) -> None:
     """Write the pictures of rows and losses, and the numbers."""
     from vlmpack.collate import VLMCollator
     from vlmpack.layout import PaddedBatch
@@ -115,13 +116,13 @@ def _save(setup: Setup, padded: Run, packed: Run, agreement: Agreement, out: Pat
     write_text(out / NUMBERS, json.dumps(numbers, indent=2) + "\n")
 
 
-def print_comparison(padded: Run, packed: Run, agreement: Agreement, console: Console, *, device: str) -> None:
+def print_comparison(padded: Run, packed: Run, agreement: GradientCosine, console: Console, *, device: str) -> None:
     """Print the table, and the meaning of its numbers."""
     print_table(console, comparison(padded, packed, agreement, device=device))
     console.print(notes(padded, packed, agreement, device=device), highlight=False)
 
 
-def comparison(padded: Run, packed: Run, agreement: Agreement, *, device: str) -> Table:
+def comparison(padded: Run, packed: Run, agreement: GradientCosine, *, device: str) -> Table:
     """Make the table: one row a measure."""
     table = make_table("", *number_columns("padded", "packed", "packed / padded"))
 
@@ -149,7 +150,7 @@ def loss_differences(padded: Run, packed: Run) -> tuple[float, float]:
     return differences[-1], max(differences)
 
 
-def notes(padded: Run, packed: Run, agreement: Agreement, *, device: str) -> str:
+def notes(padded: Run, packed: Run, agreement: GradientCosine, *, device: str) -> str:
     """Explain the table's numbers, and sum them up."""
     lengths = [length for step in packed.lengths for length in step]
     lines = [

@@ -23,7 +23,7 @@ from vlmpack.terminal import make_table, print_table, print_text, text_column
 if TYPE_CHECKING:
     import torch
 
-    from vlmpack.proof import Loaded, Report
+    from vlmpack.probing import Loaded, Report
 
 PACKAGES = {
     "vlmpack": None,
@@ -256,7 +256,7 @@ def _probe(
     if model is not None:
         options.refuse_file("", model)
     from vlmpack.attention import BACKENDS
-    from vlmpack.proof import backends_for, probe
+    from vlmpack.probing import backends_for, probe
 
     choices = ("auto", *BACKENDS, ALL)
     if attention is not None and attention not in choices:  # before a model is read
@@ -289,8 +289,9 @@ def _models(name: str | None, device: torch.device, dtype: str | None, *, tiny: 
     """
     import torch
 
-    from vlmpack.families import FAMILIES, family_named, tiny_model
-    from vlmpack.proof import Loaded, load
+    from vlmpack.families import FAMILIES, family_named
+    from vlmpack.probing import Loaded, load
+    from vlmpack.testing import tiny_model
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if dtype is not None:

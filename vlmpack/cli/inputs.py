@@ -98,13 +98,14 @@ def open_samples(
     Raises:
         ConfigError: it cannot be read, has fewer samples, or names no paths for `image_root`.
     """
-    from vlmpack.data import SMALLEST_LEGIBLE, open_dataset
+    from vlmpack.data import open_dataset
+    from vlmpack.testing import SMALLEST_LEGIBLE, receipt_conversations
 
     if source != SYNTHETIC:
         return open_dataset(source, split=split, num=num, image_root=image_root)
     if image_root is not None:
         raise ConfigError(f"--image-root {image_root}: {SYNTHETIC} receipts have no paths; leave it out")
-    return open_dataset(source, split=split, num=num, seed=seed, scale=SMALLEST_LEGIBLE if small else 1.0)
+    return receipt_conversations(split=split, num=num, seed=seed, scale=SMALLEST_LEGIBLE if small else 1.0)
 
 
 def _check(options: InputOptions) -> None:
@@ -204,8 +205,8 @@ def named_processor(name: str) -> Any:
 
 
 def _tiny_processor(family: str) -> Any:
-    from vlmpack.data import CHAT_TEMPLATE, tiny_processor
     from vlmpack.families import family_named
+    from vlmpack.testing import CHAT_TEMPLATE, tiny_processor
 
     if family_named(family).has_vision:
         return tiny_processor(family)

@@ -6,7 +6,7 @@ Same receipts in the same order, same seeds, same initial weights.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import mean, median
@@ -19,16 +19,23 @@ from transformers.trainer_callback import PrinterCallback
 
 from vlmpack.cli.inputs import SYNTHETIC, open_samples, reading
 from vlmpack.collate import BatchLayout, VLMCollator
-from vlmpack.data import OpenDataset, load_processor, open_dataset, tiny_processor
+from vlmpack.data import OpenDataset, load_processor, open_dataset
 from vlmpack.errors import ConfigError
-from vlmpack.families import family_of, tiny_model
+from vlmpack.families import family_of
 from vlmpack.layout import METADATA_KEY, HostMetadata
 from vlmpack.machine import peak_bytes
 from vlmpack.model import disable_packing, enable_packing
+from vlmpack.testing import GradientCosine, run_alone, run_packed, smallest_cosine, tiny_model, tiny_processor
 
 TINY_RATE, PRETRAINED_RATE = 1e-3, 1e-5
 """Learning rates of AdamW."""
 TINY_SIZES = {"hidden": 128, "layers": 4, "vision_hidden": 64, "vision_heads": 4}
+TOKENS = ("input_ids", "labels", "mm_token_type_ids")
+"""Tensors of a batch with one entry a token."""
+NOT_OF_SAMPLES = ("attention_mask", METADATA_KEY)
+TOKENS = ("input_ids", "labels", "mm_token_type_ids")
+"""Tensors of a batch with one entry a token."""
+NOT_OF_SAMPLES = ("attention_mask", METADATA_KEY)
 
 
 @final
@@ -263,75 +270,27 @@ class Meter(TrainerCallback):
         return time.perf_counter()
 
 
-# ---------------------------------------------------------------------- gradients
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Agreement:
-    """Comparison of two sets of gradients."""
-
-    cosine: float
-    """The smallest over all parameters, computed in float64."""
-    parameter: str
-    """The parameter that has it."""
-    parameters: int
-    """Number of parameters."""
-
-
-def packed_against_alone(model: nn.Module, processor: Any, samples: Sequence[Mapping[str, Any]]) -> Agreement:
+def packed_against_alone(
+    model: nn.Module, processor: Any, conversations: Sequence[Mapping[str, Any]]
+) -> GradientCosine:
     """Compare gradients of one batch's loss: as a packed row, and sample by sample through the unmodified model.
 
-    The model is put into float32 and keeps that; its weights stay the same.
+    The model is put into float32 and keeps that; its weights stay the same, and packing is disabled.
     """
     model.float().eval()
     collate, pack = VLMCollator(processor), VLMCollator(processor, layout="packed")
-    batches = [collate([sample]) for sample in samples]
-    targets = [batch.pop(METADATA_KEY).num_targets for batch in batches]
-    alone = _gradients(disable_packing(model), batches, [count / sum(targets) for count in targets])
-    return agreement(_gradients(enable_packing(model), [pack(samples)], [1.0]), alone)
-
-
-def agreement(packed: Mapping[str, torch.Tensor], alone: Mapping[str, torch.Tensor]) -> Agreement:
-    """Find the smallest cosine. A gradient on one side only counts as 0, one that is 0 on both as 1."""
-    cosines = {name: _cosine(packed.get(name), alone.get(name)) for name in {**alone, **packed}}
-    worst = min(cosines, key=cosines.__getitem__)
-    return Agreement(cosine=cosines[worst], parameter=worst, parameters=len(cosines))
-
-
-def _cosine(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    if a is None or b is None:
-        return 0.0
-    x, y = a.double().flatten(), b.double().flatten()
-    norms = float(x.norm() * y.norm())
-    if norms == 0.0:
-        return float(not x.any() and not y.any())
-    return float(x @ y) / norms
-
-
-def _gradients(
-    model: nn.Module, batches: Iterable[Mapping[str, Any]], weights: Iterable[float]
-) -> dict[str, torch.Tensor]:
-    """Sum the gradients of the weighted losses, and remove them from the model."""
-    model.zero_grad(set_to_none=True)
-    device = next(model.parameters()).device
-    for batch, weight in zip(batches, weights, strict=True):
-        (model(**_placed(batch, device)).loss * weight).backward()
-    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return gradients
-
-
-def _placed(batch: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-
-
-# ---------------------------------------------------------------------- memory
+    batches = [collate([conversation]) for conversation in conversations]
+    samples = [
+        {name: batch[name][0] if name in TOKENS else batch[name] for name in batch if name not in NOT_OF_SAMPLES}
+        for batch in batches
+    ]
+    alone = run_alone(disable_packing(model), samples)
+    return smallest_cosine(run_packed(model, pack.collate(conversations), samples).gradients, alone.gradients)
 
 
 def _peak_of_step(model: nn.Module, batch: Mapping[str, Any], device: str) -> int:
     model.zero_grad(set_to_none=True)
-    placed = _placed(batch, device)
+    placed = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
     tensors = [value for value in placed.values() if isinstance(value, torch.Tensor)]
     peak = peak_bytes(lambda: model(**placed).loss.backward(), held=[*model.parameters(), *tensors], device=device)
     model.zero_grad(set_to_none=True)

@@ -7,19 +7,33 @@ train/json/receipt_00000.json
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmpack.data.receipts import SPLITS, parse_lines
 from vlmpack.errors import ConfigError, SampleError
 
+SPLITS = {"train": "train", "validation": "dev", "test": "test"}
+"""Name of a split in the dataset, and the name that CORD writes into `meta.split`."""
 ALIASES = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 """Names of splits in files and folders, and the splits that they mean; as `datasets` reads them."""
+
+MENU_FIELDS = ("nm", "num", "unitprice", "cnt", "discountprice", "price", "itemsubtotal", "vatyn", "etc", "sub")
+FIELDS = {
+    "menu": MENU_FIELDS,
+    "void_menu": ("nm", "price"),
+    "sub_total": ("subtotal_price", "discount_price", "service_price", "othersvc_price", "tax_price", "etc"),
+    "total": (
+        "total_price", "total_etc", "cashprice", "changeprice", "creditcardprice", "emoneyprice", "menutype_cnt",
+        "menuqty_cnt",
+    ),
+}  # fmt: skip
+"""CORD's classes in the order in which `gt_parse` lists them. Source: github.com/clovaai/cord, README."""
 
 
 def archive_in(folder: Path, split: str) -> ImageFolder | None:
@@ -92,3 +106,47 @@ def _written_split(ground_truth: str) -> str:
 
 def _json_beside(image: Path) -> Path:
     return image.parent.parent / "json" / f"{image.stem}.json"
+
+
+# ---------------------------------------------------------------------- annotated lines
+
+
+def parse_lines(valid_line: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Compute the nested values (`gt_parse`) of annotated lines (`valid_line`).
+
+    Key words are left out; words of a line are joined by spaces; several lines of one class in one group become a list;
+    a menu of one item is a dict, not a list. Lines without `sub_group_id` (CORD v0) belong to sub group 0.
+    """
+    parse: dict[str, Any] = {}
+    groups: dict[tuple[str, int], dict[str, Any]] = {}
+    for line in valid_line:
+        text = " ".join(word["text"] for word in line["words"] if not word["is_key"])
+        top, _, name = line["category"].replace("menu.sub.", "menu.sub_").partition(".")
+        group = line["group_id"] if top in ("menu", "void_menu") else 0
+        if text:
+            _add(groups.setdefault((top, group), {}), name, text, line.get("sub_group_id", 0))
+    for top in _ordered((top for top, _ in groups), tuple(FIELDS)):
+        values = [_in_order(group, FIELDS.get(top, ())) for (name, _), group in groups.items() if name == top]
+        parse[top] = values if len(values) > 1 else values[0]
+    return parse
+
+
+def _add(group: dict[str, Any], name: str, text: str, sub_group: int) -> None:
+    if name.startswith("sub_"):
+        group = group.setdefault("sub", {}).setdefault(sub_group, {})
+        name = name.removeprefix("sub_")
+    value = group.get(name)
+    group[name] = text if value is None else [*([value] if isinstance(value, str) else value), text]
+
+
+def _in_order(group: dict[str, Any], fields: tuple[str, ...]) -> dict[str, Any]:
+    if "sub" in group:
+        subs = [_in_order(sub, MENU_FIELDS) for sub in group["sub"].values()]
+        group["sub"] = subs if len(subs) > 1 else subs[0]
+    return {name: group[name] for name in _ordered(group, fields)}
+
+
+def _ordered(names: Iterable[str], first: tuple[str, ...]) -> list[str]:
+    """Each name once: those in `first` in that order, then any other as it comes."""
+    unique = dict.fromkeys(names)
+    return [name for name in first if name in unique] + [name for name in unique if name not in first]

@@ -1,9 +1,8 @@
 """CORD v2 from anywhere, as one map-style dataset.
 
-    "synthetic"  ──▶ receipts.SyntheticReceipts ──┐
-    hub id       ──┐                              ├──▶ rows ──▶ CordDataset ──▶ {"image": RGB, "ground_truth": JSON}
-    folder       ──┼▶ sources.find_rows ──────────┘             one way for all
-    parquet      ──┘
+    hub id   ──┐
+    folder   ──┼▶ sources.find_rows ──▶ rows ──▶ CordDataset ──▶ {"image": RGB, "ground_truth": JSON}
+    parquet  ──┘
 
 The image is decoded here, never by `datasets`: turned upright by its EXIF tag exactly once, put on white where it is
 transparent, made RGB. The ground truth is checked when a record is taken.
@@ -16,33 +15,26 @@ from dataclasses import dataclass
 from operator import index as whole
 from typing import Any
 
+from vlmpack.data.archive import SPLITS
 from vlmpack.data.images import ImageError, load_image
 from vlmpack.data.json_tokens import parse_of
-from vlmpack.data.readers import Rows, Source, complete_row, find_rows, refuse_scale
-from vlmpack.data.receipts import SPLITS, SyntheticReceipts
+from vlmpack.data.readers import Rows, Source, complete_row, find_rows
 from vlmpack.errors import ConfigError, SampleError
 
 
-def load_cord(
-    source: Source = "synthetic", *, split: str = "train", num: int | None = None, seed: int = 0, scale: float = 1.0
-) -> CordDataset:
-    """Receipts as a map-style dataset: `len()`, and `[i] -> {"image": RGB PIL image, "ground_truth": JSON string}`.
+def load_cord(source: Source, *, split: str = "train", num: int | None = None) -> CordDataset:
+    """Open receipts as a map-style dataset: `len()`, `[i] -> {"image": RGB PIL image, "ground_truth": JSON string}`.
 
     Args:
-        source: `"synthetic"`, a hub id, a local folder, one parquet file or several.
+        source: a hub id, a local folder, one parquet file or several.
         split: `"train"`, `"validation"` or `"test"`.
-        num: the first so many records; None: all (synthetic: as many as CORD has, 800, 100, 100).
-        seed: of the synthetic receipts. Real records keep their stored order.
-        scale: of the synthetic receipts' text; 0.35 draws small pictures for a CPU.
+        num: the first so many records; None: all.
 
     Raises:
         ConfigError: the source, split, columns or number do not fit what is there; or an extra is missing.
     """
     if split not in SPLITS:
         raise ConfigError(f"no split {split!r}; CORD has {', '.join(SPLITS)} (its files say 'dev' for validation)")
-    if isinstance(source, str) and source == "synthetic":
-        return CordDataset(rows=SyntheticReceipts(split=split, num=num, seed=seed, scale=scale), name=source)
-    refuse_scale(scale)
     rows, name = find_rows(source, split)
     if num is not None and not 0 <= num <= len(rows):
         raise ConfigError(f"num is {num}, but {name} holds {len(rows)} records in {split!r}; ask for at most that many")

@@ -1,7 +1,6 @@
 """Any data set for fine-tuning, as samples for `VLMCollator`: nothing is decoded, and nothing but the index is kept.
 
-    "synthetic"           receipts drawn here                                    ─┐ CORD: image and ground_truth
-    CORD from anywhere    hub id, folder, parquet: `sources`                     ─┴──▶ to_conversation ──┐
+    CORD from anywhere    hub id, folder, parquet: `sources`                      ───▶ to_conversation ──┐
     file of JSON, JSONL   messages, conversations, prompt + completion, input_ids ─┐                     ├──▶ samples
     the same, stored      parquet, `save_to_disk` folder, hub id: `sources`       ─┴──▶ as it stands ────┘
 
@@ -37,9 +36,7 @@ from vlmpack.data.readers import (
     find_stored,
     json_rows,
     readable,
-    refuse_scale,
 )
-from vlmpack.data.receipts import SyntheticReceipts
 from vlmpack.errors import ConfigError, SampleError
 
 CONVERSATIONS = ("messages", "conversations", "conversation", "prompt", "completion")
@@ -84,38 +81,24 @@ def _is_list(value: Any) -> bool:
 
 
 def open_dataset(
-    source: Source,
-    *,
-    split: str = "train",
-    num: int | None = None,
-    seed: int = 0,
-    scale: float = 1.0,
-    image_root: str | Path | None = None,
+    source: Source, *, split: str = "train", num: int | None = None, image_root: str | Path | None = None
 ) -> OpenDataset:
-    """Samples as a map-style data set: `len()`, and `[i]` -> a mapping that `VLMCollator` takes.
+    """Open samples as a map-style data set: `len()`, and `[i]` -> a mapping that `VLMCollator` takes.
 
     Args:
-        source: `"synthetic"`, a file of JSON or JSONL or a list of them, parquet files or a folder of them, a folder
-            written by `save_to_disk`, an unpacked CORD archive, or a hub id.
+        source: a file of JSON or JSONL or a list of them, parquet files or a folder of them, a folder written by
+            `save_to_disk`, an unpacked CORD archive, or a hub id.
         split: of a source that has several. A file that is named is one split, whatever it is called.
         num: the first so many samples; None: all of them.
-        seed: of synthetic receipts. Stored samples keep their order.
-        scale: of the text of synthetic receipts; 0.35 draws small pictures.
         image_root: folder at which paths of images and videos start that are not absolute; None: at the folder of the
             file that names them.
 
     Raises:
         ConfigError: the source, split or number do not fit what is there; it cannot be read, or holds no samples;
-            `scale` is given for stored ones; `image_root` is no folder, or the source names no paths; or an extra is
-            missing.
+            `image_root` is no folder, or the source names no paths; or an extra is missing.
     """
     check_source(source)
     root = None if image_root is None else _root(image_root)
-    if isinstance(source, str) and source == "synthetic":
-        receipts = SyntheticReceipts(split=split, num=num, seed=seed, scale=scale)
-        _check_names_paths(receipts, source, root)
-        return OpenDataset(rows=receipts, name=source, are_receipts=True)
-    refuse_scale(scale)
     with readable(source):
         found = _find(source, split, root)
         are_receipts = _are_receipts(found.rows, found.name)
@@ -287,7 +270,7 @@ def _root(image_root: str | Path) -> Path:
 
 
 def _check_names_paths(rows: Rows, name: str, root: Path | None) -> None:
-    if root is not None and isinstance(rows, SyntheticReceipts | ImageFolder):
+    if root is not None and isinstance(rows, ImageFolder):
         raise ConfigError(f"image_root is where paths in the samples start, and {name} names none; leave it out")
 
 

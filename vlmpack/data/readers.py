@@ -259,21 +259,11 @@ def check_source(source: Any) -> None:
         return
     of = f" of {type(source[0]).__name__}" if is_list else ""
     raise ConfigError(
-        "what is opened is 'synthetic', a file, a list of files, a folder or a hub id, each by its name; got a "
+        "what is opened is a file, a list of files, a folder or a hub id, each by its name; got a "
         f"{type(source).__name__}{of}. Samples that are in memory, such as a list of dicts or a datasets.Dataset, need "
         "no opening: give them to VLMCollator, to a DataLoader or to the trainer as they are (receipts: what "
         "to_conversation makes of them)"
     )
-
-
-def refuse_scale(scale: float) -> None:
-    """Refuse a size for the text of samples that are stored: it would say nothing.
-
-    Raises:
-        ConfigError: it is another than 1.
-    """
-    if scale != 1.0:
-        raise ConfigError(f"scale={scale} is for synthetic receipts; limit real images by the processor's max_pixels")
 
 
 def find_stored(source: Source, split: str) -> tuple[StoredRows | ImageFolder, str]:
@@ -289,8 +279,8 @@ def find_stored(source: Source, split: str) -> tuple[StoredRows | ImageFolder, s
     if isinstance(source, str) and _HUB_ID.fullmatch(source) and path.suffix not in JSON_FILES:
         return _hub_rows(source, split), source
     raise ConfigError(
-        f"{str(source)!r} is no file or folder here and no hub id; give 'synthetic', a folder or file that is "
-        "there, or an id such as 'naver-clova-ix/cord-v2'"
+        f"{str(source)!r} is no file or folder here and no hub id; give a folder or file that is there, or an "
+        "id such as 'naver-clova-ix/cord-v2'"
     )
 
 

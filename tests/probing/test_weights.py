@@ -1,0 +1,135 @@
+"""A model by name: its own weights if they fit, otherwise a tiny copy with the same peculiarities."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiers import full
+
+from vlmpack.data import save_processor
+from vlmpack.errors import ConfigError, FamilyError
+from vlmpack.families import FAMILIES, family_named
+from vlmpack.probing import load, probe, small_copy, weights
+from vlmpack.probing.weights import shrink
+from vlmpack.testing import tiny_config, tiny_model, tiny_processor
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen4_exp"])
+def test_weights_that_fit_are_loaded_with_their_processor(family: str, tmp_path: Path) -> None:
+    processor = tiny_processor(family)
+    model = tiny_model(family, processor=processor)
+    model.save_pretrained(tmp_path)
+    save_processor(processor, tmp_path)
+    loaded = load(str(tmp_path), device=CPU, dtype=torch.float32)
+    assert loaded.weights == "its own weights"
+    assert loaded.processor.tokenizer.get_vocab() == processor.tokenizer.get_vocab()
+    assert torch.equal(loaded.model.lm_head.weight, model.lm_head.weight)
+
+
+def test_a_model_without_a_processor_is_probed_with_random_ids(tmp_path: Path) -> None:
+    tiny_model("qwen3", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    loaded = load(str(tmp_path), device=CPU, dtype=torch.bfloat16)
+    assert loaded.processor is None
+    assert loaded.weights == "its own weights"
+    assert loaded.model.dtype == torch.bfloat16
+
+
+def test_weights_that_do_not_fit_make_a_tiny_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model("qwen3_vl").save_pretrained(tmp_path)
+    monkeypatch.setattr(weights, "free_bytes", lambda device: 1 << 29)
+    loaded = load(str(tmp_path), device=CPU, dtype=torch.float32)
+    assert loaded.weights.startswith("a tiny copy with random weights: its 0.00 billion weights need 1 GiB")
+    assert loaded.weights.endswith("0 GiB are free")
+    monkeypatch.setattr(weights, "free_bytes", lambda device: None)
+    assert "cannot be told" in load(str(tmp_path), device=CPU, dtype=torch.float32).weights
+
+
+def test_a_folder_without_weights_or_the_users_wish_makes_one_too(tmp_path: Path) -> None:
+    tiny_config("qwen3_vl").save_pretrained(tmp_path)
+    assert load(str(tmp_path), device=CPU, dtype=torch.float32).weights.endswith("the folder holds no weights")
+    assert load(str(tmp_path), device=CPU, dtype=torch.float32, tiny=True).weights.endswith("as asked")
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_weights_are_counted_without_being_made(family: str) -> None:
+    model = tiny_model(family)
+    count = sum(p.numel() for p in model.parameters())
+    assert weights.count_weights(model.config, family_named(family)) == count
+
+
+def test_free_memory_is_the_least_that_anybody_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = weights.free_bytes(CPU)
+    assert free is not None
+    assert 1 << 20 < free < 1 << 50
+    (tmp_path / "memory.max").write_text("3000\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    left = weights._left_in_container(tmp_path)
+    assert left == 2000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert weights._left_in_container(tmp_path) is None
+    monkeypatch.setattr(weights, "_left_in_container", lambda: left)
+    assert weights.free_bytes(CPU) == 2000
+
+
+def test_nothing_there_is_said_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no configuration can be read there; give a hub id or a folder"):
+        load(str(tmp_path / "nowhere"), device=CPU, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("size", [0, 20, 5000])
+def test_weights_that_are_cut_off_are_said_in_one_line(size: int, tmp_path: Path) -> None:
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(
+        ConfigError, match=r"its weights cannot be read; --tiny probes a small copy\. \w+: .+"
+    ) as caught:
+        load(str(tmp_path), device=CPU, dtype=torch.float32)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_weights_of_another_model_are_said_in_one_line(tmp_path: Path) -> None:
+    tiny_model("qwen3", hidden=64).save_pretrained(tmp_path)
+    tiny_config("qwen3", hidden=96).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="its weights cannot be read; --tiny probes a small copy"):
+        load(str(tmp_path), device=CPU, dtype=torch.float32)
+
+
+def test_a_family_that_would_leak_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_omni"}))
+    with pytest.raises(FamilyError, match="qwen2_5_omni"):
+        load(str(tmp_path), device=CPU, dtype=torch.float32)
+
+
+# ---------------------------------------------------------------------- tiny copies
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_shrinking_keeps_what_is_peculiar_and_cuts_what_is_large(family: str) -> None:
+    large = tiny_config(family, hidden=192, heads=4, kv_heads=2, layers=5, vision_depth=5).to_dict()
+    small = shrink(large)
+    before, after = (config.get("text_config", config) for config in (large, small))
+    assert (after["num_hidden_layers"], after["hidden_size"], after["num_key_value_heads"]) == (2, 2 * 48, 1)
+    for name in ("rope_parameters", "hidden_act", "rms_norm_eps", "linear_conv_kernel_dim", "linear_key_head_dim"):
+        assert after.get(name) == before.get(name)
+    assert set(after.get("layer_types") or ()) == set(before.get("layer_types") or ())
+    if "vision_config" in large:
+        assert small["vision_config"]["depth"] == 2
+        assert small["vision_config"]["patch_size"] == large["vision_config"]["patch_size"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", *full("qwen2_vl", "qwen3_next")])
+def test_a_tiny_copy_of_a_large_configuration_is_exact(family: str, tmp_path: Path) -> None:
+    config = tiny_config(family, hidden=192, heads=4, kv_heads=2, layers=5)
+    config.save_pretrained(tmp_path)
+    before = torch.get_rng_state()
+    model = small_copy(str(tmp_path))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert sum(p.numel() for p in model.parameters()) < weights.count_weights(config, family_named(family))
+    report = probe(model, plain=False)
+    assert (report.verdict, report.family) == ("exact", family)

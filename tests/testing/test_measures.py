@@ -1,0 +1,194 @@
+"""The measures on pairs worked out by hand, against slow twins, and at their edges."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rapidfuzz.distance import Levenshtein
+
+from vlmpack.errors import ConfigError
+from vlmpack.testing import SyntheticReceipts
+from vlmpack.testing.measures import (
+    Tree,
+    _tree,
+    field_f1,
+    normalise,
+    nted_accuracy,
+    tree_edit_distance,
+)
+
+CAKE = {"menu": [{"nm": "cake", "cnt": "2"}]}
+"""TED from nothing: menu 1, subtree 1, nm 1, "cake" 4, cnt 1, "2" 1: 9."""
+
+
+@cache
+def naive_edit_distance(a: str, b: str) -> int:
+    if not a or not b:
+        return len(a) + len(b)
+    return min(
+        naive_edit_distance(a[1:], b) + 1,
+        naive_edit_distance(a, b[1:]) + 1,
+        naive_edit_distance(a[1:], b[1:]) + (a[0] != b[0]),
+    )
+
+
+@cache
+def naive_forest_distance(a: tuple[Tree, ...], b: tuple[Tree, ...]) -> int:
+    """The definition: the last node of either forest is deleted, inserted, or changed into the other."""
+    if not a and not b:
+        return 0
+    if not b:
+        return a[-1].cost + naive_forest_distance(a[:-1] + a[-1].children, ())
+    if not a:
+        return b[-1].cost + naive_forest_distance((), b[:-1] + b[-1].children)
+    x, y = a[-1], b[-1]
+    if x.is_value and y.is_value:
+        change = naive_edit_distance(x.label, y.label)
+    elif x.is_value or y.is_value:
+        change = 1 + len(x.label if x.is_value else y.label)
+    else:
+        change = int(x.label != y.label)
+    return min(
+        x.cost + naive_forest_distance(a[:-1] + x.children, b),
+        y.cost + naive_forest_distance(a, b[:-1] + y.children),
+        change + naive_forest_distance(x.children, y.children) + naive_forest_distance(a[:-1], b[:-1]),
+    )
+
+
+json_values = st.recursive(
+    st.text("ab ", max_size=3) | st.integers(0, 3) | st.none(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["k", "l", "mm"]), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+class TestEditDistance:
+    """Of the library that the notebook calls."""
+
+    @given(st.text("abc", max_size=9), st.text("abc", max_size=9))
+    def test_as_defined(self, a: str, b: str) -> None:
+        assert Levenshtein.distance(a, b) == naive_edit_distance(a, b)
+
+    @pytest.mark.parametrize(
+        ("a", "b", "share"), [("", "", 0.0), ("", "ab", 1.0), ("same", "same", 0.0), ("kitten", "sitting", 3 / 7)]
+    )
+    def test_normalised_by_the_longer_text(self, a: str, b: str, share: float) -> None:
+        assert Levenshtein.normalized_distance(a, b) == pytest.approx(share)
+
+
+class TestNormalise:
+    @pytest.mark.parametrize(
+        ("data", "normal"),
+        [
+            ({"menu": {"nm": "cake"}}, {"menu": [{"nm": ["cake"]}]}),
+            ({"menu": [{"nm": " cake "}]}, {"menu": [{"nm": ["cake"]}]}),
+            ({"ccc": "1", "b": "2", "a": "3", "dd": "4"}, {"a": ["3"], "b": ["2"], "dd": ["4"], "ccc": ["1"]}),
+            ({"a": "", "b": [], "c": {}, "d": None, "e": 0, "f": {"g": ""}}, {}),
+            ({"a": ["x", " ", 1, 2.5, {"b": "1"}, True]}, {"a": ["x", "1", "2.5"]}),
+            ({"a": [{}, {"b": "1"}]}, {"a": [{"b": ["1"]}]}),
+            ("text", ["text"]),
+        ],
+    )
+    def test_the_canonical_form_of_donut(self, data: Any, normal: Any) -> None:
+        assert normalise(data) == normal
+        assert json.dumps(normalise(data)) == json.dumps(normal)  # the order of keys too
+
+    @given(json_values)
+    def test_the_measures_take_any_json(self, data: Any) -> None:
+        assert field_f1([data], [data]) == 1.0
+        assert nted_accuracy(data, data) == 1.0
+
+
+class TestFieldF1:
+    def test_by_hand(self) -> None:
+        truth = {"menu": [{"nm": "cake", "cnt": "2"}, {"nm": "juice", "cnt": "1"}], "total": {"total_price": "30"}}
+        prediction = {"menu": [{"nm": "cake", "cnt": "2"}, {"nm": "juice"}], "total": {"total_price": "31"}}
+        assert field_f1([prediction], [truth]) == pytest.approx(6 / 9)
+
+    def test_it_is_micro_averaged(self) -> None:
+        """One receipt with 1 of 1 fields right, one with 0 of 3: not the mean of 1 and 0."""
+        right, wrong, truth = {"a": "1"}, {"a": "x"}, {"a": "1", "b": "2", "c": "3"}
+        assert field_f1([right, wrong], [right, truth]) == pytest.approx(2 * 1 / (2 + 4))
+
+    @pytest.mark.parametrize(
+        ("prediction", "truth", "score"),
+        [
+            (CAKE, CAKE, 1.0),
+            ({}, {}, 1.0),
+            ({}, CAKE, 0.0),
+            (CAKE, {}, 0.0),
+            ({"menu": {"nm": "cake", "cnt": "2"}}, CAKE, 1.0),
+            ({"menu": [{"cnt": "2", "nm": "cake"}]}, CAKE, 1.0),
+            ({"menu": [{"nm": "cake"}]}, CAKE, 2 / 3),
+            ({"menu": [{"nm": "cake", "cnt": "2"}] * 2}, CAKE, 2 / 3),
+            ({"food": [{"nm": "cake", "cnt": "2"}]}, CAKE, 0.0),
+            ({"a": ["1", "2"]}, {"a": ["2", "1"]}, 1.0),
+        ],
+    )
+    def test_edges(self, prediction: Any, truth: Any, score: float) -> None:
+        assert field_f1([prediction], [truth]) == pytest.approx(score)
+
+    def test_no_receipts_at_all_count_as_right(self) -> None:
+        assert field_f1([], []) == 1.0
+
+    def test_a_prediction_for_each_truth(self) -> None:
+        with pytest.raises(ConfigError, match="1 predictions for 2 truths; give one prediction for each truth"):
+            field_f1([CAKE], [CAKE, CAKE])
+
+
+class TestTrees:
+    def test_by_hand(self) -> None:
+        """The pair of Zhang and Shasha's paper: f(d(a c(b)) e) and f(c(d(a b)) e), with unit costs: 2."""
+        a, b, e = Tree("a"), Tree("b"), Tree("e")
+        left = Tree("f", (Tree("d", (a, Tree("c", (b,)))), e))
+        right = Tree("f", (Tree("c", (Tree("d", (a, b)),)), e))
+        assert tree_edit_distance(left, right) == 2
+
+    @given(json_values, json_values)
+    def test_as_defined(self, a: Any, b: Any) -> None:
+        a, b = (_tree(normalise(data), "<root>") for data in (a, b))
+        assert tree_edit_distance(a, b) == naive_forest_distance((a,), (b,))
+
+    @given(json_values, json_values)
+    def test_both_ways_are_equally_long(self, a: Any, b: Any) -> None:
+        a, b = (_tree(normalise(data), "<root>") for data in (a, b))
+        assert tree_edit_distance(a, b) == tree_edit_distance(b, a)
+
+
+class TestNtedAccuracy:
+    @pytest.mark.parametrize(
+        ("prediction", "truth", "score"),
+        [
+            (CAKE, CAKE, 1.0),
+            ({"menu": {"nm": "cape", "cnt": "2"}}, CAKE, 8 / 9),
+            ({"menu": {"nm": "cake"}}, CAKE, 7 / 9),
+            ({"menu": {"nm": "cake", "qty": "2"}}, CAKE, 8 / 9),
+            ({"menu": {"nm": "cake", "cnt": "2"}, "a": "bcd"}, CAKE, 5 / 9),
+            ({"menu": {"cnt": "2", "nm": "cake"}}, CAKE, 1.0),
+            ({}, CAKE, 0.0),
+            ({}, {}, 1.0),
+            ({"a": ""}, {}, 1.0),
+            (CAKE, {}, 0.0),
+            ({"menu": "a long text that nobody asked for"}, {"a": "x"}, 0.0),
+        ],
+    )
+    def test_by_hand(self, prediction: Any, truth: Any, score: float) -> None:
+        assert nted_accuracy(prediction, truth) == pytest.approx(score)
+
+    def test_the_order_of_items_counts(self) -> None:
+        """From nothing: 1 + (1 + 1 + 1) + (1 + 1 + 2) = 8. Swapped: "a" to "bb" and back, 2 + 2."""
+        truth, swapped = {"menu": [{"nm": "a"}, {"nm": "bb"}]}, {"menu": [{"nm": "bb"}, {"nm": "a"}]}
+        assert nted_accuracy(swapped, truth) == pytest.approx(1 - 4 / 8)
+        assert field_f1([swapped], [truth]) == 1.0
+
+    def test_on_whole_receipts(self) -> None:
+        receipts = SyntheticReceipts(num=8, scale=0.25)
+        parses = [json.loads(receipts[at]["ground_truth"])["gt_parse"] for at in range(8)]
+        assert [nted_accuracy(parse, parse) for parse in parses] == [1.0] * 8
+        assert all(0 <= nted_accuracy(a, b) < 0.9 for a, b in pairwise(parses))

@@ -1,0 +1,196 @@
+"""Tiny models are real, reproducible, and lively enough that a leak is as large as the signal."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from vlmpack.errors import ConfigError, FamilyError
+from vlmpack.families import FAMILIES
+from vlmpack.testing import TEXT_ONLY, VISION, alone, kinds_of, mixed_samples, tiny_config, tiny_model
+
+every_family = pytest.mark.parametrize("name", sorted(FAMILIES))
+
+
+@every_family
+def test_a_tiny_model_is_of_the_real_class(name: str) -> None:
+    model = tiny_model(name)
+    assert type(model) is getattr(transformers, FAMILIES[name].model_class)
+    assert model.training
+    assert FAMILIES[name].text_config(model.config).use_cache, "left as transformers has it"
+
+
+@every_family
+def test_the_seed_decides_the_weights_and_nothing_else_does(name: str) -> None:
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    first = tiny_model(name, seed=1)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.rand(7)
+    again, other = tiny_model(name, seed=1), tiny_model(name, seed=2)
+    weights = [dict(model.named_parameters()) for model in (first, again, other)]
+    assert weights[0]
+    assert all(torch.equal(weight, weights[1][key]) for key, weight in weights[0].items())
+    assert not torch.equal(weights[0]["lm_head.weight"], weights[2]["lm_head.weight"])
+
+
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in FAMILIES for kind in kinds_of(tiny_config(name))])
+def test_every_kind_of_sample_runs_with_a_gradient_for_every_weight_it_uses(name: str, kind: Any) -> None:
+    model = tiny_model(name, patch_size=4)
+    (sample,) = mixed_samples(model.config, kinds=[kind])
+    loss = model(**alone(sample)).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+    without = {key for key, weight in model.named_parameters() if weight.grad is None or not weight.grad.any()}
+    vision = {key for key, _ in model.named_parameters() if key.startswith("model.visual.")}
+    assert (without >= vision) == (kind == "text")
+    assert not {key for key in without - vision if ".indexer." not in key}  # an indexer only chooses
+
+
+@every_family
+@torch.no_grad()
+def test_logits_are_of_order_one(name: str) -> None:
+    model = tiny_model(name, patch_size=4)
+    sample = mixed_samples(model.config)[0]
+    assert 0.3 < float(model(**alone(sample)).logits.std()) < 3.0
+    dull = tiny_model(name, patch_size=4, lively=False)
+    assert float(dull(**alone(sample)).logits.std()) < 0.3
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_time_height_and_width_all_turn_the_heads(name: str) -> None:
+    hidden = 48 if FAMILIES[name].has("experts") else 42  # experts multiply rows of whole 16 bytes
+    head_dim = 12 if FAMILIES[name].has("gated_delta") else 6  # of which half rotates
+    model = tiny_model(name, hidden=hidden, heads=7, kv_heads=1, head_dim=head_dim, patch_size=4).eval()
+    (sample,) = mixed_samples(model.config, kinds=["text"])
+    ids = sample["input_ids"][None]
+    positions = torch.arange(ids.shape[1]).repeat(3, 1, 1)
+    with torch.no_grad():
+        base = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        for axis in range(3):
+            moved = positions.clone()
+            moved[axis, 0, -1] += 9
+            changed = model(input_ids=ids, position_ids=moved, use_cache=False).logits
+            assert (changed - base).abs().max() > 1e-4, axis
+
+
+@every_family
+def test_a_tiny_bfloat16_model_keeps_its_rotary_frequencies(name: str) -> None:
+    model = tiny_model(name, dtype=torch.bfloat16)
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    language_model = FAMILIES[name].language_model(model)
+    assert language_model.rotary_emb.inv_freq.dtype == torch.float32
+    full = tiny_model(name)
+    assert torch.equal(model.lm_head.weight, full.lm_head.weight.bfloat16())
+
+
+def test_the_vision_towers_are_what_makes_each_family_special() -> None:
+    assert tiny_model("qwen3_vl").model.visual.deepstack_merger_list
+    windows = tiny_config("qwen2_5_vl", patch_size=4).vision_config
+    assert windows.window_size == 4 * 2 * 4
+    assert list(windows.fullatt_block_indexes) == [1]
+    assert tiny_config("qwen2_vl").vision_config.patch_size == 14
+    assert tiny_config("qwen3_vl").vision_config.patch_size == 16
+
+
+HYBRID = tuple(name for name, family in FAMILIES.items() if family.has("gated_delta"))
+
+
+@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize(("layers", "with_attention"), [(1, [0]), (2, [1]), (4, [3]), (6, [3, 5])])
+def test_every_fourth_layer_of_a_hybrid_model_has_attention_and_the_last(name, layers, with_attention) -> None:
+    model = tiny_model(name, layers=layers)
+    decoder: Any = FAMILIES[name].language_model(model).layers
+    assert [i for i, layer in enumerate(decoder) if hasattr(layer, "self_attn")] == with_attention
+    assert [i for i, layer in enumerate(decoder) if not hasattr(layer, "linear_attn")] == with_attention
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_lively_gated_delta_layers_share_key_heads_and_forget_slowly(name: str) -> None:
+    """A leak of the state would hide behind a decay that leaves nothing of it, and one of the taps behind taps of 0."""
+    decoder: Any = FAMILIES[name].language_model(tiny_model(name)).layers
+    layer = decoder[0].linear_attn
+    assert layer.num_v_heads == 2 * layer.num_k_heads
+    assert layer.A_log.exp().max() < 0.33
+    assert 0.3 < layer.conv1d.weight[..., :-1].std() < 0.7
+    assert layer.conv1d.weight.shape[-1] == 4
+
+
+@every_family
+def test_a_processor_gives_ids_vocabulary_and_patches(name: str) -> None:
+    ids = {"<|vision_start|>": 11, "<|vision_end|>": 12, "<|image_pad|>": 13, "<|video_pad|>": 14}
+    config: Any = tiny_config(name, processor=stand_in_processor(ids))
+    text = FAMILIES[name].text_config(config)
+    assert text.vocab_size == 77
+    assert (text.pad_token_id, text.eos_token_id) == (8, 9)
+    more = tiny_config(name, processor=stand_in_processor(ids), vocab_size=80)
+    assert FAMILIES[name].text_config(more).vocab_size == 80
+    if name in TEXT_ONLY:
+        return
+    assert (config.vision_start_token_id, config.vision_end_token_id) == (11, 12)
+    assert (config.image_token_id, config.video_token_id) == (13, 14)
+    assert (config.vision_config.patch_size, config.vision_config.spatial_merge_size) == (6, 3)
+
+
+def test_a_processor_without_the_special_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no <\|video_pad\|>; is it a Qwen-VL processor"):
+        tiny_config(processor=stand_in_processor({"<|vision_start|>": 11, "<|vision_end|>": 12, "<|image_pad|>": 13}))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({"kv_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
+        ({"head_dim": 5}, "head_dim=5 must be even"),
+        ({"head_dim": 4}, "at least 6"),
+        ({"vision_hidden": 12}, "must be a multiple of 4 \\* vision_heads=8"),
+        ({"vocab_size": 5}, "does not hold token id 5; raise it to 6"),
+        ({"hiden": 5}, "hiden: not a size of a tiny model"),
+    ],
+)
+def test_sizes_that_do_not_fit_together(sizes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        tiny_config(**sizes)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith("qwen3")])
+def test_from_qwen3_on_the_head_width_is_free(name: str) -> None:
+    text = FAMILIES[name].text_config(tiny_config(name, head_dim=12))
+    assert (text.head_dim, text.hidden_size // text.num_attention_heads) == (12, 16)
+    with pytest.raises(ConfigError, match="qwen2_vl needs head_dim"):
+        tiny_config("qwen2_vl", head_dim=12)
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_half_of_a_hybrid_models_head_must_hold_three_axes(name: str) -> None:
+    with pytest.raises(ConfigError, match="head_dim=6 must be even and at least 12"):
+        tiny_config(name, head_dim=6)
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.has("experts")])
+def test_experts_need_rows_of_16_bytes(name: str) -> None:
+    with pytest.raises(ConfigError, match="hidden=60 must be a multiple of 8"):
+        tiny_config(name, hidden=60, heads=4, head_dim=16)
+
+
+def test_an_unknown_family() -> None:
+    with pytest.raises(FamilyError, match="'llava'; there are qwen2_vl, qwen2_5_vl, qwen3_vl"):
+        tiny_config("llava")
+
+
+def stand_in_processor(ids: dict[str, int]) -> Any:
+    class Tokenizer:
+        pad_token_id, eos_token_id, unk_token_id = 8, 9, None
+
+        def __len__(self) -> int:
+            return 77
+
+        def convert_tokens_to_ids(self, token: str) -> int | None:
+            return ids.get(token)
+
+    images = SimpleNamespace(patch_size=6, merge_size=3, temporal_patch_size=2)
+    return SimpleNamespace(tokenizer=Tokenizer(), image_processor=images)

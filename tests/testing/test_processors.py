@@ -1,0 +1,173 @@
+"""tiny_processor: the shipped classes around a small vocabulary, the same in every process."""
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import transformers
+from chats import FAMILIES, picture, processor_of
+
+from vlmpack.data import PATCH_SIZES
+from vlmpack.errors import ConfigError
+from vlmpack.families import registry as families
+from vlmpack.testing import CHAT_TEMPLATE, tiny_processor
+from vlmpack.testing.processors import SPECIAL_TOKENS
+
+CLASSES = {
+    "qwen2_vl": transformers.Qwen2VLProcessor,
+    "qwen2_5_vl": transformers.Qwen2_5_VLProcessor,
+    "qwen3_vl": transformers.Qwen3VLProcessor,
+    "qwen3_vl_moe": transformers.Qwen3VLProcessor,
+    "qwen3_5": transformers.Qwen3VLProcessor,
+    "qwen3_5_moe": transformers.Qwen3VLProcessor,
+    "qwen4_exp": transformers.Qwen3VLProcessor,
+}
+CLIP = ("qwen2_vl", "qwen2_5_vl")
+"""Families whose vision tower has CLIP's patches and colours."""
+MESSAGES = [
+    {"role": "system", "content": "You read receipts."},
+    {"role": "user", "content": [{"type": "image"}, {"type": "video"}, {"type": "text", "text": "Total?"}]},
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_an_object_of_the_shipped_class(family):
+    processor = processor_of(family)
+    assert type(processor) is CLASSES[family]
+    has_new = family in ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
+    tokenizer = transformers.Qwen3_5Tokenizer if has_new else transformers.Qwen2Tokenizer
+    assert isinstance(processor.tokenizer, tokenizer)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_classes_are_those_that_transformers_loads(family):
+    """For a checkpoint of this family, from its `config.model_type`."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    processor = processor_of(family)
+    assert type(processor).__name__ == PROCESSOR_MAPPING_NAMES[family]
+    assert type(processor.tokenizer).__name__ == TOKENIZER_MAPPING_NAMES[family]
+
+
+def test_every_family_with_vision_has_a_processor():
+    seeing = {name for name, family in families.FAMILIES.items() if family.has_vision}
+    assert seeing == set(FAMILIES) == set(PATCH_SIZES)
+
+
+@pytest.mark.parametrize(("family", "patch"), [(family, 14 if family in CLIP else 16) for family in FAMILIES])
+def test_images_are_cut_into_the_family_s_patches(family, patch):
+    out = processor_of(family)(text="<|image_pad|>", images=[picture(8 * patch, 6 * patch)], return_tensors="pt")
+    assert out["image_grid_thw"].tolist() == [[1, 6, 8]]
+    assert tuple(out["pixel_values"].shape) == (48, 3 * 2 * patch * patch)
+    assert out["input_ids"].shape == (1, 12)
+
+
+def test_images_stay_within_the_bounds_given_and_default_to_4_to_256_tokens():
+    def tokens(processor, image):
+        return processor(text="<|image_pad|>", images=[image])["mm_token_type_ids"][0].count(1)
+
+    assert tokens(processor_of(), picture(1, 1)) == 4
+    assert 225 <= tokens(processor_of(), picture(1000, 1000)) <= 256
+    assert tokens(tiny_processor(max_pixels=9 * 32 * 32), picture(1000, 1000)) == 9
+    assert tokens(tiny_processor(min_pixels=16 * 32 * 32), picture(1, 1)) == 16
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_normalisation_is_the_family_s(family):
+    mean = processor_of(family).image_processor.image_mean
+    assert list(mean) == (list(transformers.image_utils.OPENAI_CLIP_MEAN) if family in CLIP else [0.5] * 3)
+
+
+def test_every_special_token_of_qwen_is_one_token():
+    tokenizer = processor_of().tokenizer
+    assert len(SPECIAL_TOKENS) == 14
+    for token in SPECIAL_TOKENS:
+        assert len(tokenizer(f"a{token}b")["input_ids"]) == 3, token
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.pad_token == "<|endoftext|>"
+    assert tokenizer.padding_side == "right"
+
+
+@pytest.mark.parametrize("text", ["<s_nm>NASI GORENG</s_nm>", "Ünïcödé £5 日本\n\n", "\x00\x7f", "75,000"])
+def test_any_text_survives_a_round_trip(text):
+    tokenizer = processor_of().tokenizer
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_receipts_are_words_and_not_bytes():
+    tokenizer = processor_of().tokenizer
+    text = "<s_menu><s_nm>Nasi Goreng</s_nm><s_cnt>2 x</s_cnt><s_price>75,000</s_price></s_menu>"
+    assert len(tokenizer(text)["input_ids"]) < 0.6 * len(text)
+
+
+def test_digits_stand_alone_as_in_qwen():
+    assert len(processor_of().tokenizer("12345")["input_ids"]) == 5
+
+
+def test_the_template_writes_chatml_for_strings_and_parts():
+    text = processor_of().apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<|im_start|>system\nYou read receipts.<|im_end|>\n"
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|><|vision_start|><|video_pad|><|vision_end|>"
+        "Total?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_without_a_generation_prompt_the_text_ends_after_the_last_turn():
+    text = processor_of().apply_chat_template(MESSAGES[:1], tokenize=False)
+    assert text == "<|im_start|>system\nYou read receipts.<|im_end|>\n"
+
+
+def test_vocabulary_and_template_can_be_chosen():
+    processor = tiny_processor(vocab_size=300, chat_template="{{ messages[0]['content'] }}")
+    assert len(processor.tokenizer) == 300 + len(SPECIAL_TOKENS)
+    assert processor.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+    assert processor_of().chat_template == CHAT_TEMPLATE
+
+
+def test_two_processors_do_not_share_a_tokenizer():
+    first, second = tiny_processor(), tiny_processor()
+    first.tokenizer.add_tokens(["<new>"])
+    assert len(first.tokenizer) == len(second.tokenizer) + 1
+
+
+def test_it_survives_the_way_to_a_spawned_worker():
+    processor = processor_of()
+    again = pickle.loads(pickle.dumps(processor))
+    image = picture()
+    text = "a <|image_pad|> b"
+    here, there = (p(text=text, images=[image], return_tensors="np") for p in (processor, again))
+    assert np.array_equal(here["input_ids"], there["input_ids"])
+    assert np.array_equal(here["pixel_values"], there["pixel_values"])
+
+
+@pytest.mark.slow
+def test_another_process_trains_the_same_vocabulary():
+    code = "from vlmpack.testing.processors import _trained_vocabulary as t; print(hash_of(t(800)))"
+    code = "import hashlib\nhash_of = lambda s: hashlib.sha256(s.encode()).hexdigest()\n" + code
+    hashes = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"TOKENIZERS_PARALLELISM": parallel, "PYTHONHASHSEED": seed, "HF_HUB_OFFLINE": "1", "PATH": ""},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for parallel, seed in (("true", "1"), ("false", "2"))
+    }
+    assert len(hashes) == 1
+    assert len(hashes.pop().strip()) == 64
+
+
+def test_an_unknown_family_is_refused_by_name():
+    with pytest.raises(ConfigError, match="no processor for family 'llava'; use one of qwen2_vl, qwen2_5_vl, qwen3_vl"):
+        tiny_processor("llava")
+
+
+def test_a_vocabulary_without_room_for_bytes_is_refused():
+    with pytest.raises(ConfigError, match="vocab_size=255 has no room for the 256 bytes; use at least 256"):
+        tiny_processor(vocab_size=255)

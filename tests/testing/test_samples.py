@@ -1,0 +1,162 @@
+"""The samples that all tests are built on are what they say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from vlmpack.families import FAMILIES, family_named
+from vlmpack.layout import IGNORE
+from vlmpack.testing import (
+    KINDS,
+    VISION,
+    Kind,
+    alone,
+    build_sample,
+    facts_of,
+    grids_of,
+    kind_of,
+    kinds_of,
+    mixed_samples,
+    num_targets,
+    padded,
+    perturbed,
+    processed_samples,
+    random_sample,
+    synthetic_samples,
+    tiny_config,
+    tiny_model,
+    tiny_processor,
+    with_adversarial_lengths,
+    word_ids,
+)
+
+every_family = pytest.mark.parametrize("name", sorted(FAMILIES))
+
+
+@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_grids_and_pixels_of_a_sample_agree(name: str, kind: Kind) -> None:
+    config = tiny_config(name, patch_size=4)
+    for seed in range(5):
+        sample = random_sample(config, kind, seed=seed)
+        for modality, token, code in (("image", config.image_token_id, 1), ("video", config.video_token_id, 2)):
+            grids = sample.get(f"{modality}_grid_thw", torch.zeros(0, 3, dtype=torch.int64))
+            pixels = sample.get("pixel_values" if code == 1 else "pixel_values_videos", torch.zeros(0, 96))
+            assert pixels.shape == (int(grids.prod(1).sum()), 96)
+            assert int((sample["input_ids"] == token).sum()) * 4 == len(pixels)
+            assert torch.equal(sample["input_ids"] == token, sample["mm_token_type_ids"] == code)
+        media = sample["mm_token_type_ids"] != 0
+        assert (sample["labels"][media] == -100).all()
+        assert (sample["labels"][1:] != -100).any()
+        assert media.any() == (kind != "text")
+
+
+def test_the_same_seed_gives_the_same_sample() -> None:
+    config = tiny_config("qwen2_5_vl", patch_size=4)
+    first, again, other = (random_sample(config, "images_and_video", seed=seed) for seed in (3, 3, 4))
+    assert set(first) == set(again)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(first[name].shape != other[name].shape or not torch.equal(first[name], other[name]) for name in first)
+
+
+@every_family
+def test_left_and_right_padding_hold_the_same_tokens(name: str) -> None:
+    config = tiny_config(name, patch_size=4)
+    samples = mixed_samples(config, kinds=kinds_of(config) * 2)
+    left, right = padded(samples, "left"), padded(samples, "right")
+    assert not torch.equal(left.attention_mask, right.attention_mask)
+    for field in ("input_ids", "labels", *(("mm_token_type_ids",) if name in VISION else ())):
+        tensors = (left.to_hf()[field][left.attention_mask.bool()], right.to_hf()[field][right.attention_mask.bool()])
+        assert torch.equal(*tensors)
+        assert torch.equal(tensors[0], torch.cat([sample[field] for sample in samples]))
+
+
+def test_facts_are_counted_from_the_samples() -> None:
+    config: Any = tiny_config("qwen2_5_vl", patch_size=4)
+    samples = mixed_samples(config, kinds=["images_and_video", "text", "image"])
+    facts = facts_of(samples)
+    assert facts.images_per_sample == (1, 0, 1)
+    assert facts.videos_per_sample == (1, 0, 0)
+    assert len(facts.seconds_per_grid) == 1
+    assert facts.lengths == tuple(len(s["input_ids"]) for s in samples)
+    assert facts.num_targets == sum(int((alone(s)["labels"][0, 1:] != -100).sum()) for s in samples)
+    assert padded(samples, facts=False).facts is None
+
+
+def test_labels_at_the_end_are_counted() -> None:
+    sample = build_sample(tiny_config("qwen3_vl"), stretches=[0, 9], image_grids=[(1, 4, 4)], labelled=5)
+    assert (sample["labels"] != IGNORE).nonzero().flatten().tolist() == [0, *range(len(sample["labels"]) - 5, 15)]
+    assert num_targets(sample) == 5
+
+
+@every_family
+def test_synthetic_samples_hold_every_kind_and_differ_in_length(name: str) -> None:
+    family, config = family_named(name), tiny_config(name)
+    samples = synthetic_samples(config)
+    assert [kind_of(s) for s in samples] == (["image", "text", "2 images", "video"] if name in VISION else ["text"] * 3)
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    assert len(set(lengths)) == len(lengths), "two samples of one length could be taken for each other"
+    for sample in samples:
+        assert sample["labels"][0] == sample["input_ids"][0], "to see that it is masked"
+        assert 0 < num_targets(sample) < len(sample["input_ids"]) - 1
+        types = family.media_types(sample["input_ids"], config) if name in VISION else torch.zeros(1)
+        for modality, grids in ((1, grids_of(sample, "image")), (2, grids_of(sample, "video"))):
+            assert int((types == modality).sum()) == (family.media_tokens(grids, config) if grids else 0)
+
+
+def test_adversarial_lengths_are_an_equal_and_a_long_one() -> None:
+    config = tiny_config("qwen3_5")
+    first, twin, second, long, *others = with_adversarial_lengths(synthetic_samples(config), config)
+    assert len(twin["input_ids"]) == len(first["input_ids"]) != len(second["input_ids"])
+    assert len(long["input_ids"]) > 128
+    assert len(others) == 2
+
+
+@every_family
+def test_perturbing_changes_every_word_and_pixel_and_nothing_else(name: str) -> None:
+    config = tiny_config(name)
+    words = word_ids(config)
+    for sample in synthetic_samples(config):
+        other = perturbed(sample, config)
+        is_word = (sample["input_ids"] >= words.start) & (sample["input_ids"] < words.stop)
+        assert is_word.any()
+        assert ((sample["input_ids"] != other["input_ids"]) == is_word).all()
+        for field, tensor in sample.items():
+            if field.startswith("pixel"):
+                assert (tensor != other[field]).all()
+            elif field != "input_ids":
+                assert torch.equal(tensor, other[field])
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_words_are_never_special(family: str) -> None:
+    processor = tiny_processor(family)
+    words = word_ids(tiny_config(family, processor=processor))
+    assert len(words) > 256
+    assert not set(words) & set(processor.tokenizer.all_special_ids)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_a_processor_makes_the_same_small_samples_every_time(family: str) -> None:
+    processor = tiny_processor(family)
+    samples, again = processed_samples(processor), processed_samples(processor)
+    assert [kind_of(sample) for sample in samples] == ["image", "text", "2 images", "video"]
+    for sample, other in zip(samples, again, strict=True):
+        assert set(sample) == set(other)
+        assert all(torch.equal(tensor, other[field]) for field, tensor in sample.items())
+        assert num_targets(sample) > 0
+        assert sample["labels"][0] == sample["input_ids"][0]
+        assert len(sample["input_ids"]) < 120
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_processed_samples_go_through_the_model(family: str) -> None:
+    processor = tiny_processor(family)
+    model = tiny_model(family, processor=processor)
+    samples = processed_samples(processor)
+    losses = torch.stack([model(**alone(sample)).loss.detach() for sample in samples])
+    assert torch.isfinite(losses).all()
+    assert "labels" not in alone(samples[0], labels=False)

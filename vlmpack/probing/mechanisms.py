@@ -1,0 +1,263 @@
+"""Check each mechanism that keeps the tokens of samples apart by itself: whatever moves there is its fault.
+
+    packing          the tokens and media that reach the model, against those of the samples
+    positions        the rotary inputs that reach attention, against those of the sample alone
+    cache            what a layer gets to keep keys and values in
+    mask             every attention layer with one sample's hidden states changed
+    conv taps        every gated delta layer with a state that forgets everything at once, likewise
+    recurrent state  every gated delta layer with no tap but the current one, likewise
+    router           the tokens that reach the experts of each layer, and what padding gets back
+    vision           the tower with one sample's pixels changed, and its features against those of the sample alone
+
+Mechanisms are run on the hidden states, positions and boundaries that reached them in the row, so that an error of a
+layer before them does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any
+
+import torch
+
+from vlmpack.layout import PackedRow, Segments
+from vlmpack.probing.report import Cause, Check
+from vlmpack.probing.trace import CACHES, LEAK, ModuleCall, Span, Trace, largest_move, leak_between, perturb_spans
+from vlmpack.testing import Sample, grids_of, media_of
+
+FORGETS_EVERYTHING = 20.0
+"""A_log of a gated delta layer whose state is multiplied by exp(-exp(20) * softplus(...)) = 0 at every token."""
+FEATURE_LIMITS = {torch.float32: 1e-4}
+"""Largest error of features against those of the sample alone, as a part of the largest entry."""
+FEATURE_LIMIT_IN_LOW_PRECISION = 5e-2
+
+Rotary = tuple[torch.Tensor, ...]
+Features = list[list[torch.Tensor]]
+"""Of one sample: every tensor that the tower returned, for its images and for its videos."""
+
+
+# ---------------------------------------------------------------------- what goes in
+
+
+def check_packed_row(row: PackedRow, samples: Sequence[Sample], segments: Segments) -> Check:
+    """Compare a packed row with the samples: each one's tokens at its place, and its media in its turn."""
+    return _check_tokens(row.input_ids, row.media.to_hf(), samples, segments)
+
+
+def check_model_inputs(trace: Trace) -> Check:
+    """Compare what reaches the model with the samples."""
+    inputs = trace.backbone.kwargs
+    return _check_tokens(inputs["input_ids"], inputs, trace.samples, trace.segments)
+
+
+def _check_tokens(
+    ids_1T: torch.Tensor, media: Mapping[str, Any], samples: Sequence[Sample], segments: Segments
+) -> Check:
+    row_T = ids_1T[0].cpu()
+    if len(row_T) != segments.total:
+        detail = f"the row is {len(row_T)} tokens wide, and its samples take {segments.total}"
+        return Check.wrong("packing", detail, seen=len(row_T), allowed=segments.total)
+    for i, ((start, stop), sample) in enumerate(zip(segments.spans, samples, strict=False)):
+        if not torch.equal(row_T[start:stop], sample["input_ids"]):
+            return Check.wrong("packing", f"sample {i} has other tokens in the row")
+    for name, expected in media_of(samples).to_hf().items():
+        seen = media.get(name)
+        if seen is None or seen.shape != expected.shape or not torch.equal(seen.cpu().to(expected.dtype), expected):
+            return Check.wrong("packing", f"{name} are not those of the samples in order")
+    return Check.of_mechanism("packing", 0, 0, "")
+
+
+def rotary_of(call: ModuleCall) -> Rotary:
+    """cos and sin that an attention layer gets, [..., T, H], by keyword or second."""
+    return tuple(call.args[1] if len(call.args) > 1 else call.kwargs["position_embeddings"])
+
+
+def check_positions(trace: Trace, alone: Sequence[Rotary]) -> Check:
+    """Compare rotary inputs with `alone`, those of each sample by itself."""
+    row = rotary_of(next(iter(trace.attention.values())))
+    worst, at = 0.0, 0
+    for i, ((start, stop), expected) in enumerate(zip(trace.segments.spans, alone, strict=True)):
+        pairs = zip(row, expected, strict=True)
+        error = max(float((x[..., start:stop, :].float() - y.float()).abs().max()) for x, y in pairs)
+        if not error <= worst:
+            worst, at = error, i
+    detail = f"sample {at} has other rotary positions than alone: cos and sin differ by {worst:.1e}"
+    return Check.of_mechanism("positions", worst, LEAK, detail)
+
+
+def check_cache(trace: Trace) -> Check:
+    """Count layers with a cache: training has no use for one, and with one transformers ignores packed positions."""
+    layers = [*trace.attention.values(), *trace.delta.values()]
+    count = sum(any(call.kwargs.get(name) is not None for name in CACHES) for call in layers)
+    return Check.of_mechanism("cache", count, 0, f"{count} layers get a cache: it is filled and thrown away")
+
+
+def check_routing(trace: Trace) -> Check:
+    """Check that experts get the real tokens of a row and nothing else, and that padding gets nothing back."""
+    if not trace.experts:
+        return Check.skipped("router")
+    real = trace.segments.num_tokens
+    for name, call in trace.experts.items():
+        if (routed := call.hidden.numel() // call.hidden.shape[-1]) != real:
+            padding = ": padding is routed and counted" if routed > real else ""
+            detail = f"{name} gets {routed} tokens, and {real} are real{padding}"
+            return Check.wrong("router", detail, seen=routed, allowed=real)
+    for name, call in trace.blocks.items():
+        output = call.output[0][0]
+        on_padding = output[trace.segments.padding_mask(output.device)]
+        if stray := int((on_padding != 0).any(-1).sum()):
+            detail = f"{name} computed padding in place of {stray} real tokens"
+            return Check.wrong("router", detail, seen=real - stray, allowed=real)
+    return Check.of_mechanism("router", real, real, "")
+
+
+# ---------------------------------------------------------------------- attention and gated delta layers
+
+
+def check_mask(trace: Trace) -> Check:
+    """Check that others do not move, a last token attends to its sample's first half, and none to a later one."""
+    leak, at = _worst_layer(trace.attention, trace, lambda call: lambda hidden: call.rerun(hidden)[0])
+    detail = f"{at}: the attention of a sample moves by {leak:.1e} when only another one changes"
+    check = Check.of_mechanism("mask", leak, LEAK, detail, finding="leaks")
+    if check.is_bad:
+        return check
+    for name, call in trace.attention.items():
+        if problem := _causality_problem(call, trace.segments.spans, sparse=trace.probed.family.has("per_sample")):
+            return Check.wrong("mask", f"{name}: {problem}")
+    return check
+
+
+def check_delta(trace: Trace) -> list[Check]:
+    """Check convolution and recurrence of gated delta layers, each with the other one disabled."""
+    if not trace.delta:
+        return [Check.skipped("conv taps"), Check.skipped("recurrent state")]
+    return [
+        _delta_check(trace, "conv taps", _forgetting, "the state forgets everything"),
+        _delta_check(trace, "recurrent state", _current_tap, "the convolution reads one token"),
+    ]
+
+
+def _delta_check(
+    trace: Trace, cause: Cause, disabled: Callable[[ModuleCall], dict[str, torch.Tensor]], meanwhile: str
+) -> Check:
+    def prepare(call: ModuleCall) -> Callable[[torch.Tensor], torch.Tensor]:
+        weights = disabled(call)
+        return lambda hidden: call.rerun(hidden, weights)[0]
+
+    leak, at = _worst_layer(trace.delta, trace, prepare)
+    detail = f"{at}: while {meanwhile}, a sample moves by {leak:.1e} when only another one changes"
+    return Check.of_mechanism(cause, leak, LEAK, detail, finding="leaks")
+
+
+def _forgetting(call: ModuleCall) -> dict[str, torch.Tensor]:
+    return {"A_log": torch.full_like(call.module.get_parameter("A_log"), FORGETS_EVERYTHING)}
+
+
+def _current_tap(call: ModuleCall) -> dict[str, torch.Tensor]:
+    weight = call.module.get_parameter("conv1d.weight")
+    taps = torch.zeros_like(weight)
+    taps[..., -1] = weight[..., -1]
+    return {"conv1d.weight": taps}
+
+
+def _worst_layer(
+    calls: Mapping[str, ModuleCall],
+    trace: Trace,
+    prepare: Callable[[ModuleCall], Callable[[torch.Tensor], torch.Tensor]],
+) -> tuple[float, str]:
+    """(the largest move, the name of the layer)."""
+    spans, gaps = trace.segments.spans, trace.gaps
+    moves = {name: leak_between(prepare(call), call.hidden, spans, gaps) for name, call in calls.items()}
+    at = max(moves, key=moves.__getitem__)
+    return moves[at], at
+
+
+def _causality_problem(call: ModuleCall, spans: Sequence[Span], *, sparse: bool) -> str:
+    """Find what is wrong inside samples. A query of sparse attention may do without a sample's first half."""
+    long = [(start, stop) for start, stop in spans if stop - start > 1]
+    firsts, lasts = [(a, (a + b) // 2) for a, b in long], [(b - 1, b) for _, b in long]
+    before = call.rerun(call.hidden)[0]
+    if not sparse:
+        after_first = call.rerun(perturb_spans(call.hidden, firsts, dim=1))[0]
+        if any(largest_move(after_first, before, [last], dim=1) == 0 for last in lasts):
+            return "a sample's last token does not attend to its first half"
+    after_last = call.rerun(perturb_spans(call.hidden, lasts, dim=1))[0]
+    if not (ahead := largest_move(after_last, before, [(a, b - 1) for a, b in long], dim=1)) <= LEAK:
+        return f"a sample attends to its own future: it moves by {ahead:.1e} when its last token changes"
+    return ""
+
+
+# ---------------------------------------------------------------------- vision
+
+
+def features_of(calls: Sequence[ModuleCall]) -> Features:
+    """Features that a tower returned, call by call."""
+    return [call.output for call in calls]
+
+
+def check_vision(trace: Trace, alone: Sequence[Features], *, plain_error: float) -> Check:
+    """Check that only changed features move, and compare features with those of each sample alone.
+
+    Args:
+        trace: of the row.
+        alone: features of each sample by itself.
+        plain_error: of plain transformers on all images at once; ten times the limit is counted at most.
+    """
+    if not trace.probed.family.has_vision:
+        return Check.skipped("vision")
+    patches = _patches(trace.samples)
+    leak = max(_vision_leak(call, counts) for call, counts in zip(trace.vision, patches, strict=True))
+    detail = f"a sample's image features move by {leak:.1e} when only another sample's pixels change"
+    check = Check.of_mechanism("vision", leak, LEAK, detail, finding="leaks")
+    if check.is_bad:
+        return check
+    error = feature_error(trace.vision, trace.samples, alone)
+    limit = FEATURE_LIMITS.get(trace.vision[0].output[0].dtype, FEATURE_LIMIT_IN_LOW_PRECISION)
+    detail = f"a sample's image features are off by {error:.1e} from those of the sample alone"
+    compared = Check.of_mechanism("vision", error, limit + 2 * min(plain_error, 10 * limit), detail)
+    return compared if compared.is_bad else check
+
+
+def feature_error(calls: Sequence[ModuleCall], samples: Sequence[Sample], alone: Sequence[Features]) -> float:
+    """Measure how far any feature is from that of its sample alone, as a part of the largest entry."""
+    worst = 0.0
+    remaining = [iter(features) for features in alone]
+    for call, patches in zip(calls, _patches(samples), strict=True):
+        for i, span in enumerate(_spans(patches)):
+            if span[0] == span[1]:
+                continue
+            for x, y in zip(call.output, next(remaining[i]), strict=True):
+                ((start, stop),) = _merged([span], len(x), call.hidden.shape[0])
+                worst = max(worst, largest_move(x[start:stop], y, [(0, len(y))], dim=0))
+    return worst
+
+
+def _patches(samples: Sequence[Sample]) -> list[list[int]]:
+    """Patches of each sample, for every call of the tower: its images, its videos."""
+    counts = [
+        [sum(map(prod, grids_of(sample, "image"))) for sample in samples],
+        [sum(map(prod, grids_of(sample, "video"))) for sample in samples],
+    ]
+    return [modality for modality in counts if any(modality)]
+
+
+def _vision_leak(call: ModuleCall, patches: list[int]) -> float:
+    pixels, spans = call.hidden, [span for span in _spans(patches) if span[0] < span[1]]
+    before, worst = call.rerun(pixels), 0.0
+    for changed, others in (spans[::2], spans[1::2]), (spans[1::2], spans[::2]):
+        after = call.rerun(perturb_spans(pixels, changed, dim=0)) if changed and others else before
+        for x, y in zip(after, before, strict=True):
+            worst = max(worst, largest_move(x, y, _merged(others, len(y), pixels.shape[0]), dim=0))
+    return worst
+
+
+def _spans(patches: Sequence[int]) -> list[Span]:
+    return list(pairwise((0, *accumulate(patches))))
+
+
+def _merged(spans: Sequence[Span], rows: int, patches: int) -> list[Span]:
+    """The same spans in a tensor that has merged patches into `rows`."""
+    merged = patches // rows
+    return [(start // merged, stop // merged) for start, stop in spans]

@@ -1,0 +1,323 @@
+"""Run every check of packed samples, circumstance by circumstance. What a check raises is a finding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import torch
+
+from vlmpack.model import PackedStep, disable_packing
+from vlmpack.probing.forward_passes import (
+    GAPS,
+    ROW,
+    Circumstance,
+    ForwardPass,
+    PackedPass,
+    PlainPaddedPass,
+    ProbedModel,
+)
+from vlmpack.probing.losses import check_losses, check_router_losses, check_sample_logits
+from vlmpack.probing.mechanisms import (
+    check_cache,
+    check_delta,
+    check_mask,
+    check_model_inputs,
+    check_packed_row,
+    check_positions,
+    check_routing,
+    check_vision,
+)
+from vlmpack.probing.reference import ProbeSetup, Reference, References
+from vlmpack.probing.report import BAD, Check, Part, one_line
+from vlmpack.probing.trace import LEAK, counted_pairs, counted_syncs, largest_move, submodules, trace
+from vlmpack.testing import (
+    Sample,
+    backward,
+    compare,
+    distance,
+    kind_of,
+    perturbed,
+    rms_distance,
+    to_host,
+    word_ids,
+)
+
+Progress = Callable[[str], None]
+
+ALWAYS = (GAPS, ROW)
+"""Circumstances in which mechanisms are checked even if everything is exact: elsewhere only if it is not."""
+MOST_NOISE = 1e-3
+"""Of experts, as a part of the largest logit: a leak is not excused by more."""
+UNSTEADY = "set its dropout probabilities to 0, or use deterministic kernels, and probe again"
+
+
+def packed_checks(setup: ProbeSetup, references: References, *, progress: Progress) -> list[Check]:
+    """Run all of them; `progress` gets the title of what comes next."""
+    checks, mechanisms = [], []
+    for circumstance in setup.circumstances:
+        progress(circumstance.title)
+        for check in _circumstance_checks(setup, references, circumstance):
+            (mechanisms if check.part == "mechanism" else checks).append(check)
+    progress("work")
+    with _packing(setup, GAPS) as packed:
+        checks += caught("work", "attended pairs", lambda: [_check_pairs(setup, packed)])
+        checks += caught("work", "host-device syncs", lambda: [_check_syncs(setup, packed)])
+    return [*checks, *_worst_of_each(mechanisms)]
+
+
+def caught(part: Part, name: str, run: Callable[[], list[Check]]) -> list[Check]:
+    """Run checks; what they raise is a finding."""
+    try:
+        return run()
+    except Exception as error:
+        return [Check(part=part, name=name, finding="fails", detail=one_line(error))]
+
+
+def _worst_of_each(checks: Sequence[Check]) -> list[Check]:
+    """One line a mechanism: the worst finding of any circumstance."""
+    named: dict[str, list[Check]] = {}
+    for check in checks:
+        named.setdefault(check.name, []).append(check)
+    order = {finding: place for place, finding in enumerate((*BAD, "ok"))}
+    return [min(same, key=lambda check: order.get(check.finding, len(order))) for same in named.values()]
+
+
+@contextmanager
+def _packing(setup: ProbeSetup, circumstance: Circumstance) -> Iterator[PackedPass]:
+    """Enable packing with the settings of a circumstance; mode and precision are set by the code that computes."""
+    settings = circumstance.settings(setup.settings, setup.samples)
+    try:
+        yield PackedPass(
+            probed=setup.probed,
+            step=PackedStep(setup.probed.model, settings),
+            circumstance=circumstance,
+            rule=settings.slots,
+            poison=word_ids(setup.probed.config).start,
+        )
+    finally:
+        disable_packing(setup.probed.model)
+
+
+# ---------------------------------------------------------------------- one circumstance
+
+
+def _circumstance_checks(setup: ProbeSetup, references: References, circumstance: Circumstance) -> list[Check]:
+    reference, always = references.of(circumstance), circumstance in ALWAYS
+    if reference is None:
+        return [not_deterministic(f"{circumstance.name}: ", "two runs of the same samples alone differ in this mode")]
+    with _packing(setup, circumstance) as packed:
+        checks = caught("mechanism", "packing", lambda: [_check_packed_row(setup, packed)])
+        checks += caught("equality", circumstance.name, lambda: _equality(setup, packed, reference))
+    low = circumstance.autocast or setup.probed.is_low
+    if (always or low or any(check.is_bad for check in checks)) and all(check.finding != "fails" for check in checks):
+        checks += caught("isolation", f"{circumstance.name}: isolation", lambda: _isolation_checks(setup, circumstance))
+    if always or any(check.is_bad for check in checks):
+        checks = _with_mechanisms(setup, circumstance, reference, checks)
+    if always and references.routers is not None:
+        right = not any(check.is_bad and check.name in ("head", "loss count") for check in checks)
+        with _packing(setup, circumstance) as packed:
+            run = partial(_router_checks, setup, references, packed, reference, losses_right=right)
+            checks += caught("equality", "load-balancing loss", run)
+    return checks
+
+
+def not_deterministic(where: str, seen: str) -> Check:
+    """Report that the model alone returns other numbers when it is run again."""
+    return Check(
+        part="equality",
+        name=f"{where}each sample alone",
+        finding="not deterministic",
+        cause="not deterministic",
+        detail=f"{seen}: {UNSTEADY}",
+    )
+
+
+def _check_packed_row(setup: ProbeSetup, packed: PackedPass) -> Check:
+    """Check with metadata on the host and without, in any circumstance: collators send it, other batches have none."""
+    samples = setup.samples
+    rows = [packed.row(samples, metadata) for metadata in (True, False)]
+    checks = [check_packed_row(row, samples, packed.segments(samples)) for row in rows]
+    return max(checks, key=lambda check: check.is_bad)
+
+
+def _equality(setup: ProbeSetup, packed: PackedPass, reference: Reference) -> list[Check]:
+    circumstance = packed.circumstance
+
+    def by_step():
+        with setup.computing(circumstance):
+            return packed(setup.samples, by_step=True)
+
+    with setup.computing(circumstance), torch.enable_grad():
+        result = packed(setup.samples)
+    low = setup.probed.is_low or circumstance.autocast
+    errors = compare(result.outcome(setup.probed.model, setup.samples), reference.outcome, low=low)
+    checks = [
+        Check.measured("equality", f"{circumstance.name}: {each.name}", each.error, each.allowed, str(each))
+        for each in errors.measured(reference.limits)
+    ]
+    return checks + check_losses(result, setup.samples, by_step=by_step)
+
+
+# ---------------------------------------------------------------------- isolation
+
+
+def _isolation_checks(setup: ProbeSetup, circumstance: Circumstance) -> list[Check]:
+    """Change each sample by itself in the row with gaps, elsewhere every other one at once."""
+    samples, config = setup.samples, setup.probed.config
+    groups = {f"change sample {i} ({kind_of(sample)})": [i] for i, sample in enumerate(samples)}
+    if circumstance is not GAPS:
+        groups = {f"{circumstance.name}: change every other": list(range(0, len(samples), 2))}
+        groups[f"{circumstance.name}: change the rest"] = list(range(1, len(samples), 2))
+    with _packing(setup, circumstance) as packed, setup.computing(circumstance):
+        before = _logits(packed, samples)
+        moves = {name: _others_move(packed, samples, config, before, group) for name, group in groups.items()}
+        if circumstance is GAPS:
+            other_gaps = replace(packed, poison=packed.poison + 1)
+            moves["change the token in gaps"] = _most_moved(_logits(other_gaps, samples), before)
+        leaks = max(moves.values()) > LEAK
+        noise = _most_moved(_logits(packed, samples), before) if leaks else 0.0
+    if leaks and setup.probed.family.has("experts"):
+        # Experts multiply the tokens of all samples at once, and how that rounds may depend on how many there are.
+        with setup.computing(circumstance), torch.no_grad():
+            noise = max(noise, min(leak(PlainPaddedPass(probed=setup.probed), setup.probed, samples), MOST_NOISE))
+    return [
+        Check.measured(
+            "isolation",
+            name,
+            move,
+            LEAK + 2 * noise,
+            f"the logits of another sample move by {move:.1e} of their size",
+            finding="leaks",
+        )
+        for name, move in moves.items()
+    ]
+
+
+def leak(forward: ForwardPass, probed: ProbedModel, samples: Sequence[Sample]) -> float:
+    """The most that the logits of every other sample move when only the rest change, as a part of the largest one."""
+    before = _logits(forward, samples)
+    groups = [list(range(first, len(samples), 2)) for first in (0, 1)]
+    return max(_others_move(forward, samples, probed.config, before, group) for group in groups)
+
+
+def _others_move(
+    forward: ForwardPass, samples: Sequence[Sample], config: object, before: list[torch.Tensor], group: Sequence[int]
+) -> float:
+    """The most that the logits of other samples move when only a group of them changes."""
+    changed = [perturbed(sample, config) if i in group else sample for i, sample in enumerate(samples)]
+    after = _logits(forward, changed)
+    others = [i for i in range(len(samples)) if i not in group]
+    return _most_moved([after[i] for i in others], [before[i] for i in others])
+
+
+def _logits(forward: ForwardPass, samples: Sequence[Sample]) -> list[torch.Tensor]:
+    return [x.detach() for x in forward(samples).logits]
+
+
+def _most_moved(after: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> float:
+    return max(largest_move(x, y, [(0, len(y))], dim=0) for x, y in zip(after, before, strict=True))
+
+
+# ---------------------------------------------------------------------- mechanisms
+
+
+def _with_mechanisms(
+    setup: ProbeSetup, circumstance: Circumstance, reference: Reference, checks: list[Check]
+) -> list[Check]:
+    """Add the mechanisms by themselves. Where other tokens go in than the samples', or come out at other places,
+    everything is compared with something else, and only that counts."""
+    with _packing(setup, circumstance) as packed, setup.computing(circumstance):
+        found = caught("mechanism", "mechanisms", lambda: _mechanism_checks(setup, packed, reference))
+    where = "" if circumstance is GAPS else f"in {circumstance.title}: "
+    found = [replace(check, detail=where + check.detail) if check.is_bad else check for check in found]
+    if any(check.name in ("packing", "sample results") and check.is_bad for check in found):
+        checks = [check for check in checks if check.part != "mechanism"]
+    return checks + found
+
+
+def _mechanism_checks(setup: ProbeSetup, packed: PackedPass, reference: Reference) -> list[Check]:
+    if (row := _check_packed_row(setup, packed)).is_bad:
+        return [row]
+    traced = trace(packed, setup.probed, setup.samples)
+    if (inputs := check_model_inputs(traced)).is_bad:
+        return [inputs]
+    if (logits := check_sample_logits(traced)).is_bad:
+        return [logits]
+    runs: dict[str, Callable[[], list[Check]]] = {
+        "positions": lambda: [check_positions(traced, reference.rotary)],
+        "mask": lambda: [check_mask(traced)],
+        "cache": lambda: [check_cache(traced)],
+        "gated delta layers": lambda: check_delta(traced),
+        "router": lambda: [check_routing(traced)],
+        "vision": lambda: [check_vision(traced, reference.features, plain_error=reference.feature_error)],
+    }
+    return [inputs, logits, *(check for name, run in runs.items() for check in caught("mechanism", name, run))]
+
+
+def _router_checks(
+    setup: ProbeSetup, references: References, packed: PackedPass, reference: Reference, *, losses_right: bool
+) -> list[Check]:
+    assert references.routers is not None
+    with setup.computing(packed.circumstance):
+        result = packed(setup.samples, router_losses=True, by_step=True)
+        pairs = list(zip([to_host(x) for x in result.logits], reference.outcome.logits, strict=True))
+        error = rms_distance(pairs) if setup.probed.is_low else max(distance(*pair) for pair in pairs)
+        right = losses_right and error <= reference.limits.logits
+        return check_router_losses(packed, setup.samples, references.routers, result, right=right)
+
+
+# ---------------------------------------------------------------------- work
+
+
+def count_pairs(forward: Callable[[], object], probed: ProbedModel) -> tuple[int | None, bool]:
+    """(pairs that one layer of the text model computes, whether in a dense matrix); None: no kernel showed any."""
+    layers = submodules(probed.family.language_model(probed.core), "self_attn").values()
+    with counted_pairs(layers) as pairs:
+        forward()
+    return pairs.per_layer, pairs.dense > 0
+
+
+def _check_pairs(setup: ProbeSetup, packed: PackedPass) -> Check:
+    needed = sum(len(sample["input_ids"]) ** 2 for sample in setup.samples)
+    # Kernels that must write every token of a row attend inside each gap as well.
+    everywhere = sum((stop - start) ** 2 for start, stop in pairwise(packed.segments(setup.samples).kernel))
+    with torch.no_grad():
+        seen, dense = count_pairs(lambda: packed(setup.samples), setup.probed)
+    check = Check(part="work", name="attended pairs", finding="ok", seen=seen, allowed=needed)
+    if seen is None:
+        return replace(check, finding="not counted", detail="no known kernel ran")
+    if dense:
+        detail = f"a dense mask: {seen} pairs are computed, {needed} are of the same sample"
+        return replace(check, finding="not counted", detail=detail)
+    if seen == everywhere > needed:
+        return replace(check, detail=f"{everywhere - needed} of them inside gaps")
+    if seen == needed:
+        return check
+    detail = f"a layer computes {seen} pairs, the sum of length² is {needed}"
+    return replace(check, finding="differs", cause="mask", detail=detail)
+
+
+def _check_syncs(setup: ProbeSetup, packed: PackedPass) -> Check:
+    inputs = packed.inputs(setup.samples)
+
+    def step() -> None:
+        backward(packed.step(inputs).loss)
+        setup.probed.model.zero_grad(set_to_none=True)
+
+    step()  # the first step of a kind may fill caches of tensors
+    with counted_syncs(setup.probed.device) as syncs:
+        step()
+    of_model = f"the model's code syncs {syncs.others} times" if syncs.others else "none in the model's code either"
+    detail = of_model if not syncs.package else f"{', '.join(sorted(set(syncs.package)))}; {of_model}"
+    return Check(
+        part="work",
+        name="host-device syncs",
+        finding="syncs" if syncs.package else "ok",
+        seen=len(syncs.package),
+        allowed=0,
+        detail=detail,
+    )

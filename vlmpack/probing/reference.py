@@ -1,0 +1,250 @@
+"""Compute the reference: each sample by itself through the unmodified model.
+
+A model that is not deterministic says nothing about packing. So each sample goes through it twice, in eval mode and in
+train mode; where these differ, each is run again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+
+from vlmpack.layout import Segments
+from vlmpack.model import StepConfig
+from vlmpack.probing.forward_passes import (
+    AUTOCAST,
+    CIRCUMSTANCES,
+    GAPS,
+    ROW,
+    Circumstance,
+    PlainPaddedPass,
+    ProbedModel,
+    segments_of,
+)
+from vlmpack.probing.losses import RouterLosses, reference_router_losses
+from vlmpack.probing.mechanisms import Features, Rotary, feature_error, features_of, rotary_of
+from vlmpack.probing.trace import recorded_calls, submodules
+from vlmpack.testing import (
+    LOW_PRECISION_FACTOR,
+    Errors,
+    Limits,
+    Outcome,
+    Sample,
+    compare,
+    distance,
+    run_alone,
+)
+
+STEADY = 5e-2
+"""The most that logits may differ from one run to the next, as a part of the largest: kernels that add up in another
+order each time round a little in low precision; dropout changes more."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ProbeSetup:
+    """A model, samples for it, and the settings with which they are packed."""
+
+    probed: ProbedModel
+    """The model."""
+    samples: Sequence[Sample]
+    """In row order."""
+    settings: StepConfig
+    """The user's, or the defaults."""
+    autocast: torch.dtype
+    """Element type of mixed precision; weights that are in low precision already are not probed in it."""
+
+    @property
+    def segments(self) -> Segments:
+        """Where each sample lies in the row with gaps."""
+        return segments_of(self.samples, GAPS.settings(self.settings, self.samples).slots)
+
+    @property
+    def circumstances(self) -> tuple[Circumstance, ...]:
+        """In which the samples are packed."""
+        return tuple(each for each in CIRCUMSTANCES if not (each.autocast and self.probed.is_low))
+
+    def computing(self, circumstance: Circumstance) -> AbstractContextManager[None]:
+        """Set mode, graph and precision of a circumstance."""
+        return circumstance.computing(self.probed, self.autocast)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What a circumstance is compared with."""
+
+    outcome: Outcome
+    """Of the samples alone, in float32."""
+    limits: Limits
+    """How far the packed samples may be from it."""
+    rotary: Sequence[Rotary]
+    """cos and sin that reached attention, of each sample alone."""
+    features: Sequence[Features]
+    """Features of the vision tower, of each sample alone."""
+    feature_error: float
+    """How far features are from those, where plain transformers gets all images at once."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class References:
+    """What each circumstance is compared with."""
+
+    eval: Reference
+    """In eval mode."""
+    train: Reference | None
+    """In train mode, in most models the same; None: the model is not deterministic in it."""
+    autocast: Reference | None
+    """In mixed precision; None: the same, or the weights are in low precision."""
+    routers: RouterLosses | None
+    """Of the padded batch with its 2D mask, through plain transformers; None: there are no routers."""
+
+    def of(self, circumstance: Circumstance) -> Reference | None:
+        """Choose that of a circumstance; None: the model is not deterministic in it."""
+        if circumstance.autocast:
+            return self.autocast
+        return self.train if circumstance.train else self.eval
+
+
+class UnsteadyError(ArithmeticError):
+    """The model returns other numbers when it is run again."""
+
+
+def compute_references(setup: ProbeSetup) -> References:
+    """Compute all of them. In low precision a float32 copy of the model is made for as long as that takes.
+
+    Raises:
+        UnsteadyError: two runs of the same samples differ in eval mode.
+        ArithmeticError: the model returns NaN or infinity without any packing.
+    """
+    low = setup.probed.is_low
+    alone = _run_alone(setup, GAPS)
+    _check_finite(alone.outcome)
+    exact = alone.outcome
+    if low:
+        exact = _run_in_float32(setup, GAPS)
+        _check_finite(exact)
+    in_eval = _reference(setup, GAPS, alone, exact, low=low)
+    in_train = _train_reference(setup, alone, in_eval)
+    return References(
+        eval=in_eval,
+        train=in_train,
+        autocast=None if low or in_train is None else _autocast_reference(setup, in_train),
+        routers=reference_router_losses(setup.probed, setup.samples),
+    )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _AloneRun:
+    """Each sample alone in some circumstance."""
+
+    outcome: Outcome
+    rotary: list[Rotary]
+    features: list[Features]
+
+
+def _run_alone(setup: ProbeSetup, circumstance: Circumstance, probed: ProbedModel | None = None) -> _AloneRun:
+    """Run each sample alone in the mode and precision of a circumstance, with gradients."""
+    probed = probed or setup.probed
+    layer = next(iter(submodules(probed.family.language_model(probed.core), "self_attn").values()))
+    tower = probed.family.vision_tower(probed.core)
+    modules = [layer] if tower is None else [layer, tower]
+    rotary: list[Rotary] = []
+    features: list[Features] = []
+
+    @contextmanager
+    def recording() -> Iterator[None]:
+        with circumstance.computing(probed, setup.autocast), torch.enable_grad(), recorded_calls(modules) as calls:
+            yield
+        rotary.append(rotary_of(calls[layer][0]))
+        features.append([] if tower is None else features_of(calls[tower]))
+
+    outcome = run_alone(probed.model, setup.samples, forward_context=recording)
+    return _AloneRun(outcome=outcome, rotary=rotary, features=features)
+
+
+def _run_in_float32(setup: ProbeSetup, circumstance: Circumstance) -> Outcome:
+    exact = ProbedModel.of(copy.deepcopy(setup.probed.model).float())
+    return _run_alone(setup, circumstance, exact).outcome
+
+
+def _reference(
+    setup: ProbeSetup, circumstance: Circumstance, alone: _AloneRun, truth: Outcome, *, low: bool
+) -> Reference:
+    """Set the limits beyond the errors of the samples alone, and of plain transformers' padded batch."""
+    errors = compare(alone.outcome, truth, low=low)
+    padded, error_of_features = _padded_errors(setup, circumstance, alone, truth, low=low) or (errors, 0.0)
+    return Reference(
+        outcome=truth,
+        limits=Limits.beyond(errors, padded, factor=LOW_PRECISION_FACTOR if low else 2.0),
+        rotary=alone.rotary,
+        features=alone.features,
+        feature_error=error_of_features,
+    )
+
+
+def _padded_errors(
+    setup: ProbeSetup, circumstance: Circumstance, alone: _AloneRun, truth: Outcome, *, low: bool
+) -> tuple[Errors, float] | None:
+    """Errors of plain transformers' padded batch, and of its features; None: it raises, and so widens no limit."""
+    probed = setup.probed
+    tower = probed.family.vision_tower(probed.core)
+    try:
+        with (
+            setup.computing(circumstance),
+            torch.enable_grad(),
+            recorded_calls([] if tower is None else [tower]) as calls,
+        ):
+            result = PlainPaddedPass(probed=probed)(setup.samples)
+        errors = compare(result.outcome(probed.model, setup.samples), truth, low=low)
+        return errors, 0.0 if tower is None else feature_error(calls[tower], setup.samples, alone.features)
+    except Exception:
+        return None
+
+
+def _train_reference(setup: ProbeSetup, alone: _AloneRun, in_eval: Reference) -> Reference | None:
+    """`alone`: in eval mode, in the model's precision."""
+
+    def steady(run: _AloneRun, other: _AloneRun) -> bool:
+        errors, limits = compare(run.outcome, other.outcome, low=setup.probed.is_low), in_eval.limits
+        if not errors.logits <= min(limits.logits, STEADY):
+            return False
+        return all(worst.error <= limits.gradients[group] for group, worst in errors.gradients.items())
+
+    trained = _run_alone(setup, ROW)
+    if steady(trained, alone):
+        return in_eval
+    if not steady(_run_alone(setup, GAPS), alone):
+        raise UnsteadyError("two runs of the same samples alone differ, without any packing")
+    if not steady(_run_alone(setup, ROW), trained):
+        return None
+    outcome = _run_in_float32(setup, ROW) if setup.probed.is_low else trained.outcome
+    return replace(in_eval, outcome=outcome, rotary=trained.rotary, features=trained.features)
+
+
+def _autocast_reference(setup: ProbeSetup, in_train: Reference) -> Reference | None:
+    """None: the model is not deterministic in mixed precision."""
+    alone = _run_alone(setup, AUTOCAST)
+    again = run_alone(
+        setup.probed.model, setup.samples, gradients=False, forward_context=lambda: setup.computing(AUTOCAST)
+    )
+    if max(distance(x, y) for x, y in zip(again.logits, alone.outcome.logits, strict=True)) > STEADY:
+        return None
+    return _reference(setup, AUTOCAST, alone, in_train.outcome, low=True)
+
+
+def _check_finite(outcome: Outcome) -> None:
+    """Refuse NaN and infinity: everything would be equally far from them, and every limit would hold."""
+    numbers = {f"the logits of sample {i}": x for i, x in enumerate(outcome.logits)}
+    numbers |= {"the loss": outcome.target_losses}
+    numbers |= {f"the gradient of {name}": gradient for name, gradient in outcome.gradients.items()}
+    for name, x in numbers.items():
+        if not bool(x.isfinite().all()):
+            raise ArithmeticError(f"{name} has NaN or infinity without any packing: nothing can be compared with it")

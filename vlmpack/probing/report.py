@@ -1,0 +1,213 @@
+"""The result of a probe: checks with their limits, the cause of each leak, and plain transformers as the baseline."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, final
+
+Cause = Literal[
+    "packing",
+    "positions",
+    "mask",
+    "cache",
+    "conv taps",
+    "recurrent state",
+    "router",
+    "vision",
+    "head",
+    "loss count",
+    "sample results",
+    "not deterministic",
+    "unknown",
+]
+"""The mechanisms that keep samples apart; as a cause, the one that fails to. "not deterministic": packing is not at
+fault, the model alone gives other numbers when it is run again. "unknown": no mechanism shows it."""
+
+Part = Literal["isolation", "equality", "mechanism", "work"]
+Finding = Literal["ok", "leaks", "differs", "fails", "not deterministic", "syncs", "absent", "not counted"]
+Verdict = Literal["exact", "leaks", "differs", "fails", "not deterministic"]
+
+BAD: tuple[Finding, ...] = ("fails", "leaks", "differs", "not deterministic")
+"""Findings that a packed row must not have, the worst first; after the last of them nothing is proved."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One line of the report."""
+
+    part: Part
+    """isolation: change one sample, compare the others; equality: packed against alone; a mechanism by itself; work."""
+    name: str
+    """The quantity, with the circumstance before its colon."""
+    finding: Finding
+    """ok; leaks; differs; fails (raised an error); not deterministic (differs without packing too); syncs (exact, but
+    slow: host-device syncs); absent (no such part); not counted."""
+    seen: float | None = None
+    """The measured value: a part of the largest entry, or a count."""
+    allowed: float | None = None
+    """The most that it may be."""
+    cause: Cause | None = None
+    """The mechanism at fault."""
+    detail: str = ""
+    """One sentence."""
+
+    @classmethod
+    def measured(
+        cls,
+        part: Part,
+        name: str,
+        seen: float,
+        allowed: float,
+        detail: str,
+        *,
+        finding: Finding = "differs",
+        cause: Cause | None = None,
+    ) -> Check:
+        """Compare a number with its limit: `finding`, `cause` and `detail` hold if it is above the limit, or NaN."""
+        if seen <= allowed:
+            return cls(part=part, name=name, finding="ok", seen=seen, allowed=allowed)
+        return cls(part=part, name=name, finding=finding, seen=seen, allowed=allowed, cause=cause, detail=detail)
+
+    @classmethod
+    def of_mechanism(
+        cls, mechanism: Cause, seen: float, allowed: float, detail: str, *, finding: Finding = "differs"
+    ) -> Check:
+        """Compare a number that one mechanism alone accounts for with its limit."""
+        return cls.measured("mechanism", mechanism, seen, allowed, detail, finding=finding, cause=mechanism)
+
+    @classmethod
+    def wrong(cls, mechanism: Cause, detail: str, *, seen: float | None = None, allowed: float | None = None) -> Check:
+        """Report a mechanism that differs, by a count or by something else than a number."""
+        return cls(
+            part="mechanism",
+            name=mechanism,
+            finding="differs",
+            seen=seen,
+            allowed=allowed,
+            cause=mechanism,
+            detail=detail,
+        )
+
+    @classmethod
+    def skipped(cls, mechanism: Cause, finding: Literal["absent", "not counted"] = "absent") -> Check:
+        """Report a mechanism that the model lacks, or that could not be compared."""
+        return cls(part="mechanism", name=mechanism, finding=finding)
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether a packed row must not have this."""
+        return self.finding in BAD
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """Plain transformers on the same samples."""
+
+    name: str
+    """The form of its input."""
+    verdict: Verdict
+    """exact, or what goes wrong."""
+    leak: float | None = None
+    """Most that a sample's logits move when only another one changes, as a part of the largest logit."""
+    logits: float | None = None
+    """Largest error of the logits against the samples alone, as a part of the largest logit."""
+    loss: float | None = None
+    """Relative error of its loss against the samples alone."""
+    pairs: int | None = None
+    """Pairs of query and key that a layer of the text model computes; None: not counted."""
+    causes: tuple[Cause, ...] = ()
+    """The mechanisms at fault."""
+    detail: str = ""
+    """The error that it raised."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The result of `vlmpack.probe`."""
+
+    model: str
+    """Class of the model."""
+    family: str
+    """`config.model_type`."""
+    weights: str
+    """Which weights were probed: "as given", or a tiny copy and why."""
+    device: str
+    """"cpu" or "cuda"."""
+    dtype: str
+    """Element type of the weights."""
+    attention: str
+    """Name of the attention back-end that served."""
+    samples: tuple[str, ...]
+    """Kind and length of each sample in the row."""
+    row_tokens: int
+    """Width of the row, gaps included."""
+    checks: tuple[Check, ...]
+    """Every check, good or bad."""
+    circumstances: Mapping[str, str]
+    """In which the samples were packed: a word, with which names of checks begin, and its title."""
+    plain: tuple[Baseline, ...]
+    """Plain transformers as the baseline; nothing that it does wrong counts against the verdict."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """exact; leaks: a sample depends on another; differs: isolated, but not what a sample alone gives; fails; not
+        deterministic: what could be compared is exact, but two runs of the model alone differ."""
+        findings = {check.finding for check in self.checks}
+        return next((bad for bad in BAD if bad in findings), "exact")  # pyright: ignore[reportReturnType]
+
+    @property
+    def causes(self) -> tuple[Cause, ...]:
+        """The mechanisms at fault, each once; "unknown" only where no mechanism by itself shows what the row shows."""
+        return causes_of(self.checks)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The report as text: the verdict, the causes, a line for each check."""
+        checks = [f"  {check.part:<10} {check.name:<40} {check.finding:<12} {check.detail}" for check in self.checks]
+        causes = [f"cause: {', '.join(self.causes)}"] if self.causes else []
+        return tuple(line.rstrip() for line in (self._head, *causes, *checks))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON, which has no infinity: the largest float stands for it."""
+        return _finite({"verdict": self.verdict, "causes": list(self.causes), **asdict(self)})
+
+    def __repr__(self) -> str:
+        bad = sum(check.is_bad for check in self.checks)
+        causes = f" ({', '.join(self.causes)})" if bad else ""
+        return f"Report({self._head}{causes}; {len(self.checks)} checks, {bad} bad)"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the table in a notebook."""
+        printer.text(str(self))
+
+    @property
+    def _head(self) -> str:
+        return f"{self.model} ({self.weights}), {self.device}, {self.dtype}, {self.attention}: {self.verdict}"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    return min(value, sys.float_info.max) if isinstance(value, float) else value
+
+
+def one_line(error: Exception) -> str:
+    """Format an error in one line."""
+    return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
+
+
+def causes_of(checks: Iterable[Check]) -> tuple[Cause, ...]:
+    """List each mechanism at fault once, in the order of the checks."""
+    bad = [check for check in checks if check.is_bad]
+    causes: tuple[Cause, ...] = tuple(dict.fromkeys(check.cause for check in bad if check.cause is not None))
+    return causes or (("unknown",) if bad else ())

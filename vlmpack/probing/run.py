@@ -1,0 +1,313 @@
+"""Probe a model: the samples of a row against each of them alone, mechanism by mechanism, in the user's environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from vlmpack.attention import BACKENDS, AttentionCall, choose
+from vlmpack.errors import ConfigError
+from vlmpack.layout import IMAGE, VIDEO
+from vlmpack.model import (
+    PackingState,
+    StepConfig,
+    disable_packing,
+    enable_packing,
+    find_model,
+    is_packing,
+    packing_state,
+)
+from vlmpack.probing.forward_passes import PlainPaddedPass, PlainRowPass, ProbedModel
+from vlmpack.probing.losses import check_loss_count
+from vlmpack.probing.mechanisms import check_delta, check_mask, check_positions, check_vision
+from vlmpack.probing.packed_checks import Progress, count_pairs, leak, not_deterministic, packed_checks
+from vlmpack.probing.reference import ProbeSetup, Reference, UnsteadyError, compute_references
+from vlmpack.probing.report import Baseline, Check, Report, causes_of, one_line
+from vlmpack.probing.trace import LEAK, trace
+from vlmpack.testing import (
+    FLOOR,
+    Sample,
+    distance,
+    grids_of,
+    kind_of,
+    processed_samples,
+    relative,
+    synthetic_samples,
+    to_host,
+    with_adversarial_lengths,
+)
+
+SMALL = 10_000_000
+"""Weights up to which a model is computed by one thread."""
+
+
+def probe(
+    model: nn.Module,
+    processor: Any = None,
+    *,
+    attention: str | None = None,
+    plain: bool = True,
+    progress: Progress | None = None,
+) -> Report:
+    """Prove on this machine that packed samples are what they are alone, or name the mechanism at fault.
+
+    A few samples go through `model` alone, as a packed row with gaps, and as a padded batch: logits, loss and the
+    gradients of every group of parameters are compared; one sample after the other is changed and the rest compared;
+    each mechanism is run by itself; work is counted; and plain transformers gets the same row.
+
+    The model is used where it is, in its element type, in eval mode, and is afterwards what it was: weights, mode,
+    gradients, packing, configuration, random state. In bfloat16 a float32 copy is made meanwhile.
+
+    Args:
+        model: a Hugging Face model of a supported family, or a wrapper around it (PEFT); packing enabled or not.
+        processor: the model's processor: receipts are drawn and go through it and `VLMCollator`; None, or a text
+            model: random ids and pixels.
+        attention: name of a back-end; None: that of the enabled model, or the first that can serve.
+        plain: also run plain transformers, as the baseline.
+        progress: called with the name of each part before it begins.
+
+    Raises:
+        FamilyError: the model's family cannot be packed, or the processor is not one of a Qwen-VL model.
+        ConfigError: the processor is another model's.
+        BackendError: the named back-end cannot serve.
+    """
+    setup = _setup(model, processor, attention)
+    call = _attention_call(setup.probed)
+    served = choose(call, setup.settings.attention).name
+    with preserved_state(model):
+        checks, baselines = _checks(setup, progress or (lambda part: None), plain=plain)
+    return Report(
+        model=type(setup.probed.core).__name__,
+        family=setup.probed.family.model_type,
+        weights="as given",
+        device=call.device,
+        dtype=str(setup.probed.dtype).removeprefix("torch."),
+        attention=served,
+        samples=tuple(f"{kind_of(sample)}, {len(sample['input_ids'])} tokens" for sample in setup.samples),
+        row_tokens=setup.segments.total,
+        checks=tuple(checks),
+        circumstances={each.name: each.title for each in setup.circumstances},
+        plain=tuple(baselines),
+    )
+
+
+def backends_for(model: nn.Module) -> list[str]:
+    """List the attention back-ends that can serve the text model of `model` where it is."""
+    call = _attention_call(ProbedModel.of(model))
+    return [name for name, backend in BACKENDS.items() if not backend.unsupported(call)]
+
+
+def _attention_call(probed: ProbedModel) -> AttentionCall:
+    text = probed.family.text_config(probed.config)
+    weight = next(probed.family.language_model(probed.core).parameters())
+    heads = text.num_attention_heads
+    return AttentionCall(
+        device=weight.device.type,
+        dtype=weight.dtype,
+        head_dim=text.to_dict().get("head_dim") or text.hidden_size // heads,
+        num_heads=heads,
+        num_kv_heads=text.num_key_value_heads,
+    )
+
+
+def _setup(model: nn.Module, processor: Any, attention: str | None) -> ProbeSetup:
+    probed = ProbedModel.of(model)
+    if processor is not None and probed.family.has_vision:
+        samples = processed_samples(processor)
+        _check_processor_fits(samples, probed)
+    else:
+        samples = synthetic_samples(probed.config)
+    device = probed.device.type
+    state = _packing_of(model)
+    settings = StepConfig() if state is None else state.config
+    return ProbeSetup(
+        probed=probed,
+        samples=with_adversarial_lengths(samples, probed.config),
+        autocast=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.bfloat16,
+        settings=replace(
+            settings,
+            attention=attention or settings.attention,
+            # transformers computes this load-balancing loss of a batch, and no z-loss
+            aux_loss="row",
+            z_loss_coef=0.0,
+        ),
+    )
+
+
+def _check_processor_fits(samples: Sequence[Sample], probed: ProbedModel) -> None:
+    """Refuse samples of another model's processor, which would only make an embedding or a convolution raise.
+
+    Raises:
+        ConfigError: their token ids, patches or placeholders do not fit the model.
+    """
+    family, config, remedy = probed.family, probed.config, "give the processor that was saved with the model"
+    vocabulary = family.text_config(config).vocab_size
+    if (highest := max(int(sample["input_ids"].max()) for sample in samples)) >= vocabulary:
+        raise ConfigError(f"the processor makes token id {highest}, and the model has {vocabulary} of them; {remedy}")
+    width = family.patch_channels(config)
+    for sample in samples:
+        for pixels in (sample.get("pixel_values"), sample.get("pixel_values_videos")):
+            if pixels is not None and pixels.shape[-1] != width:
+                seen = f"patches of {pixels.shape[-1]} numbers, and the model takes {width}"
+                raise ConfigError(f"the processor makes {seen}; {remedy}")
+        types = family.media_types(sample["input_ids"], config)
+        grids = ((IMAGE, "image", grids_of(sample, "image")), (VIDEO, "video", grids_of(sample, "video")))
+        for modality, name, media in grids:
+            expected = family.media_tokens(media, config)
+            if (seen := int((types == modality).sum())) != expected:
+                counts = f"{seen} {name} tokens of this model where its pixels make {expected}"
+                raise ConfigError(f"the processor writes {counts}; {remedy}")
+
+
+def _checks(setup: ProbeSetup, progress: Progress, *, plain: bool) -> tuple[list[Check], list[Baseline]]:
+    progress("each sample alone")
+    try:
+        references = compute_references(setup)
+    except UnsteadyError as error:
+        return [not_deterministic("", str(error))], []
+    except Exception as error:  # nothing to compare with: that is the finding
+        return [Check(part="equality", name="each sample alone", finding="fails", detail=one_line(error))], []
+    progress("plain transformers")
+    baselines = _baselines(setup, references.eval) if plain else []
+    return packed_checks(setup, references, progress=progress), baselines
+
+
+# ---------------------------------------------------------------------- plain transformers
+
+
+def _baselines(setup: ProbeSetup, reference: Reference) -> list[Baseline]:
+    """Run the row with each kind of positions that the model takes, and the padded batch."""
+    rows = (3, 4) if setup.probed.family.has_vision else (1,)
+    passes = [*(PlainRowPass(probed=setup.probed, rows=n) for n in rows), PlainPaddedPass(probed=setup.probed)]
+    baselines = []
+    for forward in passes:
+        try:
+            baselines.append(_baseline(forward, setup, reference))
+        except Exception as error:
+            baselines.append(Baseline(name=forward.name, verdict="fails", detail=one_line(error)))
+    return baselines
+
+
+@torch.no_grad()
+def _baseline(forward: PlainRowPass | PlainPaddedPass, setup: ProbeSetup, reference: Reference) -> Baseline:
+    samples, limits = setup.samples, reference.limits
+    moved = leak(forward, setup.probed, samples)
+    result = forward(samples)
+    logits = max(distance(to_host(x), y) for x, y in zip(result.logits, reference.outcome.logits, strict=True))
+    loss = relative(float(result.loss), reference.outcome.loss)
+    pairs, _ = count_pairs(lambda: forward(samples), setup.probed)
+    leaks = not moved <= max(LEAK, limits.logits if setup.probed.is_low else 0.0)
+    equal = logits <= max(limits.logits, FLOOR.logits) and loss <= limits.loss
+    causes = ()
+    if isinstance(forward, PlainRowPass):
+        traced = trace(forward, setup.probed, samples)
+        checks = [
+            check_positions(traced, reference.rotary),
+            _mask_or_cache(check_mask(traced), forward, setup),
+            *check_delta(traced),
+            check_vision(traced, reference.features, plain_error=reference.feature_error),
+            check_loss_count(result, samples),
+        ]
+        causes = causes_of(checks)
+    return Baseline(
+        name=forward.name,
+        verdict="leaks" if leaks else "exact" if equal and not causes else "differs",
+        leak=moved,
+        logits=logits,
+        loss=loss,
+        pairs=pairs,
+        causes=causes,
+    )
+
+
+def _mask_or_cache(mask: Check, forward: PlainRowPass, setup: ProbeSetup) -> Check:
+    """Name the cache if samples stay apart without it: transformers ignores packed positions where it has a cache."""
+    if not mask.is_bad:
+        return mask
+    without = check_mask(trace(forward.without_cache(), setup.probed, setup.samples))
+    cause = "mask" if without.is_bad else "cache"
+    return Check(part="mechanism", name=cause, finding="leaks", cause=cause)
+
+
+# ---------------------------------------------------------------------- the state of the model
+
+
+def _packing_of(model: nn.Module) -> PackingState | None:
+    return packing_state(find_model(model)) if is_packing(model) else None
+
+
+@contextmanager
+def preserved_state(model: nn.Module) -> Iterator[None]:
+    """Disable packing and gradients, set eval mode and exact float32, one thread for small models; then restore all.
+
+    Weights and the configuration are never written to. Buffers (in train mode some modules count in them), modes,
+    gradients (the very tensors), packing and the random state of every device are restored bit for bit.
+    """
+    packing = _packing_of(model)
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    buffers = [
+        (m, name, x, None if x is None else x.clone()) for m in model.modules() for name, x in m._buffers.items()
+    ]
+    cuda = [device for device in {p.device for p in model.parameters()} if device.type == "cuda"]
+    with torch.random.fork_rng(devices=cuda), _exact_arithmetic(), _threads_for(model), torch.enable_grad():
+        try:
+            disable_packing(model)
+            model.eval()
+            for p, _ in gradients:
+                p.grad = None
+            yield
+        finally:
+            for p, gradient in gradients:
+                p.grad = gradient
+            for module, training in modes:
+                module.training = training
+            _restore_buffers(buffers)
+            disable_packing(model)
+            if packing is not None:
+                enable_packing(model, packing.config, parallel=packing.parallel)
+
+
+@torch.no_grad()
+def _restore_buffers(buffers: Iterable[tuple[nn.Module, str, torch.Tensor | None, torch.Tensor | None]]) -> None:
+    """The very tensors, with the values that they had."""
+    for module, name, buffer, value in buffers:
+        module._buffers[name] = buffer
+        if buffer is not None and value is not None and not torch.equal(buffer, value):
+            buffer.copy_(value)
+
+
+@contextmanager
+def _exact_arithmetic() -> Iterator[None]:
+    """Disable TF32 and autocast, which round more than packing may differ by."""
+    before = torch.get_float32_matmul_precision()
+    with (
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+        torch.backends.cudnn.flags(enabled=True, allow_tf32=False),
+    ):
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def _threads_for(model: nn.Module) -> Iterator[None]:
+    """Use one thread for a small model on a CPU: its operations are so short that synchronising threads costs more,
+    and ten times as much where other programs keep the cores busy."""
+    small = sum(p.numel() for p in model.parameters()) < SMALL and all(
+        p.device.type == "cpu" for p in model.parameters()
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if small else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,284 @@
+"""A model by name: its own weights where they fit, or a tiny copy of its configuration."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, final
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from vlmpack.data import load_processor
+from vlmpack.errors import ConfigError
+from vlmpack.families import Family, family_named
+from vlmpack.probing.report import one_line
+from vlmpack.testing import TinySizes
+
+BYTES_A_WEIGHT = 12
+"""What a probe needs: weight, gradient and true gradient in float32; in bfloat16 the float32 copy needs the room."""
+SPARE = 1 << 30
+"""Room for activations, in bytes."""
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+UNREADABLE = (OSError, RuntimeError, ValueError, EOFError, UnpicklingError, SafetensorError)
+"""What transformers, safetensors and torch raise on files that are cut off, of another kind or of another shape."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A model to be probed."""
+
+    model: Any
+    """With its head."""
+    processor: Any
+    """Its own; None: there is none, or it does not fit a tiny copy."""
+    weights: str
+    """Where the weights come from, for people."""
+
+
+def load(model_id: str, *, device: torch.device, dtype: torch.dtype, tiny: bool = False) -> Loaded:
+    """Load a model for a probe on `device`.
+
+    Args:
+        model_id: hub id or folder.
+        device: where it is to be probed.
+        dtype: of the weights.
+        tiny: make a tiny copy even if the weights fit.
+
+    Raises:
+        ConfigError: nothing can be read there. FamilyError: the family cannot be packed exactly.
+    """
+    config = read_config(model_id)
+    family = family_named(config.model_type)
+    reason = "as asked" if tiny else _why_not(model_id, config, family, device)
+    if reason:
+        model = small_copy(model_id, dtype=dtype)
+        return Loaded(model=model.to(device), processor=None, weights=f"a tiny copy with random weights: {reason}")
+    try:
+        model = auto_class(family).from_pretrained(model_id, dtype=dtype, attn_implementation="sdpa")
+    except UNREADABLE as error:
+        message = f"{model_id}: its weights cannot be read; --tiny probes a small copy. {one_line(error)}"
+        raise ConfigError(message) from error
+    processor = _processor(model_id) if family.has_vision else None
+    return Loaded(model=model.to(device), processor=processor, weights="its own weights")
+
+
+def read_config(model_id: str) -> Any:
+    """The configuration.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model_id)
+    except (OSError, ValueError) as error:
+        message = f"{model_id}: no configuration can be read there; give a hub id or a folder. {one_line(error)}"
+        raise ConfigError(message) from error
+
+
+def _processor(model_id: str) -> Any:
+    try:
+        return load_processor(model_id)
+    except (OSError, ValueError):  # a folder with a model alone: random ids and pixels will do
+        return None
+
+
+def _why_not(model_id: str, config: Any, family: Family, device: torch.device) -> str:
+    """Why its own weights are not used; empty: they are."""
+    folder = Path(model_id)
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
+        return "the folder holds no weights"
+    count = count_weights(config, family)
+    needed, free = BYTES_A_WEIGHT * count + SPARE, free_bytes(device)
+    if free is None:
+        return f"how much memory is free cannot be told here, and its {count / 1e9:.2f} billion weights need it"
+    if needed > free:
+        gib = [f"{x / 2**30:.0f} GiB" for x in (needed, free)]
+        return f"its {count / 1e9:.2f} billion weights need {gib[0]} with gradients and a reference, {gib[1]} are free"
+    return ""
+
+
+def count_weights(config: Any, family: Family) -> int:
+    """Parameters of the model, of which none is made. Files may hold them in any type; their number is what counts."""
+    with torch.device("meta"):
+        model: nn.Module = auto_class(family).from_config(config)
+    return sum(p.numel() for p in model.parameters())
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Free memory of the device, or of this machine or the container that it is in; None: nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    known = [x for x in (_available(), _left_in_container()) if x is not None]
+    return min(known, default=None)
+
+
+def _available() -> int | None:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines() if ":" in line)
+        if "MemAvailable" in lines:
+            return int(lines["MemAvailable"].split()[0]) * 1024
+    names = os.sysconf_names
+    if "SC_PAGE_SIZE" in names and "SC_AVPHYS_PAGES" in names:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return None
+
+
+def _left_in_container(group: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Of a memory limit, version 2 of control groups."""
+    limit, used = group / "memory.max", group / "memory.current"
+    if not limit.exists() or not used.exists() or (text := limit.read_text(encoding="ascii").strip()) == "max":
+        return None
+    return int(text) - int(used.read_text(encoding="ascii"))
+
+
+# ---------------------------------------------------------------------- tiny copies
+
+LAYERS, HEADS, EXPERTS = 2, 2, 8
+WIDTH = 16
+"""Channels a head of an expert."""
+
+
+def small_copy(model_id: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """A random model of the class that `model_id` names, on the CPU.
+
+    Head widths, rotary settings, patches, windows, convolutions, biases and activations are the model's own. Layers (of
+    each kind one), heads, experts and vocabulary are few, and the weights random: only the configuration is read.
+
+    Raises:
+        FamilyError: the family cannot be packed exactly, and what would leak.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_id)
+    family = family_named(config.model_type)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        small = type(config).from_dict(shrink(config.to_dict()))
+        return auto_class(family).from_config(small, dtype=dtype, attn_implementation="sdpa")
+
+
+def auto_class(family: Family) -> Any:
+    """What loads a model of this family, with its head."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if family.has_vision else AutoModelForCausalLM
+
+
+def shrink(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration, as a dictionary, with few layers, heads, experts and token ids."""
+    sizes = TinySizes()
+    kept = {name: value for name, value in config.items() if name != "quantization_config"}
+    if "vision_config" not in kept:
+        return _shrink_text(kept, sizes)
+    text = _shrink_text(kept["text_config"], sizes)
+    return {
+        **kept,
+        "text_config": text,
+        "vision_config": _shrink_vision(kept["vision_config"], text["hidden_size"]),
+        **sizes.media_tokens,
+    }
+
+
+def _shrink_text(text: dict[str, Any], sizes: TinySizes) -> dict[str, Any]:
+    head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    grouped = text["num_key_value_heads"] < text["num_attention_heads"]
+    return {
+        **text,
+        "hidden_size": HEADS * head_dim,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": 1 if grouped else HEADS,
+        "vocab_size": sizes.vocab_size,
+        "pad_token_id": sizes.pad_token_id,
+        "bos_token_id": None,
+        "eos_token_id": sizes.eos_token_id,
+        **_where_there("intermediate_size", text, 2 * HEADS * head_dim),
+        **_shrink_layer_types(text),
+        **_shrink_delta(text),
+        **_shrink_experts(text),
+        **_shrink_sparse(text),
+        **_shrink_ngrams(text),
+    }
+
+
+def _where_there(name: str, given: dict[str, Any], value: Any) -> dict[str, Any]:
+    return {name: value} if name in given else {}
+
+
+def _shrink_layer_types(text: dict[str, Any]) -> dict[str, Any]:
+    """One layer of each kind, in order of first appearance; `LAYERS` of them if there is a single kind."""
+    if not text.get("layer_types"):
+        return {}
+    kinds = list(dict.fromkeys(text["layer_types"]))
+    chosen = kinds if len(kinds) > 1 else kinds * LAYERS
+    return {"layer_types": chosen, "num_hidden_layers": len(chosen)}
+
+
+def _shrink_delta(text: dict[str, Any]) -> dict[str, Any]:
+    if "linear_num_key_heads" not in text:
+        return {}
+    shared = text["linear_num_value_heads"] // text["linear_num_key_heads"]
+    return {"linear_num_key_heads": HEADS, "linear_num_value_heads": HEADS * shared}
+
+
+def _shrink_experts(text: dict[str, Any]) -> dict[str, Any]:
+    """transformers writes the number of experts as `num_local_experts`."""
+    if "moe_intermediate_size" not in text:
+        return {}
+    counts = {name: min(text[name], EXPERTS) for name in ("num_experts", "num_local_experts") if name in text}
+    return {
+        **counts,
+        "num_experts_per_tok": min(text["num_experts_per_tok"], EXPERTS // 2),
+        "moe_intermediate_size": HEADS * WIDTH,
+        **_where_there("shared_expert_intermediate_size", text, HEADS * WIDTH),
+        **_where_there("mlp_only_layers", text, []),
+        **_where_there("decoder_sparse_step", text, 1),
+    }
+
+
+def _shrink_sparse(text: dict[str, Any]) -> dict[str, Any]:
+    """A budget so small that even the samples of a probe have to choose among their blocks."""
+    if not text.get("indexer_compress_ratio"):
+        return {}
+    return {"indexer_compress_ratio": 2, "indexer_budget": 8}
+
+
+def _shrink_ngrams(text: dict[str, Any]) -> dict[str, Any]:
+    """The tables of n-grams hold more weights than all the rest; streams between layers are mixed at low rank."""
+    if "hc_lowrank" not in text:
+        return {}
+    kinds = _shrink_layer_types(text)["layer_types"]
+    return {
+        "hc_lowrank": WIDTH,
+        "ple_layer_ids": [kinds.index("linear_attention") + 1] if text["ple_layer_ids"] else [],
+        "ple_embed_dim": (text["ngram_size"] - 1) * text["heads_per_ngram"] * WIDTH,
+        "ngram_vocab_size_base": 97,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 1,
+    }
+
+
+def _shrink_vision(vision: dict[str, Any], text_width: int) -> dict[str, Any]:
+    """`embed_dim` is the tower's width in Qwen2-VL, where `hidden_size` is the text model's; later ones have
+    `out_hidden_size` for that."""
+    width_key = "embed_dim" if "embed_dim" in vision else "hidden_size"
+    width = HEADS * (vision[width_key] // vision["num_heads"])
+    changes = {
+        "depth": LAYERS,
+        "num_heads": HEADS,
+        "hidden_size": text_width,
+        "out_hidden_size": text_width,
+        "intermediate_size": 2 * width,
+        "fullatt_block_indexes": [LAYERS - 1],
+        "deepstack_visual_indexes": list(range(LAYERS)),
+        width_key: width,
+    }
+    return {**vision, **{name: value for name, value in changes.items() if name in vision}}

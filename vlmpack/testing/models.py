@@ -1,0 +1,368 @@
+"""Tiny models: the Qwen classes of the installed transformers, with small sizes and random weights.
+
+Nothing is downloaded, and nothing is a stand-in: windows, deepstack, rotary positions and experts are the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from vlmpack.errors import ConfigError, FamilyError
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TinySizes:
+    """The sizes of a tiny model. Lengths are in tokens or pixels, everything else in channels or counts."""
+
+    hidden: int = 64
+    """Width of the text model."""
+    layers: int = 2
+    """Layers of the text model; in hybrid ones every fourth and the last have attention."""
+    heads: int = 4
+    """Query heads of the text model."""
+    kv_heads: int = 2
+    """Key and value heads of the text model."""
+    head_dim: int | None = None
+    """Width of one head of the text model; None: `hidden // heads`. Qwen2-VL and Qwen2.5-VL take no other value."""
+    intermediate: int | None = None
+    """Width of the text model's MLP; None: twice `hidden`."""
+    experts: int = 8
+    """Experts of each layer, in families that have experts."""
+    experts_per_token: int = 2
+    """Experts that each token is sent to."""
+    vision_hidden: int = 32
+    """Width of the vision tower."""
+    vision_depth: int = 2
+    """Blocks of the vision tower."""
+    vision_heads: int = 2
+    """Heads of the vision tower."""
+    patch_size: int | None = None
+    """Side of a patch in pixels; None: the family's own, 14 (16 from Qwen3-VL on)."""
+    merge: int = 2
+    """Patches merged into one token along each side."""
+    temporal_patch_size: int = 2
+    """Video frames in one patch."""
+    max_positions: int = 32768
+    """Longest position the text model is declared for."""
+    vocab_size: int = 131
+    """Token ids, specials included."""
+    pad_token_id: int = 0
+    """Id of the padding token."""
+    eos_token_id: int = 1
+    """Id of the end-of-turn token."""
+    vision_start_token_id: int = 2
+    """Id of the token before an image or a video."""
+    vision_end_token_id: int = 3
+    """Id of the token after an image or a video."""
+    image_token_id: int = 4
+    """Id of the placeholder of an image token."""
+    video_token_id: int = 5
+    """Id of the placeholder of a video token."""
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head of the text model."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def media_tokens(self) -> dict[str, int]:
+        """Ids of the tokens that stand for media or bound them, by the name of their setting."""
+        return {
+            "image_token_id": self.image_token_id,
+            "video_token_id": self.video_token_id,
+            "vision_start_token_id": self.vision_start_token_id,
+            "vision_end_token_id": self.vision_end_token_id,
+        }
+
+
+def tiny_model(
+    family: str = "qwen3_vl",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    lively: bool = True,
+    attn_implementation: str | dict[str, str] = "sdpa",
+    processor: Any = None,
+    **sizes: Any,
+) -> Any:
+    """Build a random `...ForConditionalGeneration` (text models: `...ForCausalLM`) on the CPU, in train mode.
+
+    The same arguments give the same weights; the global random state is left as it was.
+
+    Args:
+        family: `config.model_type` of a supported family, such as `"qwen3_vl"`, `"qwen3_5_moe"` or `"qwen3"`.
+        seed: of the weights.
+        dtype: of the weights (rotary frequencies stay float32, as in `from_pretrained`).
+        lively: draw weights from N(0, 1 / fan_in) and embeddings from N(0, 1), and let gated delta layers forget
+            slowly, so that logits are of order 1 and a leak between samples is as large as the signal. False: the
+            family's own initialisation (std 0.02).
+        attn_implementation: handed on to transformers.
+        processor: take token ids, vocabulary and patch sizes from this Qwen processor.
+        **sizes: the fields of `TinySizes`.
+
+    Raises:
+        ConfigError: sizes that do not fit together. FamilyError: an unknown family.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = tiny_config(family, processor=processor, **sizes)
+    auto = AutoModelForCausalLM if RECIPES[family].vision is None else AutoModelForImageTextToText
+    # fork_rng with no device listed touches the CPU's generator alone; manual_seed would reach all devices.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = auto.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+    if lively:
+        _enliven(model, torch.Generator().manual_seed(seed))
+    return model.train()
+
+
+def tiny_config(family: str = "qwen3_vl", *, processor: Any = None, **sizes: Any) -> Any:
+    """Build the configuration of `tiny_model`: a real `Qwen2VLConfig`, `Qwen3VLConfig`, ...
+
+    Raises:
+        ConfigError: sizes that do not fit together, or one that is not a field of `TinySizes`.
+        FamilyError: an unknown family.
+    """
+    if family not in RECIPES:
+        raise FamilyError(f"no tiny model of family {family!r}; there are {', '.join(RECIPES)}")
+    if unknown := sorted(set(sizes) - set(TinySizes.__dataclass_fields__)):
+        raise ConfigError(f"{', '.join(unknown)}: not a size of a tiny model; see TinySizes for those there are")
+    recipe = RECIPES[family]
+    chosen = TinySizes(**{**(_processor_sizes(processor) if processor is not None else {}), **sizes})
+    if chosen.patch_size is None:
+        chosen = replace(chosen, patch_size=16 if recipe.since_qwen3 else 14)
+    _check(chosen, recipe, family)
+    return _config(chosen, recipe, family)
+
+
+# ---------------------------------------------------------------------- sizes from a processor, and their checks
+
+
+def _processor_sizes(processor: Any) -> dict[str, Any]:
+    """Read token ids, vocabulary and patch sizes off a Qwen processor."""
+    tokenizer, images = processor.tokenizer, processor.image_processor
+    tokens = {"vision_start": "vision_start", "vision_end": "vision_end", "image": "image_pad", "video": "video_pad"}
+    sizes = {"vocab_size": len(tokenizer), "patch_size": images.patch_size, "merge": images.merge_size}
+    for name, token in tokens.items():
+        sizes[f"{name}_token_id"] = tokenizer.convert_tokens_to_ids(f"<|{token}|>")
+        if sizes[f"{name}_token_id"] in (None, tokenizer.unk_token_id):
+            raise ConfigError(f"the processor's tokenizer has no <|{token}|>; is it a Qwen-VL processor?")
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    return {**sizes, **ids, "temporal_patch_size": images.temporal_patch_size}
+
+
+def _check(sizes: TinySizes, recipe: _Recipe, family: str) -> None:
+    width = sizes.head_width
+    if sizes.heads % sizes.kv_heads:
+        raise ConfigError(f"heads={sizes.heads} is not a multiple of kv_heads={sizes.kv_heads}")
+    if not recipe.since_qwen3 and width * sizes.heads != sizes.hidden:
+        raise ConfigError(f"{family} needs head_dim * heads == hidden, got {width} * {sizes.heads} != {sizes.hidden}")
+    if recipe.experts and sizes.hidden % 8:
+        raise ConfigError(f"hidden={sizes.hidden} must be a multiple of 8: experts multiply rows of whole 16 bytes")
+    least = 12 if recipe.hybrid else 6
+    if width % 2 or width < least:
+        raise ConfigError(
+            f"head_dim={width} must be even and at least {least}: time, height and width share the part that rotates"
+        )
+    if sizes.vision_hidden % (4 * sizes.vision_heads):
+        raise ConfigError(
+            f"vision_hidden={sizes.vision_hidden} must be a multiple of 4 * vision_heads={4 * sizes.vision_heads}"
+        )
+    highest = max(sizes.media_tokens.values())
+    if highest >= sizes.vocab_size:
+        raise ConfigError(f"vocab_size={sizes.vocab_size} does not hold token id {highest}; raise it to {highest + 1}")
+
+
+def _enliven(model: nn.Module, generator: torch.Generator) -> None:
+    """Draw matrices from N(0, 1 / fan_in), embeddings from N(0, 1); norms stay 1 and biases 0.
+
+    Draw in float32 whatever the weights' dtype, so that models of two dtypes round the same numbers.
+    """
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Conv3d)):
+            fan_in = module.weight[0].numel()
+            _draw(module.weight, fan_in**-0.5, generator)
+        elif isinstance(module, nn.Embedding):
+            _draw(module.weight, 1.0, generator)
+        else:  # routers and experts hold their matrices [..., out, in] themselves
+            for name, weight in module.named_parameters(recurse=False):
+                if name == "A_log":
+                    _forget_slowly(weight, generator)
+                elif weight.ndim > 1:
+                    _draw(weight, weight.shape[-1] ** -0.5, generator)
+
+
+@torch.no_grad()
+def _draw(weight: torch.Tensor, std: float, generator: torch.Generator) -> None:
+    weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+
+
+@torch.no_grad()
+def _forget_slowly(log_rate: torch.Tensor, generator: torch.Generator) -> None:
+    """Set the decay of a gated delta layer: it keeps exp(-rate * softplus(...)) of its state at each token."""
+    log_rate.copy_((0.02 + 0.3 * torch.rand(log_rate.shape, generator=generator)).log())
+
+
+# ---------------------------------------------------------------------- configurations
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Recipe:
+    """The parts of a family's configuration."""
+
+    vision: Callable[[TinySizes], dict[str, Any]] | None = None
+    """Settings of its vision tower; None: a text model."""
+    since_qwen3: bool = True
+    """Heads of any width, interleaved MRoPE sections, patches of 16 pixels."""
+    hybrid: bool = False
+    """Three of four layers are gated delta layers."""
+    experts: bool = False
+    """Every layer has experts; in hybrid models one of them is shared by all tokens."""
+    dense: bool = True
+    """The configuration has the width of a dense MLP."""
+    more: Callable[[TinySizes], dict[str, Any]] | None = None
+    """Settings of the text model that no other family has."""
+
+
+def _config(sizes: TinySizes, recipe: _Recipe, family: str) -> Any:
+    from transformers import AutoConfig
+
+    text = _text(sizes, recipe)
+    if recipe.vision is None:
+        return AutoConfig.for_model(family, **text)
+    vision = {
+        "depth": sizes.vision_depth,
+        "num_heads": sizes.vision_heads,
+        "in_channels": 3,
+        "patch_size": sizes.patch_size,
+        "spatial_merge_size": sizes.merge,
+        "temporal_patch_size": sizes.temporal_patch_size,
+        **recipe.vision(sizes),
+    }
+    return AutoConfig.for_model(family, text_config=text, vision_config=vision, **sizes.media_tokens)
+
+
+def _text(sizes: TinySizes, recipe: _Recipe) -> dict[str, Any]:
+    settings = {
+        "vocab_size": sizes.vocab_size,
+        "hidden_size": sizes.hidden,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "max_position_embeddings": sizes.max_positions,
+        "rope_parameters": _rope(sizes, recipe),
+        "bos_token_id": None,
+        "eos_token_id": sizes.eos_token_id,
+        "pad_token_id": sizes.pad_token_id,
+    }
+    if recipe.since_qwen3:
+        settings["head_dim"] = sizes.head_width
+    if recipe.dense:
+        settings["intermediate_size"] = sizes.intermediate or 2 * sizes.hidden
+    if recipe.experts:
+        settings["num_experts"] = sizes.experts
+        settings["num_experts_per_tok"] = sizes.experts_per_token
+        settings["moe_intermediate_size"] = 32
+        if recipe.hybrid:
+            settings["shared_expert_intermediate_size"] = 32
+    if recipe.hybrid:  # value heads share key heads
+        settings["layer_types"] = _layer_types(sizes)
+        settings["linear_num_key_heads"] = sizes.kv_heads
+        settings["linear_num_value_heads"] = sizes.heads
+        settings["linear_key_head_dim"] = settings["linear_value_head_dim"] = sizes.head_width
+    return {**settings, **(recipe.more(sizes) if recipe.more else {})}
+
+
+def _rope(sizes: TinySizes, recipe: _Recipe) -> dict[str, Any]:
+    """Rotary settings: height and width get a third of the frequencies each, time the rest.
+
+    In hybrid models half of a head rotates (the released ones rotate a quarter of 256 channels).
+    """
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    if recipe.hybrid:
+        rope["partial_rotary_factor"] = 0.5
+    if recipe.vision is not None:
+        frequencies = sizes.head_width // (4 if recipe.hybrid else 2)
+        rope["mrope_section"] = [frequencies - 2 * (frequencies // 3), frequencies // 3, frequencies // 3]
+        if recipe.since_qwen3:
+            rope["mrope_interleaved"] = True
+    return rope
+
+
+def _layer_types(sizes: TinySizes) -> list[str]:
+    """Attention in every fourth layer, and in the last one, so that no model is without."""
+    full = {*range(3, sizes.layers, 4), sizes.layers - 1}
+    return ["full_attention" if i in full else "linear_attention" for i in range(sizes.layers)]
+
+
+def _qwen4_text(sizes: TinySizes) -> dict[str, Any]:
+    """Sparse blocks so small and few that samples of a few tokens have to choose; n-grams with few, small tables."""
+    return {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": sizes.head_width,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "ple_layer_ids": [i for i, kind in enumerate(_layer_types(sizes), start=1) if kind == "linear_attention"],
+        "ngram_size": 3,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 97,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 1,
+        "hc_count": 2,
+        "hc_lowrank": 8,
+    }
+
+
+def _qwen2_vision(sizes: TinySizes) -> dict[str, Any]:
+    return {"embed_dim": sizes.vision_hidden, "hidden_size": sizes.hidden, "mlp_ratio": 2}
+
+
+def _vision(sizes: TinySizes) -> dict[str, Any]:
+    return {
+        "hidden_size": sizes.vision_hidden,
+        "intermediate_size": 2 * sizes.vision_hidden,
+        "out_hidden_size": sizes.hidden,
+    }
+
+
+def _windowed_vision(sizes: TinySizes) -> dict[str, Any]:
+    """Windows of 4 x 4 tokens as in the released models; the last block sees whole images."""
+    assert sizes.patch_size is not None
+    return {
+        **_vision(sizes),
+        "window_size": 4 * sizes.merge * sizes.patch_size,
+        "fullatt_block_indexes": [sizes.vision_depth - 1],
+        "tokens_per_second": 2,
+    }
+
+
+def _qwen3_vision(sizes: TinySizes) -> dict[str, Any]:
+    return {**_vision(sizes), "num_position_embeddings": 64}
+
+
+def _deepstack_vision(sizes: TinySizes) -> dict[str, Any]:
+    """Deepstack: one text layer for each feature, which is added to the first layers' outputs."""
+    deepstack = list(range(min(sizes.vision_depth, sizes.layers)))[:3]
+    return {**_qwen3_vision(sizes), "deepstack_visual_indexes": deepstack}
+
+
+RECIPES = {
+    "qwen2_vl": _Recipe(vision=_qwen2_vision, since_qwen3=False),
+    "qwen2_5_vl": _Recipe(vision=_windowed_vision, since_qwen3=False),
+    "qwen3_vl": _Recipe(vision=_deepstack_vision),
+    "qwen3_vl_moe": _Recipe(vision=_deepstack_vision, experts=True),
+    "qwen3_5": _Recipe(vision=_qwen3_vision, hybrid=True),
+    "qwen3_5_moe": _Recipe(vision=_qwen3_vision, hybrid=True, experts=True, dense=False),
+    "qwen4_exp": _Recipe(vision=_qwen3_vision, hybrid=True, experts=True, dense=False, more=_qwen4_text),
+    "qwen3": _Recipe(),
+    "qwen3_next": _Recipe(hybrid=True, experts=True),
+}
+"""By `config.model_type`."""

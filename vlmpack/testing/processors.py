@@ -1,0 +1,188 @@
+"""Tiny processors: real Qwen processors, built in a second without a hub, a download or torchvision.
+
+Every part is the shipped class: `Qwen2VLProcessor`, `Qwen2_5_VLProcessor` or `Qwen3VLProcessor` (also of Qwen3.5 and
+Qwen4-exp) around a `Qwen2Tokenizer` or `Qwen3_5Tokenizer` and a `Qwen2VLImageProcessorPil`. Only the vocabulary is
+small: a byte-level BPE trained on made-up receipts. Any text can be tokenised, and receipts become words.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from vlmpack.data import PATCH_SIZES, processor_class, without_video
+from vlmpack.errors import ConfigError
+
+
+def _split(words: str) -> tuple[str, ...]:
+    return tuple(words.split())
+
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}{{- '<|im_start|>' + message['role'] + '\\n' -}}"
+    "{%- if message['content'] is string -%}{{- message['content'] -}}"
+    "{%- else -%}{%- for part in message['content'] -%}"
+    "{%- if part['type'] == 'image' -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}"
+    "{%- elif part['type'] == 'video' -%}{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}"
+    "{%- else -%}{{- part['text'] -}}{%- endif -%}"
+    "{%- endfor -%}{%- endif -%}{{- '<|im_end|>\\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+)
+"""ChatML with image and video placeholders; message content is a string or a list of parts."""
+
+SPECIAL_TOKENS = _split(
+    "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> "
+    "<|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>"
+)
+"""Qwen's special tokens, in Qwen's order."""
+
+MERGE_SIZE = 2
+TEMPORAL_PATCH_SIZE = 2
+QWEN3_5_TOKENIZER = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
+"""Families with a `Qwen3_5Tokenizer`; the others have a `Qwen2Tokenizer`."""
+
+_OPENAI_CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+_HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+
+
+def tiny_processor(
+    family: str = "qwen3_vl",
+    *,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    vocab_size: int = 800,
+    chat_template: str = CHAT_TEMPLATE,
+) -> Any:
+    """Build a real Qwen processor offline.
+
+    It works with and without torchvision, and is the same in both cases: images go through PIL, and there is no
+    video processor (`vlmpack.collate` prepares videos itself). Its `save_pretrained` is `save_processor`.
+
+    Args:
+        family: a vision-language family, such as "qwen2_vl", "qwen2_5_vl", "qwen3_vl" or "qwen3_5".
+        min_pixels: smallest area an image is resized to, in pixels; None: 4 image tokens.
+        max_pixels: largest area an image is resized to, in pixels; None: 256 image tokens.
+        vocab_size: entries of the trained vocabulary, before the special tokens; at least 256, one for each byte.
+        chat_template: the Jinja template of the conversation.
+
+    Raises:
+        ConfigError: an unknown family, or a vocabulary without room for every byte.
+    """
+    if family not in PATCH_SIZES:
+        raise ConfigError(f"no processor for family {family!r}; use one of {', '.join(PATCH_SIZES)}")
+    if vocab_size < 256:
+        raise ConfigError(f"vocab_size={vocab_size} has no room for the 256 bytes; use at least 256")
+    token_area = (PATCH_SIZES[family] * MERGE_SIZE) ** 2
+    image_processor = _image_processor(
+        family,
+        min_pixels=4 * token_area if min_pixels is None else min_pixels,
+        max_pixels=256 * token_area if max_pixels is None else max_pixels,
+    )
+    return without_video(
+        processor_class(family),
+        image_processor=image_processor,
+        tokenizer=_tokenizer(family, vocab_size),
+        chat_template=chat_template,
+    )
+
+
+def _image_processor(family: str, *, min_pixels: int, max_pixels: int) -> Any:
+    """Normalised as the shipped class of the family does it: Qwen3-VL's has a video processor that maps to -1 ... 1."""
+    from transformers import Qwen3VLProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    normalised = _HALF if processor_class(family) is Qwen3VLProcessor else _OPENAI_CLIP
+    return Qwen2VLImageProcessorPil(
+        patch_size=PATCH_SIZES[family],
+        merge_size=MERGE_SIZE,
+        temporal_patch_size=TEMPORAL_PATCH_SIZE,
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+        **normalised,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def _tokenizer(family: str, vocab_size: int) -> Any:
+    """A new tokenizer object each time (users add tokens to theirs) around the vocabulary trained once a process."""
+    from transformers import Qwen2Tokenizer, Qwen3_5Tokenizer
+
+    vocab, merges = json.loads(_trained_vocabulary(vocab_size))
+    tokenizer = (Qwen3_5Tokenizer if family in QWEN3_5_TOKENIZER else Qwen2Tokenizer)(
+        vocab=vocab,
+        merges=[tuple(merge) for merge in merges],  # pyright: ignore[reportArgumentType]
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+    )
+    tokenizer.add_tokens(list(SPECIAL_TOKENS), special_tokens=True)
+    return tokenizer
+
+
+@lru_cache(maxsize=8)
+def _trained_vocabulary(vocab_size: int) -> str:
+    """The vocabulary and merges as JSON: immutable, so that the cache cannot be changed by its users."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    bpe = Tokenizer(models.BPE())
+    bpe.normalizer = normalizers.NFC()  # pyright: ignore[reportAttributeAccessIssue]
+    bpe.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
+        [
+            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    bpe.train_from_iterator(_corpus(), trainer)
+    model = json.loads(bpe.to_str())["model"]
+    return json.dumps([model["vocab"], model["merges"]])
+
+
+# ---------------------------------------------------------------------- what the vocabulary is trained on
+
+
+_WORDS = _split(
+    "nasi goreng ayam bakar teh manis kopi susu roti coklat es jeruk mie rebus sate kambing air mineral "
+    "rice chicken tea coffee milk bread sugar large small hot iced extra set special lunch dinner"
+)
+_KEYS = _split(
+    "menu nm num unitprice cnt discountprice price itemsubtotal etc sub void_menu sub_total subtotal_price "
+    "discount_price service_price othersvc_price tax_price total total_price total_etc cashprice changeprice "
+    "creditcardprice emoneyprice menutype_cnt menuqty_cnt"
+)
+_SENTENCES = (
+    "Describe this image. ",
+    "What is the total of this receipt? ",
+    "The total is {price} and the change is {price}. ",
+    "Read the receipt and answer in JSON. ",
+    "You are a helpful assistant. ",
+    "system\nuser\nassistant\n",
+    "How many items are on the receipt? There are {count} items. ",
+    "<{count}.5 seconds>",
+)
+
+
+def _corpus(*, num_documents: int = 400, seed: int = 0) -> Iterator[str]:
+    """Made-up receipts as printed text, as Donut tokens and as JSON, and the sentences around them."""
+    rng = random.Random(seed)
+    for _ in range(num_documents):
+        items = [_item(rng) for _ in range(rng.randint(1, 6))]
+        yield "\n".join(f"{item['cnt']} {item['nm'].upper()} {item['price']}" for item in items)
+        yield "<sep/>".join("".join(f"<s_{key}>{value}</s_{key}>" for key, value in item.items()) for item in items)
+        yield json.dumps({"menu": items, rng.choice(_KEYS): _price(rng)})
+        yield "".join(f"<s_{key}>{_price(rng)}</s_{key}>" for key in rng.sample(_KEYS, 4))
+        yield rng.choice(_SENTENCES).format(price=_price(rng), count=rng.randint(0, 99))
+
+
+def _item(rng: random.Random) -> dict[str, str]:
+    name = " ".join(rng.choice(_WORDS) for _ in range(rng.randint(1, 3)))
+    return {"nm": rng.choice((name, name.title())), "cnt": f"{rng.randint(1, 9)} x", "price": _price(rng)}
+
+
+def _price(rng: random.Random) -> str:
+    return f"{rng.randint(1, 250) * 500:,}"

@@ -1,0 +1,250 @@
+"""Drawn receipts in the schema of CORD v2: a picture, its annotation, and amounts that agree to the last rupiah.
+
+(seed, split, index) ─▶ Printer: rows of cells ─▶ Sheet: picture, a box a word ─▶ valid_line ─parse_lines─▶ gt_parse
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import random
+import textwrap
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, final
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFilter, ImageFont
+
+from vlmpack.data import OpenDataset, parse_lines
+from vlmpack.errors import ConfigError
+
+SPLITS = {"train": ("train", 800), "validation": ("dev", 100), "test": ("test", 100)}
+"""The name that CORD writes into `meta.split`, and its number of records, by the name of the split."""
+SMALLEST_LEGIBLE = 0.35
+"""Scale of the text for demos on a CPU: a tiny model gets 200 to 1300 tokens of each receipt."""
+EM, SMALLEST_EM, WORD_GAP, PORTRAIT = 42, 8, 0.33, 1.2
+"""Pixels of text at scale 1, least pixels that can be read, ems between words, least height over width."""
+DISHES = "Nasi Goreng|Ayam Bakar|Soto Ayam|Sate Kambing|Beef Burger|Fish & Chips|Es Teh|Kopi Susu|Mineral Water"
+KINDS = "||Spesial|Seafood|Pedas|Komplit|Kampung|Jumbo|Crispy|Sambal Matah|Lada Hitam|Cinnamon Sugar|Less Sugar|(R)"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SyntheticReceipts:
+    """A map-style data set of drawn receipts: `len()`, and `[i] -> {"image": PIL image, "ground_truth": JSON string}`.
+
+    A record depends on seed, split and index alone. Drawing takes some tens of milliseconds; nothing is cached.
+
+    Raises:
+        ConfigError: an unknown split, a negative number, or a scale at which nothing is legible.
+    """
+
+    split: str = "train"
+    """``train``, ``validation`` or ``test``: different receipts in each."""
+    num: int | None = None
+    """Number of receipts; None: as many as in CORD (800, 100, 100)."""
+    seed: int = 0
+    """Another seed gives other receipts."""
+    scale: float = 1.0
+    """Size of the text: 1 is CORD's, 0.35 the smallest that stays legible."""
+
+    def __post_init__(self) -> None:
+        if self.split not in SPLITS:
+            raise ConfigError(f"no split {self.split!r} of the synthetic receipts; use one of {', '.join(SPLITS)}")
+        if self.num is not None and self.num < 0:
+            raise ConfigError(f"num is {self.num}; give a number of receipts that is not negative, or None for all")
+        if not 0.25 <= self.scale <= 4:
+            raise ConfigError(f"scale is {self.scale}; give one from 0.25 (barely legible) to 4")
+
+    def __len__(self) -> int:
+        return SPLITS[self.split][1] if self.num is None else self.num
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"receipt {index} of {len(self)}")
+        index = operator.index(index) % len(self)  # numpy's integers cannot be written as JSON
+        rng = random.Random(f"{self.seed} {self.split} {index}")
+        sheet = Sheet(Printer(rng).rows, rng, self.scale)
+        size = {"width": sheet.image.width, "height": sheet.image.height}
+        meta = {"version": "2.0.0", "split": SPLITS[self.split][0], "image_id": index, "image_size": size}
+        return {"image": sheet.image, "ground_truth": json.dumps(sheet.ground_truth(meta))}
+
+
+def receipt_conversations(**settings: Any) -> OpenDataset:
+    """Open drawn receipts as conversations, as `open_dataset` opens stored ones; settings: of `SyntheticReceipts`."""
+    return OpenDataset(rows=SyntheticReceipts(**settings), name="synthetic", are_receipts=True)
+
+
+class Cell(NamedTuple):
+    """Some words at one side of a row, and the entry of `valid_line` that they belong to; None: not annotated."""
+
+    text: str
+    right: bool = False
+    line: dict[str, Any] | None = None
+    is_key: bool = False
+    illegible: bool = False
+
+
+class Printer:
+    """Draw a bill and print it as rows in one shop's way."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.rows, self.group = rng, list[list[Cell]](), 0
+        self.separator, self.cents = rng.choices(((",", ""), (".", ""), (",", ".00"), (".", ",00")), (60, 30, 4, 2))[0]
+        self.count_form = rng.choices(("{}", "{} x", "{}x", "x{}", "{}.00"), (40, 25, 18, 7, 4))[0]
+        self.two_rows, self.upper, self.counts, self.units = (rng.random() < p for p in (0.4, 0.6, 0.9, 0.2))
+        self.wrap = rng.choice((14, 18, 22, 26)) if rng.random() < 0.3 else 40
+        self.hidden, rule = "menu" if rng.random() < 0.01 else " ", Cell(text=rng.choice("--=.*") * 20)
+        self._row(Cell(text=self._pick("KOPI PAGI|BAKSO PAK DARTO|Roti Butter|Green Bowl")))
+        self._row(Cell(text=f"{rng.randrange(1, 29):02}/05/2019"), Cell(text=f"#{rng.randrange(10**5)}", right=True))
+        self._row(rule)
+        kinds = rng.choices(range(1, 17), (20, 18, 14, 11, 9, 7, 5, 4, 3, 3, 2, 2, 1, 1, 1, 1))[0]
+        counts, prices = zip(*[self._item() for _ in range(kinds)], strict=True)
+        self._row(rule)
+        self._totals(sum(prices), kinds, sum(counts))
+        self._row(rule)
+
+    def _pick(self, choices: str) -> str:
+        return self.rng.choice(choices.split("|"))
+
+    def _amount(self, value: int) -> str:
+        return f"{value:,}".replace(",", self.separator) + self.cents
+
+    def _row(self, *cells: Cell) -> None:
+        self.rows.append([*cells])
+
+    def _cell(self, category: str, text: str, right: bool = False, *, sub: int = 0) -> Cell:
+        """Annotate a line; what is bought may be illegible. No charge is: other amounts would seem to disagree."""
+        smudged = category in ("menu.nm", "menu.cnt", "menu.unitprice", "menu.price") and self.rng.random() < 0.006
+        line = {"words": [], "category": category, "group_id": self.group, "sub_group_id": sub}
+        return Cell(text, right, line, illegible=smudged or category.startswith(self.hidden))
+
+    def _pair(self, category: str, keys: str, value: str) -> None:
+        """Print a key at the left and its value at the right: together one annotated line."""
+        cell = self._cell(category, value, True)
+        self._row(cell._replace(text=self._pick(keys), right=False, is_key=True), cell)
+
+    def _item(self) -> tuple[int, int]:
+        """Print something bought with its extras; return its count and all that is charged for it."""
+        rng, self.group = self.rng, self.group + 1
+        unit, count = 500 * rng.randrange(8, 200), rng.choices((1, 2, 3, 4, 5, 10), (66, 20, 7, 4, 2, 1))[0]
+        left = [self._cell("menu.cnt", self.count_form.format(count))] if self.counts else []
+        left += [self._cell("menu.unitprice", f"@{self._amount(unit)}")] if self.two_rows or self.units else []
+        price = self._cell("menu.price", self._amount(unit * count), True)
+        name = f"{self._pick(DISHES)} {self._pick(KINDS)}"
+        parts = textwrap.wrap(name.upper() if self.upper else name, self.wrap)
+        first, *more = [self._cell("menu.nm", part) for part in parts]  # a name of several rows becomes a list
+        self._row(*([first] if self.two_rows else [first, *left, price]))
+        self.rows += [[cell] for cell in more] + ([[*left, price]] if self.two_rows else [])
+        charged = unit * count
+        if rng.random() < 0.04:
+            self._pair("menu.discountprice", "Disc|Promo", self._amount(-500))
+            charged -= 500
+            self._row(self._cell("menu.itemsubtotal", self._amount(charged), True))
+        for sub in range(1, 1 + rng.choices((0, 1, 2, 3), (94, 3, 2, 1))[0]):
+            unit, pieces = rng.choice((0, 0, 2000, 3500, 5000)), rng.choice((1, 1, 1, 2))
+            texts = {"nm": self._pick("Extra Keju|Telur|Nasi Putih|No Onion"), "cnt": f"{pieces}x"}
+            texts |= {"unitprice": f"@{self._amount(unit)}", "price": self._amount(unit * pieces)} if unit else {}
+            self._row(*[self._cell(f"menu.sub_{key}", text, key == "price", sub=sub) for key, text in texts.items()])
+            charged += unit * pieces
+        return count, charged
+
+    def _totals(self, subtotal: int, kinds: int, count: int) -> None:
+        """Print what is added to the subtotal, the total, and how it is paid."""
+        rng, amount = self.rng, self._amount
+        discounted, served, packed, taxed, rounded = (rng.random() < p for p in (0.12, 0.15, 0.03, 0.42, 0.6))
+        discount, packing = -(subtotal // 5000 * 500) * discounted, 2000 * packed
+        service = (subtotal + discount) // 20 * served
+        tax = (subtotal + discount + service) // 10 * taxed
+        total = subtotal + discount + service + packing + tax
+        shown, rounding = rng.random() < (0.4 if total == subtotal else 0.85), -(total % 100) * rounded
+        total += rounding
+        payment = rng.choices(("cash", "card", "voucher", "voucher and cash", ""), (64, 15, 3, 2, 16))[0]
+        voucher = (total if payment == "voucher" else total // 2) * ("voucher" in payment)
+        cash = -(-(total - voucher) // 10_000) * 10_000 * ("cash" in payment)
+        for category, keys, value in (
+            ("sub_total.subtotal_price", "Subtotal|SUB TOTAL|Sub-Total|SUBTTL", amount(subtotal) * shown),
+            ("sub_total.discount_price", "Discount|DISC|Potongan|Promo Disc", amount(discount) * bool(discount)),
+            ("sub_total.service_price", "Service Charge|SERVICE 5%|Svc Chg|Service", amount(service) * served),
+            ("sub_total.othersvc_price", "Packing Fee|Delivery|Admin Fee", amount(packing) * packed),
+            ("sub_total.tax_price", "PB1 10%|TAX 10%|Pajak (10%)|PPN 10%|Tax", amount(tax) * taxed),
+            ("sub_total.etc", "Rounding|Pembulatan|ROUND", amount(rounding) * bool(rounding)),
+            ("total.menutype_cnt", "Total Item|Items|ITEM", str(kinds) * (rng.random() < 0.07)),
+            ("total.menuqty_cnt", "Total Qty|Qty|TOTAL QTY", self.count_form.format(count) * (rng.random() < 0.3)),
+            ("total.total_price", "TOTAL|Total|GRAND TOTAL|JUMLAH", self._pick("||||Rp |Rp. ") + amount(total)),
+            ("total.emoneyprice", "E-Money|Voucher|Points", amount(voucher) * bool(voucher)),
+            ("total.creditcardprice", "DEBIT CARD|Credit Card|BCA CARD|VISA", amount(total) * (payment == "card")),
+            ("total.cashprice", "CASH|Tunai|Cash|BAYAR", amount(cash) * bool(cash)),
+            ("total.changeprice", "CHANGE|Kembali|KEMBALIAN", amount(cash + voucher - total) * bool(cash)),
+        ):  # an amount times False is not printed
+            self.group += category in ("sub_total.subtotal_price", "total.menutype_cnt")
+            if value:
+                self._pair(category, keys, value)
+
+
+class Sheet:
+    """Print rows as a picture, word by word, so that each word has a box of its own."""
+
+    def __init__(self, rows: list[list[Cell]], rng: random.Random, scale: float) -> None:
+        self.em = max(SMALLEST_EM, round(EM * scale * math.exp(rng.uniform(-0.28, 0.28))))
+        self.font = _font(self.em)
+        margin, desk = round(self.em * rng.uniform(0.8, 2.0)), round(self.em * rng.choice((0, 0, 0.8, 0, 0, 2.0)))
+        width = 2 * margin + math.ceil(max(map(self._width, rows)))
+        height = max(2 * margin + len(rows) * round(1.35 * self.em), math.ceil(PORTRAIT * width))
+        paper = (desk, desk, desk + width - 1, desk + height - 1)
+        self.image = Image.new("RGB", (width + 2 * desk, height + 2 * desk), (rng.randrange(36, 120), 70, 52))
+        ImageDraw.Draw(self.image).rectangle(paper, fill=(rng.randrange(228, 250), 240, 228))
+        self.roi = quad_of(*paper) if desk else {}
+        self.words: list[tuple[Cell, dict[str, Any]]] = []
+        for at, cells in enumerate(rows):
+            top = desk + margin + at * round(1.35 * self.em)
+            left, right = ([cell for cell in cells if cell.right is side] for side in (False, True))
+            self._print(left, at, desk + margin, top)
+            self._print(right, at, desk + width - margin - self._width(right), top)
+        grain = np.frombuffer(rng.randbytes(math.prod(self.image.size)), np.uint8).reshape(self.image.height, -1, 1)
+        level = (grain % 7).astype(np.int16) - 3
+        self.image = Image.fromarray(np.clip(np.asarray(self.image) + level, 0, 255).astype(np.uint8))
+
+    def ground_truth(self, meta: dict[str, Any]) -> dict[str, Any]:
+        """Annotate the picture as CORD does."""
+        lines, blurred = list[dict[str, Any]](), dict[int, list[dict[str, int]]]()
+        for cell, word in self.words:
+            if cell.illegible:
+                blurred.setdefault(word["row_id"], []).append(word["quad"])
+            elif cell.line is not None:
+                lines += [] if cell.line["words"] else [cell.line]
+                cell.line["words"].append(word)
+        plain = [{"quad": word["quad"], "text": word["text"]} for cell, word in self.words if cell.line is None]
+        rules = [[word] for word in plain if len({*word["text"]}) == 1]
+        truth = {"gt_parse": parse_lines(lines), "meta": meta, "valid_line": lines, "roi": self.roi}
+        return {**truth, "repeating_symbol": rules, "dontcare": [*blurred.values()]}
+
+    def _print(self, cells: list[Cell], row: int, left: float, top: int) -> None:
+        pen = ImageDraw.Draw(self.image)
+        for cell in cells:
+            for text in cell.text.split():
+                pen.text((round(left), top), text, font=self.font, fill=(45, 45, 55))
+                x1, y1, x2, y2 = pen.textbbox((round(left), top), text, font=self.font)
+                box = (math.floor(x1), math.floor(y1), math.ceil(x2), math.ceil(y2))
+                word = {"quad": quad_of(*box), "is_key": int(cell.is_key), "row_id": row, "text": text}
+                self.words.append((cell, word))
+                left += self.font.getlength(text) + WORD_GAP * self.em
+                if cell.illegible:
+                    self.image.paste(self.image.crop(box).filter(ImageFilter.GaussianBlur(self.em / 4)), box[:2])
+
+    def _width(self, cells: list[Cell]) -> float:
+        return sum(self.font.getlength(x) + WORD_GAP * self.em for cell in cells for x in cell.text.split())
+
+
+def quad_of(left: int, top: int, right: int, bottom: int) -> dict[str, int]:
+    """The corners of a box as CORD writes them, clockwise from the top left."""
+    return {"x1": left, "y1": top, "x2": right, "y2": top, "x3": right, "y3": bottom, "x4": left, "y4": bottom}
+
+
+@lru_cache(maxsize=64)
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    font = ImageFont.load_default(size)
+    assert isinstance(font, ImageFont.FreeTypeFont), "reinstall pillow from its wheel, which has FreeType"
+    return font.font_variant(layout_engine=ImageFont.Layout.BASIC)  # the same picture with and without libraqm

@@ -1,0 +1,304 @@
+"""The one builder of synthetic samples: for tests, the probe, the benchmarks and the demo.
+
+A sample is a dictionary of what a Qwen processor gives for one conversation, without the batch axis:
+
+    input_ids [L], labels [L] (not shifted, -100 on media), and but for text models mm_token_type_ids [L] (0 text,
+    1 image, 2 video); where there are any: pixel_values [P, C], image_grid_thw [N, 3], pixel_values_videos,
+    video_grid_thw, second_per_grid_ts [N] (Qwen2.5-VL)
+
+    samples = mixed_samples(config, seed=0)          # text only, one image, several images, ...
+    batch = padded(samples, side="left")             # PaddedBatch
+    reference = [model(**alone(sample)) for sample in samples]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from vlmpack.collate import VLMCollator
+from vlmpack.errors import VlmpackError
+from vlmpack.families import FAMILIES, family_named
+from vlmpack.layout import IGNORE, Grid, HostMetadata, Media, PaddedBatch
+from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts
+
+Sample = dict[str, torch.Tensor]
+Kind = Literal["text", "image", "images", "video", "images_and_video"]
+
+KINDS: tuple[Kind, ...] = ("text", "image", "images", "video", "images_and_video")
+VISION = tuple(name for name, family in FAMILIES.items() if family.has_vision)
+TEXT_ONLY = tuple(name for name, family in FAMILIES.items() if not family.has_vision)
+TOKEN_KEYS = ("input_ids", "mm_token_type_ids", "labels")
+MEDIA_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+LONG_TEXT = 140
+"""Tokens of a text that exceeds the 128 tokens at which kernels change their way."""
+IMAGE_TOKENS, FRAME_TOKENS = 24, 8
+"""Most tokens of an image of `processed_samples`, and of a frame of its video."""
+
+
+def build_sample(
+    config: Any,
+    *,
+    stretches: Sequence[int],
+    image_grids: Sequence[Grid] = (),
+    video_grids: Sequence[Grid] = (),
+    seconds: Sequence[float] = (),
+    videos_first: bool = False,
+    labelled: int | None = None,
+    seed: int = 0,
+) -> Sample:
+    """Build a sample of: text, image, text, image, ..., text, video, ..., text.
+
+    A first token of text is labelled too, although nothing predicts it when the sample is alone. A row that forgets to
+    mask it learns it from the sample before. (Hugging Face's loss learns it from left padding: no reference there.)
+
+    Args:
+        config: of the model; its family decides how videos are written.
+        stretches: tokens of each stretch of text, 0 or more; one stretch more than media.
+        image_grids: (frames, rows, columns) of patches of each image.
+        video_grids: the same of each video.
+        seconds: from one grid of each video to the next (Qwen2.5-VL).
+        videos_first: put the videos before the images.
+        labelled: label so many tokens at the end, and the first one; None: the first and the last stretch.
+        seed: of words and pixels.
+    """
+    assert len(stretches) == len(image_grids) + len(video_grids) + 1
+    rng = torch.Generator().manual_seed(seed + 1)
+    images, videos = [_image(config, grid) for grid in image_grids], [_video(config, grid) for grid in video_grids]
+    media = [*(videos + images if videos_first else images + videos), []]
+    ids: list[int] = []
+    targets: list[bool] = []
+    words = word_ids(config)
+    for i, (length, placeholders) in enumerate(zip(stretches, media, strict=True)):
+        ids += torch.randint(words.start, words.stop, (length,), generator=rng).tolist() + placeholders
+        targets += [i in (0, len(stretches) - 1)] * length + [False] * len(placeholders)
+    if labelled is not None:
+        targets = [i == 0 or i >= len(ids) - labelled for i in range(len(ids))]
+    input_ids = torch.tensor(ids)
+    sample = {"input_ids": input_ids, "labels": torch.where(torch.tensor(targets), input_ids, IGNORE)}
+    if config.model_type in VISION:
+        sample["mm_token_type_ids"] = family_named(config.model_type).media_types(input_ids, config)
+    for name, pixels, grids in (
+        ("image_grid_thw", "pixel_values", image_grids),
+        ("video_grid_thw", "pixel_values_videos", video_grids),
+    ):
+        if grids:
+            sample[name] = torch.tensor(grids)
+            sample[pixels] = torch.randn(sum(map(prod, grids)), patch_channels(config), generator=rng)
+    if video_grids and "tokens_per_second" in config.vision_config.to_dict():
+        sample["second_per_grid_ts"] = torch.tensor(seconds, dtype=torch.float32)
+    return sample
+
+
+def random_sample(
+    config: Any,
+    kind: Kind = "image",
+    *,
+    seed: int = 0,
+    text: tuple[int, int] = (1, 9),
+    side: tuple[int, int] = (1, 4),
+    frames: tuple[int, int] = (2, 4),
+) -> Sample:
+    """Draw one sample of a kind.
+
+    `text`, `side` and `frames` are inclusive ranges of: tokens of each stretch of text, image sides in merged tokens,
+    and video frames.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    merge = family_named(config.model_type).merge(config) if config.model_type in VISION else 1
+
+    def pick(bounds: tuple[int, int]) -> int:
+        return int(torch.randint(bounds[0], bounds[1] + 1, (), generator=rng))
+
+    images = {"image": 1, "images": 2 + pick((0, 1)), "images_and_video": 1}.get(kind, 0)
+    videos = {"video": 1, "images_and_video": 1}.get(kind, 0)
+    image_grids = [(1, merge * pick(side), merge * pick(side)) for _ in range(images)]
+    video_grids = [(pick(frames), merge * pick(side), merge * pick(side)) for _ in range(videos)]
+    seconds = [pick((1, 9)) * 0.25 for _ in video_grids]
+    stretches = [pick(text) for _ in range(images + videos + 1)]
+    if kind == "text":
+        stretches = [2 + 3 * stretches[0]]  # at least one target even if a stretch may be empty
+    return build_sample(
+        config, stretches=stretches, image_grids=image_grids, video_grids=video_grids, seconds=seconds, seed=seed
+    )
+
+
+def kinds_of(config: Any) -> tuple[Kind, ...]:
+    """The kinds of samples that a model of this configuration takes."""
+    return KINDS if config.model_type in VISION else ("text",)
+
+
+def mixed_samples(config: Any, *, seed: int = 0, kinds: Sequence[Kind] | None = None, **ranges: Any) -> list[Sample]:
+    """Draw one sample of each kind; None: four samples, with images if the model takes any."""
+    if kinds is None:
+        kinds = ("image", "text", "images", "image") if config.model_type in VISION else ("text",) * 4
+    return [random_sample(config, kind, seed=1000 * seed + i, **ranges) for i, kind in enumerate(kinds)]
+
+
+def synthetic_samples(config: Any) -> list[Sample]:
+    """Build an image, a text, two images and a video; of a text model three texts. Lengths differ, seeds are fixed."""
+    if config.model_type not in VISION:
+        return [build_sample(config, stretches=[2 * n], labelled=n, seed=n) for n in (5, 11, 8)]
+    side = family_named(config.model_type).merge(config)
+
+    def grid(rows: int, columns: int, frames: int = 1) -> Grid:
+        return frames, rows * side, columns * side
+
+    return [
+        build_sample(config, stretches=[5, 5], image_grids=[grid(2, 3)], seed=1),
+        build_sample(config, stretches=[10], labelled=5, seed=2),
+        build_sample(config, stretches=[4, 0, 4], image_grids=[grid(5, 2), grid(1, 3)], seed=3),
+        build_sample(config, stretches=[3, 4], video_grids=[grid(2, 1, frames=2)], seconds=[1.5], seed=4),
+    ]
+
+
+def processed_samples(processor: Any) -> list[Sample]:
+    """Let a processor make an image, a text, two images, and a video if it takes one. Pixels are float32."""
+    collator = VLMCollator(processor)
+    receipts = SyntheticReceipts(num=3, scale=SMALLEST_LEGIBLE)
+    records = [receipts[i] for i in range(3)]
+    totals = [json.loads(record["ground_truth"])["gt_parse"]["total"]["total_price"] for record in records]
+    area = (processor.image_processor.patch_size * processor.image_processor.merge_size) ** 2
+    bounds = {"min_pixels": 4 * area, "max_pixels": IMAGE_TOKENS * area}
+    first, *others = ({"type": "image", "image": record["image"], **bounds} for record in records)
+    samples = [
+        _processed(collator, "What is the total?", totals[0], first),
+        _processed(collator, "What is two times 14,500?", "It is 29,000."),
+        _processed(collator, "And the totals of these two?", f"They are {totals[1]} and {totals[2]}.", *others),
+    ]
+    frames = [records[i]["image"].resize((160, 200)) for i in (0, 0, 1, 1)]  # a long receipt would be too thin
+    video = {"type": "video", "video": frames, **bounds, "max_pixels": FRAME_TOKENS * area}
+    with suppress(VlmpackError):  # a processor that takes no videos
+        samples.append(_processed(collator, "What is shown?", "Two receipts.", video))
+    return samples
+
+
+def _processed(collator: VLMCollator, question: str, answer: str, *media: dict[str, Any]) -> Sample:
+    user = {"role": "user", "content": [*media, {"type": "text", "text": question}]}
+    assistant = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
+    batch = collator.collate([{"messages": [user, assistant]}]).to_hf()
+    sample = {name: batch[name][0] for name in TOKEN_KEYS} | {name: batch[name] for name in MEDIA_KEYS if name in batch}
+    sample["labels"] = torch.cat([sample["input_ids"][:1], sample["labels"][1:]])
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in sample.items()}
+
+
+def with_adversarial_lengths(samples: Sequence[Sample], config: Any) -> list[Sample]:
+    """Add another sample of the first one's length and a text of more than 128 tokens.
+
+    Kernels and layouts choose other ways by number, by length, and where lengths are equal.
+    """
+    first, second, *others = samples
+    long = build_sample(config, stretches=[LONG_TEXT], labelled=LONG_TEXT // 2, seed=5)
+    return [first, perturbed(first, config), second, long, *others]
+
+
+def perturbed(sample: Sample, config: Any) -> Sample:
+    """Exchange every word and every pixel for another; shapes, labels and placeholders stay."""
+    words, ids = word_ids(config), sample["input_ids"]
+    is_word = (ids >= words.start) & (ids < words.stop)
+    others = torch.where(is_word, words.start + (ids - words.start + 7) % len(words), ids)
+    pixels = {name: 1.0 - sample[name] for name in ("pixel_values", "pixel_values_videos") if name in sample}
+    return {**sample, "input_ids": others, **pixels}
+
+
+def word_ids(config: Any) -> range:
+    """The longest run of token ids of which none is special."""
+    settings = {**family_named(config.model_type).text_config(config).to_dict(), **config.to_dict()}
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    ids = [settings.get(name) for name in (*names, "pad_token_id", "bos_token_id", "eos_token_id")]
+    special = {i for value in ids if value is not None for i in (value if isinstance(value, list) else [value])}
+    edges = sorted({-1, *special, family_named(config.model_type).text_config(config).vocab_size})
+    return max((range(start + 1, stop) for start, stop in pairwise(edges)), key=len)
+
+
+# ---------------------------------------------------------------------- one sample, or several in a batch
+
+
+def alone(sample: Sample, *, labels: bool = True) -> dict[str, torch.Tensor]:
+    """Keyword arguments of a Hugging Face model's forward for this sample alone."""
+    tokens = {name: sample[name][None] for name in TOKEN_KEYS if name in sample and (labels or name != "labels")}
+    return {**tokens, **{name: sample[name] for name in MEDIA_KEYS if name in sample}}
+
+
+def padded(samples: Sequence[Sample], side: Literal["right", "left"] = "right", *, facts: bool = True) -> PaddedBatch:
+    """Pad the samples to one batch; `facts=False` leaves out the metadata on the host that a collator adds."""
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    offsets = tuple(max(lengths) - n if side == "left" else 0 for n in lengths)
+
+    def stack(rows: list[torch.Tensor], fill: int = 0) -> torch.Tensor:
+        return pad_sequence(rows, batch_first=True, padding_value=fill, padding_side=side)
+
+    types = [sample["mm_token_type_ids"] for sample in samples if "mm_token_type_ids" in sample]
+    return PaddedBatch(
+        input_ids=stack([sample["input_ids"] for sample in samples]),
+        attention_mask=stack([torch.ones_like(sample["input_ids"]) for sample in samples]),
+        labels=stack([sample["labels"] for sample in samples], IGNORE),
+        mm_token_type_ids=stack(types) if types else None,
+        media=media_of(samples),
+        facts=facts_of(samples, offsets=offsets) if facts else None,
+    )
+
+
+def media_of(samples: Sequence[Sample]) -> Media:
+    """Join pixels and grids of all samples, in their order."""
+    parts = {name: [sample[name] for sample in samples if name in sample] for name in MEDIA_KEYS}
+    return Media(**{name: torch.cat(tensors) for name, tensors in parts.items() if tensors})
+
+
+def facts_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> HostMetadata:
+    """Derive from the samples the metadata on the host that a collator adds."""
+    seconds = [s for sample in samples if "second_per_grid_ts" in sample for s in sample["second_per_grid_ts"].tolist()]
+    image_grids, video_grids = ([grids_of(sample, name) for sample in samples] for name in ("image", "video"))
+    return HostMetadata(
+        lengths=tuple(len(sample["input_ids"]) for sample in samples),
+        offsets=offsets if any(offsets) else (),
+        image_grids=tuple(grid for grids in image_grids for grid in grids),
+        video_grids=tuple(grid for grids in video_grids for grid in grids),
+        images_per_sample=tuple(len(grids) for grids in image_grids) if any(image_grids) else (),
+        videos_per_sample=tuple(len(grids) for grids in video_grids) if any(video_grids) else (),
+        seconds_per_grid=tuple(seconds),
+        num_targets=sum(map(num_targets, samples)),
+    )
+
+
+def num_targets(sample: Sample) -> int:
+    """Count the labelled next-token targets of a sample."""
+    return int((sample["labels"][1:] != IGNORE).sum())
+
+
+def grids_of(sample: Sample, modality: Literal["image", "video"]) -> tuple[Grid, ...]:
+    """Read a sample's grids as tuples of integers."""
+    name = f"{modality}_grid_thw"
+    return tuple((t, h, w) for t, h, w in sample[name].tolist()) if name in sample else ()
+
+
+def kind_of(sample: Sample) -> str:
+    """Name the media of a sample, for people: "text", "image", "2 images", "video", "image and video"."""
+    counts = {modality: len(grids_of(sample, modality)) for modality in ("image", "video")}
+    return " and ".join(name if n == 1 else f"{n} {name}s" for name, n in counts.items() if n) or "text"
+
+
+def patch_channels(config: Any) -> int:
+    """C of `pixel_values` [P, C]."""
+    return family_named(config.model_type).patch_channels(config)
+
+
+def _image(config: Any, grid: Grid) -> list[int]:
+    tokens = family_named(config.model_type).media_tokens([grid], config)
+    return [config.vision_start_token_id, *[config.image_token_id] * tokens, config.vision_end_token_id]
+
+
+def _video(config: Any, grid: Grid) -> list[int]:
+    """Write a time stamp of two words before each frame if the family writes frames apart, as Qwen3-VL does."""
+    family = family_named(config.model_type)
+    apart = len(family.video_runs([(2, *grid[1:])], config)) > 1
+    stamp = list(word_ids(config)[:2]) if apart else []
+    runs, start, end = family.video_runs([grid], config), config.vision_start_token_id, config.vision_end_token_id
+    return [token for tokens in runs for token in (*stamp, start, *[config.video_token_id] * tokens, end)]
