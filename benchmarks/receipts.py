@@ -136,7 +136,7 @@ def receipt_batch(
         input_ids=ids,
         attention_mask=(torch.arange(width) < torch.tensor(shapes.lengths)[:, None]).long(),
         labels=labels,
-        facts=HostMetadata(lengths=shapes.lengths, num_targets=int((labels[:, 1:] != IGNORE).sum())),
+        metadata=HostMetadata(lengths=shapes.lengths, num_targets=int((labels[:, 1:] != IGNORE).sum())),
     )
     if not family.has_vision:
         return on_device(batch, device)
@@ -148,7 +148,7 @@ def _with_images(
     batch: PaddedBatch, family: Family, config: Any, shapes: ReceiptShapes, rng: torch.Generator
 ) -> PaddedBatch:
     """An image at the start of every sample."""
-    assert batch.facts is not None
+    assert batch.metadata is not None
     merge = family.merge(config)
     grids = [_grid(round(n * shapes.image_share), merge) for n in shapes.lengths]
     ids, types = batch.input_ids.clone(), torch.zeros_like(batch.input_ids)
@@ -157,23 +157,23 @@ def _with_images(
         ids[row, 0], ids[row, image + 1] = config.vision_start_token_id, config.vision_end_token_id
         ids[row, 1 : image + 1] = config.image_token_id
         types[row, 1 : image + 1] = 1
-    facts = replace(batch.facts, image_grids=tuple(grids), images_per_sample=(1,) * shapes.samples)
+    metadata = replace(batch.metadata, image_grids=tuple(grids), images_per_sample=(1,) * shapes.samples)
     media = _media(family.patch_channels(config), grids, rng)
-    return replace(batch, input_ids=ids, mm_token_type_ids=types, media=media, facts=facts)
+    return replace(batch, input_ids=ids, mm_token_type_ids=types, media=media, metadata=metadata)
 
 
 def alone(batch: PaddedBatch) -> list[dict[str, torch.Tensor]]:
     """Each sample of a batch of `receipt_batch` on its own, without padding, as a Hugging Face model takes it."""
-    assert batch.facts is not None
+    assert batch.metadata is not None
     tokens = {name: tensor for name, tensor in hf_inputs(batch).items() if name in _TOKENS}
     samples = [
         {name: tensor[row : row + 1, :length] for name, tensor in tokens.items()}
-        for row, length in enumerate(batch.facts.lengths)
+        for row, length in enumerate(batch.metadata.lengths)
     ]
     media = batch.media
     if media.pixel_values is None or media.image_grid_thw is None:
         return samples
-    pixels = media.pixel_values.split([prod(grid) for grid in batch.facts.image_grids])
+    pixels = media.pixel_values.split([prod(grid) for grid in batch.metadata.image_grids])
     grids = media.image_grid_thw.split(1)
     return [
         {**sample, "pixel_values": patches, "image_grid_thw": grid}

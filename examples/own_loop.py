@@ -75,7 +75,7 @@ step = PackedStep(wrapped)
 while sampler.epoch < args.epochs:
     rows = iter(DataLoader(training, batch_sampler=sampler, collate_fn=collator.collate, num_workers=2))
     while micro_batches := list(islice(rows, args.accumulation)):
-        targets = sum(row.facts.num_targets for row in micro_batches)
+        targets = sum(row.metadata.num_targets for row in micro_batches)
         targets = sum_counts(targets, mesh) if mesh else targets
         loss = torch.zeros((), device=device)
         for row in micro_batches:

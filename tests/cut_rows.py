@@ -48,5 +48,5 @@ def row_with_images(lengths: list[int], rule: SlotRule, images: dict[int, Grid])
         mm_token_type_ids=types,
         extras={"advantages": places / 7, "of_three": torch.stack([places, -places, places * 2])},
         media=Media(pixel_values=patches[:, None].expand(-1, 3), image_grid_thw=torch.tensor(grids).view(-1, 3)),
-        facts=HostMetadata(lengths=tuple(lengths), image_grids=grids),
+        metadata=HostMetadata(lengths=tuple(lengths), image_grids=grids),
     )

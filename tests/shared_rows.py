@@ -55,9 +55,9 @@ class Case:
     def config(self) -> StepConfig:
         return StepConfig(z_loss_coef=0.01 if self.has_experts else 0.0, aux_loss=self.aux_loss)
 
-    def row(self, model: Any, *, facts: bool = False) -> PackedRow:
+    def row(self, model: Any, *, metadata: bool = False) -> PackedRow:
         samples = mixed_samples(model.config, seed=4, kinds=self.kinds)
-        row = pack(padded(samples, facts=facts), rule=SlotRule(multiple=self.multiple, row_multiple=WORLD))
+        row = pack(padded(samples, metadata=metadata), rule=SlotRule(multiple=self.multiple, row_multiple=WORLD))
         assert row.shift_labels is not None
         row.shift_labels[:, int(self.learnt * row.segments.total) :] = IGNORE
         return row
@@ -120,7 +120,7 @@ def rows_of(model: Any, groups: int) -> list[PackedRow]:
 
 def _row(model: Any, seed: int, kinds: tuple[str, ...]) -> PackedRow:
     refused = kinds == ("refused",)
-    batch = padded(mixed_samples(model.config, seed=seed, kinds=("text",) if refused else kinds), facts=False)
+    batch = padded(mixed_samples(model.config, seed=seed, kinds=("text",) if refused else kinds), metadata=False)
     if refused:
         batch.attention_mask.zero_()
         assert batch.labels is not None

@@ -1,4 +1,4 @@
-"""The README's examples, run in the order in which a reader meets them, and what it says about the house."""
+"""The examples of the README and of docs/, run in the order in which a reader meets them, and their claims."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+BAD_INPUT = ROOT / "docs" / "bad_input.md"
+GUIDES = (ROOT / "docs" / "guide.md", BAD_INPUT)
+DOCUMENTS = (README, CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md")))
 FENCE = re.compile(r"^```python(?P<mark>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -31,18 +35,22 @@ def examples(path: Path = README) -> list[Example]:
     ]
 
 
-def run(path: Path, **given: object) -> int:
-    """Run the examples of a file in one namespace, in which these names are given; how many there were."""
-    runnable = [example for example in examples(path) if not example.mark]
-    names: dict[str, object] = {"__name__": "readme", **given}
-    for example in runnable:
+def run(*paths: Path, **prepared: object) -> int:
+    """Run the examples of files in one namespace, which begins with `prepared`; return their number."""
+    runnable = [(path, example) for path in paths for example in examples(path) if not example.mark]
+    names: dict[str, object] = {"__name__": "readme", **prepared}
+    for path, example in runnable:
         exec(compile("\n" * example.line + example.code, path, "exec"), names)
     return len(runnable)
 
 
 def test_the_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(README) >= 5
+    assert run(README, *GUIDES) >= 6
+
+
+def test_the_readme_can_be_read_in_one_sitting() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
 
 
 def test_a_wrong_example_would_be_noticed(tmp_path: Path) -> None:
@@ -62,7 +70,7 @@ def test_an_example_that_is_not_run_says_why_and_is_valid_python() -> None:
 
 
 def test_the_drawn_tree_shows_every_room() -> None:
-    drawn = set(re.findall(r"^[├└]── (\w+)/", README.read_text(encoding="utf-8"), re.MULTILINE))
+    drawn = set(re.findall(r"^[├└]── (\w+)/", CONTRIBUTING.read_text(encoding="utf-8"), re.MULTILINE))
     rooms = {path.parent.name for path in (ROOT / "vlmpack").glob("*/__init__.py")}
     assert drawn == rooms
 
@@ -75,7 +83,11 @@ def test_every_make_command_in_the_readme_exists() -> None:
 
 
 def test_every_reason_in_the_table_of_bad_input_is_one_that_the_collator_gives() -> None:
-    table = re.search(r"^\| What is wrong .*?\n\n", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    table = re.search(
+        r"^\| What is wrong .*?\n\n",
+        (ROOT / "docs" / "bad_input.md").read_text(encoding="utf-8"),
+        re.MULTILINE | re.DOTALL,
+    )
     assert table is not None
     reasons = set(re.findall(r"`(\w+)`", "".join(row.rsplit("|", 2)[1] for row in table[0].splitlines() if row)))
     files = [path for room in ("collate", "data") for path in (ROOT / "vlmpack" / room).glob("*.py")]
@@ -85,7 +97,7 @@ def test_every_reason_in_the_table_of_bad_input_is_one_that_the_collator_gives()
     assert reasons <= given
 
 
-def test_every_link_into_the_project_leads_somewhere() -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README.read_text(encoding="utf-8"))
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_into_the_project_leads_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", document.read_text(encoding="utf-8"))
+    assert [link for link in links if not (document.parent / link).exists()] == []

@@ -32,7 +32,7 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "collate": collated,
     "families": modelled,
     "probing": modelled,
-    "step": modelled,
+    "model": modelled,
 }
 """What the examples of a room take as given; of the others: nothing."""
 

@@ -54,17 +54,17 @@ class Case:
 
     @property
     def bare_row(self) -> dict[str, Any]:
-        """The row without host facts: boundaries as tensors only."""
+        """The row without host metadata: boundaries as tensors only."""
         return {name: value for name, value in self.row.items() if isinstance(value, torch.Tensor)}
 
     @property
     def stock_row(self) -> dict[str, torch.Tensor]:
         """The row as transformers itself takes it: [4, 1, T] positions, the text row first, and no boundaries."""
         row, model = self.row, self.model
-        facts = self.packed.facts
-        assert facts is not None
+        metadata = self.packed.metadata
+        assert metadata is not None
         positions = family_of(model).positions(
-            row.get("mm_token_type_ids"), self.packed.segments, config=model.config, image_grids=facts.image_grids
+            row.get("mm_token_type_ids"), self.packed.segments, config=model.config, image_grids=metadata.image_grids
         )
         names = ("input_ids", "mm_token_type_ids", "pixel_values", "image_grid_thw")
         ids = positions if family_of(model).has_vision else positions[0]
@@ -356,7 +356,7 @@ def test_trap_14_the_first_label_of_a_sample_is_learnt_from_the_sample_before(mo
     assert case.loss_error(**bare) < 1e-6 * case.loss
     monkeypatch.setattr("vlmpack.layout.row.shift_labels", across)
     assert case.loss_error(**bare) > 1e-3
-    with pytest.raises(LayoutError, match="the host counted"):  # with host facts it cannot happen unseen
+    with pytest.raises(LayoutError, match="the host counted"):  # with host metadata it cannot happen unseen
         case.model(**{**case.row, "labels": labels})
 
 
@@ -384,7 +384,7 @@ def test_trap_15_accumulation_and_evaluation_average_averages(family, tmp_path, 
 def test_trap_16_an_attention_without_a_mask_function_drops_the_2d_mask(family, monkeypatch):
     """Only left padding shows it. An enabled model's configuration keeps its name, and so its mask function."""
     untouched, model = tiny_model(family).eval(), enable_packing(tiny_model(family)).eval()
-    batch = padded(receipts(model)[:4], "left", facts=False).to_hf()
+    batch = padded(receipts(model)[:4], "left", metadata=False).to_hf()
     batch |= {"use_cache": True, "labels": None}  # with a cache it goes through the model's own forward
     real = batch["attention_mask"].bool()
     with torch.no_grad():
@@ -427,7 +427,7 @@ def test_trap_18_removed_columns_take_the_lengths_along(tmp_path):
         run = Trainer(model, arguments(tmp_path, **settings), collator("packed"), table)
         grouped_by[remove] = list(run._get_train_sampler(run._remove_unused_columns(table)).lengths)
         if remove:
-            with pytest.raises(ConfigError, match="drops the 'length' column before group_by_length reads it"):
+            with pytest.raises(ConfigError, match="drops 'length' before group_by_length reads it"):
                 check_trainer(run)
         else:
             check_trainer(run)

@@ -31,7 +31,7 @@ class SampleError(VlmpackError, ValueError):
         index: position of the sample in the list given to the collator. None: `message` names the sample already,
             as when torch builds the error of a DataLoader worker again from its text.
         sample_id: the sample's own id where it has one.
-        reason: a short slug such as ``"image_token_mismatch"``: the key under which the ledger counts it.
+        reason: a short slug such as ``"image_token_mismatch"``: the key under which it is counted.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ def measure_pack(settings: BenchSettings, shapes: PackShapes) -> list[Figure]:
         batch = long_batch(samples, width, ratio=shapes.ratio, seed=settings.seed)
         batch = on_device(batch, settings.device)
         lengths = lengths_from_mask(batch.attention_mask).lengths
-        with_lengths = replace(batch, facts=HostMetadata(lengths=lengths, num_targets=sum(lengths) - len(lengths)))
+        with_lengths = replace(batch, metadata=HostMetadata(lengths=lengths, num_targets=sum(lengths) - len(lengths)))
         sources = list(batch.to_hf().values())
         targets = [torch.empty_like(source) for source in sources]
 
@@ -212,13 +212,13 @@ def _collator_and_samples(
     processor = tiny_processor("qwen3_vl")
     processor.image_processor.patch_size = shapes.patch_size
     collator = VLMCollator(processor, layout="packed", train_on="all")
-    facts = collator.facts
-    image = [facts.image_token_id] * (prod(shapes.grid) // facts.merge_size**2)
-    ids = torch.tensor([facts.vision_start_id, *image, facts.vision_end_id, *[WORD] * shapes.words])
+    metadata = collator.metadata
+    image = [metadata.image_token_id] * (prod(shapes.grid) // metadata.merge_size**2)
+    ids = torch.tensor([metadata.vision_start_id, *image, metadata.vision_end_id, *[WORD] * shapes.words])
     samples = [
         {
             "input_ids": ids,
-            "pixel_values": torch.randn(prod(shapes.grid), facts.patch_dim),
+            "pixel_values": torch.randn(prod(shapes.grid), metadata.patch_dim),
             "image_grid_thw": torch.tensor([shapes.grid]),
         }
         for _ in range(shapes.images)

@@ -187,8 +187,8 @@ def target_of(family: Family) -> Target:
 
 def causal_ideal(family: Family, config: Any, batch: PaddedBatch) -> float:
     """The ideal by formula, where real samples count the pairs that causal attention needs, and padded ones all."""
-    assert batch.facts is not None
-    lengths, grids = batch.facts.lengths, batch.facts.image_grids
+    assert batch.metadata is not None
+    lengths, grids = batch.metadata.lengths, batch.metadata.image_grids
     padded = step_flops(family, config, [max(lengths)] * len(lengths), grids)
     return padded.total / step_flops(family, config, lengths, grids, causal=True).total
 

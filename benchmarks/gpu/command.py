@@ -16,7 +16,7 @@ from rich.text import Text
 from benchmarks.figures import MOST_SEED, BenchSettings, Report, check_budget, place_for
 from benchmarks.gpu.checks import correctness_cells, equality_cells
 from benchmarks.gpu.device import DEVICES
-from benchmarks.gpu.layers import attention_cells, ceiling_cells, head_cells
+from benchmarks.gpu.layers import attention_cells, head_cells, skip_limit_cells
 from benchmarks.gpu.models import Models
 from benchmarks.gpu.run import Cell, Journal, Lab, run_cells
 from benchmarks.gpu.shapes import SHAPES, GpuShapes
@@ -33,7 +33,7 @@ FIRST = 3
 
 def all_cells(shapes: GpuShapes) -> list[Cell]:
     """Every cell of a run, in order. A model stays on the device for all that follows one another about it."""
-    cells = [*ceiling_cells(shapes), *correctness_cells(shapes), *equality_cells(shapes)]
+    cells = [*skip_limit_cells(shapes), *correctness_cells(shapes), *equality_cells(shapes)]
     cells.append(flash_cell())
     for shape in shapes.models:
         cells += step_cells(shapes, shape, shapes.micro_batches[:FIRST])

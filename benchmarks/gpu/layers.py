@@ -42,7 +42,7 @@ PIXEL_SIDE = 16
 """Of a patch, where the model has no size of its own."""
 
 
-def ceiling_cells(shapes: GpuShapes) -> list[Cell]:
+def skip_limit_cells(shapes: GpuShapes) -> list[Cell]:
     """One for the copy, one for each product."""
     return [
         Cell(case=CEILINGS, name="copy", guess=CEILING_SECONDS, run=_copy),

@@ -187,13 +187,13 @@ class Ways:
 
     def needed(self) -> StepFlops:
         """The least that has to be computed: real tokens, causal pairs, logits of labelled tokens."""
-        assert self.batch.facts is not None
-        return self._flops(self.batch.facts.lengths, causal=True, head_tokens=self.batch.facts.num_targets)
+        assert self.batch.metadata is not None
+        return self._flops(self.batch.metadata.lengths, causal=True, head_tokens=self.batch.metadata.num_targets)
 
     def alone(self) -> StepFlops:
         """FLOPs of the unmodified model on the samples without padding."""
-        assert self.batch.facts is not None
-        return self._flops(self.batch.facts.lengths)
+        assert self.batch.metadata is not None
+        return self._flops(self.batch.metadata.lengths)
 
     def padded(self, way: str) -> StepFlops:
         """FLOPs of the unmodified model in one of `PADDED_WAYS`."""
@@ -201,8 +201,10 @@ class Ways:
         return self._flops([width] * rows)
 
     def _flops(self, lengths: Any, **more: Any) -> StepFlops:
-        assert self.batch.facts is not None
-        return step_flops(self.bodies.family, self.bodies.model.config, lengths, self.batch.facts.image_grids, **more)
+        assert self.batch.metadata is not None
+        return step_flops(
+            self.bodies.family, self.bodies.model.config, lengths, self.batch.metadata.image_grids, **more
+        )
 
     def _padded(self, model: Any, batch: PaddedBatch) -> torch.Tensor:
         self.clear()

@@ -225,8 +225,8 @@ def _gains(lab: Lab, plan: Plan, ways: Ways, timings: Timings, base: str, fittin
 
 
 def _lengths(ways: Ways) -> tuple[int, ...]:
-    assert ways.batch.facts is not None
-    return ways.batch.facts.lengths
+    assert ways.batch.metadata is not None
+    return ways.batch.metadata.lengths
 
 
 def _summary(lab: Lab) -> Iterator[Figure]:

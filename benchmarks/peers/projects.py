@@ -58,8 +58,8 @@ def collated_images(work: PeerWork) -> Way:
     def call() -> tuple[PackedRow, torch.Tensor]:
         row = collate.collate(work.images)
         assert isinstance(row, PackedRow)
-        assert row.facts is not None
-        grids = row.facts.image_grids
+        assert row.metadata is not None
+        grids = row.metadata.image_grids
         return row, work.family.positions(row.mm_token_type_ids, row.segments, config=work.config, image_grids=grids)
 
     def read(result: tuple[PackedRow, torch.Tensor]) -> list[Sample]:
@@ -246,7 +246,7 @@ def _bridge_batch(vlm_step: ModuleType, work: PeerWork) -> Sequence[Contest]:
 
 
 def _packed_by_us(batch: Mapping[str, Any], **extras: torch.Tensor) -> Way:
-    """`pack` without host facts: the mask is read and checked."""
+    """`pack` without host metadata: the mask is read and checked."""
     padded = PaddedBatch(**batch, extras=extras)
 
     def read(row: PackedRow) -> list[Sample]:

@@ -99,14 +99,14 @@ CLOSE = 1e-3
 def test_a_padded_batch(name):
     family, model, batch = parts(name)
     counted = count_flops(lambda: model(**hf_inputs(batch)).loss.backward())
-    formula = step_flops(family, model.config, [TINY.longest] * TINY.samples, batch.facts.image_grids)
+    formula = step_flops(family, model.config, [TINY.longest] * TINY.samples, batch.metadata.image_grids)
     assert formula.total == pytest.approx(counted, rel=CLOSE)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_sample_alone(name):
     family, model, batch = parts(name)
-    grids = [[grid] for grid in batch.facts.image_grids] or [[]] * TINY.samples
+    grids = [[grid] for grid in batch.metadata.image_grids] or [[]] * TINY.samples
     counts = {}
     for inputs, length, grid in zip(alone(batch), TINY.lengths, grids, strict=True):
         counts[length] = count_flops(lambda inputs=inputs: model(**inputs).loss.backward())
@@ -118,7 +118,7 @@ def test_each_sample_alone(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_part_that_a_family_has_is_counted_and_no_other(name):
     family, model, batch = parts(name)
-    flops = step_flops(family, model.config, TINY.lengths, batch.facts.image_grids)
+    flops = step_flops(family, model.config, TINY.lengths, batch.metadata.image_grids)
     assert (flops.vision > 0) == family.has_vision
     assert (flops.experts > 0) == family.has("experts")
     assert (flops.delta > 0) == family.has("gated_delta")

@@ -23,24 +23,24 @@ def test_lengths_reach_from_a_fifth_to_the_longest():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_facts_are_those_of_the_tensors(name):
+def test_the_metadata_are_those_of_the_tensors(name):
     _, batch = model_and_batch(name)
-    facts = batch.facts
-    assert facts is not None
-    assert facts.lengths == lengths_from_mask(batch.attention_mask).lengths == TINY.lengths
+    metadata = batch.metadata
+    assert metadata is not None
+    assert metadata.lengths == lengths_from_mask(batch.attention_mask).lengths == TINY.lengths
     assert batch.labels is not None
-    assert facts.num_targets == int((batch.labels[:, 1:] != -100).sum())
+    assert metadata.num_targets == int((batch.labels[:, 1:] != -100).sum())
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if family_named(name).has_vision])
 def test_every_sample_has_an_image_and_its_placeholders(name):
     model, batch = model_and_batch(name)
-    facts = batch.facts
-    assert facts is not None
+    metadata = batch.metadata
+    assert metadata is not None
     assert batch.media.pixel_values is not None
-    assert sum(map(prod, facts.image_grids)) == len(batch.media.pixel_values)
+    assert sum(map(prod, metadata.image_grids)) == len(batch.media.pixel_values)
     per_row = (batch.input_ids == model.config.image_token_id).sum(1)
-    assert per_row.tolist() == [prod(grid) // 4 for grid in facts.image_grids]
+    assert per_row.tolist() == [prod(grid) // 4 for grid in metadata.image_grids]
     assert min(per_row) > 0
 
 

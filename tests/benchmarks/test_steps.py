@@ -63,8 +63,8 @@ def test_without_padding_there_is_nothing_to_gain():
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
 def test_the_packed_step_computes_what_the_samples_alone_need_less_the_rows_that_have_no_label(family):
     pair = pair_of(family)
-    assert pair.batch.facts is not None
-    unlabelled = sum(TINY.lengths) - pair.batch.facts.num_targets
+    assert pair.batch.metadata is not None
+    unlabelled = sum(TINY.lengths) - pair.batch.metadata.num_targets
     work = CountedFlops.of(pair)
     assert work.alone - work.packed == 3 * 2 * unlabelled * TINY.hidden * TINY.vocab_size
 

@@ -124,8 +124,8 @@ def test_the_cosine_of_a_leaking_row_is_not_1(receipts: Any, monkeypatch: pytest
     model = tiny_model(processor=processor, hidden=32)
     assert packed_against_alone(model, processor, receipts).cosine > 1 - 1e-9
 
-    def one_segment(**facts: Any) -> RowContext:
-        return RowContext(**{**facts, "segments": Segments.from_lengths([facts["segments"].total])})
+    def one_segment(**metadata: Any) -> RowContext:
+        return RowContext(**{**metadata, "segments": Segments.from_lengths([metadata["segments"].total])})
 
     monkeypatch.setattr(inputs, "RowContext", one_segment)
     assert packed_against_alone(model, processor, receipts).cosine < 0.999

@@ -167,8 +167,8 @@ def test_the_summary_names_families_back_ends_and_verdicts(few_families: None) -
 
 
 def test_a_leak_has_exit_status_1_in_every_family(monkeypatch: pytest.MonkeyPatch, few_families: None) -> None:
-    def one_segment(**facts: Any) -> RowContext:
-        return RowContext(**{**facts, "segments": Segments.from_lengths([facts["segments"].total])})
+    def one_segment(**metadata: Any) -> RowContext:
+        return RowContext(**{**metadata, "segments": Segments.from_lengths([metadata["segments"].total])})
 
     monkeypatch.setattr(inputs, "RowContext", one_segment)
     result = run_probe("--attention", "sdpa_segments")
@@ -180,7 +180,7 @@ def test_a_leak_has_exit_status_1_in_every_family(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_crash_is_a_finding_and_the_exit_status_is_1(monkeypatch: pytest.MonkeyPatch, few_families: None) -> None:
-    def broken(**facts: Any) -> RowContext:
+    def broken(**metadata: Any) -> RowContext:
         raise TypeError("this transformers hands over something else")
 
     monkeypatch.setattr(inputs, "RowContext", broken)

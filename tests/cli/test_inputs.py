@@ -36,7 +36,7 @@ def test_receipts_for_it_are_small() -> None:
     inputs = opened("synthetic", processor="tiny", num=2, seed=5)
     assert len(inputs.dataset) == 2
     assert inputs.dataset[0]["conversation"][0]["content"][0]["image"].width < 500
-    assert inputs.collator.outline(inputs.dataset[0]).num_tokens > 100
+    assert inputs.collator.measure(inputs.dataset[0]).num_tokens > 100
 
 
 def test_receipts_have_no_paths(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_receipts_have_no_paths(tmp_path: Path) -> None:
 @pytest.mark.parametrize("processor", ["tiny", "tiny:qwen3"])
 def test_texts_go_with_a_vision_model_and_with_a_text_model(chats: str, processor: str) -> None:
     inputs = opened(chats, processor=processor)
-    outlines = [inputs.collator.outline(inputs.dataset[at]) for at in range(3)]
+    outlines = [inputs.collator.measure(inputs.dataset[at]) for at in range(3)]
     assert all(outline.num_targets > 0 for outline in outlines)
 
 
@@ -68,13 +68,13 @@ def test_a_folder_of_a_vision_model_and_one_of_a_text_model(tmp_path: Path) -> N
 def test_the_most_tokens_of_a_sample(chats: str) -> None:
     inputs = opened(chats, processor="tiny", max_length=5)
     with pytest.raises(SampleError, match="max_length=5"):
-        inputs.collator.outline(inputs.dataset[0])
+        inputs.collator.measure(inputs.dataset[0])
 
 
 def test_the_largest_area_of_an_image_is_the_processors_own_or_the_one_given(chats: str) -> None:
     """64 squares of 32 x 32 pixels; what is measured is what is cut."""
     free, bound = (opened("synthetic", processor="tiny", num=1, max_pixels=area) for area in (None, 64 * 32**2))
-    tokens = [int((one.collator.outline(one.dataset[0]).types != 0).sum()) for one in (free, bound)]
+    tokens = [int((one.collator.measure(one.dataset[0]).types != 0).sum()) for one in (free, bound)]
     assert tokens[1] <= 64 < tokens[0]
     pixels = bound.collator.collate([bound.dataset[0]]).media.pixel_values
     assert pixels is not None

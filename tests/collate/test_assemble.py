@@ -11,12 +11,17 @@ from hypothesis import strategies as st
 
 from vlmpack.collate.assemble import filler, to_packed, to_padded
 from vlmpack.collate.encoded import Encoded, Visual, check_ids, check_runs
-from vlmpack.collate.processor import read_processor
+from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.errors import LayoutError
 from vlmpack.layout import PackedRow, SlotRule, pack
 
-FACTS = read_processor(processor_of())
-IMAGE, VIDEO, START, END = FACTS.image_token_id, FACTS.video_token_id, FACTS.vision_start_id, FACTS.vision_end_id
+METADATA = read_processor(processor_of())
+IMAGE, VIDEO, START, END = (
+    METADATA.image_token_id,
+    METADATA.video_token_id,
+    METADATA.vision_start_id,
+    METADATA.vision_end_id,
+)
 WIDTH = 7
 """Values a patch, in these tests only."""
 
@@ -100,16 +105,16 @@ def test_the_padded_batch_is_what_a_plain_loop_gives(samples):
 
 
 @given(samples=SAMPLES)
-def test_the_facts_are_counted_from_the_samples(samples):
-    facts = to_padded(samples, pad_token_id=0).facts
-    assert facts is not None
-    assert facts.lengths == tuple(len(s.input_ids) for s in samples)
-    assert facts.num_targets == sum(label != -100 for s in samples for label in s.labels.tolist()[1:])
-    assert facts.sample_ids == tuple(s.sample_id for s in samples)
-    assert facts.image_grids == tuple(v.grid for s in samples for v in s.images)
-    assert facts.images_per_sample in ((), tuple(len(s.images) for s in samples))
-    assert sum(facts.images_per_sample) == len(facts.image_grids)
-    assert sum(facts.videos_per_sample) == len(facts.video_grids) == len(facts.seconds_per_grid)
+def test_the_metadata_are_counted_from_the_samples(samples):
+    metadata = to_padded(samples, pad_token_id=0).metadata
+    assert metadata is not None
+    assert metadata.lengths == tuple(len(s.input_ids) for s in samples)
+    assert metadata.num_targets == sum(label != -100 for s in samples for label in s.labels.tolist()[1:])
+    assert metadata.sample_ids == tuple(s.sample_id for s in samples)
+    assert metadata.image_grids == tuple(v.grid for s in samples for v in s.images)
+    assert metadata.images_per_sample in ((), tuple(len(s.images) for s in samples))
+    assert sum(metadata.images_per_sample) == len(metadata.image_grids)
+    assert sum(metadata.videos_per_sample) == len(metadata.video_grids) == len(metadata.seconds_per_grid)
 
 
 def test_media_lie_in_sample_order():
@@ -126,8 +131,8 @@ def test_media_lie_in_sample_order():
 def test_without_media_there_are_no_media_tensors():
     batch = to_padded([sample(1, 4), sample(2, 3)], pad_token_id=0)
     assert batch.media.to_hf() == {}
-    assert batch.facts is not None
-    assert batch.facts.images_per_sample == ()
+    assert batch.metadata is not None
+    assert batch.metadata.images_per_sample == ()
 
 
 def test_a_video_that_does_not_tell_its_pace_gets_the_model_s_own_default():
@@ -171,11 +176,11 @@ def test_samples_that_do_not_fit_a_fixed_row_are_an_error():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_filler_is_a_sound_sample_with_nothing_to_learn(family):
-    facts = read_processor(processor_of(family))
-    fill = filler(facts)
-    check_ids(fill.input_ids, facts)
-    check_runs(fill.input_ids, fill.images, facts, kind="image")
+    metadata = read_processor(processor_of(family))
+    fill = filler(metadata)
+    check_ids(fill.input_ids, metadata)
+    check_runs(fill.input_ids, fill.images, metadata, kind="image")
     assert fill.num_targets == 0
     (image,) = fill.images
-    assert tuple(image.pixels.shape) == (4, facts.patch_dim)
+    assert tuple(image.pixels.shape) == (4, metadata.patch_dim)
     assert not image.pixels.any()

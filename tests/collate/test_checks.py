@@ -9,7 +9,7 @@ from chats import FAMILIES, picture, processor_of, tokenised
 
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import run_lengths
-from vlmpack.collate.processor import read_processor
+from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import Refusal
 
@@ -17,9 +17,9 @@ HOLE = "<|vision_start|><|image_pad|><|vision_end|>"
 TEXT = f"<|im_start|>user\n{HOLE}{HOLE}Total?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n"
 FAMILY = "qwen3_vl"
 PROCESSOR = processor_of(FAMILY)
-FACTS = read_processor(PROCESSOR)
-ENCODER = Encoder(processor=PROCESSOR, facts=FACTS, limits=ImageLimits(), train_on="assistant")
-IMAGE = FACTS.image_token_id
+METADATA = read_processor(PROCESSOR)
+ENCODER = Encoder(processor=PROCESSOR, metadata=METADATA, limits=ImageLimits(), train_on="assistant")
+IMAGE = METADATA.image_token_id
 
 
 def good(family=FAMILY):
@@ -36,10 +36,10 @@ def refusal(feature):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_good_sample_passes(family):
-    facts = read_processor(processor_of(family))
-    encoder = Encoder(processor=processor_of(family), facts=facts, limits=ImageLimits(), train_on="assistant")
+    metadata = read_processor(processor_of(family))
+    encoder = Encoder(processor=processor_of(family), metadata=metadata, limits=ImageLimits(), train_on="assistant")
     sample = encoder.encode(good(family))
-    assert run_lengths(sample.input_ids, facts.image_token_id) == [4, 6]
+    assert run_lengths(sample.input_ids, metadata.image_token_id) == [4, 6]
     assert sample.num_targets == 2
 
 
@@ -55,7 +55,7 @@ def test_right_total_but_wrong_run_lengths():
 
 def test_images_that_touch_are_no_longer_two():
     feature = good()
-    between = (feature["input_ids"] == FACTS.vision_end_id).nonzero()[0, 0]
+    between = (feature["input_ids"] == METADATA.vision_end_id).nonzero()[0, 0]
     keep = torch.ones(len(feature["input_ids"]), dtype=torch.bool)
     keep[between : between + 2] = False
     feature = {
@@ -141,23 +141,23 @@ def test_pixels_that_are_whole_numbers():
     assert "pixels are torch.uint8; they must be the processor's normalised floats" in message
 
 
-@pytest.mark.parametrize("bad", [-1, -200, FACTS.vocab_size, 10**9])
+@pytest.mark.parametrize("bad", [-1, -200, METADATA.vocab_size, 10**9])
 def test_ids_without_a_row_in_the_embedding(bad):
     feature = good()
     feature["input_ids"][0] = bad
     reason, message = refusal(feature)
     assert reason == "id_out_of_range"
-    assert f"it holds the token id {bad}, but ids run from 0 to {FACTS.vocab_size - 1}; tokenise it with" in message
+    assert f"it holds the token id {bad}, but ids run from 0 to {METADATA.vocab_size - 1}; tokenise it with" in message
 
 
-@pytest.mark.parametrize("bad", [-1, -99, FACTS.vocab_size])
+@pytest.mark.parametrize("bad", [-1, -99, METADATA.vocab_size])
 def test_labels_that_are_neither_ids_nor_ignored(bad):
     feature = good()
     feature["labels"] = feature["input_ids"].clone()
     feature["labels"][-1] = bad
     reason, message = refusal(feature)
     assert reason == "label_out_of_range"
-    assert f"it holds the label {bad}; labels are -100 (ignored) or ids from 0 to {FACTS.vocab_size - 1}" in message
+    assert f"it holds the label {bad}; labels are -100 (ignored) or ids from 0 to {METADATA.vocab_size - 1}" in message
 
 
 def test_nothing_to_learn():

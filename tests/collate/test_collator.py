@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from transformers import AutoModelForImageTextToText, Qwen3VLConfig
 
-from vlmpack.collate import Ceiling, VLMCollator, read_ledger
+from vlmpack.collate import SkipLimit, VLMCollator, read_skip_log
 from vlmpack.data import to_conversation
 from vlmpack.errors import ConfigError, LayoutError, SampleError
 from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch, SlotRule, pack
@@ -93,9 +93,9 @@ def test_the_dictionary_is_what_a_model_and_a_trainer_take():
 
 
 def test_samples_are_named_by_their_id_or_else_by_their_place():
-    facts = VLMCollator(processor_of())(mixed())[METADATA_KEY]
-    assert facts.sample_ids == ("receipt", 77, 2, 3, 4, 5)
-    assert facts.images_per_sample == (1, 2, 0, 0, 1, 1)
+    metadata = VLMCollator(processor_of())(mixed())[METADATA_KEY]
+    assert metadata.sample_ids == ("receipt", 77, 2, 3, 4, 5)
+    assert metadata.images_per_sample == (1, 2, 0, 0, 1, 1)
 
 
 def test_a_sample_is_the_same_alone_and_in_company():
@@ -161,19 +161,19 @@ def test_a_bad_sample_is_named_with_its_place_its_id_and_the_remedy():
     assert (error.index, error.sample_id, error.reason) == (1, "r7", "no_targets")
     assert str(error).startswith("sample 1 (id 'r7'): none of its ")
     assert "it needs an assistant turn" in str(error)
-    assert (collator.ledger.given, collator.ledger.used, collator.ledger.refused) == (2, 1, 1)
+    assert (collator.skip_log.received, collator.skip_log.used, collator.skip_log.refused) == (2, 1, 1)
 
 
 def test_skipped_samples_are_counted_written_down_and_never_replaced(tmp_path):
-    path = tmp_path / "ledger.jsonl"
-    collator = VLMCollator(processor_of(), on_bad="skip", ledger=path)
+    path = tmp_path / "skip_log.jsonl"
+    collator = VLMCollator(processor_of(), on_bad="skip", skip_log=path)
     features = [BROKEN, chat(answer="one", id="a"), {"input_ids": []}, chat(answer="two", id="b"), {"messages": 5}]
     batch = collator(features)
     assert batch[METADATA_KEY].sample_ids == ("a", "b")
     assert learnt(processor_of(), batch["labels"]) == "one<|im_end|>two<|im_end|>"
-    assert (collator.ledger.given, collator.ledger.used, collator.ledger.refused) == (5, 2, 3)
-    assert collator.ledger.reasons == {"no_targets": 1, "empty": 1, "bad_row": 1}
-    assert [(line["index"], line["reason"]) for line in read_ledger(path)] == [
+    assert (collator.skip_log.received, collator.skip_log.used, collator.skip_log.refused) == (5, 2, 3)
+    assert collator.skip_log.reasons == {"no_targets": 1, "empty": 1, "bad_row": 1}
+    assert [(line["index"], line["reason"]) for line in read_skip_log(path)] == [
         (0, "no_targets"),
         (2, "empty"),
         (4, "bad_row"),
@@ -194,30 +194,30 @@ def test_a_sample_with_broken_pixels_is_named():
     with pytest.raises(SampleError, match=r"sample 1 \(id 'r7'\): its pixels hold NaN or infinity") as caught:
         collator([chat("1", "2", picture()), broken_pixels(id="r7"), chat()])
     assert (caught.value.index, caught.value.sample_id, caught.value.reason) == (1, "r7", "pixels_not_finite")
-    assert (collator.ledger.used, collator.ledger.reasons) == (1, {"pixels_not_finite": 1})
+    assert (collator.skip_log.used, collator.skip_log.reasons) == (1, {"pixels_not_finite": 1})
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_samples_with_broken_pixels_are_skipped_in_their_place(layout, tmp_path):
-    path = tmp_path / "ledger.jsonl"
-    collator = VLMCollator(processor_of(), layout=layout, on_bad="skip", ledger=path)
+    path = tmp_path / "skip_log.jsonl"
+    collator = VLMCollator(processor_of(), layout=layout, on_bad="skip", skip_log=path)
     good = [chat("1", "2", picture()), chat("3", "4", picture(90, 61)), chat()]
     features = [broken_pixels(id=0), good[0], BROKEN, broken_pixels(), good[1], {"messages": 5}, good[2]]
     batch, without = collator(features), VLMCollator(processor_of(), layout=layout)(good)
     for name, value in tensors(without).items():
         assert torch.equal(batch[name], value), name
     assert batch[METADATA_KEY].sample_ids == (1, 4, 6)
-    assert [(line["index"], line["id"], line["reason"], line["seen"]) for line in read_ledger(path)] == [
+    assert [(line["index"], line["id"], line["reason"], line["seen"]) for line in read_skip_log(path)] == [
         (0, 0, "pixels_not_finite", 1),
         (2, None, "no_targets", 3),
         (3, None, "pixels_not_finite", 4),
         (5, None, "bad_row", 6),
     ]
-    assert collator.ledger.used == 3
+    assert collator.skip_log.used == 3
 
 
 def test_a_batch_of_broken_pixels_leaves_no_sample_and_no_memory_held():
-    collator = VLMCollator(processor_of(), on_bad="skip", ceiling=Ceiling(max_consecutive_bad=4))
+    collator = VLMCollator(processor_of(), on_bad="skip", skip_limit=SkipLimit(max_consecutive_bad=4))
     batch = collator([broken_pixels(1), broken_pixels(2), broken_pixels(3)])
     assert batch[METADATA_KEY].sample_ids == ()
     assert torch.isfinite(batch["pixel_values"]).all()
@@ -243,10 +243,10 @@ def test_the_others_are_what_they_would_be_without_the_skipped_one(layout):
 def test_a_batch_without_samples_is_one_smallest_image_with_nothing_to_learn(layout, family, features):
     processor = processor_of(family)
     batch = VLMCollator(processor, layout=layout, on_bad="skip")(features)
-    facts = batch[METADATA_KEY]
-    assert facts.sample_ids == ()
-    assert facts.num_targets == 0
-    assert facts.lengths == (3,)
+    metadata = batch[METADATA_KEY]
+    assert metadata.sample_ids == ()
+    assert metadata.num_targets == 0
+    assert metadata.lengths == (3,)
     assert (batch["labels"] == -100).all()
     assert processor.tokenizer.decode(batch["input_ids"][0]) == "<|vision_start|><|image_pad|><|vision_end|>"
     assert batch["image_grid_thw"].tolist() == [[1, 2, 2]]
@@ -254,7 +254,7 @@ def test_a_batch_without_samples_is_one_smallest_image_with_nothing_to_learn(lay
 
 
 def test_too_many_bad_samples_stop_the_run():
-    collator = VLMCollator(processor_of(), on_bad="skip", ceiling=Ceiling(max_consecutive_bad=3))
+    collator = VLMCollator(processor_of(), on_bad="skip", skip_limit=SkipLimit(max_consecutive_bad=3))
     with pytest.raises(
         ConfigError, match=r"3 samples in a row \(max_consecutive_bad=3\) had to be refused: no_targets 3"
     ):
@@ -278,9 +278,9 @@ def test_columns_that_a_trainer_dropped_stop_the_run_at_its_first_sample():
 
 
 def test_where_samples_are_skipped_one_without_columns_is_one_of_them_and_a_row_of_them_stops_the_run():
-    collator = VLMCollator(processor_of(), on_bad="skip", ceiling=Ceiling(max_consecutive_bad=3))
+    collator = VLMCollator(processor_of(), on_bad="skip", skip_limit=SkipLimit(max_consecutive_bad=3))
     assert collator([{"image_id": 5}, chat(), {"image_id": 5}])[METADATA_KEY].sample_ids == (1,)
-    assert collator.ledger.reasons == {"no_columns": 2}
+    assert collator.skip_log.reasons == {"no_columns": 2}
     with pytest.raises(ConfigError, match=rf"3 samples in a row .* no_columns 4. The last was .* {DROPPED}"):
         collator([{"image_id": 5}] * 2)
 
@@ -318,9 +318,9 @@ WRONG = {
 
 @pytest.mark.parametrize(("feature", "reason", "seen"), WRONG.values(), ids=WRONG)
 def test_whatever_is_wrong_with_a_sample_it_is_counted_and_its_reason_kept(feature, reason, seen, tmp_path):
-    collator = VLMCollator(processor_of(), on_bad="skip", ledger=tmp_path / "bad.jsonl")
+    collator = VLMCollator(processor_of(), on_bad="skip", skip_log=tmp_path / "bad.jsonl")
     assert collator([chat(), feature])[METADATA_KEY].sample_ids == (0,)
-    (line,) = read_ledger(tmp_path / "bad.jsonl")
+    (line,) = read_skip_log(tmp_path / "bad.jsonl")
     assert (line["index"], line["reason"]) == (1, reason)
     assert seen in line["detail"]
     with pytest.raises(SampleError, match="sample 0: "):
@@ -347,7 +347,7 @@ def test_rows_that_are_packed_already_stop_the_run_instead_of_becoming_one_sampl
 def test_what_is_skipped_does_not_depend_on_the_run():
     def run():
         collator = VLMCollator(processor_of(), on_bad="skip")
-        return collator([*mixed(), BROKEN, {"input_ids": [10**6], "labels": [1]}]), collator.ledger.reasons
+        return collator([*mixed(), BROKEN, {"input_ids": [10**6], "labels": [1]}]), collator.skip_log.reasons
 
     (first, reasons), (second, again) = run(), run()
     assert reasons == again == {"no_targets": 1, "id_out_of_range": 1}
@@ -368,8 +368,8 @@ def test_long_samples_can_be_dropped_and_are_counted():
     collator = VLMCollator(processor_of(), max_length=20, overlength="drop")
     batch = collator([chat("word " * 50, "x", id="long"), chat("1", "2", id="short")])
     assert batch[METADATA_KEY].sample_ids == ("short",)
-    assert collator.ledger.reasons == {"overlength": 1}
-    assert collator.ledger.given == 2
+    assert collator.skip_log.reasons == {"overlength": 1}
+    assert collator.skip_log.received == 2
 
 
 def test_dropping_long_samples_does_not_hide_bad_ones():
@@ -396,18 +396,18 @@ def reprs(batches):
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(("start", "workers"), [("fork", 2), ("spawn", 1)])
-def test_workers_give_the_same_batches_and_share_the_ledger(start, workers, tmp_path):
+def test_workers_give_the_same_batches_and_share_the_skip_log(start, workers, tmp_path):
     dataset = [
         chat(f"{i}?", f"{i}", picture(40 + i, 50, seed=i), id=i) if i % 3 else {**BROKEN, "id": i} for i in range(12)
     ]
     settings = {"layout": "packed", "on_bad": "skip"}
     alone = VLMCollator(processor_of(), **settings)
     expected = [alone(dataset[i : i + 4]) for i in range(0, 12, 4)]
-    path = tmp_path / "ledger.jsonl"
-    collator = VLMCollator(processor_of(), ledger=path, **settings)
+    path = tmp_path / "skip_log.jsonl"
+    collator = VLMCollator(processor_of(), skip_log=path, **settings)
     loader = DataLoader(dataset, batch_size=4, collate_fn=collator, num_workers=workers, multiprocessing_context=start)
     assert reprs(loader) == reprs(expected)
-    lines = read_ledger(path)
+    lines = read_skip_log(path)
     assert sorted(line["id"] for line in lines) == [0, 3, 6, 9]
     used = sum(len(batch[METADATA_KEY].sample_ids) for batch in expected)
     assert used + len(lines) == len(dataset)
@@ -447,12 +447,15 @@ def test_it_can_be_pickled():
             "slots say how samples lie in a packed row, but layout='padded'; choose layout='packed', or give the slots "
             "to enable_packing(model, StepConfig(slots=...))",
         ),
-        ({"pixel_dtype": torch.uint8}, "pixel_dtype=torch.uint8 would cut the normalised pixels off to whole numbers"),
+        ({"pixel_dtype": torch.uint8}, "pixel_dtype=torch.uint8 would round normalised pixels to integers"),
         ({"overlength": "drop"}, "overlength='drop' needs max_length="),
-        ({"max_length": 1}, "max_length=1 is no length to learn from; it is a whole number of at least 2"),
-        ({"max_length": 2.5}, "max_length=2.5 is no length to learn from"),
+        ({"max_length": 1}, "max_length must be a whole number of at least 2, got 1"),
+        ({"max_length": 2.5}, "max_length must be a whole number of at least 2, got 2.5"),
         ({"layout": "packed", "slots": 4}, "slots has to be a SlotRule, such as SlotRule(multiple=4), got a int"),
-        ({"ceiling": 0.1}, "ceiling has to be a Ceiling, such as Ceiling(max_bad_fraction=0.05), got a float"),
+        (
+            {"skip_limit": 0.1},
+            "skip_limit has to be a SkipLimit, such as SkipLimit(max_bad_fraction=0.05), got a float",
+        ),
     ],
 )
 def test_settings_without_meaning_are_refused(settings, message):
@@ -527,9 +530,9 @@ GOOD = st.sampled_from(
 def test_nonsense_in_a_column_is_used_or_refused_but_never_a_crash(good, spoiled):
     collator = VLMCollator(processor_of(), layout="packed", on_bad="skip")
     batch = collator([{**good, **spoiled}])
-    assert collator.ledger.given == 1
-    assert "unexpected" not in collator.ledger.reasons
-    assert (batch[METADATA_KEY].sample_ids == ()) == (collator.ledger.refused == 1)
+    assert collator.skip_log.received == 1
+    assert "unexpected" not in collator.skip_log.reasons
+    assert (batch[METADATA_KEY].sample_ids == ()) == (collator.skip_log.refused == 1)
     assert torch.isfinite(batch.get("pixel_values", torch.zeros(1))).all()
 
 

@@ -30,7 +30,7 @@ def test_a_length_is_the_room_that_the_sample_takes_up_in_a_row(sample: Any, mul
     row = collator.collate([sample])
     assert isinstance(row, PackedRow)
     assert collator.length(sample) == row.segments.total
-    assert collator.ledger.given == 1, "a length is not counted"
+    assert collator.skip_log.received == 1, "a length is not counted"
 
 
 def test_a_sample_that_cannot_be_used_is_refused_where_the_collator_raises() -> None:
@@ -45,9 +45,9 @@ def test_a_sample_that_cannot_be_used_is_refused_where_the_collator_raises() -> 
 def test_a_sample_that_is_left_out_takes_up_one_slot_and_is_counted_by_collate(sample: Any, settings: Any) -> None:
     collator = packing(slots=SlotRule(multiple=4), **settings)
     assert collator.length(sample) == 4
-    assert collator.ledger.given == 0
+    assert collator.skip_log.received == 0
     collator.collate([sample])
-    assert collator.ledger.refused == 1
+    assert collator.skip_log.refused == 1
 
 
 def test_a_length_can_be_asked_for_in_a_worker_process() -> None:
@@ -55,21 +55,21 @@ def test_a_length_can_be_asked_for_in_a_worker_process() -> None:
     assert pickle.loads(pickle.dumps(length))(SAMPLE) == length(SAMPLE)
 
 
-def test_a_collator_tells_its_settings_and_its_ledger_in_one_line() -> None:
-    collator = packing(on_bad="skip", slots=SlotRule(multiple=8), max_length=64, ledger=None)
+def test_a_collator_tells_its_settings_and_its_skip_log_in_one_line() -> None:
+    collator = packing(on_bad="skip", slots=SlotRule(multiple=8), max_length=64, skip_log=None)
     collator.collate([SAMPLE, BROKEN])
     assert repr(collator) == (
         f"VLMCollator(Qwen3VLProcessor, layout='packed', slots={SlotRule(multiple=8)}, max_length=64, "
-        "overlength='error', train_on='assistant', on_bad='skip', ledger=Ledger(2 given, 1 used, 1 refused, "
+        "overlength='error', train_on='assistant', on_bad='skip', skip_log=SkipLog(2 received, 1 used, 1 refused, "
         "no_targets 1))"
     )
     assert repr(VLMCollator(processor_of())) == (
         "VLMCollator(Qwen3VLProcessor, layout='padded', overlength='error', train_on='assistant', on_bad='raise', "
-        "ledger=Ledger(0 given, 0 used, 0 refused))"
+        "skip_log=SkipLog(0 received, 0 used, 0 refused))"
     )
 
 
-def test_a_ledger_tells_its_file(tmp_path: Any) -> None:
-    assert repr(packing(ledger=tmp_path / "bad.jsonl").ledger).endswith(
+def test_a_skip_log_tells_its_file(tmp_path: Any) -> None:
+    assert repr(packing(skip_log=tmp_path / "bad.jsonl").skip_log).endswith(
         f"refused; written down in {str(tmp_path / 'bad.jsonl')!r})"
     )

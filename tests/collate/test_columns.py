@@ -113,7 +113,7 @@ def test_grounding_rows_of_ms_swift_do_not_train_on_the_names_of_their_places():
 def test_each_of_these_places_is_found_in_a_whole_sample(place):
     collator = VLMCollator(processor_of(), on_bad="skip")
     collator([chat(f"Find {place}.", "5", picture(), objects={"ref": ["cat"], "bbox": [[1, 2, 3, 4]]})])
-    assert collator.ledger.reasons == {"unread_column": 1}
+    assert collator.skip_log.reasons == {"unread_column": 1}
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,8 @@ def test_other_columns_are_named_once():
     with pytest.warns(UserWarning, match="samples have columns that nothing reads: topic, note; this is said once"):
         collator(rows)
     collator(rows)
-    assert collator.ledger.unread == ("topic", "note")
-    assert collator.ledger.refused == 0
+    assert collator.skip_log.unread == ("topic", "note")
+    assert collator.skip_log.refused == 0
 
 
 def test_a_collator_refuses_what_is_left_out_of_any_kind_of_sample():
@@ -139,4 +139,4 @@ def test_a_collator_refuses_what_is_left_out_of_any_kind_of_sample():
     rows = [chat(img="a.png"), {"prompt": "a", "completion": "b", "chosen": "c"}, {**tokens, "rejected_ids": [4]}]
     collator = VLMCollator(processor_of(), on_bad="skip")
     collator(rows)
-    assert collator.ledger.reasons == {"unread_column": 3}
+    assert collator.skip_log.reasons == {"unread_column": 3}

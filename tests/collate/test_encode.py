@@ -10,8 +10,8 @@ from transformers.video_utils import VideoMetadata
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.encode import Encoder
-from vlmpack.collate.processor import read_processor
-from vlmpack.collate.skipped import Ceiling
+from vlmpack.collate.processor_metadata import read_processor
+from vlmpack.collate.skipped import SkipLimit
 from vlmpack.collate.video import VideoSettings, load_video
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import ConfigError, FamilyError, Refusal
@@ -19,7 +19,7 @@ from vlmpack.testing import CHAT_TEMPLATE, tiny_processor
 
 
 def encoder(processor, train_on="assistant"):
-    return Encoder(processor=processor, facts=read_processor(processor), limits=ImageLimits(), train_on=train_on)
+    return Encoder(processor=processor, metadata=read_processor(processor), limits=ImageLimits(), train_on=train_on)
 
 
 def encode(feature, family="qwen3_vl", train_on="assistant"):
@@ -74,7 +74,7 @@ class StubVideoProcessor:
     def __call__(self, videos, **kwargs):
         grid = torch.tensor([self.patches.grid])
         return {
-            "pixel_values_videos": self.patches.pixel_values,
+            "pixel_values_videos": self.patches.pixels,
             "video_grid_thw": grid,
             "video_metadata": [self.metadata],
         }
@@ -340,7 +340,7 @@ BAD_TEXTS = [
 def test_half_a_character_is_refused_wherever_it_comes_from(feature, estimate):
     processor = tiny_processor(chat_template=CHAT_TEMPLATE + "{{- signature -}}")
     with pytest.raises(Refusal, match=r"holds '\\ud83d', half of a surrogate pair, in '.*a smile: \\ud83d, ") as caught:
-        encoder(processor).outline(feature, estimate=estimate)
+        encoder(processor).measure(feature, estimate=estimate)
     assert caught.value.reason == "bad_text"
 
 
@@ -350,10 +350,10 @@ def test_a_whole_surrogate_pair_in_json_is_a_character():
 
 
 def test_of_several_samples_only_the_one_with_half_a_character_is_left_out():
-    collator = VLMCollator(processor_of(), layout="packed", on_bad="skip", ceiling=Ceiling(min_seen=9))
+    collator = VLMCollator(processor_of(), layout="packed", on_bad="skip", skip_limit=SkipLimit(min_samples=9))
     row = collator.collate([chat(), {**chat(question=HALF), "id": "torn"}, chat()])
-    assert row.facts.sample_ids == (0, 2)
-    assert dict(collator.ledger.reasons) == {"bad_text": 1}
+    assert row.metadata.sample_ids == (0, 2)
+    assert dict(collator.skip_log.reasons) == {"bad_text": 1}
 
 
 def test_a_template_that_forgets_the_images_is_noticed():

@@ -31,15 +31,15 @@ def test_collated_samples_are_placed_and_computed_as_alone(family):
     processor = processor_of(family)
     model = tiny_model(family, seed=3, processor=processor).eval()
     row = VLMCollator(processor, layout="packed").collate(features())
-    assert row.facts.videos_per_sample == (0, 0, 1, 1)
-    assert row.facts.images_per_sample == (2, 0, 0, 1)
+    assert row.metadata.videos_per_sample == (0, 0, 1, 1)
+    assert row.metadata.images_per_sample == (2, 0, 0, 1)
     found = family_of(model).positions(
         row.mm_token_type_ids,
         row.segments,
         config=model.config,
-        image_grids=row.facts.image_grids,
-        video_grids=row.facts.video_grids,
-        seconds_per_grid=row.facts.seconds_per_grid,
+        image_grids=row.metadata.image_grids,
+        video_grids=row.metadata.video_grids,
+        seconds_per_grid=row.metadata.seconds_per_grid,
     )
     alone = [VLMCollator(processor)([sample]) for sample in features()]
     assert len(alone) == SAMPLES

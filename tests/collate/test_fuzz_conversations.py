@@ -184,7 +184,7 @@ class Frames:
 
     def __call__(self, videos: Any, **_: Any) -> Row:
         return {
-            "pixel_values_videos": self.patches.pixel_values,
+            "pixel_values_videos": self.patches.pixels,
             "video_grid_thw": torch.tensor([self.patches.grid]),
             "video_metadata": [self.metadata],
         }
@@ -555,15 +555,15 @@ def run(seed: int, cases: int) -> Counter[str]:
             refused.append(outcome.startswith("refused"))
         if start // BATCH % 4 > 1:  # half of them again, where samples are skipped
             continue
-        skipping = VLMCollator(processor, on_bad="skip", layout="packed", ceiling=None)
-        skipping.ledger.use(10**6)  # the ceiling is for data sets of which most is sound
+        skipping = VLMCollator(processor, on_bad="skip", layout="packed", skip_limit=None)
+        skipping.skip_log.use(10**6)  # the skip limit is for data sets of which most is sound
         for at in range(0, BATCH, 10):
             batch = skipping.collate(rows[at : at + 10])
             kept = [number for number in range(10) if not refused[at + number]]
             names = [rows[at + n].get("id") or rows[at + n].get("sample_id") for n in kept]
-            assert len(batch.facts.sample_ids) == len(kept), (seed, start, names)
-        assert skipping.ledger.refused == sum(refused)
-        assert "unexpected" not in skipping.ledger.reasons
+            assert len(batch.metadata.sample_ids) == len(kept), (seed, start, names)
+        assert skipping.skip_log.refused == sum(refused)
+        assert "unexpected" not in skipping.skip_log.reasons
     return outcomes
 
 

@@ -8,11 +8,11 @@ from chats import learnt, processor_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.collate.labels import assistant_spans, make_labels, mask_media
-from vlmpack.collate.processor import read_processor
+from vlmpack.collate.encoded import assistant_spans, make_labels, mask_media
+from vlmpack.collate.processor_metadata import read_processor
 
 PROCESSOR = processor_of()
-FACTS = read_processor(PROCESSOR)
+METADATA = read_processor(PROCESSOR)
 
 
 def ids_of(text):
@@ -26,7 +26,7 @@ def turns(*pairs):
 def said(text):
     """What the assistant spans of this text hold, each as text."""
     ids = ids_of(text)
-    return [PROCESSOR.tokenizer.decode(ids[start:stop]) for start, stop in assistant_spans(ids, FACTS)]
+    return [PROCESSOR.tokenizer.decode(ids[start:stop]) for start, stop in assistant_spans(ids, METADATA)]
 
 
 def test_an_answer_and_its_end_are_learnt_but_not_the_newline_after_it():
@@ -59,11 +59,11 @@ def test_a_turn_cut_short_runs_to_the_end():
 
 def test_a_header_s_newline_that_bpe_merged_with_the_answer_s_own_is_still_a_header():
     merged = 9  # stands for one token of two newlines, as Qwen's vocabulary has it
-    facts = replace(FACTS, newline_ids=FACTS.newline_ids | {merged})
-    ids = np.array([FACTS.turn_start_id, *FACTS.assistant_ids, merged, 50, FACTS.turn_end_id])
-    (span,) = assistant_spans(ids, facts)
-    assert ids[slice(*span)].tolist() == [50, FACTS.turn_end_id]
-    assert assistant_spans(ids, FACTS) == []
+    metadata = replace(METADATA, newline_ids=METADATA.newline_ids | {merged})
+    ids = np.array([METADATA.turn_start_id, *METADATA.assistant_ids, merged, 50, METADATA.turn_end_id])
+    (span,) = assistant_spans(ids, metadata)
+    assert ids[slice(*span)].tolist() == [50, METADATA.turn_end_id]
+    assert assistant_spans(ids, METADATA) == []
 
 
 WORDS = st.text(st.characters(codec="ascii", exclude_characters="<|>"), max_size=12)
@@ -79,12 +79,12 @@ def test_token_spans_say_what_the_turns_said(chat):
 
 def test_labels_are_the_ids_in_the_spans_and_ignored_elsewhere():
     ids = np.arange(300, 310)
-    assert make_labels(ids, FACTS, spans=[(2, 4), (8, 10)]).tolist() == [-100, -100, 302, 303, *[-100] * 4, 308, 309]
+    assert make_labels(ids, METADATA, spans=[(2, 4), (8, 10)]).tolist() == [-100, -100, 302, 303, *[-100] * 4, 308, 309]
 
 
 def test_training_on_everything_leaves_out_media_and_the_first_token():
     ids = ids_of("a<|vision_start|><|image_pad|><|image_pad|><|vision_end|>b<|video_pad|>c")
-    labels = make_labels(ids, FACTS)
+    labels = make_labels(ids, METADATA)
     assert learnt(PROCESSOR, labels) == "bc"
     assert labels[0] == -100
     assert (labels != -100).sum() == 2
@@ -93,10 +93,10 @@ def test_training_on_everything_leaves_out_media_and_the_first_token():
 def test_labels_are_never_on_media_even_if_given():
     ids = ids_of("a<|vision_start|><|image_pad|><|vision_end|>b<|video_pad|>")
     given = ids.copy()
-    masked = mask_media(given, ids, FACTS)
+    masked = mask_media(given, ids, METADATA)
     assert learnt(PROCESSOR, masked) == "b"
     assert given.tolist() == ids.tolist()
 
 
 def test_a_tokenizer_without_chatml_has_no_turns():
-    assert assistant_spans(ids_of(turns(("assistant", "x"))), replace(FACTS, turn_start_id=None)) == []
+    assert assistant_spans(ids_of(turns(("assistant", "x"))), replace(METADATA, turn_start_id=None)) == []

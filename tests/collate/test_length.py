@@ -8,9 +8,9 @@ from chats import FAMILIES, chat, learnt, picture, processor_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.collate.encode import Encoder, boundaries, fit, truncate
-from vlmpack.collate.encoded import check_sample, run_lengths
-from vlmpack.collate.processor import read_processor
+from vlmpack.collate.encode import Encoder
+from vlmpack.collate.encoded import boundaries, check_sample, fit, run_lengths, truncate
+from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import Refusal
 
@@ -19,8 +19,8 @@ HOLE = {"type": "image"}
 
 def encoded(feature, family="qwen3_vl", train_on="assistant"):
     processor = processor_of(family)
-    encoder = Encoder(processor=processor, facts=read_processor(processor), limits=ImageLimits(), train_on=train_on)
-    return encoder.encode(feature), encoder.facts
+    encoder = Encoder(processor=processor, metadata=read_processor(processor), limits=ImageLimits(), train_on=train_on)
+    return encoder.encode(feature), encoder.metadata
 
 
 def dialogue(*, frames=0):
@@ -54,17 +54,17 @@ def refusal(action):
 
 
 def test_a_sample_that_fits_is_left_alone():
-    sample, facts = encoded(dialogue())
+    sample, metadata = encoded(dialogue())
     for limit in (None, sample.num_tokens, sample.num_tokens + 1):
-        assert fit(sample, facts, max_length=limit, overlength="error") is sample
-        assert fit(sample, facts, max_length=limit, overlength="truncate") is sample
+        assert fit(sample, metadata, max_length=limit, overlength="error") is sample
+        assert fit(sample, metadata, max_length=limit, overlength="truncate") is sample
 
 
 @pytest.mark.parametrize("policy", ["error", "drop"])
 def test_the_refusal_names_tokens_limit_and_remedy(policy):
-    sample, facts = encoded(chat("?", "x", picture(96, 64)))
+    sample, metadata = encoded(chat("?", "x", picture(96, 64)))
     limit = sample.num_tokens - 1
-    reason, message = refusal(lambda: fit(sample, facts, max_length=limit, overlength=policy))
+    reason, message = refusal(lambda: fit(sample, metadata, max_length=limit, overlength=policy))
     assert reason == "overlength"
     assert message == (
         f"it has {sample.num_tokens} tokens (6 of them for 1 image(s) and 0 video(s)) but max_length={limit}; raise "
@@ -73,8 +73,8 @@ def test_the_refusal_names_tokens_limit_and_remedy(policy):
 
 
 def test_it_is_cut_after_the_last_message_that_fits():
-    sample, facts = encoded(dialogue())
-    shorter = truncate(sample, facts, max_length=sample.num_tokens - 1)
+    sample, metadata = encoded(dialogue())
+    shorter = truncate(sample, metadata, max_length=sample.num_tokens - 1)
     text = processor_of().tokenizer.decode(shorter.input_ids)
     assert text.endswith("three<|im_end|>\n")
     assert learnt(processor_of(), shorter.labels) == "first<|im_end|>"
@@ -82,53 +82,53 @@ def test_it_is_cut_after_the_last_message_that_fits():
 
 
 def test_images_that_are_cut_off_take_their_pixels_along():
-    sample, facts = encoded(dialogue())
-    third = int((sample.input_ids == facts.vision_start_id).nonzero()[0][2])
-    shorter = truncate(sample, facts, max_length=third + 3)
+    sample, metadata = encoded(dialogue())
+    third = int((sample.input_ids == metadata.vision_start_id).nonzero()[0][2])
+    shorter = truncate(sample, metadata, max_length=third + 3)
     assert shorter.num_tokens == third
     assert [image.grid for image in shorter.images] == [image.grid for image in sample.images[:2]]
     assert torch.equal(shorter.images[1].pixels, sample.images[1].pixels)
-    check_sample(shorter, facts)
+    check_sample(shorter, metadata)
 
 
 def test_nothing_is_cut_between_words():
-    sample, facts = encoded(chat("many words here", "and many words there"))
-    assert refusal(lambda: truncate(sample, facts, max_length=sample.num_tokens - 1))[0] == "truncated_away"
+    sample, metadata = encoded(chat("many words here", "and many words there"))
+    assert refusal(lambda: truncate(sample, metadata, max_length=sample.num_tokens - 1))[0] == "truncated_away"
 
 
 def test_a_beginning_without_an_answer_is_refused_with_the_remedy():
-    sample, facts = encoded(dialogue())
+    sample, metadata = encoded(dialogue())
     first_answer = int((sample.labels != -100).nonzero()[0][0])
-    reason, message = refusal(lambda: truncate(sample, facts, max_length=first_answer))
+    reason, message = refusal(lambda: truncate(sample, metadata, max_length=first_answer))
     assert reason == "truncated_away"
     assert f"of {sample.num_tokens}), nothing to learn is left of it; raise max_length" in message
     assert f"max_length={first_answer}" in message
 
 
 def test_plain_text_is_never_cut():
-    sample, facts = encoded({"prompt": "a b c d e", "completion": "f g h"}, train_on="all")
-    assert refusal(lambda: truncate(sample, facts, max_length=sample.num_tokens - 1))[0] == "truncated_away"
+    sample, metadata = encoded({"prompt": "a b c d e", "completion": "f g h"}, train_on="all")
+    assert refusal(lambda: truncate(sample, metadata, max_length=sample.num_tokens - 1))[0] == "truncated_away"
 
 
 @pytest.mark.parametrize("frames", [0, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
 def test_whatever_is_cut_stays_a_good_sample_and_is_as_long_as_it_can_be(family, frames, data):
-    sample, facts = encoded_dialogue(family, frames)
+    sample, metadata = encoded_dialogue(family, frames)
     limit = data.draw(st.integers(4, sample.num_tokens))
-    shorter = fit(sample, facts, max_length=limit, overlength="truncate")
-    check_sample(shorter, facts)  # every image and video whole, and with its pixels
+    shorter = fit(sample, metadata, max_length=limit, overlength="truncate")
+    check_sample(shorter, metadata)  # every image and video whole, and with its pixels
     assert shorter.num_tokens <= limit
     assert shorter.input_ids.tolist() == sample.input_ids[: shorter.num_tokens].tolist()
-    assert not [cut for cut in boundaries(sample, facts) if shorter.num_tokens < cut <= limit]
+    assert not [cut for cut in boundaries(sample, metadata) if shorter.num_tokens < cut <= limit]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_boundaries_lie_beside_images_and_after_messages_and_never_inside_a_video(family):
-    sample, facts = encoded(dialogue(frames=4), family)
+    sample, metadata = encoded(dialogue(frames=4), family)
     ids = sample.input_ids
-    cuts = boundaries(sample, facts)
+    cuts = boundaries(sample, metadata)
     assert len(cuts) == 2 * 3 + 4
-    videos = (ids == facts.video_token_id).nonzero()[0]
+    videos = (ids == metadata.video_token_id).nonzero()[0]
     assert not [cut for cut in cuts if videos[0] < cut <= videos[-1]]
-    assert len(run_lengths(ids, facts.video_token_id)) == (2 if facts.frame_timestamps else 1)
+    assert len(run_lengths(ids, metadata.video_token_id)) == (2 if metadata.frame_timestamps else 1)

@@ -17,10 +17,10 @@ from PIL import ExifTags, Image
 from transformers import Qwen2VLImageProcessorPil
 
 from vlmpack.collate import VLMCollator
+from vlmpack.collate.columns import MediaRef
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.media import MediaReader
-from vlmpack.collate.placeholders import MediaRef
-from vlmpack.collate.processor import parts_of, read_processor
+from vlmpack.collate.processor_metadata import parts_of, read_processor
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import ConfigError, Refusal, SampleError
 from vlmpack.layout import METADATA_KEY
@@ -45,7 +45,9 @@ VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 def reader_of(processor: Any, limits: ImageLimits | None = None) -> MediaReader:
     image_processor = parts_of(processor).image_processor
-    return MediaReader(image_processor=image_processor, facts=read_processor(processor), limits=limits or ImageLimits())
+    return MediaReader(
+        image_processor=image_processor, metadata=read_processor(processor), limits=limits or ImageLimits()
+    )
 
 
 def measured(reader: MediaReader, source: Any, kind: Any = "image", **options: Any) -> Visual:
@@ -244,9 +246,9 @@ def test_a_processor_with_a_rule_of_its_own_is_not_trusted(odd: Any) -> None:
     processor.image_processor = odd(patch_size=16, max_pixels=10**6)
     collator = VLMCollator(processor)
     with pytest.raises(ConfigError, match=f"{odd.__name__}.*where Qwen's rule gives"):
-        collator.outline(chat("?", "a", picture()))
-    assert collator.outline(chat("?", "a", picture(90, 70)), estimate=True).images[0].grid == (1, 6, 6)
-    assert collator.outline(chat("?", "a")).num_tokens
+        collator.measure(chat("?", "a", picture()))
+    assert collator.measure(chat("?", "a", picture(90, 70)), estimate=True).images[0].grid == (1, 6, 6)
+    assert collator.measure(chat("?", "a")).num_tokens
 
 
 # ---------------------------------------------------------------------- an estimate
@@ -255,9 +257,9 @@ def test_a_processor_with_a_rule_of_its_own_is_not_trusted(odd: Any) -> None:
 @pytest.mark.parametrize(("family", "unit"), [("qwen2_vl", 28), ("qwen3_vl", 32)])
 def test_an_estimate_counts_one_token_for_each_square_of_an_image(family: str, unit: int) -> None:
     collator = VLMCollator(tiny_processor(family, max_pixels=4 * unit**2))
-    outline = collator.outline(chat("?", "a", picture(5 * unit + 1, 3 * unit)), estimate=True)
+    outline = collator.measure(chat("?", "a", picture(5 * unit + 1, 3 * unit)), estimate=True)
     assert int((outline.types == 1).sum()) == 6 * 3
-    assert collator.outline(chat("?", "a", picture(5 * unit + 1, 3 * unit))).num_tokens < outline.num_tokens
+    assert collator.measure(chat("?", "a", picture(5 * unit + 1, 3 * unit))).num_tokens < outline.num_tokens
 
 
 def test_an_estimate_keeps_what_is_not_the_processors_choice() -> None:
@@ -269,7 +271,7 @@ def test_an_estimate_keeps_what_is_not_the_processors_choice() -> None:
     assert shape(estimated) == shape(cut(reader, video, "video"))
 
 
-# ---------------------------------------------------------------------- materialise(outline) is collate
+# ---------------------------------------------------------------------- decode(outline) is collate
 
 
 def samples(family: str) -> list[dict[str, Any]]:
@@ -297,12 +299,12 @@ def samples(family: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("family", VISION)
 def test_what_was_outlined_and_then_cut_is_what_is_collated_at_once(family: str, layout: Any) -> None:
     collator = VLMCollator(processor_of(family), layout=layout)
-    outlines = [collator.outline(sample) for sample in samples(family)]
+    outlines = [collator.measure(sample) for sample in samples(family)]
     assert sum(visual.pixels is None for outline in outlines for visual in (*outline.images, *outline.videos)) == 5
-    batch = collator.materialise(outlines)
+    batch = collator.decode(outlines)
     check_equal(batch, collator.collate(samples(family)))
-    assert tuple(outline.num_tokens for outline in outlines) == batch.facts.lengths
-    assert sum(outline.num_targets for outline in outlines) == batch.facts.num_targets
+    assert tuple(outline.num_tokens for outline in outlines) == batch.metadata.lengths
+    assert sum(outline.num_targets for outline in outlines) == batch.metadata.num_targets
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -317,10 +319,10 @@ def test_a_truncated_outline_is_the_truncated_sample(layout: Any) -> None:
     sample = {"messages": turns, "images": images}
     settings: dict[str, Any] = {"layout": layout, "max_length": 40, "overlength": "truncate"}
     collator = VLMCollator(processor_of(), **settings)
-    outline = collator.outline(sample)
+    outline = collator.measure(sample)
     assert len(outline.images) == 1
-    assert 0 < outline.num_tokens <= 40 < VLMCollator(processor_of()).outline(sample).num_tokens
-    check_equal(collator.materialise([outline]), collator.collate([sample]))
+    assert 0 < outline.num_tokens <= 40 < VLMCollator(processor_of()).measure(sample).num_tokens
+    check_equal(collator.decode([outline]), collator.collate([sample]))
 
 
 def random_part(random: np.random.Generator) -> dict[str, Any]:
@@ -358,34 +360,34 @@ def test_any_conversation_is_outlined_as_it_is_collated(family: str) -> None:
             truth = collator.collate([sample])
         except SampleError as error:
             with pytest.raises(SampleError) as caught:
-                collator.outline(sample, 0)
+                collator.measure(sample, 0)
             assert str(caught.value) == str(error)
             outcomes.add(error.reason)
             continue
-        outline = collator.outline(sample, 0)
-        check_equal(collator.materialise([outline]), truth)
-        outcomes.add("cut" if outline.num_tokens < VLMCollator(processor_of(family)).outline(sample).num_tokens else "")
+        outline = collator.measure(sample, 0)
+        check_equal(collator.decode([outline]), truth)
+        outcomes.add("cut" if outline.num_tokens < VLMCollator(processor_of(family)).measure(sample).num_tokens else "")
     assert outcomes >= {"", "cut", "truncated_away"}
 
 
 def test_an_outline_takes_the_samples_place_for_its_name() -> None:
     collator = VLMCollator(processor_of(), layout="packed")
-    outlines = [collator.outline(sample, 40 + at) for at, sample in enumerate(samples("qwen3_vl")[:4])]
-    assert collator.materialise(outlines).facts.sample_ids == ("receipt", 41, 77, 43)
+    outlines = [collator.measure(sample, 40 + at) for at, sample in enumerate(samples("qwen3_vl")[:4])]
+    assert collator.decode(outlines).metadata.sample_ids == ("receipt", 41, 77, 43)
 
 
 def test_an_outline_travels_as_text_and_references(tmp_path: Path) -> None:
     picture(900, 700).save(tmp_path / "large.png")
     collator = VLMCollator(processor_of(), layout="packed")
-    outline = collator.outline(chat("?", "a", str(tmp_path / "large.png")))
+    outline = collator.measure(chat("?", "a", str(tmp_path / "large.png")))
     sent = pickle.dumps(outline)
     assert len(sent) < 10_000
-    check_equal(collator.materialise([pickle.loads(sent)]), collator.materialise([outline]))
+    check_equal(collator.decode([pickle.loads(sent)]), collator.decode([outline]))
 
 
-def test_nothing_to_materialise_is_a_row_with_nothing_to_learn() -> None:
+def test_nothing_to_decode_is_a_row_with_nothing_to_learn() -> None:
     collator = VLMCollator(processor_of(), layout="packed")
-    check_equal(collator.materialise([]), collator.collate([]))
+    check_equal(collator.decode([]), collator.collate([]))
 
 
 # ---------------------------------------------------------------------- what only pixels tell
@@ -395,7 +397,7 @@ def changed(tmp_path: Path, collator: VLMCollator) -> Encoded:
     """The outline of a sample whose image is replaced afterwards."""
     path = tmp_path / "image.png"
     picture(90, 60).save(path)
-    outline = collator.outline(chat("?", "a", path, id="r17"))
+    outline = collator.measure(chat("?", "a", path, id="r17"))
     picture(200, 60).save(path)
     return outline
 
@@ -407,11 +409,11 @@ def damaged() -> bytes:
 
 def test_an_image_of_another_size_than_was_measured_is_refused_by_name(tmp_path: Path) -> None:
     collator = VLMCollator(processor_of())
-    outlines = [collator.outline(chat("2 + 2?", "4")), changed(tmp_path, collator)]
+    outlines = [collator.measure(chat("2 + 2?", "4")), changed(tmp_path, collator)]
     with pytest.raises(
         SampleError, match=r"sample 1 \(id 'r17'\): image 0 was measured as 1 x 4 x 6 .* 1 x 4 x 12"
     ) as caught:
-        collator.materialise(outlines)
+        collator.decode(outlines)
     assert (caught.value.reason, caught.value.index, caught.value.sample_id) == ("image_changed", 1, "r17")
 
 
@@ -421,32 +423,32 @@ def test_a_video_that_lost_frames_since_is_refused() -> None:
         {"role": "user", "content": [{"type": "video", "video": frames}]},
         {"role": "assistant", "content": "a"},
     ]
-    outline = collator.outline({"messages": messages})
+    outline = collator.measure({"messages": messages})
     del frames[2:]
     with pytest.raises(SampleError) as caught:
-        collator.materialise([outline])
+        collator.decode([outline])
     assert caught.value.reason == "video_changed"
 
 
 def test_another_processor_than_measured_is_found_by_its_grids(tmp_path: Path) -> None:
-    outline = VLMCollator(processor_of()).outline(chat("?", "a", picture(500, 400)))
+    outline = VLMCollator(processor_of()).measure(chat("?", "a", picture(500, 400)))
     other = VLMCollator(tiny_processor(max_pixels=9 * 1024))
     with pytest.raises(SampleError, match="or the processor, was changed"):
-        other.materialise([outline])
+        other.decode([outline])
 
 
 def test_damage_behind_a_header_is_found_when_it_is_cut_and_counted(tmp_path: Path) -> None:
-    ledger = tmp_path / "bad.jsonl"
-    collator = VLMCollator(processor_of(), layout="packed", on_bad="skip", ledger=ledger)
+    skip_log = tmp_path / "bad.jsonl"
+    collator = VLMCollator(processor_of(), layout="packed", on_bad="skip", skip_log=skip_log)
     sound = [chat("Total?", "75,000", picture(90, 61, seed=1), id="a"), chat("2 + 2?", "4", id="c")]
-    outlines = [collator.outline(sample) for sample in (sound[0], chat("?", "b", damaged(), id="b"), sound[1])]
+    outlines = [collator.measure(sample) for sample in (sound[0], chat("?", "b", damaged(), id="b"), sound[1])]
     outlines.append(changed(tmp_path, collator))
-    assert collator.ledger.given == 0
-    row = collator.materialise(outlines)
-    assert row.facts.sample_ids == ("a", "c")
-    assert dict(collator.ledger.reasons) == {"image_undecodable": 1, "image_changed": 1}
-    assert (collator.ledger.given, collator.ledger.used) == (4, 2)
-    assert '"id": "b"' in ledger.read_text()
+    assert collator.skip_log.received == 0
+    row = collator.decode(outlines)
+    assert row.metadata.sample_ids == ("a", "c")
+    assert dict(collator.skip_log.reasons) == {"image_undecodable": 1, "image_changed": 1}
+    assert (collator.skip_log.received, collator.skip_log.used) == (4, 2)
+    assert '"id": "b"' in skip_log.read_text()
     check_equal(row, VLMCollator(processor_of(), layout="packed").collate(sound))
 
 
@@ -454,7 +456,7 @@ def test_media_that_were_cut_off_are_not_looked_at_again() -> None:
     turns = chat("first?", "one", picture())["messages"] + chat("second?", "two", picture())["messages"]
     sample = {"messages": turns, "images": [picture(90, 60), damaged()]}
     collator = VLMCollator(processor_of(), max_length=30, overlength="truncate")
-    assert collator.materialise([collator.outline(sample)]).facts.num_targets
+    assert collator.decode([collator.measure(sample)]).metadata.num_targets
     with pytest.raises(SampleError, match="damaged"):
         collator.collate([sample])
 
@@ -485,16 +487,16 @@ REFUSED = {
 def test_what_collate_refuses_an_outline_refuses_with_the_same_words(reason: str) -> None:
     collator = VLMCollator(processor_of(), max_length=60, on_bad="skip")
     with pytest.raises(SampleError) as ours:
-        collator.outline(REFUSED[reason], 0)
+        collator.measure(REFUSED[reason], 0)
     with pytest.raises(SampleError) as truth:
         VLMCollator(processor_of(), max_length=60).collate([REFUSED[reason]])
     assert (ours.value.reason, str(ours.value)) == (reason, str(truth.value))
-    assert collator.ledger.given == 0
+    assert collator.skip_log.received == 0
 
 
 def test_a_sample_without_a_place_is_named_by_its_id() -> None:
     with pytest.raises(SampleError, match="sample 'r17': none of its") as caught:
-        VLMCollator(processor_of()).outline({**REFUSED["no_targets"], "id": "r17"})
+        VLMCollator(processor_of()).measure({**REFUSED["no_targets"], "id": "r17"})
     assert (caught.value.index, caught.value.sample_id) == (None, "r17")
 
 
@@ -514,7 +516,7 @@ def text_tokenizer() -> Any:
     return processor.tokenizer
 
 
-def test_a_tokenizer_alone_collates_outlines_and_materialises_text() -> None:
+def test_a_tokenizer_alone_measures_and_decodes_text() -> None:
     tokenizer = text_tokenizer()
     texts = [
         chat("2 + 2?", "4"),
@@ -522,17 +524,17 @@ def test_a_tokenizer_alone_collates_outlines_and_materialises_text() -> None:
         {"input_ids": [5, 6, 7], "labels": [5, 6, 7]},
     ]
     blind, seeing = (VLMCollator(one, layout="packed") for one in (tokenizer, processor_of()))
-    row = blind.materialise([blind.outline(text) for text in texts])
+    row = blind.decode([blind.measure(text) for text in texts])
     check_equal(row, blind.collate(texts))
     assert torch.equal(row.input_ids, seeing.collate(texts).input_ids)
-    assert row.to_hf()[METADATA_KEY].num_targets == seeing.collate(texts).facts.num_targets
+    assert row.to_hf()[METADATA_KEY].num_targets == seeing.collate(texts).metadata.num_targets
 
 
 @pytest.mark.parametrize("medium", [{"images": [picture()]}, {"video": [picture()]}])
 def test_a_tokenizer_alone_refuses_what_it_cannot_see(medium: dict[str, Any]) -> None:
     tokenizer = text_tokenizer()
     collator = VLMCollator(tokenizer)
-    for read in (collator.outline, lambda sample: collator.collate([sample])):
+    for read in (collator.measure, lambda sample: collator.collate([sample])):
         with pytest.raises(SampleError, match="a tokenizer reads text only") as caught:
             read({**chat("?", "a"), **medium})
         assert caught.value.reason == "no_vision"
@@ -577,7 +579,7 @@ def test_a_small_picture_that_asks_to_be_huge_is_refused_before_it_is_made(
     kind: str, keys: dict[str, Any], made: list[int]
 ) -> None:
     collator = VLMCollator(processor_of())
-    for use in (lambda row: collator([row]), collator.outline):
+    for use in (lambda row: collator([row]), collator.measure):
         with pytest.raises(SampleError, match="the keys beside it enlarge it from 64 x 64 to") as caught:
             use(shown(keyed(kind, **keys)))
         assert caught.value.reason == "vision_key"
@@ -590,7 +592,7 @@ def test_media_beyond_max_length_by_their_size_alone_are_not_made(kind: str, mad
     for overlength in ("drop", "error"):
         collator = VLMCollator(processor_of(), max_length=300, overlength=overlength, on_bad="skip")
         collator([row])
-        assert dict(collator.ledger.reasons) == {"overlength": 1}
+        assert dict(collator.skip_log.reasons) == {"overlength": 1}
     assert made == []
 
 
@@ -598,8 +600,8 @@ def test_truncating_leaves_out_unmade_what_no_cut_could_keep(made: list[int]) ->
     small, large = (keyed("image", resized_height=side, resized_width=side) for side in (64, 640))
     collator = VLMCollator(processor_of(), max_length=60, overlength="truncate")
     batch = collator.collate([shown(small, large, small)])
-    outlined = collator.materialise([collator.outline(shown(small, large, small), 0)])
-    assert batch.facts.image_grids == ((1, 4, 4),)
+    outlined = collator.decode([collator.measure(shown(small, large, small), 0)])
+    assert batch.metadata.image_grids == ((1, 4, 4),)
     assert torch.equal(batch.input_ids, outlined.input_ids)
     assert torch.equal(batch.media.pixel_values, outlined.media.pixel_values)
     assert made == [64 * 64] * 2

@@ -1,4 +1,4 @@
-"""The ledger: nothing is lost, everything is written down, and too much is too much."""
+"""The log of skipped samples: nothing is lost, everything is written down, and too much is too much."""
 
 import copy
 import functools
@@ -15,9 +15,9 @@ from chats import processor_of
 from torch.utils.data import DataLoader
 
 from vlmpack.collate import VLMCollator
-from vlmpack.collate import skipped as ledger_module
 from vlmpack.collate import skipped as shared
-from vlmpack.collate.skipped import Ceiling, Ledger, read_ledger
+from vlmpack.collate import skipped as skip_log_module
+from vlmpack.collate.skipped import SkipLimit, SkipLog, read_skip_log
 from vlmpack.errors import ConfigError, SampleError
 
 GOOD = {"prompt": "2 + 2 = ", "completion": "4"}
@@ -28,22 +28,22 @@ def bad(reason="no_targets", index=0, sample_id=None):
 
 
 def test_counts_add_up_by_reason():
-    ledger = Ledger(ceiling=Ceiling(max_consecutive_bad=9))
+    skip_log = SkipLog(limit=SkipLimit(max_consecutive_bad=9))
     for reason in (None, "a", "b", None, "a"):
-        ledger.use() if reason is None else ledger.refuse(bad(reason))
-    ledger.note(bad("overlength"))
-    assert (ledger.given, ledger.used, ledger.refused) == (6, 2, 4)
-    assert ledger.reasons == {"a": 2, "b": 1, "overlength": 1}
+        skip_log.use() if reason is None else skip_log.refuse(bad(reason))
+    skip_log.note(bad("overlength"))
+    assert (skip_log.received, skip_log.used, skip_log.refused) == (6, 2, 4)
+    assert skip_log.reasons == {"a": 2, "b": 1, "overlength": 1}
 
 
 def test_each_refusal_is_one_line_of_json(tmp_path):
-    path = tmp_path / "new" / "ledger.jsonl"
-    ledger = Ledger(path)
-    ledger.use()
-    ledger.refuse(bad("bad_grid", index=3, sample_id="receipt 7\n"))
-    ledger.note(bad("overlength", index=4))
+    path = tmp_path / "new" / "skip_log.jsonl"
+    skip_log = SkipLog(path)
+    skip_log.use()
+    skip_log.refuse(bad("bad_grid", index=3, sample_id="receipt 7\n"))
+    skip_log.note(bad("overlength", index=4))
     assert len(path.read_text().splitlines()) == 2
-    first, second = read_ledger(path)
+    first, second = read_skip_log(path)
     assert first.pop("process") == second.pop("process")
     assert first == {
         "index": 3,
@@ -56,102 +56,102 @@ def test_each_refusal_is_one_line_of_json(tmp_path):
 
 
 def test_an_existing_file_is_added_to(tmp_path):
-    path = tmp_path / "ledger.jsonl"
+    path = tmp_path / "skip_log.jsonl"
     for _ in range(2):
-        Ledger(path).refuse(bad())
-    assert len(read_ledger(path)) == 2
+        SkipLog(path).refuse(bad())
+    assert len(read_skip_log(path)) == 2
 
 
 def _write_many(path, worker):
-    ledger = Ledger(path, ceiling=Ceiling(max_consecutive_bad=10**6, max_bad_fraction=1))
+    skip_log = SkipLog(path, limit=SkipLimit(max_consecutive_bad=10**6, max_bad_fraction=1))
     for index in range(200):
-        ledger.refuse(SampleError("x" * 300, index=index, reason="r", sample_id=f"worker {worker}"))
+        skip_log.refuse(SampleError("x" * 300, index=index, reason="r", sample_id=f"worker {worker}"))
 
 
 def test_lines_of_several_processes_do_not_mix(tmp_path):
-    path = tmp_path / "ledger.jsonl"
+    path = tmp_path / "skip_log.jsonl"
     context = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
     workers = [context.Process(target=_write_many, args=(path, worker)) for worker in range(3)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    records = read_ledger(path)
+    records = read_skip_log(path)
     assert len(records) == 600
     for worker in range(3):
         assert [r["index"] for r in records if r["id"] == f"worker {worker}"] == list(range(200))
 
 
-def test_a_row_of_bad_samples_reaches_the_ceiling():
-    ledger = Ledger(ceiling=Ceiling(max_consecutive_bad=3))
-    ledger.refuse(bad())
-    ledger.refuse(bad())
-    ledger.use()
-    ledger.refuse(bad())
-    ledger.refuse(bad("bad_grid"))
+def test_a_row_of_bad_samples_reaches_the_skip_limit():
+    skip_log = SkipLog(limit=SkipLimit(max_consecutive_bad=3))
+    skip_log.refuse(bad())
+    skip_log.refuse(bad())
+    skip_log.use()
+    skip_log.refuse(bad())
+    skip_log.refuse(bad("bad_grid"))
     with pytest.raises(ConfigError) as caught:
-        ledger.refuse(bad("bad_grid", index=5, sample_id="r9"))
+        skip_log.refuse(bad("bad_grid", index=5, sample_id="r9"))
     message = str(caught.value)
     assert message.startswith("3 samples in a row (max_consecutive_bad=3) had to be refused: no_targets 3, bad_grid 2.")
-    assert "The last was sample 5 (id 'r9'): nothing to learn. Repair the data, or raise the ceiling" in message
-    assert ledger.given == 6
+    assert "The last was sample 5 (id 'r9'): nothing to learn. Repair the data, or raise the skip limit" in message
+    assert skip_log.received == 6
 
 
-def test_a_fraction_of_bad_samples_reaches_the_ceiling_once_enough_were_seen(tmp_path):
-    path = tmp_path / "ledger.jsonl"
-    ledger = Ledger(path, ceiling=Ceiling(max_bad_fraction=0.25, min_seen=8))
+def test_a_fraction_of_bad_samples_reaches_the_skip_limit_once_enough_were_seen(tmp_path):
+    path = tmp_path / "skip_log.jsonl"
+    skip_log = SkipLog(path, limit=SkipLimit(max_bad_fraction=0.25, min_samples=8))
     for _ in range(3):
-        ledger.refuse(bad())
-        ledger.use()
-    ledger.use()
+        skip_log.refuse(bad())
+        skip_log.use()
+    skip_log.use()
     with pytest.raises(ConfigError) as caught:
-        ledger.refuse(bad())
+        skip_log.refuse(bad())
     assert str(caught.value).startswith(
         f"4 of 8 samples (50.0%, max_bad_fraction=0.25) had to be refused: no_targets 4; each is written down in {path}"
     )
 
 
 def test_the_fraction_itself_is_still_allowed():
-    ledger = Ledger(ceiling=Ceiling(max_bad_fraction=0.5, min_seen=2))
+    skip_log = SkipLog(limit=SkipLimit(max_bad_fraction=0.5, min_samples=2))
     for _ in range(5):
-        ledger.use()
-        ledger.refuse(bad())
-    assert ledger.given == 10
+        skip_log.use()
+        skip_log.refuse(bad())
+    assert skip_log.received == 10
 
 
-def test_what_is_left_out_by_choice_does_not_count_towards_the_ceiling():
-    ledger = Ledger(ceiling=Ceiling(max_bad_fraction=0, min_seen=1, max_consecutive_bad=2))
+def test_what_is_left_out_by_choice_does_not_count_towards_the_skip_limit():
+    skip_log = SkipLog(limit=SkipLimit(max_bad_fraction=0, min_samples=1, max_consecutive_bad=2))
     for _ in range(5):
-        ledger.note(bad("overlength"))
+        skip_log.note(bad("overlength"))
     with pytest.raises(ConfigError, match="1 of 6 samples"):
-        ledger.refuse(bad())
+        skip_log.refuse(bad())
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"max_bad_fraction": 1.5}, "max_bad_fraction must lie between 0 and 1, got 1.5"),
-        ({"min_seen": 0}, "min_seen=0 and max_consecutive_bad=20 must be at least 1"),
-        ({"max_consecutive_bad": 0}, "min_seen=200 and max_consecutive_bad=0 must be at least 1"),
+        ({"min_samples": 0}, "min_samples must be a whole number of at least 1, got 0"),
+        ({"max_consecutive_bad": 0}, "max_consecutive_bad must be a whole number of at least 1, got 0"),
     ],
 )
-def test_a_ceiling_without_meaning_is_refused(settings, message):
+def test_a_skip_limit_without_meaning_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        Ceiling(**settings)
+        SkipLimit(**settings)
 
 
 def test_it_travels_to_a_worker(tmp_path):
-    ledger = Ledger(tmp_path / "ledger.jsonl")
-    ledger.refuse(bad())
-    again = pickle.loads(pickle.dumps(ledger))
+    skip_log = SkipLog(tmp_path / "skip_log.jsonl")
+    skip_log.refuse(bad())
+    again = pickle.loads(pickle.dumps(skip_log))
     again.refuse(bad())
-    assert (ledger.given, again.given) == (1, 2)
-    assert len(read_ledger(tmp_path / "ledger.jsonl")) == 2
+    assert (skip_log.received, again.received) == (1, 2)
+    assert len(read_skip_log(tmp_path / "skip_log.jsonl")) == 2
 
 
 def test_text_of_any_kind_stays_on_its_line(tmp_path):
-    path = tmp_path / "ledger.jsonl"
-    Ledger(path).refuse(SampleError("Zeile\u2028 \x85 日本", index=0, reason="r"))
+    path = tmp_path / "skip_log.jsonl"
+    SkipLog(path).refuse(SampleError("Zeile\u2028 \x85 日本", index=0, reason="r"))
     assert json.loads(path.read_text().splitlines()[0])["detail"] == "Zeile\u2028 \x85 日本"
 
 
@@ -164,7 +164,10 @@ full_tier = functools.partial(pytest.param, marks=pytest.mark.full)
 @pytest.mark.parametrize(("start", "persistent"), [("fork", True), full_tier("fork", False), full_tier("spawn", True)])
 def test_the_counts_are_those_of_all_workers_in_all_epochs(start, persistent, tmp_path):
     collator = VLMCollator(
-        processor_of().tokenizer, on_bad="skip", ledger=tmp_path / "bad.jsonl", ceiling=Ceiling(max_bad_fraction=1)
+        processor_of().tokenizer,
+        on_bad="skip",
+        skip_log=tmp_path / "bad.jsonl",
+        skip_limit=SkipLimit(max_bad_fraction=1),
     )
     loader = DataLoader(
         [GOOD if index % 3 else {"messages": index} for index in range(12)],
@@ -177,14 +180,18 @@ def test_the_counts_are_those_of_all_workers_in_all_epochs(start, persistent, tm
     epochs = 2
     for epoch in range(1, epochs + 1):
         assert len(list(loader)) == 6
-        ledger = collator.ledger
-        assert (ledger.given, ledger.used, dict(ledger.reasons)) == (12 * epoch, 8 * epoch, {"bad_row": 4 * epoch})
-    assert len({line["process"] for line in read_ledger(tmp_path / "bad.jsonl")}) >= 2
-    assert {line["seen"] for line in read_ledger(tmp_path / "bad.jsonl")} <= set(range(1, 25))
+        skip_log = collator.skip_log
+        assert (skip_log.received, skip_log.used, dict(skip_log.reasons)) == (
+            12 * epoch,
+            8 * epoch,
+            {"bad_row": 4 * epoch},
+        )
+    assert len({line["process"] for line in read_skip_log(tmp_path / "bad.jsonl")}) >= 2
+    assert {line["seen"] for line in read_skip_log(tmp_path / "bad.jsonl")} <= set(range(1, 25))
 
 
-def test_the_ceiling_is_that_of_all_workers_together():
-    collator = VLMCollator(processor_of().tokenizer, on_bad="skip", ceiling=Ceiling(max_consecutive_bad=7))
+def test_the_skip_limit_is_that_of_all_workers_together():
+    collator = VLMCollator(processor_of().tokenizer, on_bad="skip", skip_limit=SkipLimit(max_consecutive_bad=7))
     loader = DataLoader(
         [{"messages": None}] * 4 + [{"messages": 5}] * 4,  # four to a worker
         batch_size=1,
@@ -194,59 +201,61 @@ def test_the_ceiling_is_that_of_all_workers_together():
     )
     with pytest.raises(ConfigError, match="7 samples in a row"):
         list(loader)
-    assert collator.ledger.refused >= 7
+    assert collator.skip_log.refused >= 7
 
 
 def test_a_worker_that_was_killed_blocks_nobody():
-    ledger = Ledger()
+    skip_log = SkipLog()
 
     def die():
-        with ledger.at_once():
-            ledger.use()
+        with skip_log.at_once():
+            skip_log.use()
             os.kill(os.getpid(), signal.SIGKILL)
 
     worker = multiprocessing.get_context("fork").Process(target=die)
     worker.start()
     worker.join()
-    ledger.use()
-    assert ledger.given == 1
+    skip_log.use()
+    assert skip_log.received == 1
 
 
 def test_threads_count_together():
-    ledger = Ledger()
+    skip_log = SkipLog()
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: ledger.use(), range(40)))
-    assert ledger.used == 40
+        list(pool.map(lambda _: skip_log.use(), range(40)))
+    assert skip_log.used == 40
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda ledger: pickle.loads(pickle.dumps(ledger))])
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda skip_log: pickle.loads(pickle.dumps(skip_log))])
 def test_a_copy_goes_on_by_itself(again):
-    ledger = Ledger()
-    ledger.use()
-    other = again(ledger)
+    skip_log = SkipLog()
+    skip_log.use()
+    other = again(skip_log)
     other.use()
-    assert (ledger.used, other.used) == (1, 2)
+    assert (skip_log.used, other.used) == (1, 2)
 
 
 def test_without_a_file_to_share_the_counts_are_those_of_the_process(monkeypatch):
     monkeypatch.setattr(shared, "fcntl", None)
-    ledger = Ledger()
-    ledger.use()
-    ledger.refuse(bad())
-    assert (ledger.given, pickle.loads(pickle.dumps(ledger)).given) == (2, 2)
+    skip_log = SkipLog()
+    skip_log.use()
+    skip_log.refuse(bad())
+    assert (skip_log.received, pickle.loads(pickle.dumps(skip_log)).received) == (2, 2)
 
 
-def test_a_ledger_that_cannot_be_written_says_so(tmp_path):
+def test_a_skip_log_that_cannot_be_written_says_so(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"the ledger cannot be written .* give ledger= another path"):
-        Ledger(tmp_path / "file" / "ledger.jsonl").refuse(bad())
+    with pytest.raises(
+        ConfigError, match=r"the log of skipped samples cannot be written .* give skip_log= another path"
+    ):
+        SkipLog(tmp_path / "file" / "skip_log.jsonl").refuse(bad())
 
 
 def test_many_refusals_take_no_longer_each_than_few(tmp_path):
     """The file is opened once a batch, not once a sample: 20,000 lines would be half a minute on a slow disk."""
-    ledger = Ledger(tmp_path / "bad.jsonl", ceiling=Ceiling(max_bad_fraction=1, max_consecutive_bad=10**6))
-    with patch.object(ledger_module, "_append", wraps=ledger_module._append) as append, ledger.at_once():
+    skip_log = SkipLog(tmp_path / "bad.jsonl", limit=SkipLimit(max_bad_fraction=1, max_consecutive_bad=10**6))
+    with patch.object(skip_log_module, "_append", wraps=skip_log_module._append) as append, skip_log.at_once():
         for index in range(1000):
-            ledger.refuse(bad(f"reason {index}", index=index))
+            skip_log.refuse(bad(f"reason {index}", index=index))
     assert append.call_count == 1
-    assert len(read_ledger(tmp_path / "bad.jsonl")) == ledger.refused == len(ledger.reasons) == 1000
+    assert len(read_skip_log(tmp_path / "bad.jsonl")) == skip_log.refused == len(skip_log.reasons) == 1000

@@ -22,14 +22,13 @@ from transformers.video_utils import VideoMetadata
 from vlmpack.collate.video import (
     VideoSettings,
     frame_timestamps,
-    load_frames,
     load_video,
     patchify,
+    read_frames,
     resize_frames,
-    second_per_grid,
 )
 from vlmpack.collate.vision_keys import video_frame_size
-from vlmpack.data.images import ImageError, ImageLimits
+from vlmpack.data.images import ImageError, ImageLimits, load_image
 
 needs_qwen = pytest.mark.skipif(
     importlib.util.find_spec("qwen_vl_utils") is None,
@@ -94,8 +93,8 @@ def test_a_still_video_equals_the_still_image_bit_for_bit(patch_size, count):
     still = processor([frame], return_tensors="pt")
     video = load_video({"video": [frame] * count, "min_pixels": 4 * 32 * 32 * 4}, settings=_settings_of(processor))
     assert video.grid == tuple(still["image_grid_thw"][0].tolist())
-    assert video.pixel_values.dtype == torch.float32
-    assert torch.equal(video.pixel_values, still["pixel_values"])
+    assert video.pixels.dtype == torch.float32
+    assert torch.equal(video.pixels, still["pixel_values"])
 
 
 def _settings_of(processor) -> VideoSettings:
@@ -145,7 +144,7 @@ def test_an_odd_number_of_frames_repeats_the_last():
     )
     assert odd.grid == even.grid
     assert odd.grid[0] == 2
-    assert torch.equal(odd.pixel_values, even.pixel_values)
+    assert torch.equal(odd.pixels, even.pixels)
     assert odd.timestamps == even.timestamps
 
 
@@ -155,10 +154,10 @@ def test_an_odd_number_of_frames_repeats_the_last():
 def test_the_grid_is_the_size_of_the_message_keys():
     s = _settings_of(image_processor(patch_size=16))
     element = {"video": noise_frames(5, 100, 300), "max_pixels": 200 * 1024, "total_pixels": 300 * 1024}
-    height, width = video_frame_size(element, num_frames=5, height=100, width=300, patch_size=16)
+    height, width = video_frame_size(element, (100, 300), num_frames=5, factor=32)
     video = load_video(element, settings=s)
     assert video.grid == (3, height // 16, width // 16)
-    assert video.pixel_values.shape == (3 * height * width // 256, 3 * 2 * 256)
+    assert video.pixels.shape == (3 * height * width // 256, 3 * 2 * 256)
 
 
 @needs_qwen
@@ -177,8 +176,8 @@ def test_pixels_rates_and_times_are_those_of_qwen_vl_utils(tmp_path):
         video = load_video(case["element"], settings=s)
         metadata = VideoMetadata(**answer["metadata"])
         assert video.grid[0] * 2 == len(answer["video"])
-        assert video.second_per_grid == 2 / answer["sample_fps"]
-        assert video.second_per_grid == pytest.approx(2 / metadata.sampled_fps)
+        assert video.seconds == 2 / answer["sample_fps"]
+        assert video.seconds == pytest.approx(2 / metadata.sampled_fps)
         assert list(video.timestamps) == qwen3_timestamps(metadata.frames_indices, metadata.fps)
 
 
@@ -203,7 +202,7 @@ def qwen3_timestamps(indices, fps: float, depth: int = 2) -> list[float]:
 @pytest.mark.parametrize("depth", [2, 3])
 def test_timestamps_are_those_of_qwen3s_processor(count, depth):
     indices = [7 * i + i % 2 for i in range(count)]
-    assert frame_timestamps(indices, fps=29.97, temporal_patch_size=depth) == qwen3_timestamps(indices, 29.97, depth)
+    assert frame_timestamps(indices, fps=29.97, depth=depth) == qwen3_timestamps(indices, 29.97, depth)
 
 
 def test_timestamps_by_hand():
@@ -217,15 +216,17 @@ def test_timestamps_leave_the_indices_alone():
 
 
 def test_seconds_per_grid():
-    assert second_per_grid(2.0) == 1.0
-    assert second_per_grid(1.0, temporal_patch_size=3) == 3.0
+    frames = noise_frames(2)
+    for depth, fps, seconds in ((2, 2.0, 1.0), (3, 1.0, 3.0)):
+        settings_ = _settings_of(image_processor(temporal_patch_size=depth))
+        assert load_video({"video": frames, "sample_fps": fps}, settings=settings_).seconds == seconds
 
 
 def test_rates_default_to_two_frames_a_second_and_may_be_text():
     s = _settings_of(image_processor())
     plain, slow = (load_video({"video": noise_frames(2), **rate}, settings=s) for rate in ({}, {"sample_fps": "1"}))
-    assert (plain.second_per_grid, plain.timestamps) == (1.0, (0.25,))
-    assert (slow.second_per_grid, slow.timestamps) == (2.0, (0.5,))
+    assert (plain.seconds, plain.timestamps) == (1.0, (0.25,))
+    assert (slow.seconds, slow.timestamps) == (2.0, (0.5,))
 
 
 # ---------------------------------------------------------------- refusals
@@ -238,21 +239,21 @@ def test_only_a_list_of_frames_is_a_video(video):
     with pytest.raises(
         ImageError, match=r"only a list of frames; decode it first .* with 'sample_fps' beside"
     ) as caught:
-        load_frames(video)
+        read_frames(video, load_image)
     assert caught.value.reason == "video_source"
 
 
 def test_a_video_needs_a_frame():
     with pytest.raises(ImageError, match="the video has no frames; give at least one"):
-        load_frames([])
+        read_frames([], load_image)
 
 
 def test_a_frame_that_cannot_be_used_is_named():
     with pytest.raises(ImageError, match=r"^frame 1: 7 bytes starting with b'no gif!' are not an image") as caught:
-        load_frames([noise_frames(1)[0], b"no gif!"])
+        read_frames([noise_frames(1)[0], b"no gif!"], load_image)
     assert caught.value.reason == "image_undecodable"
     with pytest.raises(ImageError, match=r"^frame 0: the image is 168 x 112"):
-        load_frames(noise_frames(1), limits=ImageLimits(max_pixels=100))
+        read_frames(noise_frames(1), load_image, limits=ImageLimits(max_pixels=100))
 
 
 def test_frames_must_have_one_size():

@@ -14,17 +14,15 @@ import pytest
 import transformers
 from PIL import Image
 
+from vlmpack.collate import vision_keys
 from vlmpack.collate.vision_keys import (
     KNOWN_KEYS,
     check_enlarged,
-    first_frame_size,
     has_image_keys,
-    image_size,
     misspelt_key,
     number,
-    resize_image,
+    resize,
     smart_resize,
-    video_frame_size,
 )
 from vlmpack.data.images import ImageError
 
@@ -34,6 +32,25 @@ needs_qwen = pytest.mark.skipif(
 )
 REFERENCE = Path(__file__).with_name("qwen_reference.py")
 processor_smart_resize = sys.modules[transformers.Qwen2VLImageProcessorPil.__module__].smart_resize
+
+
+def image_size(element: dict, *, height: int, width: int, patch_size: int) -> vision_keys.Size:
+    return vision_keys.image_size(element, (height, width), factor=2 * patch_size)
+
+
+def first_frame_size(element: dict, *, height: int, width: int, patch_size: int) -> vision_keys.Size:
+    return vision_keys.first_frame_size(element, (height, width), factor=2 * patch_size)
+
+
+def video_frame_size(
+    element: dict, *, num_frames: int, height: int, width: int, patch_size: int, merge_size: int = 2
+) -> vision_keys.Size:
+    factor = patch_size * merge_size
+    return vision_keys.video_frame_size(element, (height, width), num_frames=num_frames, factor=factor)
+
+
+def resize_image(image: Image.Image, element: dict, *, patch_size: int) -> Image.Image:
+    return resize(image, image_size(element, height=image.height, width=image.width, patch_size=patch_size))
 
 
 def qwen_sizes(cases: list[dict]) -> list:
@@ -298,10 +315,10 @@ def test_an_empty_picture_is_refused(shape):
     ],
 )
 def test_a_picture_may_be_enlarged_as_far_as_the_rule_makes_any(made, given, num_frames):
-    check_enlarged(made, given=given, factor=28, num_frames=num_frames)
+    check_enlarged(made, source=given, factor=28, num_frames=num_frames)
     wider = made[0], made[1] + 28
     with pytest.raises(
         ImageError, match=r"enlarge it from \d+ x \d+ to \d+ x \d+ pixels .* lower min_pixels"
     ) as caught:
-        check_enlarged(wider, given=given, factor=28, num_frames=num_frames)
+        check_enlarged(wider, source=given, factor=28, num_frames=num_frames)
     assert caught.value.reason == "vision_key"

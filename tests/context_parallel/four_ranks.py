@@ -123,12 +123,12 @@ def real(result: StepResult) -> torch.Tensor:
 
 
 def waits(case: Case, mesh: DeviceMesh) -> list[str]:
-    """Where a recomputed step of a row with host facts would make the host wait for an accelerator, on our account."""
+    """Where a recomputed step of a row with host metadata would make the host wait for an accelerator."""
     model = enable_packing(case.model().train(), parallel=Parallel(mesh))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     routers = {"output_router_logits": True} if case.has_experts else {}
     with recorded_syncs(torch.device("cpu")) as recorded:
-        PackedStep(model)(case.row(model, facts=True), **routers).loss.backward()
+        PackedStep(model)(case.row(model, metadata=True), **routers).loss.backward()
     return [f"{Path(wait.file).stem}.{wait.function}" for wait in recorded if Path(wait.file).is_relative_to(HOME)]
 
 

@@ -64,7 +64,7 @@ def test_the_drawing_in_the_docstring():
 def test_pixels_are_taken_and_features_joined_in_row_order(drawn):
     row, _ = drawn
     for ranks in (1, 2, 3):
-        share = MediaShare.spread(row.facts.image_grids, ranks=ranks, merge=2)
+        share = MediaShare.spread(row.metadata.image_grids, ranks=ranks, merge=2)
         computed = [share.take(row.media.pixel_values, rank)[::4] for rank in range(ranks)]
         assert torch.equal(share.join(computed), row.media.pixel_values[::4])
 
@@ -72,7 +72,7 @@ def test_pixels_are_taken_and_features_joined_in_row_order(drawn):
 @given(drawn=rows_and_partitions())
 def test_one_exchange_puts_every_feature_on_its_token(drawn):
     row, partition = drawn
-    share = MediaShare.spread(row.facts.image_grids, ranks=partition.ranks, merge=2)
+    share = MediaShare.spread(row.metadata.image_grids, ranks=partition.ranks, merge=2)
     tower = [share.take(row.media.pixel_values, rank)[::4, 0] // 4 for rank in range(partition.ranks)]
     sides = routes(share, row, partition)
     parts = []
@@ -86,7 +86,7 @@ def test_one_exchange_puts_every_feature_on_its_token(drawn):
 @given(drawn=rows_and_partitions())
 def test_a_rank_needs_the_images_whose_tokens_it_holds(drawn):
     row, partition = drawn
-    share = MediaShare.spread(row.facts.image_grids, ranks=partition.ranks, merge=2)
+    share = MediaShare.spread(row.metadata.image_grids, ranks=partition.ranks, merge=2)
     image_of = torch.repeat_interleave(torch.arange(len(share.grids)), torch.tensor(share.features, dtype=torch.long))
     of_token = torch.full((row.segments.total,), -1)
     of_token[row.mm_token_type_ids[0] == 1] = image_of

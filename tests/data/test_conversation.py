@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vlmpack.collate import VLMCollator
-from vlmpack.data.json_tokens import DEEPEST, json2token, to_conversation, token2json
+from vlmpack.data.cord import DEEPEST, json2token, to_conversation, token2json
 from vlmpack.errors import SampleError
 from vlmpack.testing import SyntheticReceipts, tiny_processor
 

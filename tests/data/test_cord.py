@@ -236,7 +236,7 @@ class TestHub:
     def test_without_datasets_the_error_names_the_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "datasets", None)
         with pytest.raises(
-            ConfigError, match=r"reading hub id 'a/b' needs the datasets library: pip install 'vlmpack\[data\]'"
+            ConfigError, match=r"reading hub id 'a/b' needs datasets, not installed here: pip install 'vlmpack\[data\]'"
         ):
             load_cord("a/b")
 

@@ -111,7 +111,7 @@ class TestJson:
         dataset = open_dataset(path)
         loader = DataLoader(dataset, batch_size=1, sampler=[2, 1], collate_fn=VLMCollator(tiny_processor()).collate)
         batches = iter(loader)
-        assert next(batches).facts.sample_ids == (2,)
+        assert next(batches).metadata.sample_ids == (2,)
         with pytest.raises(SampleError, match=r"^sample 0 \(id 1\): "):
             next(batches)
 
@@ -122,7 +122,7 @@ class TestJson:
         skipping = VLMCollator(tiny_processor(), on_bad="skip")
         (batch,) = DataLoader(dataset, batch_size=2, collate_fn=skipping)
         assert batch["vlmpack"].sample_ids == ("whole",)
-        assert skipping.ledger.reasons == {"row_unreadable": 1}
+        assert skipping.skip_log.reasons == {"row_unreadable": 1}
         loader = DataLoader(dataset, batch_size=1, sampler=[1], collate_fn=VLMCollator(tiny_processor()))
         with pytest.raises(SampleError, match=r"^sample 0 \(id 1\): what stands at byte \d+ of .* is no JSON") as seen:
             list(loader)

@@ -21,15 +21,15 @@ def row_of(name: str) -> tuple[PackedRow, Any]:
 
 
 def positions(row: PackedRow, name: str, config: Any, types: torch.Tensor | None) -> torch.Tensor:
-    assert row.facts is not None
+    assert row.metadata is not None
     family = FAMILIES[name]
     return family.positions(
         types,
         row.segments,
         config=config,
-        image_grids=row.facts.image_grids,
-        video_grids=row.facts.video_grids,
-        seconds_per_grid=row.facts.seconds_per_grid,
+        image_grids=row.metadata.image_grids,
+        video_grids=row.metadata.video_grids,
+        seconds_per_grid=row.metadata.seconds_per_grid,
     )
 
 

@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 from vlmpack.families import FAMILIES, Family, family_of
 from vlmpack.families.qwen import timed_run, truncates_seconds
 from vlmpack.layout import HostMetadata, PackedRow, Segments, SlotRule, pack
-from vlmpack.testing import KINDS, TEXT_ONLY, VISION, Sample, build_sample, facts_of, mixed_samples, padded, tiny_model
+from vlmpack.testing import (
+    KINDS,
+    TEXT_ONLY,
+    VISION,
+    Sample,
+    build_sample,
+    metadata_of,
+    mixed_samples,
+    padded,
+    tiny_model,
+)
 
 every_family = pytest.mark.parametrize("name", sorted(FAMILIES))
 
@@ -28,15 +38,15 @@ def model_of(name: str, merge: int = 2) -> Any:
 
 
 def positions_of(row: PackedRow, family: Family, config: Any, segments: Segments | None = None) -> torch.Tensor:
-    facts = row.facts
-    assert facts is not None
+    metadata = row.metadata
+    assert metadata is not None
     return family.positions(
         row.mm_token_type_ids,
         segments or row.segments,
         config=config,
-        image_grids=facts.image_grids,
-        video_grids=facts.video_grids,
-        seconds_per_grid=facts.seconds_per_grid,
+        image_grids=metadata.image_grids,
+        video_grids=metadata.video_grids,
+        seconds_per_grid=metadata.seconds_per_grid,
     )
 
 
@@ -50,17 +60,17 @@ def by_transformers(model: Any, sample: Sample) -> torch.Tensor:
 
 def by_loops(config: Any, sample: Sample, family: Family) -> torch.Tensor:
     """[4, L]: the naive twin."""
-    facts = facts_of([sample])
+    metadata = metadata_of([sample])
     intervals = None
     if family.videos is timed_run:
-        seconds = facts.seconds_per_grid or (1.0,) * len(facts.video_grids)
+        seconds = metadata.seconds_per_grid or (1.0,) * len(metadata.video_grids)
         rate = config.vision_config.tokens_per_second
         intervals = [rate * (int(s) if truncates_seconds() else s) for s in seconds]
     found = naive_positions(
         sample["mm_token_type_ids"].tolist(),
         merge=config.vision_config.spatial_merge_size,
-        image_grids=facts.image_grids,
-        video_grids=facts.video_grids,
+        image_grids=metadata.image_grids,
+        video_grids=metadata.video_grids,
         frame_intervals=intervals,
         frames_apart=family.model_type.startswith(("qwen3", "qwen4")),
     )
@@ -170,7 +180,7 @@ def test_frames_are_placed_in_float32_as_the_model_does_it() -> None:
     model = model_of("qwen2_5_vl")
     model.config.vision_config.tokens_per_second = 2
     sample = build_sample(model.config, stretches=[0, 1], video_grids=[(6, 2, 2)], seconds=[0.7])
-    seconds = facts_of([sample]).seconds_per_grid
+    seconds = metadata_of([sample]).seconds_per_grid
     assert int(5 * 2 * seconds[0]) == 6
     found = with_seconds(False).positions(
         sample["mm_token_type_ids"][None],
@@ -250,10 +260,10 @@ def test_more_media_tokens_than_the_grids_stand_for_count_as_text() -> None:
     ]
 
 
-def test_facts_without_media_are_enough_for_a_text_batch() -> None:
+def test_metadata_without_media_are_enough_for_a_text_batch() -> None:
     model = model_of("qwen3_vl")
     samples = mixed_samples(model.config, kinds=("text", "text"))
-    facts = padded(samples).facts
-    assert isinstance(facts, HostMetadata)
-    assert facts.image_grids == facts.video_grids == ()
+    metadata = padded(samples).metadata
+    assert isinstance(metadata, HostMetadata)
+    assert metadata.image_grids == metadata.video_grids == ()
     check_equal(samples, model, family_of(model), multiple=4)

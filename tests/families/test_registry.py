@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from parts import parts_of
 
 from vlmpack.errors import FamilyError
-from vlmpack.families import FAMILIES, family_named, family_of
+from vlmpack.families import FAMILIES, check_parts, family_named, family_of
 from vlmpack.testing import TEXT_ONLY, VISION, tiny_model
 
 EXPECTED = {
@@ -166,3 +167,24 @@ def test_sliding_windows_are_refused(name: str) -> None:
     text = refusal(model)
     assert "use_sliding_window" in text
     assert "set it to False" in text
+
+
+# ---------------------------------------------------------------------- a descriptor and a model that differ
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_every_descriptor_is_that_of_its_models(name: str) -> None:
+    check_parts(FAMILIES[name], tiny_model(name, layers=6))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("qwen3_5", {"mechanisms": {}}, "its layers have linear_attn, parts of gated_delta, which would leak"),
+        ("qwen3_vl", {"vision_path": "model.vision"}, "it has no part 'model.vision'"),
+        ("qwen3_vl", {"media": ("pixel_values", "audio_values")}, "its backbone takes no audio_values"),
+    ],
+)
+def test_a_model_that_is_not_as_described_is_refused(name: str, change: dict[str, Any], problem: str) -> None:
+    with pytest.raises(FamilyError, match=rf"is not as {name} is described: {problem}"):
+        check_parts(replace(FAMILIES[name], **change), tiny_model(name))

@@ -20,13 +20,13 @@ X, IMAGE, VIDEO = [0, 0], [1], [2]
 
 
 def refusal(
-    types: list[int], lengths: list[int], name: str = "qwen3_vl", *, gaps: Segments | None = None, **facts: Any
+    types: list[int], lengths: list[int], name: str = "qwen3_vl", *, gaps: Segments | None = None, **metadata: Any
 ) -> str | None:
     """What is raised on the host; None: nothing is. A device comes to the same, without waiting and without a name."""
     family, config = FAMILIES[name], tiny_config(name, patch_size=1)
     segments = gaps or Segments.from_lengths(lengths)
     row = torch.tensor([types])
-    known = HostMetadata(lengths=segments.lengths, **facts)
+    known = HostMetadata(lengths=segments.lengths, **metadata)
     found = None
     try:
         family.check_runs(row, segments, known, config=config)
@@ -55,9 +55,9 @@ def test_what_processors_make_passes(name, rule, side):
     ]
     row = pack(padded(samples, side), rule=rule)
     counted = {"images_per_sample": (2, 0, 1), "videos_per_sample": (1, 0, 1)}
-    grids = {"image_grids": row.facts.image_grids, "video_grids": row.facts.video_grids}
-    for facts in (grids, {**grids, **counted}):
-        assert refusal(row.mm_token_type_ids[0].tolist(), [], name, gaps=row.segments, **facts) is None
+    grids = {"image_grids": row.metadata.image_grids, "video_grids": row.metadata.video_grids}
+    for metadata in (grids, {**grids, **counted}):
+        assert refusal(row.mm_token_type_ids[0].tolist(), [], name, gaps=row.segments, **metadata) is None
 
 
 def test_images_in_another_order_than_their_samples():
@@ -113,10 +113,10 @@ def test_a_boundary_between_frames_of_a_video():
 
 def test_images_counted_in_another_sample():
     types = IMAGE * 4 + X + IMAGE * 4 + X
-    facts = {"image_grids": [FOUR, FOUR], "images_per_sample": (1, 1)}
-    assert refusal(types, [6, 6], **facts) is None
-    message = "image 1 of the row lies in sample 0, but the host facts say that it belongs to sample 1"
-    assert message in refusal(types, [11, 1], **facts)
+    metadata = {"image_grids": [FOUR, FOUR], "images_per_sample": (1, 1)}
+    assert refusal(types, [6, 6], **metadata) is None
+    message = "image 1 of the row lies in sample 0, but the host metadata says that it belongs to sample 1"
+    assert message in refusal(types, [11, 1], **metadata)
     assert "count [1, 0] images of the samples, but there are 2 grids" in refusal(
         types, [6, 6], image_grids=[FOUR, FOUR], images_per_sample=[1, 0]
     )

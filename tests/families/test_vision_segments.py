@@ -50,8 +50,8 @@ def test_types_and_counts_of_media_tokens_are_the_processors(name: str) -> None:
     config, family = tiny_config(name, patch_size=4), FAMILIES[name]
     batch = padded(mixed_samples(config, kinds=KINDS))
     assert batch.mm_token_type_ids is not None
-    assert batch.facts is not None
+    assert batch.metadata is not None
     types = family.media_types(batch.input_ids, config)
     assert torch.equal(types, batch.mm_token_type_ids)
-    for code, grids in ((1, batch.facts.image_grids), (2, batch.facts.video_grids)):
+    for code, grids in ((1, batch.metadata.image_grids), (2, batch.metadata.video_grids)):
         assert family.media_tokens(grids, config) == int((types == code).sum()) > 0

@@ -50,7 +50,7 @@ def test_a_batch_survives_the_trip_through_a_dictionary():
         labels=torch.tensor([[5, 6]]),
         media=Media(pixel_values=torch.ones(4, 3), image_grid_thw=torch.tensor([[1, 2, 2]])),
         extras={"advantages": torch.tensor([[0.5, 0.25]])},
-        facts=HostMetadata(lengths=(2,)),
+        metadata=HostMetadata(lengths=(2,)),
     )
     mapping = batch.to_hf()
     assert next(iter(mapping)) == "input_ids"

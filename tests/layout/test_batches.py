@@ -21,7 +21,7 @@ def batch(**more: Any) -> PaddedBatch:
 
 
 def row() -> PackedRow:
-    return pack(batch(facts=HostMetadata(lengths=(3, 5), sample_ids=("a", "b"))), rule=SlotRule(multiple=4))
+    return pack(batch(metadata=HostMetadata(lengths=(3, 5), sample_ids=("a", "b"))), rule=SlotRule(multiple=4))
 
 
 def tensors(one: PaddedBatch | PackedRow) -> dict[str, torch.Tensor]:
@@ -40,7 +40,7 @@ def test_all_tensors_move_and_what_the_host_knows_stays(make: Any, non_blocking:
     assert type(there) is type(here)
     assert {name: value.device.type for name, value in tensors(there).items()} == dict.fromkeys(tensors(here), "meta")
     assert {"input_ids", "advantages", "pixel_values", "image_grid_thw"} <= tensors(here).keys()
-    assert there.facts is here.facts
+    assert there.metadata is here.metadata
 
 
 def test_the_boundaries_of_a_row_are_host_values_on_any_device() -> None:
@@ -77,9 +77,9 @@ def test_a_row_tells_its_shape_samples_tokens_and_media() -> None:
     assert repr(row()) == "PackedRow([1, 12], 2 samples, 8 tokens, 66.67% full, 2 images)"
 
 
-@pytest.mark.parametrize("facts", [None, HostMetadata(lengths=(3, 5))])
-def test_a_batch_tells_its_shape_tokens_and_media(facts: HostMetadata | None) -> None:
-    assert repr(batch(facts=facts)) == "PaddedBatch([2, 5], 8 tokens, 80.00% full, 2 images)"
+@pytest.mark.parametrize("metadata", [None, HostMetadata(lengths=(3, 5))])
+def test_a_batch_tells_its_shape_tokens_and_media(metadata: HostMetadata | None) -> None:
+    assert repr(batch(metadata=metadata)) == "PaddedBatch([2, 5], 8 tokens, 80.00% full, 2 images)"
 
 
 def test_media_tell_their_shapes() -> None:

@@ -50,8 +50,8 @@ def test_the_row_is_what_a_plain_loop_gives_whichever_side_is_padded(samples, mu
 def test_unpack_gives_the_batch_back(samples, multiple, side):
     batch = padded(samples, side=side, width=12, fill=0)
     row = pack(batch, rule=SlotRule(multiple=multiple))
-    assert row.facts is not None
-    again = unpack(row.input_ids, row.segments, width=12, offsets=row.facts.offsets)
+    assert row.metadata is not None
+    again = unpack(row.input_ids, row.segments, width=12, offsets=row.metadata.offsets)
     assert torch.equal(again, batch.input_ids)
 
 
@@ -123,7 +123,7 @@ def test_unpack_of_positions_names_the_token_dimension():
 
 def test_one_gather_a_tensor_and_no_host_sync_when_the_lengths_are_known():
     batch = padded([[1, 2, 3], [4, 5]])
-    known = PaddedBatch(**{**vars(batch), "facts": HostMetadata(lengths=(3, 2))})
+    known = PaddedBatch(**{**vars(batch), "metadata": HostMetadata(lengths=(3, 2))})
     with CountOps() as silent:
         pack(on_fake_device(known))
     assert silent.calls["aten::index_select"] == 2
@@ -214,9 +214,9 @@ def test_a_batch_of_empty_rows_alone_needs_a_fixed_width():
 
 def test_media_of_an_empty_row_are_an_error():
     batch = PaddedBatch(input_ids=torch.zeros(2, 2).long(), attention_mask=torch.tensor([[1, 1], [0, 0]]))
-    facts = HostMetadata(lengths=(2, 0), images_per_sample=(0, 1))
+    metadata = HostMetadata(lengths=(2, 0), images_per_sample=(0, 1))
     with pytest.raises(LayoutError, match="row 1: no real token, but images or videos belong to it"):
-        pack(PaddedBatch(**{**vars(batch), "facts": facts}), keep_empty=True)
+        pack(PaddedBatch(**{**vars(batch), "metadata": metadata}), keep_empty=True)
     types = torch.tensor([[0, 0], [1, 1]])
     with pytest.raises(LayoutError, match="row 1: attention_mask hides image or video tokens"):
         pack(PaddedBatch(**{**vars(batch), "mm_token_type_ids": types}), keep_empty=True)
@@ -228,7 +228,7 @@ def test_media_of_an_empty_row_are_an_error():
         ({"attention_mask": torch.ones(2, 4)}, r"attention_mask is \[2, 4\] but input_ids is \[2, 3\]"),
         ({"attention_mask": torch.ones(2, 1, 3, 3)}, "got 4D"),
         ({"attention_mask": None}, "attention_mask must be a tensor .*, got NoneType"),
-        ({"attention_mask": None, "facts": HostMetadata(lengths=(3, 2))}, "attention_mask must be a tensor"),
+        ({"attention_mask": None, "metadata": HostMetadata(lengths=(3, 2))}, "attention_mask must be a tensor"),
         ({"input_ids": [[1, 2, 3], [4, 5, 0]]}, "input_ids must be a tensor .*, got list"),
         ({"labels": torch.ones(2, 2)}, r"labels is \[2, 2\] but input_ids is \[2, 3\]"),
         (
@@ -239,8 +239,8 @@ def test_media_of_an_empty_row_are_an_error():
         ({"labels": torch.ones(2, 3, dtype=torch.uint8)}, r"labels is torch.uint8, but must"),
         ({"input_ids": torch.ones(6)}, r"input_ids must be \[batch, width\], got \[6\]"),
         ({"extras": {"advantages": torch.ones(3, 3)}}, r"advantages is \[3, 3\]"),
-        ({"facts": HostMetadata(lengths=(3,))}, "do not describe this attention_mask.*dispatch_batches=False"),
-        ({"facts": HostMetadata(lengths=(3, 3))}, r"the host's lengths \[3, 3\] do not describe"),
+        ({"metadata": HostMetadata(lengths=(3,))}, "do not describe this attention_mask.*dispatch_batches=False"),
+        ({"metadata": HostMetadata(lengths=(3, 3))}, r"the host's lengths \[3, 3\] do not describe"),
         ({"labels": torch.tensor([[1, 2, 3], [4, 5, 6]])}, "row 1: labels hold targets where attention_mask is 0"),
     ],
 )
@@ -263,7 +263,7 @@ def test_unpack_refuses_what_is_not_a_row_of_these_segments():
 def test_a_batch_that_was_cut_after_its_lengths_were_noted_is_refused_on_a_device_too():
     batch = padded([[1, 2, 3, 4], [5]])
     cut = {name: x[:, :3] for name, x in vars(batch).items() if isinstance(x, torch.Tensor)}
-    stale = PaddedBatch(**{**vars(batch), **cut, "facts": HostMetadata(lengths=(4, 1))})
+    stale = PaddedBatch(**{**vars(batch), **cut, "metadata": HostMetadata(lengths=(4, 1))})
     with pytest.raises(LayoutError, match=r"the host's lengths \[4, 1\] do not describe"):
         pack(on_fake_device(stale))
 

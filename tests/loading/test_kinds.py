@@ -84,7 +84,7 @@ def test_conversations_are_streamed_by_the_length_that_their_collator_tells(slot
     rows = [collator.collate(row) for row in stream]
     assert all(row.segments.total <= 120 for row in rows)
     assert sum(row.segments.total for row in rows) == sum(map(collator.length, samples))
-    assert sorted(at for row in rows for at in row.facts.sample_ids) == list(range(1, 9))
+    assert sorted(at for row in rows for at in row.metadata.sample_ids) == list(range(1, 9))
 
 
 def test_a_stream_brings_bad_samples_to_a_collator_that_skips_and_counts_them():
@@ -93,7 +93,7 @@ def test_a_stream_brings_bad_samples_to_a_collator_that_skips_and_counts_them():
     stream = PackedStream(samples, RowSettings(capacity=120), length=collator.length)
     batches = list(DataLoader(stream, batch_size=None, collate_fn=collator))
     assert [batch["vlmpack"].sample_ids for batch in batches] == [(0, 2)]
-    assert (collator.ledger.given, dict(collator.ledger.reasons)) == (3, {"no_targets": 1})
+    assert (collator.skip_log.received, dict(collator.skip_log.reasons)) == (3, {"no_targets": 1})
 
 
 def test_a_sample_that_cannot_be_read_comes_to_the_collator_too(tmp_path):
@@ -105,7 +105,7 @@ def test_a_sample_that_cannot_be_read_comes_to_the_collator_too(tmp_path):
     stream = PackedStream(open_dataset(tmp_path / "chats.jsonl"), settings, **costs)
     batches = list(DataLoader(stream, batch_size=None, collate_fn=collator))
     assert [batch["vlmpack"].sample_ids for batch in batches] == [(0, 2)]
-    assert (collator.ledger.given, dict(collator.ledger.reasons)) == (3, {"row_unreadable": 1})
+    assert (collator.skip_log.received, dict(collator.skip_log.reasons)) == (3, {"row_unreadable": 1})
     with pytest.raises(SampleError, match=r"sample 1 .* is no JSON"):
         list(DataLoader(stream, batch_size=None, collate_fn=VLMCollator(processor_of(), layout="packed")))
 

@@ -20,7 +20,7 @@ from vlmpack.trainer import PackedTrainer
 PROCESSOR = tiny_processor("qwen3_vl", max_pixels=64 * 32 * 32)
 COLLATOR = VLMCollator(PROCESSOR, layout="packed")
 RECEIPTS = [{"id": at, **to_conversation(record)} for at, record in enumerate(SyntheticReceipts(num=13))]
-LENGTHS = [COLLATOR.collate([receipt]).facts.lengths[0] for receipt in RECEIPTS]
+LENGTHS = [COLLATOR.collate([receipt]).metadata.lengths[0] for receipt in RECEIPTS]
 CAPACITY = 1000
 
 
@@ -75,7 +75,7 @@ def test_the_last_rows_of_all_ranks_are_rows_for_the_collator(kind):
         rows = [[*PackedStream(source, settings, ranks=2, rank=rank, remainder="empty")] for rank in range(2)]
     assert len({len(mine) for mine in rows}) == 1
     batches = [COLLATOR.collate(row) for mine in rows for row in mine]
-    empty = [batch for batch in batches if not batch.facts.sample_ids]
+    empty = [batch for batch in batches if not batch.metadata.sample_ids]
     assert len(empty) == 1
-    assert empty[0].facts.num_targets == 0
-    assert sorted(at for batch in batches for at in batch.facts.sample_ids) == list(range(len(RECEIPTS)))
+    assert empty[0].metadata.num_targets == 0
+    assert sorted(at for batch in batches for at in batch.metadata.sample_ids) == list(range(len(RECEIPTS)))

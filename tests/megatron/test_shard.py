@@ -57,7 +57,7 @@ def test_a_part_knows_where_its_tokens_live(row, layout):
         assert torch.equal(part.input_ids[0], part.index)  # ids of this row are their places in it
         assert part.segments is row.segments
         assert torch.equal(part.local_segments.padding_mask(), part.moe_padding_mask[0])
-        assert part.facts is row.facts
+        assert part.metadata is row.metadata
 
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
@@ -105,7 +105,7 @@ def test_videos_bring_their_seconds():
         video_grid_thw=grids,
         second_per_grid_ts=torch.tensor([0.5, 1.0, 2.0]),
     )
-    row = replace(row, media=media, facts=None)
+    row = replace(row, media=media, metadata=None)
     first, second = (part.media for part in parts_of(row, "contiguous"))
     assert first.second_per_grid_ts is not None
     assert second.second_per_grid_ts is not None
@@ -156,7 +156,7 @@ def test_a_row_that_cannot_be_cut_says_which_segment(row):
         shard(replace(row, media=replace(row.media, pixel_values=torch.zeros(55, 3))), 0, 2, merge=2)
 
 
-def test_a_row_whose_grids_are_not_those_of_its_facts_is_refused(row):
+def test_a_row_whose_grids_are_not_those_of_its_metadata_is_refused(row):
     others = row.media.image_grid_thw.flip(0)
-    with pytest.raises(LayoutError, match="image_grid_thw is not what the host facts"):
+    with pytest.raises(LayoutError, match="image_grid_thw is not what the host metadata"):
         shard(replace(row, media=replace(row.media, image_grid_thw=others)), 0, RANKS, merge=2)

@@ -233,7 +233,7 @@ def test_there_and_back_is_the_same_row(lengths, rule, boundaries):
 
 
 @given(lengths=lengths_lists, rule=rules, boundaries=st.sampled_from(["real", "slots"]))
-def test_without_host_facts_only_the_tail_has_found_a_slot(lengths, rule, boundaries):
+def test_without_host_metadata_only_the_tail_has_found_a_slot(lengths, rule, boundaries):
     row = row_of(lengths, rule)
     batch = to_megatron(row, boundaries=boundaries)
     del batch[METADATA_KEY]
@@ -246,21 +246,21 @@ def test_without_host_facts_only_the_tail_has_found_a_slot(lengths, rule, bounda
     )
 
 
-def test_media_extras_and_facts_travel_along():
-    facts = HostMetadata(lengths=(3, 2), image_grids=((1, 2, 2),), sample_ids=("a", "b"))
+def test_media_extras_and_metadata_travel_along():
+    metadata = HostMetadata(lengths=(3, 2), image_grids=((1, 2, 2),), sample_ids=("a", "b"))
     media = Media(pixel_values=torch.rand(4, 3), image_grid_thw=torch.tensor([[1, 2, 2]]))
-    row = row_of([3, 2], media=media, facts=facts, extras={"advantages": torch.rand(1, 5)})
+    row = row_of([3, 2], media=media, metadata=metadata, extras={"advantages": torch.rand(1, 5)})
     back = from_megatron(to_megatron(row), extras=("advantages",))
     assert back.media is not row.media
     assert torch.equal(back.media.pixel_values, media.pixel_values)
     assert torch.equal(back.extras["advantages"], row.extras["advantages"])
-    assert back.facts == facts
+    assert back.metadata == metadata
 
 
 def test_boundaries_come_from_the_tensors_where_metadata_has_none():
     batch = to_megatron(row_of([3, 2]))
     back = from_megatron({**batch, METADATA_KEY: HostMetadata(lengths=(3, 2), sample_ids=("a", "b"))})
-    assert back.facts == HostMetadata(lengths=(3, 2), sample_ids=("a", "b"))
+    assert back.metadata == HostMetadata(lengths=(3, 2), sample_ids=("a", "b"))
     assert back.segments == Segments.from_lengths([3, 2])
 
 

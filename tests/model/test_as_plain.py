@@ -28,7 +28,7 @@ def pair(family, **sizes):
 
 def batch_of(model, side="right", *, labels=False):
     kinds = ("image", "text") if model.config.model_type in VISION else ("text", "text")
-    batch = padded(mixed_samples(model.config, seed=4, kinds=kinds, side=(1, 2)), side, facts=False).to_hf()
+    batch = padded(mixed_samples(model.config, seed=4, kinds=kinds, side=(1, 2)), side, metadata=False).to_hf()
     return batch if labels else {name: x for name, x in batch.items() if name != "labels"}
 
 

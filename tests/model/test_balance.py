@@ -311,7 +311,7 @@ def test_micro_batches_of_trainer_add_up_as_in_transformers(family, layout, tmp_
     reference, model = fresh(family), enable_packing(fresh(family), StepConfig(z_loss_coef=0.25))
     samples = samples_of(model)
     batches = [padded(samples[:2]), padded(samples[2:])]
-    targets = sum(batch.facts.num_targets for batch in batches)
+    targets = sum(batch.metadata.num_targets for batch in batches)
     for batch in batches:
         theirs = reference(**stock(batch), output_router_logits=True, num_items_in_batch=targets)
         (theirs.loss + 0.25 * naive_z_loss(real_rows(theirs.router_logits, batch))).backward()

@@ -92,7 +92,7 @@ def handed_in(samples, given, **more):
         rule = GAPS if given == "row with gaps" else None
         return pack(padded(samples), rule=rule, pad_token_id=17).to_hf(), StepConfig(**more)
     if given == "left padded":  # what nobody has counted on the host, into slots
-        return padded(samples, "left", facts=False).to_hf(), StepConfig(slots=GAPS, **more)
+        return padded(samples, "left", metadata=False).to_hf(), StepConfig(slots=GAPS, **more)
     return padded(samples).to_hf(), StepConfig(**more)
 
 

@@ -129,12 +129,12 @@ def test_a_layer_whose_class_changed_leaves_disabling_undone_as_a_whole(family):
 # ---------------------------------------------------------------------- the model is called past its forward
 
 
-@pytest.mark.parametrize("known", ["facts", "boundaries"])
+@pytest.mark.parametrize("known", ["metadata", "boundaries"])
 @every_family
 def test_a_backbone_that_is_called_directly_is_noticed(family, known):
     model = enable_packing(fresh(family))
     row = {name: x for name, x in row_of(model).items() if name not in ("labels", "moe_padding_mask")}
-    row.pop("cu_seqlens_q" if known == "facts" else "vlmpack")
+    row.pop("cu_seqlens_q" if known == "metadata" else "vlmpack")
     with pytest.raises(ConfigError, match=r"without passing through the packed forward.*its backbone called directly"):
         model.model(**row)
 

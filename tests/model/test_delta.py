@@ -100,7 +100,7 @@ def test_segments_without_tokens_change_nothing(family, call_cost):
     own = alone_through(model, samples)
     row = pack(padded(samples))
     between = Segments.from_lengths([5, 0, 7, 0, 0, 3, 0])
-    result = PackedStep(model)(PackedRow(**{**vars(row), "segments": between, "facts": None}), logits=True)
+    result = PackedStep(model)(PackedRow(**{**vars(row), "segments": between, "metadata": None}), logits=True)
     result.loss.backward()
     assert torch.isclose(result.loss, own.loss, rtol=1e-6)
     check_gradients(own, gradients(model), limits_of(family))

@@ -117,14 +117,14 @@ def test_the_matrix_has_every_kind_of_input_and_sees_the_vision_tower(family):
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("given", ["padded", "left padded", "padded without facts", "row without facts"])
+@pytest.mark.parametrize("given", ["padded", "left padded", "padded without metadata", "row without metadata"])
 @pytest.mark.parametrize("multiple", [1, 8])
 @every_family
 def test_however_the_samples_are_given_packed_equals_alone(family, multiple, given):
     own, limits, model = truth(family, MOST[family]), limits_of(family), fresh(family)
     rule = SlotRule(multiple=multiple)
-    inputs = padded(own.samples, "left" if given == "left padded" else "right", facts="without" not in given).to_hf()
-    if given == "row without facts":
+    inputs = padded(own.samples, "left" if given == "left padded" else "right", metadata="without" not in given).to_hf()
+    if given == "row without metadata":
         inputs = pack(padded(own.samples), rule=rule).to_hf()
         del inputs["vlmpack"]
     result = PackedStep(model, StepConfig(slots=rule))(inputs, logits=True)

@@ -75,13 +75,13 @@ def test_a_configuration_that_asks_for_tuples_does_not_stop_a_step(row):
     assert torch.equal(model(**row)[0], expected)
 
 
-def test_boundaries_may_come_as_lists_tensors_or_host_facts(model, row):
-    facts = row.pop("vlmpack")
+def test_boundaries_may_come_as_lists_tensors_or_host_metadata(model, row):
+    metadata = row.pop("vlmpack")
     by_tensor = model(**row).loss
     by_list = model(**{**row, "cu_seqlens_q": row["cu_seqlens_q"].tolist(), "cu_seqlens_q_padded": None}).loss
-    by_facts = model(**{**row, "cu_seqlens_q": None, "cu_seqlens_q_padded": None}, vlmpack=facts).loss
+    by_metadata = model(**{**row, "cu_seqlens_q": None, "cu_seqlens_q_padded": None}, vlmpack=metadata).loss
     assert torch.equal(by_tensor, by_list)
-    assert torch.equal(by_tensor, by_facts)
+    assert torch.equal(by_tensor, by_metadata)
 
 
 def test_shifted_labels_are_taken_as_they_are(model, samples, row):
@@ -110,7 +110,7 @@ def test_targets_on_padding_are_refused(model):
 def test_a_row_without_any_label_gives_zero_with_a_gradient_for_every_parameter():
     model = enable_packing(tiny_model("qwen3_vl", layers=3))
     batch = padded(mixed_samples(model.config, seed=2))
-    silent = PaddedBatch(**{**vars(batch), "labels": torch.full_like(batch.input_ids, IGNORE), "facts": None})
+    silent = PaddedBatch(**{**vars(batch), "labels": torch.full_like(batch.input_ids, IGNORE), "metadata": None})
     result = PackedStep(model)(silent)
     result.loss.backward()
     assert result.loss == 0
@@ -136,7 +136,7 @@ def test_slots_and_fixed_widths_change_nothing(model, samples):
 
 
 def test_empty_rows_are_refused_or_kept_as_configured(model, samples):
-    batch = padded(samples, facts=False)
+    batch = padded(samples, metadata=False)
     mask = torch.cat([batch.attention_mask, torch.zeros_like(batch.attention_mask[:1])])
     grown = {k: torch.cat([x, x[1:2]]) for k, x in batch.to_hf().items() if k in ("input_ids", "labels")}
     grown["labels"][-1] = IGNORE
@@ -160,7 +160,11 @@ def test_empty_rows_are_refused_or_kept_as_configured(model, samples):
         ({"use_cache": True}, ConfigError, "use_cache cannot be combined with a packed row"),
         ({"output_attentions": True}, ConfigError, "output_attentions cannot be combined with a packed row"),
         ({"rope_cu_seqlens": [0, 9999]}, LayoutError, r"rope_cu_seqlens ends at 9999, but the row has \d+ real tokens"),
-        ({"cu_seqlens_q": [0, 3]}, LayoutError, r"cu_seqlens_q differs from the boundaries \[0, .*that the host facts"),
+        (
+            {"cu_seqlens_q": [0, 3]},
+            LayoutError,
+            r"cu_seqlens_q differs from the boundaries \[0, .*that the host metadata",
+        ),
         ({"cu_seqlens_q_padded": torch.arange(5)}, LayoutError, "cu_seqlens_q_padded differs from the boundaries"),
         ({"cu_seqlens_q": "0, 3"}, LayoutError, "cu_seqlens_q must be whole numbers in a tensor .* got str '0, 3'"),
         ({"pixel_values": None, "image_grid_thw": None}, LayoutError, "the image grids make 0 tokens, but the row has"),
@@ -177,7 +181,9 @@ def test_what_a_row_cannot_be_is_refused(model, row, change, error, message):
 def test_grids_that_were_reordered_behind_the_collator_are_refused(model, row):
     turned = row["image_grid_thw"].flip(0)
     assert not torch.equal(turned, row["image_grid_thw"])
-    with pytest.raises(LayoutError, match=r"image_grid_thw is not what the host facts \('vlmpack'\) say of this batch"):
+    with pytest.raises(
+        LayoutError, match=r"image_grid_thw is not what the host metadata \('vlmpack'\) say of this batch"
+    ):
         model(**{**row, "image_grid_thw": turned})
     without = {name: value for name, value in row.items() if name != "vlmpack"}
     model(**{**without, "cu_seqlens_q": row["cu_seqlens_q"]})  # grids are then those of the tensor
@@ -188,11 +194,11 @@ def test_seconds_of_videos_are_those_of_the_collator():
     batch = padded(mixed_samples(model.config, kinds=("video", "images_and_video")))
     seconds = batch.media.second_per_grid_ts / 3  # which bfloat16 has to round
     media = replace(batch.media, second_per_grid_ts=seconds)
-    facts = replace(batch.facts, seconds_per_grid=tuple(seconds.tolist()))
-    row = pack(replace(batch, media=media, facts=facts)).to_hf()
+    metadata = replace(batch.metadata, seconds_per_grid=tuple(seconds.tolist()))
+    row = pack(replace(batch, media=media, metadata=metadata)).to_hf()
     model(**{**row, "second_per_grid_ts": seconds.bfloat16()})
     for other in (2 * seconds, seconds[:0]):
-        with pytest.raises(LayoutError, match="second_per_grid_ts is not what the host facts"):
+        with pytest.raises(LayoutError, match="second_per_grid_ts is not what the host metadata"):
             model(**{**row, "second_per_grid_ts": other})
 
 
@@ -259,7 +265,7 @@ def test_whole_numbers_of_any_width_are_the_same(model, samples, layout):
 def test_seconds_of_videos_may_be_a_column():
     """As transformers takes them."""
     plain = tiny_model("qwen2_5_vl").eval()
-    batch = padded(mixed_samples(plain.config, kinds=("video", "images_and_video")), facts=False).to_hf()
+    batch = padded(mixed_samples(plain.config, kinds=("video", "images_and_video")), metadata=False).to_hf()
     seconds = batch["second_per_grid_ts"]
     expected = plain(**batch).loss
     assert torch.equal(plain(**{**batch, "second_per_grid_ts": seconds[:, None]}).loss, expected)
@@ -341,7 +347,7 @@ def test_samples_that_only_restarting_positions_mark_are_refused(model, samples,
     assert model(input_ids=ids, position_ids=running_on).logits.shape[1] == ids.shape[1]
 
 
-def test_grids_that_are_not_of_this_row_are_refused_without_host_facts(model, row):
+def test_grids_that_are_not_of_this_row_are_refused_without_host_metadata(model, row):
     row.pop("vlmpack")
     row["image_grid_thw"] = row["image_grid_thw"].flip(0)[1:]
     row["pixel_values"] = row["pixel_values"][: int(row["image_grid_thw"].prod(-1).sum())]
@@ -360,9 +366,9 @@ def test_a_count_that_holds_labels_on_padding_is_noticed(model, samples):
     batch = padded(samples)
     stray = batch.labels.masked_fill(batch.attention_mask == 0, 5)
     count = int((stray[:, 1:] != IGNORE).sum())
-    assert count > batch.facts.num_targets
+    assert count > batch.metadata.num_targets
     with pytest.raises(LayoutError, match=rf"counted {count} targets but the row has another number"):
-        PackedStep(model)(replace(batch, labels=stray, facts=replace(batch.facts, num_targets=count)))
+        PackedStep(model)(replace(batch, labels=stray, metadata=replace(batch.metadata, num_targets=count)))
 
 
 def test_packed_step_refuses_what_it_cannot_pack(model, samples):

@@ -235,22 +235,22 @@ def say_more(inputs: Inputs, rng: random.Random) -> None:
     inputs[name] = value
 
 
-def other_facts(inputs: Inputs, rng: random.Random) -> None:
-    if (facts := inputs.get("vlmpack")) is None or not hasattr(facts, "lengths"):
+def other_metadata(inputs: Inputs, rng: random.Random) -> None:
+    if (metadata := inputs.get("vlmpack")) is None or not hasattr(metadata, "lengths"):
         return
     names = ("lengths", "offsets", "image_grids", "video_grids", "images_per_sample", "videos_per_sample")
     name = rng.choice([*names, "seconds_per_grid", "num_targets"])
-    value = getattr(facts, name)
+    value = getattr(metadata, name)
     if name == "num_targets":
         changed: Any = rng.choice([None, 0, (value or 0) + 1])
     else:
         changed = rng.choice([(), value[::-1], value[1:], value + value[:1]])
-    inputs["vlmpack"] = replace(facts, **{name: changed})
+    inputs["vlmpack"] = replace(metadata, **{name: changed})
 
 
 CHANGES = (
     *(drop, exchange, permute, retype, reshape, unwrap, edit, edit, edit, roll, move_tokens, move_boundary),
-    *(move_boundary, exchange_media, exchange_media, drop_media, say_more, say_more, other_facts),
+    *(move_boundary, exchange_media, exchange_media, drop_media, say_more, say_more, other_metadata),
 )
 
 
@@ -274,13 +274,13 @@ def numbers(value: Any) -> list[int]:
 def places(inputs: Inputs) -> list[tuple[int, int, int]]:
     """(row, start, stop) of each sample's tokens in `input_ids`."""
     ids = inputs["input_ids"]
-    if inputs.get("cu_seqlens_q") is not None or is_row_of_facts(inputs):
-        facts = inputs.get("vlmpack")
+    if inputs.get("cu_seqlens_q") is not None or is_row_of_metadata(inputs):
+        metadata = inputs.get("vlmpack")
         real = inputs.get("cu_seqlens_q")
-        real = facts.segments.real if real is None else numbers(real)
+        real = metadata.segments.real if real is None else numbers(real)
         padded_ = inputs.get("cu_seqlens_q_padded")
         if padded_ is None:
-            padded_ = facts.segments.stride if facts is not None else real
+            padded_ = metadata.segments.stride if metadata is not None else real
         starts = numbers(padded_)
         return [(0, start, start + b - a) for (a, b), start in zip(pairwise(real), starts, strict=False) if b > a]
     mask = whole(inputs["attention_mask"], "attention_mask")
@@ -296,9 +296,9 @@ def places(inputs: Inputs) -> list[tuple[int, int, int]]:
     return found
 
 
-def is_row_of_facts(inputs: Inputs) -> bool:
-    facts = inputs.get("vlmpack")
-    return facts is not None and getattr(facts, "segments", None) is not None
+def is_row_of_metadata(inputs: Inputs) -> bool:
+    metadata = inputs.get("vlmpack")
+    return metadata is not None and getattr(metadata, "segments", None) is not None
 
 
 def read(inputs: Inputs, config: Any) -> Iterator[Inputs]:
@@ -309,7 +309,7 @@ def read(inputs: Inputs, config: Any) -> Iterator[Inputs]:
     media = {"image": [*cut_media(inputs, "pixel_values", "image_grid_thw")]}
     media["video"] = [*cut_media(inputs, "pixel_values_videos", "video_grid_thw")]
     seconds = inputs.get("second_per_grid_ts")
-    if seconds is None:  # facts may say what no tensor does
+    if seconds is None:  # metadata may say what no tensor does
         seconds = getattr(inputs.get("vlmpack"), "seconds_per_grid", ()) or None
     if seconds is not None:
         values = torch.as_tensor(seconds).reshape(-1)
@@ -421,7 +421,7 @@ def passed_on(family: str, inputs: Inputs) -> Any:
 
 def is_packed(inputs: Inputs) -> bool:
     has = [inputs.get(name) is not None for name in ("input_ids", "attention_mask", "cu_seqlens_q")]
-    return has[0] and (has[1] or has[2] or is_row_of_facts(inputs)) and not inputs.get("use_cache")
+    return has[0] and (has[1] or has[2] or is_row_of_metadata(inputs)) and not inputs.get("use_cache")
 
 
 def outcome(family: str, inputs: Inputs) -> str:

@@ -16,7 +16,7 @@ def test_generation_from_a_left_padded_batch_between_two_steps(family, ways):
     untouched = tiny_model(family, layers=2)
     model = enable_packing(tiny_model(family, layers=2), StepConfig(slots=SlotRule(multiple=4)))
     samples = mixed_samples(model.config, seed=2)
-    prompts = padded(samples, "left", facts=False).to_hf()
+    prompts = padded(samples, "left", metadata=False).to_hf()
     del prompts["labels"]
 
     def generated(source):

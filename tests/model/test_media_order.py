@@ -17,7 +17,7 @@ from vlmpack.testing import build_sample, padded, tiny_model
 
 FOUR, EIGHT = (1, 4, 4), (1, 4, 8)
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
-FORMS = ("batch", "batch without facts", "row", "row with gaps", "row without facts")
+FORMS = ("batch", "batch without metadata", "row", "row with gaps", "row without metadata")
 
 
 def turned(media: Media) -> Media:
@@ -29,8 +29,8 @@ def turned(media: Media) -> Media:
 
 
 def inputs_of(batch: PaddedBatch, form: str) -> dict:
-    if "without facts" in form and form.startswith("batch"):
-        return replace(batch, facts=None).to_hf()
+    if "without metadata" in form and form.startswith("batch"):
+        return replace(batch, metadata=None).to_hf()
     if form == "batch":
         return batch.to_hf()
     inputs = pack(batch, rule=SlotRule(multiple=16 if "gaps" in form else 1)).to_hf()
@@ -49,9 +49,9 @@ def test_images_of_two_samples_exchanged_are_refused(models, form):
     plain, model = models
     batch = padded([build_sample(plain.config, stretches=[2, 3], image_grids=[grid]) for grid in (FOUR, EIGHT)])
     assert torch.isfinite(model(**inputs_of(batch, form)).loss)
-    other = replace(batch, media=turned(batch.media), facts=replace(batch.facts, image_grids=(EIGHT, FOUR)))
+    other = replace(batch, media=turned(batch.media), metadata=replace(batch.metadata, image_grids=(EIGHT, FOUR)))
     with pytest.raises(RuntimeError, match="shape mismatch"):
-        plain(**replace(other, facts=None).to_hf())
+        plain(**replace(other, metadata=None).to_hf())
     with pytest.raises(LayoutError, match=r"sample 0: a run of 4 image placeholders .* makes 8 tokens"):
         model(**inputs_of(other, form))
 
@@ -67,7 +67,7 @@ def test_placeholders_moved_to_another_sample_are_refused(models, form):
     other = replace(batch, input_ids=ids, mm_token_type_ids=types, labels=None)
     assert int((ids == image).sum()) == 8
     with pytest.raises(RuntimeError, match="shape mismatch"):
-        plain(**replace(other, facts=None).to_hf())
+        plain(**replace(other, metadata=None).to_hf())
     with pytest.raises(LayoutError, match=r"sample 0: a run of 6 image placeholders"):
         model(**inputs_of(other, form))
 

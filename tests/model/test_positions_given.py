@@ -38,8 +38,8 @@ class Case:
         given = {name: x for name, x in alone(sample).items() if "pixel" not in name and name != "labels"}
         return self.model.model.get_rope_index(**given)[0][:, 0]
 
-    def batch(self, side="right", *, facts=True):
-        return padded(self.samples, side, facts=facts)
+    def batch(self, side="right", *, metadata=True):
+        return padded(self.samples, side, metadata=metadata)
 
     def on_batch(self, side="right"):
         """[3, B, S], or [B, S] of a text family, poison at pads."""
@@ -77,12 +77,12 @@ def case():
 # ---------------------------------------------------------------------- positions that are right
 
 
-@pytest.mark.parametrize("facts", [True, False], ids=["facts", "mask alone"])
+@pytest.mark.parametrize("metadata", [True, False], ids=["metadata", "mask alone"])
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_positions_of_the_padded_batch_are_accepted_whatever_stands_at_pads(family, side, facts):
+def test_positions_of_the_padded_batch_are_accepted_whatever_stands_at_pads(family, side, metadata):
     case = case_of(family)
-    batch = case.batch(side, facts=facts).to_hf()
+    batch = case.batch(side, metadata=metadata).to_hf()
     given = case.on_batch(side)
     assert (given == POISON).any()
     assert torch.equal(case.model(**batch, position_ids=given).loss, case.model(**batch).loss)
@@ -232,7 +232,7 @@ def test_restarts_inside_a_sample_mean_the_same_on_every_kind_of_input(family, k
     tokens = restarted(gaps)
     given = [
         (case.batch("right"), tokens),
-        (case.batch("left", facts=False), tokens),
+        (case.batch("left", metadata=False), tokens),
         (case.batch("left"), in_places(tokens, gaps)),
         (case.row(GAPS), tokens),
         (case.row(GAPS), in_places(tokens, gaps)),

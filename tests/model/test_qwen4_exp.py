@@ -87,7 +87,7 @@ def assert_equal(result, found, truth):
 def test_packed_equals_alone(batch, multiple, given):
     model, truth = tiny(), reference(batch)
     rule = SlotRule(multiple=multiple)
-    inputs = padded(truth[0], "left" if given == "left padded" else "right", facts=given != "left padded")
+    inputs = padded(truth[0], "left" if given == "left padded" else "right", metadata=given != "left padded")
     if given == "row":
         inputs = pack(inputs, rule=rule, pad_token_id=17)
     result = PackedStep(model, StepConfig(slots=rule))(inputs, logits=True)

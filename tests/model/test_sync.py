@@ -56,9 +56,9 @@ def positions_and_restarts(model, row, shape):
     segments, family = row.segments, FAMILIES[model.config.model_type]
     restarts = sorted({*segments.real, segments.real[1] + 3})
     types = family.media_types(row.input_ids, model.config)
-    media = {"image_grids": row.facts.image_grids, "video_grids": row.facts.video_grids}
-    if row.facts.seconds_per_grid:
-        media["seconds_per_grid"] = row.facts.seconds_per_grid
+    media = {"image_grids": row.metadata.image_grids, "video_grids": row.metadata.video_grids}
+    if row.metadata.seconds_per_grid:
+        media["seconds_per_grid"] = row.metadata.seconds_per_grid
     positions = family.positions(types, rope_segments(restarts, segments), config=model.config, **media)
     given = family.rotary_ids(positions)
     if shape[0] > 1:
@@ -67,9 +67,9 @@ def positions_and_restarts(model, row, shape):
 
 
 def test_the_counter_sees_our_own_waits():
-    """Without host facts the lengths, grids and targets have to be read, which is what the facts are for."""
+    """Without host metadata the lengths, grids and targets have to be read, which is what the metadata are for."""
     model = enable_packing(tiny_model("qwen3_vl"))
-    batch = padded(mixed_samples(model.config), facts=False)
+    batch = padded(mixed_samples(model.config), metadata=False)
     with recorded_syncs(CPU) as waits:
         model(**batch.to_hf())
     assert ours(waits)

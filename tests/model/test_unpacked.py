@@ -25,7 +25,7 @@ def enabled(family="qwen3_vl", attention="sdpa"):
 
 def batch_of(model, lengths=(7, 12), side="right"):
     samples = [mixed_samples(model.config, seed=n, kinds=("text",), text=(n, n))[0] for n in lengths]
-    batch = padded(samples, side, facts=False).to_hf()
+    batch = padded(samples, side, metadata=False).to_hf()
     return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
 

@@ -40,7 +40,7 @@ def gradients(family: str, wrapper: str, layout: str) -> dict[str, torch.Tensor]
     model = enable_packing(fresh(family))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     samples = samples_of(model)
-    targets = padded(samples).facts.num_targets
+    targets = padded(samples).metadata.num_targets
     mine = samples[:2] if dist.get_rank() == 0 else samples[2:]
     batch = padded(mine, "left") if layout == "left padded" else pack(padded(mine), rule=SlotRule(multiple=8))
     step = PackedStep(DistributedDataParallel(model) if wrapper == "ddp" else sharded(model, wrapper))

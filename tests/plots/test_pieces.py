@@ -36,7 +36,7 @@ def test_each_row_of_a_padded_batch_is_a_line():
     ]
 
 
-def test_padding_may_be_on_the_left_as_the_mask_or_the_host_s_facts_say():
+def test_padding_may_be_on_the_left_as_the_mask_or_the_host_s_metadata_say():
     batch = batch_of([3, 1], left=True)
     assert drawn(padded_pieces(batch)) == [
         (0, 0, 1, "text", 0),
@@ -44,8 +44,8 @@ def test_padding_may_be_on_the_left_as_the_mask_or_the_host_s_facts_say():
         (1, 0, 2, "padding", None),
         (1, 2, 3, "text", 1),
     ]
-    facts = HostMetadata(lengths=(3, 1), offsets=(0, 2))
-    known = PaddedBatch(**{**vars(batch), "facts": facts})
+    metadata = HostMetadata(lengths=(3, 1), offsets=(0, 2))
+    known = PaddedBatch(**{**vars(batch), "metadata": metadata})
     assert padded_pieces(known) == padded_pieces(batch)
 
 

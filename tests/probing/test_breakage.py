@@ -56,8 +56,8 @@ def positions_run_on(family: str, patch: Patch) -> None:
     kind = type(family_named(family))
     honest = kind.positions
 
-    def one_run(self: Any, types: Any, segments: Segments, **facts: Any) -> torch.Tensor:
-        return honest(self, types, Segments.from_lengths([segments.total]), **facts)
+    def one_run(self: Any, types: Any, segments: Segments, **metadata: Any) -> torch.Tensor:
+        return honest(self, types, Segments.from_lengths([segments.total]), **metadata)
 
     patch.setattr(kind, "positions", one_run)
 
@@ -66,18 +66,18 @@ def positions_are_scaled(family: str, patch: Patch) -> None:
     """Rotary positions start again, at twice the pace."""
     kind = type(family_named(family))
     honest = kind.positions
-    patch.setattr(kind, "positions", lambda self, *args, **facts: 2 * honest(self, *args, **facts))
+    patch.setattr(kind, "positions", lambda self, *args, **metadata: 2 * honest(self, *args, **metadata))
 
 
 def one_mask(family: str, patch: Patch) -> None:
     """Text attention takes the whole row for one sample."""
 
-    def one_segment(**facts: Any) -> RowContext:
-        whole = Segments.from_lengths([facts["segments"].total])
-        entries = dict(facts["entries"])
+    def one_segment(**metadata: Any) -> RowContext:
+        whole = Segments.from_lengths([metadata["segments"].total])
+        entries = dict(metadata["entries"])
         if "per_sample" in entries:
             entries["per_sample"] = Buckets.cheapest(whole, call_cost=0)
-        return RowContext(**{**facts, "segments": whole, "entries": entries})
+        return RowContext(**{**metadata, "segments": whole, "entries": entries})
 
     patch.setattr(inputs, "RowContext", one_segment)
 
@@ -85,10 +85,10 @@ def one_mask(family: str, patch: Patch) -> None:
 def slots_for_samples(family: str, patch: Patch) -> None:
     """Text attention takes padding for real tokens: under a causal mask no real token sees any of it."""
 
-    def slots(**facts: Any) -> RowContext:
-        segments: Segments = facts["segments"]
+    def slots(**metadata: Any) -> RowContext:
+        segments: Segments = metadata["segments"]
         whole = SlotRule(pad_to=segments.total)
-        return RowContext(**{**facts, "segments": Segments.from_lengths(segments.slots, whole)})
+        return RowContext(**{**metadata, "segments": Segments.from_lengths(segments.slots, whole)})
 
     patch.setattr(inputs, "RowContext", slots)
 
@@ -96,7 +96,7 @@ def slots_for_samples(family: str, patch: Patch) -> None:
 def a_cache(family: str, patch: Patch) -> None:
     """The model fills a cache, as its configuration says."""
     honest = engine.backbone_inputs
-    patch.setattr(engine, "backbone_inputs", lambda *args, **facts: {**honest(*args, **facts), "use_cache": True})
+    patch.setattr(engine, "backbone_inputs", lambda *args, **metadata: {**honest(*args, **metadata), "use_cache": True})
 
 
 def one_picture(family: str, patch: Patch) -> None:
@@ -147,9 +147,9 @@ def loss_over_width(family: str, patch: Patch) -> None:
     """The loss is divided by the tokens of the row, pads included."""
     honest = engine.StepResult
 
-    def diluted(**facts: Any) -> Any:
-        share = facts["num_targets"] / facts["segments"].total
-        return honest(**{**facts, "loss": facts["loss"] * share})
+    def diluted(**metadata: Any) -> Any:
+        share = metadata["num_targets"] / metadata["segments"].total
+        return honest(**{**metadata, "loss": metadata["loss"] * share})
 
     patch.setattr(engine, "StepResult", diluted)
 
@@ -169,7 +169,7 @@ class Uncut:
 
 def no_reset(family: str, patch: Patch) -> None:
     """Gated delta layers run over the whole row."""
-    patch.setattr(GatedDelta, "prepare", lambda *facts: Uncut())
+    patch.setattr(GatedDelta, "prepare", lambda *metadata: Uncut())
 
 
 def conv_runs_on(family: str, patch: Patch) -> None:
@@ -357,7 +357,7 @@ def test_two_faults_are_both_named(monkeypatch: Patch) -> None:
 
 
 def test_what_raises_is_a_finding(monkeypatch: Patch) -> None:
-    def broken(**facts: Any) -> RowContext:
+    def broken(**metadata: Any) -> RowContext:
         raise TypeError("this transformers hands over something else")
 
     monkeypatch.setattr(inputs, "RowContext", broken)

@@ -38,10 +38,10 @@ def joined(when: Callable[[Segments, Any], bool]) -> Break:
     """Text attention takes rows for one sample, in some circumstances."""
 
     def patch_it(model: Any, patch: Patch) -> None:
-        def context(**facts: Any) -> RowContext:
-            segments: Segments = facts["segments"]
+        def context(**metadata: Any) -> RowContext:
+            segments: Segments = metadata["segments"]
             whole = Segments.from_lengths([segments.total]) if when(segments, model) else segments
-            return RowContext(**{**facts, "segments": whole})
+            return RowContext(**{**metadata, "segments": whole})
 
         patch.setattr(inputs, "RowContext", context)
 
@@ -109,7 +109,7 @@ def own_targets_only(model: Any, patch: Patch) -> None:
 def reversed_losses(model: Any, patch: Patch) -> None:
     """Samples are handed each other's losses."""
     honest = engine.sums_by_sample
-    patch.setattr(engine, "sums_by_sample", lambda *facts: tuple(x.flip(0) for x in honest(*facts)))
+    patch.setattr(engine, "sums_by_sample", lambda *metadata: tuple(x.flip(0) for x in honest(*metadata)))
 
 
 def shifted_chunks(model: Any, patch: Patch) -> None:
@@ -125,13 +125,13 @@ def shifted_chunks(model: Any, patch: Patch) -> None:
 def other_coefficient(model: Any, patch: Patch) -> None:
     """The load-balancing loss counts twice as much as it should."""
     honest = experts.coefficient
-    patch.setattr(experts, "coefficient", lambda *facts: 2 * honest(*facts))
+    patch.setattr(experts, "coefficient", lambda *metadata: 2 * honest(*metadata))
 
 
 def balance_without_gradient(model: Any, patch: Patch) -> None:
     """The load-balancing loss is right, and nothing learns from it."""
     honest = experts.balance
-    patch.setattr(experts, "balance", lambda *facts: honest(*facts).detach())
+    patch.setattr(experts, "balance", lambda *metadata: honest(*metadata).detach())
 
 
 NUMBERS: dict[str, tuple[Break, str, str, set[str]]] = {

@@ -33,7 +33,7 @@ def wrapped(owner: Any, name: str, change: Callable[..., Any]) -> Break:
 
     def break_it(model: Any, patch: Patch) -> None:
         honest = getattr(owner, name)
-        patch.setattr(owner, name, lambda *args, **facts: change(honest(*args, **facts), *args, **facts))
+        patch.setattr(owner, name, lambda *args, **metadata: change(honest(*args, **metadata), *args, **metadata))
 
     return break_it
 
@@ -48,10 +48,10 @@ def attended(**settings: Callable[[Any], Any]) -> Break:
     def break_it(model: Any, patch: Patch) -> None:
         honest = SdpaSegments.__call__
 
-        def call(self: Any, *qkv: Any, causal: bool, **facts: Any) -> torch.Tensor:
+        def call(self: Any, *qkv: Any, causal: bool, **metadata: Any) -> torch.Tensor:
             if not causal:
-                return honest(self, *qkv, causal=causal, **facts)
-            given = {"causal": causal, **facts}
+                return honest(self, *qkv, causal=causal, **metadata)
+            given = {"causal": causal, **metadata}
             return honest(self, *qkv, **{**given, **{name: change(given[name]) for name, change in settings.items()}})
 
         patch.setattr(SdpaSegments, "__call__", call)
@@ -75,18 +75,18 @@ def shared_heads(model: Any, patch: Patch) -> None:
     """Queries find the keys of another head."""
     honest = SdpaSegments.__call__
 
-    def call(self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, **facts: Any) -> Any:
-        return honest(self, q, k.roll(1, 1) if facts["causal"] else k, v, segments, **facts)
+    def call(self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, **metadata: Any) -> Any:
+        return honest(self, q, k.roll(1, 1) if metadata["causal"] else k, v, segments, **metadata)
 
     patch.setattr(SdpaSegments, "__call__", call)
 
 
-def no_offsets_in_facts(model: Any, patch: Patch) -> None:
+def no_offsets_in_metadata(model: Any, patch: Patch) -> None:
     honest = packing._spans
 
     def spans(batch: PaddedBatch) -> Any:
         found = honest(batch)
-        return found if batch.facts is None else replace(found, offsets=(0,) * len(found.lengths))
+        return found if batch.metadata is None else replace(found, offsets=(0,) * len(found.lengths))
 
     patch.setattr(packing, "_spans", spans)
 
@@ -112,18 +112,22 @@ BROKEN: dict[str, tuple[str, tuple[str, ...], Break]] = {
     "seconds of videos ignored": (
         "qwen2_5_vl",
         ("positions",),
-        of_family("qwen2_5_vl", "_videos", lambda x, *facts: replace(x, interval=x.interval / 2)),
+        of_family("qwen2_5_vl", "_videos", lambda x, *metadata: replace(x, interval=x.interval / 2)),
     ),
-    "time for height": ("qwen2_vl", ("positions",), of_family("qwen2_vl", "rotary_ids", lambda x, *facts: x.flip(0))),
+    "time for height": (
+        "qwen2_vl",
+        ("positions",),
+        of_family("qwen2_vl", "rotary_ids", lambda x, *metadata: x.flip(0)),
+    ),
     "windows of two sizes exchanged": (
         "qwen2_5_vl",
         ("vision",),
-        wrapped(VisionRow, "find", lambda x, *facts: Segments.from_lengths(x.lengths[::-1])),
+        wrapped(VisionRow, "find", lambda x, *metadata: Segments.from_lengths(x.lengths[::-1])),
     ),
     "patches of all frames": (
         "qwen2_vl",
         ("vision",),
-        wrapped(VisionRow, "find", lambda x, *facts: last_two_together(x)),
+        wrapped(VisionRow, "find", lambda x, *metadata: last_two_together(x)),
     ),
     "another scale": ("qwen3", ("unknown",), attended(scale=lambda x: 1.001 * x)),
     "not causal": ("qwen3", ("mask",), attended(causal=lambda x: False)),
@@ -145,12 +149,12 @@ BROKEN: dict[str, tuple[str, tuple[str, ...], Break]] = {
     "a real token less for experts": (
         "qwen3_next",
         ("router",),
-        wrapped(experts, "real_tokens", lambda x, *facts: None if x is None else x[:-1]),
+        wrapped(experts, "real_tokens", lambda x, *metadata: None if x is None else x[:-1]),
     ),
     "padding is computed by experts": (
         "qwen3_next",
         ("router",),
-        wrapped(experts.Gate, "restore", lambda x, *facts: None if x is None else x + 1e-3),
+        wrapped(experts.Gate, "restore", lambda x, *metadata: None if x is None else x + 1e-3),
     ),
     "pixels in another order": (
         "qwen3_vl",
@@ -158,7 +162,7 @@ BROKEN: dict[str, tuple[str, tuple[str, ...], Break]] = {
         wrapped(
             Vision,
             "inputs",
-            lambda x, *facts: {name: y.flip(0) if name == "pixel_values" else y for name, y in x.items()},
+            lambda x, *metadata: {name: y.flip(0) if name == "pixel_values" else y for name, y in x.items()},
         ),
     ),
     "targets across samples": (
@@ -172,7 +176,7 @@ BROKEN: dict[str, tuple[str, tuple[str, ...], Break]] = {
     "one target too many in each sample": (
         "qwen3",
         ("sample results",),
-        wrapped(engine, "sums_by_sample", lambda x, *facts: (x[0], x[1] + 1)),
+        wrapped(engine, "sums_by_sample", lambda x, *metadata: (x[0], x[1] + 1)),
     ),
     "log-probabilities one place off": (
         "qwen3",
@@ -186,7 +190,7 @@ BROKEN: dict[str, tuple[str, tuple[str, ...], Break]] = {
         ("unknown",),
         wrapped(engine, "target_logprobs", lambda x, *a, **f: x.detach() + 0.5 * (x - x.detach())),
     ),
-    "offsets of the host facts ignored": ("qwen3", ("packing",), no_offsets_in_facts),
+    "offsets of the host metadata ignored": ("qwen3", ("packing",), no_offsets_in_metadata),
     "a leak of a ten-thousandth": ("qwen3", ("unknown",), small_leak),
     "n-grams across samples": ("qwen4_exp", ("unknown",), ngrams_of_the_row),
 }

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import vlmpack
+from vlmpack.context_parallel import Parallel
 from vlmpack.model import StepConfig, inputs, is_packing, packing_state
 from vlmpack.probing import packed_checks
 from vlmpack.probing.run import preserved_state
@@ -90,7 +91,7 @@ def test_what_modules_count_in_train_mode_is_put_back() -> None:
 
 def test_ranks_go_on_working_together_afterwards() -> None:
     model = tiny_model("qwen3")
-    together = vlmpack.Parallel()
+    together = Parallel()
     vlmpack.enable_packing(model, parallel=together)
     vlmpack.probe(model, plain=False)
     assert packing_state(model).parallel is together
@@ -98,7 +99,7 @@ def test_ranks_go_on_working_together_afterwards() -> None:
 
 @pytest.mark.parametrize("enabled", [False, True])
 def test_nor_does_one_in_which_everything_raises(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(**facts: Any) -> None:
+    def broken(**metadata: Any) -> None:
         raise TypeError("broken")
 
     model = used("qwen3_vl")

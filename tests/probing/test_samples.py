@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from vlmpack.families.tiny import tiny_config
 
-from vlmpack.data import tiny_processor
 from vlmpack.families import FAMILIES, family_named
 from vlmpack.layout import IGNORE, pack
 from vlmpack.probing.forward_passes import rule_with_gaps
+from vlmpack.testing import tiny_config, tiny_processor
 from vlmpack.testing.samples import (
     grids_of,
     kind_of,

@@ -88,7 +88,7 @@ def test_a_sync_of_other_code_is_not_counted_as_the_packages() -> None:
 
 
 def test_a_sync_of_the_package_is_listed_with_its_file() -> None:
-    """Without host facts lengths have to be read from the mask, which is what the facts are for."""
+    """Without host metadata lengths have to be read from the mask, which is what the metadata are for."""
     model = enable_packing(tiny_model("qwen3"))
     batch = PaddedBatch(input_ids=torch.full((2, 4), 9), attention_mask=torch.ones(2, 4), labels=torch.full((2, 4), 9))
     with counted_syncs(CPU) as syncs:

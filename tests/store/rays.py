@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import ray
 from store.stores import CAPACITY, digests, packing
 
-from vlmpack.collate import Ceiling
+from vlmpack.collate import SkipLimit
 from vlmpack.data import open_dataset
 from vlmpack.errors import VlmpackError
 from vlmpack.store import StoreSettings, measure, write_rows
@@ -45,7 +45,7 @@ def start_ray(chances: int = 3) -> None:
 def write(out: Path, source: Path, **settings: Any) -> dict[str, str]:
     """Write a store; its files."""
     made = StoreSettings(**{"capacity": CAPACITY, "shard_rows": 2, "seed": 1, **settings})
-    collator = packing(on_bad="skip", ceiling=Ceiling(max_bad_fraction=0.5))
+    collator = packing(on_bad="skip", skip_limit=SkipLimit(max_bad_fraction=0.5))
     write_rows(open_dataset(source), out, collator, made, executor="ray")
     return digests(out)
 

@@ -91,7 +91,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def check_same(row: PackedRow, other: PackedRow) -> None:
-    """Two rows are equal bit for bit, pixels and facts included."""
+    """Two rows are equal bit for bit, pixels and metadata included."""
     one, two = row.step_inputs(), other.step_inputs()
     assert one.keys() == two.keys()
     for name, value in one.items():

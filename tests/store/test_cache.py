@@ -45,13 +45,13 @@ def entries_in(path: Path) -> int:
 def outlined(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The samples that were measured, and not found in the cache."""
     samples: list[Any] = []
-    outline = VLMCollator.outline
+    outline = VLMCollator.measure
 
     def noted(self: VLMCollator, feature: Any, *more: Any, **options: Any) -> Any:
         samples.append(feature)
         return outline(self, feature, *more, **options)
 
-    monkeypatch.setattr(VLMCollator, "outline", noted)
+    monkeypatch.setattr(VLMCollator, "measure", noted)
     return samples
 
 
@@ -262,7 +262,7 @@ def test_each_setting_that_decides_lengths_changes_the_key() -> None:
 
 
 def test_settings_that_do_not_decide_lengths_are_no_part_of_the_key(tmp_path: Path) -> None:
-    other = VLMCollator(tiny_processor(), layout="packed", on_bad="skip", ledger=tmp_path / "bad.jsonl")
+    other = VLMCollator(tiny_processor(), layout="packed", on_bad="skip", skip_log=tmp_path / "bad.jsonl")
     other.processor.tokenizer("some text", truncation=True, max_length=1)  # which the tokenizer remembers
     assert settings_key(other) == settings_key(COLLATOR)
 

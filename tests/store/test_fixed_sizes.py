@@ -66,7 +66,7 @@ def test_pad_cu_seqlens_makes_boundaries_of_one_number(kept):
 def test_labels_and_targets_stay_the_same_in_every_size(kept):
     plain, fixed = rows_of(kept), rows_of(kept, pad_to_max_length=True, pad_cu_seqlens=True)
     for own, padded in zip(plain, fixed, strict=True):
-        assert padded.facts.num_targets == own.facts.num_targets > 0
+        assert padded.metadata.num_targets == own.metadata.num_targets > 0
         assert own.shift_labels is not None and padded.shift_labels is not None
         targets = [labels[labels != -100].tolist() for labels in (own.shift_labels, padded.shift_labels)]
         assert targets[0] == targets[1]
@@ -121,6 +121,6 @@ def test_the_manifest_has_the_fixed_sizes_of_its_rows(tmp_path):
     assert manifest.sizes.most_images == max(map(len, images)) > 0
     assert manifest.sizes.most_patches == max(map(sum, images)) > 0
     assert manifest.counts.patches == sum(map(sum, images))
-    assert manifest.counts.targets == sum(row.facts.num_targets for row in rows)
+    assert manifest.counts.targets == sum(row.metadata.num_targets for row in rows)
     assert manifest.counts.tokens == sum(row.segments.num_tokens for row in rows)
     assert manifest.fill_ratio == pytest.approx(manifest.counts.tokens / (CAPACITY * len(rows)), abs=1e-6)

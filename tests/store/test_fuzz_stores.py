@@ -48,7 +48,11 @@ def rows(folder: Path, **settings: Any) -> list[Any]:
     """All that is in a store, images included."""
     dataset = PackedDataset(folder, **settings)
     found = [[_plain(*one) for one in dataset._read(at)] for at in range(len(dataset))]
-    return [found, [[one.num_tokens for one in dataset.outline(at)] for at in range(len(dataset))], repr(dataset.slots)]
+    return [
+        found,
+        [[one.num_tokens for one in dataset.measured(at)] for at in range(len(dataset))],
+        repr(dataset.slots),
+    ]
 
 
 def _plain(place: int, sample: Any) -> list[Any]:

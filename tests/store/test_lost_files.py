@@ -8,7 +8,7 @@ import pytest
 from chats import chat
 from store.stores import digests, packing, store, texts
 
-from vlmpack.collate import Ceiling
+from vlmpack.collate import SkipLimit
 from vlmpack.errors import ConfigError
 from vlmpack.plan import plan_bins
 from vlmpack.store import Manifest
@@ -25,7 +25,7 @@ def samples() -> list[dict]:
 
 
 def write(folder, rows=None) -> Manifest:
-    collator = packing(on_bad="skip", ceiling=Ceiling(max_bad_fraction=0.5))
+    collator = packing(on_bad="skip", skip_limit=SkipLimit(max_bad_fraction=0.5))
     return store(folder, samples() if rows is None else rows, collator, oversize="drop")
 
 

@@ -99,4 +99,4 @@ def test_another_file_of_the_same_size_is_seen_when_it_is_read(tmp_path):
     data[data.index(b"vlmpack.checksums") + 30] ^= 1
     path.write_bytes(data)
     with pytest.raises(ConfigError, match=r"cannot be read: its footer is not the one that manifest.json lists"):
-        PackedDataset(tmp_path).outline(0)
+        PackedDataset(tmp_path).measured(0)

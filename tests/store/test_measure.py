@@ -12,7 +12,7 @@ import torch
 from chats import chat, picture, processor_of, tokenised
 from measured import UNREADABLE, Deadly, KeyTeller, Stored, Stream, conversations, encoded
 
-from vlmpack.collate import Ceiling, VLMCollator
+from vlmpack.collate import SkipLimit, VLMCollator
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.store import measure_lengths
@@ -63,21 +63,21 @@ def test_lengths_are_those_that_collating_gives(max_length: int | None, overleng
     for index, sample in enumerate(several_kinds()):
         collator = collator_of(**settings, layout="packed", on_bad="skip")
         row = collator.collate([sample])
-        if collator.ledger.refused:
-            refused.append((index, *collator.ledger.reasons))
+        if collator.skip_log.refused:
+            refused.append((index, *collator.skip_log.reasons))
             continue
         pixels = [patches for patches in (row.media.pixel_values, row.media.pixel_values_videos) if patches is not None]
-        ids, facts = row.input_ids, row.facts
-        assert facts is not None
+        ids, metadata = row.input_ids, row.metadata
+        assert metadata is not None
         expected = {
             "sample_ids": index,
-            "tokens": facts.lengths[0],
-            "image_tokens": int((ids == collator.facts.image_token_id).sum()),
-            "video_tokens": int((ids == collator.facts.video_token_id).sum()),
-            "images": len(facts.image_grids),
-            "videos": len(facts.video_grids),
+            "tokens": metadata.lengths[0],
+            "image_tokens": int((ids == collator.metadata.image_token_id).sum()),
+            "video_tokens": int((ids == collator.metadata.video_token_id).sum()),
+            "images": len(metadata.image_grids),
+            "videos": len(metadata.video_grids),
             "patches": sum(map(len, pixels)),
-            "targets": facts.num_targets,
+            "targets": metadata.num_targets,
         }
         assert {name: int(getattr(table, name)[used]) for name in expected} == expected
         used += 1
@@ -89,8 +89,8 @@ def test_lengths_are_those_that_collating_gives(max_length: int | None, overleng
 def test_lengths_of_a_sample_are_the_same_cut_or_outlined() -> None:
     collator = collator_of()
     sample = several_kinds()[0]
-    outline = collator.outline(sample)
-    assert lengths_of(collator._encoder.fill(outline)) == lengths_of(outline)
+    outline = collator.measure(sample)
+    assert lengths_of(collator._encoder.decode(outline)) == lengths_of(outline)
     assert lengths_of(outline).images == 2
 
 
@@ -102,10 +102,10 @@ def test_refused_samples_are_listed_by_place_id_and_reason(truth: LengthTable) -
     assert truth.sample_ids.tolist() == [at for at in range(150) if at % 13 != 12]
 
 
-def test_neither_ledger_nor_ceiling_counts() -> None:
-    collator = collator_of(ceiling=Ceiling(max_consecutive_bad=1))
+def test_neither_skip_log_nor_skip_limit_counts() -> None:
+    collator = collator_of(skip_limit=SkipLimit(max_consecutive_bad=1))
     assert len(measure_lengths([7, 8, 9], collator).refused) == 3
-    assert collator.ledger.given == 0
+    assert collator.skip_log.received == 0
 
 
 def test_an_estimate_goes_by_the_images_own_pixels() -> None:
@@ -249,14 +249,14 @@ def test_an_interruption_ends_the_workers_and_keeps_what_was_measured(tmp_path: 
         measure_lengths(SAMPLES, collator_of(), workers=2, start="fork", cache=cache, progress=interrupt)
     assert set(multiprocessing.active_children()) <= others
     outlined: list[int] = []
-    outline = VLMCollator.outline
+    outline = VLMCollator.measure
 
     def counted(self: VLMCollator, *args: Any, **options: Any) -> Any:
         outlined.append(1)
         return outline(self, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VLMCollator, "outline", counted)
+        patch.setattr(VLMCollator, "measure", counted)
         measure_lengths(SAMPLES, collator_of(), cache=cache)
     assert len(outlined) == 150 - PART
 

@@ -12,7 +12,7 @@ import pytest
 from chats import picture
 from store.stores import digests, encoded, packing, store
 
-from vlmpack.collate import Ceiling
+from vlmpack.collate import SkipLimit
 from vlmpack.data import open_dataset
 from vlmpack.errors import ConfigError
 from vlmpack.store import StoreSettings, write_rows
@@ -55,7 +55,7 @@ def seen(folder):
 @pytest.fixture(scope="module")
 def local(folder):
     """The files of the same store, written here; before Ray's runs change the data."""
-    collator = packing(on_bad="skip", ceiling=Ceiling(max_bad_fraction=0.5))
+    collator = packing(on_bad="skip", skip_limit=SkipLimit(max_bad_fraction=0.5))
     store(folder / "local", open_dataset(folder / "samples.jsonl"), collator, seed=1)
     return digests(folder / "local")
 

@@ -11,7 +11,7 @@ from chats import chat, picture, processor_of
 from store.stores import CAPACITY, check_same, encoded, mixed, packing, places, store, texts
 from torch.utils.data import DataLoader
 
-from vlmpack.collate import VLMCollator, read_ledger
+from vlmpack.collate import VLMCollator, read_skip_log
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import PackedRow
 from vlmpack.loading import PackedBatchSampler
@@ -135,8 +135,8 @@ def test_it_pickles_as_a_path(kept):
 def test_a_row_is_outlined_without_a_processor_or_an_image(kept, dataset):
     looked_at = PackedDataset(kept[0])
     for at, row in enumerate(places(looked_at)):
-        outline = looked_at.outline(at)
-        assert [sample.sample_id for sample in outline] == list(dataset.row(at).facts.sample_ids)
+        outline = looked_at.measured(at)
+        assert [sample.sample_id for sample in outline] == list(dataset.row(at).metadata.sample_ids)
         assert [sample.num_tokens for sample in outline] == list(looked_at.segments(at).lengths)
         assert all(image.pixels is None and image.source is None for sample in outline for image in sample.images)
         assert len(outline) == len(row)
@@ -148,7 +148,7 @@ def test_samples_without_a_name_are_named_by_their_place_in_the_data_set(tmp_pat
     samples = [chat(f"{n}?", "yes") for n in range(9)]
     store(tmp_path, samples, seed=3)
     dataset = PackedDataset(tmp_path, processor_of())
-    named = [list(dataset.row(at).facts.sample_ids) for at in range(len(dataset))]
+    named = [list(dataset.row(at).metadata.sample_ids) for at in range(len(dataset))]
     assert named == places(dataset) != [sorted(row) for row in named]
 
 
@@ -237,12 +237,12 @@ def test_a_damaged_image_is_named_with_its_sample_file_and_row(tmp_path):
 
 def test_a_damaged_image_can_be_skipped_and_is_written_down(tmp_path):
     samples = damaged(tmp_path / "rows")
-    ledger = tmp_path / "bad.jsonl"
-    dataset = PackedDataset(tmp_path / "rows", processor_of(), on_bad="skip", ledger=ledger)
+    skip_log = tmp_path / "bad.jsonl"
+    dataset = PackedDataset(tmp_path / "rows", processor_of(), on_bad="skip", skip_log=skip_log)
     row = dataset.row(0)
-    assert row.facts.sample_ids == ("s0", "s2")
+    assert row.metadata.sample_ids == ("s0", "s2")
     check_same(row, packing().collate([samples[0], samples[2]]))
-    assert [(one["id"], one["reason"]) for one in read_ledger(ledger)] == [("s1", "image_undecodable")]
+    assert [(one["id"], one["reason"]) for one in read_skip_log(skip_log)] == [("s1", "image_undecodable")]
 
 
 def test_a_referenced_file_that_is_gone_or_another_one_is_told(tmp_path):

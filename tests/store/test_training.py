@@ -63,7 +63,7 @@ def test_loss_and_gradients_of_stored_rows_are_those_of_the_samples_alone(kept, 
 def test_a_row_is_an_object_for_loops_of_ones_own(kept):
     dataset = PackedDataset(kept[0], processor_of())
     result = PackedStep(model_of())(dataset.row(0))
-    assert result.num_targets == dataset.row(0).facts.num_targets > 0
+    assert result.num_targets == dataset.row(0).metadata.num_targets > 0
 
 
 # ---------------------------------------------------------------------- HF Trainer

@@ -13,7 +13,7 @@ import torch
 from chats import chat, picture
 from store.stores import digests, encoded, mixed, packing, store, texts
 
-from vlmpack.collate import Ceiling
+from vlmpack.collate import SkipLimit
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan import Plan
 from vlmpack.store.shards import sample_digest
@@ -86,7 +86,7 @@ def test_a_sample_that_stopped_the_run_may_be_corrected(tmp_path):
 
 
 def test_a_sample_that_was_left_out_is_compared_too(tmp_path):
-    lenient = {"on_bad": "skip", "ceiling": Ceiling(max_bad_fraction=0.5)}
+    lenient = {"on_bad": "skip", "skip_limit": SkipLimit(max_bad_fraction=0.5)}
     bad = [{"messages": [{"role": "user", "content": text}], "id": "bad"} for text in ("?", "??")]
     long = [chat("?", f"{word} " * 200, id="long") for word in ("a", "b")]
     store(tmp_path, [*texts(5), bad[0], long[0]], packing(**lenient), oversize="drop")

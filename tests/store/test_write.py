@@ -15,7 +15,7 @@ from chats import chat, picture, processor_of
 from PIL import Image
 from store.stores import CAPACITY, digests, encoded, mixed, packing, places, store, texts
 
-from vlmpack.collate import Ceiling, VLMCollator
+from vlmpack.collate import SkipLimit, VLMCollator
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.files import atomic_file
 from vlmpack.layout import SlotRule
@@ -164,7 +164,7 @@ def test_a_sample_that_exceeds_a_row_is_listed_or_alone(tmp_path, oversize):
 
 def test_a_sample_that_exceeds_a_row_stops_by_default_and_is_named_by_its_place(tmp_path):
     samples = [BROKEN, *texts(4), chat("?", "a " * 200, id="long")]
-    collator = packing(on_bad="skip", ceiling=Ceiling(max_bad_fraction=0.5))
+    collator = packing(on_bad="skip", skip_limit=SkipLimit(max_bad_fraction=0.5))
     with pytest.raises(
         SampleError, match=r"sample 5 \(id 'long'\): does not fit a row of 96 tokens. 1 of 6 samples do not: 5 \(\d+ "
     ) as caught:
@@ -187,7 +187,7 @@ def test_a_bad_sample_stops_by_default(tmp_path):
 
 def test_skipped_samples_are_counted_and_listed(tmp_path):
     manifest = store(
-        tmp_path, [BROKEN, *texts(3), BROKEN], packing(on_bad="skip", ceiling=Ceiling(max_bad_fraction=0.5))
+        tmp_path, [BROKEN, *texts(3), BROKEN], packing(on_bad="skip", skip_limit=SkipLimit(max_bad_fraction=0.5))
     )
     assert (manifest.counts.total, manifest.counts.refused, manifest.counts.samples) == (5, 2, 3)
     assert manifest.reasons == {"no_targets": 2}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from vlmpack.data.archive import FIELDS, SPLITS
-from vlmpack.data.json_tokens import json2token
+from vlmpack.data.cord import json2token
 from vlmpack.errors import ConfigError
 from vlmpack.testing import SyntheticReceipts
 from vlmpack.testing.receipts import Printer, Sheet, quad_of

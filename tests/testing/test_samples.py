@@ -15,10 +15,10 @@ from vlmpack.testing import (
     Kind,
     alone,
     build_sample,
-    facts_of,
     grids_of,
     kind_of,
     kinds_of,
+    metadata_of,
     mixed_samples,
     num_targets,
     padded,
@@ -74,16 +74,16 @@ def test_left_and_right_padding_hold_the_same_tokens(name: str) -> None:
         assert torch.equal(tensors[0], torch.cat([sample[field] for sample in samples]))
 
 
-def test_facts_are_counted_from_the_samples() -> None:
+def test_metadata_are_counted_from_the_samples() -> None:
     config: Any = tiny_config("qwen2_5_vl", patch_size=4)
     samples = mixed_samples(config, kinds=["images_and_video", "text", "image"])
-    facts = facts_of(samples)
-    assert facts.images_per_sample == (1, 0, 1)
-    assert facts.videos_per_sample == (1, 0, 0)
-    assert len(facts.seconds_per_grid) == 1
-    assert facts.lengths == tuple(len(s["input_ids"]) for s in samples)
-    assert facts.num_targets == sum(int((alone(s)["labels"][0, 1:] != -100).sum()) for s in samples)
-    assert padded(samples, facts=False).facts is None
+    metadata = metadata_of(samples)
+    assert metadata.images_per_sample == (1, 0, 1)
+    assert metadata.videos_per_sample == (1, 0, 0)
+    assert len(metadata.seconds_per_grid) == 1
+    assert metadata.lengths == tuple(len(s["input_ids"]) for s in samples)
+    assert metadata.num_targets == sum(int((alone(s)["labels"][0, 1:] != -100).sum()) for s in samples)
+    assert padded(samples, metadata=False).metadata is None
 
 
 def test_labels_at_the_end_are_counted() -> None:

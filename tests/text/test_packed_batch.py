@@ -81,8 +81,8 @@ def test_one_row_for_the_model_has_all_samples_and_no_padding() -> None:
     assert row.input_ids.tolist() == [[10, 20, 30, 100, 40, 50, 60, 70, 80, 90]]
     assert row.shift_labels is not None
     assert row.shift_labels.tolist() == [[20, 30, -100, -100, 50, -100, 70, 80, 90, -100]]
-    assert row.facts is not None
-    assert (row.facts.num_targets, row.facts.sample_ids) == (6, (0, 3, 1, 2))
+    assert row.metadata is not None
+    assert (row.metadata.num_targets, row.metadata.sample_ids) == (6, (0, 3, 1, 2))
 
 
 def test_tensors_go_where_they_are_sent() -> None:

@@ -45,7 +45,7 @@ def gradients(family, wrapper, *, recomputed):
     if recomputed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     samples = samples_of(model)
-    targets = padded(samples).facts.num_targets
+    targets = padded(samples).metadata.num_targets
     mine = padded(samples[:2] if dist.get_rank() == 0 else samples[2:])
     if wrapper == "ddp":
         step = PackedStep(DistributedDataParallel(model, find_unused_parameters=True))  # an indexer only chooses

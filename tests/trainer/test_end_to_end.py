@@ -11,7 +11,7 @@ from chats import chat, picture, processor_of
 from training import LAYOUTS, arguments, logged
 from transformers import Trainer
 
-from vlmpack.collate import Ceiling, VLMCollator
+from vlmpack.collate import SkipLimit, VLMCollator
 from vlmpack.data import to_conversation
 from vlmpack.model import enable_packing
 from vlmpack.testing import SyntheticReceipts, tiny_model
@@ -117,7 +117,7 @@ def test_a_batch_whose_samples_were_all_refused_costs_a_step_of_nothing(layout, 
     processor = processor_of()
     good = [chat("What?", "This.", picture()), chat("And?", "That.")]
     bad = [{"messages": [{"role": "user", "content": "no answer"}]}] * 2
-    skip = {"on_bad": "skip", "ledger": tmp_path / "refused.jsonl", "ceiling": Ceiling(max_bad_fraction=1.0)}
+    skip = {"on_bad": "skip", "skip_log": tmp_path / "refused.jsonl", "skip_limit": SkipLimit(max_bad_fraction=1.0)}
     losses = []
     for rows, accumulate in ((good, 1), (good + bad, 2)):
         collate = VLMCollator(processor, layout=layout, **skip)
@@ -127,4 +127,4 @@ def test_a_batch_whose_samples_were_all_refused_costs_a_step_of_nothing(layout, 
         run.train()
         losses += logged(run)
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    assert len([json.loads(line) for line in skip["ledger"].read_text().splitlines()]) == 2
+    assert len([json.loads(line) for line in skip["skip_log"].read_text().splitlines()]) == 2

@@ -284,5 +284,5 @@ def test_a_collator_that_cannot_measure_needs_a_plan():
 
 
 def test_a_path_is_not_a_data_set():
-    with pytest.raises(ConfigError, match=r"'chats.jsonl' is a path: open it with vlmpack.open_dataset\(path\)"):
+    with pytest.raises(ConfigError, match=r"'chats.jsonl' is a path: open it with vlmpack.data.open_dataset\(path\)"):
         evaluate(tiny_model(), "chats.jsonl", VLMCollator(processor_of()), capacity=100)

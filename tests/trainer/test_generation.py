@@ -13,8 +13,8 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 
 
 def prompts(model, side):
-    """Four samples in one batch; what a processor gives, without labels or host facts."""
-    batch = padded(receipts(model)[:4], side, facts=False).to_hf()
+    """Four samples in one batch; what a processor gives, without labels or host metadata."""
+    batch = padded(receipts(model)[:4], side, metadata=False).to_hf()
     return {name: value for name, value in batch.items() if name != "labels"}
 
 

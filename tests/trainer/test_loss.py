@@ -60,7 +60,7 @@ def test_a_collator_of_ones_own_trains_as_before_unless_trainer_averaged_batches
         for sample in samples:
             sample["labels"][0] = -100
         run = trainer(model, samples, tmp_path, "padded", gradient_accumulation_steps=accumulate, max_steps=3)
-        run.data_collator = lambda features: {**padded(features, facts=False).to_hf()}
+        run.data_collator = lambda features: {**padded(features, metadata=False).to_hf()}
         run.train()
         runs.append((logged(run), weights(model)))
     (ours, our_weights), (plain, plain_weights) = runs

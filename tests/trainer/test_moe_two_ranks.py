@@ -38,7 +38,7 @@ def test_a_step_is_that_of_both_halves_in_one_process(folder, family, wrapper, r
     """Of the unmodified model on padded batches. Gradients are the mean over ranks; targets were counted over both."""
     reference = fresh(family)
     samples = samples_of(reference)
-    targets = padded(samples).facts.num_targets
+    targets = padded(samples).metadata.num_targets
     for half in (samples[:2], samples[2:]):
         batch = padded(half)
         output = reference(**stock(batch), output_router_logits=True, num_items_in_batch=targets)

@@ -121,7 +121,7 @@ def test_a_stream_with_dispatch_batches_off_is_right(layout, model, tmp_path):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_batch_cut_for_two_ranks(layout, rank, model):
-    """What DataLoaderDispatcher and nn.DataParallel do to a batch of four samples: rows cut in two, facts handed on."""
+    """What DataLoaderDispatcher and nn.DataParallel do to a batch of four samples: rows cut in two, metadata kept."""
     batch = collator(layout)(receipts(model)[:4])
     half = max(len(batch["input_ids"]) // 2, 1)
     with pytest.raises(LayoutError, match="dispatch_batches=False"):
@@ -130,7 +130,7 @@ def test_a_batch_cut_for_two_ranks(layout, rank, model):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_batches_of_two_ranks_concatenated(layout, model):
-    """With host facts accelerate itself stops; without, two rows of one width become one batch of two rows."""
+    """With host metadata accelerate itself stops; without, two rows of one width become one batch of two rows."""
     batches = [collator(layout)(receipts(model)[:3]) for _ in range(2)]
     with pytest.raises(TypeError, match="HostMetadata"):
         concatenate(batches)

@@ -82,7 +82,7 @@ def pack(
     if ray:
         check_extra("ray", "ray", needed_by="`vlmpack pack --ray`")
 
-    from vlmpack.collate import Ceiling
+    from vlmpack.collate import SkipLimit
     from vlmpack.layout import SlotRule
     from vlmpack.store import StoreSettings, write_rows
 
@@ -97,8 +97,8 @@ def pack(
         overlength=overlength, image_root=image_root,
     )  # fmt: skip
     slots = SlotRule(multiple=pad_seq_to_mult, max_segments=max_segments)
-    ceiling = None if max_bad_fraction is None else Ceiling(max_bad_fraction=max_bad_fraction)
-    inputs = open_inputs(source, train_on=train_on, on_bad=on_bad, ceiling=ceiling, slots=slots)
+    skip_limit = None if max_bad_fraction is None else SkipLimit(max_bad_fraction=max_bad_fraction)
+    inputs = open_inputs(source, train_on=train_on, on_bad=on_bad, skip_limit=skip_limit, slots=slots)
     with progress_bars(Console(stderr=True)) as progress:
         manifest = write_rows(
             inputs.dataset, out, inputs.collator, settings, workers=workers, executor="ray" if ray else "local",

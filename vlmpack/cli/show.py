@@ -189,7 +189,7 @@ def stored_rows(source: str) -> Rows:
         count=len(dataset),
         capacity=capacity,
         slots=dataset.slots,
-        samples=dataset.outline,
+        samples=dataset.measured,
     )
 
 
@@ -235,7 +235,7 @@ def planned_rows(
         count=len(plan),
         capacity=capacity,
         slots=SlotRule(),
-        samples=lambda row: [inputs.collator.outline(inputs.dataset[place], place) for place in plan.bins[row]],
+        samples=lambda row: [inputs.collator.measure(inputs.dataset[place], place) for place in plan.bins[row]],
     )
 
 

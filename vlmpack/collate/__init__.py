@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from vlmpack.collate.buffers import PixelBuffers
-from vlmpack.collate.collator import BatchLayout, VLMCollator, own_id
-from vlmpack.collate.columns import CONVERSATION_COLUMNS, MEDIA_COLUMNS
+from vlmpack.collate.collator import BatchLayout, VLMCollator, sample_id_of
+from vlmpack.collate.columns import CONVERSATION_COLUMNS, MEDIA_COLUMNS, MediaRef
 from vlmpack.collate.conversation import read_conversation
-from vlmpack.collate.encode import OVERLENGTH
-from vlmpack.collate.encoded import Encoded, Visual
-from vlmpack.collate.placeholders import MediaRef
-from vlmpack.collate.processor import ProcessorFacts, parts_of
-from vlmpack.collate.skipped import Ceiling, Ledger, read_ledger
+from vlmpack.collate.encoded import OVERLENGTH, Encoded, Visual
+from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
+from vlmpack.collate.skipped import SkipLimit, SkipLog, read_skip_log
 from vlmpack.collate.vision_keys import VIDEO_KEYS
-from vlmpack.data import ImageError, ImageLimits, load_image
 
 __all__ = [
     "CONVERSATION_COLUMNS",
@@ -20,19 +17,16 @@ __all__ = [
     "OVERLENGTH",
     "VIDEO_KEYS",
     "BatchLayout",
-    "Ceiling",
     "Encoded",
-    "ImageError",
-    "ImageLimits",
-    "Ledger",
     "MediaRef",
     "PixelBuffers",
-    "ProcessorFacts",
+    "ProcessorMetadata",
+    "SkipLimit",
+    "SkipLog",
     "VLMCollator",
     "Visual",
-    "load_image",
-    "own_id",
     "parts_of",
     "read_conversation",
-    "read_ledger",
+    "read_skip_log",
+    "sample_id_of",
 ]

@@ -1,39 +1,35 @@
-"""Encoded samples → the padded batch or the packed row; each tensor is written once, and pixels are copied once."""
+"""Join encoded samples into a padded batch or a packed row: each tensor is written once, pixels are copied once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import final
 
 import numpy as np
 import torch
 
-from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
+from vlmpack.collate.buffers import PixelBuffers
 from vlmpack.collate.encoded import Encoded, Visual
-from vlmpack.collate.processor import ProcessorFacts
-from vlmpack.layout import IGNORE, IMAGE, HostMetadata, Media, PackedRow, PaddedBatch, Segments, SlotRule, shift_labels
+from vlmpack.collate.processor_metadata import ProcessorMetadata
+from vlmpack.layout import (
+    IGNORE,
+    IMAGE,
+    TEXT,
+    HostMetadata,
+    Media,
+    PackedRow,
+    PaddedBatch,
+    Segments,
+    SlotRule,
+    shift_labels,
+)
 
 NO_BUFFERS = PixelBuffers(0)
 """New memory for every batch."""
 
 
-@final
-class BrokenPixels(Exception):  # noqa: N818 (never leaves the room: the collator refuses the sample)
-    """An image or a video of at least one sample holds NaN or infinity."""
-
-    def __init__(self) -> None:
-        super().__init__("its pixels hold NaN or infinity; the image is broken or was normalised by 0")
-
-
-def has_broken_pixels(sample: Encoded) -> bool:
-    """Whether a sample is one of those for which `BrokenPixels` is raised."""
-    visuals = (*sample.images, *sample.videos)
-    return not all(is_finite(visual.pixels) for visual in visuals if visual.pixels is not None)
-
-
-UNTOLD_SECONDS = 1.0
-"""Seconds per video grid where a sample does not tell: what Qwen2.5-VL's model assumes."""
+DEFAULT_SECONDS = 1.0
+"""Seconds per video grid where a sample has none: what Qwen2.5-VL's model assumes."""
 
 
 def to_padded(
@@ -43,10 +39,10 @@ def to_padded(
     pixel_dtype: torch.dtype | None = None,
     buffers: PixelBuffers = NO_BUFFERS,
 ) -> PaddedBatch:
-    """[B, S], padded on the right; S is the longest sample.
+    """Pad samples on the right to [B, S]; S is the longest one.
 
     Raises:
-        BrokenPixels: pixels of a sample are not finite.
+        NotFinite: pixels of a sample are not finite.
     """
     width = max(sample.num_tokens for sample in samples)
     starts = [row * width for row in range(len(samples))]
@@ -60,7 +56,7 @@ def to_padded(
         labels=batch([s.labels for s in samples], IGNORE),
         mm_token_type_ids=batch([s.types for s in samples], 0),
         media=_media(samples, pixel_dtype, buffers),
-        facts=_facts(samples),
+        metadata=_metadata(samples),
     )
 
 
@@ -72,11 +68,11 @@ def to_packed(
     pixel_dtype: torch.dtype | None = None,
     buffers: PixelBuffers = NO_BUFFERS,
 ) -> PackedRow:
-    """[1, T], straight from the samples: equal to `pack(to_padded(samples), rule=rule)`.
+    """Pack samples into a row [1, T]: equal to `pack(to_padded(samples), rule=rule)`.
 
     Raises:
         LayoutError: the samples do not fit the rule's fixed row width or number of segments.
-        BrokenPixels: pixels of a sample are not finite.
+        NotFinite: pixels of a sample are not finite.
     """
     segments = Segments.from_lengths([sample.num_tokens for sample in samples], rule)
     starts = segments.stride[: len(samples)]
@@ -90,24 +86,23 @@ def to_packed(
         shift_labels=shift_labels(row([s.labels for s in samples], IGNORE), segments),
         mm_token_type_ids=row([s.types for s in samples], 0),
         media=_media(samples, pixel_dtype, buffers),
-        facts=_facts(samples, segments=segments),
+        metadata=_metadata(samples),
     )
 
 
-def filler(facts: ProcessorFacts) -> Encoded:
-    """What stands in for a batch without samples: one smallest black image, or one token of text; nothing to learn.
+def filler(metadata: ProcessorMetadata) -> Encoded:
+    """Build the sample of a batch without samples: the smallest black image, or one token of text; no targets.
 
-    A rank with nothing to do would leave the others waiting in the next collective operation; this gives it a forward
-    and a backward pass through every part of the model, with a loss of 0.
+    A rank without a step would block the others in the next collective; with this sample it runs forward and backward
+    through every part of the model, with a loss of 0.
     """
-    if not facts.has_vision:
-        ids = np.array([facts.pad_token_id], np.int64)
-        return Encoded(input_ids=ids, labels=np.full_like(ids, IGNORE), types=np.zeros_like(ids))
-    ids = np.array([facts.vision_start_id, facts.image_token_id, facts.vision_end_id], np.int64)
-    merge = facts.merge_size
-    image = Visual(pixels=torch.zeros(merge * merge, facts.patch_dim), grid=(1, merge, merge))
-    types = np.array([0, IMAGE, 0], np.int64)
-    return Encoded(input_ids=ids, labels=np.full_like(ids, IGNORE), types=types, images=(image,))
+    ids, types, images = [metadata.pad_token_id], [TEXT], ()
+    if metadata.has_vision:
+        ids, types = [metadata.vision_start_id, metadata.image_token_id, metadata.vision_end_id], [TEXT, IMAGE, TEXT]
+        merge = metadata.merge_size
+        images = (Visual(pixels=torch.zeros(merge * merge, metadata.patch_dim), grid=(1, merge, merge)),)
+    labels = np.full(len(ids), IGNORE, np.int64)
+    return Encoded(input_ids=np.array(ids, np.int64), labels=labels, types=np.array(types, np.int64), images=images)
 
 
 def _write(arrays: Sequence[np.ndarray], starts: Sequence[int], total: int, fill: int) -> torch.Tensor:
@@ -118,7 +113,7 @@ def _write(arrays: Sequence[np.ndarray], starts: Sequence[int], total: int, fill
     return torch.from_numpy(out)
 
 
-def _facts(samples: Sequence[Encoded], segments: Segments | None = None) -> HostMetadata:
+def _metadata(samples: Sequence[Encoded]) -> HostMetadata:
     images = tuple(len(sample.images) for sample in samples)
     videos = tuple(len(sample.videos) for sample in samples)
     return HostMetadata(
@@ -130,7 +125,6 @@ def _facts(samples: Sequence[Encoded], segments: Segments | None = None) -> Host
         seconds_per_grid=_seconds(samples),
         num_targets=sum(sample.num_targets for sample in samples),
         sample_ids=tuple(sample.sample_id for sample in samples if sample.sample_id is not None),
-        segments=segments,
     )
 
 
@@ -148,11 +142,11 @@ def _media(samples: Sequence[Encoded], dtype: torch.dtype | None, buffers: Pixel
 
 
 def _seconds(samples: Sequence[Encoded]) -> tuple[float, ...]:
-    """One entry a video if any video tells; () if none does."""
+    """One entry a video if any video has seconds; () if none has."""
     seconds = [video.seconds for sample in samples for video in sample.videos]
     if all(second is None for second in seconds):
         return ()
-    return tuple(UNTOLD_SECONDS if second is None else second for second in seconds)
+    return tuple(DEFAULT_SECONDS if second is None else second for second in seconds)
 
 
 def _grids(visuals: Sequence[Visual]) -> torch.Tensor | None:
@@ -160,12 +154,9 @@ def _grids(visuals: Sequence[Visual]) -> torch.Tensor | None:
 
 
 def _join(visuals: Sequence[Visual], dtype: torch.dtype | None, buffers: PixelBuffers) -> torch.Tensor | None:
-    """[P, C] in the given type, or in the widest of their own."""
+    """Join pixels into [P, C] of this type, or of the widest that they have."""
     if not visuals:
         return None
     parts = [visual.pixels.detach() for visual in visuals if visual.pixels is not None]
-    assert len(parts) == len(visuals), "an outline has no pixels: fill it first"
-    try:
-        return buffers.join(parts, dtype or reduce(torch.promote_types, (part.dtype for part in parts)))
-    except NotFinite as found:
-        raise BrokenPixels from found
+    assert len(parts) == len(visuals), "a measured sample has no pixels: decode it first"
+    return buffers.join(parts, dtype or reduce(torch.promote_types, (part.dtype for part in parts)))

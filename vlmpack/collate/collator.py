@@ -1,28 +1,25 @@
-"""VLMCollator: a list of sample dicts → one batch, for a DataLoader, HF Trainer or TRL."""
+"""Collate sample dicts into one batch, for a DataLoader, HF Trainer or TRL: `VLMCollator`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
-from numbers import Integral
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, Literal, final, get_args
 
 import torch
 
-from vlmpack.collate.assemble import BrokenPixels, filler, has_broken_pixels, to_packed, to_padded
-from vlmpack.collate.buffers import PixelBuffers
-from vlmpack.collate.encode import OVERLENGTH, Encoder, Overlength, fit
-from vlmpack.collate.encoded import Encoded
-from vlmpack.collate.labels import TrainOn
-from vlmpack.collate.placeholders import Markers
-from vlmpack.collate.processor import read_processor
-from vlmpack.collate.skipped import Ceiling, Ledger
+from vlmpack.collate.assemble import filler, to_packed, to_padded
+from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
+from vlmpack.collate.columns import Markers
+from vlmpack.collate.encode import Encoder
+from vlmpack.collate.encoded import OVERLENGTH, Encoded, Overlength, TrainOn, fit
+from vlmpack.collate.processor_metadata import read_processor
+from vlmpack.collate.skipped import SkipLimit, SkipLog
 from vlmpack.data import ImageLimits
-from vlmpack.errors import ConfigError, Refusal, SampleError, VlmpackError, check_kind
+from vlmpack.errors import ConfigError, Refusal, SampleError, VlmpackError, check_kind, check_whole_number
 from vlmpack.layout import PackedRow, PaddedBatch, SlotRule, round_up
 
 _ROOM = Path(__file__).parent
@@ -43,19 +40,19 @@ class VLMCollator:
         max_length: most tokens of a sample; None: no limit.
         overlength: what happens to a longer one: "error" refuses it as a bad sample, "drop" leaves it out and counts
             it, "truncate" cuts it between messages or beside an image, never inside one.
-        train_on: "assistant" learns what assistant turns say, their end included (of prompt and completion only the
-            completion); "all" learns everything but media tokens. Labels that tokenised samples bring are kept.
-        markers: what `<image>` and `<video>` in a text are. "auto": places of the media of a sample's columns, and text
-            in a sample that has no such column; "places": always places, so that one without its medium is refused;
-            "text": always text.
+        train_on: "assistant" learns the assistant's turns, their end included (of prompt and completion only the
+            completion); "all" learns everything but media tokens. Labels of tokenised samples are kept.
+        markers: the meaning of `<image>` and `<video>` in a text. "auto": placeholders of the media in a sample's
+            columns, and text in a sample without such a column; "places": always placeholders, refused without their
+            medium; "text": always text.
         on_bad: "raise" stops at the first bad sample, "skip" leaves it out, counts it and writes it down.
-        ledger: path of a JSON-lines file for refused samples; None: they are only counted.
-        ceiling: how many skipped samples are too many; None: `Ceiling()`.
+        skip_log: path of a JSON-lines file for refused samples; None: they are only counted.
+        skip_limit: the number of skipped samples above which the run stops; None: `SkipLimit()`.
         limits: caps for images, read from their headers before decoding.
         vocab_size: token ids are below this; None: the tokenizer's number of entries.
-        pixel_dtype: what pixels are stored as (bfloat16 halves their bytes); None: float32, as the processor gives.
-        pixel_buffers: blocks of memory in which the pixels of batches are joined in turn, at most so many; a block is
-            used again when nothing refers to it any more. 0: new memory for every batch.
+        pixel_dtype: dtype of the pixels (bfloat16 halves their bytes); None: the processor's, float32.
+        pixel_buffers: most blocks of memory in which the pixels of batches are joined in turn; a block is reused when
+            nothing refers to it any more. 0: new memory for every batch.
 
     Raises:
         ConfigError: settings that contradict each other.
@@ -73,8 +70,8 @@ class VLMCollator:
         train_on: TrainOn = "assistant",
         markers: Markers = "auto",
         on_bad: OnBad = "raise",
-        ledger: str | Path | None = None,
-        ceiling: Ceiling | None = None,
+        skip_log: str | Path | None = None,
+        skip_limit: SkipLimit | None = None,
         limits: ImageLimits | None = None,
         vocab_size: int | None = None,
         pixel_dtype: torch.dtype | None = None,
@@ -86,9 +83,11 @@ class VLMCollator:
         _check_choice("markers", markers, get_args(Markers))
         _check_choice("on_bad", on_bad, get_args(OnBad))
         _check_lengths(layout, slots, max_length, overlength)
-        _check_pixels(pixel_dtype, pixel_buffers)
-        if ceiling is not None:
-            check_kind("ceiling", ceiling, Ceiling, "Ceiling(max_bad_fraction=0.05)")
+        check_whole_number("pixel_buffers", pixel_buffers, at_least=0, remedy="0: new memory every time")
+        if pixel_dtype is not None and not pixel_dtype.is_floating_point:
+            raise ConfigError(f"pixel_dtype={pixel_dtype} would round normalised pixels to integers; use a float type")
+        if skip_limit is not None:
+            check_kind("skip_limit", skip_limit, SkipLimit, "SkipLimit(max_bad_fraction=0.05)")
         self.layout = layout
         self.slots = slots or SlotRule()
         self.max_length = max_length
@@ -100,96 +99,95 @@ class VLMCollator:
         self.pixel_dtype = pixel_dtype
         self.buffers = PixelBuffers(pixel_buffers)
         self.processor = processor
-        self.facts = read_processor(processor, vocab_size=vocab_size)
-        self.ledger = Ledger(ledger, ceiling=ceiling)
-        """Counts of given, used and refused samples, by reason."""
+        self.metadata = read_processor(processor, vocab_size=vocab_size)
+        self.skip_log = SkipLog(skip_log, limit=skip_limit)
+        """Counts of received, used and refused samples, by reason."""
         self._encoder = Encoder(
             processor=processor,
-            facts=self.facts,
+            metadata=self.metadata,
             limits=self.limits,
             train_on=train_on,
             markers=markers,
-            name_unread=self.ledger.name_unread,
+            name_unread=self.skip_log.name_unread,
             max_length=max_length,
         )
 
     def __repr__(self) -> str:
-        names = ("layout", "slots", "max_length", "overlength", "train_on", "on_bad", "ledger")
-        given = (f"{name}={self.__dict__[name]!r}" for name in names if self.__dict__[name] not in (None, SlotRule()))
-        return f"VLMCollator({type(self.processor).__name__}, {', '.join(given)})"
+        names = ("layout", "slots", "max_length", "overlength", "train_on", "on_bad", "skip_log")
+        changed = (f"{name}={self.__dict__[name]!r}" for name in names if self.__dict__[name] not in (None, SlotRule()))
+        return f"VLMCollator({type(self.processor).__name__}, {', '.join(changed)})"
 
     def __call__(self, features: Sequence[Mapping[str, Any] | SampleError]) -> dict[str, Any]:
-        """The batch as a dictionary for `model(**batch)`, host facts under the key "vlmpack"."""
+        """Collate samples into a dictionary for `model(**batch)`, host metadata under the key "vlmpack"."""
         return self.collate(features).to_hf()
 
     def collate(self, features: Sequence[Mapping[str, Any] | SampleError]) -> PaddedBatch | PackedRow:
-        """The batch as an object. A feature may be an error, as an `OpenDataset` gives it: it is refused as any other.
+        """Collate samples into a batch object. A feature may be an error, as an `OpenDataset` returns it for a bad row.
 
-        `facts.sample_ids` names the samples that are in it, by their own id (`id` or `sample_id`) or else by their
-        place in `features`. It is empty where there are none, because every sample was refused or no features were
-        given (an empty row of a sampler): then the batch holds one smallest image with nothing to learn
-        (`num_targets` 0), so that this rank still makes its step.
+        `metadata.sample_ids` names the samples in it: by `id` or `sample_id`, or else by their place in `features`. It
+        is empty where every sample was refused or `features` is empty (an empty row of a sampler). Then the batch
+        holds one smallest image without targets (`num_targets` 0), so that this rank still makes its step.
 
         Raises:
-            SampleError: a sample cannot be used and `on_bad` is "raise"; says which, what was seen and what to do.
+            SampleError: a sample cannot be used and `on_bad` is "raise"; names it, with the remedy.
             ConfigError: no sample of this kind can be used, such as all without a known column, and `on_bad` is
-                "raise"; or more were refused than the ceiling allows.
+                "raise"; or more were refused than the skip limit allows.
             LayoutError: the samples do not fit the fixed sizes of `slots`.
         """
         if isinstance(features, Mapping):
             raise ConfigError("collate makes a batch of a list of samples, got one sample: give [sample]")
         return self._assemble(partial(self._encoded, feature, index) for index, feature in enumerate(features))
 
-    def outline(self, feature: Mapping[str, Any], index: int | None = None, *, estimate: bool = False) -> Encoded:
-        """One sample without its pixels: token ids, labels, and the grid of each image from its header.
+    def measure(self, feature: Mapping[str, Any], index: int | None = None, *, estimate: bool = False) -> Encoded:
+        """Encode a sample without its pixels: token ids, labels, and the grid of each image from its header.
 
-        What `collate` would make of the sample, `max_length` included, in a small part of the time. Damage to an
-        image that its header does not show is found by `materialise`. The ledger does not count it.
+        The result is that of `collate`, `max_length` included, in a small part of the time. `decode` finds damage that
+        an image's header does not show. The log of skipped samples does not count the sample.
 
         Args:
             feature: a sample dict.
             index: its place in the data set, for errors and as its id where it has none of its own.
             estimate: count one token for each square of an image's own pixels, begun ones included, whatever the
-                processor's bounds and rule are. Nothing can be materialised from that.
+                processor's bounds and rule are. It cannot be decoded.
 
         Raises:
             SampleError: the sample cannot be used, whatever `on_bad` says.
             ConfigError: no sample of this kind can be used and `on_bad` is "raise", or images cannot be measured with
                 this processor.
         """
-        sample = self._checked(feature, index, lambda: self._fitted(self._encoder.outline(feature, estimate=estimate)))
+        sample = self._checked(feature, index, lambda: self._fitted(self._encoder.measure(feature, estimate=estimate)))
         return sample if index is None else _with_id(sample, index)
 
     def length(self, feature: Mapping[str, Any]) -> int:
-        """Tokens that a sample takes up in a row, its whole slot, as `outline` tells: `length` of a `PackedStream`.
+        """Return the tokens of a sample's slot in a row, as `measure` counts them: `length` of a `PackedStream`.
 
         A sample that `collate` leaves out takes up the smallest slot, so that a stream hands it over and it is counted.
 
         Raises:
-            SampleError, ConfigError: as `outline`; the first only if `on_bad` is "raise".
+            SampleError, ConfigError: as `measure`; the first only if `on_bad` is "raise".
         """
-        outcome = self._outcome(lambda: self.outline(feature))
+        outcome = self._outcome(lambda: self.measure(feature))
         if isinstance(outcome, SampleError) and self._is_fatal(outcome):
             raise outcome
         return round_up(outcome.num_tokens if isinstance(outcome, Encoded) else 1, self.slots.multiple)
 
-    def materialise(self, outlines: Sequence[Encoded]) -> PaddedBatch | PackedRow:
-        """The batch of samples that `outline` gave: their media are read and cut into patches now.
+    def decode(self, samples: Sequence[Encoded]) -> PaddedBatch | PackedRow:
+        """Collate samples that `measure` returned: read their media and cut them into patches.
 
-        Equal to `collate` of the same samples. A sample whose media cannot be used, or have changed since, is treated
-        as `on_bad` says; media that `overlength="truncate"` cut off are not looked at again.
+        Equal to `collate` of the same samples. `on_bad` decides about a sample whose media cannot be used or have
+        changed since; media that `overlength="truncate"` cut off are not read.
 
         Raises:
             SampleError, ConfigError, LayoutError: as `collate`.
         """
-        return self._assemble(partial(self._filled, outline, index) for index, outline in enumerate(outlines))
+        return self._assemble(partial(self._decoded, sample, index) for index, sample in enumerate(samples))
 
     def leaves_out(self, reason: str) -> bool:
-        """Whether a sample refused for this reason is left out because the settings say so, not because it is bad."""
+        """Return whether samples refused for this reason are left out by a setting, not because they are bad."""
         return reason == OVERLENGTH and self.overlength == "drop"
 
     def _assemble(self, makers: Iterable[Callable[[], Encoded]]) -> PaddedBatch | PackedRow:
-        """The batch of what can be used; all samples are counted, in their order, once that is known."""
+        """Join the usable samples into a batch, then count all of them in their order."""
         outcomes: list[Encoded | SampleError] = []
         for make in makers:
             outcomes.append(self._outcome(make))
@@ -200,26 +198,21 @@ class VLMCollator:
         return batch
 
     def _lay_out(self, outcomes: list[Encoded | SampleError]) -> PaddedBatch | PackedRow:
-        """The batch. Samples whose pixels turn out to be broken as they are joined become errors in `outcomes`."""
+        """Join samples into a batch; those whose pixels are not finite become errors in `outcomes`."""
         usable = [(at, sample) for at, sample in enumerate(outcomes) if isinstance(sample, Encoded)]
+        samples = [_with_id(sample, at) for at, sample in usable] or [filler(self.metadata)]
+        to_batch = partial(to_packed, rule=self.slots) if self.layout == "packed" else to_padded
+        pad_token_id = self.metadata.pad_token_id
         try:
-            return self._joined([_with_id(sample, at) for at, sample in usable] or [filler(self.facts)])
-        except BrokenPixels as broken:
+            return to_batch(samples, pad_token_id=pad_token_id, pixel_dtype=self.pixel_dtype, buffers=self.buffers)
+        except NotFinite:
             for at, sample in usable:
-                if has_broken_pixels(sample):
+                visuals = (*sample.images, *sample.videos)
+                if not all(is_finite(visual.pixels) for visual in visuals if visual.pixels is not None):
+                    message = "its pixels hold NaN or infinity; the image is broken or was normalised by 0"
                     named = {"index": at, "reason": "pixels_not_finite", "sample_id": sample.sample_id}
-                    outcomes[at] = SampleError(str(broken), **named)
+                    outcomes[at] = SampleError(message, **named)
         return self._lay_out(outcomes)
-
-    def _joined(self, samples: Sequence[Encoded]) -> PaddedBatch | PackedRow:
-        settings: dict[str, Any] = {
-            "pad_token_id": self.facts.pad_token_id,
-            "pixel_dtype": self.pixel_dtype,
-            "buffers": self.buffers,
-        }
-        if self.layout == "packed":
-            return to_packed(samples, rule=self.slots, **settings)
-        return to_padded(samples, **settings)
 
     # ------------------------------------------------------------------ one sample
 
@@ -229,58 +222,52 @@ class VLMCollator:
             raise SampleError(feature.detail, index=index, reason=feature.reason, sample_id=place) from feature
         return self._checked(feature, index, lambda: self._fitted(self._encoder.encode(feature)))
 
-    def _filled(self, outline: Encoded, index: int) -> Encoded:
-        named = {} if outline.sample_id is None else {"id": outline.sample_id}
-        return self._checked(named, index, lambda: self._encoder.fill(outline))
+    def _decoded(self, sample: Encoded, index: int) -> Encoded:
+        named = {} if sample.sample_id is None else {"id": sample.sample_id}
+        return self._checked(named, index, lambda: self._encoder.decode(sample))
 
     def _fitted(self, sample: Encoded) -> Encoded:
-        return fit(sample, self.facts, max_length=self.max_length, overlength=self.overlength)
+        return fit(sample, self.metadata, max_length=self.max_length, overlength=self.overlength)
 
     def _checked(self, feature: Mapping[str, Any], index: int | None, make: Callable[[], Encoded]) -> Encoded:
-        """What `make` gives, under the sample's own id; its refusal names the sample."""
+        """Make a sample with the id in `feature`; a refusal becomes an error that names it."""
         sample_id = None
         try:
-            sample_id = own_id(feature)
+            sample_id = sample_id_of(feature)
             sample = make()
         except VlmpackError:
             raise
         except Exception as error:  # a data set may hold anything
-            raise self._error(_refusal_of(error), index, sample_id) from error
+            raise self._error(_to_refusal(error), index, sample_id) from error
         return sample if sample.sample_id == sample_id else replace(sample, sample_id=sample_id)
 
     def _error(self, refusal: Refusal, index: int | None, sample_id: int | str | None) -> SampleError | ConfigError:
-        """A refusal under the sample's name; a mistake of the setup, unless samples are to be skipped."""
+        """Name the sample in a refusal; a mistake of the setup is a ConfigError, unless samples are to be skipped."""
         named = index is not None or sample_id is None
         message = refusal.message if named else f"sample {sample_id!r}: {refusal.message}"
         error = SampleError(message, index=index, reason=refusal.reason, sample_id=sample_id)
         return ConfigError(str(error)) if refusal.of_all and self.on_bad == "raise" else error
 
-    # ------------------------------------------------------------------ the account
+    # ------------------------------------------------------------------ counts
 
     def _count(self, outcomes: Iterable[Encoded | SampleError]) -> None:
-        """Tell the ledger; raises the first error that is not to be skipped."""
-        with self.ledger.at_once():
-            for kind, group in groupby(outcomes, key=type):
-                if kind is Encoded:
-                    self.ledger.use(len(list(group)))
-                    continue
-                for error in group:
-                    assert isinstance(error, SampleError)
-                    self._count_bad(error)
-
-    def _count_bad(self, error: SampleError) -> None:
-        if self._is_fatal(error):
-            self.ledger.note(error)
-            raise error
-        if self.leaves_out(error.reason):
-            self.ledger.note(error)
-        else:
-            self.ledger.refuse(error)
+        """Count samples in the log; raise the first error that is not to be skipped."""
+        with self.skip_log.at_once():
+            for outcome in outcomes:
+                if isinstance(outcome, Encoded):
+                    self.skip_log.use()
+                elif self._is_fatal(outcome):
+                    self.skip_log.note(outcome)
+                    raise outcome
+                elif self.leaves_out(outcome.reason):
+                    self.skip_log.note(outcome)
+                else:
+                    self.skip_log.refuse(outcome)
 
     def _outcome(self, make: Callable[[], Encoded]) -> Encoded | SampleError:
-        """A sample, or why there is none: without its traceback, which would hold on to all that holds the error.
+        """Return a sample or its error, without the traceback, whose frames keep all their variables alive.
 
-        One that is skipped is also without its cause, which has a traceback of its own.
+        An error that is skipped loses its cause too, which has a traceback of its own.
         """
         try:
             return make()
@@ -293,8 +280,8 @@ class VLMCollator:
         return isinstance(outcome, SampleError) and self.on_bad == "raise" and not self.leaves_out(outcome.reason)
 
 
-def _refusal_of(error: Exception) -> Refusal:
-    """Why a sample cannot be used. What no file of this room foresaw keeps its name and its place."""
+def _to_refusal(error: Exception) -> Refusal:
+    """Turn an error of a sample into a refusal. Unforeseen errors keep their name and their place in this room."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, RecursionError):
@@ -308,12 +295,12 @@ def _refusal_of(error: Exception) -> Refusal:
 
 
 def _with_id(sample: Encoded, index: int) -> Encoded:
-    """Named by its place where it has no name of its own."""
+    """Set the place as the id of a sample without one."""
     return sample if sample.sample_id is not None else replace(sample, sample_id=index)
 
 
-def own_id(feature: Any) -> int | str | None:
-    """The id that a sample brings with it (`id` or `sample_id`); None: it brings none."""
+def sample_id_of(feature: Any) -> int | str | None:
+    """Return the id in a sample's columns (`id` or `sample_id`); None: it has none."""
     if not isinstance(feature, Mapping):
         return None
     value = feature.get("id") if feature.get("id") is not None else feature.get("sample_id")
@@ -335,12 +322,5 @@ def _check_lengths(layout: BatchLayout, slots: SlotRule | None, max_length: int 
         )
     if max_length is None and overlength != "error":
         raise ConfigError(f"overlength={overlength!r} needs max_length=, the most tokens a sample may have")
-    if max_length is not None and (not isinstance(max_length, Integral) or max_length < 2):
-        raise ConfigError(f"max_length={max_length!r} is no length to learn from; it is a whole number of at least 2")
-
-
-def _check_pixels(dtype: torch.dtype | None, buffers: int) -> None:
-    if buffers < 0:
-        raise ConfigError(f"pixel_buffers={buffers} must be a number of blocks, or 0 for new memory every time")
-    if dtype is not None and not dtype.is_floating_point:
-        raise ConfigError(f"pixel_dtype={dtype} would cut the normalised pixels off to whole numbers; use a float type")
+    if max_length is not None:
+        check_whole_number("max_length", max_length, at_least=2)

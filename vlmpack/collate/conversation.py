@@ -23,8 +23,20 @@ from typing import Any, final
 
 import numpy as np
 
-from vlmpack.collate.columns import check_columns_filled, check_one_form, is_absent, is_empty, no_columns
-from vlmpack.collate.placeholders import Kind, Markers, MediaRef, check_markers, column_media, fill_holes, marked_kinds
+from vlmpack.collate.columns import (
+    Kind,
+    Markers,
+    MediaRef,
+    check_columns_filled,
+    check_markers,
+    check_one_form,
+    column_media,
+    fill_placeholders,
+    is_absent,
+    is_empty,
+    marked_kinds,
+    no_columns,
+)
 from vlmpack.errors import Refusal
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -65,7 +77,7 @@ class Turn:
 def read_turns(value: Any, column: str, marked: Collection[str] = ()) -> list[Turn]:
     """The turns of a column: messages with role and content, or Qwen's turns with from and value.
 
-    In the texts of the latter, `<image>` and `<video>` are holes if they are among the kinds that are `marked`.
+    In the texts of the latter, `<image>` and `<video>` are placeholders if they are among the kinds that are `marked`.
 
     Raises:
         Refusal: `bad_row`: they are no turns, one of them says nothing, or its role or its flag is not known.
@@ -86,13 +98,13 @@ def with_system(turns: list[Turn], system: Any) -> list[Turn]:
     """
     if not isinstance(system, str):
         raise Refusal("bad_row", f"the column system must be a text, got {short(system)}; give it as a message")
-    said = [text_of(turn.message).strip() for turn in turns if turn.message["role"] == "system"]
-    if not system.strip() or system.strip() in said:
+    systems = [text_of(turn.message).strip() for turn in turns if turn.message["role"] == "system"]
+    if not system.strip() or system.strip() in systems:
         return turns
-    if said:
+    if systems:
         raise Refusal(
             "bad_row",
-            f"the column system says {system[:40]!r} and the system message {said[0][:40]!r}; keep one of them",
+            f"the column system says {system[:40]!r} and the system message {systems[0][:40]!r}; keep one of them",
         )
     return [Turn(message={"role": "system", "content": system}), *turns]
 
@@ -161,21 +173,21 @@ def _part(part: Any, where: str) -> dict[str, Any]:
 def _check_no_payload(holder: Mapping[str, Any], where: str, *, but: tuple[str, ...]) -> None:
     """A part is one thing, and a message has parts: whatever else they hold is read by nobody."""
     keys = [key for names in _PAYLOADS.values() for key in names if key not in but]
-    if found := next((key for key in keys if key in holder and not is_empty(holder[key])), None):
+    if media := next((key for key in keys if key in holder and not is_empty(holder[key])), None):
         raise Refusal(
             "bad_row",
-            f"{where} holds {found!r} where no template looks for it; give each text, image and video a part of its "
+            f"{where} holds {media!r} where no template looks for it; give each text, image and video a part of its "
             "own in the content, or images and videos in the columns images and videos",
         )
 
 
 def _qwen_turn(turn: Any, where: str, marked: Collection[str]) -> Turn:
-    """Qwen's fine-tuning rows: markers in a turn's text are holes, where their kind is; user text is stripped."""
+    """Read a turn of Qwen's fine-tuning rows: markers of these kinds are placeholders; user text is stripped."""
     if not isinstance(turn, Mapping) or not isinstance(turn.get("value"), str) or not isinstance(turn.get("from"), str):
         raise Refusal("bad_row", f"{where} must have a from and a value, got {_with_keys(turn)}")
     _check_no_payload(turn, where, but=())
-    if lost := [key for key in ("content", *SPEAKING) if not is_empty(turn.get(key))]:
-        raise Refusal("bad_row", f"{where} has {lost[0]!r} beside its value, which nothing reads; keep one of them")
+    if unread := [key for key in ("content", *SPEAKING) if not is_empty(turn.get(key))]:
+        raise Refusal("bad_row", f"{where} has {unread[0]!r} beside its value, which nothing reads; keep one of them")
     role = turn["from"]
     content = turn["value"] if _canonical(role) == "assistant" else _split_markers(turn["value"], marked)
     return Turn(message={"role": role, "content": content}, learnt=_learnt(turn, role, where))
@@ -191,13 +203,13 @@ def _split_markers(text: str, kinds: Collection[str]) -> str | list[dict[str, An
 
 
 def _with_known_roles(turns: list[Turn], column: str) -> list[Turn]:
-    seen = list(dict.fromkeys(turn.message["role"] for turn in turns))
+    roles = list(dict.fromkeys(turn.message["role"] for turn in turns))
     known = (*ROLES, *ALIASES)
-    if unknown := next((role for role in seen if role not in known), None):
+    if unknown := next((role for role in roles if role not in known), None):
         raise Refusal(
             "bad_row",
             f"{column} has a turn of the role {unknown!r}, which is not known{_did_you_mean(unknown)}; its roles are "
-            f"{', '.join(seen)}, and those that can be used {', '.join(known)}: rename it",
+            f"{', '.join(roles)}, and those that can be used {', '.join(known)}: rename it",
         )
     return [replace(turn, message={**turn.message, "role": _canonical(turn.message["role"])}) for turn in turns]
 
@@ -219,16 +231,16 @@ def _learnt(message: Mapping[str, Any], role: str, where: str) -> bool:
     """What the flags of an answer say; a turn without any is learnt. Those of other turns say nothing: none is."""
     if _canonical(role) != "assistant":
         return True
-    given = {name: message[name] for name in FLAGS if message.get(name) is not None}
-    for name, value in given.items():
+    flags = {name: message[name] for name in FLAGS if message.get(name) is not None}
+    for name, value in flags.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             raise Refusal(
                 "bad_row",
                 f"{where}.{name} is {value!r}; it says whether the turn is learnt, so it must be true or false, 1 or 0",
             )
-    if len({bool(value) for value in given.values()}) > 1:
-        raise Refusal("bad_row", f"{where} has {given}, which contradict each other; keep one of them")
-    return all(given.values())
+    if len({bool(value) for value in flags.values()}) > 1:
+        raise Refusal("bad_row", f"{where} has {flags}, which contradict each other; keep one of them")
+    return all(flags.values())
 
 
 def _with_keys(value: Any) -> str:
@@ -243,14 +255,14 @@ def _keys(message: Mapping[str, Any]) -> str:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """One sample as text with holes for its media."""
+    """One sample as text with placeholders for its media."""
 
     messages: tuple[Mapping[str, Any], ...] = ()
     """For the chat template: parts are {"type": "text", "text": ...}, {"type": "image"} or {"type": "video"}."""
     images: tuple[MediaRef, ...] = ()
-    """In the order of their holes."""
+    """In the order of their placeholders."""
     videos: tuple[MediaRef, ...] = ()
-    """In the order of their holes."""
+    """In the order of their placeholders."""
     plain: tuple[str, str] | None = None
     """(prompt, completion) as strings, to be used without a chat template; `messages` is empty then."""
     trained_turns: tuple[bool, ...] | None = None
@@ -301,11 +313,11 @@ def read_conversation(
     marked = marked_kinds(feature, markers if has_vision else "text")
     conversation = _read(present, feature, marked)
     users = [text_of(message) for message in conversation.messages if message["role"] == "user"]
-    found = {"image": conversation.images, "video": conversation.videos}
+    media = {"image": conversation.images, "video": conversation.videos}
     check_markers(
         users if conversation.plain is None else [conversation.plain[0]],
         feature,
-        missing=[kind for kind in marked if not found[kind]],
+        missing=[kind for kind in marked if not media[kind]],
     )
     return conversation
 
@@ -330,8 +342,10 @@ def _template_options(present: Mapping[str, Any]) -> dict[str, Any]:
         raise Refusal("bad_row", f"tools must be a list of tools, got {short(tools)}")
     if tools and not is_empty(options.get("tools")):
         raise Refusal("bad_row", "it has tools in a column and in chat_template_kwargs; keep the column")
-    set_ones = {name: value for name, value in options.items() if value is not None}  # Arrow writes every row's names
-    return {**set_ones, **({"tools": list(tools)} if tools else {})}
+    set_options = {
+        name: value for name, value in options.items() if value is not None
+    }  # Arrow writes every row's names
+    return {**set_options, **({"tools": list(tools)} if tools else {})}
 
 
 # ---------------------------------------------------------------------- conversations
@@ -356,8 +370,8 @@ def _prompt_and_completion(present: Mapping[str, Any], marked: Collection[Kind])
         raise Refusal("bad_row", "prompt and completion must both be strings or both be lists of messages")
     if isinstance(prompt, str):
         return _plain(prompt, completion, present)
-    asked = [replace(turn, learnt=False) for turn in read_turns(prompt, "prompt", marked)]
-    return _conversation([*asked, *read_turns(completion, "completion", marked)], present, marked)
+    prompt_turns = [replace(turn, learnt=False) for turn in read_turns(prompt, "prompt", marked)]
+    return _conversation([*prompt_turns, *read_turns(completion, "completion", marked)], present, marked)
 
 
 def _plain(prompt: str, completion: str, present: Mapping[str, Any]) -> Conversation:
@@ -377,9 +391,9 @@ def _plain(prompt: str, completion: str, present: Mapping[str, Any]) -> Conversa
 def _with_media(
     messages: list[dict[str, Any]], present: Mapping[str, Any], marked: Collection[Kind], **settings: Any
 ) -> Conversation:
-    """Take the media out of the messages, and fill the holes that have none from the columns."""
-    videos = fill_holes(messages, present, "video", is_marked="video" in marked)
-    images = fill_holes(messages, present, "image", is_marked="image" in marked)
+    """Take the media out of the messages, and fill the placeholders that have none from the columns."""
+    videos = fill_placeholders(messages, present, "video", is_marked="video" in marked)
+    images = fill_placeholders(messages, present, "image", is_marked="image" in marked)
     return Conversation(messages=tuple(map(_without_payload, messages)), images=images, videos=videos, **settings)
 
 
@@ -387,9 +401,9 @@ def _without_payload(message: Mapping[str, Any]) -> dict[str, Any]:
     """Only what a chat template needs: pixels in its variables would be copied, or printed."""
     if isinstance(message["content"], str):
         return dict(message)
-    return {**message, "content": [_hole(part) for part in message["content"]]}
+    return {**message, "content": [_placeholder(part) for part in message["content"]]}
 
 
-def _hole(part: Mapping[str, Any]) -> dict[str, Any]:
+def _placeholder(part: Mapping[str, Any]) -> dict[str, Any]:
     kind = part["type"]
     return {"type": "text", "text": part["text"]} if kind == "text" else {"type": kind}

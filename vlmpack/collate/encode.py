@@ -5,102 +5,33 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal, final
+from typing import Any, final
 
 import numpy as np
+from jinja2 import Environment, TemplateError
+from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 
-from vlmpack.collate.chat_template import ChatTemplate
-from vlmpack.collate.columns import check_unread
+from vlmpack.collate.columns import Kind, Markers, MediaRef, check_unread, is_empty
 from vlmpack.collate.conversation import Conversation, read_conversation
-from vlmpack.collate.encoded import Encoded, Visual, check_sample, runs, tokens_of
-from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels
+from vlmpack.collate.encoded import (
+    Encoded,
+    TrainOn,
+    Visual,
+    assistant_spans,
+    check_sample,
+    make_labels,
+    tokens_of,
+)
 from vlmpack.collate.media import MediaReader
-from vlmpack.collate.placeholders import Kind, Markers, MediaRef
-from vlmpack.collate.processor import ProcessorFacts, parts_of
+from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.collate.tokenised import read_tokenised, token_types
 from vlmpack.data import ImageLimits
-from vlmpack.errors import Refusal
-from vlmpack.layout import TEXT
-
-Overlength = Literal["error", "drop", "truncate"]
-
-OVERLENGTH = "overlength"
-"""The reason under which samples that are too long are counted."""
-
-
-def fit(sample: Encoded, facts: ProcessorFacts, *, max_length: int | None, overlength: Overlength) -> Encoded:
-    """The sample itself if it fits `max_length` tokens, or what the policy makes of it.
-
-    Raises:
-        Refusal: it does not fit (reason "overlength"), or nothing to learn would be left of it ("truncated_away").
-    """
-    if max_length is None or sample.num_tokens <= max_length:
-        return sample
-    if overlength == "truncate":
-        return truncate(sample, facts, max_length=max_length)
-    media = int((sample.types != TEXT).sum())
-    raise Refusal(
-        OVERLENGTH,
-        f"it has {sample.num_tokens} tokens ({media} of them for {len(sample.images)} image(s) and "
-        f"{len(sample.videos)} video(s)) but max_length={max_length}; raise max_length, lower the processor's "
-        "max_pixels, or choose overlength='drop' or overlength='truncate'",
-    )
-
-
-def truncate(sample: Encoded, facts: ProcessorFacts, *, max_length: int) -> Encoded:
-    """The longest beginning of at most `max_length` tokens that ends between messages or beside an image.
-
-    Images that were cut off are left out with their pixels. No image or video is ever cut in two.
-
-    Raises:
-        Refusal: no such beginning has anything to learn in it.
-    """
-    cut = max((c for c in boundaries(sample, facts) if c <= max_length), default=0)
-    ids = sample.input_ids[:cut]
-    images = _whole(sample.images, ids, facts, kind="image")
-    videos = _whole(sample.videos, ids, facts, kind="video")
-    shorter = replace(
-        sample, input_ids=ids, labels=sample.labels[:cut], types=sample.types[:cut], images=images, videos=videos
-    )
-    if shorter.num_targets == 0:
-        raise Refusal(
-            "truncated_away",
-            f"cut at the last message or image boundary within max_length={max_length} (token {cut} of "
-            f"{sample.num_tokens}), nothing to learn is left of it; raise max_length, or choose overlength='drop'",
-        )
-    return shorter
-
-
-def boundaries(sample: Encoded, facts: ProcessorFacts) -> list[int]:
-    """Where the sample may be cut, in tokens: after a message, before and after an image; never inside a video."""
-    ids = sample.input_ids
-    cuts = [_after_newline(ids, end + 1, facts) for end in np.flatnonzero(ids == facts.turn_end_id).tolist()]
-    for start, stop in runs(ids, facts.image_token_id):
-        before = start - 1 if start and ids[start - 1] == facts.vision_start_id else start
-        after = stop + 1 if stop < len(ids) and ids[stop] == facts.vision_end_id else stop
-        cuts += [before, after]
-    return sorted({*cuts, len(ids)})
-
-
-def _after_newline(ids: np.ndarray, position: int, facts: ProcessorFacts) -> int:
-    """ChatML puts a newline after `<|im_end|>`; it belongs to the message before it."""
-    newline = position < len(ids) and int(ids[position]) in facts.newline_ids
-    return position + 1 if newline else position
-
-
-def _whole(visuals: tuple[Visual, ...], ids: np.ndarray, facts: ProcessorFacts, *, kind: Kind) -> tuple[Visual, ...]:
-    """The leading images (or videos) whose placeholders are all among `ids`."""
-    left = len(runs(ids, facts.token_id(kind)))
-    kept = []
-    for visual in visuals:
-        left -= len(tokens_of(visual, facts, kind=kind))
-        if left < 0:
-            break
-        kept.append(visual)
-    return tuple(kept)
-
+from vlmpack.errors import ConfigError, Refusal
 
 SHOWN = 20
 """Characters on either side of one that cannot be used, in an error."""
@@ -119,7 +50,7 @@ class Encoder:
 
     processor: Any
     """The Qwen processor."""
-    facts: ProcessorFacts
+    metadata: ProcessorMetadata
     """What was read from it."""
     limits: ImageLimits
     """Caps for images and frames."""
@@ -139,9 +70,9 @@ class Encoder:
             Refusal: the sample cannot be used.
             ConfigError: no sample can be used with this processor.
         """
-        return self._encode(feature, partial(self._media.cut_each, most=self.max_length))
+        return self._encode(feature, partial(self._media.cut_each, max_tokens=self.max_length))
 
-    def outline(self, feature: Any, *, estimate: bool = False) -> Encoded:
+    def measure(self, feature: Any, *, estimate: bool = False) -> Encoded:
         """The same without pixels, which are left where they are: images and videos are only measured, or estimated.
 
         Raises:
@@ -151,30 +82,30 @@ class Encoder:
         read = self._media.estimate if estimate else self._media.measure
         return self._encode(feature, partial(_each, read))
 
-    def fill(self, outline: Encoded) -> Encoded:
-        """An outline with its pixels: equal to the encoded sample.
+    def decode(self, sample: Encoded) -> Encoded:
+        """A measured sample with its pixels: equal to the encoded sample.
 
         Raises:
             Refusal: an image or video cannot be used, or is not what was measured.
         """
-        return self._media.fill(outline)
+        return self._media.decode(sample)
 
     def _encode(self, feature: Any, read: Callable[..., tuple[Visual, ...]]) -> Encoded:
         if not isinstance(feature, Mapping):
             raise Refusal("bad_row", f"a sample must be a mapping of columns, got a {type(feature).__name__}")
         if feature.get("input_ids") is not None:
-            sample = read_tokenised(feature, self.facts, train_on=self.train_on)
+            sample = read_tokenised(feature, self.metadata, train_on=self.train_on)
             self._check_unread(feature, has_media=bool(sample.images or sample.videos), texts=())
         else:
-            conversation = read_conversation(feature, has_vision=self.facts.has_vision, markers=self.markers)
+            conversation = read_conversation(feature, has_vision=self.metadata.has_vision, markers=self.markers)
             has_media = bool(conversation.images or conversation.videos)
             self._check_unread(feature, has_media=has_media, texts=conversation.plain or tuple(conversation.texts()))
             sample = self._encode_conversation(conversation, read)
-        check_sample(sample, self.facts)
+        check_sample(sample, self.metadata)
         return sample
 
     def _check_unread(self, feature: Mapping[str, Any], *, has_media: bool, texts: Sequence[str]) -> None:
-        columns = check_unread(feature, has_media=has_media or not self.facts.has_vision, texts=texts)
+        columns = check_unread(feature, has_media=has_media or not self.metadata.has_vision, texts=texts)
         if columns and self.name_unread is not None and (new := self.name_unread(columns)):
             warnings.warn(
                 f"samples have columns that nothing reads: {', '.join(new)}; this is said once",
@@ -183,7 +114,7 @@ class Encoder:
 
     def _encode_conversation(self, conversation: Conversation, read: Callable[..., tuple[Visual, ...]]) -> Encoded:
         self._check_texts(conversation)
-        self._check_can_see(conversation)
+        self._check_has_vision(conversation)
         images, videos = read(conversation.images, kind="image"), read(conversation.videos, kind="video")
         if conversation.plain:
             ids, spans = self._plain(conversation.plain, images, videos)
@@ -191,8 +122,8 @@ class Encoder:
             ids, spans = self._chat(conversation, images, videos)
         return Encoded(
             input_ids=ids,
-            labels=make_labels(ids, self.facts, spans=None if self.train_on == "all" else spans),
-            types=token_types(ids, self.facts),
+            labels=make_labels(ids, self.metadata, spans=None if self.train_on == "all" else spans),
+            types=token_types(ids, self.metadata),
             images=images,
             videos=videos,
         )
@@ -200,14 +131,14 @@ class Encoder:
     @cached_property
     def _media(self) -> MediaReader:
         image_processor = parts_of(self.processor).image_processor
-        return MediaReader(image_processor=image_processor, facts=self.facts, limits=self.limits)
+        return MediaReader(image_processor=image_processor, metadata=self.metadata, limits=self.limits)
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        return ChatTemplate(processor=self.processor, takes_parts=self.facts.has_vision)
+        return ChatTemplate(processor=self.processor, takes_parts=self.metadata.has_vision)
 
-    def _check_can_see(self, conversation: Conversation) -> None:
-        if (conversation.images or conversation.videos) and not self.facts.has_vision:
+    def _check_has_vision(self, conversation: Conversation) -> None:
+        if (conversation.images or conversation.videos) and not self.metadata.has_vision:
             raise Refusal(
                 "no_vision",
                 f"it has {len(conversation.images)} image(s) and {len(conversation.videos)} video(s), but a tokenizer "
@@ -222,13 +153,13 @@ class Encoder:
         Templates that write XML put the angle brackets around a name: `<|im_end|` is as good as the token.
         """
         typed = conversation.texts() if conversation.plain is None else conversation.plain[1:]
-        reserved = self.facts.reserved if conversation.plain is None else self.facts.reserved_media
+        reserved = self.metadata.reserved if conversation.plain is None else self.metadata.reserved_media
         for text in typed:
-            found = next((token for token in reserved if token in f"<{text}>"), None)
-            if found is not None:
+            token = next((token for token in reserved if token in f"<{text}>"), None)
+            if token is not None:
                 raise Refusal(
                     "reserved_token_in_text",
-                    f"its text holds {found!r}, which only the processor and the chat template may write; remove it, "
+                    f"its text holds {token!r}, which only the processor and the chat template may write; remove it, "
                     "and give images and videos as parts of the message",
                 )
 
@@ -239,7 +170,7 @@ class Encoder:
         ids = self._expand(self._template.render(conversation), images, videos)
         if self.train_on == "all":
             return ids, []
-        spans = assistant_spans(ids, self.facts)
+        spans = assistant_spans(ids, self.metadata)
         self._check_turns(spans, sum(message["role"] == "assistant" for message in conversation.messages))
         if conversation.trained_turns is None:
             return ids, spans
@@ -266,14 +197,14 @@ class Encoder:
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """(ids, learnt span) of prompt and completion, tokenised apart as generation will do it; the end is learnt."""
         prompt, completion = self._marked(plain[0], images, videos), plain[1]
-        if not completion.rstrip().endswith(self.facts.eos_token):
-            completion += self.facts.eos_token
+        if not completion.rstrip().endswith(self.metadata.eos_token):
+            completion += self.metadata.eos_token
         before, after = self._expand(prompt, images, videos), self._ids(completion)
         return np.concatenate((before, after)), [(len(before), len(before) + len(after))]
 
     def _marked(self, prompt: str, images: Sequence[Visual], videos: Sequence[Visual]) -> str:
         """A plain prompt with its `<image>` and `<video>` as placeholders, if it does not hold these itself."""
-        kinds = (("image", self.facts.image_token, len(images)), ("video", self.facts.video_token, len(videos)))
+        kinds = (("image", self.metadata.image_token, len(images)), ("video", self.metadata.video_token, len(videos)))
         for kind, token, count in kinds:
             marker = f"<{kind}>"
             if not count or token in prompt or self.markers == "text":
@@ -284,7 +215,7 @@ class Encoder:
                     f"its prompt holds {marker!r} {prompt.count(marker)} time(s) for {count} {kind}(s); write one for "
                     "each, where it belongs in the text, or give prompt and completion as lists of messages",
                 )
-            prompt = prompt.replace(marker, f"{self.facts.vision_start}{token}{self.facts.vision_end}")
+            prompt = prompt.replace(marker, f"{self.metadata.vision_start}{token}{self.metadata.vision_end}")
         return prompt
 
     def _ids(self, text: str) -> np.ndarray:
@@ -296,14 +227,14 @@ class Encoder:
 
     def _expand(self, text: str, images: Sequence[Visual], videos: Sequence[Visual]) -> np.ndarray:
         """Tokenise text with one placeholder an image, then repeat each as often as its grid needs."""
-        if self.facts.frame_timestamps:
+        if self.metadata.frame_timestamps:
             text = self._write_frames(text, videos)
         ids = self._ids(text)
         counts = np.ones(len(ids), np.int64)
         media: tuple[tuple[Kind, Sequence[Visual]], ...] = (("image", images), ("video", videos))
         for kind, visuals in media:
-            needed = [n for visual in visuals for n in tokens_of(visual, self.facts, kind=kind)]
-            at = np.flatnonzero(ids == self.facts.token_id(kind))
+            needed = [n for visual in visuals for n in tokens_of(visual, self.metadata, kind=kind)]
+            at = np.flatnonzero(ids == self.metadata.token_id(kind))
             if len(at) != len(needed):
                 raise Refusal(
                     "placeholder_mismatch",
@@ -315,15 +246,15 @@ class Encoder:
 
     def _write_frames(self, text: str, videos: Sequence[Visual]) -> str:
         """As `Qwen3VLProcessor.replace_video_token`: each frame between vision tokens, its time before them."""
-        facts = self.facts
-        hole = f"{facts.vision_start}{facts.video_token}{facts.vision_end}"
-        written = iter(["".join(f"<{time:.1f} seconds>{hole}" for time in video.timestamps) for video in videos])
-        if text.count(facts.video_token) != len(videos):
+        metadata = self.metadata
+        placeholder = f"{metadata.vision_start}{metadata.video_token}{metadata.vision_end}"
+        written = iter(["".join(f"<{time:.1f} seconds>{placeholder}" for time in video.timestamps) for video in videos])
+        if text.count(metadata.video_token) != len(videos):
             raise Refusal(
                 "placeholder_mismatch",
-                f"its text has {text.count(facts.video_token)} video placeholder(s) for {len(videos)} video(s)",
+                f"its text has {text.count(metadata.video_token)} video placeholder(s) for {len(videos)} video(s)",
             )
-        return re.sub(re.escape(facts.video_token), lambda _: next(written), text)
+        return re.sub(re.escape(metadata.video_token), lambda _: next(written), text)
 
 
 def _each(read: Callable[..., Visual], refs: Sequence[MediaRef], *, kind: Kind) -> tuple[Visual, ...]:
@@ -335,9 +266,134 @@ def _check_characters(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        seen = text[max(error.start - SHOWN, 0) : error.end + SHOWN]
+        context = text[max(error.start - SHOWN, 0) : error.end + SHOWN]
         raise Refusal(
             "bad_text",
-            f"its text holds {text[error.start]!r}, half of a surrogate pair, in {seen!r}: that is no character, and "
+            f"its text holds {text[error.start]!r}, half of a surrogate pair, in {context!r}: it is no character, and "
             "no tokenizer takes it; remove it, or put '?' in its place with text.encode(errors='replace').decode()",
         ) from error
+
+
+_TOOL = {
+    "type": "function",
+    "function": {"name": "tried", "description": "-", "parameters": {"type": "object", "properties": {}}},
+}
+_CALL = {"type": "function", "function": {"name": "tried", "arguments": {}}}
+
+_OFF = ("add_generation_prompt", "continue_final_message")
+"""Options that no sample may turn on: a turn would have no answer, or no end."""
+_NOT_OPTIONS = {*_OFF, "messages", "tools", "raise_exception", "strftime_now", "dict", "namespace"}
+"""Variables of a template that no sample chooses: those that transformers sets, and these."""
+
+
+class _Generation(Extension):
+    """The grammar of `{% generation %}`, by which templates mark what the assistant says, as transformers reads it."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own annotation is a set)
+
+    def parse(self, parser: Parser) -> list[Node]:
+        """The statements inside the block."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ChatTemplate:
+    """Writes conversations as text."""
+
+    processor: Any
+    """The processor, or the tokenizer of a text model."""
+    takes_parts: bool
+    """Whether the content of a message may be a list of parts: templates of text models know none."""
+
+    def render(self, conversation: Conversation) -> str:
+        """The text of its messages.
+
+        Raises:
+            Refusal: the template cannot write them (`template_error`), or leaves out what they hold
+                (`template_ignores`).
+            ConfigError: the processor has no template.
+        """
+        if self.processor.chat_template is None:
+            raise ConfigError(
+                "the processor has no chat template, so messages cannot become text; load the instruction-tuned "
+                "model's processor, set processor.chat_template, or give prompt and completion as strings"
+            )
+        self._check_written(conversation)
+        messages = [dict(message) for message in conversation.messages]
+        if not self.takes_parts:
+            messages = [{**message, "content": _joined(message["content"])} for message in messages]
+        try:
+            return self._write(messages, **conversation.template_options)
+        except Exception as error:  # a template can fail in any way on messages it rejects
+            raise Refusal(
+                "template_error",
+                f"the chat template cannot write its messages ({type(error).__name__}: {error}); "
+                "compare roles and content with what the template expects",
+            ) from error
+
+    def _check_written(self, conversation: Conversation) -> None:
+        holders = (*conversation.messages, conversation.template_options)
+        used = {key for holder in holders for key, value in holder.items() if not is_empty(value)}
+        if ignored := sorted(used & self._ignored):
+            raise Refusal(
+                "template_ignores",
+                f"it has {' and '.join(ignored)}, which the chat template does not write: the model would learn an "
+                "answer without it; give the processor a chat template that does, or write it into the content",
+            )
+        options = {name for name, value in conversation.template_options.items() if name not in _OFF or value}
+        if unread := sorted(options - {"tools"} - (self._variables if options else frozenset())):
+            raise Refusal(
+                "template_ignores",
+                f"chat_template_kwargs has {' and '.join(unread)}, which the chat template does not read; it reads "
+                f"{', '.join(sorted(self._variables)) or 'none'}: see how it is spelt there, or leave it out",
+            )
+
+    @cached_property
+    def _ignored(self) -> frozenset[str]:
+        """Which of tools, tool calls and thoughts never come into the text: each is tried once."""
+        plain = self._try()
+        trials = {
+            "tools": self._try(tools=[_TOOL]),
+            "tool_calls": self._try({"tool_calls": [_CALL]}),
+            "reasoning_content": self._try({"reasoning_content": "tried"}),
+        }
+        return frozenset(key for key, text in trials.items() if text is not None and text == plain)
+
+    def _try(self, answer: Mapping[str, Any] | None = None, **options: Any) -> str | None:
+        """A short conversation as text; None: the template wants more of it than is known here."""
+        texts = [[{"type": "text", "text": text}] if self.takes_parts else text for text in ("?", "!")]
+        question, answer_turn = (
+            {"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)
+        )
+        try:
+            return self._write([question, {**answer_turn, **(answer or {})}], **options)
+        except Exception:  # see `render`
+            return None
+
+    @cached_property
+    def _variables(self) -> frozenset[str]:
+        """The options that the template reads: its undeclared variables, but for those that are not a sample's choice.
+
+        Raises:
+            ConfigError: the template is no Jinja template.
+        """
+        template = self.processor.chat_template
+        sources = template.values() if isinstance(template, Mapping) else [template]
+        grammar = Environment(extensions=["jinja2.ext.loopcontrols", _Generation])
+        try:
+            read = {name for source in sources for name in find_undeclared_variables(grammar.parse(source))}
+        except TemplateError as error:
+            raise ConfigError(
+                f"the processor's chat template cannot be read ({type(error).__name__}: {error}); repair it"
+            ) from error
+        return frozenset(read - _NOT_OPTIONS)
+
+    def _write(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        return self.processor.apply_chat_template(messages, tokenize=False, **options)
+
+
+def _joined(content: Any) -> str:
+    """The text of a message."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)

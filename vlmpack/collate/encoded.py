@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import final
+from typing import Literal, final
 
 import numpy as np
 import torch
 
-from vlmpack.collate.placeholders import Kind, MediaRef
-from vlmpack.collate.processor import ProcessorFacts
+from vlmpack.collate.columns import Kind, MediaRef
+from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.errors import Refusal
-from vlmpack.layout import IGNORE, IMAGE, VIDEO, Grid
+from vlmpack.layout import IGNORE, IMAGE, TEXT, VIDEO, Grid
 
 
 @final
@@ -62,18 +62,18 @@ class Encoded:
         return int(np.count_nonzero(self.labels[1:] != IGNORE))
 
 
-def check_sample(sample: Encoded, facts: ProcessorFacts) -> None:
+def check_sample(sample: Encoded, metadata: ProcessorMetadata) -> None:
     """Raise a `Refusal` for the first thing that is wrong with a sample; reasons are listed in the room's README."""
-    check_ids(sample.input_ids, facts)
-    _check_labels(sample, facts)
+    check_ids(sample.input_ids, metadata)
+    _check_labels(sample, metadata)
     for visual in (*sample.images, *sample.videos):
-        _check_grid(visual, facts)
-        check_pixels(visual, facts)
+        _check_grid(visual, metadata)
+        check_pixels(visual, metadata)
     highest = sample.types.max(initial=0)  # most samples have no video, and many no image: nothing to look for
     if sample.images or highest >= IMAGE:
-        check_runs(sample.input_ids, sample.images, facts, kind="image")
+        check_runs(sample.input_ids, sample.images, metadata, kind="image")
     if sample.videos or highest >= VIDEO:
-        check_runs(sample.input_ids, sample.videos, facts, kind="video")
+        check_runs(sample.input_ids, sample.videos, metadata, kind="video")
     if sample.num_targets == 0:
         raise Refusal(
             "no_targets",
@@ -82,40 +82,42 @@ def check_sample(sample: Encoded, facts: ProcessorFacts) -> None:
         )
 
 
-def check_ids(input_ids: np.ndarray, facts: ProcessorFacts) -> None:
+def check_ids(input_ids: np.ndarray, metadata: ProcessorMetadata) -> None:
     """There are ids, and the embedding has a row for each."""
     if len(input_ids) == 0:
         raise Refusal("empty", "it has no tokens at all; leave it out of the data set")
     low, high = int(input_ids.min()), int(input_ids.max())
-    if low < 0 or high >= facts.vocab_size:
+    if low < 0 or high >= metadata.vocab_size:
         raise Refusal(
             "id_out_of_range",
-            f"it holds the token id {low if low < 0 else high}, but ids run from 0 to {facts.vocab_size - 1}; tokenise "
-            "it with this processor's tokenizer (or pass vocab_size= if the model's embedding is larger)",
+            f"it holds the token id {low if low < 0 else high}, but ids run from 0 to {metadata.vocab_size - 1}; "
+            "tokenise it with this processor's tokenizer (or pass vocab_size= if the model's embedding is larger)",
         )
 
 
-def check_runs(input_ids: np.ndarray, visuals: Sequence[Visual], facts: ProcessorFacts, *, kind: Kind) -> None:
+def check_runs(input_ids: np.ndarray, visuals: Sequence[Visual], metadata: ProcessorMetadata, *, kind: Kind) -> None:
     """Each unbroken run of placeholders has the length that its own image or frame needs, in order."""
-    seen = run_lengths(input_ids, facts.token_id(kind))
-    needed = [n for visual in visuals for n in tokens_of(visual, facts, kind=kind)]
-    if seen == needed:
+    lengths = run_lengths(input_ids, metadata.token_id(kind))
+    needed = [n for visual in visuals for n in tokens_of(visual, metadata, kind=kind)]
+    if lengths == needed:
         return
     if not visuals:
         raise Refusal(
             f"{kind}_tokens_without_pixels",
-            f"it has {sum(seen)} {kind} tokens but no {kind} pixels; add pixels and grid, or remove the tokens",
+            f"it has {sum(lengths)} {kind} tokens but no {kind} pixels; add pixels and grid, or remove the tokens",
         )
-    if not seen:
+    if not lengths:
         raise Refusal(
             f"pixels_without_{kind}_tokens",
             f"it has the pixels of {len(visuals)} {kind}(s) but no {kind} token; is the placeholder missing?",
         )
-    at = next((i for i, (a, b) in enumerate(zip(seen, needed, strict=False)) if a != b), min(len(seen), len(needed)))
+    at = next(
+        (i for i, (a, b) in enumerate(zip(lengths, needed, strict=False)) if a != b), min(len(lengths), len(needed))
+    )
     raise Refusal(
         f"{kind}_token_mismatch",
-        f"its runs of {kind} tokens are {_some(seen)} long but its grids need {_some(needed)} (first difference at "
-        f"run {at}); each {kind} needs frames * rows * columns / {facts.merge_size**2} tokens in a run of its own: "
+        f"its runs of {kind} tokens are {_some(lengths)} long but its grids need {_some(needed)} (first difference at "
+        f"run {at}); each {kind} needs frames * rows * columns / {metadata.merge_size**2} tokens in a run of its own: "
         "tokenise and cut into patches with the same processor settings, and do not truncate inside an image",
     )
 
@@ -133,32 +135,32 @@ def runs(input_ids: np.ndarray, token_id: int) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def tokens_of(visual: Visual, facts: ProcessorFacts, *, kind: Kind) -> list[int]:
+def tokens_of(visual: Visual, metadata: ProcessorMetadata, *, kind: Kind) -> list[int]:
     """The runs of placeholders that one image or video is written as."""
     frames, rows, columns = visual.grid
-    merged = rows * columns // facts.merge_size**2
-    return [merged] * frames if kind == "video" and facts.frame_timestamps else [frames * merged]
+    merged = rows * columns // metadata.merge_size**2
+    return [merged] * frames if kind == "video" and metadata.frame_timestamps else [frames * merged]
 
 
-def _check_labels(sample: Encoded, facts: ProcessorFacts) -> None:
+def _check_labels(sample: Encoded, metadata: ProcessorMetadata) -> None:
     labels = sample.labels
-    in_range = np.count_nonzero(labels.view(np.uint64) < facts.vocab_size)  # unsigned, negative ones are large
+    in_range = np.count_nonzero(labels.view(np.uint64) < metadata.vocab_size)  # unsigned, negative ones are large
     if in_range + np.count_nonzero(labels == IGNORE) == len(labels):
         return
-    odd = labels[(labels != IGNORE) & ((labels < 0) | (labels >= facts.vocab_size))]
+    odd = labels[(labels != IGNORE) & ((labels < 0) | (labels >= metadata.vocab_size))]
     if len(odd):
         raise Refusal(
             "label_out_of_range",
-            f"it holds the label {int(odd[0])}; labels are -100 (ignored) or ids from 0 to {facts.vocab_size - 1}",
+            f"it holds the label {int(odd[0])}; labels are -100 (ignored) or ids from 0 to {metadata.vocab_size - 1}",
         )
 
 
-def check_pixels(visual: Visual, facts: ProcessorFacts) -> None:
+def check_pixels(visual: Visual, metadata: ProcessorMetadata) -> None:
     """Patches, where they were cut, are floats of the grid's shape; that they are finite is seen as they are joined."""
     if visual.pixels is None:
         return
     frames, rows, columns = visual.grid
-    expected = (frames * rows * columns, facts.patch_dim)
+    expected = (frames * rows * columns, metadata.patch_dim)
     if tuple(visual.pixels.shape) != expected:
         raise Refusal(
             "pixel_shape",
@@ -171,16 +173,164 @@ def check_pixels(visual: Visual, facts: ProcessorFacts) -> None:
         )
 
 
-def _check_grid(visual: Visual, facts: ProcessorFacts) -> None:
+def _check_grid(visual: Visual, metadata: ProcessorMetadata) -> None:
     frames, rows, columns = visual.grid
-    if min(visual.grid) < 1 or rows % facts.merge_size or columns % facts.merge_size:
+    if min(visual.grid) < 1 or rows % metadata.merge_size or columns % metadata.merge_size:
         raise Refusal(
             "bad_grid",
             f"the grid {frames} x {rows} x {columns} (frames, rows, columns of patches) cannot be merged: rows and "
-            f"columns must be positive multiples of {facts.merge_size}; use this processor's image_grid_thw unchanged",
+            f"columns must be positive multiples of {metadata.merge_size}; use its image_grid_thw unchanged",
         )
 
 
 def _some(numbers: Sequence[int], most: int = 8) -> str:
     shown = ", ".join(map(str, numbers[:most]))
     return f"[{shown}{', ...' if len(numbers) > most else ''}]"
+
+
+# ---- labels
+
+TrainOn = Literal["assistant", "all"]
+
+
+def assistant_spans(input_ids: np.ndarray, metadata: ProcessorMetadata) -> list[tuple[int, int]]:
+    """(start, stop) of what the assistant says in each of its turns: from after the header to after `<|im_end|>`.
+
+        <|im_start|> assistant \\n  It costs 5 . <|im_end|>  \\n <|im_start|> user ...
+                                   ^start                   ^stop
+
+    A last turn without its end (a cut sample) runs to the end of the sample.
+    """
+    if metadata.turn_start_id is None:
+        return []
+    starts = np.flatnonzero(input_ids == metadata.turn_start_id).tolist()
+    spans = []
+    for turn, limit in zip(starts, [*starts, len(input_ids)][1:], strict=True):
+        start = _after_header(input_ids, turn, metadata)
+        if start is not None:
+            ends = np.flatnonzero(input_ids[start:limit] == metadata.turn_end_id)
+            spans.append((start, start + int(ends[0]) + 1 if len(ends) else limit))
+    return spans
+
+
+def make_labels(
+    input_ids: np.ndarray, metadata: ProcessorMetadata, *, spans: Sequence[tuple[int, int]] | None = None
+) -> np.ndarray:
+    """int64 [n], not shifted: the ids where they are learnt, -100 elsewhere, on all media and on the first token.
+
+    Args:
+        input_ids: int64 [n].
+        metadata: of the processor.
+        spans: (start, stop) pairs that are learnt; None: everything.
+    """
+    if spans is None:
+        labels = input_ids.copy()
+    else:
+        labels = np.full_like(input_ids, IGNORE)
+        for start, stop in spans:
+            labels[start:stop] = input_ids[start:stop]
+    return mask_media(labels, input_ids, metadata)
+
+
+def mask_media(labels: np.ndarray, input_ids: np.ndarray, metadata: ProcessorMetadata) -> np.ndarray:
+    """A copy of `labels` with -100 on placeholders, on the tokens around them, and on the first token."""
+    labels = labels.copy()
+    for token_id in metadata.media_ids:
+        labels[input_ids == token_id] = IGNORE
+    labels[:1] = IGNORE
+    return labels
+
+
+def _after_header(input_ids: np.ndarray, turn: int, metadata: ProcessorMetadata) -> int | None:
+    """The position after `<|im_start|>assistant\\n` at `turn`; None: another role's turn."""
+    newline = turn + 1 + len(metadata.assistant_ids)
+    role = tuple(input_ids[turn + 1 : newline].tolist())
+    if (
+        role != metadata.assistant_ids
+        or newline >= len(input_ids)
+        or int(input_ids[newline]) not in metadata.newline_ids
+    ):
+        return None
+    return newline + 1
+
+
+# ---- length
+
+Overlength = Literal["error", "drop", "truncate"]
+
+OVERLENGTH = "overlength"
+"""The reason under which samples that are too long are counted."""
+
+
+def fit(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int | None, overlength: Overlength) -> Encoded:
+    """The sample itself if it fits `max_length` tokens, or what the policy makes of it.
+
+    Raises:
+        Refusal: it does not fit (reason "overlength"), or nothing to learn would be left of it ("truncated_away").
+    """
+    if max_length is None or sample.num_tokens <= max_length:
+        return sample
+    if overlength == "truncate":
+        return truncate(sample, metadata, max_length=max_length)
+    media = int((sample.types != TEXT).sum())
+    raise Refusal(
+        OVERLENGTH,
+        f"it has {sample.num_tokens} tokens ({media} of them for {len(sample.images)} image(s) and "
+        f"{len(sample.videos)} video(s)) but max_length={max_length}; raise max_length, lower the processor's "
+        "max_pixels, or choose overlength='drop' or overlength='truncate'",
+    )
+
+
+def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int) -> Encoded:
+    """The longest beginning of at most `max_length` tokens that ends between messages or beside an image.
+
+    Images that were cut off are left out with their pixels. No image or video is ever cut in two.
+
+    Raises:
+        Refusal: no such beginning has anything to learn in it.
+    """
+    cut = max((c for c in boundaries(sample, metadata) if c <= max_length), default=0)
+    ids = sample.input_ids[:cut]
+    images = _whole(sample.images, ids, metadata, kind="image")
+    videos = _whole(sample.videos, ids, metadata, kind="video")
+    shorter = replace(
+        sample, input_ids=ids, labels=sample.labels[:cut], types=sample.types[:cut], images=images, videos=videos
+    )
+    if shorter.num_targets == 0:
+        raise Refusal(
+            "truncated_away",
+            f"cut at the last message or image boundary within max_length={max_length} (token {cut} of "
+            f"{sample.num_tokens}), nothing to learn is left of it; raise max_length, or choose overlength='drop'",
+        )
+    return shorter
+
+
+def boundaries(sample: Encoded, metadata: ProcessorMetadata) -> list[int]:
+    """Where the sample may be cut, in tokens: after a message, before and after an image; never inside a video."""
+    ids = sample.input_ids
+    cuts = [_after_newline(ids, end + 1, metadata) for end in np.flatnonzero(ids == metadata.turn_end_id).tolist()]
+    for start, stop in runs(ids, metadata.image_token_id):
+        before = start - 1 if start and ids[start - 1] == metadata.vision_start_id else start
+        after = stop + 1 if stop < len(ids) and ids[stop] == metadata.vision_end_id else stop
+        cuts += [before, after]
+    return sorted({*cuts, len(ids)})
+
+
+def _after_newline(ids: np.ndarray, position: int, metadata: ProcessorMetadata) -> int:
+    """ChatML puts a newline after `<|im_end|>`; it belongs to the message before it."""
+    newline = position < len(ids) and int(ids[position]) in metadata.newline_ids
+    return position + 1 if newline else position
+
+
+def _whole(
+    visuals: tuple[Visual, ...], ids: np.ndarray, metadata: ProcessorMetadata, *, kind: Kind
+) -> tuple[Visual, ...]:
+    """The leading images (or videos) whose placeholders are all among `ids`."""
+    remaining = len(runs(ids, metadata.token_id(kind)))
+    kept = []
+    for visual in visuals:
+        remaining -= len(tokens_of(visual, metadata, kind=kind))
+        if remaining < 0:
+            break
+        kept.append(visual)
+    return tuple(kept)

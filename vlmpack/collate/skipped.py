@@ -1,4 +1,4 @@
-"""The account of samples given, used and refused: counted by reason, written down, and with a ceiling."""
+"""The log of skipped samples: counts by reason over all workers, a JSON-lines file, and the limit that stops a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, final
 
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.errors import ConfigError, SampleError, check_whole_number
 
 try:
     import fcntl
@@ -106,41 +106,39 @@ def _close(file: int) -> None:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Ceiling:
-    """How many refused samples are too many: above it the data are broken, not single samples."""
+class SkipLimit:
+    """The number of refused samples above which the data are broken, not single samples."""
 
     max_bad_fraction: float = 0.01
-    """Refused samples per sample given, 0 to 1."""
-    min_seen: int = 200
-    """The fraction is looked at once this many samples were given."""
+    """Refused samples per received sample, 0 to 1."""
+    min_samples: int = 200
+    """Samples from which the fraction counts."""
     max_consecutive_bad: int = 20
-    """Refused samples in a row, looked at from the first sample on."""
+    """Refused samples in a row, counted from the first sample on."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_bad_fraction <= 1:
             raise ConfigError(f"max_bad_fraction must lie between 0 and 1, got {self.max_bad_fraction}")
-        if self.min_seen < 1 or self.max_consecutive_bad < 1:
-            raise ConfigError(
-                f"min_seen={self.min_seen} and max_consecutive_bad={self.max_consecutive_bad} must be at least 1"
-            )
+        check_whole_number("min_samples", self.min_samples)
+        check_whole_number("max_consecutive_bad", self.max_consecutive_bad)
 
 
 @final
-class Ledger:
+class SkipLog:
     """Counts of a process and of all DataLoader workers that it starts, and a JSON-lines file that they write to.
 
-    `given == used + refused` holds after every batch. Counts and ceiling are those of all these processes together,
+    `received == used + refused` holds after every batch. Counts and limit are those of all these processes together,
     over all epochs, whether workers are forked or spawned. "In a row" goes by the order in which batches are counted.
     A copy (pickle, deepcopy) goes on by itself.
 
     Args:
         path: the JSON-lines file; it is appended to. None: counts only.
-        ceiling: when to give up.
+        limit: when to give up.
     """
 
-    def __init__(self, path: str | Path | None = None, *, ceiling: Ceiling | None = None) -> None:
+    def __init__(self, path: str | Path | None = None, *, limit: SkipLimit | None = None) -> None:
         self.path = None if path is None else Path(path)
-        self.ceiling = ceiling or Ceiling()
+        self.limit = limit or SkipLimit()
         self._counts = SharedDocument(
             {"used": 0, "refused": 0, "reasons": {}, "noted": 0, "consecutive": 0, "unread": []}
         )
@@ -151,7 +149,7 @@ class Ledger:
     def __repr__(self) -> str:
         why = "".join(f", {reason} {count}" for reason, count in self.reasons.most_common())
         where = "" if self.path is None else f"; written down in {str(self.path)!r}"
-        return f"Ledger({self.given} given, {self.used} used, {self.refused} refused{why}{where})"
+        return f"SkipLog({self.received} received, {self.used} used, {self.refused} refused{why}{where})"
 
     @property
     def used(self) -> int:
@@ -178,8 +176,8 @@ class Ledger:
             return counts["refused"]
 
     @property
-    def given(self) -> int:
-        """Samples seen."""
+    def received(self) -> int:
+        """Samples that went into a batch or were refused."""
         with self._counts.changed() as counts:
             return counts["used"] + counts["refused"]
 
@@ -202,7 +200,7 @@ class Ledger:
             counts["consecutive"] = 0
 
     def note(self, error: SampleError) -> None:
-        """Count and write down a sample without looking at the ceiling: left out by choice, or about to be raised."""
+        """Count and write down a sample left out by choice or about to be raised, whatever the skip limit is."""
         with self.at_once() as counts:
             counts["noted"] += 1
             self._record(error, counts)
@@ -211,12 +209,12 @@ class Ledger:
         """Count and write down a bad sample.
 
         Raises:
-            ConfigError: more bad samples than the ceiling allows.
+            ConfigError: more bad samples than the skip limit allows.
         """
         with self.at_once() as counts:
             counts["consecutive"] += 1
             self._record(error, counts)
-            self._check_ceiling(error, counts)
+            self._check_limit(error, counts)
 
     def name_unread(self, columns: Iterable[str]) -> tuple[str, ...]:
         """Take down columns that nothing reads; returns those that no process has named yet."""
@@ -239,28 +237,28 @@ class Ledger:
         if lines and self.path is not None:
             _append(self.path, "".join(lines))
 
-    def _check_ceiling(self, error: SampleError, counts: dict[str, Any]) -> None:
-        bad, given = counts["refused"] - counts["noted"], counts["used"] + counts["refused"]
+    def _check_limit(self, error: SampleError, counts: dict[str, Any]) -> None:
+        bad, received = counts["refused"] - counts["noted"], counts["used"] + counts["refused"]
         in_a_row = counts["consecutive"]
-        if in_a_row >= self.ceiling.max_consecutive_bad:
-            seen = f"{in_a_row} samples in a row (max_consecutive_bad={self.ceiling.max_consecutive_bad})"
-        elif given >= self.ceiling.min_seen and bad > self.ceiling.max_bad_fraction * given:
-            limit = f"max_bad_fraction={self.ceiling.max_bad_fraction:g}"
-            seen = f"{bad} of {given} samples ({bad / given:.1%}, {limit})"
+        if in_a_row >= self.limit.max_consecutive_bad:
+            seen = f"{in_a_row} samples in a row (max_consecutive_bad={self.limit.max_consecutive_bad})"
+        elif received >= self.limit.min_samples and bad > self.limit.max_bad_fraction * received:
+            limit = f"max_bad_fraction={self.limit.max_bad_fraction:g}"
+            seen = f"{bad} of {received} samples ({bad / received:.1%}, {limit})"
         else:
             return
         why = ", ".join(f"{reason} {count}" for reason, count in self.reasons.most_common())
         where = "" if self.path is None else f"; each is written down in {self.path}"
         raise ConfigError(
-            f"{seen} had to be refused: {why}{where}. The last was {error}. Repair the data, or raise the ceiling"
+            f"{seen} had to be refused: {why}{where}. The last was {error}. Repair the data, or raise the skip limit"
         ) from error
 
 
-def read_ledger(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a ledger file, those of all workers, in the order of writing.
+def read_skip_log(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a log of skipped samples file, those of all workers, in the order of writing.
 
     Each has `index` (in its batch), `id`, `reason`, `detail`, `process` (the writer's id) and `seen` (samples that the
-    process had been given by then).
+    process had received by then).
     """
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
@@ -288,4 +286,6 @@ def _append(path: Path, lines: str) -> None:
         with path.open("ab", buffering=0) as file:
             file.write(lines.encode())
     except OSError as error:
-        raise ConfigError(f"the ledger cannot be written ({error}); give ledger= another path") from error
+        raise ConfigError(
+            f"the log of skipped samples cannot be written ({error}); give skip_log= another path"
+        ) from error

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from vlmpack.collate.columns import is_empty
-from vlmpack.collate.encoded import Encoded, Visual
-from vlmpack.collate.labels import TrainOn, assistant_spans, make_labels, mask_media
-from vlmpack.collate.processor import ProcessorFacts
+from vlmpack.collate.encoded import Encoded, TrainOn, Visual, assistant_spans, make_labels, mask_media
+from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.errors import LayoutError, Refusal
 from vlmpack.layout import IGNORE, IMAGE, TEXT, VIDEO, Grid, lengths_from_mask
 
@@ -27,7 +26,7 @@ BOUNDARIES = ("cu_seqlens_q", "cu_seqlens", "cu_seq_lens_q", "seq_lengths", "seq
 """What a row of several samples brings; as one sample it would let them see each other."""
 
 
-def read_tokenised(feature: Mapping[str, Any], facts: ProcessorFacts, *, train_on: TrainOn) -> Encoded:
+def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, train_on: TrainOn) -> Encoded:
     """Take over `input_ids` [n] or [1, n] and what came with it.
 
     Padding is removed by `attention_mask`; `labels` are kept except on media and on the first token; without labels
@@ -37,10 +36,10 @@ def read_tokenised(feature: Mapping[str, Any], facts: ProcessorFacts, *, train_o
     Raises:
         Refusal: fields that contradict each other, or it is a packed row already.
     """
-    if found := [name for name in BOUNDARIES if feature.get(name) is not None]:
+    if named := [name for name in BOUNDARIES if feature.get(name) is not None]:
         raise Refusal(
             "bad_row",
-            f"samples bring {', '.join(found)}, so they are packed rows already, and would be taken for one sample "
+            f"samples bring {', '.join(named)}, so they are packed rows already, and would be taken for one sample "
             "each; give rows to the collator of what made them (PackedDataset: data_collator=dataset.collate; rows of "
             "text: RowCollator), or remove the column if each is one sample",
             of_all=True,
@@ -55,11 +54,11 @@ def read_tokenised(feature: Mapping[str, Any], facts: ProcessorFacts, *, train_o
             "it brings position_ids, but positions are computed from the grids when the sample's place in the row is "
             "known; remove the column",
         )
-    types = token_types(ids, facts)
+    types = token_types(ids, metadata)
     _check_types(feature, types, keep)
     return Encoded(
         input_ids=ids,
-        labels=_labels(feature, ids, keep, facts, train_on),
+        labels=_labels(feature, ids, keep, metadata, train_on),
         types=types,
         images=_visuals(feature, "pixel_values", "image_grid_thw"),
         videos=_visuals(feature, "pixel_values_videos", "video_grid_thw"),
@@ -68,28 +67,28 @@ def read_tokenised(feature: Mapping[str, Any], facts: ProcessorFacts, *, train_o
 
 def _check_read(feature: Mapping[str, Any]) -> None:
     """Refuse a column that says something of tokens or pixels and would not be read."""
-    if found := next((name for name in _MISSPELT if feature.get(name) is not None), None):
+    if named := next((name for name in _MISSPELT if feature.get(name) is not None), None):
         raise Refusal(
             "bad_row",
-            f"it has {found}, which nothing reads; what is learnt is told, token by token and unshifted, by "
+            f"it has {named}, which nothing reads; what is learnt is told, token by token and unshifted, by "
             f"{', '.join(LABEL_COLUMNS)}: rename it, or leave it out",
         )
     for pixels, columns in (("pixel_values", ("image", "images")), ("pixel_values_videos", ("video", "videos"))):
         if feature.get(pixels) is not None:
             continue
-        if found := next((name for name in columns if not is_empty(feature.get(name))), None):
+        if named := next((name for name in columns if not is_empty(feature.get(name))), None):
             raise Refusal(
                 "bad_row",
-                f"it has input_ids and {found}, but no {pixels}: the {columns[0]} would be lost; give the pixels that "
+                f"it has input_ids and {named}, but no {pixels}: the {columns[0]} would be lost; give the pixels that "
                 "the processor made with the ids, or leave input_ids out, so that both are made here",
             )
 
 
-def token_types(input_ids: np.ndarray, facts: ProcessorFacts) -> np.ndarray:
+def token_types(input_ids: np.ndarray, metadata: ProcessorMetadata) -> np.ndarray:
     """int64 [n]: 1 on image placeholders, 2 on video placeholders, 0 elsewhere."""
     types = np.full_like(input_ids, TEXT)
-    types[input_ids == facts.image_token_id] = IMAGE
-    types[input_ids == facts.video_token_id] = VIDEO
+    types[input_ids == metadata.image_token_id] = IMAGE
+    types[input_ids == metadata.video_token_id] = VIDEO
     return types
 
 
@@ -148,8 +147,8 @@ def _kept(feature: Mapping[str, Any], count: int) -> slice:
 def _check_types(feature: Mapping[str, Any], types: np.ndarray, keep: slice) -> None:
     if feature.get("mm_token_type_ids") is None:
         return
-    given = _tokens(feature, "mm_token_type_ids")[keep]
-    if len(given) != len(types) or (given != types).any():
+    values = _tokens(feature, "mm_token_type_ids")[keep]
+    if len(values) != len(types) or (values != types).any():
         raise Refusal(
             "token_type_mismatch",
             "mm_token_type_ids does not say 1 exactly on image placeholders, 2 on video placeholders and 0 elsewhere; "
@@ -158,31 +157,31 @@ def _check_types(feature: Mapping[str, Any], types: np.ndarray, keep: slice) -> 
 
 
 def _labels(
-    feature: Mapping[str, Any], ids: np.ndarray, keep: slice, facts: ProcessorFacts, train_on: TrainOn
+    feature: Mapping[str, Any], ids: np.ndarray, keep: slice, metadata: ProcessorMetadata, train_on: TrainOn
 ) -> np.ndarray:
-    given = {name: _tokens(feature, name)[keep] for name in LABEL_COLUMNS if feature.get(name) is not None}
-    if not given:
-        return make_labels(ids, facts, spans=None if train_on == "all" else assistant_spans(ids, facts))
-    for name, column in given.items():
+    values = {name: _tokens(feature, name)[keep] for name in LABEL_COLUMNS if feature.get(name) is not None}
+    if not values:
+        return make_labels(ids, metadata, spans=None if train_on == "all" else assistant_spans(ids, metadata))
+    for name, column in values.items():
         if len(column) != len(ids):
             raise Refusal(
                 "bad_shape",
                 f"{name} covers {len(column)} tokens but input_ids has {len(ids)}; labels and masks go unshifted",
             )
-    labels = given.pop("labels", ids)
-    for mask in given.values():
+    labels = values.pop("labels", ids)
+    for mask in values.values():
         labels = np.where(mask == 0, IGNORE, labels)
-    return mask_media(labels, ids, facts)
+    return mask_media(labels, ids, metadata)
 
 
 def _visuals(feature: Mapping[str, Any], pixel_name: str, grid_name: str) -> tuple[Visual, ...]:
     """One entry an image or video: views into the given pixels, cut by the grids."""
-    there = [name for name in (pixel_name, grid_name) if feature.get(name) is not None]
-    if not there:
+    present = [name for name in (pixel_name, grid_name) if feature.get(name) is not None]
+    if not present:
         return ()
-    if len(there) == 1:
-        missing = grid_name if there == [pixel_name] else pixel_name
-        raise Refusal("pixel_shape", f"it has {there[0]} but no {missing}; both come from one call of the processor")
+    if len(present) == 1:
+        missing = grid_name if present == [pixel_name] else pixel_name
+        raise Refusal("pixel_shape", f"it has {present[0]} but no {missing}; both come from one call of the processor")
     pixels, grids = _pixels(feature[pixel_name], pixel_name), _grids(feature[grid_name], grid_name)
     rows = [frames * height * width for frames, height, width in grids]
     if min(rows, default=0) < 0 or pixels.ndim != 2 or sum(rows) != pixels.shape[0]:
@@ -214,10 +213,10 @@ def _grids(value: Any, name: str) -> list[Grid]:
 
 
 def _seconds(feature: Mapping[str, Any], count: int) -> list[float | None]:
-    given = feature.get("second_per_grid_ts")
-    if given is None:
+    values = feature.get("second_per_grid_ts")
+    if values is None:
         return [None] * count
-    seconds = _array(given, "second_per_grid_ts").reshape(-1).tolist()
+    seconds = _array(values, "second_per_grid_ts").reshape(-1).tolist()
     if len(seconds) != count:
         raise Refusal("bad_shape", f"second_per_grid_ts has {len(seconds)} entries for {count} videos")
     return seconds

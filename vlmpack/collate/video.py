@@ -24,20 +24,10 @@ import torch
 from PIL import Image
 from torch.nn.functional import interpolate
 
-from vlmpack.collate.vision_keys import (
-    Size,
-    check_enlarged,
-    first_frame_size,
-    number,
-    video_frame_size,
-)
-from vlmpack.data import (
-    DEFAULT_LIMITS,
-    ImageError,
-    ImageLimits,
-    load_image,
-    read_size,
-)
+from vlmpack.collate.encoded import Visual
+from vlmpack.collate.vision_keys import Size, check_enlarged, first_frame_size, number, resize, video_frame_size
+from vlmpack.data import DEFAULT_LIMITS, ImageError, ImageLimits, load_image, read_size
+from vlmpack.layout import Grid
 
 Result = TypeVar("Result")
 
@@ -47,7 +37,7 @@ SAMPLE_FPS = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSettings:
-    """How frames become patches; the numbers are those of the image processor beside it."""
+    """Numbers by which frames become patches: those of the image processor."""
 
     patch_size: int
     """Side of a patch in pixels."""
@@ -64,7 +54,7 @@ class VideoSettings:
 
     @classmethod
     def from_image_processor(cls, image_processor: Any) -> VideoSettings:
-        """The settings of a Qwen image processor, its `do_rescale` and `do_normalize` included."""
+        """Read the settings of a Qwen image processor, its `do_rescale` and `do_normalize` included."""
         normalize = image_processor.do_normalize
         return cls(
             patch_size=image_processor.patch_size,
@@ -76,30 +66,12 @@ class VideoSettings:
         )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class VideoPatches:
-    """One video as a Qwen model reads it."""
-
-    pixel_values: torch.Tensor | None
-    """[P, D] float32; patches in the order of the merged grid, as `pixel_values_videos` has them. None: not cut."""
-    grid: tuple[int, int, int]
-    """Temporal patches, patches down, patches across: a row of `video_grid_thw`."""
-    second_per_grid: float
-    """Seconds between temporal patches: an entry of Qwen2.5-VL's `second_per_grid_ts`."""
-    timestamps: tuple[float, ...]
-    """Seconds at which each temporal patch lies: what Qwen3-VL writes before it as `<0.5 seconds>`.
-
-    The repeated last frame counts as a frame of its own, as it does in qwen-vl-utils."""
-
-
-def load_video(
-    element: Mapping[str, Any], *, settings: VideoSettings, limits: ImageLimits = DEFAULT_LIMITS
-) -> VideoPatches:
-    """A message element `{"video": [frame, ...], ...}` as patches.
+def load_video(element: Mapping[str, Any], *, settings: VideoSettings, limits: ImageLimits = DEFAULT_LIMITS) -> Visual:
+    """Cut a message element `{"video": [frame, ...], ...}` into patches, with its seconds and timestamps.
 
     Args:
-        element: `video` is a list of images as `load_image` takes them; `sample_fps` (default 2) tells how many frames
-            lie in a second, `raw_fps` (default `sample_fps`) by which rate Qwen3-VL's timestamps count, as in
+        element: `video` is a list of images as `load_image` takes them; `sample_fps` (default 2) is the number of
+            frames in a second, `raw_fps` (default `sample_fps`) the rate by which Qwen3-VL's timestamps count, as in
             qwen-vl-utils 0.0.14. For the size see `vision_keys`.
         settings: from the image processor.
         limits: caps for each frame.
@@ -107,49 +79,42 @@ def load_video(
     Raises:
         ImageError: a video file, no frames, a frame that cannot be used (named), frames of different sizes, a bad key.
     """
-    frames = load_frames(element.get("video"), limits=limits)
-    frames_FCHW = resize_frames(frames, element, settings=settings)
-    pixel_values, grid = patchify(frames_FCHW, settings=settings)
-    return VideoPatches(pixel_values=pixel_values, grid=grid, **_times(element, grid[0], settings.temporal_patch_size))
+    frames = read_frames(element.get("video"), load_image, limits=limits)
+    pixels, grid = patchify(resize_frames(frames, element, settings=settings), settings=settings)
+    return _visual(pixels, grid, element, settings)
 
 
-def outline_video(
+def measure_video(
     element: Mapping[str, Any], *, settings: VideoSettings, limits: ImageLimits = DEFAULT_LIMITS
-) -> VideoPatches:
-    """The same without patches, from the headers of the frames.
+) -> Visual:
+    """Measure a video by the headers of its frames, without patches.
 
     Raises:
         ImageError: as `load_video`, save for frames whose headers are sound and whose pixels are not.
     """
-    frames = _checked_frames(element.get("video"))
-    sizes = [_of_frame(read_size, frame, index, limits) for index, frame in enumerate(frames)]
+    sizes = read_frames(element.get("video"), read_size, limits=limits)
     _, (height, width) = _frame_sizes(sizes, element, settings=settings)
-    depth, side = settings.temporal_patch_size, settings.patch_size
-    grid = -(-len(frames) // depth), height // side, width // side
-    return VideoPatches(pixel_values=None, grid=grid, **_times(element, grid[0], depth))
+    grid = -(-len(sizes) // settings.temporal_patch_size), height // settings.patch_size, width // settings.patch_size
+    return _visual(None, grid, element, settings)
 
 
-def _times(element: Mapping[str, Any], grids: int, depth: int) -> dict[str, Any]:
-    """`second_per_grid` and `timestamps` of a video of so many grids of `depth` frames."""
+def _visual(pixels: torch.Tensor | None, grid: Grid, element: Mapping[str, Any], settings: VideoSettings) -> Visual:
+    """Add the seconds between grids (`Qwen2_5_VLProcessor._process_videos`) and each grid's timestamp.
+
+    The repeated last frame counts as a frame of its own, as it does in qwen-vl-utils.
+    """
+    depth = settings.temporal_patch_size
     sample_fps = _rate(element, "sample_fps", SAMPLE_FPS)
-    raw_fps = _rate(element, "raw_fps", sample_fps)
-    return {
-        "second_per_grid": second_per_grid(sample_fps, temporal_patch_size=depth),
-        "timestamps": tuple(frame_timestamps(range(grids * depth), fps=raw_fps, temporal_patch_size=depth)),
-    }
+    timestamps = frame_timestamps(range(grid[0] * depth), fps=_rate(element, "raw_fps", sample_fps), depth=depth)
+    return Visual(pixels=pixels, grid=grid, seconds=depth / sample_fps, timestamps=tuple(timestamps))
 
 
-def load_frames(video: Any, *, limits: ImageLimits = DEFAULT_LIMITS) -> list[Image.Image]:
-    """The frames of a video as upright RGB images.
+def read_frames(video: Any, read: Callable[..., Result], *, limits: ImageLimits = DEFAULT_LIMITS) -> list[Result]:
+    """Read each frame of a video by `load_image` or `read_size`.
 
     Raises:
         ImageError: see `load_video`.
     """
-    frames = _checked_frames(video)
-    return [_of_frame(load_image, frame, index, limits) for index, frame in enumerate(frames)]
-
-
-def _checked_frames(video: Any) -> Sequence[Any]:
     if isinstance(video, (str, Path, bytes, Mapping)) or not isinstance(video, Sequence):
         raise ImageError(
             f"a video of type {type(video).__name__} cannot be read, only a list of frames; decode it first (PyAV, "
@@ -158,13 +123,19 @@ def _checked_frames(video: Any) -> Sequence[Any]:
         )
     if not video:
         raise ImageError("the video has no frames; give at least one or drop the sample", "video_frames")
-    return video
+    results = []
+    for index, frame in enumerate(video):
+        try:
+            results.append(read(frame, limits=limits))
+        except ImageError as error:
+            raise ImageError(f"frame {index}: {error.detail}", error.reason) from error
+    return results
 
 
 def resize_frames(
     frames: Sequence[Image.Image], element: Mapping[str, Any], *, settings: VideoSettings
 ) -> torch.Tensor:
-    """All frames in their final size, `[F, C, H, W]` uint8.
+    """Resize frames to their final size, `[F, C, H, W]` uint8.
 
     Each frame is brought by Pillow to a multiple of two tokens, then all together to the final size, in float32 and
     rounded, which is what torchvision's `resize` does in qwen-vl-utils.
@@ -173,7 +144,8 @@ def resize_frames(
         ImageError: frames of different sizes after the first step, or see `video_frame_size`.
     """
     first, size = _frame_sizes([(frame.height, frame.width) for frame in frames], element, settings=settings)
-    frames_FCHW = _stack([frame.resize((first[1], first[0]), Image.Resampling.BICUBIC) for frame in frames])
+    arrays = np.stack([np.asarray(resize(frame, first)) for frame in frames])
+    frames_FCHW = torch.from_numpy(arrays).permute(0, 3, 1, 2).contiguous()
     if first == size:
         return frames_FCHW
     resized = interpolate(frames_FCHW.float(), size=size, mode="bicubic", antialias=True)
@@ -181,19 +153,23 @@ def resize_frames(
 
 
 def _frame_sizes(sizes: Sequence[Size], element: Mapping[str, Any], *, settings: VideoSettings) -> tuple[Size, Size]:
-    """(the size that each frame gets alone, the size that all get together), from the frames' own sizes."""
-    patch = {"patch_size": settings.patch_size, "merge_size": settings.merge_size}
-    first = [first_frame_size(element, height=height, width=width, **patch) for height, width in sizes]
-    height, width = sizes[0]
-    size = video_frame_size(element, num_frames=len(sizes), height=height, width=width, **patch)
-    _check_one_size(first)
+    """(the size that each frame gets alone, the size that all get together), from the sizes of the frames."""
     factor = settings.patch_size * settings.merge_size
-    for made in (first[0], size):
-        check_enlarged(made, given=sizes[0], factor=factor, num_frames=len(sizes))
-    return first[0], size
+    first = [first_frame_size(element, size, factor=factor) for size in sizes]
+    final = video_frame_size(element, sizes[0], num_frames=len(sizes), factor=factor)
+    for index, (height, width) in enumerate(first):
+        if (height, width) != first[0]:
+            raise ImageError(
+                f"frame {index} is {width} x {height} and frame 0 is {first[0][1]} x {first[0][0]} (after resizing); "
+                "all frames of a video must have one size: crop or pad them",
+                "video_frames",
+            )
+    for size in (first[0], final):
+        check_enlarged(size, source=sizes[0], factor=factor, num_frames=len(sizes))
+    return first[0], final
 
 
-def patchify(frames_FCHW: torch.Tensor, *, settings: VideoSettings) -> tuple[torch.Tensor, tuple[int, int, int]]:
+def patchify(frames_FCHW: torch.Tensor, *, settings: VideoSettings) -> tuple[torch.Tensor, Grid]:
     """Cut frames into the patches of Qwen's vision tower.
 
     The same steps as `Qwen2VLVideoProcessor.patchify` (Qwen3-VL's is equal): the last frame is repeated until they
@@ -223,50 +199,18 @@ def patchify(frames_FCHW: torch.Tensor, *, settings: VideoSettings) -> tuple[tor
     return torch.from_numpy(patches.reshape(len(patches), -1)), grid
 
 
-def second_per_grid(sample_fps: float, *, temporal_patch_size: int = 2) -> float:
-    """Seconds between two temporal patches (`Qwen2_5_VLProcessor._process_videos`): temporal_patch_size / fps.
+def frame_timestamps(indices: Sequence[int], *, fps: float, depth: int = 2) -> list[float]:
+    """Compute the seconds of each temporal patch: the mean of its first and last frame's.
 
-    Args:
-        sample_fps: frames per second of the frames given, not of the film they come from.
-        temporal_patch_size: frames in one patch.
-    """
-    return temporal_patch_size / sample_fps
-
-
-def frame_timestamps(indices: Sequence[int], *, fps: float, temporal_patch_size: int = 2) -> list[float]:
-    """Seconds of each temporal patch (`Qwen3VLProcessor._calculate_timestamps`): mean of its first and last frame's.
+    Source: `Qwen3VLProcessor._calculate_timestamps`; Qwen3-VL writes them before each patch as `<0.5 seconds>`.
 
     Args:
         indices: number of each frame, counted at `fps`; an incomplete last patch is filled with its last frame.
         fps: frames per second by which `indices` count.
-        temporal_patch_size: frames in one patch.
+        depth: frames in one patch.
     """
-    filled = [*indices, *[indices[-1]] * (-len(indices) % temporal_patch_size)]
-    last = temporal_patch_size - 1
-    return [(filled[i] / fps + filled[i + last] / fps) / 2 for i in range(0, len(filled), temporal_patch_size)]
-
-
-def _of_frame(read: Callable[..., Result], frame: Any, index: int, limits: ImageLimits) -> Result:
-    try:
-        return read(frame, limits=limits)
-    except ImageError as error:
-        raise ImageError(f"frame {index}: {error.detail}", error.reason) from error
-
-
-def _stack(frames: Sequence[Image.Image]) -> torch.Tensor:
-    """`[F, C, H, W]` uint8."""
-    return torch.from_numpy(np.stack([np.asarray(frame) for frame in frames])).permute(0, 3, 1, 2).contiguous()
-
-
-def _check_one_size(sizes: Sequence[Size]) -> None:
-    height, width = sizes[0]
-    for index, size in enumerate(sizes):
-        if size != sizes[0]:
-            raise ImageError(
-                f"frame {index} is {size[1]} x {size[0]} and frame 0 is {width} x {height} (after resizing); all "
-                "frames of a video must have one size: crop or pad them",
-                "video_frames",
-            )
+    filled = [*indices, *[indices[-1]] * (-len(indices) % depth)]
+    return [(filled[i] / fps + filled[i + depth - 1] / fps) / 2 for i in range(0, len(filled), depth)]
 
 
 def _value_table(settings: VideoSettings) -> np.ndarray:

@@ -64,13 +64,13 @@ Size = tuple[int, int]
 
 
 def has_image_keys(element: Mapping[str, Any]) -> bool:
-    """Whether the element chooses its image's size, so that qwen-vl-utils' rule applies and not the processor's."""
+    """Return whether the element sizes its image, so that qwen-vl-utils' rule applies and not the processor's."""
     return any(element.get(key) is not None for key in IMAGE_KEYS)
 
 
 @lru_cache(maxsize=1024)
 def misspelt_key(name: str) -> str | None:
-    """The key that a name is nearly; None: it is one itself, or like none (`height` and `video_id` are notes)."""
+    """Return the key that a name nearly spells; None: it is a key, or like none (`height` and `video_id` are notes)."""
     if name in KNOWN_KEYS:
         return None
     near = get_close_matches(name.lower().replace("-", "_"), KNOWN_KEYS, n=1, cutoff=0.85)
@@ -78,7 +78,7 @@ def misspelt_key(name: str) -> str | None:
 
 
 def number(element: Mapping[str, Any], key: str, default: float) -> float:
-    """The finite number of at least 0 under a key; `default` where the key is absent or None.
+    """Return the finite number of at least 0 under a key; `default` where the key is absent or None.
 
     Raises:
         ImageError: anything else (reason ``"vision_key"``).
@@ -98,7 +98,7 @@ def number(element: Mapping[str, Any], key: str, default: float) -> float:
 def smart_resize(
     height: float, width: float, *, factor: int, min_pixels: float | None = None, max_pixels: float | None = None
 ) -> Size:
-    """The size of a picture by the rule of qwen-vl-utils (`vision_process.smart_resize`, 0.0.14).
+    """Compute the size of a picture by the rule of qwen-vl-utils (`vision_process.smart_resize`, 0.0.14).
 
     Both sides are multiples of `factor`, their product lies between the bounds, the aspect ratio is kept as far as that
     allows.
@@ -116,7 +116,7 @@ def smart_resize(
     """
     low = IMAGE_TOKENS[0] * factor**2 if min_pixels is None else min_pixels
     high = IMAGE_TOKENS[1] * factor**2 if max_pixels is None else max_pixels
-    _check(height, width, low, high)
+    _check_size(height, width, low, high)
     size = max(factor, round(height / factor) * factor), max(factor, round(width / factor) * factor)
     if size[0] * size[1] > high:
         shrink = math.sqrt(height * width / high)
@@ -133,28 +133,44 @@ def smart_resize(
     return size
 
 
-def image_size(element: Mapping[str, Any], *, height: int, width: int, patch_size: int, merge_size: int = 2) -> Size:
-    """The size of an image by its element's keys (`vision_process.fetch_image`), in pixels.
+def image_size(element: Mapping[str, Any], size: Size, *, factor: int) -> Size:
+    """Compute the size of an image by its element's keys (`vision_process.fetch_image`), in pixels.
 
-    `resized_height` and `resized_width` win over the image's own size and the bounds; `min_pixels` and `max_pixels`
-    bound the area.
+    `resized_height` and `resized_width` win over the image's size and the bounds; `min_pixels` and `max_pixels` bound
+    the area.
+
+    Args:
+        element: the image's keys.
+        size: of the image.
+        factor: patch size times merge size: pixels along one side of a token.
 
     Raises:
         ImageError: see `smart_resize`; also one of `resized_height` and `resized_width` without the other, which
             qwen-vl-utils ignores.
     """
-    return _keyed_size(element, height, width, patch_size * merge_size)
+    height, width = element.get("resized_height"), element.get("resized_width")
+    if (height is None) != (width is None):
+        raise ImageError(
+            f"resized_height={height} and resized_width={width}: one without the other changes nothing; give both",
+            "vision_key",
+        )
+    if height is not None:
+        forced = number(element, "resized_height", 0.0), number(element, "resized_width", 0.0)
+        return smart_resize(*forced, factor=factor)
+    low = number(element, "min_pixels", IMAGE_TOKENS[0] * factor**2)
+    high = number(element, "max_pixels", IMAGE_TOKENS[1] * factor**2)
+    return smart_resize(*size, factor=factor, min_pixels=low, max_pixels=high)
 
 
-def check_enlarged(made: Size, *, given: Size, factor: int, num_frames: int = 1) -> None:
+def check_enlarged(size: Size, *, source: Size, factor: int, num_frames: int = 1) -> None:
     """Refuse to enlarge a picture beyond what the rule makes of any picture without keys: memory and time are bounded.
 
-    A small picture could ask for any size. An image gets its own size or `IMAGE_TOKENS[1]` tokens at most; a frame of
-    a video also has a share of `ENLARGED_TOKENS`, but never less than `FRAME_TOKENS[1]`.
+    Keys of a small picture could name any size. An image gets its present size or `IMAGE_TOKENS[1]` tokens at most; a
+    frame of a video also has a share of `ENLARGED_TOKENS`, but never less than `FRAME_TOKENS[1]`.
 
     Args:
-        made: the size that the keys ask for.
-        given: the picture's own size.
+        size: what the keys ask for.
+        source: the picture's size.
         factor: patch size times merge size: pixels along one side of a token.
         num_frames: frames of that size that are made.
 
@@ -162,58 +178,46 @@ def check_enlarged(made: Size, *, given: Size, factor: int, num_frames: int = 1)
         ImageError: it is larger (reason ``"vision_key"``).
     """
     share = max(FRAME_TOKENS[1], ENLARGED_TOKENS // num_frames)
-    own = math.ceil(given[0] / factor) * math.ceil(given[1] / factor)
-    most = max(own, min(IMAGE_TOKENS[1], share))
-    if made[0] * made[1] > most * factor**2:
+    tokens = math.ceil(source[0] / factor) * math.ceil(source[1] / factor)
+    most = max(tokens, min(IMAGE_TOKENS[1], share))
+    if size[0] * size[1] > most * factor**2:
         raise ImageError(
-            f"the keys beside it enlarge it from {given[1]} x {given[0]} to {made[1]} x {made[0]} pixels (width x "
+            f"the keys beside it enlarge it from {source[1]} x {source[0]} to {size[1]} x {size[0]} pixels (width x "
             f"height{f', {num_frames} frames' if num_frames > 1 else ''}), more than the {most} tokens of "
             f"{factor} x {factor} pixels that it can have at most; lower min_pixels, resized_height and resized_width",
             "vision_key",
         )
 
 
-def resize_image(
-    image: Image.Image, element: Mapping[str, Any], *, patch_size: int, merge_size: int = 2
-) -> Image.Image:
-    """The image in the size that its element's keys ask for, bicubic, pixel for pixel as `fetch_image` does it.
-
-    Raises:
-        ImageError: see `image_size`.
-    """
-    size = image_size(element, height=image.height, width=image.width, patch_size=patch_size, merge_size=merge_size)
+def resize(image: Image.Image, size: Size) -> Image.Image:
+    """Resize an image bicubically, pixel for pixel as `fetch_image` does it."""
     return image.resize((size[1], size[0]), Image.Resampling.BICUBIC)
 
 
-def first_frame_size(
-    element: Mapping[str, Any], *, height: int, width: int, patch_size: int, merge_size: int = 2
-) -> Size:
-    """The size to which `fetch_video` brings every single frame first.
+def first_frame_size(element: Mapping[str, Any], size: Size, *, factor: int) -> Size:
+    """Compute the size to which `fetch_video` brings every single frame first.
 
     It hands its frames to `fetch_image` with the *token* size where the patch size belongs, so this first size is a
     multiple of two tokens, and the default bounds are four times an image's. Kept, as it decides the final size.
     """
-    return _keyed_size(element, height, width, patch_size * merge_size * 2)
+    return image_size(element, size, factor=2 * factor)
 
 
-def video_frame_size(
-    element: Mapping[str, Any], *, num_frames: int, height: int, width: int, patch_size: int, merge_size: int = 2
-) -> Size:
-    """The final size of the frames of a video given as a list of images (`vision_process.fetch_video`), in pixels.
+def video_frame_size(element: Mapping[str, Any], size: Size, *, num_frames: int, factor: int) -> Size:
+    """Compute the final size of the frames of a video given as images (`vision_process.fetch_video`), in pixels.
 
     Args:
         element: keys as for images, and `total_pixels`, which the frames share.
+        size: of one frame.
         num_frames: frames in the list; an odd number counts one more, as the last frame is repeated.
-        height, width: size of one frame as given.
-        patch_size, merge_size: of the image processor.
+        factor: patch size times merge size.
 
     Raises:
         ImageError: see `smart_resize`.
     """
-    factor = patch_size * merge_size
-    height, width = first_frame_size(element, height=height, width=width, patch_size=patch_size, merge_size=merge_size)
     low, high = _frame_bounds(element, num_frames + num_frames % FRAME_FACTOR, factor)
-    return _keyed_size({**element, "min_pixels": low, "max_pixels": high}, height, width, factor)
+    bounded = {**element, "min_pixels": low, "max_pixels": high}
+    return image_size(bounded, first_frame_size(element, size, factor=factor), factor=factor)
 
 
 def _frame_bounds(element: Mapping[str, Any], num_frames: int, factor: int) -> tuple[float, float]:
@@ -224,27 +228,7 @@ def _frame_bounds(element: Mapping[str, Any], num_frames: int, factor: int) -> t
     return low, min(number(element, "max_pixels", share), share)
 
 
-def _keyed_size(element: Mapping[str, Any], height: int, width: int, factor: int) -> Size:
-    if _is_forced(element):
-        return smart_resize(
-            number(element, "resized_height", 0.0), number(element, "resized_width", 0.0), factor=factor
-        )
-    low = number(element, "min_pixels", IMAGE_TOKENS[0] * factor**2)
-    high = number(element, "max_pixels", IMAGE_TOKENS[1] * factor**2)
-    return smart_resize(height, width, factor=factor, min_pixels=low, max_pixels=high)
-
-
-def _is_forced(element: Mapping[str, Any]) -> bool:
-    height, width = element.get("resized_height"), element.get("resized_width")
-    if (height is None) != (width is None):
-        raise ImageError(
-            f"resized_height={height} and resized_width={width}: one without the other changes nothing; give both",
-            "vision_key",
-        )
-    return height is not None
-
-
-def _check(height: float, width: float, min_pixels: float, max_pixels: float) -> None:
+def _check_size(height: float, width: float, min_pixels: float, max_pixels: float) -> None:
     if min(height, width) <= 0:
         raise ImageError(f"{height:g} x {width:g} pixels (height x width): there is nothing in it", "image_zero_size")
     if max_pixels < min_pixels:

@@ -1,4 +1,4 @@
-"""What ranks send each other: the collectives of this package, each with its exact backward pass, every byte counted.
+"""Collectives with their exact backward passes; every byte that ranks send each other is counted.
 
 Two kinds of gathering differ in what the ranks do next, and so in what their gradients mean:
 
@@ -49,7 +49,7 @@ class Collectives:
     def all_to_all(
         self, x: torch.Tensor, what: str, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Everybody to everybody: the parts of x along its first dimension go to one rank each, in order.
+        """All-to-all: the parts of x along its first dimension go to one rank each, in order.
 
         Args:
             x: [n, ...].
@@ -69,15 +69,15 @@ class Collectives:
         )
 
     def all_gather(self, x: torch.Tensor, what: str) -> torch.Tensor:
-        """[n, ...] of each rank to [R n, ...] on all of them; each goes on by itself."""
+        """[n, ...] of each rank to [R n, ...] on all of them, which continue differently."""
         return x if self.size == 1 else _AllGather.apply(x, self, what)  # pyright: ignore[reportReturnType]
 
     def all_gather_equal(self, x: torch.Tensor, what: str) -> torch.Tensor:
-        """[n, ...] of each rank to [R n, ...] on all of them; all go on with the same."""
+        """[n, ...] of each rank to [R n, ...] on all of them, which continue with the identical value."""
         return x if self.size == 1 else _AllGatherEqual.apply(x, self, what)  # pyright: ignore[reportReturnType]
 
     def all_reduce(self, x: torch.Tensor, what: str) -> torch.Tensor:
-        """The sum over the ranks, on all of them; all go on with the same."""
+        """The sum over the ranks, on all of them, which continue with the identical value."""
         return x if self.size == 1 else _AllReduce.apply(x, self, what)  # pyright: ignore[reportReturnType]
 
     # ------------------------------------------------------------------ plain
@@ -177,7 +177,7 @@ class Route:
     """How many come from each rank."""
 
     def sent_from(self, device: torch.device) -> torch.Tensor:
-        """`send` on `device`, copied there once, without making the host wait."""
+        """`send` on `device`, copied there once, without a host–device sync."""
         if device not in self._on_device:
             self._on_device[device] = to_device(self.send.numpy(), device)
         return self._on_device[device]

@@ -51,7 +51,7 @@ class GatheredKV:
     def attend(self, attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor) -> torch.Tensor:
         """[t, N, H] of this rank's tokens, any numbers of heads."""
         kv_TF = self._ranks.all_gather(torch.cat([k_tKH.flatten(1), v_tKH.flatten(1)], 1), ATTENTION)
-        if not self._local.num_tokens:  # padding alone; others wait for the gradient of what they gathered
+        if not self._local.num_tokens:  # padding alone; others block on the gradient of what they gathered
             return q_tNH.new_zeros(*q_tNH.shape[:2], v_tKH.shape[2]) + q_tNH[:0].sum() + kv_TF[:0].sum()
         kv_SF = kv_TF.index_select(0, self.index(kv_TF.device))
         k_SKH, v_SKH = (

@@ -1,4 +1,4 @@
-"""Which ranks share a row: what a user says once, and what the rest of this package asks."""
+"""The context group of ranks that have one row together, and sums over ranks for a training loop without Trainer."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def sum_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def sum_counts(count: int | torch.Tensor, mesh: DeviceMesh) -> int:
-    """The sum over all ranks of the mesh of a number that each has: its row's targets. Waits for the others."""
+    """The sum over all ranks of the mesh of a number that each has: its row's targets. Blocks."""
     total = torch.as_tensor(count, dtype=torch.int64).reshape(1).to(mesh.device_type)
     _all_reduce(total, mesh)
     return int(total)

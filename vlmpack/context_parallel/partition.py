@@ -136,7 +136,7 @@ class Partition:
         """Query-key pairs of causal attention inside the segments that each rank's queries take part in.
 
         Args:
-            padding: count padding as the causal tail of its segment, which kernels that know only slots compute.
+            padding: count padding as the causal tail of its segment, which kernels that take only slots compute.
         """
         segments = _slots_as_lengths(self.segments) if padding else self.segments
         pairs = np.where(segments.padding_mask().numpy(), 0, segments.position_in_segment().numpy() + 1)

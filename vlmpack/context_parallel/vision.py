@@ -1,4 +1,4 @@
-"""Which rank computes which image of a row, and to whom its features go.
+"""Spread the images of a row over ranks, and route their features to their tokens.
 
 Images of 16, 64, 16 and 32 patches on 2 ranks, 4 patches to a token:
 
@@ -127,7 +127,7 @@ class MediaShare:
         """What `rank` sends to whom, and where what it gets belongs.
 
         Args:
-            token_types: [1, T] of the whole row: 0 text, 1 image, 2 video. Waits for them if they lie on a device.
+            token_types: [1, T] of the whole row: 0 text, 1 image, 2 video. On a device: a host–device sync.
             kind: 1 if these are the images, 2 if they are the videos.
             partition: who holds which token.
             rank: the rank.

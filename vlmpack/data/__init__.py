@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from vlmpack.data.archive import parse_lines
-from vlmpack.data.cord import CordDataset, load_cord
+from vlmpack.data.cord import CordDataset, json2token, load_cord, to_conversation, token2json
 from vlmpack.data.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_image, read_encoded, read_size
-from vlmpack.data.json_tokens import json2token, to_conversation, token2json
 from vlmpack.data.open import OpenDataset, open_dataset
 from vlmpack.data.processor import (
     PATCH_SIZES,

@@ -1,23 +1,33 @@
 """CORD v2 from anywhere, as one map-style dataset.
 
     hub id   ──┐
-    folder   ──┼▶ sources.find_rows ──▶ rows ──▶ CordDataset ──▶ {"image": RGB, "ground_truth": JSON}
+    folder   ──┼▶ readers.find_rows ──▶ rows ──▶ CordDataset ──▶ {"image": RGB, "ground_truth": JSON}
     parquet  ──┘
 
 The image is decoded here, never by `datasets`: turned upright by its EXIF tag exactly once, put on white where it is
 transparent, made RGB. The ground truth is checked when a record is taken.
+
+Records become conversations and back: `json2token`, its inverse `token2json`, and the prompt around them.
+
+    {"total": {"cashprice": "20,000"}, "menu": [{"nm": "Es Teh"}, {"nm": "Donut"}]}
+        │ json2token                                        ▲ token2json
+        ▼                                                   │
+    <s_total><s_cashprice>20,000</s_cashprice></s_total><s_menu><s_nm>Es Teh</s_nm><sep/><s_nm>Donut</s_nm></s_menu>
+
+Source: Donut (`donut/model.py`: json2token, token2json); keys sorted descending as NeMo's CORD v2 adapters do it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from operator import index as whole
+from operator import index as as_int
 from typing import Any
 
 from vlmpack.data.archive import SPLITS
 from vlmpack.data.images import ImageError, load_image
-from vlmpack.data.json_tokens import parse_of
 from vlmpack.data.readers import Rows, Source, complete_row, find_rows
 from vlmpack.errors import ConfigError, SampleError
 
@@ -58,7 +68,7 @@ class CordDataset:
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"record {index} of {len(self)} in {self.name}")
-        at = whole(index) % len(self)
+        at = as_int(index) % len(self)
         row = complete_row(self.rows[at], self.name, index=at)
         parse_of(row["ground_truth"], index=at)
         try:
@@ -69,3 +79,178 @@ class CordDataset:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[index] for index in range(len(self)))
+
+
+SEPARATOR = "<sep/>"
+DEEPEST = 64
+"""Nesting beyond which `token2json` keeps the text as it is: no receipt is so deep, a broken model's output may be."""
+
+
+def json2token(obj: Any, *, sort_keys_descending: bool = True) -> str:
+    """Write nested values as one string of tags.
+
+    A dict becomes ``<s_key>value</s_key>`` for each key, a list its items joined by ``<sep/>``, anything else `str()`.
+    A dict of the single key ``text_sequence`` is that text alone.
+
+    Args:
+        obj: dicts, lists and plain values, nested at will.
+        sort_keys_descending: the order of NeMo's adapters and of Donut's default; False keeps the order of the dict.
+    """
+    if isinstance(obj, Mapping):
+        if list(obj) == ["text_sequence"]:
+            return str(obj["text_sequence"])
+        keys = sorted(obj, reverse=True) if sort_keys_descending else list(obj)
+        inner = {key: json2token(obj[key], sort_keys_descending=sort_keys_descending) for key in keys}
+        return "".join(f"<s_{key}>{text}</s_{key}>" for key, text in inner.items())
+    if isinstance(obj, list):
+        return SEPARATOR.join(json2token(item, sort_keys_descending=sort_keys_descending) for item in obj)
+    return str(obj)
+
+
+def token2json(text: str) -> dict[str, Any] | list[dict[str, Any]]:
+    """Read a string of tags back: the inverse of `json2token`, and forgiving towards what a model may write.
+
+    What tags cannot say comes back in the plainest form: numbers as strings, a list of one item as that item, an empty
+    dict or list as ``""``, without white space around values. Text without any tag becomes ``{"text_sequence": text}``.
+
+    A value that contains such tags itself cannot come back.
+
+    Text whose tags do not balance is read as Donut reads it: a tag ends at the first end tag of its name, an opening
+    tag without one is ignored, text between tags is skipped. Two things differ from Donut's: values may contain line
+    breaks, and where the tags balance a key may occur again inside itself.
+    """
+    items = _read_items(text, depth=0, closing=_matching_end if _balances(text) else _first_end)
+    if not items:
+        return {"text_sequence": text.strip()}
+    return items if len(items) > 1 else items[0]
+
+
+def to_conversation(
+    record: Mapping[str, Any], *, prompt: str = "Describe this image.", index: int = 0
+) -> dict[str, list[dict[str, Any]]]:
+    """A CORD record as the conversation that NeMo trains on: image and prompt from the user, tags from the assistant.
+
+    Of several parses (`gt_parses`, as in question-answering sets) the first is taken, not a random one: a global random
+    choice would differ between ranks and after a restart.
+
+    Not for `datasets.Dataset.map`, which stores what it gets and loses images inside messages: see the room's README.
+
+    Args:
+        record: `{"image": PIL image, "ground_truth": JSON string}`, as `load_cord` gives it.
+        prompt: what the user asks.
+        index: the record's position, for error messages.
+
+    Raises:
+        SampleError: a column is missing, or the ground truth cannot be read, or holds neither `gt_parse` nor
+            `gt_parses`.
+    """
+    missing = [name for name in ("image", "ground_truth") if name not in record]
+    if missing:
+        raise SampleError(
+            f"the record has no {' and '.join(missing)} (it has {', '.join(map(str, record)) or 'nothing'}); a CORD "
+            "record has an image and a ground_truth",
+            index=index,
+            reason="missing_column",
+        )
+    answer = json2token(parse_of(record["ground_truth"], index=index))
+    question = [{"type": "image", "image": record["image"]}, {"type": "text", "text": prompt}]
+    return {
+        "conversation": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+        ]
+    }
+
+
+def parse_of(ground_truth: str, *, index: int = 0) -> dict[str, Any]:
+    """The nested values inside a `ground_truth` string: `gt_parse`, or the first of `gt_parses`.
+
+    Raises:
+        SampleError: with what was found instead.
+    """
+    truth = _loads(ground_truth, index)
+    parses = truth.get("gt_parses", [truth.get("gt_parse")])
+    if not isinstance(parses, list) or not parses or not isinstance(parses[0], dict):
+        message = (
+            f"ground_truth holds no parse (its keys: {', '.join(map(str, truth)) or 'none'}); "
+            "it needs 'gt_parse' (a dict) or 'gt_parses' (a list of dicts)"
+        )
+        raise SampleError(message, index=index, reason="ground_truth_without_parse", sample_id=_image_id(truth))
+    return parses[0]
+
+
+def _loads(ground_truth: str, index: int) -> dict[str, Any]:
+    seen: object = type(ground_truth).__name__
+    if isinstance(ground_truth, str):
+        try:
+            truth = json.loads(ground_truth)
+        except ValueError as error:
+            seen = f"a string that is not JSON ({error}): {ground_truth[:40]!r}"
+        else:
+            if isinstance(truth, dict):
+                return truth
+            seen = f"JSON of a {type(truth).__name__}"
+    message = f"ground_truth is {seen}; it must be a JSON string of a dict with 'gt_parse', as in CORD v2"
+    raise SampleError(message, index=index, reason="ground_truth_unreadable")
+
+
+def _image_id(truth: Mapping[str, Any]) -> int | str | None:
+    meta = truth.get("meta")
+    image_id = meta.get("image_id") if isinstance(meta, dict) else None
+    return image_id if isinstance(image_id, int | str) else None
+
+
+_End = Callable[[str, "re.Match[str]"], "re.Match[str] | None"]
+"""Finds the end tag of an opening tag in a text."""
+
+
+def _read_items(text: str, depth: int, closing: _End) -> list[dict[str, Any]]:
+    """The dicts of a list joined by `<sep/>`; one dict where there is no separator between tags."""
+    items: list[dict[str, Any]] = [{}]
+    text = text.strip()
+    while opening := re.search(r"<s_(.*?)>", text, re.IGNORECASE):
+        end = closing(text, opening)
+        if end is None:
+            text = text.replace(opening.group(), "").strip()
+            continue
+        value = _read_value(text[opening.end() : end.start()].strip(), depth + 1, closing)
+        if value is not None:
+            items[-1][opening.group(1)] = value
+        text = text[end.end() :].strip()
+        if text.startswith(SEPARATOR):
+            text = text.removeprefix(SEPARATOR).strip()
+            items.append({})
+    return [item for item in items if item]
+
+
+def _read_value(content: str, depth: int, closing: _End) -> Any:
+    """A leaf's text, a list of texts, a dict or a list of dicts; None where tags hold nothing."""
+    if "<s_" in content and "</s_" in content and depth < DEEPEST:
+        items = _read_items(content, depth, closing)
+        return (items if len(items) > 1 else items[0]) if items else None
+    leaves = [leaf.strip() for leaf in content.split(SEPARATOR)]
+    return leaves if len(leaves) > 1 else leaves[0]
+
+
+def _balances(text: str) -> bool:
+    """Whether every opening tag has its own end tag, properly nested."""
+    open_keys: list[str] = []
+    for tag in re.finditer(r"<(/?)s_(.*?)>", text):
+        if not tag.group(1):
+            open_keys.append(tag.group(2))
+        elif not open_keys or open_keys.pop() != tag.group(2):
+            return False
+    return not open_keys
+
+
+def _matching_end(text: str, opening: re.Match[str]) -> re.Match[str] | None:
+    level = 1
+    for tag in re.compile(rf"<(/?)s_{re.escape(opening.group(1))}>").finditer(text, opening.end()):
+        level += -1 if tag.group(1) else 1
+        if level == 0:
+            return tag
+    return None
+
+
+def _first_end(text: str, opening: re.Match[str]) -> re.Match[str] | None:
+    return re.compile(rf"</s_{re.escape(opening.group(1))}>", re.IGNORECASE).search(text, opening.end())

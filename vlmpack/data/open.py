@@ -23,7 +23,7 @@ from typing import Any, final, overload
 from torch.utils.data import Dataset
 
 from vlmpack.data.archive import ImageFolder
-from vlmpack.data.json_tokens import to_conversation
+from vlmpack.data.cord import to_conversation
 from vlmpack.data.readers import (
     COLUMNS,
     JSON_FILES,

@@ -35,7 +35,7 @@ class ImageError(VlmpackError):
 
     Args:
         message: what was seen and what to do about it.
-        reason: a short slug such as ``"image_undecodable"``: the key under which the ledger counts it.
+        reason: a short slug such as ``"image_undecodable"``: the key under which it is counted.
     """
 
     def __init__(self, message: str, reason: str) -> None:

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Protocol, final
 import numpy as np
 
 from vlmpack.data.archive import ALIASES, ImageFolder, archive_in, in_files
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.errors import ConfigError, SampleError, check_extra
 
 CHUNK = 2**24
 """Bytes of a JSONL file that are looked at together."""
@@ -443,8 +443,7 @@ def _hub_rows(source: str, split: str) -> StoredRows:
 
 
 def _datasets(what: str) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(f"reading {what} needs the datasets library: pip install 'vlmpack[data]'") from error
+    check_extra("data", "datasets", needed_by=f"reading {what}")
+    import datasets
+
     return datasets

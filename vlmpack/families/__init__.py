@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from vlmpack.families.family import Family
 from vlmpack.families.registry import FAMILIES, check_parts, family_named, family_of
-from vlmpack.families.resize import grid_from_size
 
 __all__ = [
     "FAMILIES",
@@ -12,5 +11,4 @@ __all__ = [
     "check_parts",
     "family_named",
     "family_of",
-    "grid_from_size",
 ]

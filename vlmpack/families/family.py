@@ -117,6 +117,8 @@ class Family:
         """The runs of video tokens that these videos stand for, and how far apart their frames lie."""
         self._check_takes(grids)
         videos = media_items(grids, self.merge(config), "video")
+        if not len(grids) and not len(seconds):
+            return videos
         return self.videos(videos, seconds, self.vision_config(config)) if self.has_vision else videos
 
     def _check_takes(self, grids: Sequence[Grid]) -> None:
@@ -139,24 +141,24 @@ class Family:
         self._check_takes(grids)
         return sum(self.tokens_per_image(grid, self.merge(config)) for grid in grids)
 
-    def check_runs(self, types: torch.Tensor, segments: Segments, facts: HostMetadata, *, config: Any) -> None:
+    def check_runs(self, types: torch.Tensor, segments: Segments, metadata: HostMetadata, *, config: Any) -> None:
         """Compare each run of placeholders of a row with its grid, in the order of the grids. No host–device sync.
 
         Args:
             types: [1, T], what `media_types` returns.
             segments: the row's samples.
-            facts: grids, and how many images and videos each sample has, if that was counted.
+            metadata: grids, and how many images and videos each sample has, if that was counted.
             config: the model's configuration.
 
         Raises:
             LayoutError: a run of another length or in another sample; on the host it names the sample.
         """
-        images, videos = self._images(facts.image_grids, config), self._videos(facts.video_grids, (), config)
+        images, videos = self._images(metadata.image_grids, config), self._videos(metadata.video_grids, (), config)
         if not self.has_vision:
             return
         expected = (
-            ExpectedRuns(kind=IMAGE, name="image", items=images, per_sample=facts.images_per_sample),
-            ExpectedRuns(kind=VIDEO, name="video", items=videos, per_sample=facts.videos_per_sample),
+            ExpectedRuns(kind=IMAGE, name="image", items=images, per_sample=metadata.images_per_sample),
+            ExpectedRuns(kind=VIDEO, name="video", items=videos, per_sample=metadata.videos_per_sample),
         )
         check_runs(types, segments, expected)
 

@@ -1,8 +1,8 @@
 """Multimodal rotary positions of a packed row, as table look-ups. The README of this room draws the maths.
 
-The host knows every grid, so it lists once, for each media token of the row, its offsets (t, h, w) from the place
-where its item starts, and how far the item moves on what follows. The device knows which tokens are media: the k-th
-of them takes the k-th entry. A cumulative sum does the rest, and nothing waits for the device.
+The host has every grid, so it lists once, for each media token of the row, its offsets (t, h, w) from the place
+where its item starts, and how far the item moves on what follows. The device holds which tokens are media: the k-th
+of them takes the k-th entry. A cumulative sum does the rest, without a host–device sync.
 
 N media items, M media tokens, T row tokens.
 """
@@ -130,11 +130,11 @@ def _look_up(types: torch.Tensor, images: MediaItems, videos: MediaItems) -> tup
     table = to_device(np.concatenate((images.table(), videos.table(), text), 1), types.device)
     entry = torch.full_like(types, num_images + num_videos, dtype=torch.int64)
     for modality, first, count in ((IMAGE, 0, num_images), (VIDEO, num_images, num_videos)):
-        here = types == modality
-        k = here.cumsum(0) - 1
-        entry = torch.where(here & (k < count), first + k, entry)
-    found = table.index_select(1, entry)
-    return found[:3], found[3]
+        is_kind = types == modality
+        k = is_kind.cumsum(0) - 1
+        entry = torch.where(is_kind & (k < count), first + k, entry)
+    entries = table.index_select(1, entry)
+    return entries[:3], entries[3]
 
 
 def _check(types: torch.Tensor | None, segments: Segments, images: MediaItems, videos: MediaItems) -> None:

@@ -48,7 +48,7 @@ def family_of(model: Any) -> Family:
     Nothing is unwrapped: hand over the model itself, not a PEFT, DDP or compiled wrapper around it.
 
     Raises:
-        FamilyError: an unknown family, one that would leak (the message says where), a model without its head or
+        FamilyError: an unknown family, one that would leak (the message names the part), a model without its head or
             inside a wrapper, sliding-window attention, or rotary frequencies that change with the length of the input.
     """
     config = getattr(model, "config", None)
@@ -84,7 +84,7 @@ def family_named(model_type: str) -> Family:
     """The family with this `config.model_type`.
 
     Raises:
-        FamilyError: an unknown family, or one that would leak (the message says where).
+        FamilyError: an unknown family, or one that would leak (the message names the part).
     """
     if model_type in _REFUSED:
         raise FamilyError(f"{model_type} cannot be packed exactly yet: {_REFUSED[model_type]} ({_supported()})")
@@ -117,8 +117,8 @@ def _differences(family: Family, model: Any) -> Iterator[str]:
         if path is not None and not _has(model, path):
             yield f"it has no part {path!r}"
             return
-    taken = inspect.signature(type(family.backbone(model)).forward).parameters
-    if missing := [name for name in family.media if name not in taken]:
+    parameters = inspect.signature(type(family.backbone(model)).forward).parameters
+    if missing := [name for name in family.media if name not in parameters]:
         yield f"its backbone takes no {', '.join(missing)}"
     layers = list(family.language_model(model).get_submodule("layers").children())
     for other in FAMILIES.values():

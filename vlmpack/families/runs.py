@@ -39,7 +39,7 @@ class ExpectedRuns:
     items: MediaItems
     """The runs, in row order."""
     per_sample: Sequence[int] = ()
-    """Images (or videos) of each sample as the host facts count them; empty: not counted."""
+    """Images (or videos) of each sample as the host metadata counts them; empty: not counted."""
 
     @property
     def sizes(self) -> np.ndarray:
@@ -48,18 +48,18 @@ class ExpectedRuns:
 
     @property
     def samples(self) -> np.ndarray | None:
-        """int64 [N]: the sample of each run; None: not known.
+        """int64 [N]: the sample of each run; None: not counted.
 
         Raises:
-            LayoutError: the host facts count another number of images or videos than there are grids.
+            LayoutError: the host metadata counts another number of images or videos than there are grids.
         """
         if not len(self.per_sample):
             return None
         of_medium, media = np.repeat(np.arange(len(self.per_sample)), self.per_sample), self.items.num_media
         if len(of_medium) != media:
             raise LayoutError(
-                f"the host facts count {list(self.per_sample)} {self.name}s of the samples, but there are {media} "
-                "grids; leave the facts out of a batch that was changed"
+                f"the host metadata counts {list(self.per_sample)} {self.name}s of the samples, but there are {media} "
+                "grids; leave the metadata out of a batch that was changed"
             )
         return of_medium[self.items.medium]
 
@@ -67,20 +67,20 @@ class ExpectedRuns:
 def check_runs(types: torch.Tensor, segments: Segments, expected: Sequence[ExpectedRuns]) -> None:
     """Insist that each run of placeholders has the tokens of its grid, inside one sample, in the order of the grids.
 
-    On the host it is one look over the row; a device asserts the same, and nothing waits for it.
+    On the host it is one look over the row; a device asserts the same, without a sync.
 
     Args:
-        types: [1, T], 0 text, 1 image, 2 video, as the token ids say.
+        types: [1, T], 0 text, 1 image, 2 video, by the token ids.
         segments: the row's samples.
         expected: the images, and the videos.
 
     Raises:
-        LayoutError: it is not so; on the host it names the sample, what was seen and what its grid says.
+        LayoutError: it is not so; on the host it names the sample, its run and its grid.
     """
     if on_host(types):
-        found = _FoundRuns(types, segments)
+        row_runs = _FoundRuns(types, segments)
         for runs in expected:
-            found.check(runs)
+            row_runs.check(runs)
         return
     for runs in expected:
         require(_as_expected(types[0], segments, runs), _SOMEWHERE.format(runs.name), LayoutError)
@@ -134,8 +134,8 @@ class _FoundRuns:
         if counted is not None and (counted != samples).any():
             at = int((counted != samples).argmax())
             raise LayoutError(
-                f"{runs.name} {medium[at]} of the row lies in sample {samples[at]}, but the host facts say that it "
-                f"belongs to sample {counted[at]}; leave the facts out of a batch whose tokens were moved"
+                f"{runs.name} {medium[at]} of the row lies in sample {samples[at]}, but the host metadata says that it "
+                f"belongs to sample {counted[at]}; leave the metadata out of a batch whose tokens were moved"
             )
 
     def _differing(self, runs: ExpectedRuns, starts: np.ndarray, lengths: np.ndarray, samples: np.ndarray) -> str:

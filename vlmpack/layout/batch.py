@@ -115,7 +115,7 @@ class PaddedBatch:
     """Pixels and grids in sample order."""
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Further [B, S] or [k, B, S] tensors to be packed along (advantages, reference log-probabilities)."""
-    facts: HostMetadata | None = None
+    metadata: HostMetadata | None = None
     """Metadata on the host; None: lengths are read from the mask, one host-device sync."""
 
     def __repr__(self) -> str:
@@ -128,8 +128,8 @@ class PaddedBatch:
     def to_hf(self) -> dict[str, Any]:
         """A dictionary for a DataLoader and for `model(**batch)`; `input_ids` comes first."""
         tensors = {name: self.__dict__[name] for name in TOKEN_KEYS if self.__dict__[name] is not None}
-        facts = {} if self.facts is None else {METADATA_KEY: self.facts}
-        return {**tensors, **self.extras, **self.media.to_hf(), **facts}
+        metadata = {} if self.metadata is None else {METADATA_KEY: self.metadata}
+        return {**tensors, **self.extras, **self.media.to_hf(), **metadata}
 
     @classmethod
     def from_hf(cls, batch: Mapping[str, Any], *, extras: tuple[str, ...] = ()) -> PaddedBatch:
@@ -138,7 +138,7 @@ class PaddedBatch:
             **{name: batch.get(name) for name in TOKEN_KEYS},  # pyright: ignore[reportArgumentType]
             extras={name: batch[name] for name in extras},
             media=Media.from_hf(batch),
-            facts=batch.get(METADATA_KEY),
+            metadata=batch.get(METADATA_KEY),
         )
 
 
@@ -182,9 +182,9 @@ def _tokens(batch: PaddedBatch) -> str:
     """The number of real tokens, in words; "" where only a device holds it, or nothing does."""
     ids, mask = batch.input_ids, batch.attention_mask
     try:
-        if batch.facts is None and not on_host(mask):
+        if batch.metadata is None and not on_host(mask):
             return ""
-        real = int((mask != 0).sum()) if batch.facts is None else sum(batch.facts.lengths)
+        real = int((mask != 0).sum()) if batch.metadata is None else sum(batch.metadata.lengths)
         return f", {real} tokens, {real / max(ids.numel(), 1):.2%} full"
     except (AttributeError, RuntimeError):  # no tensors, or some without values: a repr has to go on
         return ""
@@ -296,8 +296,8 @@ def _check_unbroken(real: np.ndarray, lengths: np.ndarray) -> None:
 
 
 _CHANGED = (
-    f"{{}} is not what the host facts ({METADATA_KEY!r}) say of this batch, so images or videos were changed behind "
-    "the collator; reorder samples before it, or leave the facts out of the batch"
+    f"{{}} is not what the host metadata ({METADATA_KEY!r}) say of this batch, so images or videos were changed behind "
+    "the collator; reorder samples before it, or leave the metadata out of the batch"
 )
 _COUNTS = (torch.int64, torch.int32)
 """Types that transformers can count frames in."""

@@ -22,7 +22,7 @@ def pack(
 ) -> PackedRow:
     """Put the real tokens of a padded batch one after the other into one row [1, T].
 
-    Lengths come from the 2D mask alone (or from `batch.facts`, which the collator read from the same mask). A
+    Lengths come from the 2D mask alone (or from `batch.metadata`, which the collator read from the same mask). A
     left-padded batch gives the same row as a right-padded one. One gather a tensor; on a host, where nothing lies
     between samples, they are joined whole, which is three to four times as fast. Media pass through as they are,
     because sample order and row order are the same.
@@ -34,14 +34,14 @@ def pack(
         pad_token_id: id written into gaps, where nothing reads it; must be a valid row of the embedding.
 
     Raises:
-        LayoutError: the mask is not a usable 2D mask, disagrees with `input_ids` or with `batch.facts`, has an
+        LayoutError: the mask is not a usable 2D mask, disagrees with `input_ids` or with `batch.metadata`, has an
             all-zero row (with `keep_empty`: nothing else), or hides media or labels. Names the row, what was seen and
             the remedy.
     """
     check_kind("batch", batch, PaddedBatch, "PaddedBatch.from_hf(processor(...))")
     spans = _spans(batch)
     _check_empty_rows(batch, spans, keep_empty=keep_empty)
-    counted = batch.facts is not None and batch.facts.num_targets is not None
+    counted = batch.metadata is not None and batch.metadata.num_targets is not None
     # A count that is given is compared with the row's targets in the step, which finds labels that stood on padding.
     if batch.labels is not None and not counted and sum(spans.lengths) < batch.labels.numel():
         _check_labels(batch.labels, batch.attention_mask, spans)
@@ -64,7 +64,7 @@ def pack(
         mm_token_type_ids=optional(batch.mm_token_type_ids),
         extras={name: take(tensor, 0) for name, tensor in batch.extras.items()},
         media=batch.media,
-        facts=batch.facts or HostMetadata(lengths=spans.lengths, offsets=spans.offsets),
+        metadata=batch.metadata or HostMetadata(lengths=spans.lengths, offsets=spans.offsets),
     )
 
 
@@ -119,10 +119,10 @@ def _spans(batch: PaddedBatch) -> MaskSpans:
             "both come from one call of the tokenizer: pad them together"
         )
     _check_shapes(batch)
-    if batch.facts is None:
+    if batch.metadata is None:
         return lengths_from_mask(batch.attention_mask)
-    _check_facts(batch, batch.facts)
-    return batch.facts.spans
+    _check_metadata(batch, batch.metadata)
+    return batch.metadata.spans
 
 
 def _check_shapes(batch: PaddedBatch) -> None:
@@ -138,12 +138,12 @@ def _check_shapes(batch: PaddedBatch) -> None:
         whole_numbers(batch.labels, "labels")
 
 
-def _check_facts(batch: PaddedBatch, facts: HostMetadata) -> None:
+def _check_metadata(batch: PaddedBatch, metadata: HostMetadata) -> None:
     """Compare metadata with the mask on the host; on a device only with the shapes, which takes no sync."""
-    (rows, width), spans = batch.input_ids.shape, facts.spans
+    (rows, width), spans = batch.input_ids.shape, metadata.spans
     ends = map(sum, zip(spans.offsets, spans.lengths, strict=False))
     agree = len(spans.lengths) == len(spans.offsets) == rows and max(ends, default=0) <= width
-    agree = agree and {len(facts.images_per_sample), len(facts.videos_per_sample)} <= {0, rows}
+    agree = agree and {len(metadata.images_per_sample), len(metadata.videos_per_sample)} <= {0, rows}
     if agree and on_host(batch.attention_mask):
         agree = lengths_from_mask(batch.attention_mask) == spans
     if not agree:
@@ -162,12 +162,12 @@ def _check_empty_rows(batch: PaddedBatch, spans: MaskSpans, *, keep_empty: bool)
             "leave the sample out, or pass keep_empty=True (in StepConfig, for an enabled model) to keep it as a "
             "segment of length 0"
         )
-    facts = batch.facts
-    counts = () if facts is None else (facts.images_per_sample, facts.videos_per_sample)
+    metadata = batch.metadata
+    counts = () if metadata is None else (metadata.images_per_sample, metadata.videos_per_sample)
     for row in empty:
         if any(per_sample and per_sample[row] for per_sample in counts):
             raise LayoutError(f"row {row}: no real token, but images or videos belong to it; leave its media out")
-    if facts is None and batch.mm_token_type_ids is not None:
+    if metadata is None and batch.mm_token_type_ids is not None:
         _check_hidden_media(batch.mm_token_type_ids, batch.attention_mask)
 
 

@@ -63,7 +63,7 @@ class PackedRow:
     """Pixels and grids in row order."""
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Further [1, T] or [k, 1, T] tensors."""
-    facts: HostMetadata | None = None
+    metadata: HostMetadata | None = None
     """Metadata on the host beside the boundaries: grids, target count, sample ids."""
 
     def __post_init__(self) -> None:
@@ -73,8 +73,8 @@ class PackedRow:
                 f"{list(self.input_ids.shape)}; was the batch split or concatenated on its way "
                 "(accelerate: set dispatch_batches=False)?"
             )
-        if self.facts is not None and self.facts.segments is not None:  # a row stores its boundaries once
-            object.__setattr__(self, "facts", replace(self.facts, segments=None))
+        if self.metadata is not None and self.metadata.segments is not None:  # a row stores its boundaries once
+            object.__setattr__(self, "metadata", replace(self.metadata, segments=None))
 
     def __repr__(self) -> str:
         where = self.segments
@@ -93,9 +93,9 @@ class PackedRow:
         return self.segments.padding_mask(self.input_ids.device)[None]
 
     @property
-    def known_facts(self) -> HostMetadata:
-        """`facts`; where there are none, those that follow from the boundaries."""
-        return self.facts or HostMetadata(lengths=self.segments.lengths[: self.segments.num_samples])
+    def known_metadata(self) -> HostMetadata:
+        """`metadata`; where there are none, those that follow from the boundaries."""
+        return self.metadata or HostMetadata(lengths=self.segments.lengths[: self.segments.num_samples])
 
     def to_hf(self) -> dict[str, Any]:
         """A dictionary for a DataLoader and for `model(**batch)` of a model with packing enabled.
@@ -125,7 +125,7 @@ class PackedRow:
             "cu_seqlens_q_padded": self.segments.cu_seqlens_padded(),
             **self.extras,
             **self.media.to_hf(),
-            METADATA_KEY: replace(self.known_facts, segments=self.segments),
+            METADATA_KEY: replace(self.known_metadata, segments=self.segments),
         }
 
     @classmethod
@@ -140,8 +140,8 @@ class PackedRow:
                 open where the padding is; `labels` and `shift_labels` that differ; token columns that are not [1, T].
         """
         input_ids = batch["input_ids"]
-        facts: HostMetadata | None = batch.get(METADATA_KEY)
-        segments = facts.segments if facts is not None else None
+        metadata: HostMetadata | None = batch.get(METADATA_KEY)
+        segments = metadata.segments if metadata is not None else None
         if segments is None:
             segments = _segments_from(batch, total=input_ids.shape[-1])
         else:
@@ -154,7 +154,7 @@ class PackedRow:
             mm_token_type_ids=batch.get("mm_token_type_ids"),
             extras={name: batch[name] for name in extras},
             media=Media.from_hf(batch),
-            facts=facts,
+            metadata=metadata,
         )
 
     def _unshifted(self, shift_labels: torch.Tensor) -> torch.Tensor:
@@ -191,9 +191,9 @@ def _check_boundaries(batch: Mapping[str, Any], segments: Segments) -> None:
         if values is None:
             continue
         message = (
-            f"{name} differs from the boundaries {list(on_host)[:9]} that the host facts ({METADATA_KEY!r}) say of the "
-            "row; was the batch split or concatenated on its way (accelerate: set dispatch_batches=False)? If you "
-            "changed the row, leave its facts out"
+            f"{name} differs from the boundaries {list(on_host)[:9]} that the host metadata ({METADATA_KEY!r}) say of "
+            "the row; was the batch split or concatenated on its way (accelerate: set dispatch_batches=False)? If you "
+            "changed the row, leave its metadata out"
         )
         is_whole = isinstance(values, torch.Tensor) and not (values.is_floating_point() or values.is_complex())
         if is_whole and values.shape == (len(on_host),):

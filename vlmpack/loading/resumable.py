@@ -118,7 +118,7 @@ def check_samples(dataset: object) -> None:
         ConfigError: it is a path, or a mapping; says what to give.
     """
     if isinstance(dataset, str | bytes | os.PathLike):
-        raise ConfigError(f"{os.fsdecode(dataset)!r:.99} is a path: open it with vlmpack.open_dataset(path)")
+        raise ConfigError(f"{os.fsdecode(dataset)!r:.99} is a path: open it with vlmpack.data.open_dataset(path)")
     if isinstance(dataset, Mapping):
         raise ConfigError(
             f"a data set is needed, not a {type(dataset).__name__} with the keys "

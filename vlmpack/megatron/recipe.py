@@ -28,7 +28,7 @@ class Recipe:
     """What decides whether packed rows can be trained as their samples alone.
 
     Raises:
-        ConfigError: a count that is not a whole number of at least 1, or a word that is not known.
+        ConfigError: a count that is not a whole number of at least 1, or a word that is none of those listed.
     """
 
     sequence_length: int
@@ -66,13 +66,13 @@ class Recipe:
     precision: Precision = "bf16"
     """Of the matrix products."""
     fullest_row: int | None = None
-    """Most samples of any row, as the manifest of the rows stored ahead says; None: there is no manifest."""
+    """Most samples of any row, by the manifest of the rows stored ahead; None: there is no manifest."""
     cuda_graphs: tuple[GraphScope, ...] = ()
     """What CUDA graphs capture in training; empty: there are none."""
     mtp_depth: int = 0
     """How many tokens further multi-token prediction looks ahead; 0: it is off."""
     boundaries: Boundaries = "real"
-    """What Megatron is told of rows with gaps (`to_megatron`)."""
+    """The boundaries of rows with gaps that Megatron gets (`to_megatron`)."""
 
     def __post_init__(self) -> None:
         problems = [*_counts(self), *_words(self)]

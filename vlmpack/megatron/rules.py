@@ -79,13 +79,13 @@ def _width_multiple(rule: SlotRule) -> int:
 
 
 def ranks_of(recipe: Recipe) -> str:
-    """What cuts a row, as an error tells it."""
-    said = [f"context={recipe.context}"]
+    """The settings that cut a row, for an error."""
+    settings = [f"context={recipe.context}"]
     if recipe.eval_context not in (None, recipe.context):
-        said.append(f"eval_context={recipe.eval_context}")
+        settings.append(f"eval_context={recipe.eval_context}")
     if recipe.sequence_parallel:
-        said.append(f"tensor={recipe.tensor} with sequence_parallel")
-    return f"{' and '.join(said)} in {recipe.precision}"
+        settings.append(f"tensor={recipe.tensor} with sequence_parallel")
+    return f"{' and '.join(settings)} in {recipe.precision}"
 
 
 # ---------------------------------------------------------------------- loss and batches
@@ -179,9 +179,9 @@ def _streamed_megatron(recipe: Recipe) -> Iterator[str]:
         f"cuda_graphs={recipe.cuda_graphs}": (bool(recipe.cuda_graphs), "cuda_graphs=()"),
         f"pipeline={recipe.pipeline}": (recipe.pipeline > 1, "pipeline=1"),
     }
-    for seen, (holds, remedy) in refused.items():
+    for name, (holds, remedy) in refused.items():
         if holds:
-            yield f"{seen} does not go with rows that Megatron-Bridge packs while it reads: set {remedy}, or store rows"
+            yield f"{name} does not go with rows that Megatron-Bridge packs while it reads: set {remedy}, or store rows"
 
 
 def _mtp(recipe: Recipe) -> Iterator[str]:
@@ -231,7 +231,7 @@ RULES: tuple[Callable[[Recipe], Iterator[str]], ...] = (
     _mtp,
     _family,
 )
-"""What `validate` asks of a recipe without a row."""
+"""What `validate` checks of a recipe without a row."""
 
 
 def validate(
@@ -245,7 +245,7 @@ def validate(
     Args:
         recipe: the settings.
         row: a row as the recipe's data loader makes it, or the boundaries of its slots (`cu_seqlens_q_padded`) alone.
-            Waits for boundaries that lie on a device, and for nothing else.
+            Boundaries on a device are a host–device sync; nothing else is.
         total: tokens of the row, where `row` is boundaries; None: `sequence_length`.
 
     Raises:

@@ -1,4 +1,6 @@
-"""A row's part on one rank, and back: no processes, no messages, every rank cuts the row that it was given."""
+"""Cut a row into the parts of ranks, join them again, and roll a part with the tokens of others that it reads.
+
+No processes, no messages: every rank cuts its part out of the whole row."""
 
 from __future__ import annotations
 
@@ -40,8 +42,8 @@ class LocalRow:
     """Which rank computes which image."""
     videos: MediaShare
     """Which rank computes which video."""
-    facts: HostMetadata | None = None
-    """What the host knows of the whole row; `num_targets` is that of all ranks."""
+    metadata: HostMetadata | None = None
+    """Metadata of the whole row on the host; `num_targets` is that of all ranks."""
 
     @property
     def segments(self) -> Segments:
@@ -71,7 +73,7 @@ def shard(row: PackedRow, rank: int, ranks: int, *, merge: int, layout: Layout =
     last target is a token of another part. Images are spread over ranks by their patches, wherever their tokens are.
 
     Args:
-        row: the whole row; with the grids in its facts nothing waits for the device.
+        row: the whole row; with the grids in its metadata there is no host–device sync.
         rank: whose part.
         ranks: how many there are.
         merge: patches that the model's vision tower merges into one token along each side; 1 for a row of text.
@@ -86,10 +88,10 @@ def shard(row: PackedRow, rank: int, ranks: int, *, merge: int, layout: Layout =
     def cut(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else partition.cut(tensor, rank)
 
-    facts, media = row.known_facts, row.media
-    image_grids = host_grids(facts.image_grids, media.image_grid_thw, "image_grid_thw")
+    metadata, media = row.known_metadata, row.media
+    image_grids = host_grids(metadata.image_grids, media.image_grid_thw, "image_grid_thw")
     images = MediaShare.spread(image_grids, ranks=ranks, merge=merge)
-    video_grids = host_grids(facts.video_grids, media.video_grid_thw, "video_grid_thw")
+    video_grids = host_grids(metadata.video_grids, media.video_grid_thw, "video_grid_thw")
     videos = MediaShare.spread(video_grids, ranks=ranks, merge=merge)
     return LocalRow(
         input_ids=partition.cut(row.input_ids, rank),
@@ -102,7 +104,7 @@ def shard(row: PackedRow, rank: int, ranks: int, *, merge: int, layout: Layout =
         media=_media_of(media, images, videos, rank),
         images=images,
         videos=videos,
-        facts=row.facts,
+        metadata=row.metadata,
     )
 
 
@@ -128,14 +130,14 @@ def unshard(
 
 def _media_of(media: Media, images: MediaShare, videos: MediaShare, rank: int) -> Media:
     """What `rank` computes; no tensors of a kind of which it computes none."""
-    given, mine = media.to_hf(), {}
+    tensors, mine = media.to_hf(), {}
     for share, pixels, of_each in (
         (images, "pixel_values", ("image_grid_thw",)),
         (videos, "pixel_values_videos", ("video_grid_thw", "second_per_grid_ts")),
     ):
-        if share.items(rank) and pixels in given:
-            mine[pixels] = share.take(given[pixels], rank)
-            mine |= {name: share.pick(given[name], rank) for name in of_each if name in given}
+        if share.items(rank) and pixels in tensors:
+            mine[pixels] = share.take(tensors[pixels], rank)
+            mine |= {name: share.pick(tensors[name], rank) for name in of_each if name in tensors}
     return Media(**mine)
 
 

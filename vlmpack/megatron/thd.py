@@ -38,7 +38,7 @@ from vlmpack.layout import (
 )
 
 Boundaries = Literal["real", "slots"]
-"""What Megatron is told of a row with gaps. `real`: two pairs of boundaries, real tokens and slots. `slots`: one pair;
+"""The boundaries of a row with gaps that Megatron gets. `real`: two pairs, real tokens and slots. `slots`: one pair;
 padding is attended to as the causal tail of its own sample, which no real token sees."""
 
 _DISPENSABLE = frozenset({"total_tokens", "seq_idx", "pad_between_seqs"})
@@ -48,7 +48,7 @@ _DISPENSABLE = frozenset({"total_tokens", "seq_idx", "pad_between_seqs"})
 def to_megatron(row: PackedRow, *, boundaries: Boundaries = "real") -> dict[str, Any]:
     """The batch that a Megatron model step is given: whole, before context parallelism cuts it.
 
-    Extras, media and host facts travel along under their own names. Nothing waits for the device.
+    Extras, media and host metadata travel along under their own names. No host–device sync.
 
     Args:
         row: the packed row. Without positions it gets 0, 1, 2, ... in each sample.
@@ -78,8 +78,8 @@ def to_megatron(row: PackedRow, *, boundaries: Boundaries = "real") -> dict[str,
 def from_megatron(batch: Mapping[str, Any], *, extras: Sequence[str] = ()) -> PackedRow:
     """The inverse of `to_megatron`, and the row of any other THD batch that no rank has cut yet.
 
-    Boundaries come from the host facts where they travel along; otherwise from `packed_seq_params`, which waits for
-    the device if its tensors lie on one. Where these know only slots, `padding_mask` says what is real.
+    Boundaries come from the host metadata where they travel along; otherwise from `packed_seq_params`, a
+    host–device sync if its tensors lie on a device. Where these hold only slots, `padding_mask` marks what is real.
 
     Args:
         batch: `tokens` [1, T], `packed_seq_params`, and as far as they are there `labels` [1, T] (shifted),
@@ -87,15 +87,15 @@ def from_megatron(batch: Mapping[str, Any], *, extras: Sequence[str] = ()) -> Pa
         extras: names of further tensors to keep.
 
     Raises:
-        LayoutError: another format than thd, boundaries that cannot be or that contradict the row, its facts or its
+        LayoutError: another format than thd, boundaries that cannot be or that contradict the row, its metadata or its
             padding; a loss mask that is no mask; targets on padding.
     """
-    tokens, facts = batch["tokens"], batch.get(METADATA_KEY)
+    tokens, metadata = batch["tokens"], batch.get(METADATA_KEY)
     params = batch["packed_seq_params"]
     _check_format(params)
-    if facts is not None and facts.segments is not None:
-        segments = facts.segments
-        _check_facts(params, segments)
+    if metadata is not None and metadata.segments is not None:
+        segments = metadata.segments
+        _check_metadata(params, segments)
     else:
         segments = _segments(params, batch.get("padding_mask"), total=tokens.shape[-1])
     return PackedRow(
@@ -106,7 +106,7 @@ def from_megatron(batch: Mapping[str, Any], *, extras: Sequence[str] = ()) -> Pa
         mm_token_type_ids=batch.get("mm_token_type_ids"),
         extras={name: batch[name] for name in extras},
         media=Media.from_hf(batch),
-        facts=None if facts is None else replace(facts, segments=segments),
+        metadata=None if metadata is None else replace(metadata, segments=segments),
     )
 
 
@@ -119,26 +119,26 @@ def packed_seq_params(
         ConfigError: megatron-core is not installed, or lacks a field without which it would attend elsewhere.
     """
     params_class = _params_class()
-    found = packed_seq_fields(segments, boundaries=boundaries, device=device)
+    values = packed_seq_fields(segments, boundaries=boundaries, device=device)
     accepted = {field.name for field in fields(params_class)}
-    lacking = sorted(found.keys() - accepted - _DISPENSABLE)
+    lacking = sorted(values.keys() - accepted - _DISPENSABLE)
     if lacking:
         raise ConfigError(
             f"PackedSeqParams of the installed megatron-core has no {', '.join(lacking)}, without which it would not "
             "keep the samples of this row apart: pip install -U megatron-core"
         )
-    # Told at once, `total_tokens` makes newer versions compute `seq_idx` again, waiting for the device.
+    # With `total_tokens` from the start newer versions compute `seq_idx` again, with a host–device sync.
     late = {"total_tokens"} & accepted
-    params = params_class(**{name: found[name] for name in found if name in accepted - late})
+    params = params_class(**{name: values[name] for name in values if name in accepted - late})
     if late:
-        params.total_tokens = found["total_tokens"]
+        params.total_tokens = values["total_tokens"]
     return params
 
 
 def packed_seq_fields(
     segments: Segments, *, boundaries: Boundaries = "real", device: torch.device | str = "cpu"
 ) -> dict[str, Any]:
-    """The fields of `PackedSeqParams` by name, whatever is installed. Nothing waits for the device.
+    """The fields of `PackedSeqParams` by name, whatever is installed. No host–device sync.
 
     `cu_seqlens_*` are int32 [G + 1]; the padded pair is there only if it differs. `max_seqlen_*` is the widest slot, a
     python int. `seq_idx` is int32 [1, T]: the segment of each token. Query and key boundaries are one object.
@@ -209,16 +209,16 @@ def _check_format(params: Any) -> None:
     require((key == query).all(), message, LayoutError)
 
 
-def _check_facts(params: Any, segments: Segments) -> None:
-    """Compared where the boundaries are: nothing waits."""
+def _check_metadata(params: Any, segments: Segments) -> None:
+    """Compare them where the boundaries are, without a sync."""
     slots = segments.without_tail()
     query, padded = params.cu_seqlens_q, params.cu_seqlens_q_padded
     message = (
         f"packed_seq_params has neither the real boundaries {list(slots.real)[:9]} nor the slots "
         f"{list(slots.stride)[:9]} in the metadata ({METADATA_KEY!r}) of the row; if you changed the row, leave "
-        "its facts out"
+        "its metadata out"
     )
-    if any(given is not None and given.shape != (len(slots.real),) for given in (query, padded)):
+    if any(boundaries is not None and boundaries.shape != (len(slots.real),) for boundaries in (query, padded)):
         raise LayoutError(message)
     real, stride = slots.cu_seqlens(query.device), slots.cu_seqlens_padded(query.device)
     require((query == real).all() | (query == stride).all(), message, LayoutError)
@@ -241,9 +241,9 @@ def _segments(params: Any, padding_mask: torch.Tensor | None, *, total: int) -> 
     if real == stride:
         real = _real_boundaries(padding_mask, stride)
     segments = Segments.from_boundaries(real, stride, total=total)
-    same = (padding_mask.reshape(-1) == segments.padding_mask(padding_mask.device)).all()
+    agrees = (padding_mask.reshape(-1) == segments.padding_mask(padding_mask.device)).all()
     message = "padding_mask is not True exactly behind each segment's real tokens, as the boundaries say: leave it out"
-    require(same, message, LayoutError)
+    require(agrees, message, LayoutError)
     return segments
 
 

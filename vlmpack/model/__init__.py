@@ -10,7 +10,7 @@ from vlmpack.model.enable import (
     is_packing,
     packing_state,
 )
-from vlmpack.model.engine import PackingState, StepConfig, run_row, target_logprobs
+from vlmpack.model.engine import PackingState, StepConfig, target_logprobs
 from vlmpack.model.forward import STEP, StepCall
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.experts import RouterStatistics, expert_layers
@@ -39,7 +39,6 @@ __all__ = [
     "find_model",
     "is_packing",
     "packing_state",
-    "run_row",
     "target_logprobs",
     "uses_fla",
 ]

@@ -58,7 +58,7 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
 
     1. a padded batch with its 2D `attention_mask`, padded on either side: packed inside the forward pass, the same
        loss as padded;
-    2. a packed row with `cu_seqlens_q` (and `cu_seqlens_q_padded` if it has gaps), or with the host facts that
+    2. a packed row with `cu_seqlens_q` (and `cu_seqlens_q_padded` if it has gaps), or with the host metadata that
        `VLMCollator(layout="packed")` sends along;
     3. anything else (generation, a cache, `inputs_embeds`, `output_attentions`, no mask): passed through to the model's
        own forward. A training step with padding is warned of once (`UnpackedWarning`).
@@ -87,7 +87,7 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
 
     Raises:
         FamilyError: the model's family cannot be packed exactly, and which part of it leaks.
-        ConfigError: the forward of the model, or of a layer that has to know the boundaries, was replaced on the
+        ConfigError: the forward of the model, or of a layer that needs the boundaries, was replaced on the
             object, so that ours would never be called; the model has a forward, a loss or an attention function of its
             own, which would never be; its attention is not causal; or a router loss for a model without experts.
     """
@@ -398,7 +398,7 @@ class PackedStep:
         output = self.model(**columns, num_items_in_batch=num_items_in_batch, output_logits=logits, **{STEP: call})
         if call.result is None:
             raise ConfigError(
-                f"this batch cannot be packed: give a 2D attention_mask or {METADATA_KEY!r} facts or cu_seqlens_q; "
+                f"this batch cannot be packed: give a 2D attention_mask or {METADATA_KEY!r} metadata or cu_seqlens_q; "
                 f"it has {sorted(columns)}"
             )
         # The loss as the wrappers handed it back: their hooks for the backward pass hang on it.

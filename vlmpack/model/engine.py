@@ -120,7 +120,7 @@ def run_row(
     inputs = backbone_inputs(setup, state.mechanisms, rope_segments=rope_segments)
     recorded = balance or config.z_loss_coef > 0
     if family.has("experts"):
-        inputs.update(output_router_logits=recorded, return_dict=True)  # whatever the configuration says
+        inputs.update(output_router_logits=recorded, return_dict=True)  # whatever the configuration
     if hidden_states:
         inputs.update(output_hidden_states=hidden_states, return_dict=True)
     output = family.backbone(core)(**inputs)
@@ -140,7 +140,7 @@ def run_row(
 @outside_graph
 def _finish(setup: RowSetup, mechanisms: Sequence[Mechanism], entries: Mapping[str, Any]) -> Work:
     """Check that every mechanism ran, and count what was computed."""
-    segments, facts = setup.row.segments, setup.facts
+    segments, metadata = setup.row.segments, setup.metadata
     counts = {"attended_pairs": segments.attended_pairs}
     for mechanism in mechanisms:
         mechanism.check_ran(setup.model, entries[mechanism.name])
@@ -148,7 +148,7 @@ def _finish(setup: RowSetup, mechanisms: Sequence[Mechanism], entries: Mapping[s
     return Work(
         real_tokens=segments.num_tokens,
         physical_tokens=segments.total,
-        vision_patches=sum(map(prod, (*facts.image_grids, *facts.video_grids))),
+        vision_patches=sum(map(prod, (*metadata.image_grids, *metadata.video_grids))),
         **counts,
     )
 
@@ -166,7 +166,7 @@ def _result(
 ) -> StepResult:
     """Hidden states [1, t, D] to the result: the head on labelled positions; sums and counts of the row."""
     row, part, head = setup.row, setup.part, setup.model.family.head(setup.model.core)
-    labels, num_targets = row.shift_labels, setup.facts.num_targets
+    labels, num_targets = row.shift_labels, setup.metadata.num_targets
     if labels is None:
         labels, num_targets = torch.full_like(row.input_ids, IGNORE), 0
     message = "shift_labels has targets on padding, which belongs to no sample; set them to -100 there"
@@ -223,7 +223,7 @@ def _logprobs_of(
 ) -> torch.Tensor:
     """float32 [L]: log-probabilities of these targets."""
     if index.numel() == 0:
-        # Nothing to learn, but every parameter keeps its place in the graph: other ranks may wait for its gradient.
+        # Nothing to learn, but every parameter keeps its place in the graph: other ranks may block on its gradient.
         nothing = hidden.float().sum() * 0 + head(hidden[:, :1]).float().sum() * 0
         return nothing.expand(0)
     return target_logprobs(hidden[0].index_select(0, index), labels[0].index_select(0, index), head, chunk=chunk)
@@ -253,7 +253,7 @@ def target_positions(shift_labels: torch.Tensor, num_targets: int | None) -> tor
 
 _MISCOUNTED = (
     "the host counted {} targets but the row has another number; labels were changed after collating: "
-    "set num_targets=None in the batch's facts, or change labels before the collator"
+    "set num_targets=None in the batch's metadata, or change labels before the collator"
 )
 
 

@@ -59,7 +59,7 @@ def without_guards(inputs: dict[str, Any]) -> dict[str, Any]:
 
 @around_graph
 def plain_forward(model: nn.Module, forward: Callable[..., Any], inputs: dict[str, Any], reason: str) -> Any:
-    """Pass a call on to the model's own forward; `reason` says why it is not packed."""
+    """Pass a call on to the model's own forward; `reason`: why it is not packed."""
     if not is_generating(model) and inputs.get("cache") is None:  # continuous batching keeps its requests apart
         check_boundaries_kept(inputs)
     if model.training and not is_generating(model):
@@ -93,11 +93,11 @@ def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> An
         logits=wants_logits and not by_hidden,
         last_hidden=by_hidden,
         hidden_states=_requested(inputs, "output_hidden_states", text_config.output_hidden_states),
-        balance=wants_balance(model, routers),
+        balance=state.family.has("experts") and wants_balance(model, routers),
     )
     if not is_row:
-        assert row.facts is not None
-        result = replace(result, width=inputs["input_ids"].shape[1], offsets=row.facts.offsets)
+        assert row.metadata is not None
+        result = replace(result, width=inputs["input_ids"].shape[1], offsets=row.metadata.offsets)
     if call is not None:
         call.result = result
     output = _output(result, has_labels=row.shift_labels is not None, is_row=is_row, routers=bool(routers))
@@ -172,8 +172,8 @@ def _check_counted(inputs: dict[str, Any], row: PackedRow, *, is_row: bool) -> N
     if is_row:
         first = labels[0].index_select(0, row.segments.first_tokens(labels.device)[1:])
     else:
-        assert row.facts is not None
-        places = [i * labels.shape[1] + at for i, at in enumerate(row.facts.offsets) if at]
+        assert row.metadata is not None
+        places = [i * labels.shape[1] + at for i, at in enumerate(row.metadata.offsets) if at]
         first = labels.reshape(-1).index_select(0, to_device(np.asarray(places, np.int64), labels.device))
     require(
         (first == IGNORE).all(),
@@ -206,10 +206,10 @@ def _is_row(inputs: dict[str, Any]) -> bool:
     call: StepCall | None = inputs.get(STEP)
     if call is not None and call.row is not None:
         return True
-    facts: HostMetadata | None = inputs.get(METADATA_KEY)
-    if facts is not None:
-        check_kind(METADATA_KEY, facts, HostMetadata, "the collator's: leave it out of a batch of your own")
-    return inputs.get("cu_seqlens_q") is not None or (facts is not None and facts.segments is not None)
+    metadata: HostMetadata | None = inputs.get(METADATA_KEY)
+    if metadata is not None:
+        check_kind(METADATA_KEY, metadata, HostMetadata, "the collator's: leave it out of a batch of your own")
+    return inputs.get("cu_seqlens_q") is not None or (metadata is not None and metadata.segments is not None)
 
 
 _PACKED_BY = "a padded batch is packed by its input_ids and 2D attention_mask"
@@ -331,7 +331,7 @@ COLUMNS = frozenset((*_TOKENS, *_MEDIA, "cu_seqlens_q", "cu_seqlens_q_padded", "
 """The parts of a batch or a row."""
 
 ROW_KEYS = (*_BOUNDARIES, METADATA_KEY, "use_cache", "output_logits")
-"""What a packed row brings with it, or a batch asks for, that the model's own forward may not have."""
+"""What a packed row brings with it, or a batch requests, that the model's own forward may not have."""
 
 _WANTED = ("output_logits", "output_hidden_states")
 _BATCH_KEYS = frozenset((*_TOKENS, *_MEDIA, *_BOUNDARIES, "num_items_in_batch", *_WANTED, METADATA_KEY, STEP))
@@ -349,7 +349,7 @@ _LOST_BOUNDARIES = (*_BOUNDARIES[1:], *_OF_MEGATRON, *_OF_TRANSFORMERS, *_OF_OTH
 
 
 def check_boundaries_kept(inputs: dict[str, Any]) -> None:
-    """transformers' own attention ignores boundaries under most of their names, and says nothing.
+    """transformers' own attention ignores boundaries under most of their names, without a warning.
 
     Raises:
         ConfigError: there are some, or positions that restart.
@@ -392,7 +392,7 @@ def check_keys(inputs: dict[str, Any], *, is_row: bool) -> None:
     """transformers accepts any keyword and ignores it, or hands it to the vision tower; a packed pass does not.
 
     Raises:
-        ConfigError: it would; says what may have been meant.
+        ConfigError: it would; names what may have been meant.
     """
     for name, value in inputs.items():
         if value is None or name in _BATCH_KEYS:

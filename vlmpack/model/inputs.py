@@ -58,39 +58,39 @@ def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, b
     Raises:
         LayoutError: media or token ids that do not fit the row or the model.
     """
-    facts, part, hf_config = host_metadata(row), part_of(row, parallel), model.core.config
+    metadata, part, hf_config = host_metadata(row), part_of(row, parallel), model.core.config
     _check_patch_size(model.family, row, hf_config)
     _check_vocabulary(row, model.family.text_config(hf_config).vocab_size)
     types = model.family.media_types(row.input_ids, hf_config)
-    return RowSetup(model=model, row=row, facts=facts, part=part, types=types, backend=backend)
+    return RowSetup(model=model, row=row, metadata=metadata, part=part, types=types, backend=backend)
 
 
 def host_metadata(row: PackedRow) -> HostMetadata:
     """The row's metadata on the host; grids that only a tensor holds are read from it: one host–device sync."""
-    facts, media = row.known_facts, row.media
-    facts = replace(
-        facts,
-        image_grids=host_grids(facts.image_grids, media.image_grid_thw, "image_grid_thw"),
-        video_grids=host_grids(facts.video_grids, media.video_grid_thw, "video_grid_thw"),
+    metadata, media = row.known_metadata, row.media
+    metadata = replace(
+        metadata,
+        image_grids=host_grids(metadata.image_grids, media.image_grid_thw, "image_grid_thw"),
+        video_grids=host_grids(metadata.video_grids, media.video_grid_thw, "video_grid_thw"),
     )
     if media.second_per_grid_ts is not None:
-        seconds = host_seconds(facts.seconds_per_grid, seconds_of(media.second_per_grid_ts))
-        facts = replace(facts, seconds_per_grid=seconds)
+        seconds = host_seconds(metadata.seconds_per_grid, seconds_of(media.second_per_grid_ts))
+        metadata = replace(metadata, seconds_per_grid=seconds)
     for pixels, grids, name in (
-        (media.pixel_values, facts.image_grids, "pixel_values"),
-        (media.pixel_values_videos, facts.video_grids, "pixel_values_videos"),
+        (media.pixel_values, metadata.image_grids, "pixel_values"),
+        (media.pixel_values_videos, metadata.video_grids, "pixel_values_videos"),
     ):
         _check_patches(pixels, grids, name)
-    return facts
+    return metadata
 
 
 def _check_patches(pixels: torch.Tensor | None, grids: Sequence[Grid], name: str) -> None:
     if pixels is not None and (not isinstance(pixels, torch.Tensor) or pixels.ndim != 2 or pixels.is_complex()):
-        seen = f"{pixels.dtype} {list(pixels.shape)}" if isinstance(pixels, torch.Tensor) else type(pixels).__name__
-        raise LayoutError(f"{name} must be a tensor [patches, values], got {seen}; keep what the processor gives")
-    expected, seen = sum(map(prod, grids)), 0 if pixels is None else pixels.shape[0]
-    if expected != seen:
-        raise LayoutError(f"the grids describe {expected} patches, {name} has {seen}; pass the media of every sample")
+        count = f"{pixels.dtype} {list(pixels.shape)}" if isinstance(pixels, torch.Tensor) else type(pixels).__name__
+        raise LayoutError(f"{name} must be a tensor [patches, values], got {count}; keep what the processor gives")
+    expected, count = sum(map(prod, grids)), 0 if pixels is None else pixels.shape[0]
+    if expected != count:
+        raise LayoutError(f"the grids describe {expected} patches, {name} has {count}; pass the media of every sample")
 
 
 @outside_graph
@@ -107,18 +107,18 @@ def backbone_inputs(
     Raises:
         LayoutError: media, placeholders or positions that do not fit the row.
     """
-    family, row, facts, part = setup.model.family, setup.row, setup.facts, setup.part
+    family, row, metadata, part = setup.model.family, setup.row, setup.metadata, setup.part
     if row.mm_token_type_ids is not None:
         _check_types(row.mm_token_type_ids, setup.types, row.segments)
-    family.check_runs(setup.types, row.segments, facts, config=setup.config)
+    family.check_runs(setup.types, row.segments, metadata, config=setup.config)
     if rope_segments is not None:
         check_restarts(rope_segments, row.segments, setup.types)
     positions = family.positions(
         setup.types,
         rope_segments or row.segments,
-        image_grids=facts.image_grids,
-        video_grids=facts.video_grids,
-        seconds_per_grid=facts.seconds_per_grid,
+        image_grids=metadata.image_grids,
+        video_grids=metadata.video_grids,
+        seconds_per_grid=metadata.seconds_per_grid,
         config=setup.config,
     )
     if row.position_ids is not None:
@@ -129,7 +129,7 @@ def backbone_inputs(
         # A 4D mask is taken as it is, so no T x T mask is ever built; the attention function does not read it.
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.input_ids.device),
         "position_ids": part.cut(family.rotary_ids(positions)),
-        # Whatever the configuration says: a cache would be filled and thrown away.
+        # Whatever the configuration: a cache would be filled and thrown away.
         "use_cache": False,
         **({"mm_token_type_ids": part.cut(setup.types)} if family.has_vision else {}),
         CONTEXT: RowContext(segments=row.segments, part=part, entries=entries),
@@ -149,15 +149,15 @@ def _check_patch_size(family: Family, row: PackedRow, hf_config: Any) -> None:
             )
 
 
-def _check_types(given: torch.Tensor, types: torch.Tensor, segments: Segments) -> None:
-    """What a caller says of each token, [1, T], against what the token ids say; padding does not matter."""
-    check_is_tensor(given, "mm_token_type_ids")
-    if given.shape != types.shape or given.is_complex():
+def _check_types(column: torch.Tensor, types: torch.Tensor, segments: Segments) -> None:
+    """Compare a caller's type of each token, [1, T], with the token ids; padding does not matter."""
+    check_is_tensor(column, "mm_token_type_ids")
+    if column.shape != types.shape or column.is_complex():
         raise LayoutError(
-            f"mm_token_type_ids is {given.dtype} {list(given.shape)} but input_ids is {list(types.shape)}; leave "
+            f"mm_token_type_ids is {column.dtype} {list(column.shape)} but input_ids is {list(types.shape)}; leave "
             "it out, it is made from input_ids"
         )
-    differs = given != types
+    differs = column != types
     if segments.has_gaps:
         differs = differs & ~segments.padding_mask(types.device)
     message = (
@@ -170,7 +170,7 @@ def _check_types(given: torch.Tensor, types: torch.Tensor, segments: Segments) -
 def _check_vocabulary(row: PackedRow, size: int) -> None:
     """Look for ids that the model does not have, which PyTorch would name without their place.
 
-    On an accelerator its own assertions do, without making the host wait.
+    On an accelerator its own assertions do, without a sync.
     """
     for name, ids in (("input_ids", row.input_ids), ("a target of labels", row.shift_labels)):
         if ids is None or not on_host(ids):
@@ -218,18 +218,18 @@ def rope_segments(boundaries: Any, segments: Segments) -> Segments | None:
     return None if cut.lengths == segments.lengths else cut
 
 
-def _places(given: tuple[int, ...], segments: Segments) -> frozenset[int]:
+def _places(edges: tuple[int, ...], segments: Segments) -> frozenset[int]:
     """Where in the row positions restart."""
-    if given[-1] == segments.num_tokens:
-        samples = [(token, bisect_right(segments.real, token) - 1) for token in given if token < given[-1]]
+    if edges[-1] == segments.num_tokens:
+        samples = [(token, bisect_right(segments.real, token) - 1) for token in edges if token < edges[-1]]
         return frozenset(segments.stride[sample] + token - segments.real[sample] for token, sample in samples)
     end = max((stop for start, stop in segments.spans if stop > start), default=0)
-    if not end <= given[-1] <= segments.total:
+    if not end <= edges[-1] <= segments.total:
         raise LayoutError(
-            f"{NAME} ends at {given[-1]}, but the row has {segments.num_tokens} real tokens and its last sample ends "
+            f"{NAME} ends at {edges[-1]}, but the row has {segments.num_tokens} real tokens and its last sample ends "
             f"at place {end} of {segments.total}; count in real tokens, as cu_seqlens_q does, or in places of the row"
         )
-    return frozenset(given)
+    return frozenset(edges)
 
 
 def _cut(segments: Segments, places: list[int]) -> Segments:
@@ -259,12 +259,12 @@ def check_restarts(rope: Segments, segments: Segments, types: torch.Tensor) -> N
 
 @outside_graph
 def check_positions(
-    given: torch.Tensor, positions: torch.Tensor, family: Family, segments: Segments, *, restarts: Segments | None
+    caller: torch.Tensor, positions: torch.Tensor, family: Family, segments: Segments, *, restarts: Segments | None
 ) -> None:
     """A caller's own positions must be those of every sample alone. What stands on padding does not matter.
 
     Args:
-        given: [3, 1, T] time, height, width; or [4, 1, T], the place in the sample first. Of a text family [1, T], or
+        caller: [3, 1, T] time, height, width; or [4, 1, T], the place in the sample first. Of a text family [1, T], or
             [1, 1, T].
         positions: [4, 1, T] as computed.
         family: the model's family.
@@ -274,7 +274,7 @@ def check_positions(
     Raises:
         LayoutError: another shape, or other positions; on the host it names the first one.
     """
-    given_kT = _rows(given, family, segments.total)
+    given_kT = _rows(caller, family, segments.total)
     text_1T = segments.position_in_segment(positions.device)[None]
     rotary_kT = family.rotary_ids(positions).reshape(-1, segments.total)
     expected_kT = rotary_kT if len(given_kT) == len(rotary_kT) else torch.cat((text_1T, rotary_kT))
@@ -299,16 +299,16 @@ def check_positions(
     require(~wrong, message, LayoutError)
 
 
-def _rows(given: torch.Tensor, family: Family, total: int) -> torch.Tensor:
+def _rows(positions: torch.Tensor, family: Family, total: int) -> torch.Tensor:
     """[1, T] of a text family, [3, T] or [4, T] of others."""
-    if not isinstance(given, torch.Tensor):
-        raise LayoutError(f"position_ids must be a tensor, got {type(given).__name__}")
+    if not isinstance(positions, torch.Tensor):
+        raise LayoutError(f"position_ids must be a tensor, got {type(positions).__name__}")
     shapes = [(3, 1, total), (4, 1, total)] if family.has_vision else [(1, total), (1, 1, total)]
-    if tuple(given.shape) not in shapes:
+    if tuple(positions.shape) not in shapes:
         rows = " (time, height, width; or the text row first: with fewer rows images lose their places)"
         raise LayoutError(
-            f"position_ids is {list(given.shape)}, but {family.model_type} needs "
+            f"position_ids is {list(positions.shape)}, but {family.model_type} needs "
             f"{' or '.join(str(list(shape)) for shape in shapes)} for this row{rows if family.has_vision else ''}: "
             "leave position_ids out, they are computed from the boundaries and the grids"
         )
-    return given.reshape(-1, total)
+    return positions.reshape(-1, total)

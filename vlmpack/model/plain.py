@@ -47,7 +47,7 @@ def find_model(model: nn.Module) -> Any:
 
 
 def _models(holder: nn.Module) -> Iterator[nn.Module]:
-    """PeftModelForCausalLM is only a wrapper, whatever its name says."""
+    """PeftModelForCausalLM is only a wrapper, whatever its name."""
     for module in holder.modules():
         names = (base.__name__ for base in type(module).__mro__)
         if isinstance(module, PreTrainedModel) and any(name.endswith(_HAS_HEAD) for name in names):
@@ -132,7 +132,7 @@ def compile_layers(model: Model, **settings: Any) -> Model:
     """Compile every part of every layer of the text model and every block of the vision tower, each in its place.
 
     `torch.compile(model)` also compiles the code between them, which goes through lists of images, and is compiled
-    again for every number of images and every size that it has not met. Layers only see a row's width and the number of
+    again for every number of images and every new size. Layers only see a row's width and the number of
     its patches, so with `dynamic=True`, the default here, one row is enough. Parts of a kind share what is compiled,
     however many layers there are.
 
@@ -214,7 +214,7 @@ def warn_past_the_forward(mask: Any) -> None:
 
 
 def warn_of_padding(mask: Any, reason: str) -> None:
-    """Warn once that padding is computed, and say why. A mask on a device is read at the first call only."""
+    """Warn once that padding is computed, and why. A mask on a device is read at the first call only."""
     if reason in _warned or not torch.is_grad_enabled() or not isinstance(mask, torch.Tensor):
         return
     if not on_host(mask):

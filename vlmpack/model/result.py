@@ -62,7 +62,7 @@ class StepResult:
     row_last_hidden: torch.Tensor | None = None
     """[1, T, D]: what the head is given, on request."""
     routers: RouterStatistics | None = None
-    """What the routers did with the real tokens; None: not asked for, or no experts."""
+    """Statistics of the routers on the real tokens; None: not requested, or no experts."""
     width: int | None = None
     """S of the padded batch that was packed; None: it was a row already."""
     offsets: tuple[int, ...] = ()
@@ -71,13 +71,13 @@ class StepResult:
     def __repr__(self) -> str:
         work = self.work
         return (
-            f"StepResult(loss {_said(self.loss)}, {self.num_targets} targets, {self.segments.num_samples} samples, "
+            f"StepResult(loss {_shown(self.loss)}, {self.num_targets} targets, {self.segments.num_samples} samples, "
             f"{work.real_tokens} tokens in a row of {work.physical_tokens}, {work.vision_patches} patches)"
         )
 
     @property
     def aux_loss(self) -> torch.Tensor | None:
-        """Scalar: the routers' load-balancing loss; None: not asked for, or no experts."""
+        """Scalar: the routers' load-balancing loss; None: not requested, or no experts."""
         return None if self.routers is None else self.routers.aux_loss
 
     @property
@@ -109,7 +109,7 @@ class StepResult:
 
     @property
     def logits(self) -> torch.Tensor | None:
-        """[B, S, V]: `row_logits` as a padded batch, 0 on padding; None unless they were asked for."""
+        """[B, S, V]: `row_logits` as a padded batch, 0 on padding; None unless requested."""
         return self._padded(self.row_logits)
 
     @property
@@ -119,15 +119,15 @@ class StepResult:
 
     @property
     def last_hidden(self) -> torch.Tensor | None:
-        """[B, S, D]: `row_last_hidden` as a padded batch, 0 on padding; None unless it was asked for."""
+        """[B, S, D]: `row_last_hidden` as a padded batch, 0 on padding; None unless requested."""
         return self._padded(self.row_last_hidden)
 
     def _padded(self, row: torch.Tensor | None) -> torch.Tensor | None:
         return None if row is None else unpack(row, self.segments, width=self.width, offsets=self.offsets)
 
 
-def _said(loss: torch.Tensor) -> str:
-    """A loss in words; one on a device is not waited for."""
+def _shown(loss: torch.Tensor) -> str:
+    """Format a loss; one on a device is not read."""
     if not on_host(loss):
         return f"on {loss.device}"
     try:

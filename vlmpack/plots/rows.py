@@ -180,7 +180,7 @@ def packed_pieces(row: PackedRow, *, width: int) -> list[Piece]:
 
 
 def _spans(batch: PaddedBatch) -> MaskSpans:
-    return lengths_from_mask(batch.attention_mask) if batch.facts is None else batch.facts.spans
+    return lengths_from_mask(batch.attention_mask) if batch.metadata is None else batch.metadata.spans
 
 
 def _types(types: torch.Tensor | None, shape: tuple[int, int]) -> np.ndarray:

@@ -33,8 +33,8 @@ from vlmpack.testing import (
     Sample,
     alone,
     backward,
-    facts_of,
     media_of,
+    metadata_of,
     num_targets,
     outcome_of,
     padded,
@@ -271,7 +271,7 @@ class PackedPass:
         return pack(self._batch(samples, metadata=metadata), rule=self.rule, pad_token_id=self.poison)
 
     def _batch(self, samples: Sequence[Sample], *, metadata: bool = True) -> PaddedBatch:
-        return padded(samples, self.circumstance.padded or "right", facts=metadata)
+        return padded(samples, self.circumstance.padded or "right", metadata=metadata)
 
     def __call__(
         self, samples: Sequence[Sample], *, router_losses: bool = False, by_step: bool = False
@@ -370,15 +370,15 @@ class PlainRowPass:
         """Compute the row."""
         tokens = {name: torch.cat([sample[name] for sample in samples])[None] for name in ("input_ids", "labels")}
         inputs = {**tokens, **media_of(samples).to_hf()}
-        family, facts, segments = self.probed.family, facts_of(samples), self.segments(samples)
+        family, metadata, segments = self.probed.family, metadata_of(samples), self.segments(samples)
         types = family.media_types(inputs["input_ids"], self.probed.config)
         positions = family.positions(
             types,
             segments,
             config=self.probed.config,
-            image_grids=facts.image_grids,
-            video_grids=facts.video_grids,
-            seconds_per_grid=facts.seconds_per_grid,
+            image_grids=metadata.image_grids,
+            video_grids=metadata.video_grids,
+            seconds_per_grid=metadata.seconds_per_grid,
         )
         if family.has_vision:
             inputs.update(mm_token_type_ids=types, position_ids=positions[-self.rows :])

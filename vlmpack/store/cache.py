@@ -191,7 +191,7 @@ def _checksum(key: bytes, values: Sequence[object]) -> bytes:
 def settings_key(collator: VLMCollator, *, estimate: bool = False) -> bytes:
     """Compute the digest of everything besides the samples that decides lengths."""
     parts = parts_of(collator.processor)
-    facts = {**asdict(collator.facts), "newline_ids": sorted(collator.facts.newline_ids)}
+    metadata = {**asdict(collator.metadata), "newline_ids": sorted(collator.metadata.newline_ids)}
     return _digest(
         {
             "versions": [RULES, version("transformers"), version("tokenizers")],
@@ -200,7 +200,7 @@ def settings_key(collator: VLMCollator, *, estimate: bool = False) -> bytes:
             "special_tokens": {name: str(token) for name, token in parts.tokenizer.special_tokens_map.items()},
             "tokenizer": _tokenizer(parts.tokenizer),
             "image_processor": None if parts.image_processor is None else parts.image_processor.to_dict(),
-            "facts": facts,
+            "metadata": metadata,
             "limits": asdict(collator.limits),
             "collator": [collator.train_on, collator.max_length, collator.overlength, collator.markers],
             "estimate": estimate,
@@ -232,7 +232,7 @@ def content_of(feature: Any, collator: VLMCollator, read: Callable[[Any], Any]) 
     """
     if not isinstance(feature, Mapping) or feature.get("input_ids") is not None:
         raise TypeError("no conversation")
-    row = read_conversation(feature, has_vision=collator.facts.has_vision, markers=collator.markers)
+    row = read_conversation(feature, has_vision=collator.metadata.has_vision, markers=collator.markers)
     images = [[read(ref.source), ref.options] for ref in row.images]
     videos = [[_frames(ref.source, read), ref.options] for ref in row.videos]
     return [row.messages, row.plain, row.trained_turns, row.template_options, images, videos]

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, final
 
-from vlmpack.collate import ProcessorFacts, VLMCollator, parts_of
+from vlmpack.collate import ProcessorMetadata, VLMCollator, parts_of
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.files import unreadable
 from vlmpack.plan import LengthTable, Plan
@@ -274,14 +274,14 @@ def sha256_of(path: Path) -> str:
 IMAGE_SETTINGS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb", "rescale_factor", "resample")
 """Of an image processor, besides its sizes."""
 NOT_TOKENS = {"assistant_ids", "newline_ids", "patch_size", "merge_size", "temporal_patch_size"}
-"""Fields of `ProcessorFacts` that vocabulary and image settings decide."""
+"""Fields of `ProcessorMetadata` that vocabulary and image settings decide."""
 PROBE = "The total is 75,000 Rp.\n\n  Größe 3½\u3000合計：１２３円 👍🏽 <|im_start|>user\nfoo_bar\t\\n 1e-5"
 """A text on whose tokens tokenizers of one vocabulary may still differ: merges, numbers, spaces, normalisation."""
 
 
 def fingerprint(collator: VLMCollator) -> dict[str, Any]:
     """Describe the parts of a collator's processor that decide tokens and patches, as JSON; texts by their digests."""
-    facts, parts = collator.facts, parts_of(collator.processor)
+    metadata, parts = collator.metadata, parts_of(collator.processor)
     tokenizer = parts.tokenizer
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
     template = collator.processor.chat_template
@@ -289,8 +289,8 @@ def fingerprint(collator: VLMCollator) -> dict[str, Any]:
         "vocabulary": _short_digest(vocabulary),
         "tokenizer": _short_digest(json.dumps(tokenizer(PROBE)["input_ids"])),
         "chat_template": None if template is None else _short_digest(json.dumps(template)),
-        "tokens": {name: value for name, value in asdict(facts).items() if name not in NOT_TOKENS},
-        "images": _image_settings(parts.image_processor, facts) if facts.has_vision else None,
+        "tokens": {name: value for name, value in asdict(metadata).items() if name not in NOT_TOKENS},
+        "images": _image_settings(parts.image_processor, metadata) if metadata.has_vision else None,
     }
 
 
@@ -304,7 +304,7 @@ def differences(stored: Mapping[str, Any], current: Mapping[str, Any], name: str
             yield f"{path} was {json.dumps(before)} and is {json.dumps(now)}"
 
 
-def _image_settings(image_processor: Any, facts: ProcessorFacts) -> dict[str, Any]:
+def _image_settings(image_processor: Any, metadata: ProcessorMetadata) -> dict[str, Any]:
     settings = image_processor.to_dict()
     size = image_processor.size
     return {
@@ -313,9 +313,9 @@ def _image_settings(image_processor: Any, facts: ProcessorFacts) -> dict[str, An
         "max_pixels": size["longest_edge"],
         "image_mean": [float(value) for value in image_processor.image_mean],
         "image_std": [float(value) for value in image_processor.image_std],
-        "patch_size": facts.patch_size,
-        "merge_size": facts.merge_size,
-        "temporal_patch_size": facts.temporal_patch_size,
+        "patch_size": metadata.patch_size,
+        "merge_size": metadata.merge_size,
+        "temporal_patch_size": metadata.temporal_patch_size,
     }
 
 

@@ -2,7 +2,7 @@
 
 dataset ──▶ part of 32 samples ──key──▶ in the cache? ──yes──▶ Entry ──▶ LengthTable
                   │                            │ no              ▲
-                  └─── a worker process: outline ────────────────┘
+                  └─── a worker process: measure ────────────────┘
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from torch.utils.data import IterableDataset, Subset
 
-from vlmpack.collate import Encoded, VLMCollator, own_id
+from vlmpack.collate import Encoded, VLMCollator, sample_id_of
 from vlmpack.data import StoredRows
 from vlmpack.errors import SampleError, check_kind
 from vlmpack.loading import MapStyle, check_samples, sample_at
@@ -142,7 +142,7 @@ class Measurer:
     dataset: Any
     """Samples by place, or a stream of them."""
     collator: VLMCollator
-    """Makes the outlines."""
+    """Measures the samples."""
     estimate: bool
     """Whether images are estimated only."""
     cache: LengthCache | None
@@ -167,12 +167,12 @@ class Measurer:
         if isinstance(sample, SampleError):
             return Measured(_refusal(sample), sample.sample_id)
         if key is not None and key in cached:
-            return Measured(cached[key], own_id(sample))
+            return Measured(cached[key], sample_id_of(sample))
         try:
-            entry = lengths_of(self.collator.outline(sample, 0, estimate=self.estimate))
+            entry = lengths_of(self.collator.measure(sample, 0, estimate=self.estimate))
         except SampleError as error:
             entry = _refusal(error)
-        return Measured(entry, own_id(sample), key)
+        return Measured(entry, sample_id_of(sample), key)
 
 
 def _refusal(error: SampleError) -> Entry:

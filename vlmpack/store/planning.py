@@ -10,7 +10,7 @@ from typing import Any, final
 
 import numpy as np
 
-from vlmpack.collate import Ledger, VLMCollator, own_id
+from vlmpack.collate import SkipLog, VLMCollator, sample_id_of
 from vlmpack.errors import ConfigError, SampleError, check_whole_number
 from vlmpack.layout import SlotRule
 from vlmpack.loading import MapStyle, sample_at
@@ -104,20 +104,20 @@ def check_refused(table: LengthTable, collator: VLMCollator) -> None:
         SampleError: a sample was refused, and `on_bad` is "raise".
         ConfigError: more were refused than the collator's limit of skipped samples allows, or all.
     """
-    ledger = Ledger(ceiling=collator.ledger.ceiling)
+    skip_log = SkipLog(limit=collator.skip_log.limit)
     refused = {refusal.index: refusal for refusal in table.refused}
-    with ledger.at_once():
+    with skip_log.at_once():
         for before, place in pairwise([-1, *sorted(refused), table.given]):
             if place - before > 1:
-                ledger.use(place - before - 1)
+                skip_log.use(place - before - 1)
             if place == table.given:
                 break
             refusal = refused[place]
             error = SampleError(refusal.detail, index=place, reason=refusal.reason, sample_id=refusal.sample_id)
             if collator.leaves_out(error.reason):
-                ledger.note(error)
+                skip_log.note(error)
             elif collator.on_bad == "skip":
-                ledger.refuse(error)
+                skip_log.refuse(error)
             else:
                 count = f"{len(refused)} sample(s) cannot be used in all; on_bad='skip' leaves them out and lists them"
                 raise SampleError(
@@ -164,7 +164,7 @@ def _refuse_too_large(
     try:
         refuse_too_large(too_large(lengths, capacity, by_place), lengths, capacity, by_place)
     except SampleError as error:
-        name = None if error.index is None else own_id(sample_at(dataset, error.index))
+        name = None if error.index is None else sample_id_of(sample_at(dataset, error.index))
         raise SampleError(error.detail, index=error.index, reason=error.reason, sample_id=name) from None
 
 
@@ -190,7 +190,7 @@ def _dropped(table: LengthTable, plan: Plan, dataset: MapStyle) -> Iterator[dict
         place = int(table.sample_ids[at])
         yield {
             "index": place,
-            "sample_id": own_id(sample_at(dataset, place)),
+            "sample_id": sample_id_of(sample_at(dataset, place)),
             "reason": "oversize",
             "detail": f"it exceeds a row by itself: {over}; raise the limit, or choose oversize='own_row'",
         }

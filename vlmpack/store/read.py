@@ -46,14 +46,14 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     Args:
         path: the folder that `write_rows` or `vlmpack pack` wrote.
-        processor: as for `VLMCollator`, with the settings that it had when packing; None: rows can be read by `outline`
+        processor: as for `VLMCollator`, with the settings that it had when packing; None: rows are read by `measured`
             and not be trained on.
         pad_to_max_length: make every row as wide as the capacity.
         pad_cu_seqlens: give every row as many boundaries; needs `pad_to_max_length`.
         pad_seq_to_mult: what samples are rounded up to; None: as packed. Others have to divide that.
         verify: compare the SHA-256 of every file now, which reads all of them. Without it, sizes are compared now, and
             footers and rows by their checksums when they are read first.
-        settings: further settings of `VLMCollator`: `on_bad`, `ledger`, `ceiling`, `limits`, `pixel_dtype`, ...
+        settings: further settings of `VLMCollator`: `on_bad`, `skip_log`, `skip_limit`, `limits`, `pixel_dtype`, ...
 
     Raises:
         ConfigError: no store, files that are missing or damaged, a processor that differs from the one that packed
@@ -81,7 +81,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         """How samples lie in the rows."""
         check_shard_files(self.path, self.manifest, verify=verify)
         self.collator = None if processor is None else self._collator(processor, settings)
-        """Cuts images into patches, and counts samples in its ledger; None: without a processor."""
+        """Cuts images into patches, and counts samples in its log of skipped samples; None: without a processor."""
         self._files = ShardFiles(self.path, self.manifest.shards)
         self._starts = [0, *accumulate(shard.rows for shard in self.manifest.shards)]
 
@@ -123,13 +123,13 @@ class PackedDataset(Dataset[dict[str, Any]]):
             raise ConfigError(f"the rows of {self.path} need the processor: PackedDataset(path, processor)")
         samples = self._read(row)
         try:
-            packed = self.collator.materialise([sample for _, sample in samples])
+            packed = self.collator.decode([sample for _, sample in samples])
         except SampleError as error:
             raise self._named(error, row, [place for place, _ in samples]) from error
         assert isinstance(packed, PackedRow), "the collator packs"
         return packed
 
-    def outline(self, row: SupportsIndex) -> tuple[Encoded, ...]:
+    def measured(self, row: SupportsIndex) -> tuple[Encoded, ...]:
         """Return the samples of a row without their images: token ids, labels, grids. Needs no processor.
 
         Raises:
@@ -139,8 +139,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return tuple(sample for _, sample in self._read(row, without=MEDIA))
 
     def segments(self, row: SupportsIndex) -> Segments:
-        """Return the boundaries of the samples of a row; raises as `outline`."""
-        return Segments.from_lengths([sample.num_tokens for sample in self.outline(row)], self.slots)
+        """Return the boundaries of the samples of a row; raises as `measured`."""
+        return Segments.from_lengths([sample.num_tokens for sample in self.measured(row)], self.slots)
 
     def collate(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the one row of a list, or a step of loss 0 for an empty list: the `collate_fn` of a loader of rows.

@@ -1,6 +1,6 @@
 """Files of rows: written one by one, read row by row, and compared with the data set.
 
-    written    its samples are read, outlined and written, row after row
+    written    its samples are read, measured and written, row after row
     opened     the footer's SHA-256, so that another file of the same size is refused
     read       the checksum of each row, which the footer holds
     compared   places [17, 4]   digests [a3.., 09..]   stored with the row
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, final
 
 from PIL import Image
 
-from vlmpack.collate import Encoded, VLMCollator, own_id
+from vlmpack.collate import Encoded, VLMCollator, sample_id_of
 from vlmpack.data import ImageError, ImageLimits, load_image, read_encoded
 from vlmpack.errors import ConfigError, Refusal, SampleError
 from vlmpack.files import atomic_file, unreadable, writing
@@ -81,7 +81,7 @@ class ShardWriter:
     dataset: MapStyle
     """Samples by place."""
     collator: VLMCollator
-    """Makes outlines of them."""
+    """Measures the samples."""
     folder: WorkFolder
     """Of the store."""
     images: Images
@@ -134,7 +134,7 @@ class ShardWriter:
         return pyarrow().Table.from_pylist([{name: record[name] for name in columns.names}], schema=columns)
 
     def _outline(self, feature: Any, planned: PlannedSample) -> Encoded:
-        sample = self.collator.outline(feature, planned.place)
+        sample = self.collator.measure(feature, planned.place)
         if (sample.num_tokens, sample.num_targets) != (planned.tokens, planned.targets):
             raise SampleError(
                 f"it has {sample.num_tokens} tokens, {sample.num_targets} of them learnt, and had {planned.tokens} "
@@ -271,7 +271,7 @@ def sample_digest(sample: Any, collator: VLMCollator) -> str:
         collator: its limits hold for images.
     """
     try:
-        content = [own_id(sample), *content_of(sample, collator, partial(_sums, limits=collator.limits))]
+        content = [sample_id_of(sample), *content_of(sample, collator, partial(_sums, limits=collator.limits))]
         text = json.dumps(content, default=plain, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
     except (Refusal, ConfigError, TypeError, ValueError, RecursionError):  # bad, or tokenised before

@@ -141,7 +141,7 @@ def _check_references(dataset: MapStyle, collator: VLMCollator) -> None:
     """
     for place in range(min(TRIED, len(dataset))):
         try:
-            for visual in collator.outline(dataset[place], place).images:
+            for visual in collator.measure(dataset[place], place).images:
                 if visual.source is not None:
                     stored_image(visual.source.source, "reference", collator.limits)
         except (SampleError, ImageError):

@@ -227,8 +227,10 @@ def alone(sample: Sample, *, labels: bool = True) -> dict[str, torch.Tensor]:
     return {**tokens, **{name: sample[name] for name in MEDIA_KEYS if name in sample}}
 
 
-def padded(samples: Sequence[Sample], side: Literal["right", "left"] = "right", *, facts: bool = True) -> PaddedBatch:
-    """Pad the samples to one batch; `facts=False` leaves out the metadata on the host that a collator adds."""
+def padded(
+    samples: Sequence[Sample], side: Literal["right", "left"] = "right", *, metadata: bool = True
+) -> PaddedBatch:
+    """Pad the samples to one batch; `metadata=False` leaves out the metadata on the host that a collator adds."""
     lengths = [len(sample["input_ids"]) for sample in samples]
     offsets = tuple(max(lengths) - n if side == "left" else 0 for n in lengths)
 
@@ -242,7 +244,7 @@ def padded(samples: Sequence[Sample], side: Literal["right", "left"] = "right", 
         labels=stack([sample["labels"] for sample in samples], IGNORE),
         mm_token_type_ids=stack(types) if types else None,
         media=media_of(samples),
-        facts=facts_of(samples, offsets=offsets) if facts else None,
+        metadata=metadata_of(samples, offsets=offsets) if metadata else None,
     )
 
 
@@ -252,7 +254,7 @@ def media_of(samples: Sequence[Sample]) -> Media:
     return Media(**{name: torch.cat(tensors) for name, tensors in parts.items() if tensors})
 
 
-def facts_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> HostMetadata:
+def metadata_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> HostMetadata:
     """Derive from the samples the metadata on the host that a collator adds."""
     seconds = [s for sample in samples if "second_per_grid_ts" in sample for s in sample["second_per_grid_ts"].tolist()]
     image_grids, video_grids = ([grids_of(sample, name) for sample in samples] for name in ("image", "video"))

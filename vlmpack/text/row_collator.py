@@ -110,7 +110,7 @@ def joined_row(
         segments=segments,
         shift_labels=shifted_1T,
         position_ids={0: None, 1: position_1T, 4: position_1T.expand(4, 1, -1)}[position_rows],
-        facts=HostMetadata(
+        metadata=HostMetadata(
             lengths=tuple(lengths),
             num_targets=int(np.count_nonzero(shifted_1T.numpy() != IGNORE)),
             sample_ids=sample_ids,

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from transformers import Seq2SeqTrainingArguments, Trainer, default_data_collator
 from transformers.trainer_utils import SchedulerType
 
-from vlmpack.collate import CONVERSATION_COLUMNS, MEDIA_COLUMNS, ProcessorFacts, VLMCollator
+from vlmpack.collate import CONVERSATION_COLUMNS, MEDIA_COLUMNS, ProcessorMetadata, VLMCollator
 from vlmpack.errors import ConfigError
 from vlmpack.loading import PackedStream
 from vlmpack.model import find_model, is_packing, packing_state
@@ -79,7 +79,7 @@ def _collator(trainer: Trainer) -> Iterator[str]:
             reason, remedy = ", so samples are stacked as they are", "VLMCollator(processor, layout='packed')"
         yield f"it has no data_collator{reason}: data_collator={remedy}"
     if isinstance(collator, VLMCollator) and _is_enabled(trainer):
-        yield from _processor(collator.facts, _core(trainer))
+        yield from _processor(collator.metadata, _core(trainer))
     is_ours = isinstance(collator, VLMCollator | RowCollator)
     if is_ours and trainer.args.remove_unused_columns and not _has_rows(trainer):
         kept, sample = inspect.signature(_core(trainer).forward).parameters, trl.first_sample(trainer) or ()
@@ -88,16 +88,16 @@ def _collator(trainer: Trainer) -> Iterator[str]:
             yield f"remove_unused_columns drops {lost} before {reader} reads it: set remove_unused_columns=False"
 
 
-def _processor(facts: ProcessorFacts, core: nn.Module) -> Iterator[str]:
+def _processor(metadata: ProcessorMetadata, core: nn.Module) -> Iterator[str]:
     """Yield what the collator's processor writes and the model reads otherwise."""
     family, config = packing_state(core).family, vars(core)["config"]
-    if not (facts.has_vision and family.has_vision):
+    if not (metadata.has_vision and family.has_vision):
         return
     pairs = {
-        "image token": (facts.image_token_id, config.image_token_id),
-        "video token": (facts.video_token_id, config.video_token_id),
-        "values of a patch": (facts.patch_dim, family.patch_channels(config)),
-        "merged side": (facts.merge_size, family.merge(config)),
+        "image token": (metadata.image_token_id, config.image_token_id),
+        "video token": (metadata.video_token_id, config.video_token_id),
+        "values of a patch": (metadata.patch_dim, family.patch_channels(config)),
+        "merged side": (metadata.merge_size, family.merge(config)),
     }
     differing = [f"{name} {ours}, the model's {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
     if detail := "; ".join(differing):

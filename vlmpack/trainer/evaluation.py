@@ -22,7 +22,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from vlmpack.collate import OVERLENGTH, VLMCollator, own_id
+from vlmpack.collate import OVERLENGTH, VLMCollator, sample_id_of
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import METADATA_KEY
 from vlmpack.loading import MapStyle, check_samples
@@ -104,7 +104,7 @@ def evaluate(
         model: a Hugging Face model, or a wrapper around it (PEFT, DDP, FSDP2), on its device.
         dataset: samples by number, the same on all ranks.
         collator: a `VLMCollator`, of either layout; anything else that makes batches with host metadata needs a plan.
-        capacity: tokens of a row; lengths are then measured by `VLMCollator.outline`, from image headers.
+        capacity: tokens of a row; lengths are then measured by `VLMCollator.measure`, from image headers.
         plan: the rows, planned from the lengths of the whole data set.
         workers: processes that load data.
 
@@ -222,7 +222,7 @@ class NumberedCollator:
         except SampleError as error:
             if error.index is None or error.index not in range(len(places)):
                 raise
-            place, sample_id = places[error.index], own_id(samples[error.index])
+            place, sample_id = places[error.index], sample_id_of(samples[error.index])
             raise SampleError(error.detail, index=place, reason=error.reason, sample_id=sample_id) from error
 
 
@@ -272,7 +272,7 @@ class RowLosses:
         if row is None:
             return
         present = self._present(row, batch[METADATA_KEY].sample_ids if METADATA_KEY in batch else (), result)
-        detail = "the collator left it out of its row; its ledger has the reason"
+        detail = "the collator left it out of its row; its log of skipped samples has the reason"
         absent = [place for place in row if place not in present]
         self._refused += [Refused(index=at, sample_id=None, reason="left_out", detail=detail) for at in absent]
         self._places += present

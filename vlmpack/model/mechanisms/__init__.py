@@ -78,7 +78,7 @@ class RowSetup:
     """The model."""
     row: PackedRow
     """The whole row, on the model's device."""
-    facts: HostMetadata
+    metadata: HostMetadata
     """Its metadata on the host."""
     part: RowPart
     """The part of it on this rank."""
@@ -222,11 +222,11 @@ def subclass(base: type[nn.Module], body: dict[str, Any], maker: Maker) -> type[
 
     def new(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
         # `type(model)(config)` of an enabled model makes another one, which is not enabled.
-        return base(*args, **kwargs) if cls is made else object.__new__(cls)
+        return base(*args, **kwargs) if cls is derived else object.__new__(cls)
 
     shown = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    made = type(base.__name__, (base,), {**shown, "__reduce_ex__": reduce, "__new__": new, _BASE: base, **body})
-    return made
+    derived = type(base.__name__, (base,), {**shown, "__reduce_ex__": reduce, "__new__": new, _BASE: base, **body})
+    return derived
 
 
 def is_subclassed(module: nn.Module) -> bool:

@@ -143,7 +143,7 @@ class _StandIn:
         return copy.copy(self._vlmpack_plain)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreTrainedConfig:
-        """A stand-in for a copied module; the plain configuration for somebody who copies only that."""
+        """A stand-in for a copied module; the plain configuration where only that is copied."""
         alone = not memo
         plain = copy.deepcopy(self._vlmpack_plain, memo)
         return plain if alone else _stand_in(plain, self._vlmpack_name)
@@ -153,20 +153,20 @@ class _StandIn:
 
 
 def _stand_in(plain: PreTrainedConfig, name: str) -> PreTrainedConfig:
-    made = object.__new__(_stand_in_class(type(plain), name))
-    object.__setattr__(made, "_vlmpack_plain", plain)
-    object.__setattr__(made, "__dict__", vars(plain))
-    return made
+    stand_in = object.__new__(_stand_in_class(type(plain), name))
+    object.__setattr__(stand_in, "_vlmpack_plain", plain)
+    object.__setattr__(stand_in, "__dict__", vars(plain))
+    return stand_in
 
 
 @functools.cache
 def _stand_in_class(base: type[PreTrainedConfig], name: str) -> Any:
     def new(cls: type[PreTrainedConfig], *args: Any, **kwargs: Any) -> PreTrainedConfig:
-        return base(*args, **kwargs)  # `type(config)(...)` makes a configuration of a model that nobody has enabled
+        return base(*args, **kwargs)  # `type(config)(...)` makes a configuration of a model without packing
 
     shown = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    own = {"__new__": new, "__eq__": _StandIn.__eq__, "__slots__": ("_vlmpack_plain",), "_vlmpack_name": name}
-    return type(base.__name__, (_StandIn, base), {**shown, **own})
+    body = {"__new__": new, "__eq__": _StandIn.__eq__, "__slots__": ("_vlmpack_plain",), "_vlmpack_name": name}
+    return type(base.__name__, (_StandIn, base), {**shown, **body})
 
 
 def plain_config(module: Any) -> PreTrainedConfig:
@@ -258,7 +258,7 @@ _COMPUTED = ("scaling", "dropout")
 _OF_VISION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _WITHOUT_EFFECT = ("position_ids", "use_cache", "output_router_logits", "output_hidden_states", "return_dict")
 _UNDERSTOOD = frozenset((*_COMPUTED, *_OF_VISION, *_WITHOUT_EFFECT))
-"""Keywords of an attention call that a back-end computes, or that say nothing of attention. transformers 5.17 to 5.23
+"""Keywords of an attention call that a back-end computes, or that do not concern attention. transformers 5.17 to 5.23
 hands no others to the layers of the supported families."""
 
 
@@ -274,9 +274,9 @@ def _settings(module: nn.Module, kwargs: dict[str, Any], *, causal: bool) -> dic
     elif causal and getattr(module, "is_causal", None) is False:
         unknown.append("is_causal")
     if unknown:
-        seen = ", ".join(f"{name}={kwargs.get(name, False)!r:.40}" for name in unknown)
+        shown = ", ".join(f"{name}={kwargs.get(name, False)!r:.40}" for name in unknown)
         raise BackendError(
-            f"a {type(module).__name__} calls attention with {seen}, which no back-end for packed rows computes; "
+            f"a {type(module).__name__} calls attention with {shown}, which no back-end for packed rows computes; "
             "leave it out, or train this model without packing"
         )
     return {"scale": kwargs["scaling"], "dropout": kwargs.get("dropout", 0.0)}
@@ -363,7 +363,7 @@ def run_on_row(
 
 
 def _in_autocast(x: torch.Tensor) -> torch.Tensor:
-    """What autocast would hand to PyTorch's own attention; kernels that it does not know get the same.
+    """What autocast would hand to PyTorch's own attention; kernels of others get the same.
 
     Under autocast the rotary embedding leaves q and k in float32, which flash kernels refuse, beside a v of bfloat16.
     """
@@ -398,7 +398,7 @@ def _with_plain_config(module: nn.Module) -> nn.Module:
 
 
 def _image_by_image(module: nn.Module, *qkv: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """What a vision tower does itself for implementations that know no boundaries: one call an image."""
+    """One call an image, as a vision tower does itself for implementations that take no boundaries."""
     sizes = kwargs.pop("cu_seq_lens_q").diff().tolist()
     for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
         kwargs.pop(name, None)

@@ -247,8 +247,6 @@ def wants_balance(model: ModelParts, requested: bool | None) -> bool:
             forward has an argument of that name: others (several in transformers 5.17) ignore the configuration.
         requested: the `output_router_logits` argument of the call.
     """
-    if not model.family.has(Experts.name):
-        return False
     if requested is not None:
         return bool(requested)
     configured = bool(model.family.text_config(model.core.config).output_router_logits)
@@ -354,7 +352,7 @@ class RouterStatistics:
 
     @property
     def expert_counts(self) -> torch.Tensor:
-        """int64 [layers, E]: how many tokens each expert was sent. Counted whenever it is asked for."""
+        """int64 [layers, E]: how many tokens each expert was sent. Counted at every access."""
         if self.counts is not None:
             return self.counts
         return torch.stack([_counts(logits_RE.detach(), self.top_k) for logits_RE in self.logits])
@@ -439,10 +437,10 @@ def _counts(logits_RE: torch.Tensor, top_k: int) -> torch.Tensor:
 
 def _check_real(logits: tuple[torch.Tensor, ...], segments: Segments) -> None:
     """transformers records what routers give; a kernel in a block's place has none, or one of its own."""
-    seen = sorted({len(logits_RE) for logits_RE in logits})
-    if seen != [segments.num_tokens]:
+    sizes = sorted({len(logits_RE) for logits_RE in logits})
+    if sizes != [segments.num_tokens]:
         raise ConfigError(
-            f"routers saw {seen} tokens of a row with {segments.num_tokens} real ones, so their losses would be wrong: "
+            f"routers saw {sizes} tokens of a row with {segments.num_tokens} real ones, so losses would be wrong: "
             "the forward of blocks of experts or routers was replaced (use_kernels does that); undo that, or leave "
             "output_router_logits and z_loss_coef out"
         )

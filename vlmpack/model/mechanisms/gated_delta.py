@@ -167,11 +167,11 @@ class DeltaHeads:
 
     def project(self, hidden_tD: torch.Tensor) -> list[torch.Tensor]:
         """[t, D] to [t, ranks, F] of each block of channels: those that each rank computes, of the tokens here."""
-        found = []
+        projected = []
         for name, sizes in self._blocks.items():
             blocks = self._layer.get_submodule(name)(hidden_tD).split(sizes, -1)
-            found += [block.unflatten(-1, (self._ranks, -1)) for block in blocks]
-        return found
+            projected += [block.unflatten(-1, (self._ranks, -1)) for block in blocks]
+        return projected
 
     def stand_in(self, rank: int) -> nn.Module:
         """The layer with the heads of `rank` alone. Its forward takes what `project` gave, [n, W, F of all blocks], for
@@ -268,7 +268,7 @@ class FlaCall:
     tilelang: bool
     """Whether tilelang is installed, which fla takes for what Triton gets wrong."""
     training: bool
-    """Whether gradients are asked for."""
+    """Whether gradients will be computed."""
 
     @classmethod
     def of(cls, device: torch.device, *, training: bool) -> FlaCall:

@@ -75,11 +75,11 @@ class Vision(ClassMechanism):
 
     def prepare(self, setup: RowSetup) -> VisionRow:
         """Boundaries of all images and of all videos; the features of this rank's tokens, or the pixels."""
-        family, facts = setup.model.family, setup.facts
+        family, metadata = setup.model.family, setup.metadata
         if isinstance(setup.part, ContextParallelRow):
             features = _features_of_part(setup, setup.part)
             return VisionRow((), inputs=dict.fromkeys(_PIXELS, COMPUTED), features=features)
-        calls = [grids for grids in (facts.image_grids, facts.video_grids) if grids]
+        calls = [grids for grids in (metadata.image_grids, metadata.video_grids) if grids]
         layouts = [segments for grids in calls for segments in family.vision_segments(grids, setup.config)]
         return VisionRow(layouts, inputs=setup.row.media.to_hf())
 
@@ -189,7 +189,7 @@ def _features_of_part(setup: RowSetup, part: ContextParallelRow) -> dict[str, Me
 
 def _spread(setup: RowSetup) -> tuple[MediaShare, MediaShare]:
     """Images and videos, spread over ranks together."""
-    images, videos = setup.facts.image_grids, setup.facts.video_grids
+    images, videos = setup.metadata.image_grids, setup.metadata.video_grids
     merge = setup.model.family.merge(setup.config)
     both = MediaShare.spread((*images, *videos), ranks=setup.part.ranks, merge=merge)
     cut = len(images)

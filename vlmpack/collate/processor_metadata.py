@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, final
 
-from vlmpack.collate.placeholders import Kind
+from vlmpack.collate.columns import Kind
 from vlmpack.errors import ConfigError, FamilyError
 
 CHANNELS = 3
@@ -16,7 +16,7 @@ NO_ID = -1
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class ProcessorFacts:
+class ProcessorMetadata:
     """Plain values; the processor object itself is only needed to render text and to cut images into patches."""
 
     image_token: str
@@ -111,8 +111,8 @@ def parts_of(processor: Any) -> ProcessorParts:
     return ProcessorParts(tokenizer=processor.tokenizer, image_processor=processor.image_processor)
 
 
-def read_processor(processor: Any, *, vocab_size: int | None = None) -> ProcessorFacts:
-    """Read the facts of a `Qwen2VLProcessor`, a `Qwen2_5_VLProcessor`, or the later families' `Qwen3VLProcessor`.
+def read_processor(processor: Any, *, vocab_size: int | None = None) -> ProcessorMetadata:
+    """Read the metadata of a `Qwen2VLProcessor`, a `Qwen2_5_VLProcessor`, or the later families' `Qwen3VLProcessor`.
 
     Args:
         processor: the processor, as `AutoProcessor` or `vlmpack.data.tiny_processor` make it; of a text model (Qwen3,
@@ -125,11 +125,11 @@ def read_processor(processor: Any, *, vocab_size: int | None = None) -> Processo
     """
     from transformers import PreTrainedTokenizerBase
 
-    vision = _BLIND if isinstance(processor, PreTrainedTokenizerBase) else _vision_facts(processor)
-    return ProcessorFacts(**_text_facts(parts_of(processor).tokenizer, vocab_size), **vision)
+    vision = _BLIND if isinstance(processor, PreTrainedTokenizerBase) else _vision_metadata(processor)
+    return ProcessorMetadata(**_text_metadata(parts_of(processor).tokenizer, vocab_size), **vision)
 
 
-def _text_facts(tokenizer: Any, vocab_size: int | None) -> dict[str, Any]:
+def _text_metadata(tokenizer: Any, vocab_size: int | None) -> dict[str, Any]:
     vocab = tokenizer.get_vocab()
     if tokenizer.eos_token is None:
         raise ConfigError("the tokenizer has no eos_token, with which a text ends; set tokenizer.eos_token")
@@ -144,7 +144,7 @@ def _text_facts(tokenizer: Any, vocab_size: int | None) -> dict[str, Any]:
     }
 
 
-def _vision_facts(processor: Any) -> dict[str, Any]:
+def _vision_metadata(processor: Any) -> dict[str, Any]:
     timestamps, seconds = _family(processor)
     parts = parts_of(processor)
     vocab = parts.tokenizer.get_vocab()
@@ -172,7 +172,7 @@ _BLIND: dict[str, Any] = {
     "frame_timestamps": False,
     "seconds_per_grid": False,
 }
-"""The facts of a tokenizer alone."""
+"""The metadata of a tokenizer alone."""
 
 _START, _END = "<|vision_start|>", "<|vision_end|>"
 
