@@ -166,10 +166,10 @@ def examine(mutants: Sequence[Mutant]) -> int:
 def main(arguments: Sequence[str]) -> int:
     """Run them; 1 if a mutant survives."""
     parser = argparse.ArgumentParser(prog="python tests/mutants", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default="", help="mutants whose names have this text in them")
+    parser.add_argument("--only", nargs="+", default=[""], help="mutants whose names have one of these texts in them")
     parser.add_argument("-j", "--jobs", type=int, default=1, help="runs of tests at a time, each in its own copy")
     chosen = parser.parse_args(arguments)
-    mutants = [mutant for mutant in MUTANTS if chosen.only in mutant.protects]
+    mutants = [mutant for mutant in MUTANTS if any(text in mutant.protects for text in chosen.only)]
     for name in ("conftest", *HEAVY):  # conftest first: it holds settings that the others read when they are imported
         importlib.import_module(name)
     jobs = []
