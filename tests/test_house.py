@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -111,3 +112,20 @@ def test_every_room_says_in_one_line_what_it_is_for() -> None:
     silent = [path for path in rooms if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))]
     assert rooms
     assert silent == []
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_rooms_readme_lists_its_files(room: str) -> None:
+    text = (PACKAGE / room / "README.md").read_text(encoding="utf-8")
+    listed = {Path(name).name for name in re.findall(r"`([a-z_/]+\.py)`", text)}
+    files = {path.name for path in (PACKAGE / room).rglob("*.py")} - {"__init__.py", "__main__.py"}
+    assert files - listed == set()
+    elsewhere = {
+        path.name for folder in (PACKAGE, ROOT / "tests", ROOT / "benchmarks") for path in folder.rglob("*.py")
+    }
+    assert listed - files - elsewhere == set()
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if PACKAGE in path.parents], ids=lambda path: path.stem)
+def test_a_file_is_no_fragment(path: Path) -> None:
+    assert path.name in ("__init__.py", "__main__.py") or len(path.read_text(encoding="utf-8").splitlines()) >= 60
