@@ -33,6 +33,7 @@ def mark_products(items: Iterable[pytest.Item]) -> None:
             products.setdefault(item.nodeid.partition("[")[0], []).append((item, {*combinations(values, 2)}))
     for cases in products.values():
         missing = set[Any]().union(*(pairs for _, pairs in cases))
+        assert missing, f"{cases[0][0].nodeid} has one parameter, so that no case of it shows a pair of values"
         while missing:
             best = max(cases, key=lambda case: len(case[1] & missing))
             missing -= best[1]
