@@ -1,7 +1,7 @@
 # vlmpack: everything a newcomer or a machine types.
 #
 #   make demo    train a tiny Qwen3-VL on receipts, padded and packed in turn, and compare the two
-#   make test    run the test suite
+#   make test    run the short tier of the tests: the whole specification once
 #   make bench   measure vlmpack against what it replaces
 #   make help    the rest
 #
@@ -26,11 +26,11 @@ PYTEST := -n $(JOBS) --dist loadfile
 # What meets transformers, and must work with the oldest that we support: every family, each mechanism, HF Trainer.
 CORE_STEP    := $(addprefix tests/model/test_,attach.py balance.py delta.py equality.py experts.py forward.py generation.py)
 CORE_TRAINER := $(addprefix tests/trainer/test_,end_to_end.py evaluate.py loss.py)
-CORE_TESTS   := tests/families $(CORE_STEP) $(CORE_TRAINER) tests/test_traps.py -m "not dist"
+CORE_TESTS   := tests/families $(CORE_STEP) $(CORE_TRAINER) tests/test_traps.py -m "not dist and not full"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test bench lint format test-oldest constraints clean
+.PHONY: help demo test test-full mutants bench lint format test-oldest constraints clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,8 +38,14 @@ help: ## Show this list
 demo: $(VENV)/.demo ## Train on receipts, padded and packed in turn; a table and a picture (no GPU, no network)
 	$(VENV)/bin/vlmpack demo $(ARGS)
 
-test: $(VENV)/.test ## Run the test suite
+test: $(VENV)/.test ## Run the short tier of the tests: the whole specification once, within minutes
+	$(VENV)/bin/python -m pytest $(PYTEST) -m "not full" $(ARGS)
+
+test-full: $(VENV)/.test ## Run all tests (ARGS="-m full": what `make test` leaves out)
 	$(VENV)/bin/python -m pytest $(PYTEST) $(ARGS)
+
+mutants: $(VENV)/.test ## Break one line of the package at a time and see that the short tier fails (ARGS="--only experts")
+	$(VENV)/bin/python tests/mutants -j $(JOBS) $(ARGS)
 
 bench: $(VENV)/.demo ## Measure packed against padded on this machine (ARGS="pack collate", "gpu", "report a.json b.json", "--help")
 	$(VENV)/bin/python -m benchmarks $(ARGS)

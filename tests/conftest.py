@@ -26,6 +26,8 @@ from torch._dynamo.utils import counters
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from tiers import mark_products
+
 hypothesis.settings.register_profile(
     "vlmpack",
     deadline=None,  # a shared machine is slow now and then, and that is no fault of the example
@@ -40,8 +42,10 @@ torch.set_num_threads(1)  # pytest-xdist runs one worker a core
 THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that needs a GPU says so where there is none."""
+    """Two tiers, see `tiers`; and a test that needs a GPU says so where there is none."""
+    mark_products(items)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -80,6 +80,16 @@ CASES = (
     Case(family="qwen3_vl_moe", ranks=2, multiple=4, aux_loss="sample"),
 )
 
+SHORT_CASES = (
+    Case(family="qwen3_vl", ranks=2, multiple=4),
+    Case(family="qwen2_5_vl", ranks=4, kinds=MIXED, sizes=WIDE),
+    Case(family="qwen3_5", ranks=2, multiple=4),
+    Case(family="qwen3_vl_moe", ranks=4, multiple=1),
+    Case(family="qwen3_vl_moe", ranks=2, multiple=4, aux_loss="sample"),
+    Case(family="qwen4_exp", ranks=2, multiple=4),
+)
+"""Those of the short tier: heads, keys of all ranks, gated delta layers, experts, samples, images, a windowed tower."""
+
 WAIT_CASES = (
     *(Case(family=family, ranks=4, kinds=MIXED) for family in ("qwen3_vl", "qwen2_5_vl")),
     Case(family="qwen3_vl", ranks=4, kinds=MIXED, sizes=WIDE),

@@ -35,6 +35,7 @@ def run_example(*args: str) -> float:
     return float(last.removeprefix("final loss "))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_tiny_model_is_trained_saved_and_trained_on(tmp_path: Path) -> None:
     first = run_example("--steps", "3", "--output", str(tmp_path / "first"))
@@ -49,6 +50,7 @@ def test_the_example_can_be_read_at_one_sitting() -> None:
     assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) <= 60
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_loop_of_one_s_own_goes_on_where_it_was(tmp_path: Path) -> None:
     first = run(OWN_LOOP, "--output", str(tmp_path), "--accumulation", "3")

@@ -53,6 +53,7 @@ def test_there_is_a_notebook() -> None:
     assert [path.name for path in NOTEBOOKS] == ["01_pack_receipts.ipynb"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_it_runs_and_shows_receipts_rows_training_and_a_prediction(tmp_path: Path) -> None:
     notebook = executed(NOTEBOOKS[0], tmp_path)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiers import full
 
 from benchmarks.cases.attention import Site
 from benchmarks.cases.head import all_rows, head_inputs, labelled_rows, measure_chunks
@@ -60,6 +61,7 @@ TARGETS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize("name", SHAPES)
@@ -70,7 +72,7 @@ def test_a_case_measures_and_holds_its_figures_to_the_targets(name):
     check(figures, name)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3", "qwen4_exp"])
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", *full("qwen2_5_vl", "qwen3_5", "qwen3", "qwen4_exp")])
 def test_a_step_is_measured_for_every_kind_of_family(family):
     figures = CASES["step"].run(replace(QUICK, family=family), TINY)
     check(figures, "step")
@@ -107,6 +109,7 @@ def test_the_share_of_ideal_is_the_speed_up_over_the_ideal():
     assert found["ideal, causal pairs"].value > found["ideal speed-up"].value
 
 
+@pytest.mark.full
 def test_both_cases_weigh_the_same_memory():
     step, memory = (named(CASES[name].run(QUICK, TINY)) for name in ("step", "memory"))
     assert step["memory, packed / padded"].value == memory["packed / padded"].value < 1

@@ -94,6 +94,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Path]:
     return status, text, path
 
 
+@pytest.mark.full
 class TestWholeCommand:
     def test_every_cell_has_its_turn_and_none_breaks(self, run: tuple[int, str, Path]) -> None:
         status, _, path = run

@@ -110,6 +110,7 @@ ASCII = {"PYTHONIOENCODING": "ascii"}
 C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("environment", "told", "arguments"),
     [
@@ -137,6 +138,7 @@ def test_letters_that_the_terminal_lacks_are_escaped(
     assert told in done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("before", "after"),
     [("strict", "backslashreplace"), ("surrogateescape", "backslashreplace"), ("replace", "replace")],

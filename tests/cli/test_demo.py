@@ -47,6 +47,7 @@ def run_demo(out: Path, *args: str) -> tuple[str, dict[str, Any]]:
     return result.stdout, json.loads((out / "demo.json").read_text())
 
 
+@pytest.mark.full
 def test_packed_trains_as_padded_does_on_fewer_tokens(tmp_path: Path) -> None:
     said, numbers = run_demo(tmp_path)
     assert "━" not in said  # no bars behind a pipe
@@ -66,6 +67,7 @@ def test_packed_trains_as_padded_does_on_fewer_tokens(tmp_path: Path) -> None:
         assert text in said
 
 
+@pytest.mark.full
 def test_the_same_seed_gives_the_same_losses(small: Path, tmp_path: Path) -> None:
     once, again, other = (
         run_demo(tmp_path / name, "--model", str(small), "--seed", seed, "--steps", "1")[1]["packed"]["losses"]

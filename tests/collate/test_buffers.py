@@ -155,6 +155,7 @@ def test_parts_that_do_not_lie_in_one_piece_are_copied() -> None:
     assert torch.equal(PixelBuffers(8).join([columns, gaps], torch.float32), torch.cat((columns, gaps)))
 
 
+@pytest.mark.pairwise
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("at", [0, LONG // 2, LONG - 1])

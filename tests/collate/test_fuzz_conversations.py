@@ -28,6 +28,7 @@ from transformers.video_utils import VideoMetadata
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from chats import picture
+from tiers import full
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.video import VideoSettings, load_video
@@ -586,9 +587,12 @@ def judge(collator: VLMCollator, how: str, scene: Scene, row: Row) -> str:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:samples have columns that nothing reads")
-def test_every_conversation_is_what_the_processor_makes_of_it_or_is_refused() -> None:
-    outcomes = run(seed=0, cases=CASES)
-    assert sum(outcomes.values()) == CASES
+@pytest.mark.parametrize("cases", [10 * BATCH, *full(CASES)])
+def test_every_conversation_is_what_the_processor_makes_of_it_or_is_refused(cases: int) -> None:
+    outcomes = run(seed=0, cases=cases)
+    assert sum(outcomes.values()) == cases
+    if cases < CASES:
+        return
     assert {f"refused ({how})" for how in (*BROKEN, *BROKEN_TOKENS, *BROKEN_TEXT)} <= set(outcomes)
     assert min(outcomes["accepted (same)"], outcomes["accepted (random)"], outcomes["refused (random)"]) > CASES / 50
 

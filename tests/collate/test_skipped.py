@@ -1,6 +1,7 @@
 """The log of skipped samples: nothing is lost, everything is written down, and too much is too much."""
 
 import copy
+import functools
 import json
 import multiprocessing
 import os
@@ -157,7 +158,10 @@ def test_text_of_any_kind_stays_on_its_line(tmp_path):
 # ---------------------------------------------------------------------- all workers together
 
 
-@pytest.mark.parametrize(("start", "persistent"), [("fork", False), ("fork", True), ("spawn", True)])
+full_tier = functools.partial(pytest.param, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(("start", "persistent"), [("fork", True), full_tier("fork", False), full_tier("spawn", True)])
 def test_the_counts_are_those_of_all_workers_in_all_epochs(start, persistent, tmp_path):
     collator = VLMCollator(
         processor_of().tokenizer,

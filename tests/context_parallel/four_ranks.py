@@ -37,12 +37,17 @@ HOME = Path(vlmpack.__file__).parent
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    chosen = json.loads((folder / "chosen.json").read_text())
     meshes = {n: init_device_mesh("cpu", (WORLD // n, n), mesh_dim_names=("data", "context")) for n in (1, 2, 4)}
     seen = {
-        "shared": dict(shared_rows(meshes)),
-        "data": {" ".join(map(str, case)): data_parallel(*case, meshes[case[1]]) for case in DATA_CASES},
+        "shared": dict(shared_rows(meshes, chosen)),
+        "data": {
+            name: data_parallel(*case, meshes[case[1]])
+            for case in DATA_CASES
+            if (name := " ".join(map(str, case))) in chosen
+        },
         "refused": different_rows(meshes[2]),
-        "waits": {str(case): waits(case, meshes[case.ranks]["context"]) for case in WAIT_CASES},
+        "waits": {str(case): waits(case, meshes[case.ranks]["context"]) for case in WAIT_CASES if str(case) in chosen},
     }
     if dist.get_rank() == 0:
         (folder / "result.json").write_text(json.dumps(seen))
@@ -53,10 +58,10 @@ def main(folder: Path) -> None:
 # ---------------------------------------------------------------------- one row over several ranks
 
 
-def shared_rows(meshes: dict[int, DeviceMesh]) -> Iterator[tuple[str, Seen]]:
+def shared_rows(meshes: dict[int, DeviceMesh], chosen: list[str]) -> Iterator[tuple[str, Seen]]:
     alone: dict[str, tuple[StepResult, dict[str, torch.Tensor]]] = {}
     for case in CASES:
-        if dist.get_rank() >= case.ranks:  # the others do the next ones
+        if str(case) not in chosen or dist.get_rank() >= case.ranks:  # the others do the next ones
             continue
         if dist.get_rank() == 0 and case.row_key not in alone:
             alone[case.row_key] = one_step(case, None)[:2]

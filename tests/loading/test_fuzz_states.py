@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from mutations import check, edited, outcomes
+from tiers import full
 
 from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings, StreamPacker
 from vlmpack.loading.state import SEAL
@@ -15,7 +16,8 @@ from vlmpack.plan import plan_bins
 
 pytestmark = pytest.mark.slow
 
-SEED, CASES = 0, 250
+SEED = 0
+every_number = pytest.mark.parametrize("cases", [50, *full(250)])
 SETTINGS = RowSettings(capacity=64, oversize="own_row", limits={"images": 4})
 
 
@@ -40,8 +42,9 @@ def stopped(of: list[dict], rows: int) -> tuple[dict, list]:
     return copy.deepcopy(whole.state_dict()), list(left)
 
 
+@every_number
 @pytest.mark.parametrize("sealed", [True, False])
-def test_edited_states_of_a_stream(sealed):
+def test_edited_states_of_a_stream(sealed, cases):
     """Without seals, as earlier versions wrote them, what is wrong with the data set is still found."""
     data, theirs = samples(), samples("b")
 
@@ -56,14 +59,15 @@ def test_edited_states_of_a_stream(sealed):
         again.load_state_dict(state)
         return list(again) == rest
 
-    found = outcomes(CASES, SEED, case)
+    found = outcomes(cases, SEED, case)
     if sealed:
-        check(found, cases=CASES)
+        check(found, cases=cases)
     else:
-        assert found == {"refused": CASES}, found
+        assert found == {"refused": cases}, found
 
 
-def test_edited_states_of_a_packer():
+@every_number
+def test_edited_states_of_a_packer(cases):
     data = samples()
 
     def packer() -> StreamPacker:
@@ -78,10 +82,11 @@ def test_edited_states_of_a_packer():
         again.load_state_dict(state)
         return [again.pack(data[at:]), again.flush(), again.seen] == [whole.pack(data[at:]), whole.flush(), whole.seen]
 
-    check(outcomes(CASES, SEED + 1, case), cases=CASES)
+    check(outcomes(cases, SEED + 1, case), cases=cases)
 
 
-def test_edited_states_of_a_sampler():
+@every_number
+def test_edited_states_of_a_sampler(cases):
     """A number that is possible is another place of the same epochs."""
     plans = [plan_bins([1 + at * step % 9 for at in range(60)], 12) for step in (7, 5)]
     whole = {epoch: PackedBatchSampler(plans[0]) for epoch in range(20)}
@@ -99,4 +104,4 @@ def test_edited_states_of_a_sampler():
             return sampler.epoch == state["epoch"]
         return list(sampler) == rows[state["epoch"]][state["rows"] :]
 
-    check(outcomes(CASES, SEED + 2, case), cases=CASES)
+    check(outcomes(cases, SEED + 2, case), cases=cases)

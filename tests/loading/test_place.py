@@ -10,6 +10,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from tiers import full
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -188,7 +189,7 @@ def test_an_epoch_after_one_that_was_given_up_is_whole(source):
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, *full(2)])
 @pytest.mark.parametrize("source", [CountsAtTheEnd, CountsAtTheStart, hub_stream])
 def test_a_loader_goes_on_in_all_passes_to_come(source, workers):
     def make():

@@ -53,6 +53,7 @@ def without_first(labels):
 # ---------------------------------------------------------------------- of the row
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("given", ["padded", "left padded", "row"])
 @pytest.mark.parametrize("share", SHARES)
 @every_family
@@ -104,6 +105,7 @@ def test_gradients_of_router_losses_are_compared_with_teeth(family):
         assert distance(gradients(both), gradients(model)) > 0.01
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 @every_family
@@ -169,6 +171,7 @@ def test_another_way_to_average_is_refused():
 # ---------------------------------------------------------------------- when they are computed
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("asked", [None, True, False])
 @pytest.mark.parametrize("always", [True, False])
 @every_family

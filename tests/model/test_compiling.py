@@ -51,6 +51,7 @@ def graphs_so_far():
     return counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "qwen4_exp"])
 @config.patch(fail_on_recompile_limit_hit=True)  # PyTorch would go on without a word
 def test_every_row_is_what_it_is_without_and_rows_of_kinds_that_were_seen_compile_nothing(family):
@@ -79,6 +80,7 @@ def compile_whole_layers(model, **settings):
     return model
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "compiled"),
     [*((family, compile_layers) for family in MOE), ("qwen3_vl_moe", compile_whole_layers)],

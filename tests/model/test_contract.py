@@ -124,6 +124,7 @@ CASES = [
 ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_packed_equals_alone(family, name, given):
@@ -164,6 +165,7 @@ def test_every_circumstance_is_what_it_is_called(family):
 # ---------------------------------------------------------------------- autocast
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("name", ["training", "checkpointing"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -222,6 +224,7 @@ def test_models_that_live_side_by_side_do_not_disturb_each_other(family, given):
 # ---------------------------------------------------------------------- torch.compile
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3"])

@@ -205,6 +205,7 @@ print("packed", len(cases))
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_unpickling_in_another_process_installs_everything(tmp_path):
     families = ("qwen3_5", "qwen3_vl_moe", "qwen3_next")

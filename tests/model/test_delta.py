@@ -64,6 +64,7 @@ def layer_of(model):
 # ---------------------------------------------------------------------- the whole model
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("multiple", [1, 4])
 @pytest.mark.parametrize("lengths", LENGTHS)
 @every_hybrid
@@ -220,6 +221,7 @@ def tokens_into(layer):
     return calls
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("multiple", [1, 8])
 @every_hybrid
 def test_the_tokens_reported_are_those_computed(family, multiple, call_cost):

@@ -88,6 +88,7 @@ def cell(family, kind, *, multiple=4, backend="auto", mode="train"):
     assert (sum(poison) > 0) == row.segments.has_gaps
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mode", ["train", "eval", "checkpointing"])
 @pytest.mark.parametrize("backend", ["sdpa_segments", "eager_mask"])
 @pytest.mark.parametrize("multiple", [1, 4, 8])
@@ -115,6 +116,7 @@ def test_the_matrix_has_every_kind_of_input_and_sees_the_vision_tower(family):
 # ---------------------------------------------------------------------- other ways in
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("given", ["padded", "left padded", "padded without metadata", "row without metadata"])
 @pytest.mark.parametrize("multiple", [1, 8])
 @every_family

@@ -54,6 +54,7 @@ def dispatched(model):
 # ---------------------------------------------------------------------- what is dispatched
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("recomputed", [None, "reentrant", "non_reentrant"])
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -28,6 +28,7 @@ if __name__ == "__main__":
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import full
 
 from vlmpack.errors import VlmpackError
 from vlmpack.layout import SlotRule, pack
@@ -484,11 +485,12 @@ def outcomes(seeds: range) -> tuple[Counter[str], list[str]]:
 
 
 @pytest.mark.slow
-def test_a_thousand_changed_batches_are_right_or_refused():
-    counts, failures = outcomes(range(1000))
+@pytest.mark.parametrize("cases", [100, *full(1000)])
+def test_changed_batches_are_right_or_refused(cases):
+    counts, failures = outcomes(range(cases))
     assert failures == []
-    assert counts["right"] > 200
-    assert counts["refused"] > 500
+    assert counts["right"] > cases / 5
+    assert counts["refused"] > cases / 2
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from vlmpack.testing import padded
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.filterwarnings("ignore::UserWarning:torch"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
 ]

@@ -22,6 +22,7 @@ def ours(waits: list[HostSync]) -> list[str]:
     return [wait.place for wait in waits if Path(wait.file).is_relative_to(HOME)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("more", ["nothing more", "positions and restarts"])
 @pytest.mark.parametrize("given", ["padded", "row"])
 @pytest.mark.parametrize("family", FAMILIES)

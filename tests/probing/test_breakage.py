@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import full
 
 from vlmpack.families import FAMILIES, family_named
 from vlmpack.layout import Buckets, Segments, SlotRule
@@ -29,13 +30,13 @@ pytestmark = pytest.mark.usefixtures("shared_references")
 Patch = pytest.MonkeyPatch
 
 EVERY = sorted(FAMILIES)
-SOME = ["qwen2_5_vl", "qwen3_5_moe", "qwen3"]
+SOME = ["qwen3_5_moe", *full("qwen2_5_vl", "qwen3")]
 """Where a mechanism is the same for every family."""
-VISION = ["qwen2_5_vl", "qwen3_vl", "qwen4_exp"]
+VISION = ["qwen2_5_vl", *full("qwen3_vl", "qwen4_exp")]
 """Windows, features for deeper layers, neither."""
-EXPERTS = ["qwen3_vl_moe", "qwen3_next"]
+EXPERTS = ["qwen3_next", *full("qwen3_vl_moe")]
 """Alone, and with a shared one."""
-DELTA = ["qwen3_5", "qwen4_exp"]
+DELTA = ["qwen3_5", *full("qwen4_exp")]
 """Beside dense attention, and beside sparse."""
 
 
@@ -226,7 +227,7 @@ def test_healthy(family: str) -> None:
     assert len([check for check in report.checks if check.finding == "ok"]) > 20
 
 
-@pytest.mark.parametrize("family", [*SOME, "qwen4_exp"])
+@pytest.mark.parametrize("family", [*SOME, *full("qwen4_exp")])
 def test_a_mask_that_is_dropped(family: str, monkeypatch: Patch) -> None:
     one_mask(family, monkeypatch)
     report = probed(family)

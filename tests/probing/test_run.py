@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tiers import full
 
 import vlmpack
 from vlmpack.errors import BackendError, ConfigError, FamilyError
@@ -22,7 +23,7 @@ def seen(report: Report, part: str) -> dict[str, float]:
     return {check.name: check.seen for check in report.checks if check.part == part and check.seen is not None}
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", *full("qwen3_vl_moe")])
 def test_receipts_go_through_the_users_own_processor(family: str) -> None:
     processor = tiny_processor(family)
     report = vlmpack.probe(tiny_model(family, processor=processor), processor)
@@ -68,7 +69,7 @@ def test_the_settings_of_an_enabled_model_are_probed() -> None:
     assert pairs.detail.startswith("a dense mask")
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5_moe", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe", *full("qwen2_5_vl", "qwen3")])
 def test_low_precision_has_the_limits_of_low_precision(family: str) -> None:
     report = vlmpack.probe(tiny_model(family, dtype=torch.bfloat16))
     assert (report.verdict, report.dtype) == ("exact", "bfloat16"), report

@@ -286,6 +286,7 @@ def test_another_max_pixels_or_template_is_not_taken_for_the_old_one(tmp_path: P
 # ---------------------------------------------------------------------- accidents
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_a_run_that_is_killed_loses_little_and_breaks_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outlined: list[Any]
@@ -327,6 +328,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_file_as_it_was(tmp_
     cache.close()
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_several_runs_may_share_a_cache_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "lengths"

@@ -16,6 +16,7 @@ import pytest
 from chats import chat, picture
 from mutations import check, damaged, edited, outcomes
 from store.stores import encoded, packing, store, texts
+from tiers import full
 
 from vlmpack.plan import LengthTable, Plan
 from vlmpack.store import PackedDataset, measure_lengths
@@ -24,6 +25,7 @@ from vlmpack.store.manifest import _digest
 pytestmark = pytest.mark.slow
 
 SEED, CASES = 0, 150
+every_number = pytest.mark.parametrize("cases", [CASES // 5, *full(CASES)])
 
 
 def samples(word: str = "because", seed: int = 0) -> list[dict]:
@@ -123,7 +125,8 @@ ACCIDENTS: tuple[Callable[[dict, dict, random.Random], dict], ...] = (
 )
 
 
-def test_rows_of_a_damaged_store(tmp_path, files):
+@every_number
+def test_rows_of_a_damaged_store(tmp_path, files, cases):
     one, other = files
     written(tmp_path / "whole", one)
     whole, theirs = rows(tmp_path / "whole"), None
@@ -137,9 +140,10 @@ def test_rows_of_a_damaged_store(tmp_path, files):
         is_the_other = all(left.get(name) == other[name] for name in other if name.startswith(("rows-", "manifest")))
         return rows(tmp_path / "case", verify=rng.random() < 0.1) == (theirs if is_the_other else whole)
 
-    check(outcomes(2 * CASES, SEED, case), cases=2 * CASES)
+    check(outcomes(2 * cases, SEED, case), cases=2 * cases)
 
 
+@pytest.mark.full
 def test_a_damaged_store_that_is_packed_again(tmp_path, files):
     one, other = files
     data = samples("5", 0)
@@ -156,7 +160,8 @@ def test_a_damaged_store_that_is_packed_again(tmp_path, files):
 # ---------------------------------------------------------------------- caches and plans
 
 
-def test_a_damaged_cache(tmp_path):
+@every_number
+def test_a_damaged_cache(tmp_path, cases):
     data, collator = texts(60), packing()
     whole = measure_lengths(data, collator, cache=tmp_path / "whole")
     content = (tmp_path / "whole").read_bytes()
@@ -165,12 +170,13 @@ def test_a_damaged_cache(tmp_path):
         (tmp_path / "case").write_bytes(damaged(content, rng))
         return measure_lengths(data, collator, cache=tmp_path / "case") == whole
 
-    found = outcomes(CASES, SEED + 2, case)
+    found = outcomes(cases, SEED + 2, case)
     assert set(found) == {"same", "refused"}, found
 
 
+@every_number
 @pytest.mark.parametrize("name", ["plan.zip", "lengths.zip"])
-def test_a_damaged_plan_or_table(tmp_path, files, name):
+def test_a_damaged_plan_or_table(tmp_path, files, name, cases):
     (tmp_path / "whole").write_bytes(files[0][name])
     kind: Any = Plan if name == "plan.zip" else LengthTable
     whole = kind.load(tmp_path / "whole")
@@ -181,7 +187,7 @@ def test_a_damaged_plan_or_table(tmp_path, files, name):
         found = kind.load(tmp_path / "case")
         return found == whole and repr(found) == repr(whole)
 
-    check(outcomes(CASES, SEED + 3, case), cases=CASES)
+    check(outcomes(cases, SEED + 3, case), cases=cases)
 
 
 def _edited_archive(data: bytes, rng: random.Random) -> bytes:

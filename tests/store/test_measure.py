@@ -202,6 +202,7 @@ def test_workers_give_what_one_process_gives(truth: LengthTable) -> None:
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.slow
 def test_a_worker_that_shares_nothing_gives_the_same_and_has_the_same_keys(tmp_path: Path) -> None:

@@ -299,6 +299,7 @@ class TestDeterminism:
         ]
         assert len(set(parses)) == len(others)
 
+    @pytest.mark.full
     def test_another_process_with_another_hash_seed_draws_the_same(self) -> None:
         code = (
             "import hashlib\nfrom vlmpack.testing import SyntheticReceipts\n"

@@ -1,0 +1,42 @@
+"""Two tiers of tests: the short one is the specification once, the full one adds products of circumstances.
+
+`make test` leaves out what is marked `full`; `make test-full` runs everything. A function with several parameters and
+the mark `pairwise` stays in the short tier with few of its cases: every pair of values of two parameters is in one of
+them. The others are marked `full` here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+
+def full(*values: Any) -> list[Any]:
+    """These values of a parameter, in the full tier only."""
+    return [pytest.param(value, marks=pytest.mark.full) for value in values]
+
+
+def tiers(values: Iterable[Any], short: Sequence[Any]) -> list[Any]:
+    """All these values of a parameter, those in the full tier only that are not among `short`."""
+    return [value if value in short else full(value)[0] for value in values]
+
+
+def mark_products(items: Iterable[pytest.Item]) -> None:
+    """Mark the cases of `pairwise` tests that show no new pair of values as `full`; the same ones in every run."""
+    products: dict[str, list[tuple[pytest.Item, set[Any]]]] = {}
+    for item in items:
+        if item.get_closest_marker("pairwise"):
+            values = [(name, repr(value)) for name, value in item.callspec.params.items()]  # pyright: ignore
+            products.setdefault(item.nodeid.partition("[")[0], []).append((item, {*combinations(values, 2)}))
+    for cases in products.values():
+        missing = set[Any]().union(*(pairs for _, pairs in cases))
+        assert missing, f"{cases[0][0].nodeid} has one parameter, so that no case of it shows a pair of values"
+        while missing:
+            best = max(cases, key=lambda case: len(case[1] & missing))
+            missing -= best[1]
+            cases.remove(best)
+        for item, _ in cases:
+            item.add_marker(pytest.mark.full)
