@@ -1,4 +1,4 @@
-"""What every attention back-end is given and must say of itself.
+"""The call of an attention back-end, and the interface of every back-end.
 
 Shapes: T row tokens, N query heads, K key-value heads (N a multiple of K), H head dimension.
 """

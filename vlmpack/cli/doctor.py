@@ -126,7 +126,7 @@ class Device(NamedTuple):
 
 
 class Serving(NamedTuple):
-    """Whether one back-end can serve one kind of call."""
+    """The reasons, if any, for which a back-end cannot serve a kind of call."""
 
     backend: str
     """Its name."""

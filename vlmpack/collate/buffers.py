@@ -224,7 +224,7 @@ def _let_go(header: np.ndarray, holder: int, process: int) -> None:
 
 
 def _send(lent: Lent) -> tuple[Any, ...]:
-    """How pixels travel to another process: in the block that they lie in; to a second receiver, as a copy."""
+    """Send pixels to another process in the block that they lie in; to a second receiver, as a copy."""
     block, lent.block = lent.block, None
     if block is None:
         return _as_it_is, (lent.as_subclass(torch.Tensor).clone(),)

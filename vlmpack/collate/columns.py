@@ -331,7 +331,7 @@ def _pieces(part: dict[str, Any], marker: str, kind: Kind) -> list[dict[str, Any
 
 
 def _insert_placeholders(messages: list[dict[str, Any]], kind: Kind, count: int) -> None:
-    """As TRL does it: without any placeholder, all media go in front of the first user message's text."""
+    """Place media as TRL does: without any placeholder, all media go in front of the first user message's text."""
     for message in messages:
         if message["role"] == "user":
             message["content"] = [{"type": kind} for _ in range(count)] + _parts(message)

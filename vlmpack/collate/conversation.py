@@ -110,7 +110,7 @@ def with_system(turns: list[Turn], system: Any) -> list[Turn]:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """What a message says, its parts joined as a template joins them."""
+    """Return the text of a message, its parts joined as a template joins them."""
     content = message["content"]
     return content if isinstance(content, str) else "".join(p["text"] for p in content if p["type"] == "text")
 
@@ -194,7 +194,7 @@ def _qwen_turn(turn: Any, where: str, marked: Collection[str]) -> Turn:
 
 
 def _split_markers(text: str, kinds: Collection[str]) -> str | list[dict[str, Any]]:
-    """As Qwen's own fine-tuning code does it: text between markers is stripped, and left out when empty."""
+    """Split as Qwen's own fine-tuning code does: text between markers is stripped, and left out when empty."""
     markers = [f"<{kind}>" for kind in kinds]
     pieces = [piece.strip() for piece in (re.split(f"({'|'.join(markers)})", text) if markers else [text])]
     if len(pieces) == 1:
@@ -228,7 +228,7 @@ def _did_you_mean(role: str) -> str:
 
 
 def _learnt(message: Mapping[str, Any], role: str, where: str) -> bool:
-    """What the flags of an answer say; a turn without any is learnt. Those of other turns say nothing: none is."""
+    """Read the flags of an answer; a turn without any is learnt, and no other turn is."""
     if _canonical(role) != "assistant":
         return True
     flags = {name: message[name] for name in FLAGS if message.get(name) is not None}

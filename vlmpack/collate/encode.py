@@ -245,7 +245,7 @@ class Encoder:
         return np.repeat(ids, counts)
 
     def _write_frames(self, text: str, videos: Sequence[Visual]) -> str:
-        """As `Qwen3VLProcessor.replace_video_token`: each frame between vision tokens, its time before them."""
+        """Write frames as `Qwen3VLProcessor.replace_video_token` does: each between vision tokens, after its time."""
         metadata = self.metadata
         placeholder = f"{metadata.vision_start}{metadata.video_token}{metadata.vision_end}"
         written = iter(["".join(f"<{time:.1f} seconds>{placeholder}" for time in video.timestamps) for video in videos])

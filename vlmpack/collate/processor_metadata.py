@@ -1,4 +1,4 @@
-"""What a processor knows about its model family, read once: token ids, patch sizes, how a video is written down."""
+"""The metadata of a processor, read once: token ids, patch sizes, how a video is written down."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ProcessorMetadata:
 
     @property
     def has_vision(self) -> bool:
-        """Whether there are images and videos: a text model has a tokenizer and no more."""
+        """Return whether there are images and videos: a text model has a tokenizer and no more."""
         return self.image_token_id != NO_ID
 
     def token_id(self, kind: Kind) -> int:

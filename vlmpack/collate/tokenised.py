@@ -198,7 +198,7 @@ def _visuals(feature: Mapping[str, Any], pixel_name: str, grid_name: str) -> tup
 
 
 def _pixels(value: Any, name: str) -> torch.Tensor:
-    """As they are given; doubles, which numpy makes of lists, become float32."""
+    """Return the values unchanged; doubles, which numpy makes of lists, become float32."""
     if isinstance(value, torch.Tensor):
         return value
     pixels = torch.from_numpy(_array(value, name))

@@ -63,7 +63,7 @@ class Collectives:
         return _AllToAll.apply(x, self, what, list(send or even), list(receive or even))  # pyright: ignore
 
     def along(self, route: Route, x: torch.Tensor, what: str) -> torch.Tensor:
-        """What this rank gets along a route: [n, ...] of its own to [m, ...], m the sum of `route.receive_counts`."""
+        """Exchange along a route: this rank's [n, ...] to [m, ...], m the sum of `route.receive_counts`."""
         return self.all_to_all(
             x.index_select(0, route.sent_from(x.device)), what, route.send_counts, route.receive_counts
         )

@@ -19,7 +19,7 @@ from vlmpack.layout import SlotRule
 
 @final
 class Parallel:
-    """How ranks work together on packed rows; handed to `enable_packing`.
+    """The process groups of packed rows; handed to `enable_packing`.
 
         mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "context"))
         enable_packing(model, parallel=Parallel(mesh))
@@ -48,7 +48,7 @@ class Parallel:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share a row."""
+        """Return the number of context parallel ranks."""
         return self.collectives.size
 
     @property

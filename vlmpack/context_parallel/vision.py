@@ -124,7 +124,7 @@ class MediaShare:
     # ------------------------------------------------------------------ where features go
 
     def route(self, token_types: torch.Tensor, kind: int, partition: Partition, rank: int) -> MediaRoute:
-        """What `rank` sends to whom, and where what it gets belongs.
+        """Return the routes of `rank`: what it sends to each rank, and where received features belong.
 
         Args:
             token_types: [1, T] of the whole row: 0 text, 1 image, 2 video. On a device: a host–device sync.

@@ -48,7 +48,7 @@ def archive_in(folder: Path, split: str) -> ImageFolder | None:
 
 
 def in_files(split: str) -> str:
-    """What CORD's own files call the split."""
+    """Return the name of the split in CORD's own files."""
     return SPLITS.get(split, split)
 
 
@@ -98,7 +98,7 @@ def _image_rows(folder: Path, split: str) -> ImageFolder:
 
 
 def _written_split(ground_truth: str) -> str:
-    """What `meta.split` says; nothing where there is no such entry."""
+    """Return `meta.split`, or nothing where there is no such entry."""
     truth = json.loads(ground_truth)
     meta = truth.get("meta") if isinstance(truth, dict) else None
     return str(meta.get("split", "")) if isinstance(meta, dict) else ""

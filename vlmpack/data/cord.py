@@ -233,7 +233,7 @@ def _read_value(content: str, depth: int, closing: _End) -> Any:
 
 
 def _balances(text: str) -> bool:
-    """Whether every opening tag has its own end tag, properly nested."""
+    """Return whether every opening tag has its own end tag, properly nested."""
     open_keys: list[str] = []
     for tag in re.finditer(r"<(/?)s_(.*?)>", text):
         if not tag.group(1):

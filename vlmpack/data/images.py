@@ -56,7 +56,7 @@ _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 @dataclass(frozen=True, kw_only=True)
 class ImageLimits:
-    """What an image may be, read from its header before decoding."""
+    """Limits of an image, checked in its header before decoding."""
 
     max_pixels: int = 64_000_000
     """Width times height at most; above it a small file can fill the memory (a decompression bomb)."""

@@ -167,7 +167,7 @@ class OpenDataset(Dataset[dict[str, Any]]):
         return sample if has_name else {**sample, "id": at}
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any] | SampleError]:
-        """What a DataLoader takes for a batch: a row that cannot be read is its error, for the collator to refuse.
+        """Return the samples of a batch for a DataLoader; an unreadable row is its error, which collators skip.
 
         Raises:
             IndexError: there is no such sample.
@@ -275,7 +275,7 @@ def _check_names_paths(rows: Rows, name: str, root: Path | None) -> None:
 
 
 def _are_receipts(rows: Rows, name: str) -> bool:
-    """Whether rows are receipts, as their columns tell; of several files all have to be."""
+    """Return whether rows are receipts, as their columns tell; of several files all have to be."""
     if isinstance(rows, ImageFolder):
         return True
     if isinstance(rows, JoinedRows):

@@ -105,7 +105,7 @@ def processor_class(family: str) -> type:
 
 
 def is_saved_alone(source: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds a processor, and no model's configuration that tells its family."""
+    """Return whether a folder holds a processor, and no model's configuration that tells its family."""
     folder = Path(source)
     parts = (IMAGE_PROCESSOR, ALL_PARTS)
     return not (folder / CONFIG).is_file() and any((folder / name).is_file() for name in parts)

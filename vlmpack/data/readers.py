@@ -191,7 +191,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 class Rows(Protocol):
-    """What a source gives: raw records, images in any form that `images.load_image` reads."""
+    """The rows of a source: raw records, images in any form that `images.load_image` reads."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...

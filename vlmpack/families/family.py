@@ -58,11 +58,11 @@ class Family:
 
     @property
     def has_vision(self) -> bool:
-        """Whether it takes images and videos."""
+        """Return whether it takes images and videos."""
         return self.vision_path is not None
 
     def has(self, mechanism: str) -> bool:
-        """Whether its layers have this mechanism."""
+        """Return whether its layers have this mechanism."""
         return mechanism in self.mechanisms
 
     # ------------------------------------------------------------------ positions

@@ -83,7 +83,7 @@ class Place:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two states are equal, whatever arrays or tensors are in them."""
+    """Return whether two states are equal, whatever arrays or tensors are in them."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):

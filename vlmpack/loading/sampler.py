@@ -150,7 +150,7 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     @cached_property
     def _identity(self) -> str:
-        """What has to be the same to continue; which of the ranks this one is does not."""
+        """Return the settings that must be equal to continue; the rank is not among them."""
         whose = f"{self.ranks} ranks" + (" in turn" if self.rank == "all" else "")
         how = f"seed {self.seed}, {whose}, accumulation {self.accumulation}, remainder {self.remainder!r}"
         costs = hashlib.sha256(self._costs.astype("<f8").tobytes()).hexdigest()

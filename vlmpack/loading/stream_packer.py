@@ -27,7 +27,7 @@ from vlmpack.plan import OVERSIZE, ROWS_BUFFERED, Oversize, PackingBuffer, check
 @final
 @dataclass(frozen=True, kw_only=True)
 class RowSettings:
-    """How rows are made from samples that come one by one."""
+    """Settings of rows made from a stream of samples."""
 
     capacity: int
     """Tokens that a row may hold."""

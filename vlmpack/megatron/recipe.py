@@ -25,7 +25,7 @@ GraphScope = Literal["full_iteration", "layer", "attn", "mlp", "moe", "moe_route
 @final
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What decides whether packed rows can be trained as their samples alone.
+    """All settings that decide whether packed rows can be trained as their samples alone.
 
     Raises:
         ConfigError: a count that is not a whole number of at least 1, or a word that is none of those listed.
@@ -81,7 +81,7 @@ class Recipe:
 
     @property
     def cut(self) -> Layout:
-        """How context-parallel ranks share a row: `layout`, or what the engine does."""
+        """Return how context-parallel ranks cut a row: `layout`, or that of the engine."""
         return self.layout or ("mirrored" if self.engine == "megatron" else "contiguous")
 
     @property

@@ -74,7 +74,7 @@ def _cut(recipe: Recipe) -> Iterator[str]:
 
 
 def _width_multiple(rule: SlotRule) -> int:
-    """What the width of every row is a multiple of, if it is not fixed."""
+    """Return the multiple of every row's width, if it is not fixed."""
     return rule.row_multiple if rule.multiple % rule.row_multiple else rule.multiple
 
 

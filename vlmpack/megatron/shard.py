@@ -129,7 +129,7 @@ def unshard(
 
 
 def _media_of(media: Media, images: MediaShare, videos: MediaShare, rank: int) -> Media:
-    """What `rank` computes; no tensors of a kind of which it computes none."""
+    """Return the media that `rank` computes; no tensors of a kind of which it computes none."""
     tensors, mine = media.to_hf(), {}
     for share, pixels, of_each in (
         (images, "pixel_values", ("image_grid_thw",)),
@@ -144,7 +144,7 @@ def _media_of(media: Media, images: MediaShare, videos: MediaShare, rank: int) -
 @final
 @dataclass(frozen=True, kw_only=True)
 class Halo:
-    """What each rank needs to roll its part of a row by 1, ..., K tokens."""
+    """The tokens that each rank needs to roll its part of a row by 1, ..., K tokens."""
 
     partition: Partition
     """Who holds which token."""
@@ -156,7 +156,7 @@ class Halo:
             raise LayoutError(f"a halo serves rolls by 1 token and more, got depth={self.depth}")
 
     def route(self, rank: int) -> Route:
-        """What `rank` sends of its part to whom, and how many tokens come from each rank: at most K a stretch of it."""
+        """Return the tokens that `rank` sends to each rank, and how many it receives: at most K a stretch."""
         self.partition.check_rank(rank)
         return self._transfers.route(rank)
 

@@ -149,7 +149,7 @@ def disable_packing(model: Model) -> Model:
 
 
 def is_packing(model: nn.Module) -> bool:
-    """Whether packing is enabled on `model` or on the model that it holds."""
+    """Return whether packing is enabled on `model` or on the model that it holds."""
     return stored_state(find_model(model)) is not None
 
 
@@ -415,5 +415,5 @@ def _inputs_of(batch: PaddedBatch | PackedRow | Mapping[str, Any]) -> dict[str, 
 
 
 def _travels(name: str) -> bool:
-    """Whether a tensor goes to the model's device: boundaries are read on the host."""
+    """Return whether a tensor goes to the model's device: boundaries are read on the host."""
     return name not in ("cu_seqlens_q", "cu_seqlens_q_padded", "rope_cu_seqlens")

@@ -39,7 +39,7 @@ from vlmpack.model.result import LossCount, StepResult, Work, sums_by_sample
 @final
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """How an enabled model packs and computes."""
+    """Settings of an enabled model."""
 
     slots: SlotRule = SlotRule()
     """Room that each segment and the row take up when a padded batch is packed inside the forward pass."""
@@ -71,7 +71,7 @@ class StepConfig:
 @final
 @dataclass(frozen=True, kw_only=True)
 class PackingState:
-    """What an enabled model stores."""
+    """The state that an enabled model stores."""
 
     family: Family
     """Its family."""

@@ -238,13 +238,13 @@ _PLAIN_INPUTS = ("past_key_values", "inputs_embeds", "mm_encoder_outputs", "cach
 
 
 def _has_columns(inputs: dict[str, Any]) -> bool:
-    """Whether `logits_to_keep` is given, and is not 0, which keeps all."""
+    """Return whether `logits_to_keep` is given, and is not 0, which keeps all."""
     keep = inputs.get("logits_to_keep")
     return keep is not None and not (isinstance(keep, int) and keep == 0)
 
 
 def _can_keep(inputs: dict[str, Any]) -> bool:
-    """Whether `logits_to_keep` are columns of the batch. With labels, transformers' own loss does not fit them."""
+    """Return whether `logits_to_keep` are columns of the batch; with labels, transformers' own loss fits none."""
     keep = inputs["logits_to_keep"]
     return inputs["labels"] is None and (isinstance(keep, int) or (isinstance(keep, torch.Tensor) and keep.ndim == 1))
 

@@ -188,7 +188,7 @@ def plain_generate(base: Any) -> Callable[..., Any]:
 
 
 def is_generating(model: nn.Module) -> bool:
-    """Whether the forward pass is a step of this model's `generate`."""
+    """Return whether the forward pass is a step of this model's `generate`."""
     return _generating.get() is model
 
 

@@ -1,4 +1,4 @@
-"""What a packed step gives back: sums and counts, one entry a sample, and the work that was done."""
+"""The result of a packed step: sums and counts, one entry a sample, and the work that was done."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vlmpack.model.mechanisms.experts import RouterStatistics
 @final
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the step computed, counted on the host: equal outputs do not prove that padding was skipped."""
+    """The work of a step, counted on the host: equal outputs do not prove that padding was skipped."""
 
     real_tokens: int
     """Tokens of samples."""
@@ -152,7 +152,7 @@ def sums_by_sample(
 
 @dataclass
 class PackedOutput(ModelOutput):
-    """What an enabled model returns for packed input. B samples.
+    """The output of an enabled model for packed input. B samples.
 
     `sample_losses` and `sample_targets` reach `Trainer.predict` as its predictions, one entry a sample.
     """

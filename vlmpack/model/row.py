@@ -37,7 +37,7 @@ OnTensors = Callable[..., torch.Tensor]
 
 
 class RowPart(ABC):
-    """How much of a row goes through the model on this rank."""
+    """The part of a row that goes through the model on this rank."""
 
     segments: Segments
     """The boundaries of the part."""

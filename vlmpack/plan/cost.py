@@ -1,4 +1,4 @@
-"""What a sample costs to compute, estimated from its tokens and vision patches."""
+"""The compute cost of a sample, estimated from its tokens and vision patches."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def _fill_rows(sorted_lengths: np.ndarray, capacity: int) -> Placements:
 
 @final
 class Stock:
-    """How many samples of each length are left.
+    """Counts of the samples of each length that are left.
 
     Args:
         sorted_lengths: int64 [N], falling.

@@ -193,7 +193,7 @@ class Plan:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What there is to know without reading the rows, as JSON has it."""
+        """Summarise the plan without its rows, as JSON has it."""
         segments = np.diff(self.bounds)
         return {
             "rows": len(self),

@@ -48,7 +48,7 @@ class Padding:
 @final
 @dataclass(frozen=True, kw_only=True)
 class PaddedRecipe:
-    """How a model was trained, or would be, without packing."""
+    """A recipe of padded batches."""
 
     world_size: int = 1
     """Ranks."""
@@ -86,7 +86,7 @@ class PaddedRecipe:
         return divided_up(divided_up(samples, self.world_size * self.per_device_batch), self.accumulation)
 
     def padding(self, lengths: np.ndarray, *, to: PadTo = "longest") -> Padding:
-        """What an epoch computes, in batches of neighbouring samples.
+        """Count the tokens that an epoch computes, in batches of neighbouring samples.
 
         Args:
             lengths: int64 [N] tokens of each sample, in the order of training.
@@ -113,7 +113,7 @@ CLOSE = 1.1
 @final
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Simulation:
-    """What packing into rows of one capacity comes to, and the recipe that keeps the samples of an update."""
+    """Packing simulated for one capacity, and the recipe that keeps the samples of an update."""
 
     capacity: int
     """Tokens that a row may hold."""
@@ -205,14 +205,14 @@ class Simulation:
         )
 
     def _mixed(self) -> str:
-        """What to do where some rows are full of short samples and others hold few long ones."""
+        """Advise where some rows are full of short samples and others hold few long ones."""
         if self.samples_deviation <= self.samples_per_row or self.strategy == MIXING:
             return ""
         return f" Updates see uneven numbers of samples: the strategy {MIXING} mixes long and short ones."
 
     @property
     def _held(self) -> str:
-        """What a row holds."""
+        """Name the capacity and the limits of a row."""
         return ", ".join([f"{self.capacity:,} tokens", *(f"{limit:,} {name}" for name, limit in self.limits.items())])
 
     def _about_updates(self) -> tuple[str, ...]:
@@ -230,7 +230,7 @@ class Simulation:
         )
 
     def _instead(self, ratio: float) -> str:
-        """What to do where an update sees many more samples than before."""
+        """Advise where an update has many more samples than before."""
         if ratio <= CLOSE:
             return ""
         capacity, fewer = int(self.capacity / ratio), self.accumulation - 1

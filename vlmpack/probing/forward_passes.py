@@ -82,14 +82,14 @@ class ProbedModel:
 
     @property
     def is_low(self) -> bool:
-        """Whether the weights are in low precision."""
+        """Return whether the weights are in low precision."""
         return self.dtype != torch.float32
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Circumstance:
-    """How samples are packed and computed."""
+    """One way of packing and computing samples."""
 
     name: str
     """Short: names of checks begin with it."""
@@ -262,7 +262,7 @@ class PackedPass:
         return segments_of(samples, self.rule)
 
     def inputs(self, samples: Sequence[Sample]) -> PaddedBatch | PackedRow:
-        """What the step gets."""
+        """Build the input of the step."""
         metadata = self.circumstance.metadata
         return self._batch(samples, metadata=metadata) if self.circumstance.padded else self.row(samples, metadata)
 

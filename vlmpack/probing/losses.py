@@ -114,7 +114,7 @@ def _check_sample_losses(result: ForwardResult, samples: Sequence[Sample]) -> Ch
 
 
 def _logprobs_in_place(step: StepResult, samples: Sequence[Sample]) -> bool:
-    """Whether [B, S] log-probabilities hold those of the row, sample after sample, target after target."""
+    """Return whether [B, S] log-probabilities hold those of the row, sample after sample, target after target."""
     offsets = step.offsets or (0,) * len(samples)
     table = step.logprobs.detach()
     by_sample = [

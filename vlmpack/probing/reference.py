@@ -77,7 +77,7 @@ class ProbeSetup:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What a circumstance is compared with."""
+    """The reference of one circumstance."""
 
     outcome: Outcome
     """Of the samples alone, in float32."""
@@ -94,7 +94,7 @@ class Reference:
 @final
 @dataclass(frozen=True, kw_only=True)
 class References:
-    """What each circumstance is compared with."""
+    """The references of all circumstances."""
 
     eval: Reference
     """In eval mode."""

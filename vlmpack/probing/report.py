@@ -98,7 +98,7 @@ class Check:
 
     @property
     def is_bad(self) -> bool:
-        """Whether a packed row must not have this."""
+        """Return whether a packed row must not have this."""
         return self.finding in BAD
 
 

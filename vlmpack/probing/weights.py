@@ -166,7 +166,7 @@ def small_copy(model_id: str, *, dtype: torch.dtype = torch.float32, seed: int =
 
 
 def auto_class(family: Family) -> Any:
-    """What loads a model of this family, with its head."""
+    """Return the class that loads a model of this family, with its head."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if family.has_vision else AutoModelForCausalLM

@@ -119,7 +119,7 @@ class Measurement:
 
     @property
     def exceeds(self) -> bool:
-        """Whether the error is above its limit, or NaN."""
+        """Return whether the error is above its limit, or NaN."""
         return not self.error <= self.allowed
 
     def __str__(self) -> str:

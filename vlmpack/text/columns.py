@@ -38,7 +38,7 @@ BLOCK = 2**20
 @final
 @dataclass(frozen=True, kw_only=True)
 class RowFormat:
-    """What stands where no sample is, and how wide rows are."""
+    """Fill values and widths of rows."""
 
     padding_value: int = 0
     """Of input_ids on padding; nothing reads it, but it must be an id of the model."""

@@ -83,7 +83,7 @@ class Pack:
 @final
 @dataclass(frozen=True, kw_only=True)
 class PackMetrics:
-    """How well rows are filled. Utilisation is the tokens of a row over its capacity, 0 to 1."""
+    """Fill ratios of rows. Utilisation is the tokens of a row over its capacity, 0 to 1."""
 
     num_sequences: int
     """Samples in rows."""
@@ -143,7 +143,7 @@ class PackResult:
 
     @cached_property
     def metrics(self) -> PackMetrics:
-        """How well rows are filled."""
+        """Compute the fill ratios of the rows."""
         tokens, samples, rows = self.plan.tokens, len(self.plan.sample_ids), len(self.plan)
         used = tokens / self.plan.capacity if rows else np.zeros(1)
         return PackMetrics(

@@ -114,7 +114,7 @@ class Mechanism(ABC):
         return hash(type(self))
 
     def is_in(self, family: Family) -> bool:
-        """Whether models of this family have it."""
+        """Return whether models of this family have it."""
         return family.has(self.name)
 
     @abstractmethod
@@ -230,7 +230,7 @@ def subclass(base: type[nn.Module], body: dict[str, Any], maker: Maker) -> type[
 
 
 def is_subclassed(module: nn.Module) -> bool:
-    """Whether the module's class, or one that it comes from (FSDP2 makes classes of its own), is one of ours."""
+    """Return whether the module's class, or one that it comes from (FSDP2 makes classes of its own), is one of ours."""
     return any(_BASE in vars(klass) for klass in type(module).__mro__)
 
 

@@ -263,7 +263,7 @@ hands no others to the layers of the supported families."""
 
 
 def _settings(module: nn.Module, kwargs: dict[str, Any], *, causal: bool) -> dict[str, Any]:
-    """What a back-end is given.
+    """Build the call of a back-end.
 
     Raises:
         BackendError: a keyword that none computes, or attention that is not causal in a text model.
@@ -363,7 +363,7 @@ def run_on_row(
 
 
 def _in_autocast(x: torch.Tensor) -> torch.Tensor:
-    """What autocast would hand to PyTorch's own attention; kernels of others get the same.
+    """Cast as autocast does for PyTorch's own attention, for the kernels of others too.
 
     Under autocast the rotary embedding leaves q and k in float32, which flash kernels refuse, beside a v of bfloat16.
     """

@@ -157,7 +157,7 @@ def _number(handle: RemovableHandle) -> None:
 
 
 def _is_hooked(layer: ExpertLayer) -> bool:
-    """Whether one gate leads from the mixer to the block; a copy of a block has a copy of the gate."""
+    """Return whether one gate leads from the mixer to the block; a copy of a block has a copy of the gate."""
     return bool(_gates(layer.mixer) & _gates(layer.block))
 
 
@@ -204,7 +204,7 @@ class Gate:
 
 @final
 class _Call:
-    """What a layer keeps from its mixer to its experts."""
+    """The state that a layer keeps from its mixer to its experts."""
 
     def __init__(self) -> None:
         self.real: torch.Tensor | None = None
@@ -229,7 +229,7 @@ class _Calls(threading.local):
 
 
 def puts_aux_loss_first(family: Family) -> bool:
-    """Whether the load-balancing loss comes before the logits in the outputs of this family's models, as a tuple.
+    """Return whether the load-balancing loss comes before the logits in outputs of this family as a tuple.
 
     The output class itself is looked at: Qwen3-VL-MoE's changed from transformers 5.17 to 5.23.
     """
@@ -240,7 +240,7 @@ def puts_aux_loss_first(family: Family) -> bool:
 
 
 def wants_balance(model: ModelParts, requested: bool | None) -> bool:
-    """Whether the unmodified model would compute its load-balancing loss.
+    """Return whether the unmodified model would compute its load-balancing loss.
 
     Args:
         model: the model. Its configuration's `output_router_logits` counts if nothing is requested, and if the model's
@@ -259,7 +259,7 @@ def _reads_configuration(model_class: type[nn.Module]) -> bool:
 
 
 def coefficient(model: nn.Module, text_config: Any) -> float:
-    """What the load-balancing loss is multiplied by before it is added to the loss: the model's own number (a
+    """Return the factor of the load-balancing loss before it is added to the loss: the model's own number (a
     `...ForCausalLM` stores one when it is made), or else that of its configuration."""
     return getattr(model, "router_aux_loss_coef", text_config.router_aux_loss_coef)
 
@@ -279,7 +279,7 @@ def balance(family: Family, router_logits: Sequence[torch.Tensor], text_config: 
 def balance_sums(
     router_logits: Sequence[torch.Tensor], text_config: Any, *, sample_R: torch.Tensor, samples: int
 ) -> torch.Tensor:
-    """What the same loss of each of B samples is made of, float32 [2, B, E]: over the tokens of all layers,
+    """Compute the terms of each of B samples' own loss, float32 [2, B, E]: over the tokens of all layers,
     how many each expert was sent, and the sum of its probabilities.
 
     All samples at once: `balance` sample by sample would launch B times as many kernels. Ranks that have a part of
@@ -322,7 +322,7 @@ Balance = Literal["row", "sample"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class RouterSettings:
-    """What is wanted of a row's routers."""
+    """The router statistics and losses requested of a row."""
 
     per: Balance
     """"row" or "sample"; see `StepConfig.aux_loss`."""
@@ -429,7 +429,7 @@ def _mean(losses_G: torch.Tensor, segments: Segments, per: Balance) -> torch.Ten
 
 
 def _counts(logits_RE: torch.Tensor, top_k: int) -> torch.Tensor:
-    """As routers choose: by probabilities in float32 whatever their logits are; rounded ones have other ties."""
+    """Choose as routers do: by probabilities in float32 whatever their logits are; rounded ones have other ties."""
     chosen = logits_RE.softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1).indices.flatten()
     counts_E = torch.zeros(logits_RE.shape[-1], dtype=torch.int64, device=chosen.device)
     return counts_E.index_add(0, chosen, torch.ones_like(chosen))

@@ -135,7 +135,7 @@ def _check_zeros(layer: nn.Module) -> None:
 
 
 def keeps_zeros(layer: nn.Module) -> bool:
-    """Whether hidden states of zero still are zero where they reach a gated delta layer's convolution: none of the
+    """Return whether hidden states of zero still are zero at a gated delta layer's convolution: none of the
     projections before it has a bias."""
     projections = [child for name, child in layer.named_children() if name.startswith("in_proj")]
     names = [name for projection in projections for name, _ in projection.named_parameters()]
@@ -162,7 +162,7 @@ class DeltaHeads:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the ranks divide the heads, and the layer's projections are supported ones."""
+        """Return whether the ranks divide the heads, and the layer's projections are supported ones."""
         return bool(self._blocks) and self._layer.num_k_heads % self._ranks == 0
 
     def project(self, hidden_tD: torch.Tensor) -> list[torch.Tensor]:
@@ -233,7 +233,7 @@ _WRAPPED = ("implementation", "func")
 
 
 def uses_fla(family: Family) -> bool:
-    """Whether transformers has bound the recurrence to flash-linear-attention, whose kernel takes boundaries.
+    """Return whether transformers has bound the recurrence to flash-linear-attention, whose kernel takes boundaries.
 
     It did so, or not, when the family's module was imported. Anything else that computes the recurrence (PyTorch,
     a hub kernel) is given sequences, which needs nothing of it.
@@ -255,7 +255,7 @@ def _wrapped(function: Any) -> Any:
 @final
 @dataclass(frozen=True, kw_only=True)
 class FlaCall:
-    """What decides whether fla serves a call."""
+    """A call of fla, by all that decides whether it is served."""
 
     device: str
     """Type of the device that the model is on."""

@@ -134,8 +134,7 @@ class MediaFeatures:
 @final
 @dataclass(frozen=True, kw_only=True)
 class FeatureForm:
-    """How a family's features become one tensor [n, D (1 + L)], those of L levels of deepstack beside the first, and
-    features again."""
+    """The form of a family's features as one tensor [n, D (1 + L)]: L levels of deepstack beside the first."""
 
     width: int
     """D."""
