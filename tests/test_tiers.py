@@ -16,7 +16,7 @@ class Item(SimpleNamespace):
     """What `mark_products` reads of a test, and the marks that it adds."""
 
     def get_closest_marker(self, name: str) -> bool:
-        return name == "pairwise"
+        return name == "pairwise"  # and not each_value
 
     def add_marker(self, mark: Any) -> None:
         self.mark = mark

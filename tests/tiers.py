@@ -2,7 +2,7 @@
 
 `make test` leaves out what is marked `full`; `make test-full` runs everything. A function with several parameters and
 the mark `pairwise` stays in the short tier with few of its cases: every pair of values of two parameters is in one of
-them. The others are marked `full` here.
+them. With the mark `each_value` every value is. The others are marked `full` here.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ def tiers(values: Iterable[Any], short: Sequence[Any]) -> list[Any]:
 
 
 def mark_products(items: Iterable[pytest.Item]) -> None:
-    """Mark the cases of `pairwise` tests that show no new pair of values as `full`; the same ones in every run."""
+    """Mark as `full` what shows no new pair of values (`pairwise`) or no new value (`each_value`); ever the same."""
     products: dict[str, list[tuple[pytest.Item, set[Any]]]] = {}
     for item in items:
-        if item.get_closest_marker("pairwise"):
+        together = 2 if item.get_closest_marker("pairwise") else 1
+        if together == 2 or item.get_closest_marker("each_value"):
             values = [(name, repr(value)) for name, value in item.callspec.params.items()]  # pyright: ignore
-            products.setdefault(item.nodeid.partition("[")[0], []).append((item, {*combinations(values, 2)}))
+            products.setdefault(item.nodeid.partition("[")[0], []).append((item, {*combinations(values, together)}))
     for cases in products.values():
         missing = set[Any]().union(*(pairs for _, pairs in cases))
         assert missing, f"{cases[0][0].nodeid} has one parameter, so that no case of it shows a pair of values"

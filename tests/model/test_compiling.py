@@ -119,6 +119,7 @@ def checkpointed(model, *, use_reentrant):
     return model
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize(

@@ -134,6 +134,7 @@ def a_refused_batch(model):
 EVENTS = (nothing, steps, recomputed_steps, plain_calls, other_settings, an_error_in_a_layer, a_refused_batch)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.__name__)
 @every_family
 def test_a_model_is_what_it_was(family, event):

@@ -55,6 +55,7 @@ def alone(model, collate, rows):
     return torch.stack(sums).detach(), torch.tensor(counts)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_on_receipts(family, layout, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tiers import full
 from training import KINDS, LAYOUTS, descend, distance, logged, receipts, train, trainer, weights
 
 from vlmpack.model import enable_packing
@@ -12,6 +13,7 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 TWELVE = (*KINDS, *KINDS[:5])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_accumulated_batches_equal_one_big_batch_of_samples_alone(family, layout, tmp_path):
@@ -48,7 +50,7 @@ def test_a_last_accumulation_of_fewer_batches(tmp_path):
 
 
 @pytest.mark.parametrize(("family", "averages"), [("qwen2_vl", False), ("qwen2_5_vl", True), ("qwen3_vl", True)])
-@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("accumulate", [1, *full(4)])
 def test_a_collator_of_ones_own_trains_as_before_unless_trainer_averaged_batches(
     family, averages, accumulate, tmp_path
 ):

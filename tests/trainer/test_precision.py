@@ -26,6 +26,7 @@ def error(a, b):
     return torch.cat([(a[name] - b[name]).flatten() for name in a]).square().mean().sqrt().item()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_error_is_that_of_plain_low_precision(family, layout, tmp_path):

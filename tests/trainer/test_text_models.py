@@ -49,6 +49,7 @@ def tolerance(family):
     return 5e-5 if family in ("qwen3_next", "qwen3_5") else 1e-5
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("family", ANY_MODEL)
 def test_training_with_the_seq2seq_collator_equals_samples_alone(family, side, tokenizer, tmp_path):
