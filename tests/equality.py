@@ -43,7 +43,7 @@ NAN, HUGE = float("nan"), 1e4
 """What stands in gaps: NaN where nothing may read them, 1e4 where every token is computed by itself."""
 
 ATTENTION = EQUAL[torch.float32]
-DELTA = replace(ATTENTION, gradient=3e-5)
+DELTA = replace(ATTENTION, logits=1e-5, gradient=3e-5)
 """The norm behind a gated delta rule divides by what may be small: it enlarges rounding, and nothing else."""
 LOW_PRECISION = 2.0
 """bfloat16: error <= this times the error that the samples alone in bfloat16 make, both against float32."""

@@ -22,7 +22,6 @@ PUBLIC = [
     "PaddedBatch",
     "Plan",
     "Segments",
-    "SkipLimit",
     "SlotRule",
     "StepConfig",
     "StepResult",

@@ -173,7 +173,7 @@ def test_a_leak_has_exit_status_1_in_every_family(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(inputs, "RowContext", one_segment)
     result = run_probe("--attention", "sdpa_segments")
     assert result.exit_code == 1
-    for text in ("qwen3_vl, sdpa_segments: leaks. The cause: mask", "what a sample attends to moves by"):
+    for text in ("qwen3_vl, sdpa_segments: leaks. The cause: mask", "the attention of a sample moves by"):
         assert text in words(result.stdout)
     assert "eager_mask" not in result.stdout
     assert "Do not train packed rows here" in result.stdout
@@ -198,7 +198,7 @@ def test_an_exact_model_has_exit_status_0_and_tables_of_everything(folder: str) 
     assert result.exit_code == 0, result.output
     for text in (
         "Qwen2_5_VLForConditionalGeneration (qwen2_5_vl), its own weights",
-        "change sample 4 (two images)",
+        "change sample 4 (2 images)",
         "a left-padded batch",
         "recurrent state absent",
         "gradients of visual patch_embed.proj",

@@ -127,8 +127,9 @@ def waits(case: Case, mesh: DeviceMesh) -> list[str]:
     model = enable_packing(case.model().train(), parallel=Parallel(mesh))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     routers = {"output_router_logits": True} if case.has_experts else {}
+    row = case.row(model, metadata=True)
     with recorded_syncs(torch.device("cpu")) as recorded:
-        PackedStep(model)(case.row(model, metadata=True), **routers).loss.backward()
+        PackedStep(model)(row, **routers).loss.backward()
     return [f"{Path(wait.file).stem}.{wait.function}" for wait in recorded if Path(wait.file).is_relative_to(HOME)]
 
 

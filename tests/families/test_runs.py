@@ -117,7 +117,7 @@ def test_images_counted_in_another_sample():
     assert refusal(types, [6, 6], **metadata) is None
     message = "image 1 of the row lies in sample 0, but the host metadata says that it belongs to sample 1"
     assert message in refusal(types, [11, 1], **metadata)
-    assert "count [1, 0] images of the samples, but there are 2 grids" in refusal(
+    assert "counts [1, 0] images of the samples, but there are 2 grids" in refusal(
         types, [6, 6], image_grids=[FOUR, FOUR], images_per_sample=[1, 0]
     )
 
