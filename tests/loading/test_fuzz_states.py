@@ -17,7 +17,7 @@ from vlmpack.plan import plan_bins
 pytestmark = pytest.mark.slow
 
 SEED = 0
-every_number = pytest.mark.parametrize("cases", [50, *full(250)])
+every_number = pytest.mark.parametrize("cases", [125, *full(250)])
 SETTINGS = RowSettings(capacity=64, oversize="own_row", limits={"images": 4})
 
 

@@ -40,6 +40,12 @@ def test_it_names_no_path_and_no_time(kept):
     assert not {"time", "date", "host"} & set(json.loads(text))
 
 
+def test_one_that_was_changed_since_is_refused(kept):
+    change(kept, fill_ratio=0.5)
+    with pytest.raises(ConfigError, match="its digest is another one"):
+        Manifest.load(kept)
+
+
 def test_a_folder_without_one_is_no_store(tmp_path):
     with pytest.raises(ConfigError, match=r"holds no manifest.json.*`vlmpack pack`"):
         PackedDataset(tmp_path)
