@@ -18,7 +18,7 @@ from vlmpack.plan import LengthTable, plan_bins
 
 ROWS = RowSettings(capacity=10)
 SAMPLES = [{"length": 3}, {"length": 4}]
-OPEN = r"'.*chats\.jsonl' is a path: open it with vlmpack\.open_dataset\(path\)"
+OPEN = r"'.*chats\.jsonl' is a path: open it with vlmpack\.data\.open_dataset\(path\)"
 SETTINGS = r"settings has to be a RowSettings, such as RowSettings\(capacity=4096\), got a "
 PLAN = r"plan has to be a Plan, such as plan_bins\(lengths, capacity=4096\), got a "
 

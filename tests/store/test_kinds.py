@@ -14,7 +14,7 @@ from vlmpack.errors import ConfigError
 from vlmpack.store import PackedDataset, StoreSettings, measure_lengths, write_rows
 
 SETTINGS = StoreSettings(capacity=CAPACITY)
-OPEN = r"'.*chats\.jsonl' is a path: open it with vlmpack\.open_dataset\(path\)"
+OPEN = r"'.*chats\.jsonl' is a path: open it with vlmpack\.data\.open_dataset\(path\)"
 
 
 @pytest.fixture(scope="module")
