@@ -133,7 +133,7 @@ def test_the_processor_of_another_model_is_refused() -> None:
         vlmpack.probe(tiny_model("qwen3_vl"), processor)
     with pytest.raises(ConfigError, match="patches of 1536 numbers, and the model takes 1176"):
         vlmpack.probe(tiny_model("qwen2_5_vl", vocab_size=2000), processor)
-    with pytest.raises(ConfigError, match="0 image tokens of this model where its pixels make \\d+"):
+    with pytest.raises(ConfigError, match=r"0 image tokens of this model where its pixels make \d+"):
         vlmpack.probe(tiny_model("qwen3_vl", vocab_size=2000), processor)
 
 
