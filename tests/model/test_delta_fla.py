@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -52,8 +53,9 @@ def seen(request):
 
 @pytest.mark.parametrize("family", GATED)
 def test_packed_equals_alone_with_poison_in_every_gap(seen, family):
+    """A norm near zero enlarges rounding up to a hundredfold; what reads a poisoned gap is off by 1e-2 and more."""
     assert seen[family]["fla"]
-    limits = limits_of(family)
+    limits = replace(limits_of(family), logits=1e-4, loss=1e-5, gradient=1e-3)
     for run in ("exact", "checkpointing"):
         assert seen[family][run]["logits"] <= limits.logits
         assert seen[family][run]["loss"] <= limits.loss
