@@ -249,8 +249,9 @@ def wants_balance(model: ModelParts, requested: bool | None) -> bool:
     """
     if requested is not None:
         return bool(requested)
-    configured = bool(model.family.text_config(model.core.config).output_router_logits)
-    return configured and _reads_configuration(type(model.core))
+    if not _reads_configuration(type(model.core)):
+        return False
+    return bool(model.family.text_config(model.core.config).output_router_logits)
 
 
 @functools.cache
