@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from vlmpack.loading import PackedStream, RowSettings
-from vlmpack.loading.resumable import _same
+from vlmpack.loading.resumable import _equal_states
 
 LENGTHS = [1 + at % 7 for at in range(60)]
 SETTINGS = RowSettings(capacity=20)
@@ -219,4 +219,4 @@ def test_a_loader_goes_on_in_all_passes_to_come(source, workers):
     ],
 )
 def test_states_are_compared_whatever_is_in_them(one, other, same):
-    assert _same(one, other) is same
+    assert _equal_states(one, other) is same

@@ -248,7 +248,7 @@ def _with_keys(value: Any) -> str:
 
 
 def _keys(message: Mapping[str, Any]) -> str:
-    """Those with None beside those without."""
+    """List the keys of a message, those with the value None marked."""
     return ", ".join(f"{key} (None)" if value is None else str(key) for key, value in message.items()) or "none"
 
 

@@ -86,7 +86,7 @@ class ProcessorMetadata:
 
     @property
     def reserved_media(self) -> tuple[str, ...]:
-        """Those of them that stand for images and videos."""
+        """Reserved tokens of images and videos."""
         tokens = self.image_token, self.video_token, self.vision_start, self.vision_end
         return tokens if self.has_vision else ()
 

@@ -100,7 +100,7 @@ class Collectives:
         dist.all_gather(list(out.chunk(self.size)), x.contiguous(), group=self._group)
         return out
 
-    def _own(self, x: torch.Tensor) -> torch.Tensor:
+    def _chunk_of_rank(self, x: torch.Tensor) -> torch.Tensor:
         return x.chunk(self.size)[self.rank]
 
 
@@ -147,7 +147,7 @@ class _AllGatherEqual(Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,) = grad_outputs
-        return ctx.ranks._own(grad), None, None
+        return ctx.ranks._chunk_of_rank(grad), None, None
 
 
 class _AllReduce(Function):

@@ -105,7 +105,7 @@ class Partition:
         if self._in_order:
             return tensor.narrow(token_dim, rank * self.local_total, self.local_total)
         index = self.index(rank, tensor.device)  # by itself: a compiled graph breaks there
-        return _taken(tensor, index, token_dim)
+        return _select(tensor, index, token_dim)
 
     def join(self, parts: Sequence[torch.Tensor], *, token_dim: int = -1) -> torch.Tensor:
         """The inverse of `cut`: the parts of all ranks, in the order of ranks, become the row. Differentiable.
@@ -121,7 +121,7 @@ class Partition:
         if self._in_order:
             return laid
         place = self.place(laid.device)
-        return _taken(laid, place, token_dim)
+        return _select(laid, place, token_dim)
 
     def _check_width(self, tensor: torch.Tensor, token_dim: int, expected: int, what: str) -> None:
         if tensor.shape[token_dim] != expected:
@@ -185,7 +185,7 @@ class Partition:
         )
 
 
-def _taken(tensor: torch.Tensor, index: torch.Tensor, token_dim: int) -> torch.Tensor:
+def _select(tensor: torch.Tensor, index: torch.Tensor, token_dim: int) -> torch.Tensor:
     """`index_select`; on a host `gather` takes several lines of single numbers 15 times as fast."""
     if token_dim in (-1, tensor.ndim - 1):
         return tensor.gather(-1, index.expand(*tensor.shape[:-1], -1))

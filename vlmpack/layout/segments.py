@@ -177,7 +177,7 @@ def checked_boundaries(values: torch.Tensor | np.ndarray | Sequence[int], name: 
         boundaries = tuple(index(v) for v in (values.tolist() if isinstance(values, torch.Tensor) else values))
     except TypeError:
         raise LayoutError(
-            f"{name} must be whole numbers in a tensor [segments + 1], a list or a tuple; got {_seen(values)}"
+            f"{name} must be whole numbers in a tensor [segments + 1], a list or a tuple; got {_describe(values)}"
         ) from None
     if len(boundaries) < 2 or boundaries[0] != 0:
         raise LayoutError(f"{name} must start at 0 and hold at least two boundaries, got {list(boundaries)[:6]}")
@@ -187,7 +187,7 @@ def checked_boundaries(values: torch.Tensor | np.ndarray | Sequence[int], name: 
     return boundaries
 
 
-def _seen(values: object) -> str:
+def _describe(values: object) -> str:
     if isinstance(values, torch.Tensor | np.ndarray):
         return f"{values.dtype} {list(values.shape)}"
     return f"{type(values).__name__} {values!r}"[:80]

@@ -74,7 +74,7 @@ class Place:
         told, self._after_first = self._after_first, None
         samples = whole_source(self._source)
         first = next(samples, END)
-        if first is END or _same(self._source.state_dict(), told):
+        if first is END or _equal_states(self._source.state_dict(), told):
             self._source.load_state_dict(self._begin)
             yield from whole_source(self._source)
             return
@@ -82,12 +82,12 @@ class Place:
         yield from samples
 
 
-def _same(one: Any, other: Any) -> bool:
+def _equal_states(one: Any, other: Any) -> bool:
     """Return whether two states are equal, whatever arrays or tensors are in them."""
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
+        return one.keys() == other.keys() and all(_equal_states(one[name], other[name]) for name in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(_equal_states, one, other))
     if type(one) is not type(other):
         return False
     if isinstance(one, np.ndarray | torch.Tensor):
