@@ -5,7 +5,8 @@ VlmpackError
 ├── LayoutError    a batch or row contradicts itself: masks, lengths, boundaries
 ├── BackendError   no attention back-end can serve this call, with each one's reasons
 ├── FamilyError    this model (or processor) is of a family that is not supported, and why
-└── ConfigError    settings that contradict each other or the surrounding trainer
+├── ConfigError    settings that contradict each other or the surrounding trainer
+└── RequestError   a client of the step service asked for what cannot be done
 
 UnpackedWarning, a UserWarning: a training step of an enabled model computes its padding, and why.
 
@@ -64,6 +65,10 @@ class FamilyError(VlmpackError):
 
 class ConfigError(VlmpackError, ValueError):
     """Settings that contradict each other, or a trainer set up in a way that would corrupt packed rows."""
+
+
+class RequestError(VlmpackError, ValueError):
+    """A client of the step service sent what cannot be done; the message names the datum, what was seen, the remedy."""
 
 
 class UnpackedWarning(UserWarning):

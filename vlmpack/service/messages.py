@@ -1,0 +1,378 @@
+"""Requests of clients and their results, as every file of this room sees them; numpy, never torch.
+
+    operations of a model, in the order of their seq_id        a model's first operation, without one
+    ├─ ForwardBackward   gradients, or log-probabilities alone  ├─ CreateModel
+    ├─ OptimStep         one step of AdamW                      └─ CreateFromCheckpoint
+    ├─ SaveWeights       a training checkpoint
+    ├─ SaveForSampler    an immutable snapshot to sample from   Sample: an operation of a sampling session
+    └─ LoadWeights       back from a checkpoint
+
+A datum has N tokens: those of its text chunks, and as many for each image as the model's processor makes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, final
+
+import numpy as np
+
+# ---------------------------------------------------------------------- what a model reads
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TextChunk:
+    """A run of token ids."""
+
+    tokens: np.ndarray
+    """int32 [n]: ids as the client sent them, not yet checked against the vocabulary."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ImageChunk:
+    """The bytes of an image file."""
+
+    data: bytes
+    """PNG or JPEG."""
+    format: str
+    """"png" or "jpeg", as the client sent it."""
+    expected_tokens: int | None = None
+    """Tokens that the client counted; None: it did not."""
+
+
+Chunk = TextChunk | ImageChunk
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Datum:
+    """One sample of a training request."""
+
+    chunks: tuple[Chunk, ...]
+    """Text and images in order."""
+    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Inputs of the loss by name, such as `target_tokens` (int64) and `weights` (float32), with the shapes sent."""
+
+
+# ---------------------------------------------------------------------- operations of a model
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ForwardBackward:
+    """Add the gradient of a loss over some datums, summed over their tokens; all of them or none."""
+
+    model_id: str
+    """Of the model."""
+    seq_id: int
+    """Place among the operations of its model, from 1."""
+    data: tuple[Datum, ...]
+    """The datums, one at least."""
+    loss_fn: str
+    """Name of the loss, not yet checked."""
+    loss_config: Mapping[str, float | str] = field(default_factory=dict)
+    """Settings of the loss."""
+    forward_only: bool = False
+    """Compute the loss and log-probabilities; add no gradient."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class AdamParams:
+    """Settings of one step of AdamW, all of them finite."""
+
+    learning_rate: float
+    """Learning rate."""
+    beta1: float
+    """Decay of the first moment."""
+    beta2: float
+    """Decay of the second moment."""
+    eps: float
+    """Added to the square root of the second moment."""
+    weight_decay: float
+    """Decoupled decay."""
+    grad_clip_norm: float
+    """Largest norm of the whole gradient; 0: any."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class OptimStep:
+    """Apply the accumulated gradient and clear it."""
+
+    model_id: str
+    """Of the model."""
+    seq_id: int
+    """Place among the operations of its model."""
+    adam: AdamParams
+    """Settings of this step."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SaveWeights:
+    """Save a training checkpoint: weights, moments, and what a model is created anew with."""
+
+    model_id: str
+    """Of the model."""
+    seq_id: int
+    """Place among the operations of its model."""
+    name: str
+    """Of the checkpoint."""
+    overwrite: bool = False
+    """Replace a checkpoint of this name."""
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    """The client's own notes."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SaveForSampler:
+    """Save an immutable snapshot of the weights to sample from."""
+
+    model_id: str
+    """Of the model."""
+    seq_id: int
+    """Place among the operations of its model."""
+    name: str | None = None
+    """Of a snapshot that stays; None: it belongs to a new sampling session."""
+    sampling_session_seq_id: int | None = None
+    """Number of that sampling session within its session; None with a name."""
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    """The client's own notes."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LoadWeights:
+    """Go back to a training checkpoint; accumulated gradients are dropped."""
+
+    model_id: str
+    """Of the model."""
+    seq_id: int
+    """Place among the operations of its model."""
+    path: str
+    """`tinker://...` of the checkpoint."""
+    optimizer: bool
+    """Load moments and step count too; False: the optimiser starts anew."""
+
+
+# ---------------------------------------------------------------------- new models
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Settings of a LoRA adapter."""
+
+    rank: int
+    """Rank of its matrices."""
+    seed: int | None = None
+    """Of its weights; None: random."""
+    train_unembed: bool = True
+    """Adapt the head."""
+    train_mlp: bool = True
+    """Adapt MLPs."""
+    train_attn: bool = True
+    """Adapt attention and gated delta layers."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CreateModel:
+    """Create a model of a session."""
+
+    session_id: str
+    """Of the session."""
+    model_seq_id: int
+    """Number of the model within its session, from 0."""
+    base_model: str
+    """Name of the base model."""
+    lora: LoraConfig | None
+    """Its adapter; None: all weights are trained."""
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    """The client's own notes."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CreateFromCheckpoint:
+    """Create a model of a session from a training checkpoint, with its rank and targets."""
+
+    session_id: str
+    """Of the session."""
+    model_seq_id: int
+    """Number of the model within its session."""
+    path: str
+    """`tinker://...` of the checkpoint."""
+    optimizer: bool
+    """Load moments and step count too."""
+    base_model: str | None = None
+    """Name of the base model, which has to be the checkpoint's; None: the checkpoint's."""
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    """The client's own notes."""
+
+
+# ---------------------------------------------------------------------- sampling
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Settings of sampling, checked."""
+
+    max_tokens: int | None = None
+    """Most tokens of a sequence; None: up to the model's context."""
+    seed: int | None = None
+    """Of the first sequence; sequence i has seed + i. None: random."""
+    temperature: float = 1.0
+    """0: greedy."""
+    top_k: int = -1
+    """Most likely tokens to choose among; -1: all."""
+    top_p: float = 1.0
+    """Probability mass to choose within."""
+    stop_tokens: tuple[int, ...] | None = None
+    """Ids that end a sequence, of which they are the last; None: the model's end-of-sequence ids; empty: none."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a sequence, which they are a part of."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sample:
+    """Sample sequences after a prompt."""
+
+    sampling_session_id: str
+    """Of the sampling session."""
+    seq_id: int
+    """Number within it, from 0 or from a large number."""
+    prompt: tuple[Chunk, ...]
+    """Text and images in order."""
+    num_samples: int
+    """Sequences wanted."""
+    params: SamplingParams
+    """Settings."""
+    prompt_logprobs: bool = False
+    """Also return the log-probability of each token of the prompt."""
+
+
+Operation = ForwardBackward | OptimStep | SaveWeights | SaveForSampler | LoadWeights
+Creation = CreateModel | CreateFromCheckpoint
+Request = Operation | Creation | Sample
+
+# ---------------------------------------------------------------------- results
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ForwardBackwardResult:
+    """Of a `ForwardBackward`."""
+
+    logprobs: tuple[np.ndarray, ...]
+    """float32 [N] of each datum: log-probability of every target, whatever its weight."""
+    metrics: Mapping[str, float]
+    """By `name:reduction`, `loss:sum` among them."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class OptimStepResult:
+    """Of an `OptimStep`."""
+
+    metrics: Mapping[str, float]
+    """By `name:reduction`."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CreatedModel:
+    """Of a `CreateModel`."""
+
+    model_id: str
+    """Of the model."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SavedWeights:
+    """Of a `SaveWeights`."""
+
+    path: str
+    """`tinker://...`"""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SavedForSampler:
+    """Of a `SaveForSampler`; one of the two is None."""
+
+    path: str | None = None
+    """`tinker://...`"""
+    sampling_session_id: str | None = None
+    """Of the new sampling session."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LoadedWeights:
+    """Of a `LoadWeights` or a `CreateFromCheckpoint`."""
+
+    path: str
+    """`tinker://...` of the checkpoint."""
+    model_id: str | None = None
+    """Of the model, if it was created."""
+
+
+StopReason = Literal["stop", "length"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SampledSequence:
+    """One sampled sequence."""
+
+    tokens: np.ndarray
+    """int32 [n]: the token that ended it included."""
+    logprobs: np.ndarray
+    """float32 [n]: of the model's whole distribution, whatever temperature, top-k and top-p leave of it."""
+    stop_reason: StopReason
+    """"stop": a stop token or string; "length": `max_tokens` or the context."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SampleResult:
+    """Of a `Sample`."""
+
+    sequences: tuple[SampledSequence, ...]
+    """As many as were wanted, in the order of their seeds."""
+    prompt_logprobs: np.ndarray | None = None
+    """float32 [N]: log-probability of each token after those before it, NaN at the first; None: not wanted."""
+
+
+Result = (
+    ForwardBackwardResult
+    | OptimStepResult
+    | CreatedModel
+    | SavedWeights
+    | SavedForSampler
+    | LoadedWeights
+    | SampleResult
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A request that failed."""
+
+    message: str
+    """What was seen and the remedy."""
+    category: Literal["user", "server"]
+    """Whose mistake it is."""
+
+
+Outcome = Result | Failure
