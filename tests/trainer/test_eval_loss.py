@@ -177,20 +177,85 @@ def test_packed_trainer_needs_no_metrics(tmp_path):
     assert run.evaluate()["eval_loss"] == exact
 
 
-def test_generation_while_evaluating_is_as_before(tmp_path):
-    model = enable_packing(small())
+def generating(model, samples, folder, metrics, **settings):
+    """A Seq2SeqTrainer that generates while it evaluates, from whole batches: padded on the left, with labels."""
     model.config.pad_token_id = model.generation_config.pad_token_id = 0
     model.generation_config.max_length = 30
-    args = Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, report_to=[], predict_with_generate=True)
-    samples = unlike_samples(model)
+    args = Seq2SeqTrainingArguments(str(folder), use_cpu=True, report_to=[], predict_with_generate=True, **settings)
+    data = Samples(samples)
+    return Seq2SeqTrainer(model, args, to_left_padded, data, data, compute_metrics=metrics)
+
+
+def to_left_padded(features):
+    return padded(features, "left").to_hf()
+
+
+def without_first_labels(samples):
+    """transformers' own loss of a step of generation takes none."""
     for sample in samples:
         sample["labels"][0] = -100
-    settings = {"eval_dataset": Samples(samples), "compute_metrics": lambda prediction: {"n": len(prediction[0])}}
-    run = Seq2SeqTrainer(model, args, lambda features: padded(features, "left").to_hf(), **settings)
-    assert run.evaluate()["eval_n"] == 7
-    run.args.predict_with_generate = False
-    with pytest.raises(ConfigError, match=REFUSAL):
-        run.evaluate()
+    return samples
+
+
+def test_an_evaluation_that_generates_is_refused_before_its_first_batch(tmp_path):
+    model, calls = enable_packing(small()), []
+    model.register_forward_pre_hook(lambda *call: calls.append(call))
+    samples = without_first_labels(unlike_samples(model))
+    run = generating(model, samples, tmp_path, lambda prediction: {"n": len(prediction[0])})
+    for compute in (run.evaluate, lambda: run.predict(run.eval_dataset)):
+        with pytest.raises(ConfigError, match=REFUSAL):
+            compute()
+    assert calls == []
+
+
+@pytest.mark.parametrize("concat", [True, False])
+@pytest.mark.parametrize("batch", [1, 2, 3, 7])
+def test_with_its_metrics_an_evaluation_that_generates_is_the_mean_over_targets(batch, concat, tmp_path):
+    model = small()
+    samples = without_first_labels(unlike_samples(model))
+    exact = pytest.approx(exact_loss(model, samples), rel=1e-6)
+    metrics = loss_metrics(enable_packing(model))
+    settings = {"per_device_eval_batch_size": batch, "eval_do_concat_batches": concat}
+    run = generating(model, samples, tmp_path, lambda p: {**metrics(p), "ids": p.predictions}, **settings)
+    result = run.evaluate()
+    assert result["eval_loss"] == exact
+    assert result["eval_num_samples"] == 7
+    generated = result["eval_ids"] if concat else [ids for ids_of_batch in result["eval_ids"] for ids in ids_of_batch]
+    assert len(generated) == 7
+    assert run.predict(run.eval_dataset).metrics["test_loss"] == exact
+
+
+def test_a_run_that_generates_chooses_the_best_model_by_the_mean_over_targets(tmp_path):
+    model = small()
+    samples = without_first_labels(unlike_samples(model, seed=26))
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    settings |= {"learning_rate": 2.0, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    settings |= {"per_device_eval_batch_size": 2, "per_device_train_batch_size": 1}
+    run = generating(model, samples, tmp_path, loss_metrics(enable_packing(model)), **settings)
+    run.train()
+    exact = [exact_loss(small().from_pretrained(tmp_path / f"checkpoint-{step}"), samples) for step in (1, 2, 3)]
+    assert run.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{exact.index(min(exact)) + 1}")
+    assert run.state.best_metric == pytest.approx(min(exact), rel=1e-5)
+
+
+def test_an_evaluation_that_generates_without_labels_has_no_loss_and_passes(tmp_path):
+    model = enable_packing(small())
+    run = generating(model, receipts(model, kinds=("text",) * 3), tmp_path, None)
+    run.data_collator = lambda features: {k: v for k, v in to_left_padded(features).items() if k != "labels"}
+    output = run.predict(run.eval_dataset)
+    assert len(output.predictions) == 3
+    assert "test_loss" not in output.metrics
+
+
+def test_an_evaluation_loop_of_ones_own_generates_and_computes_losses():
+    model = small().eval()
+    samples = without_first_labels(unlike_samples(model))
+    exact, batch = exact_loss(model, samples), to_left_padded(samples)
+    enable_packing(model)
+    with torch.no_grad():
+        model.generate(**batch, max_new_tokens=2, pad_token_id=0)
+        output = model(**batch)
+    assert float(output.loss) == pytest.approx(exact, rel=1e-6)
 
 
 def test_the_helper_of_these_tests_evaluates_exactly(tmp_path):

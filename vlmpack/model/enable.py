@@ -266,7 +266,7 @@ def _packed_class(base: Any) -> type[nn.Module]:
         "__setstate__": setstate,
         "set_attn_implementation": set_attn_implementation,
         "forward": around_graph(forward),
-        "generate": plain_generate(base),
+        "generate": _generate(base),
         "accepts_loss_kwargs": property(CountsTargets),
     }
     return subclass(base, body, _packed_class)
@@ -275,6 +275,21 @@ def _packed_class(base: Any) -> type[nn.Module]:
 def _attach_attention(core: nn.Module) -> None:
     if (state := stored_state(core)) is not None:
         Attention().attach(state.parts_of(core))
+
+
+def _generate(base: Any) -> Callable[..., Any]:
+    """`generate` of an enabled model: the model's own, of which an evaluation that generates is noticed."""
+    plain = plain_generate(base)
+
+    @functools.wraps(plain)
+    def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Seq2SeqTrainer hands over whole batches with this setting, and nobody else needs labels here: its next forward
+        # pass is the batch's loss
+        if kwargs.get("labels") is not None and "synced_gpus" in kwargs:
+            _begin_batch(stored_state(self))
+        return plain(self, *args, **kwargs)
+
+    return generate
 
 
 @final
@@ -299,36 +314,40 @@ class CountsTargets:
         state = stored_state(self._core)
         if torch.is_grad_enabled():
             _check_was_read(state)
-        elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ConfigError(
-                f"HF Trainer's own evaluation over {dist.get_world_size()} ranks weighs the losses of packed batches "
-                "wrongly, so eval_loss would be no mean of them, and load_best_model_at_end would choose by it: use "
-                "PackedTrainer of vlmpack.trainer, which takes the same arguments (eval_packing=False: the same "
-                "batches; eval_capacity=: in planned rows); or evaluate of vlmpack"
-            )
-        elif state is not None:
+        else:
             _begin_batch(state)
         return True
 
 
-def _begin_batch(state: PackingState) -> None:
-    if state.loss_count is None:
+def _begin_batch(state: PackingState | None) -> None:
+    """Check that the loss of HF Trainer's own evaluation will be exact, and keep the losses of its next batch."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError(
+            f"HF Trainer's own evaluation over {dist.get_world_size()} ranks weighs the losses of packed batches "
+            "wrongly, so eval_loss would be no mean of them, and load_best_model_at_end would choose by it: use "
+            "PackedTrainer of vlmpack.trainer, which takes the same arguments (eval_packing=False: the same "
+            "batches; eval_capacity=: in planned rows); or evaluate of vlmpack. Seq2SeqTrainer that generates: on one "
+            "rank, or with labels under another name"
+        )
+    if state is not None and state.loss_count is None:
         raise ConfigError(
             "HF Trainer's own evaluation averages the mean losses of batches over samples, so eval_loss would change "
             "with the batch size, and load_best_model_at_end would choose by it: use PackedTrainer of "
             "vlmpack.trainer, which takes the same arguments (eval_packing=False: the same batches); or, on one rank, "
-            "compute_metrics=loss_metrics(model), which makes eval_loss the mean over all targets"
+            "compute_metrics=loss_metrics(model), which makes eval_loss the mean over all targets (with metrics of "
+            "your own, as where Seq2SeqTrainer generates: both dictionaries in one)"
         )
-    state.loss_count.is_evaluating = True
+    if state is not None and state.loss_count is not None:
+        state.loss_count.is_evaluating = True
 
 
 def _check_was_read(state: PackingState | None) -> None:
     if state is not None and state.loss_count is not None and (unread := state.loss_count.take()):
         raise ConfigError(
-            f"HF Trainer evaluated {unread} samples and did not call loss_metrics(model) with their losses, so "
-            "eval_loss was a mean of batches' means: give this Trainer compute_metrics=loss_metrics(model), without "
-            "prediction_loss_only, or use PackedTrainer of vlmpack.trainer. After an evaluation that was interrupted, "
-            "train again"
+            f"HF Trainer evaluated {sum(len(losses) for losses, _ in unread)} samples and did not call "
+            "loss_metrics(model) with their losses, so eval_loss was a mean of batches' means: give this Trainer "
+            "compute_metrics=loss_metrics(model), without prediction_loss_only, or use PackedTrainer of "
+            "vlmpack.trainer. After an evaluation that was interrupted, train again"
         )
 
 

@@ -180,21 +180,22 @@ class PackedOutput(ModelOutput):
 
 @final
 class LossCount:
-    """Count samples whose losses HF Trainer's own evaluation computed, until `loss_metrics` has read them."""
+    """Keep the losses of samples that HF Trainer's own evaluation computed, until `loss_metrics` has read them."""
 
     def __init__(self) -> None:
-        self.unread = 0
-        """Samples whose losses `loss_metrics` has not read."""
+        self.unread: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """(sample_losses [B], sample_targets [B]) of each batch that `loss_metrics` has not read."""
         self.is_evaluating = False
         """Whether the next forward pass is a batch of Trainer's evaluation."""
 
     def add(self, output: Any) -> None:
-        """Count the samples of a batch of the evaluation."""
+        """Keep the losses of a batch of the evaluation."""
         if self.is_evaluating and not torch.is_grad_enabled() and isinstance(output, PackedOutput):
-            self.unread += 0 if output.sample_losses is None else len(output.sample_losses)
+            losses, targets = output.sample_losses, output.sample_targets
+            self.unread += [] if losses is None or targets is None else [(losses, targets)]
         self.is_evaluating = False
 
-    def take(self) -> int:
-        """Return the number of unread samples and begin at 0 again."""
-        unread, self.unread = self.unread, 0
+    def take(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the unread losses and begin anew."""
+        unread, self.unread = self.unread, []
         return unread

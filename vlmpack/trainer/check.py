@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import Seq2SeqTrainingArguments, Trainer, default_data_collator
-from transformers.trainer_utils import SchedulerType
+from transformers import Trainer, default_data_collator
 
 from vlmpack.collate import CONVERSATION_COLUMNS, MEDIA_COLUMNS, ProcessorMetadata, VLMCollator
 from vlmpack.errors import ConfigError
@@ -184,15 +183,6 @@ def _evaluation(trainer: Trainer) -> Iterator[str]:
     """Yield why the model refuses Trainer's own evaluation, or why its eval_loss is not replaced."""
     args, model, metrics = trainer.args, trainer.model, trainer.compute_metrics
     if trainer.eval_dataset is None or isinstance(trainer, PackedTrainer) or not _is_enabled(trainer):
-        return
-    if isinstance(args, Seq2SeqTrainingArguments) and args.predict_with_generate and metrics is not None:
-        chooses = args.load_best_model_at_end or args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
-        if chooses and args.metric_for_best_model in (None, "loss", "eval_loss"):
-            yield (
-                "it chooses by the eval_loss of an evaluation that generates (predict_with_generate), a mean over "
-                "samples of their batches' means, which changes with the batch size: choose by a metric of what is "
-                "generated (metric_for_best_model), or use PackedTrainer of vlmpack.trainer"
-            )
         return
     try:
         with torch.no_grad():

@@ -28,26 +28,33 @@ class LossMetrics:
 
         Args:
             prediction: what an enabled model's `PackedOutput` becomes in Trainer: `predictions` ends in
-                (sample_losses [B], sample_targets [B]) of the whole set, or is a list of such pairs, one a batch.
+                (sample_losses [B], sample_targets [B]) of the whole set, or is a list of such pairs, one a batch. Where
+                `Seq2SeqTrainer` generated, ids [B, S]: the losses are those that the model kept.
             compute_result: given by Trainer only with `batch_eval_metrics=True`, which is refused.
 
         Raises:
             ConfigError: the predictions are not those of a model with packing enabled, come a batch at a time, or are
                 of fewer samples than were computed.
         """
-        computed = self._loss_count.take()
+        unread = self._loss_count.take()
         if compute_result is not None:
             raise ConfigError(
                 "batch_eval_metrics=True hands over one batch at a time, but loss_metrics needs the whole set; set it "
                 "to False: an enabled model keeps two numbers a sample, no logits"
             )
-        losses, targets = _whole_set(prediction.predictions)
-        if computed not in (0, len(losses)):  # 0: PackedTrainer's evaluation, which is exact by itself
+        computed = [(losses.cpu().numpy(), targets.cpu().numpy()) for losses, targets in unread]
+        batches = prediction.predictions if isinstance(prediction.predictions, list) else [prediction.predictions]
+        generated = bool(computed) and all(_is_generated(batch) for batch in batches)
+        pairs = computed if generated else [_pair(batch) for batch in batches]
+        num_computed = sum(len(losses) for losses, _ in computed)
+        num_given = sum(len(batch) for batch in (batches if generated else [losses for losses, _ in pairs]))
+        if num_computed not in (0, num_given):  # 0: PackedTrainer's evaluation, which is exact by itself
             raise ConfigError(
-                f"HF Trainer computed {computed} samples and handed over the losses of {len(losses)}: of packed rows "
+                f"HF Trainer computed {num_computed} losses and handed over {num_given} samples: of packed rows "
                 "accelerate cuts the last batch to as many samples as there are rows left. Use PackedTrainer of "
                 "vlmpack.trainer, or evaluate of vlmpack; after an evaluation that was interrupted, evaluate again"
             )
+        losses, targets = (np.concatenate(parts).astype(np.float64) for parts in zip(*pairs, strict=True))
         metrics = losses_of_set(losses, targets)
         return {"loss": metrics["token_loss"], **metrics}
 
@@ -57,7 +64,8 @@ def loss_metrics(model: nn.Module) -> LossMetrics:
 
     Trainer's own `eval_loss` counts for each sample the mean over the targets of its whole batch, so it changes with
     `per_device_eval_batch_size` and with the order of the samples. An enabled model refuses such an evaluation unless
-    these metrics are bound to it. They do not change with batches, and the first replaces `eval_loss`:
+    these metrics are bound to it. They do not change with batches, and the first replaces `eval_loss`, also where
+    `Seq2SeqTrainer` generates (`predict_with_generate=True`):
 
         loss           the same as token_loss; Trainer reports it as `eval_loss`, and chooses the best model by it
         token_loss     cross-entropy (nats) of all targets / number of targets
@@ -95,11 +103,9 @@ def losses_of_set(losses: np.ndarray, targets: np.ndarray) -> dict[str, float]:
     }
 
 
-def _whole_set(predictions: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return (losses, targets), both float64 [B]; `eval_do_concat_batches=False` keeps batches apart in a list."""
-    pairs = [_pair(batch) for batch in (predictions if isinstance(predictions, list) else [predictions])]
-    losses, targets = (np.concatenate(parts).astype(np.float64) for parts in zip(*pairs, strict=True))
-    return losses, targets
+def _is_generated(batch: Any) -> bool:
+    """Return whether the predictions of a batch are generated ids [B, S], where Seq2SeqTrainer hands over no losses."""
+    return isinstance(batch, np.ndarray) and batch.ndim == 2 and np.issubdtype(batch.dtype, np.integer)
 
 
 def _pair(batch: Any) -> tuple[np.ndarray, np.ndarray]:
