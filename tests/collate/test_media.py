@@ -579,7 +579,7 @@ def test_a_small_picture_that_asks_to_be_huge_is_refused_before_it_is_made(
     kind: str, keys: dict[str, Any], made: list[int]
 ) -> None:
     collator = VLMCollator(processor_of())
-    for use in (lambda row: collator([row]), collator.measure):
+    for use in (collator.measure, lambda row: collator([row])):  # in this order: what is measured is not made
         with pytest.raises(SampleError, match="the keys beside it enlarge it from 64 x 64 to") as caught:
             use(shown(keyed(kind, **keys)))
         assert caught.value.reason == "vision_key"

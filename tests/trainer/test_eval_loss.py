@@ -57,6 +57,23 @@ def test_a_plain_evaluation_is_refused_before_its_first_batch(layout, batch, tmp
     assert calls == []
 
 
+def test_on_several_ranks_it_is_refused_with_its_metrics_too(monkeypatch):
+    model = enable_packing(small())
+    loss_metrics(model)
+    begins = {  # what Trainer reads, and what Seq2SeqTrainer calls, before the first batch
+        "plain": lambda: bool(model.accepts_loss_kwargs),
+        "generating": lambda: model.generate(**to_left_padded(unlike_samples(model)), synced_gpus=False),
+    }
+    for name, value in (("is_initialized", True), ("get_world_size", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    for begin in begins.values():
+        with (
+            torch.no_grad(),
+            pytest.raises(ConfigError, match="over 2 ranks weighs the losses of packed batches wrong"),
+        ):
+            begin()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("batch", [1, 2, 3, 7])
 def test_with_its_metrics_it_is_the_mean_over_targets(layout, batch, tmp_path):
