@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 from training import LAYOUTS, Samples, arguments, collator, loss_sums, receipts, trainer
 
+from vlmpack.errors import ConfigError
 from vlmpack.model import enable_packing
 from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer
+from vlmpack.trainer.evaluation import BatchLosses
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 
@@ -94,3 +100,56 @@ def test_logits_are_not_kept_unless_asked_for(tmp_path):
     run = trainer(enable_packing(model), receipts(model), tmp_path)
     predictions = run.predict(Samples(receipts(model))).predictions
     assert [part.shape for part in predictions] == [(7,), (7,)]
+
+
+# ---------------------------------------------------------------------- several ranks, in words
+
+
+class Others:
+    """accelerate on the first of two ranks. The other one has these losses; its last sample was filled up."""
+
+    num_processes = 2
+
+    def __init__(self, *batches: tuple[list[float], list[int]]) -> None:
+        self._batches = iter(batches)
+
+    def gather_for_metrics(self, losses: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+        theirs = next(self._batches)
+        return [torch.cat([ours, torch.tensor(other)]) for ours, other in zip(losses, theirs, strict=True)]
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield {}
+
+
+def result_of(sums: list[float], targets: list[int]) -> Any:
+    return SimpleNamespace(sample_loss_sums=torch.tensor(sums), sample_targets=torch.tensor(targets))
+
+
+def test_losses_of_all_ranks_weigh_every_target_alike():
+    losses = BatchLosses(Others(([5.0, 1.0], [1, 1]), ([8.0], [4])), 2, Samples([]))
+    losses.add(result_of([3.0, 1.0], [3, 1]))
+    losses.add(result_of([2.0, 4.0], [2, 2]))
+    assert losses.token_loss() == (3 + 1 + 5 + 1 + 2 + 4 + 8) / (3 + 1 + 1 + 1 + 2 + 2 + 4)
+
+
+@pytest.mark.parametrize(("result", "seen"), [(None, "is not packed"), (result_of([3.0], [3]), "has 1 samples, not 2")])
+def test_batches_of_which_samples_may_count_twice_are_refused(result, seen):
+    losses = BatchLosses(Others(), 2, Samples([]))
+    with pytest.raises(ConfigError, match=f"a batch of the evaluation {seen}, so on 2 ranks .*eval_capacity="):
+        losses.add(result)
+
+
+def test_a_set_without_a_length_is_refused():
+    with pytest.raises(ConfigError, match="give the evaluation set a length"):
+        BatchLosses(Others(), 2, Endless())
+
+
+def test_on_one_rank_a_loss_that_is_not_complete_is_none():
+    losses = BatchLosses(SimpleNamespace(gather_for_metrics=None, num_processes=1), 2, Samples([]))
+    losses.add(result_of([3.0], [3]))
+    assert losses.token_loss() == 1.0
+    losses.add(None)
+    assert losses.token_loss() is None
