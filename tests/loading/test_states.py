@@ -122,6 +122,28 @@ def test_every_field_of_a_stream_is_checked(path):
     assert refused >= 8
 
 
+@pytest.mark.parametrize(
+    ("path", "wrong"),
+    [
+        ("packer.buffered", [[9, samples()[9]], [8, samples()[8]]]),
+        ("packer.buffered", [samples()[9]]),
+        ("packer.alone", [samples()[:2]]),
+        ("rows", [samples()] * 2),
+        ("uneven", 10**6),
+        ("ended", 3),
+        ("ended", True),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused_without_a_seal_too(path, wrong):
+    state, _ = stopped(samples())
+    assert state["packer"]["buffered"]
+    del state["seal"], state["data"], state["packer"]["seal"]
+    holder, name = at(state, path)
+    holder[name] = wrong
+    with pytest.raises(ConfigError, match=r"the state has \d+ (buffered samples|samples in rows)"):
+        continued(samples(), state)
+
+
 @pytest.mark.parametrize("path", COUNTS)
 def test_a_count_that_would_be_possible_is_seen_by_the_seal(path):
     state, _ = stopped(samples())

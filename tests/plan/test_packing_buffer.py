@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,7 +14,7 @@ from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan import PackingBuffer
 from vlmpack.plan import packing_buffer as buffered
 from vlmpack.plan.exact_fill import best_subset
-from vlmpack.plan.packing_buffer import fill_row
+from vlmpack.plan.packing_buffer import STEPS, fill_row
 
 LIMITS = (50, 40, 4)
 needs = st.tuples(st.integers(1, LIMITS[0]), st.integers(0, LIMITS[1]), st.integers(0, LIMITS[2]))
@@ -154,6 +156,23 @@ def test_of_equal_lengths_no_more_are_looked_at_than_fit_together(lengths, monke
             assert room.take()
         work.append(len(looked))
     assert work[1] < 5 * work[0]
+
+
+def test_the_walk_ends_where_no_further_sample_fits():
+    """Rows that cannot be filled exactly, of many samples: each looks at a few of them and not at all."""
+    walked: list[int] = []
+
+    class Walked(OrderedDict):
+        def items(self):
+            return (walked.append(1) or item for item in super().items())
+
+    room, count = PackingBuffer(10), 2000
+    room._buffered = Walked()
+    for at in range(count):
+        room.add(at, 3)
+    rows = [room.take() for _ in range(100)]
+    assert {len(row) for row in rows} == {3}
+    assert len(walked) < 100 * 2 * STEPS
 
 
 @given(lengths=st.lists(st.sampled_from([2, 3, 3, 5, 8, 13]), max_size=24), room=st.integers(0, 40))

@@ -11,7 +11,7 @@ from store.stores import digests, packing, store, texts
 from vlmpack.collate import SkipLimit
 from vlmpack.errors import ConfigError
 from vlmpack.plan import plan_bins
-from vlmpack.store import Manifest
+from vlmpack.store import Manifest, measure_lengths
 
 BESIDE = ("lengths.zip", "plan.zip", "left_out.jsonl")
 """Files of a store besides its rows and its manifest."""
@@ -59,6 +59,12 @@ def test_a_file_that_is_gone_or_cut_is_refused_with_the_remedy(tmp_path, whole, 
 def test_the_plan_of_other_rows_is_not_taken_for_the_stores(tmp_path, whole):
     plan_bins([5, 3], 10).save(tmp_path / "plan.zip")
     with pytest.raises(ConfigError, match=r"plan.zip is the plan of other rows; restore it, or remove the folder"):
+        write(tmp_path)
+
+
+def test_lengths_of_other_samples_are_not_taken_for_the_stores(tmp_path, whole):
+    measure_lengths(texts(4), packing()).save(tmp_path / "lengths.zip")
+    with pytest.raises(ConfigError, match=r"lengths.zip holds the lengths of other samples; restore it, or remove"):
         write(tmp_path)
 
 

@@ -15,7 +15,7 @@ from vlmpack.collate import VLMCollator, read_skip_log
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import PackedRow
 from vlmpack.loading import PackedBatchSampler
-from vlmpack.store import PackedDataset
+from vlmpack.store import PackedDataset, shards
 from vlmpack.testing import tiny_processor
 
 
@@ -203,6 +203,15 @@ def test_a_damaged_file_is_named_with_its_row(tmp_path):
         dataset[manifest.shards[0].rows]
     with pytest.raises(ConfigError, match=rf"{shard.name} is damaged: its SHA-256"):
         PackedDataset(tmp_path, processor_of(), verify=True)
+
+
+def test_a_row_that_is_read_is_compared_with_the_checksum_that_was_stored(tmp_path, monkeypatch):
+    """Where those of the file's pages fit, as they do of a row that was changed when it was written again."""
+    store(tmp_path, texts())
+    dataset, stored = PackedDataset(tmp_path, processor_of()), shards.checksums
+    monkeypatch.setattr(shards, "checksums", lambda table: stored(table)[::-1])
+    with pytest.raises(ConfigError, match=r"row 0 of .* cannot be read: its checksum is another one"):
+        dataset[0]
 
 
 def test_a_missing_or_cut_file_is_found_when_the_store_is_opened(tmp_path):

@@ -17,6 +17,7 @@ from vlmpack.testing.comparison import (
     distance,
     group_of,
     relative,
+    tower_errors,
 )
 
 
@@ -43,6 +44,16 @@ def test_in_low_precision_one_rounding_among_many_is_no_worst_case() -> None:
     seen = replace(truth, gradients={"a.weight": torch.ones(100), "a.bias": torch.full((1,), 2.0)})
     assert compare(seen, truth).gradients["a"] == GradientError(error=1.0, parameter="a.bias")
     assert compare(seen, truth, low=True).gradients["a"].error == pytest.approx(101**-0.5)
+
+
+def test_the_error_of_a_tower_is_that_of_all_its_entries_and_not_of_its_worst_parameter() -> None:
+    truth = {
+        "model.visual.norm.weight": torch.ones(3),
+        "layers.0.weight": torch.ones(100),
+        "layers.0.bias": torch.ones(1),
+    }
+    seen = {**truth, "layers.0.bias": torch.full((1,), 2.0)}
+    assert tower_errors(seen, truth) == {"vision": 0.0, "text": pytest.approx(101**-0.5)}
 
 
 def test_samples_with_each_others_losses_are_far_though_the_mean_is_right() -> None:
