@@ -230,6 +230,15 @@ def test_no_other_process_counts_in_between():
     assert skip_log.used == 2
 
 
+def test_a_column_that_another_process_has_named_is_not_named_again():
+    skip_log = SkipLog()
+    worker = multiprocessing.get_context("fork").Process(target=skip_log.name_unread, args=[("note",)])
+    worker.start()
+    worker.join()
+    assert skip_log.name_unread(("note", "remark")) == ("remark",)
+    assert skip_log.unread == ("note", "remark")
+
+
 def test_threads_count_together():
     skip_log = SkipLog()
     with ThreadPoolExecutor(4) as pool:
