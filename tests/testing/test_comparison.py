@@ -47,13 +47,10 @@ def test_in_low_precision_one_rounding_among_many_is_no_worst_case() -> None:
 
 
 def test_the_error_of_a_tower_is_that_of_all_its_entries_and_not_of_its_worst_parameter() -> None:
-    truth = {
-        "model.visual.norm.weight": torch.ones(3),
-        "layers.0.weight": torch.ones(100),
-        "layers.0.bias": torch.ones(1),
-    }
-    seen = {**truth, "layers.0.bias": torch.full((1,), 2.0)}
-    assert tower_errors(seen, truth) == {"vision": 0.0, "text": pytest.approx(101**-0.5)}
+    one = torch.ones(1)
+    truth = {"model.visual.norm.weight": one, "layers.0.weight": torch.ones(100), "layers.0.bias": one, "norm": one}
+    seen = {**truth, "layers.0.bias": 2 * one, "norm": 3 * one}
+    assert tower_errors(seen, truth) == {"vision": 0.0, "text": pytest.approx(((1 + 4) / 102) ** 0.5)}
 
 
 def test_samples_with_each_others_losses_are_far_though_the_mean_is_right() -> None:
