@@ -113,6 +113,17 @@ def reversed_losses(model: Any, patch: Patch) -> None:
     patch.setattr(engine, "sums_by_sample", lambda *metadata: tuple(x.flip(0) for x in honest(*metadata)))
 
 
+def reversed_sums(model: Any, patch: Patch) -> None:
+    """The same, and each has its own number of targets."""
+    honest = engine.sums_by_sample
+
+    def sums(*metadata: Any) -> tuple[torch.Tensor, ...]:
+        first, *others = honest(*metadata)
+        return first.flip(0), *others
+
+    patch.setattr(engine, "sums_by_sample", sums)
+
+
 def shifted_chunks(model: Any, patch: Patch) -> None:
     """Where labelled positions go through the head in several chunks, targets are one place off."""
     honest = engine.target_logprobs
@@ -148,6 +159,7 @@ NUMBERS: dict[str, tuple[Break, str, str, set[str]]] = {
     "answers on the left": (answers_on_the_left, "qwen3", "sample results", {"left: logits"}),
     "own targets only": (own_targets_only, "qwen3", "loss count", {"row: loss", "padded: loss"}),
     "reversed losses": (reversed_losses, "qwen3", "sample results", {"gaps: sample losses", "row: sample losses"}),
+    "reversed sums": (reversed_sums, "qwen3", "sample results", {"gaps: sample losses", "row: sample losses"}),
     "shifted chunks": (shifted_chunks, "qwen3", "head", {"row: loss", "left: loss"}),
     "other coefficient": (other_coefficient, "qwen3_next", "router", {"row: routers' part of the loss"}),
     "balance without gradient": (balance_without_gradient, "qwen3_next", "router", set()),
