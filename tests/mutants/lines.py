@@ -1017,9 +1017,9 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a stream's data set has as many samples as before",
             "stream.py",
-            "if (size is not None and size != len(source)) or seen > len(source) or (ended and seen < len(source)):",
-            "if size is None and seen > len(source):",
-            "loading/test_states.py -k continue",
+            "if (size is not None and size != len(source)) or",
+            "if",
+            "loading/test_states.py -k grown",
         ),
         (
             "a stream's data set has the samples of its state",
@@ -1059,8 +1059,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "buffered samples of a state are numbered",
             "stream_packer.py",
-            "        _check_buffered(buffered, alone, seen - out)",
-            "        pass",
+            "        _check_buffered(buffered, alone,",
+            "        abs(",
             "loading/test_states.py -k contradict",
         ),
         (
@@ -1139,8 +1139,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "strips do not overlap",
             "tiff.py",
-            "if start + length > other:",
-            "if other is None:",
+            "if start + length >",
+            "if start > start + length +",
             "data/test_damage.py",
         ),
         (
@@ -1223,15 +1223,15 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "files that are named are read whatever they are called",
             "readers.py",
-            'if split != "train" and others:',
-            "if others:",
+            'if split != "train" and',
+            "if",
             "data/test_sources.py",
         ),
         (
             "named files do not contradict the split",
             "readers.py",
-            'if split != "train" and others:',
-            "if split is None:",
+            'if split != "train" and',
+            "if split is None and",
             "data/test_sources.py",
         ),
         (
@@ -1408,8 +1408,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "counts are those of all workers",
             "skipped.py",
-            "self._content = json.loads(os.pread(self._file, os.fstat(self._file).st_size, 0))",
-            "pass",
+            "self._content = json.loads(os.pread(",
+            "self._content = self._content or json.loads(os.pread(",
             "collate/test_skipped.py -k all_epochs",
         ),
         (
@@ -1422,8 +1422,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a worker's counts reach the others",
             "skipped.py",
-            "            os.pwrite(self._file, text, 0)",
-            "            pass",
+            "            os.pwrite(",
+            "            bytes, (",
             "collate/test_skipped.py -k counts_add",
         ),
         (
@@ -1516,8 +1516,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a sample's whole content is compared",
             "shards.py",
-            "return is_there and sample_digest(sample_at(self.dataset, place), self.collator) == digest",
-            "return is_there",
+            "return is_there and sample_digest(",
+            "return is_there or sample_digest(",
             "store/test_unchanged.py -k interrupted",
         ),
         (
@@ -1823,15 +1823,15 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "losses of samples are compared",
             "losses.py",
-            "distance(result.sample_losses, mean_losses(_target_losses(result, samples))),",
-            "distance(result.sample_losses, result.sample_losses),",
+            "mean_losses(_target_losses(result, samples))",
+            "result.sample_losses",
             "probing/test_circumstances.py -k 'reversed and sums'",
         ),
         (
             "a leak in low precision is compared with a rerun",
             "packed_checks.py",
-            "            LEAK + 2 * noise,",
-            "            LEAK + 2 * noise + 0.01 * setup.probed.is_low,",
+            "LEAK + 2 * noise,",
+            "LEAK + 2 * noise + 0.01 * setup.probed.is_low,",
             "probing/test_circumstances.py -k far_below",
         ),
         (
