@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from vlmpack.cli import app
 from vlmpack.cli.inputs import InputOptions, open_inputs
-from vlmpack.cli.show import Ribbon
+from vlmpack.cli.show import Ribbon, Rows, print_rows
 from vlmpack.errors import LayoutError
 from vlmpack.layout import Segments, SlotRule
 from vlmpack.store import StoreSettings, write_rows
@@ -219,3 +219,16 @@ def test_types_or_ids_of_another_row_are_refused() -> None:
         Ribbon.of(segments, np.zeros(7))
     with pytest.raises(LayoutError, match="was given 1 sample ids and 8 token types"):
         Ribbon.of(segments, None, [1])
+
+
+def test_a_heading_says_how_much_of_the_capacity_a_row_fills() -> None:
+    rows = Rows(summary="", count=1, capacity=100, slots=SlotRule(), samples=lambda row: [])
+    ribbon = Ribbon.of(Segments.from_lengths([30, 20]))
+    assert rows.heading(0, ribbon) == "row 0 of 0 to 0: 50 of 100 tokens, 50.00% full"
+
+
+def test_the_summary_is_one_line_in_a_pipe() -> None:
+    page, summary = io.StringIO(), "word " * 40 + "end"
+    rows = Rows(summary=summary, count=1, capacity=100, slots=SlotRule(), samples=lambda row: [])
+    print_rows(rows, [], Console(file=page, width=80))
+    assert page.getvalue() == summary + "\n"

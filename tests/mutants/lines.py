@@ -1915,14 +1915,14 @@ MUTANTS: tuple[Mutant, ...] = (
             "show.py",
             "sum(ribbon.lengths) / self.capacity:.2%",
             "sum(ribbon.lengths) / ribbon.total:.2%",
-            "cli/test_show.py",
+            "cli/test_show.py -k heading",
         ),
         (
             "a sentence is one line in a pipe",
             "show.py",
             "soft_wrap=not console.is_terminal",
             "soft_wrap=False",
-            "cli/test_tables.py",
+            "cli/test_show.py -k summary_is",
         ),
         (
             "the demo's figures are of one measure",
@@ -1999,7 +1999,7 @@ MUTANTS: tuple[Mutant, ...] = (
         protects="a target has the unit of its figure",
         file="../benchmarks/report.py",
         line="limit = readable([figure.target.limit], figure.unit, like=figure.value)",
-        change="limit = readable([figure.target.limit], figure.unit)",
+        change="limit = figure.target.limit",
         tests="benchmarks/test_tables.py",
     ),
 )
