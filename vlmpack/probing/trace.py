@@ -281,7 +281,7 @@ class _KernelPairs(TorchDispatchMode):
 # ---------------------------------------------------------------------- host-device syncs
 
 PACKAGE = Path(__file__).parent.parent
-PROBING = (PACKAGE / "probe", PACKAGE / "testing")
+PROBING = (PACKAGE / "probing", PACKAGE / "testing")
 """Code that calls `backward`: every operation of that pass is below this line, so it is not counted."""
 
 
@@ -291,9 +291,9 @@ class SyncCount:
     """Moments in which the host blocks on the device, or would."""
 
     package: list[str] = field(default_factory=list)
-    """Those in vlmpack's code: the operation and the file."""
+    """Syncs in vlmpack's code: the operation and the file."""
     others: int = 0
-    """How many are in the model's code."""
+    """Number of those in the model's code."""
 
 
 @contextmanager
