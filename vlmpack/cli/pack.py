@@ -30,6 +30,15 @@ OnBad = Annotated[str, options.word(*ON_BAD, help="A bad sample: raise (stop) or
 Oversize = Annotated[
     str, options.word(*OVERSIZE, help="A sample that exceeds a row by itself: error, drop (and list) or own_row.")
 ]
+MaxBadFraction = Annotated[
+    float | None, typer.Option(min=0, max=1, help="Most samples that may be left out as bad; by default 0.01.")
+]
+PadSeqToMult = Annotated[
+    int, typer.Option(min=1, help="Each sample takes up a multiple of this: 2 x CP under context parallelism.")
+]
+RowsMultiple = Annotated[
+    int, typer.Option(min=1, help="Make the number of rows a multiple of this: ranks x accumulation.")
+]
 Images = Annotated[str, options.word(*IMAGES, help="Keep images as bytes, or as reference (path and SHA-256).")]
 LISTED = 5
 """Samples in no row that are printed with their details."""
@@ -49,19 +58,13 @@ def pack(
     overlength: options.Overlength = "error",
     train_on: TrainOn = "assistant",
     on_bad: OnBad = "raise",
-    max_bad_fraction: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Most samples that may be left out as bad; by default 0.01.")
-    ] = None,
+    max_bad_fraction: MaxBadFraction = None,
     oversize: Oversize = "error",
     max_patches: options.MaxPatches = None,
     max_images: options.MaxImages = None,
     max_segments: Annotated[int | None, typer.Option(min=1, help="Most samples in a row.")] = None,
-    pad_seq_to_mult: Annotated[
-        int, typer.Option(min=1, help="Each sample takes up a multiple of this: 2 x CP under context parallelism.")
-    ] = 1,
-    rows_multiple: Annotated[
-        int, typer.Option(min=1, help="Make the number of rows a multiple of this: ranks x accumulation.")
-    ] = 1,
+    pad_seq_to_mult: PadSeqToMult = 1,
+    rows_multiple: RowsMultiple = 1,
     shuffle: Annotated[int | None, typer.Option(min=0, help="Seed that shuffles samples and rows.")] = None,
     images: Images = "bytes",
     shard_rows: Annotated[int, typer.Option(min=1, help="Rows of a file.")] = 128,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, final
 
 Cause = Literal[
@@ -81,15 +81,8 @@ class Check:
     @classmethod
     def wrong(cls, mechanism: Cause, detail: str, *, value: float | None = None, allowed: float | None = None) -> Check:
         """Report a mechanism that differs, by a count or by something else than a number."""
-        return cls(
-            part="mechanism",
-            name=mechanism,
-            finding="differs",
-            value=value,
-            allowed=allowed,
-            cause=mechanism,
-            detail=detail,
-        )
+        check = cls(part="mechanism", name=mechanism, finding="differs", cause=mechanism, detail=detail)
+        return replace(check, value=value, allowed=allowed)
 
     @classmethod
     def skipped(cls, mechanism: Cause, finding: Literal["absent", "not counted"] = "absent") -> Check:
