@@ -176,9 +176,9 @@ def units_of(names: Sequence[str], families: Sequence[str]) -> list[Unit]:
     Raises:
         ConfigError: there is no such case or family.
     """
-    for kind, chosen, known in (("case", names, list(CASES)), ("family", families, list(FAMILIES))):
-        if unknown := [name for name in chosen if name not in known]:
-            raise ConfigError(f"there is no {kind} {', '.join(map(repr, unknown))}; choose from {', '.join(known)}")
+    for kind, chosen, choices in (("case", names, list(CASES)), ("family", families, list(FAMILIES))):
+        if unknown := [name for name in chosen if name not in choices]:
+            raise ConfigError(f"there is no {kind} {', '.join(map(repr, unknown))}; choose from {', '.join(choices)}")
     return [
         Unit(case=name, family=family, first=i == 0)
         for name in names

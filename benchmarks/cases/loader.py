@@ -174,10 +174,12 @@ def measure_pixels(settings: BenchSettings, shapes: PixelShapes) -> list[Figure]
     """Join the same images in this process and collate their samples; then a DataLoader's worker hands batches over."""
     collator, samples = _collator_and_samples(settings, shapes)
     parts = [sample["pixel_values"] for sample in samples]
-    return [*_here(settings, parts, lambda: collator(samples)), *_from_a_worker(settings, parts)]
+    return [*_in_this_process(settings, parts, lambda: collator(samples)), *_from_a_worker(settings, parts)]
 
 
-def _here(settings: BenchSettings, parts: list[torch.Tensor], collate: Callable[[], object]) -> Iterator[Figure]:
+def _in_this_process(
+    settings: BenchSettings, parts: list[torch.Tensor], collate: Callable[[], object]
+) -> Iterator[Figure]:
     ways = {"used again": PixelBuffers(), "new": PixelBuffers(0), "bfloat16": PixelBuffers()}
     warm = torch.cat(parts)
     source = warm.clone()

@@ -6,8 +6,8 @@ Samples are tokenised, with labels, some with images; the same seed draws the sa
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from math import prod
@@ -231,6 +231,23 @@ class Peer:
             return "of unknown version"
 
 
+def peer(
+    name: str, distribution: str, module: str, *names: str
+) -> Callable[[Callable[[ModuleType, PeerWork], Iterable[Contest]]], Peer]:
+    """Make a `Peer` of a function that yields its contests."""
+
+    def peer_of(contests: Callable[[ModuleType, PeerWork], Iterable[Contest]]) -> Peer:
+        return Peer(
+            name=name,
+            distribution=distribution,
+            module=module,
+            names=names,
+            contests=lambda loaded, work: tuple(contests(loaded, work)),
+        )
+
+    return peer_of
+
+
 def check_equal(contest: Contest) -> None:
     """Times of ways that give different things mean nothing.
 
@@ -252,8 +269,8 @@ def _difference(results: object, expected: object) -> str:
     at, our_sample, peer_sample = next(
         (i, a, b) for i, (a, b) in enumerate(zip(results, expected, strict=True)) if a != b
     )
-    a, b = vars(our_sample), vars(peer_sample)
-    names = [name for name in ("input_ids", "targets", "positions") if a[name] != b[name]]
+    values = zip(astuple(our_sample), astuple(peer_sample), strict=True)
+    names = [field.name for field, (a, b) in zip(fields(Sample), values, strict=True) if a != b]
     return f"sample {at} has other {' and '.join(names)}"
 
 

@@ -23,6 +23,7 @@ from benchmarks.peers.contest import (
     Sample,
     Way,
     check_equal,
+    peer,
     read_padded,
     read_row,
 )
@@ -70,19 +71,26 @@ def collated_images(work: PeerWork) -> Way:
     return Way(call=call, read=read)
 
 
-def _hf_padded(transformers: ModuleType, work: PeerWork) -> Sequence[Contest]:
+@peer(
+    "Hugging Face, DataCollatorForSeq2Seq", "transformers", "transformers.data.data_collator", "DataCollatorForSeq2Seq"
+)
+def hf_padded(transformers: ModuleType, work: PeerWork) -> Iterator[Contest]:
     collate = transformers.DataCollatorForSeq2Seq(work.tokenizer)
     our_collate = VLMCollator(work.tokenizer, layout="padded")
     features = [{**sample, "attention_mask": [1] * len(sample["input_ids"])} for sample in work.lists]
-    return [
-        Contest(
-            peer=Way(call=lambda: collate(features), read=read_padded),
-            vlmpack={"VLMCollator": Way(call=lambda: our_collate(work.lists), read=read_padded)},
-        )
-    ]
+    yield Contest(
+        peer=Way(call=lambda: collate(features), read=read_padded),
+        vlmpack={"VLMCollator": Way(call=lambda: our_collate(work.lists), read=read_padded)},
+    )
 
 
-def _hf_flattened(transformers: ModuleType, work: PeerWork) -> Sequence[Contest]:
+@peer(
+    "Hugging Face, DataCollatorWithFlattening",
+    "transformers",
+    "transformers.data.data_collator",
+    "DataCollatorWithFlattening",
+)
+def hf_flattened(transformers: ModuleType, work: PeerWork) -> Iterator[Contest]:
     """Compare rows without `seq_idx`, which repeats the boundaries."""
     collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 
@@ -93,61 +101,35 @@ def _hf_flattened(transformers: ModuleType, work: PeerWork) -> Sequence[Contest]
             work=kind,
         )
 
-    return [contest("lists", work.lists), contest("tensors", work.tensors)]
+    yield contest("lists", work.lists)
+    yield contest("tensors", work.tensors)
 
 
-HF_PADDED = Peer(
-    name="Hugging Face, DataCollatorForSeq2Seq",
-    distribution="transformers",
-    module="transformers.data.data_collator",
-    names=("DataCollatorForSeq2Seq",),
-    contests=_hf_padded,
-)
-HF_FLATTENING = Peer(
-    name="Hugging Face, DataCollatorWithFlattening",
-    distribution="transformers",
-    module="transformers.data.data_collator",
-    names=("DataCollatorWithFlattening",),
-    contests=_hf_flattened,
-)
-
-
-def _trl_padding_free(trl: ModuleType, work: PeerWork) -> Sequence[Contest]:
+@peer("TRL, padding-free", "trl", "trl.trainer.sft_trainer", "DataCollatorForLanguageModeling")
+def trl_padding_free(trl: ModuleType, work: PeerWork) -> Iterator[Contest]:
     """Lists only, which is what its trainer hands it; it also gives `seq_idx`."""
     collate = trl.DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-    return [
-        Contest(
-            peer=Way(call=lambda: collate(work.lists), read=lambda row: read_row(row, row["cu_seq_lens_q"])),
-            vlmpack={"RowCollator": rows_joined(work.lists), "VLMCollator": collated(work.lists, work)},
-            work="lists",
-        )
-    ]
+    yield Contest(
+        peer=Way(call=lambda: collate(work.lists), read=lambda row: read_row(row, row["cu_seq_lens_q"])),
+        vlmpack={"RowCollator": rows_joined(work.lists), "VLMCollator": collated(work.lists, work)},
+        work="lists",
+    )
 
 
-TRL_PADDING_FREE = Peer(
-    name="TRL, padding-free",
-    distribution="trl",
-    module="trl.trainer.sft_trainer",
-    names=("DataCollatorForLanguageModeling",),
-    contests=_trl_padding_free,
-)
-
-
-def _seqpacker_collate(torch_utils: ModuleType, work: PeerWork) -> Sequence[Contest]:
+@peer("SeqPacker, packed_collate_fn", "seqpacker", "seqpacker.torch_utils", "packed_collate_fn")
+def seqpacker_collate(torch_utils: ModuleType, work: PeerWork) -> Iterator[Contest]:
     """It takes no labels: every token is learnt. Both lay the longest sample first, where they please among equals."""
     samples = [sample["input_ids"] for sample in work.lists]
     peer_collate, our_collate = torch_utils.packed_collate_fn(work.tokens), packed_collate_fn(work.tokens)
-    return [
-        Contest(
-            peer=Way(call=lambda: peer_collate(samples), read=lambda row: _read_seqpacker(row, row.labels)),
-            vlmpack={
-                "packed_collate_fn": Way(
-                    call=lambda: our_collate(samples), read=lambda batch: _read_seqpacker(batch, batch.shift_labels)
-                )
-            },
-            work="ids only",
-        )
-    ]
+    yield Contest(
+        peer=Way(call=lambda: peer_collate(samples), read=lambda row: _read_seqpacker(row, row.labels)),
+        vlmpack={
+            "packed_collate_fn": Way(
+                call=lambda: our_collate(samples), read=lambda batch: _read_seqpacker(batch, batch.shift_labels)
+            )
+        },
+        work="ids only",
+    )
 
 
 def _read_seqpacker(batch: Any, targets: Any) -> list[Sample]:
@@ -157,26 +139,25 @@ def _read_seqpacker(batch: Any, targets: Any) -> list[Sample]:
     return sorted(read_row(row, boundaries, shifted=True), key=lambda sample: sample.input_ids)
 
 
-def _seqpacker_plan(package: ModuleType, work: PeerWork) -> Sequence[Contest]:
+@peer("SeqPacker, pack_sequences", "seqpacker", "seqpacker", "pack_sequences")
+def seqpacker_plan(package: ModuleType, work: PeerWork) -> Iterator[Contest]:
     """Equal is the number of rows: among rows as full as each other, choices differ."""
     capacity = work.shapes.capacity
     lengths = LENGTH_SETS["CORD"].lengths(work.shapes.planned, work.seed).clip(max=capacity)
-    return [
-        Contest(
-            peer=Way(
-                call=lambda: package.pack_sequences(lengths, capacity).bins,
-                read=lambda bins: _rows_of_all(bins, len(lengths)),
-            ),
-            vlmpack={
-                "plan_bins": Way(
-                    call=lambda: plan_bins(lengths, capacity, strategy="best_fit_decreasing").bins,
-                    read=lambda rows: _rows_of_all(rows, len(lengths)),
-                )
-            },
-            work=f"{work.shapes.planned:,} lengths",
-            target=None,
-        )
-    ]
+    yield Contest(
+        peer=Way(
+            call=lambda: package.pack_sequences(lengths, capacity).bins,
+            read=lambda bins: _rows_of_all(bins, len(lengths)),
+        ),
+        vlmpack={
+            "plan_bins": Way(
+                call=lambda: plan_bins(lengths, capacity, strategy="best_fit_decreasing").bins,
+                read=lambda rows: _rows_of_all(rows, len(lengths)),
+            )
+        },
+        work=f"{work.shapes.planned:,} lengths",
+        target=None,
+    )
 
 
 def _rows_of_all(rows: Sequence[Sequence[int]], samples: int) -> tuple[int, bool]:
@@ -184,23 +165,14 @@ def _rows_of_all(rows: Sequence[Sequence[int]], samples: int) -> tuple[int, bool
     return len(rows), sorted(sample for row in rows for sample in row) == list(range(samples))
 
 
-SEQPACKER_COLLATE = Peer(
-    name="SeqPacker, packed_collate_fn",
-    distribution="seqpacker",
-    module="seqpacker.torch_utils",
-    names=("packed_collate_fn",),
-    contests=_seqpacker_collate,
+@peer(
+    "Megatron-Bridge",
+    "megatron-bridge",
+    "megatron.bridge.data.packing.in_batch",
+    "build_mcore_thd_sequence_batch_from_rows",
+    "pack_right_padded_sequence_batch_to_mcore_thd",
 )
-SEQPACKER_PLAN = Peer(
-    name="SeqPacker, pack_sequences",
-    distribution="seqpacker",
-    module="seqpacker",
-    names=("pack_sequences",),
-    contests=_seqpacker_plan,
-)
-
-
-def _bridge_rows(in_batch: ModuleType, work: PeerWork) -> Sequence[Contest]:
+def bridge_rows(in_batch: ModuleType, work: PeerWork) -> Iterator[Contest]:
     """It checks shapes, as we do; positions are given to it, one row of them, while we compute ours."""
     rows = [{**sample, "position_ids": torch.arange(len(sample["input_ids"]))} for sample in work.tensors]
     batch = work.padded()
@@ -210,21 +182,25 @@ def _bridge_rows(in_batch: ModuleType, work: PeerWork) -> Sequence[Contest]:
         in_batch.pack_right_padded_sequence_batch_to_mcore_thd(copied)
         return copied
 
-    return [
-        Contest(
-            peer=Way(call=lambda: in_batch.build_mcore_thd_sequence_batch_from_rows(rows), read=_read_bridge),
-            vlmpack={"RowCollator": rows_joined(work.tensors)},
-            work="tensors, positions given",
-        ),
-        Contest(
-            peer=Way(call=join_padded, read=_read_bridge),
-            vlmpack={"pack": _packed_by_us(batch)},
-            work="a padded batch",
-        ),
-    ]
+    yield Contest(
+        peer=Way(call=lambda: in_batch.build_mcore_thd_sequence_batch_from_rows(rows), read=_read_bridge),
+        vlmpack={"RowCollator": rows_joined(work.tensors)},
+        work="tensors, positions given",
+    )
+    yield Contest(
+        peer=Way(call=join_padded, read=_read_bridge),
+        vlmpack={"pack": _packed_by_us(batch)},
+        work="a padded batch",
+    )
 
 
-def _bridge_batch(vlm_step: ModuleType, work: PeerWork) -> Sequence[Contest]:
+@peer(
+    "Megatron-Bridge, pack_batch_sequences",
+    "megatron-bridge",
+    "megatron.bridge.training.vlm_step",
+    "pack_batch_sequences",
+)
+def bridge_batch(vlm_step: ModuleType, work: PeerWork) -> Iterator[Contest]:
     """It takes lengths from the ids, so that a real token of the padding's id at a sample's end would be cut off."""
     batch = work.padded()
     loss_mask = (batch["labels"] != IGNORE).float()
@@ -236,13 +212,11 @@ def _bridge_batch(vlm_step: ModuleType, work: PeerWork) -> Sequence[Contest]:
         )
         return dict(zip(names, values, strict=True))
 
-    return [
-        Contest(
-            peer=Way(call=call, read=_read_bridge),
-            vlmpack={"pack": _packed_by_us(batch, loss_mask=loss_mask)},
-            work="a padded batch",
-        )
-    ]
+    yield Contest(
+        peer=Way(call=call, read=_read_bridge),
+        vlmpack={"pack": _packed_by_us(batch, loss_mask=loss_mask)},
+        work="a padded batch",
+    )
 
 
 def _packed_by_us(batch: Mapping[str, Any], **extras: torch.Tensor) -> Way:
@@ -260,23 +234,15 @@ def _read_bridge(row: Mapping[str, Any]) -> list[Sample]:
     return read_row(row, row["cu_seqlens_q"])
 
 
-BRIDGE_ROWS = Peer(
-    name="Megatron-Bridge",
-    distribution="megatron-bridge",
-    module="megatron.bridge.data.packing.in_batch",
-    names=("build_mcore_thd_sequence_batch_from_rows", "pack_right_padded_sequence_batch_to_mcore_thd"),
-    contests=_bridge_rows,
+@peer(
+    "NeMo Automodel",
+    "nemo-automodel",
+    "nemo_automodel.components.datasets.vlm.neat_packing_vlm",
+    "_compute_mrope_position_ids",
+    "_shift_sample",
+    "_build_packed_vlm_sample",
 )
-BRIDGE_BATCH = Peer(
-    name="Megatron-Bridge, pack_batch_sequences",
-    distribution="megatron-bridge",
-    module="megatron.bridge.training.vlm_step",
-    names=("pack_batch_sequences",),
-    contests=_bridge_batch,
-)
-
-
-def _automodel_row(packing: ModuleType, work: PeerWork) -> Sequence[Contest]:
+def automodel_row(packing: ModuleType, work: PeerWork) -> Iterator[Contest]:
     """Make a row as its packed data set does: positions by the model's function, shift, join. Pixels are joined too.
 
     Each sample loses its last token on the way, whose target nothing is.
@@ -292,37 +258,26 @@ def _automodel_row(packing: ModuleType, work: PeerWork) -> Sequence[Contest]:
     def call() -> dict[str, Any]:
         return packing._build_packed_vlm_sample([placed(sample) for sample in samples], work.tokens, 0, has_mrope=True)
 
-    return [
-        Contest(
-            peer=Way(call=call, read=_read_automodel),
-            vlmpack={"VLMCollator": collated_images(work)},
-            work="images, without last tokens",
-        )
-    ]
+    yield Contest(
+        peer=Way(call=call, read=_read_automodel),
+        vlmpack={"VLMCollator": collated_images(work)},
+        work="images, without last tokens",
+    )
 
 
 def _read_automodel(row: dict[str, Any]) -> list[Sample]:
     return read_row(row, [0, *accumulate(row["seq_lens"])], shifted=True)
 
 
-AUTOMODEL_ROW = Peer(
-    name="NeMo Automodel",
-    distribution="nemo-automodel",
-    module="nemo_automodel.components.datasets.vlm.neat_packing_vlm",
-    names=("_compute_mrope_position_ids", "_shift_sample", "_build_packed_vlm_sample"),
-    contests=_automodel_row,
-)
-
-
 PEERS: tuple[Peer, ...] = (
-    HF_PADDED,
-    HF_FLATTENING,
-    TRL_PADDING_FREE,
-    SEQPACKER_COLLATE,
-    SEQPACKER_PLAN,
-    BRIDGE_ROWS,
-    BRIDGE_BATCH,
-    AUTOMODEL_ROW,
+    hf_padded,
+    hf_flattened,
+    trl_padding_free,
+    seqpacker_collate,
+    seqpacker_plan,
+    bridge_rows,
+    bridge_batch,
+    automodel_row,
 )
 """In the order in which they are measured."""
 
@@ -335,20 +290,20 @@ def measure_peers(settings: BenchSettings, shapes: PeerShapes) -> list[Figure | 
     work = PeerWork.of(shapes, seed=settings.seed)
     figures: list[Figure | Skipped] = []
     contests: list[tuple[str, Contest]] = []
-    for peer in PEERS:
+    for project in PEERS:
         try:
-            module = peer.load()
+            module = project.load()
         except ConfigError as error:
-            figures.append(Skipped(case=CASE, name=peer.name, why=str(error)))
+            figures.append(Skipped(case=CASE, name=project.name, why=str(error)))
             continue
-        contests += [(_title(peer, contest), contest) for contest in peer.contests(module, work)]
+        contests += [(_title(project, contest), contest) for contest in project.contests(module, work)]
     for title, contest in contests:
         figures += _measure_contest(title, contest, settings, seconds=settings.seconds / len(contests))
     return figures
 
 
-def _title(peer: Peer, contest: Contest) -> str:
-    return f"{peer.name} {peer.version}" + f" ({contest.work})" * bool(contest.work)
+def _title(project: Peer, contest: Contest) -> str:
+    return f"{project.name} {project.version}" + f" ({contest.work})" * bool(contest.work)
 
 
 def _measure_contest(

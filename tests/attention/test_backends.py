@@ -11,7 +11,7 @@ from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.checks import ALLOWED
-from vlmpack.attention import BACKENDS, sdpa_segments
+from vlmpack.attention import BACKENDS, AttentionCall, sdpa_segments
 from vlmpack.attention.eager_mask import EagerMask
 from vlmpack.attention.sdpa_segments import SdpaSegments
 from vlmpack.attention.varlen import FlashAttn, TorchVarlen
@@ -20,7 +20,9 @@ from vlmpack.layout import Segments, SlotRule
 HEADS, KV_HEADS, DIM = 6, 3, 11
 lengths_lists = st.lists(st.integers(0, 13), min_size=1, max_size=5).filter(sum)
 rules = st.builds(SlotRule, multiple=st.integers(1, 5), row_multiple=st.sampled_from([1, 7]))
-exact = pytest.mark.parametrize("attend", [SdpaSegments(), EagerMask()], ids=lambda b: b.name)
+ON_CPU = AttentionCall(device="cpu", dtype=torch.float64, head_dim=DIM, num_heads=HEADS, num_kv_heads=KV_HEADS)
+SERVING = [backend for backend in BACKENDS.values() if not backend.unsupported(ON_CPU)]
+exact = pytest.mark.parametrize("attend", SERVING, ids=lambda b: b.name)
 
 
 def random_qkv(tokens, *, seed=0, dtype=torch.float64):

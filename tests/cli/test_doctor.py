@@ -362,7 +362,7 @@ def test_every_group_of_parameters_has_a_line_of_its_own_on_80_columns(family: s
 
 
 def test_what_is_infinitely_far_is_printed() -> None:
-    check = Check(part="isolation", name="change", finding="leaks", seen=float("inf"), allowed=1e-5, detail="nan")
+    check = Check(part="isolation", name="change", finding="leaks", value=float("inf"), allowed=1e-5, detail="nan")
     assert any(line.split() == ["change", "inf", "1e-05", "leaks"] for line in printed(report_of(check)))
 
 

@@ -72,7 +72,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def probed() -> Report:
-    limits: dict[str, Any] = {"seen": 1.2345e-7, "allowed": 5.4321e-5}
+    limits: dict[str, Any] = {"value": 1.2345e-7, "allowed": 5.4321e-5}
     groups = ("model.language_model.layers.self_attn.q_proj", "model.visual.deepstack_merger_list.linear_fc1")
     return Report(
         model="Qwen3VLForConditionalGeneration", family="qwen3_vl_moe", weights="a tiny copy with random weights",
@@ -86,7 +86,7 @@ def probed() -> Report:
                 for group in groups
                 for way in ("row", "padded")
             ),
-            Check(part="work", name="attended pairs", finding="ok", seen=123_456_789, allowed=123_456_789),
+            Check(part="work", name="attended pairs", finding="ok", value=123_456_789, allowed=123_456_789),
         ),
         circumstances={"row": "a packed row", "padded": "a padded batch, which the step packs"},
         plain=(

@@ -19,8 +19,8 @@ from vlmpack.testing import tiny_model, tiny_processor
 from vlmpack.testing.comparison import FLOOR
 
 
-def seen(report: Report, part: str) -> dict[str, float]:
-    return {check.name: check.seen for check in report.checks if check.part == part and check.seen is not None}
+def values(report: Report, part: str) -> dict[str, float]:
+    return {check.name: check.value for check in report.checks if check.part == part and check.value is not None}
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", *full("qwen3_vl_moe")])
@@ -49,7 +49,7 @@ def test_an_adapter_is_probed_where_it_is() -> None:
                 weight.normal_(std=0.5)  # at 0, as it starts, nothing would reach lora_A
     report = vlmpack.probe(model)
     assert report.verdict == "exact", report
-    gradients = {name for name in seen(report, "equality") if "gradient" in name}
+    gradients = {name for name in values(report, "equality") if "gradient" in name}
     assert gradients == {f"{way}: gradient of language_model.layers.self_attn" for way in report.circumstances}
 
 
@@ -57,7 +57,7 @@ def test_a_frozen_model_has_logits_and_a_loss_to_compare() -> None:
     report = vlmpack.probe(tiny_model("qwen2_vl").requires_grad_(False))
     assert report.verdict == "exact", report
     numbers = ("logits", "loss", "sample losses")
-    assert set(seen(report, "equality")) == {f"{way}: {what}" for way in report.circumstances for what in numbers}
+    assert set(values(report, "equality")) == {f"{way}: {what}" for way in report.circumstances for what in numbers}
 
 
 def test_the_settings_of_an_enabled_model_are_probed() -> None:
@@ -75,9 +75,9 @@ def test_low_precision_has_the_limits_of_low_precision(family: str) -> None:
     assert (report.verdict, report.dtype) == ("exact", "bfloat16"), report
     logits = next(check for check in report.checks if check.name == "row: logits")
     assert logits.allowed is not None
-    assert logits.seen is not None
-    assert 1e-3 < logits.seen <= logits.allowed < 0.5
-    assert set(seen(report, "isolation").values()) == {0}, "other samples are computed bit for bit"
+    assert logits.value is not None
+    assert 1e-3 < logits.value <= logits.allowed < 0.5
+    assert set(values(report, "isolation").values()) == {0}, "other samples are computed bit for bit"
 
 
 def test_what_the_tower_rounds_over_all_images_is_no_fault_of_a_row_in_low_precision() -> None:
@@ -90,7 +90,7 @@ def test_what_the_tower_rounds_over_all_images_is_no_fault_of_a_row_in_low_preci
 def test_pairs_are_the_sum_of_squared_lengths_and_nothing_of_the_package_syncs() -> None:
     report = vlmpack.probe(tiny_model("qwen3_vl"))
     lengths = [int(sample.split()[-2]) for sample in report.samples]
-    work = seen(report, "work")
+    work = values(report, "work")
     assert work == {"attended pairs": sum(n * n for n in lengths), "host-device syncs": 0}
     pairs = {one.name: one.pairs for one in report.plain}
     assert pairs["one row, [3, 1, T] positions"] == sum(lengths) ** 2
@@ -158,9 +158,9 @@ def test_gradients_that_are_infinite_alone_prove_nothing_either() -> None:
 
 def test_infinity_goes_through_json_as_the_largest_number() -> None:
     report = vlmpack.probe(tiny_model("qwen3"), plain=False)
-    worst = replace(report.checks[0], finding="leaks", seen=float("inf"))
+    worst = replace(report.checks[0], finding="leaks", value=float("inf"))
     answer = json.loads(json.dumps(replace(report, checks=(worst,)).to_dict(), allow_nan=False))
-    assert answer["checks"][0]["seen"] > 1e300
+    assert answer["checks"][0]["value"] > 1e300
 
 
 def test_the_least_precise_weights_set_the_limits() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, final
 
@@ -33,6 +33,12 @@ LISTED = 5
 BAR = 20
 """Characters of the longest bar of a histogram."""
 EIGHTHS = " ▏▎▍▌▋▊▉█"
+SamplesPerUpdate = Annotated[
+    int | None, typer.Option(min=1, help="Samples that an update sees, instead of --accumulation.")
+]
+Estimate = Annotated[
+    bool, typer.Option("--estimate", help="Count ceil(H/32) x ceil(W/32) tokens an image: no resize rule is used.")
+]
 
 
 def analyze(
@@ -44,9 +50,7 @@ def analyze(
     world_size: Annotated[int, typer.Option(min=1, help="Ranks.")] = 1,
     per_device_batch: Annotated[int, typer.Option(min=1, help="Samples of a padded batch, on each rank.")] = 8,
     accumulation: Annotated[int | None, typer.Option(min=1, help="Padded batches that are added up.")] = None,
-    samples_per_update: Annotated[
-        int | None, typer.Option(min=1, help="Samples that an update sees, instead of --accumulation.")
-    ] = None,
+    samples_per_update: SamplesPerUpdate = None,
     rows_per_device: Annotated[int, typer.Option(min=1, help="Packed rows of a batch, on each rank.")] = 1,
     strategy: Annotated[str, typer.Option(help="How samples are placed: exact_fill, rolling_fill, ...")] = "exact_fill",
     max_patches: options.MaxPatches = None,
@@ -58,9 +62,7 @@ def analyze(
     max_length: options.MaxLength = None,
     overlength: options.Overlength = "error",
     max_pixels: options.MaxPixels = None,
-    estimate: Annotated[
-        bool, typer.Option("--estimate", help="Count ceil(H/32) x ceil(W/32) tokens an image: no resize rule is used.")
-    ] = False,
+    estimate: Estimate = False,
     workers: options.Workers = 0,
     cache: options.Cache = None,
     out: Annotated[Path | None, typer.Option(help="Folder for a PNG of the histograms, and all numbers.")] = None,
@@ -150,9 +152,9 @@ class Packing:
 
         from vlmpack.plan import LengthTable
 
-        one, zero = np.ones(1, np.int64), np.zeros(1, np.int64)
+        ones, zero = np.ones(1, np.int64), np.zeros(1, np.int64)
         columns = dict.fromkeys(("image_tokens", "video_tokens", "images", "videos", "patches", "targets"), zero)
-        self.simulate(LengthTable(sample_ids=zero, text_tokens=one, **columns))
+        self.simulate(LengthTable(sample_ids=zero, text_tokens=ones, **columns))
 
     def simulate(self, table: LengthTable) -> tuple[Simulation, ...]:
         """Pack the table into rows of every capacity; a table without samples into none.
@@ -162,8 +164,11 @@ class Packing:
         """
         from vlmpack.plan import simulate
 
-        settings = {name: value for name, value in vars(self).items() if name != "capacities"}
-        return tuple(simulate(table, each, **settings) for each in self.capacities) if len(table) else ()
+        run = partial(
+            simulate, table, recipe=self.recipe, rows_per_device=self.rows_per_device, strategy=self.strategy,
+            max_patches=self.max_patches, max_images=self.max_images,
+        )  # fmt: skip
+        return tuple(map(run, self.capacities)) if len(table) else ()
 
 
 @final
@@ -178,7 +183,7 @@ class Analysis:
     packing: Packing
     """Settings of the simulations."""
     is_estimate: bool = False
-    """Whether image tokens are estimated by the image's size alone."""
+    """Image tokens are estimated by the image's size alone."""
 
     @cached_property
     def simulations(self) -> tuple[Simulation, ...]:

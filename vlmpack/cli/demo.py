@@ -30,7 +30,7 @@ ROWS, LOSSES, NUMBERS = "rows.png", "losses.png", "demo.json"
 def demo(
     model: Annotated[
         str | None,
-        typer.Option(help="Hub id or folder of a Qwen-VL model; without it, a small random Qwen3-VL is made."),
+        typer.Option(help="Hub id or folder of a vision-language model; without it, a small random one is made."),
     ] = None,
     data: Annotated[
         str,
@@ -48,7 +48,7 @@ def demo(
 ) -> None:
     """Train on receipts with Hugging Face Trainer, padded and packed in turn, and compare the two.
 
-    By default: a small Qwen3-VL, drawn receipts, no GPU, no network, about a minute on two cores.
+    By default: a small random model, drawn receipts, no GPU, no network, about a minute on two cores.
     """
     check_extra("demo", "accelerate", "matplotlib", needed_by="`vlmpack demo`")
     if model is not None:

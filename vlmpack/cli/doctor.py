@@ -200,10 +200,10 @@ def gated_delta_serving(device_types: Sequence[str]) -> list[Serving]:
     """Return whether flash-linear-attention can train gated delta layers on these types of device."""
     import torch
 
-    from vlmpack.families import family_named
+    from vlmpack.families import FAMILIES
     from vlmpack.model import FlaCall, uses_fla
 
-    if not uses_fla(family_named("qwen3_5")):
+    if not uses_fla(next(family for family in FAMILIES.values() if family.has("gated_delta"))):
         why = ("transformers has not found it; rows are computed in batches of samples of like length",)
         return [Serving("fla", name, "any", why) for name in device_types]
     calls = {name: FlaCall.of(torch.device(name), training=True) for name in device_types}
@@ -217,9 +217,7 @@ def print_environment(parts: Mapping[str, Sequence[Any]], console: Console) -> N
         "Versions": [_version_row(entry) for entry in parts["versions"]],
         "Devices": [(entry.type, "", "", entry.name) for entry in parts["devices"]],
         f"Attention back-ends[/] [dim]({heads})": [_serving_row(entry) for entry in parts["attention"]],
-        "Gated delta layers[/] [dim](Qwen3.5, Qwen3-Next; training)": [
-            _serving_row(entry) for entry in parts["gated_delta"]
-        ],
+        "Gated delta layers[/] [dim](training)": [_serving_row(entry) for entry in parts["gated_delta"]],
     }
     for title, rows in sections.items():
         console.print(f"[bold]{title}[/]", highlight=False)
@@ -298,12 +296,12 @@ def _models(name: str | None, device: torch.device, dtype: str | None, *, tiny: 
         dtypes = {dtype: dtypes[dtype]}
     elif name is not None or device.type == "cpu":
         del dtypes["bfloat16"]
-    made = None if name is None else tiny_family(name)
-    if name is not None and made is None:
+    tiny_name = None if name is None else tiny_family(name)
+    if name is not None and tiny_name is None:
         for each in dtypes.values():
             yield load(name, device=device, dtype=each, tiny=tiny)
         return
-    for family in FAMILIES if made is None else [made]:
+    for family in FAMILIES if tiny_name is None else [tiny_name]:
         processor = named_processor(name) if name and family_named(family).has_vision else None
         for each in dtypes.values():
             model = tiny_model(family, dtype=each, processor=processor).to(device)

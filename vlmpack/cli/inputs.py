@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vlmpack.cli.options import refuse_file
 from vlmpack.errors import ConfigError
@@ -21,7 +24,6 @@ if TYPE_CHECKING:
 
 SYNTHETIC = "synthetic"
 TINY = "tiny"
-DEFAULT_FAMILY = "qwen3_vl"
 DEFAULT_SPLIT = "train"
 
 
@@ -166,27 +168,29 @@ def measure(
     Raises:
         ConfigError: no sample can be measured with these settings, or the cache cannot be used.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from vlmpack.store import measure_lengths
 
-    columns = (TextColumn("reading samples"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with progress_bars(console, {"measure": "reading samples"}) as progress:
+        settings: dict[str, Any] = {"workers": workers, "cache": cache, "estimate": estimate}
+        return measure_lengths(*inputs, progress=partial(progress, "measure"), **settings)
+
+
+@contextmanager
+def progress_bars(console: Console, stages: Mapping[str, str]) -> Iterator[Callable[[str, int, int | None], None]]:
+    """Draw a bar for each stage, with its title; yields the function for progress: stage, done, and how many in all."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=len(inputs.dataset))
-        return measure_lengths(
-            *inputs,
-            workers=workers,
-            cache=cache,
-            progress=lambda done, total: progress.update(bar, completed=done, total=total),
-            estimate=estimate,
-        )
+        bars = {stage: progress.add_task(title, total=None, visible=False) for stage, title in stages.items()}
+        yield lambda stage, done, total: progress.update(bars[stage], completed=done, total=total, visible=True)
 
 
 # ---------------------------------------------------------------------- processors and models
 
 
 def tiny_family(name: str) -> str | None:
-    """Return the family of "tiny" (Qwen3-VL) or "tiny:FAMILY"; None: the name is a hub id or a folder."""
+    """Return the family of "tiny" (the default one) or "tiny:FAMILY"; None: the name is a hub id or a folder."""
+    from vlmpack.testing import DEFAULT_FAMILY
+
     tiny, _, family = name.partition(":")
     return (family or DEFAULT_FAMILY) if tiny == TINY else None
 
@@ -195,7 +199,7 @@ def named_processor(name: str) -> Any:
     """Load or build a processor; of a text model, its tokenizer.
 
     Args:
-        name: a hub id, a folder, "tiny" (Qwen3-VL) or "tiny:FAMILY".
+        name: a hub id, a folder, "tiny" (the default family) or "tiny:FAMILY".
 
     Raises:
         ConfigError: nothing of that name exists. FamilyError: the model's family is not supported.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from vlmpack.cli import options
-from vlmpack.cli.inputs import InputOptions, open_inputs
+from vlmpack.cli.inputs import InputOptions, open_inputs, progress_bars
 from vlmpack.errors import check_extra
 from vlmpack.terminal import format_bytes, make_table, number_columns, print_table, print_text, sample_name, text_column
 
@@ -27,6 +25,21 @@ TRAIN_ON = ("assistant", "all")
 ON_BAD = ("raise", "skip")
 OVERSIZE = ("error", "drop", "own_row")
 IMAGES = ("bytes", "reference")
+TrainOn = Annotated[str, options.word(*TRAIN_ON, help="Tokens with a loss: assistant (its turns) or all.")]
+OnBad = Annotated[str, options.word(*ON_BAD, help="A bad sample: raise (stop) or skip (leave out, and list).")]
+Oversize = Annotated[
+    str, options.word(*OVERSIZE, help="A sample that exceeds a row by itself: error, drop (and list) or own_row.")
+]
+MaxBadFraction = Annotated[
+    float | None, typer.Option(min=0, max=1, help="Most samples that may be left out as bad; by default 0.01.")
+]
+PadSeqToMult = Annotated[
+    int, typer.Option(min=1, help="Each sample takes up a multiple of this: 2 x CP under context parallelism.")
+]
+RowsMultiple = Annotated[
+    int, typer.Option(min=1, help="Make the number of rows a multiple of this: ranks x accumulation.")
+]
+Images = Annotated[str, options.word(*IMAGES, help="Keep images as bytes, or as reference (path and SHA-256).")]
 LISTED = 5
 """Samples in no row that are printed with their details."""
 STAGES = {"measure": "measuring samples", "compare": "comparing what is packed", "write": "writing files"}
@@ -43,31 +56,17 @@ def pack(
     seed: options.Seed = 0,
     max_length: options.MaxLength = None,
     overlength: options.Overlength = "error",
-    train_on: Annotated[
-        str, options.word(*TRAIN_ON, help="Tokens with a loss: assistant (its turns) or all.")
-    ] = "assistant",
-    on_bad: Annotated[
-        str, options.word(*ON_BAD, help="A bad sample: raise (stop) or skip (leave out, and list).")
-    ] = "raise",
-    max_bad_fraction: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Most samples that may be left out as bad; by default 0.01.")
-    ] = None,
-    oversize: Annotated[
-        str, options.word(*OVERSIZE, help="A sample that exceeds a row by itself: error, drop (and list) or own_row.")
-    ] = "error",
+    train_on: TrainOn = "assistant",
+    on_bad: OnBad = "raise",
+    max_bad_fraction: MaxBadFraction = None,
+    oversize: Oversize = "error",
     max_patches: options.MaxPatches = None,
     max_images: options.MaxImages = None,
     max_segments: Annotated[int | None, typer.Option(min=1, help="Most samples in a row.")] = None,
-    pad_seq_to_mult: Annotated[
-        int, typer.Option(min=1, help="Each sample takes up a multiple of this: 2 x CP under context parallelism.")
-    ] = 1,
-    rows_multiple: Annotated[
-        int, typer.Option(min=1, help="Make the number of rows a multiple of this: ranks x accumulation.")
-    ] = 1,
+    pad_seq_to_mult: PadSeqToMult = 1,
+    rows_multiple: RowsMultiple = 1,
     shuffle: Annotated[int | None, typer.Option(min=0, help="Seed that shuffles samples and rows.")] = None,
-    images: Annotated[
-        str, options.word(*IMAGES, help="Keep images as bytes, or as reference (path and SHA-256).")
-    ] = "bytes",
+    images: Images = "bytes",
     shard_rows: Annotated[int, typer.Option(min=1, help="Rows of a file.")] = 128,
     workers: options.Workers = 0,
     ray: Annotated[bool, typer.Option("--ray", help="Measure and write as tasks of Ray instead of --workers.")] = False,
@@ -99,21 +98,12 @@ def pack(
     slots = SlotRule(multiple=pad_seq_to_mult, max_segments=max_segments)
     skip_limit = None if max_bad_fraction is None else SkipLimit(max_bad_fraction=max_bad_fraction)
     inputs = open_inputs(source, train_on=train_on, on_bad=on_bad, skip_limit=skip_limit, slots=slots)
-    with progress_bars(Console(stderr=True)) as progress:
+    with progress_bars(Console(stderr=True), STAGES) as progress:
         manifest = write_rows(
             inputs.dataset, out, inputs.collator, settings, workers=workers, executor="ray" if ray else "local",
             cache=cache, progress=progress,
         )  # fmt: skip
     print_store(out, manifest, Console())
-
-
-@contextmanager
-def progress_bars(console: Console) -> Iterator[Callable[[str, int, int | None], None]]:
-    """Draw a bar for each stage of `write_rows`; yields the function for its `progress`."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bars = {stage: progress.add_task(text, total=None, visible=False) for stage, text in STAGES.items()}
-        yield lambda stage, done, total: progress.update(bars[stage], completed=done, total=total, visible=True)
 
 
 def print_store(out: Path, manifest: Manifest, console: Console) -> None:

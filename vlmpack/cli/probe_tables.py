@@ -22,7 +22,7 @@ COLOURS = {"ok": "green", "exact": "green", "leaks": "red", "differs": "red", "f
 PLAIN_COLOURS = {"exact": "green", "leaks": "yellow", "differs": "yellow", "fails": "yellow"}
 CAPTION = """\
 [dim]Errors are parts of the largest entry (of logits, or of each parameter's
-gradient); gradients are those of the worst parameter, and seen is the worst of
+gradient); gradients are those of the worst parameter, and value is the worst of
 all circumstances but autocast. A limit is what float32 accounts for, and twice
 the error that the model makes without packing.[/]
 """
@@ -106,13 +106,13 @@ def _summary_row(report: Report) -> list[str]:
 
 
 def _checks(checks: Sequence[Check]) -> Table:
-    table = make_table("what", *number_columns("seen", "allowed"), text_column("finding"))
+    table = make_table("what", *number_columns("value", "allowed"), text_column("finding"))
     for part, title in PARTS.items():
         table.add_row(f"[dim]{title}[/]")
         for check in (check for check in checks if check.part == part):
             note = f" [dim]{escape(check.detail)}[/]" if check.detail and not check.is_bad else ""
             finding = _coloured(check.finding) + note
-            table.add_row(f"  {check.name}", _number(check.seen), _number(check.allowed), finding)
+            table.add_row(f"  {check.name}", _number(check.value), _number(check.allowed), finding)
         table.add_section()
     return table
 
@@ -136,10 +136,10 @@ def _circumstances(report: Report) -> Table:
         if check.name.partition(":")[0] not in report.circumstances:
             table.add_row(check.name, "", "", "", "", _coloured(check.finding))
     for router in ROUTERS:
-        if found := [check for check in equality if check.name.endswith(router)]:
-            worst = _number(_largest(found) or 0.0)
+        if additions := [check for check in equality if check.name.endswith(router)]:
+            worst = _number(_largest(additions) or 0.0)
             cells = ("", "", "", worst) if "gradient" in router else ("", worst, "", "")
-            table.add_row(f"  {router}", *cells, _findings(found))
+            table.add_row(f"  {router}", *cells, _findings(additions))
     return table
 
 
@@ -153,10 +153,10 @@ def _gradients(checks: Sequence[Check]) -> Table:
         group = check.name.partition(": ")[2]
         if check.part == "equality" and group.startswith(GRADIENT):
             groups.setdefault(group, []).append(check)
-    numbers = number_columns("seen", "allowed", "autocast")
+    numbers = number_columns("value", "allowed", "autocast")
     table = make_table(text_column("worst parameter of each group"), *numbers, text_column("finding"))
     above = ""
-    for group, found in groups.items():
+    for group, of_group in groups.items():
         part, _, rest = group.removeprefix(GRADIENT).partition(".")
         part = part if rest else ""
         if part != above:
@@ -164,8 +164,8 @@ def _gradients(checks: Sequence[Check]) -> Table:
             if part:
                 table.add_row(f"[dim]gradients of {part}[/]")
         above = part
-        mixed = [check for check in found if check.name.startswith("autocast: ")]
-        others = [check for check in found if check not in mixed]
+        mixed = [check for check in of_group if check.name.startswith("autocast: ")]
+        others = [check for check in of_group if check not in mixed]
         allowed = max((check.allowed for check in others if check.allowed is not None), default=None)
         cells = [_number(value) for value in (_largest(others), allowed, _largest(mixed[:1]))]
         table.add_row(f"  {rest}" if rest else group, *cells, _findings(others))
@@ -182,7 +182,7 @@ def _plain(report: Report) -> Table:
 
 
 def _largest(checks: Iterable[Check]) -> float | None:
-    return max((check.seen for check in checks if check.seen is not None), default=None)
+    return max((check.value for check in checks if check.value is not None), default=None)
 
 
 def _findings(checks: Iterable[Check]) -> str:

@@ -33,9 +33,6 @@ TINY_SIZES = {"hidden": 128, "layers": 4, "vision_hidden": 64, "vision_heads": 4
 TOKENS = ("input_ids", "labels", "mm_token_type_ids")
 """Tensors of a batch with one entry a token."""
 NOT_OF_SAMPLES = ("attention_mask", METADATA_KEY)
-TOKENS = ("input_ids", "labels", "mm_token_type_ids")
-"""Tensors of a batch with one entry a token."""
-NOT_OF_SAMPLES = ("attention_mask", METADATA_KEY)
 
 
 @final
@@ -44,7 +41,7 @@ class Setup:
     """Settings of both trainings, and what they start from."""
 
     model: str | None
-    """Hub id or folder; None: a small random Qwen3-VL."""
+    """Hub id or folder; None: a small random one."""
     data: str
     """"synthetic", or a source of CORD."""
     device: str
@@ -61,7 +58,7 @@ class Setup:
     @property
     def title(self) -> str:
         """Model and element type in a few words."""
-        return f"{self.model or 'Qwen3-VL, 4 layers of width 128, random weights'}, {self.dtype}"
+        return f"{self.model or 'a small model of 4 layers of width 128 with random weights'}, {self.dtype}"
 
     @cached_property
     def processor(self) -> Any:
@@ -71,7 +68,7 @@ class Setup:
             ConfigError: it cannot be read.
         """
         if self.model is None:
-            return tiny_processor("qwen3_vl")
+            return tiny_processor()
         with reading("--model", self.model):
             return load_processor(self.model)
 
@@ -104,7 +101,7 @@ class Setup:
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.dtype]
         if self.model is None:
             sizes: dict[str, Any] = {**TINY_SIZES, "seed": self.seed, "dtype": dtype, "lively": False}
-            model: Any = tiny_model("qwen3_vl", processor=self.processor, **sizes)
+            model: Any = tiny_model(processor=self.processor, **sizes)
         else:
             with reading("--model", self.model):
                 model = AutoModelForImageTextToText.from_pretrained(self.model, dtype=dtype, attn_implementation="sdpa")

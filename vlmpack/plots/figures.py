@@ -88,13 +88,13 @@ def _draw_histogram(axes: Axes, name: str, values: np.ndarray, colour: str, capa
     stop = edges[-1] + width
     if bins[-1].stop is None:
         axes.annotate("+", (edges[-1] + width / 2, bins[-1].count), ha="center", va="bottom", fontsize=9, color=FAINT)
-    known = summary(values)
-    lines = [("median", known.median, ACCENT), ("p95", known.p95, ACCENT), ("p99", known.p99, ACCENT)]
+    numbers = summary(values)
+    lines = [("median", numbers.median, ACCENT), ("p95", numbers.p95, ACCENT), ("p99", numbers.p99, ACCENT)]
     lines += [(f"row of {capacity:,}", capacity, INK) for capacity in capacities if capacity < stop]
     for place, (text, at, ink) in enumerate(lines):
         _mark(axes, text, at, ink, height=1 - 0.1 * place)
     axes.set_xlim(edges[0], stop)
-    _label(axes, name, known)
+    _label(axes, name, numbers)
 
 
 def _mark(axes: Axes, text: str, at: float, ink: str, *, height: float) -> None:
@@ -104,7 +104,7 @@ def _mark(axes: Axes, text: str, at: float, ink: str, *, height: float) -> None:
     axes.text(at, height, f" {text}", transform=above, fontsize=7.5, color=ink, ha="left", va="top", clip_on=False)
 
 
-def _label(axes: Axes, name: str, known: Summary) -> None:
+def _label(axes: Axes, name: str, numbers: Summary) -> None:
     bare(axes)
     axes.set_axisbelow(True)
     axes.grid(axis="y", color="#E9E9EC", linewidth=0.8)
@@ -113,7 +113,9 @@ def _label(axes: Axes, name: str, known: Summary) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     heading(
-        axes, name, f"mean {known.mean:,.0f}   median {known.median:,.0f}   p99 {known.p99:,.0f}   max {known.max:,}"
+        axes,
+        name,
+        f"mean {numbers.mean:,.0f}   median {numbers.median:,.0f}   p99 {numbers.p99:,.0f}   max {numbers.max:,}",
     )
 
 

@@ -31,7 +31,6 @@ from vlmpack.model import PackedStep, StepConfig, StepResult, find_model
 from vlmpack.testing import (
     Outcome,
     Sample,
-    alone,
     backward,
     media_of,
     metadata_of,
@@ -40,7 +39,6 @@ from vlmpack.testing import (
     padded,
     plain_output,
     take_gradients,
-    target_losses,
 )
 
 NO_GAPS = SlotRule()
@@ -222,11 +220,6 @@ class ForwardResult:
 class ForwardPass(Protocol):
     """A way to run samples through a model together."""
 
-    @property
-    def name(self) -> str:
-        """For people."""
-        ...
-
     def segments(self, samples: Sequence[Sample]) -> Segments:
         """Where each sample lies."""
         ...
@@ -246,16 +239,11 @@ class PackedPass:
     step: PackedStep
     """On the model, with the settings of the circumstance."""
     circumstance: Circumstance
-    """How samples are packed and computed."""
+    """Of packing and computing the samples."""
     rule: SlotRule
     """Of the row."""
     poison: int
     """Id of the token in every gap."""
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        return self.circumstance.title
 
     def segments(self, samples: Sequence[Sample]) -> Segments:
         """Of the row."""
@@ -307,36 +295,9 @@ class PackedPass:
         """[B, S, V] or [1, T, V] to [L, V] of each sample."""
         if not self.circumstance.padded:
             return [logits[0, start:stop] for start, stop in self.segments(samples).spans]
-        starts = columns_of(samples, left=self.circumstance.padded == "left")
-        rows = zip(logits, starts, samples, strict=True)
-        return [row[start : start + len(sample["input_ids"])] for row, start, sample in rows]
-
-
-def columns_of(samples: Sequence[Sample], *, left: bool) -> tuple[int, ...]:
-    """The first column of each sample in a batch that is padded on the left, or on the right."""
-    lengths = [len(sample["input_ids"]) for sample in samples]
-    return tuple(max(lengths) - n if left else 0 for n in lengths)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class AlonePass:
-    """One sample by itself through the unmodified model."""
-
-    probed: ProbedModel
-    """Without packing."""
-    name: str = "alone"
-    """For people."""
-
-    def segments(self, samples: Sequence[Sample]) -> Segments:
-        """Of the sample."""
-        return segments_of(samples)
-
-    def __call__(self, samples: Sequence[Sample]) -> ForwardResult:
-        """Compute it; the loss is the sum over its targets."""
-        (sample,) = samples
-        logits = plain_output(self.probed.model, alone(sample, labels=False)).logits[0]
-        return ForwardResult(logits=[logits], loss=target_losses(logits, sample["labels"]).sum())
+        is_left = self.circumstance.padded == "left"
+        rows = zip(logits, (len(sample["input_ids"]) for sample in samples), strict=True)
+        return [row[-length:] if is_left else row[:length] for row, length in rows]
 
 
 @final
@@ -357,10 +318,6 @@ class PlainRowPass:
         cache = {None: "", True: ", use_cache on", False: ", use_cache off"}[self.use_cache]
         shape = "[1, T]" if self.rows == 1 else f"[{self.rows}, 1, T]"
         return f"one row, {shape} positions{cache}"
-
-    def without_cache(self) -> PlainRowPass:
-        """The same with `use_cache=False`."""
-        return replace(self, use_cache=False)
 
     def segments(self, samples: Sequence[Sample]) -> Segments:
         """Without gaps."""

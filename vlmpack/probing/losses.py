@@ -10,23 +10,10 @@ import torch
 
 from vlmpack.layout import IGNORE
 from vlmpack.model import ModelParts, StepResult, expert_layers
-from vlmpack.probing.forward_passes import (
-    ForwardResult,
-    PackedPass,
-    PlainPaddedPass,
-    ProbedModel,
-    total_targets,
-)
+from vlmpack.probing.forward_passes import ForwardResult, PackedPass, PlainPaddedPass, ProbedModel, total_targets
 from vlmpack.probing.report import Check
 from vlmpack.probing.trace import Trace
-from vlmpack.testing import (
-    Sample,
-    distance,
-    mean_losses,
-    num_targets,
-    relative,
-    target_losses,
-)
+from vlmpack.testing import Sample, distance, mean_losses, num_targets, relative, target_losses
 
 FLOAT32_LIMIT = 1e-5
 """Relative difference of two losses that are computed from the same numbers, in float32."""
@@ -77,10 +64,10 @@ def check_loss_count(result: ForwardResult, samples: Sequence[Sample]) -> Check:
     count = total_targets(samples)
     if (step := result.step) is not None and step.num_targets != count:
         detail = f"{step.num_targets} targets were counted, and the samples have {count}"
-        return Check.wrong("loss count", detail, seen=step.num_targets, allowed=count)
-    seen, expected = float(result.mean_loss.detach()), float(torch.cat(_target_losses(result, samples)).sum()) / count
-    detail = f"the loss is {seen:.6g}, but the samples' {count} targets make {expected:.6g} of these logits"
-    return Check.of_mechanism("loss count", relative(seen, expected), _limit(result, LOSS_LIMIT), detail)
+        return Check.wrong("loss count", detail, value=step.num_targets, allowed=count)
+    loss, expected = float(result.mean_loss.detach()), float(torch.cat(_target_losses(result, samples)).sum()) / count
+    detail = f"the loss is {loss:.6g}, but the samples' {count} targets make {expected:.6g} of these logits"
+    return Check.of_mechanism("loss count", relative(loss, expected), _limit(result, LOSS_LIMIT), detail)
 
 
 def _check_head(step: StepResult, result: ForwardResult, samples: Sequence[Sample]) -> Check:
@@ -103,10 +90,8 @@ def _check_sample_losses(result: ForwardResult, samples: Sequence[Sample]) -> Ch
     counts = [num_targets(sample) for sample in samples]
     if (returned := result.sample_targets.tolist()) != counts:
         return Check.wrong("sample results", f"the samples have {counts} targets, and {returned} were returned")
-    error, limit = (
-        distance(result.sample_losses, mean_losses(_target_losses(result, samples))),
-        _limit(result, LOSS_LIMIT),
-    )
+    error = distance(result.sample_losses, mean_losses(_target_losses(result, samples)))
+    limit = _limit(result, LOSS_LIMIT)
     if error <= limit and result.step is not None and not _logprobs_in_place(result.step, samples):
         return Check.wrong("sample results", "log-probabilities are at other places than their samples' targets")
     detail = f"a sample gets the loss of another one, or of none: off by {error:.1e}"
@@ -129,11 +114,7 @@ def _target_losses(result: ForwardResult, samples: Sequence[Sample]) -> list[tor
 
 
 def _limit(result: ForwardResult, in_low_precision: float) -> float:
-    return FLOAT32_LIMIT if _is_float32(result) else in_low_precision
-
-
-def _is_float32(result: ForwardResult) -> bool:
-    return result.logits[0].dtype == torch.float32
+    return FLOAT32_LIMIT if result.logits[0].dtype == torch.float32 else in_low_precision
 
 
 # ---------------------------------------------------------------------- routers
@@ -147,7 +128,7 @@ class RouterLosses:
     balance: float
     """The load-balancing loss over the real tokens."""
     added: float
-    """What it adds to the loss."""
+    """The part of the loss that it is."""
     gradients: Sequence[torch.Tensor]
     """Of the routers' parameters, by what is added."""
 
@@ -184,20 +165,20 @@ def check_router_losses(
     assert step.aux_loss is not None
     divisor = circumstance.divisor(samples)
     added = step.loss - step.loss_sum / (step.num_targets if divisor is None else divisor)
-    rounding = 0.0 if _is_float32(result) else BALANCE_LIMIT
-    part_limit = ROUTER_PART_LIMIT + rounding + 1e-6 / max(abs(expected.added), 1e-30)
+    is_float32 = result.logits[0].dtype == torch.float32
+    part_limit = ROUTER_PART_LIMIT + (0.0 if is_float32 else BALANCE_LIMIT) + 1e-6 / max(abs(expected.added), 1e-30)
     compared = [
         ("load-balancing loss", step.aux_loss, expected.balance, _limit(result, BALANCE_LIMIT)),
         ("routers' part of the loss", added, expected.added, part_limit),
     ]
     cause = "router" if right else None
     checks = []
-    for name, seen, reference, limit in compared:
-        value = float(seen.detach())
+    for name, router_loss, reference, limit in compared:
+        value = float(router_loss.detach())
         detail = f"the {name} is {value:.6g}, and {reference:.6g} of the padded batch with its 2D mask"
         error = relative(value, reference)
         checks.append(Check.measured("equality", f"{circumstance.name}: {name}", error, limit, detail, cause=cause))
-    if expected.gradients and circumstance.train and _is_float32(result):
+    if expected.gradients and circumstance.train and is_float32:
         pairs = zip(_router_gradients(added, packed.probed), expected.gradients, strict=True)
         error = max((distance(x, y) for x, y in pairs if y.any()), default=0.0)
         name = f"{circumstance.name}: routers' gradient"

@@ -58,13 +58,13 @@ def _check_tokens(
     row_T = ids_1T[0].cpu()
     if len(row_T) != segments.total:
         detail = f"the row is {len(row_T)} tokens wide, and its samples take {segments.total}"
-        return Check.wrong("packing", detail, seen=len(row_T), allowed=segments.total)
+        return Check.wrong("packing", detail, value=len(row_T), allowed=segments.total)
     for i, ((start, stop), sample) in enumerate(zip(segments.spans, samples, strict=False)):
         if not torch.equal(row_T[start:stop], sample["input_ids"]):
             return Check.wrong("packing", f"sample {i} has other tokens in the row")
     for name, expected in media_of(samples).to_hf().items():
-        seen = media.get(name)
-        if seen is None or seen.shape != expected.shape or not torch.equal(seen.cpu().to(expected.dtype), expected):
+        packed = media.get(name)
+        if packed is None or not torch.equal(packed.cpu().to(expected.dtype), expected):
             return Check.wrong("packing", f"{name} are not those of the samples in order")
     return Check.of_mechanism("packing", 0, 0, "")
 
@@ -103,13 +103,13 @@ def check_routing(trace: Trace) -> Check:
         if (routed := call.hidden.numel() // call.hidden.shape[-1]) != real:
             padding = ": padding is routed and counted" if routed > real else ""
             detail = f"{name} gets {routed} tokens, and {real} are real{padding}"
-            return Check.wrong("router", detail, seen=routed, allowed=real)
+            return Check.wrong("router", detail, value=routed, allowed=real)
     for name, call in trace.blocks.items():
         output = call.output[0][0]
         on_padding = output[trace.segments.padding_mask(output.device)]
         if stray := int((on_padding != 0).any(-1).sum()):
             detail = f"{name} computed padding in place of {stray} real tokens"
-            return Check.wrong("router", detail, seen=real - stray, allowed=real)
+            return Check.wrong("router", detail, value=real - stray, allowed=real)
     return Check.of_mechanism("router", real, real, "")
 
 

@@ -34,17 +34,7 @@ from vlmpack.probing.mechanisms import (
 from vlmpack.probing.reference import ProbeSetup, Reference, References
 from vlmpack.probing.report import BAD, Check, Part, one_line
 from vlmpack.probing.trace import LEAK, counted_pairs, counted_syncs, largest_move, submodules, trace
-from vlmpack.testing import (
-    Sample,
-    backward,
-    compare,
-    distance,
-    kind_of,
-    perturbed,
-    rms_distance,
-    to_host,
-    word_ids,
-)
+from vlmpack.testing import Sample, backward, compare, distance, kind_of, perturbed, rms_distance, to_host, word_ids
 
 Progress = Callable[[str], None]
 
@@ -83,7 +73,7 @@ def _worst_of_each(checks: Sequence[Check]) -> list[Check]:
     for check in checks:
         named.setdefault(check.name, []).append(check)
     order = {finding: place for place, finding in enumerate((*BAD, "ok"))}
-    return [min(same, key=lambda check: order.get(check.finding, len(order))) for same in named.values()]
+    return [min(alike, key=lambda check: order.get(check.finding, len(order))) for alike in named.values()]
 
 
 @contextmanager
@@ -125,14 +115,14 @@ def _circumstance_checks(setup: ProbeSetup, references: References, circumstance
     return checks
 
 
-def not_deterministic(where: str, seen: str) -> Check:
+def not_deterministic(where: str, observation: str) -> Check:
     """Report that the model alone returns other numbers when it is run again."""
     return Check(
         part="equality",
         name=f"{where}each sample alone",
         finding="not deterministic",
         cause="not deterministic",
-        detail=f"{seen}: {UNSTEADY}",
+        detail=f"{observation}: {UNSTEADY}",
     )
 
 
@@ -184,15 +174,9 @@ def _isolation_checks(setup: ProbeSetup, circumstance: Circumstance) -> list[Che
         # Experts multiply the tokens of all samples at once, and how that rounds may depend on how many there are.
         with setup.computing(circumstance), torch.no_grad():
             noise = max(noise, min(leak(PlainPaddedPass(probed=setup.probed), setup.probed, samples), MOST_NOISE))
+    detail = "the logits of another sample move by {:.1e} of their size"
     return [
-        Check.measured(
-            "isolation",
-            name,
-            move,
-            LEAK + 2 * noise,
-            f"the logits of another sample move by {move:.1e} of their size",
-            finding="leaks",
-        )
+        Check.measured("isolation", name, move, LEAK + 2 * noise, detail.format(move), finding="leaks")
         for name, move in moves.items()
     ]
 
@@ -231,12 +215,12 @@ def _with_mechanisms(
     """Add the mechanisms by themselves. Where other tokens go in than the samples', or come out at other places,
     everything is compared with something else, and only that counts."""
     with _packing(setup, circumstance) as packed, setup.computing(circumstance):
-        found = caught("mechanism", "mechanisms", lambda: _mechanism_checks(setup, packed, reference))
+        mechanisms = caught("mechanism", "mechanisms", lambda: _mechanism_checks(setup, packed, reference))
     where = "" if circumstance is GAPS else f"in {circumstance.title}: "
-    found = [replace(check, detail=where + check.detail) if check.is_bad else check for check in found]
-    if any(check.name in ("packing", "sample results") and check.is_bad for check in found):
+    mechanisms = [replace(check, detail=where + check.detail) if check.is_bad else check for check in mechanisms]
+    if any(check.name in ("packing", "sample results") and check.is_bad for check in mechanisms):
         checks = [check for check in checks if check.part != "mechanism"]
-    return checks + found
+    return checks + mechanisms
 
 
 def _mechanism_checks(setup: ProbeSetup, packed: PackedPass, reference: Reference) -> list[Check]:
@@ -286,18 +270,18 @@ def _check_pairs(setup: ProbeSetup, packed: PackedPass) -> Check:
     # Kernels that must write every token of a row attend inside each gap as well.
     everywhere = sum((stop - start) ** 2 for start, stop in pairwise(packed.segments(setup.samples).kernel))
     with torch.no_grad():
-        seen, dense = count_pairs(lambda: packed(setup.samples), setup.probed)
-    check = Check(part="work", name="attended pairs", finding="ok", seen=seen, allowed=needed)
-    if seen is None:
+        computed, dense = count_pairs(lambda: packed(setup.samples), setup.probed)
+    check = Check(part="work", name="attended pairs", finding="ok", value=computed, allowed=needed)
+    if computed is None:
         return replace(check, finding="not counted", detail="no known kernel ran")
     if dense:
-        detail = f"a dense mask: {seen} pairs are computed, {needed} are of the same sample"
+        detail = f"a dense mask: {computed} pairs are computed, {needed} are of the same sample"
         return replace(check, finding="not counted", detail=detail)
-    if seen == everywhere > needed:
+    if computed == everywhere > needed:
         return replace(check, detail=f"{everywhere - needed} of them inside gaps")
-    if seen == needed:
+    if computed == needed:
         return check
-    detail = f"a layer computes {seen} pairs, the sum of length² is {needed}"
+    detail = f"a layer computes {computed} pairs, the sum of length² is {needed}"
     return replace(check, finding="differs", cause="mask", detail=detail)
 
 
@@ -317,7 +301,7 @@ def _check_syncs(setup: ProbeSetup, packed: PackedPass) -> Check:
         part="work",
         name="host-device syncs",
         finding="syncs" if syncs.package else "ok",
-        seen=len(syncs.package),
+        value=len(syncs.package),
         allowed=0,
         detail=detail,
     )

@@ -29,16 +29,7 @@ from vlmpack.probing.forward_passes import (
 from vlmpack.probing.losses import RouterLosses, reference_router_losses
 from vlmpack.probing.mechanisms import Features, Rotary, feature_error, features_of, rotary_of
 from vlmpack.probing.trace import recorded_calls, submodules
-from vlmpack.testing import (
-    LOW_PRECISION_FACTOR,
-    Errors,
-    Limits,
-    Outcome,
-    Sample,
-    compare,
-    distance,
-    run_alone,
-)
+from vlmpack.testing import LOW_PRECISION_FACTOR, Errors, Limits, Outcome, Sample, compare, distance, run_alone
 
 STEADY = 5e-2
 """The most that logits may differ from one run to the next, as a part of the largest: kernels that add up in another
@@ -82,13 +73,13 @@ class Reference:
     outcome: Outcome
     """Of the samples alone, in float32."""
     limits: Limits
-    """How far the packed samples may be from it."""
+    """Of the packed samples' errors."""
     rotary: Sequence[Rotary]
     """cos and sin that reached attention, of each sample alone."""
     features: Sequence[Features]
     """Features of the vision tower, of each sample alone."""
     feature_error: float
-    """How far features are from those, where plain transformers gets all images at once."""
+    """Error of plain transformers' features, computed for all images at once, against those."""
 
 
 @final
@@ -125,11 +116,9 @@ def compute_references(setup: ProbeSetup) -> References:
     """
     low = setup.probed.is_low
     alone = _run_alone(setup, GAPS)
-    _check_finite(alone.outcome)
-    exact = alone.outcome
-    if low:
-        exact = _run_in_float32(setup, GAPS)
-        _check_finite(exact)
+    exact = _run_in_float32(setup, GAPS) if low else alone.outcome
+    for outcome in (alone.outcome, exact):
+        _check_finite(outcome)
     in_eval = _reference(setup, GAPS, alone, exact, low=low)
     in_train = _train_reference(setup, alone, in_eval)
     return References(
@@ -197,11 +186,8 @@ def _padded_errors(
     probed = setup.probed
     tower = probed.family.vision_tower(probed.core)
     try:
-        with (
-            setup.computing(circumstance),
-            torch.enable_grad(),
-            recorded_calls([] if tower is None else [tower]) as calls,
-        ):
+        modules = [] if tower is None else [tower]
+        with setup.computing(circumstance), torch.enable_grad(), recorded_calls(modules) as calls:
             result = PlainPaddedPass(probed=probed)(setup.samples)
         errors = compare(result.outcome(probed.model, setup.samples), truth, low=low)
         return errors, 0.0 if tower is None else feature_error(calls[tower], setup.samples, alone.features)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, final
 
 Cause = Literal[
@@ -45,7 +45,7 @@ class Check:
     finding: Finding
     """ok; leaks; differs; fails (raised an error); not deterministic (differs without packing too); syncs (exact, but
     slow: host-device syncs); absent (no such part); not counted."""
-    seen: float | None = None
+    value: float | None = None
     """The measured value: a part of the largest entry, or a count."""
     allowed: float | None = None
     """The most that it may be."""
@@ -59,7 +59,7 @@ class Check:
         cls,
         part: Part,
         name: str,
-        seen: float,
+        value: float,
         allowed: float,
         detail: str,
         *,
@@ -67,29 +67,22 @@ class Check:
         cause: Cause | None = None,
     ) -> Check:
         """Compare a number with its limit: `finding`, `cause` and `detail` hold if it is above the limit, or NaN."""
-        if seen <= allowed:
-            return cls(part=part, name=name, finding="ok", seen=seen, allowed=allowed)
-        return cls(part=part, name=name, finding=finding, seen=seen, allowed=allowed, cause=cause, detail=detail)
+        if value <= allowed:
+            return cls(part=part, name=name, finding="ok", value=value, allowed=allowed)
+        return cls(part=part, name=name, finding=finding, value=value, allowed=allowed, cause=cause, detail=detail)
 
     @classmethod
     def of_mechanism(
-        cls, mechanism: Cause, seen: float, allowed: float, detail: str, *, finding: Finding = "differs"
+        cls, mechanism: Cause, value: float, allowed: float, detail: str, *, finding: Finding = "differs"
     ) -> Check:
         """Compare a number that one mechanism alone accounts for with its limit."""
-        return cls.measured("mechanism", mechanism, seen, allowed, detail, finding=finding, cause=mechanism)
+        return cls.measured("mechanism", mechanism, value, allowed, detail, finding=finding, cause=mechanism)
 
     @classmethod
-    def wrong(cls, mechanism: Cause, detail: str, *, seen: float | None = None, allowed: float | None = None) -> Check:
+    def wrong(cls, mechanism: Cause, detail: str, *, value: float | None = None, allowed: float | None = None) -> Check:
         """Report a mechanism that differs, by a count or by something else than a number."""
-        return cls(
-            part="mechanism",
-            name=mechanism,
-            finding="differs",
-            seen=seen,
-            allowed=allowed,
-            cause=mechanism,
-            detail=detail,
-        )
+        check = cls(part="mechanism", name=mechanism, finding="differs", cause=mechanism, detail=detail)
+        return replace(check, value=value, allowed=allowed)
 
     @classmethod
     def skipped(cls, mechanism: Cause, finding: Literal["absent", "not counted"] = "absent") -> Check:

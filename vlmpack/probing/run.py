@@ -13,15 +13,7 @@ from torch import nn
 from vlmpack.attention import BACKENDS, AttentionCall, choose
 from vlmpack.errors import ConfigError
 from vlmpack.layout import IMAGE, VIDEO
-from vlmpack.model import (
-    PackingState,
-    StepConfig,
-    disable_packing,
-    enable_packing,
-    find_model,
-    is_packing,
-    packing_state,
-)
+from vlmpack.model import StepConfig, disable_packing, enable_packing, find_model, is_packing, packing_state
 from vlmpack.probing.forward_passes import PlainPaddedPass, PlainRowPass, ProbedModel
 from vlmpack.probing.losses import check_loss_count
 from vlmpack.probing.mechanisms import check_delta, check_mask, check_positions, check_vision
@@ -123,19 +115,14 @@ def _setup(model: nn.Module, processor: Any, attention: str | None) -> ProbeSetu
     else:
         samples = synthetic_samples(probed.config)
     device = probed.device.type
-    state = _packing_of(model)
-    settings = StepConfig() if state is None else state.config
+    settings = packing_state(probed.core).config if is_packing(model) else StepConfig()
+    # transformers computes this load-balancing loss of a batch, and no z-loss
+    settings = replace(settings, attention=attention or settings.attention, aux_loss="row", z_loss_coef=0.0)
     return ProbeSetup(
         probed=probed,
         samples=with_adversarial_lengths(samples, probed.config),
         autocast=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.bfloat16,
-        settings=replace(
-            settings,
-            attention=attention or settings.attention,
-            # transformers computes this load-balancing loss of a batch, and no z-loss
-            aux_loss="row",
-            z_loss_coef=0.0,
-        ),
+        settings=settings,
     )
 
 
@@ -153,14 +140,14 @@ def _check_processor_fits(samples: Sequence[Sample], probed: ProbedModel) -> Non
     for sample in samples:
         for pixels in (sample.get("pixel_values"), sample.get("pixel_values_videos")):
             if pixels is not None and pixels.shape[-1] != width:
-                seen = f"patches of {pixels.shape[-1]} numbers, and the model takes {width}"
-                raise ConfigError(f"the processor makes {seen}; {remedy}")
+                patches = f"patches of {pixels.shape[-1]} numbers, and the model takes {width}"
+                raise ConfigError(f"the processor makes {patches}; {remedy}")
         types = family.media_types(sample["input_ids"], config)
         grids = ((IMAGE, "image", grids_of(sample, "image")), (VIDEO, "video", grids_of(sample, "video")))
         for modality, name, media in grids:
             expected = family.media_tokens(media, config)
-            if (seen := int((types == modality).sum())) != expected:
-                counts = f"{seen} {name} tokens of this model where its pixels make {expected}"
+            if (placeholders := int((types == modality).sum())) != expected:
+                counts = f"{placeholders} {name} tokens of this model where its pixels make {expected}"
                 raise ConfigError(f"the processor writes {counts}; {remedy}")
 
 
@@ -229,16 +216,12 @@ def _mask_or_cache(mask: Check, forward: PlainRowPass, setup: ProbeSetup) -> Che
     """Name the cache if samples stay apart without it: transformers ignores packed positions where it has a cache."""
     if not mask.is_bad:
         return mask
-    without = check_mask(trace(forward.without_cache(), setup.probed, setup.samples))
+    without = check_mask(trace(replace(forward, use_cache=False), setup.probed, setup.samples))
     cause = "mask" if without.is_bad else "cache"
     return Check(part="mechanism", name=cause, finding="leaks", cause=cause)
 
 
 # ---------------------------------------------------------------------- the state of the model
-
-
-def _packing_of(model: nn.Module) -> PackingState | None:
-    return packing_state(find_model(model)) if is_packing(model) else None
 
 
 @contextmanager
@@ -248,7 +231,7 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
     Weights and the configuration are never written to. Buffers (in train mode some modules count in them), modes,
     gradients (the very tensors), packing and the random state of every device are restored bit for bit.
     """
-    packing = _packing_of(model)
+    packing = packing_state(find_model(model)) if is_packing(model) else None
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(p, p.grad) for p in model.parameters()]
     buffers = [
@@ -302,9 +285,8 @@ def _exact_arithmetic() -> Iterator[None]:
 def _threads_for(model: nn.Module) -> Iterator[None]:
     """Use one thread for a small model on a CPU: its operations are so short that synchronising threads costs more,
     and ten times as much where other programs keep the cores busy."""
-    small = sum(p.numel() for p in model.parameters()) < SMALL and all(
-        p.device.type == "cpu" for p in model.parameters()
-    )
+    weights = list(model.parameters())
+    small = sum(p.numel() for p in weights) < SMALL and all(p.device.type == "cpu" for p in weights)
     before = torch.get_num_threads()
     torch.set_num_threads(1 if small else before)
     try:

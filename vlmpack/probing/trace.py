@@ -101,25 +101,24 @@ def trace(forward: ForwardPass, probed: ProbedModel, samples: Sequence[Sample]) 
     """Run `forward` once, with a graph or without, and record every mechanism."""
     family = probed.family
     text, tower = family.language_model(probed.core), family.vision_tower(probed.core)
-    attention = submodules(text, "self_attn")
-    delta = submodules(text, "linear_attn") if family.has("gated_delta") else {}
     layers = expert_layers(ModelParts(family=family, core=probed.core))
     blocks = {f"expert block {i}": layer.block for i, layer in enumerate(layers)}
-    experts = {name: block.get_submodule("experts") for name, block in blocks.items()}
+    groups: dict[str, dict[str, nn.Module]] = {
+        "attention": submodules(text, "self_attn"),
+        "delta": submodules(text, "linear_attn") if family.has("gated_delta") else {},
+        "experts": {name: block.get_submodule("experts") for name, block in blocks.items()},
+        "blocks": blocks,
+    }
     backbone, head = family.backbone(probed.core), family.head(probed.core)
-    groups = (attention, delta, experts, blocks)
-    modules = [backbone, head, *(module for group in groups for module in group.values())]
+    modules = [backbone, head, *(module for group in groups.values() for module in group.values())]
     with recorded_calls([*modules, *([] if tower is None else [tower])]) as calls:
         result = forward(samples)
-    first = [{name: calls[module][0] for name, module in group.items()} for group in groups]
+    first = {kind: {name: calls[module][0] for name, module in group.items()} for kind, group in groups.items()}
     return Trace(
         probed=probed,
         samples=samples,
         segments=forward.segments(samples),
-        attention=first[0],
-        delta=first[1],
-        experts=first[2],
-        blocks=first[3],
+        **first,
         vision=[] if tower is None else calls[tower],
         backbone=calls[backbone][0],
         head=calls[head],
@@ -281,7 +280,7 @@ class _KernelPairs(TorchDispatchMode):
 # ---------------------------------------------------------------------- host-device syncs
 
 PACKAGE = Path(__file__).parent.parent
-PROBING = (PACKAGE / "probe", PACKAGE / "testing")
+PROBING = (PACKAGE / "probing", PACKAGE / "testing")
 """Code that calls `backward`: every operation of that pass is below this line, so it is not counted."""
 
 
@@ -291,9 +290,9 @@ class SyncCount:
     """Moments in which the host blocks on the device, or would."""
 
     package: list[str] = field(default_factory=list)
-    """Those in vlmpack's code: the operation and the file."""
+    """Syncs in vlmpack's code: the operation and the file."""
     others: int = 0
-    """How many are in the model's code."""
+    """Number of those in the model's code."""
 
 
 @contextmanager

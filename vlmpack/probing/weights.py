@@ -19,12 +19,12 @@ from vlmpack.probing.report import one_line
 from vlmpack.testing import TinySizes
 
 BYTES_A_WEIGHT = 12
-"""What a probe needs: weight, gradient and true gradient in float32; in bfloat16 the float32 copy needs the room."""
+"""Of a probe: weight, gradient and true gradient in float32; in bfloat16 the float32 copy needs the room."""
 SPARE = 1 << 30
 """Room for activations, in bytes."""
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 UNREADABLE = (OSError, RuntimeError, ValueError, EOFError, UnpicklingError, SafetensorError)
-"""What transformers, safetensors and torch raise on files that are cut off, of another kind or of another shape."""
+"""Errors of transformers, safetensors and torch on files that are cut off, of another kind or of another shape."""
 
 
 @final
@@ -97,7 +97,7 @@ def _why_not(model_id: str, config: Any, family: Family, device: torch.device) -
     count = count_weights(config, family)
     needed, free = BYTES_A_WEIGHT * count + SPARE, free_bytes(device)
     if free is None:
-        return f"how much memory is free cannot be told here, and its {count / 1e9:.2f} billion weights need it"
+        return f"how much memory is free is unknown here, and its {count / 1e9:.2f} billion weights need it"
     if needed > free:
         gib = [f"{x / 2**30:.0f} GiB" for x in (needed, free)]
         return f"its {count / 1e9:.2f} billion weights need {gib[0]} with gradients and a reference, {gib[1]} are free"
@@ -112,11 +112,10 @@ def count_weights(config: Any, family: Family) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Free memory of the device, or of this machine or the container that it is in; None: nobody says."""
+    """Free memory of the device, or of this machine or the container that it is in; None: the system reports none."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    known = [x for x in (_available(), _left_in_container()) if x is not None]
-    return min(known, default=None)
+    return min((free for free in (_available(), _left_in_container()) if free is not None), default=None)
 
 
 def _available() -> int | None:
@@ -188,82 +187,49 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shrink_text(text: dict[str, Any], sizes: TinySizes) -> dict[str, Any]:
+    """Tables of n-grams hold more weights than all the rest. Sparse attention gets a budget so small that even the
+    samples of a probe have to choose among their blocks."""
     head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
     grouped = text["num_key_value_heads"] < text["num_attention_heads"]
-    return {
-        **text,
+    kinds = _layer_types(text)
+    always = {
         "hidden_size": HEADS * head_dim,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": len(kinds) or LAYERS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": 1 if grouped else HEADS,
         "vocab_size": sizes.vocab_size,
         "pad_token_id": sizes.pad_token_id,
         "bos_token_id": None,
         "eos_token_id": sizes.eos_token_id,
-        **_where_there("intermediate_size", text, 2 * HEADS * head_dim),
-        **_shrink_layer_types(text),
-        **_shrink_delta(text),
-        **_shrink_experts(text),
-        **_shrink_sparse(text),
-        **_shrink_ngrams(text),
     }
-
-
-def _where_there(name: str, given: dict[str, Any], value: Any) -> dict[str, Any]:
-    return {name: value} if name in given else {}
-
-
-def _shrink_layer_types(text: dict[str, Any]) -> dict[str, Any]:
-    """One layer of each kind, in order of first appearance; `LAYERS` of them if there is a single kind."""
-    if not text.get("layer_types"):
-        return {}
-    kinds = list(dict.fromkeys(text["layer_types"]))
-    chosen = kinds if len(kinds) > 1 else kinds * LAYERS
-    return {"layer_types": chosen, "num_hidden_layers": len(chosen)}
-
-
-def _shrink_delta(text: dict[str, Any]) -> dict[str, Any]:
-    if "linear_num_key_heads" not in text:
-        return {}
-    shared = text["linear_num_value_heads"] // text["linear_num_key_heads"]
-    return {"linear_num_key_heads": HEADS, "linear_num_value_heads": HEADS * shared}
-
-
-def _shrink_experts(text: dict[str, Any]) -> dict[str, Any]:
-    """transformers writes the number of experts as `num_local_experts`."""
-    if "moe_intermediate_size" not in text:
-        return {}
-    counts = {name: min(text[name], EXPERTS) for name in ("num_experts", "num_local_experts") if name in text}
-    return {
-        **counts,
-        "num_experts_per_tok": min(text["num_experts_per_tok"], EXPERTS // 2),
+    key_heads, value_heads = text.get("linear_num_key_heads", 1), text.get("linear_num_value_heads", 1)
+    ngrams = text.get("ngram_size", 1) - 1
+    if_there = {
+        "intermediate_size": 2 * HEADS * head_dim,
+        "layer_types": kinds or None,
+        "linear_num_key_heads": HEADS,
+        "linear_num_value_heads": HEADS * value_heads // key_heads,
+        **{name: min(text.get(name) or 0, EXPERTS) for name in ("num_experts", "num_local_experts")},
+        "num_experts_per_tok": min(text.get("num_experts_per_tok") or 0, EXPERTS // 2),
         "moe_intermediate_size": HEADS * WIDTH,
-        **_where_there("shared_expert_intermediate_size", text, HEADS * WIDTH),
-        **_where_there("mlp_only_layers", text, []),
-        **_where_there("decoder_sparse_step", text, 1),
-    }
-
-
-def _shrink_sparse(text: dict[str, Any]) -> dict[str, Any]:
-    """A budget so small that even the samples of a probe have to choose among their blocks."""
-    if not text.get("indexer_compress_ratio"):
-        return {}
-    return {"indexer_compress_ratio": 2, "indexer_budget": 8}
-
-
-def _shrink_ngrams(text: dict[str, Any]) -> dict[str, Any]:
-    """The tables of n-grams hold more weights than all the rest; streams between layers are mixed at low rank."""
-    if "hc_lowrank" not in text:
-        return {}
-    kinds = _shrink_layer_types(text)["layer_types"]
-    return {
+        "shared_expert_intermediate_size": HEADS * WIDTH,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
         "hc_lowrank": WIDTH,
-        "ple_layer_ids": [kinds.index("linear_attention") + 1] if text["ple_layer_ids"] else [],
-        "ple_embed_dim": (text["ngram_size"] - 1) * text["heads_per_ngram"] * WIDTH,
+        "ple_layer_ids": [kinds.index("linear_attention") + 1] if text.get("ple_layer_ids") else [],
+        "ple_embed_dim": ngrams * text.get("heads_per_ngram", 0) * WIDTH,
         "ngram_vocab_size_base": 97,
         "make_ngram_vocab_size_divisible_by": 8,
         "split_ngram_parts": 1,
     }
+    sparse = {"indexer_compress_ratio": 2, "indexer_budget": 8} if text.get("indexer_compress_ratio") else {}
+    return {**text, **always, **{name: value for name, value in if_there.items() if name in text}, **sparse}
+
+
+def _layer_types(text: dict[str, Any]) -> list[str]:
+    """One layer of each kind, in order of first appearance; `LAYERS` of them if there is a single kind."""
+    kinds: list[str] = list(dict.fromkeys(text.get("layer_types") or ()))
+    return kinds if len(kinds) > 1 else kinds * LAYERS
 
 
 def _shrink_vision(vision: dict[str, Any], text_width: int) -> dict[str, Any]:

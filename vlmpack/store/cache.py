@@ -38,7 +38,7 @@ APPLICATION = int.from_bytes(b"vlmp", "big")
 VERSION = 2
 """SQLite's `user_version` of these files."""
 BUSY_SECONDS = 60.0
-"""How long another process may be writing before an access fails."""
+"""Time for which another process may be writing before an access fails."""
 RULES = 1
 """To be raised with every change that gives the same sample other lengths."""
 KEY_BYTES = 16
@@ -57,7 +57,7 @@ class Entry(NamedTuple):
     reason: str | None = None
     """The slug of its refusal; None: it can be used."""
     detail: str | None = None
-    """What was seen, and what to do."""
+    """The fault, and the remedy."""
 
 
 _COLUMNS = ", ".join(Entry._fields)

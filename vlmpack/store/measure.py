@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from math import prod
 from operator import attrgetter
@@ -90,19 +91,22 @@ def measure_lengths(
         parts = _streamed(dataset, measurer)
     else:
         parts = in_order(measurer, divided_up(total, PART), workers=workers, start=start)
-    rows, refused, done = [], [], 0
+    samples: list[Measured] = []
     with closing(parts), closing(parts if entries is None else _saved(parts, entries)) as measured:
         for part in measured:
-            for index, (entry, sample_id, _) in enumerate(part, done):
-                if entry.reason is None:
-                    rows.append({"sample_ids": index, **entry._asdict()})
-                else:
-                    refused.append(
-                        Refused(index=index, sample_id=sample_id, reason=entry.reason, detail=entry.detail or "")
-                    )
-            done += len(part)
+            samples += part
             if progress is not None:
-                progress(done, total)
+                progress(len(samples), total)
+    return _table_of(samples)
+
+
+def _table_of(samples: Sequence[Measured]) -> LengthTable:
+    rows, refused = [], []
+    for index, (entry, sample_id, _) in enumerate(samples):
+        if entry.reason is None:
+            rows.append({"sample_ids": index, **entry._asdict()})
+        else:
+            refused.append(Refused(index=index, sample_id=sample_id, reason=entry.reason, detail=entry.detail or ""))
     return LengthTable.from_rows(rows, refused)
 
 
@@ -144,7 +148,7 @@ class Measurer:
     collator: VLMCollator
     """Measures the samples."""
     estimate: bool
-    """Whether images are estimated only."""
+    """Images are estimated only."""
     cache: LengthCache | None
     """Is read here and written by the caller."""
     settings: bytes
@@ -220,7 +224,7 @@ def measure_on_ray(
     parts = [range(start, min(start + RAY_PART, total)) for start in range(0, total, RAY_PART)]
     files = {folder.path / f"lengths-{part.start:09d}.zip": part for part in parts}
     missing = {path: part for path, part in files.items() if not path.is_file()}
-    work = RayMeasurer(dataset=dataset, collator=collator, parts=tuple(missing.values()))
+    work = partial(_measure_places, dataset, collator, tuple(missing.values()))
     with closing(in_order_on_ray(work, len(missing))) as tables:
         for (path, part), table in zip(missing.items(), tables, strict=True):
             table.save(path)
@@ -230,17 +234,9 @@ def measure_on_ray(
     return LengthTable(**columns, refused=tuple(refusal for table in tables for refusal in table.refused))
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class RayMeasurer:
-    """Measures parts of a data set; places count from the start of the whole data set."""
-
-    dataset: MapStyle
-    collator: VLMCollator
-    parts: tuple[range, ...]
-
-    def __call__(self, part: int) -> LengthTable:
-        places = self.parts[part]
-        table = measure_lengths(Subset(self.dataset, places), self.collator)  # pyright: ignore[reportArgumentType]
-        refused = tuple(replace(refusal, index=refusal.index + places.start) for refusal in table.refused)
-        return replace(table, sample_ids=table.sample_ids + places.start, refused=refused)
+def _measure_places(dataset: MapStyle, collator: VLMCollator, parts: Sequence[range], part: int) -> LengthTable:
+    """Measure one part of a data set; places count from the start of the whole data set."""
+    places = parts[part]
+    table = measure_lengths(Subset(dataset, places), collator)  # pyright: ignore[reportArgumentType]
+    refused = tuple(replace(refusal, index=refusal.index + places.start) for refusal in table.refused)
+    return replace(table, sample_ids=table.sample_ids + places.start, refused=refused)

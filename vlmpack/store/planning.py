@@ -43,9 +43,9 @@ class StoreSettings:
     max_images: int | None = None
     """Most images and videos in a row; None: no limit."""
     strategy: str = "exact_fill"
-    """How samples are placed: see `plan_bins`."""
+    """Placement of samples: see `plan_bins`."""
     oversize: Oversize = "error"
-    """What becomes of a sample that exceeds a row by itself: "error", "drop" (listed) or "own_row"."""
+    """Treatment of a sample that exceeds a row by itself: "error", "drop" (listed) or "own_row"."""
     seed: int | None = None
     """Shuffles samples and rows; None: samples keep their order."""
     rows_multiple: int = 1

@@ -78,7 +78,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self.slots = slot_rule(
             self.manifest, pad_to_max_length=pad_to_max_length, pad_cu_seqlens=pad_cu_seqlens, multiple=pad_seq_to_mult
         )
-        """How samples lie in the rows."""
+        """The rule by which samples lie in the rows."""
         check_shard_files(self.path, self.manifest, verify=verify)
         self.collator = None if processor is None else self._collator(processor, settings)
         """Cuts images into patches, and counts samples in its log of skipped samples; None: without a processor."""

@@ -73,10 +73,10 @@ def schema(*, has_media: bool) -> Any:
     if not has_media:
         return pa.schema(columns)
     image = pa.struct([("bytes", pa.binary()), ("path", pa.string()), ("sha256", pa.string())])
-    facts = [("grid", ints), ("options", pa.string())]
+    info = [("grid", ints), ("options", pa.string())]
     times = [("seconds", pa.float64()), ("timestamps", pa.list_(pa.float64()))]
     columns += [("images_per_sample", ints), ("videos_per_sample", ints)]
-    columns += [("image_info", pa.list_(pa.struct(facts))), ("video_info", pa.list_(pa.struct([*facts, *times])))]
+    columns += [("image_info", pa.list_(pa.struct(info))), ("video_info", pa.list_(pa.struct([*info, *times])))]
     columns += [("images", pa.list_(image)), ("videos", pa.list_(pa.list_(image)))]
     return pa.schema(columns)
 

@@ -85,9 +85,9 @@ class ShardWriter:
     folder: WorkFolder
     """Of the store."""
     images: Images
-    """How images are kept."""
+    """The form in which images are kept."""
     has_media: bool
-    """Whether any sample has images or videos."""
+    """Some sample has images or videos."""
     jobs: tuple[ShardJob, ...]
     """The files to write."""
     plan: str
@@ -316,9 +316,8 @@ def check_unchanged(
         ConfigError: a sample was changed; lists places. A file is damaged.
     """
     listed = tuple((entry["index"], entry["digest"]) for entry in read_left_out(out))
-    work = Comparison(
-        dataset=dataset, collator=collator, files=ShardFiles(out, shards), shards=tuple(shards), listed=listed
-    )
+    names = tuple(shard.file for shard in shards)
+    work = partial(_compare, dataset, collator, ShardFiles(out, shards), names, listed)
     total = len(shards) + divided_up(len(listed), PART)
     with closing(in_order(work, total)) as parts:
         for done, (compared, changed) in enumerate(parts, 1):
@@ -332,27 +331,23 @@ def check_unchanged(
             progress(done, total)
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Compares a file of rows, or some of the samples left out, at a time; pickles to workers."""
+def _compare(
+    dataset: MapStyle,
+    collator: VLMCollator,
+    files: ShardFiles,
+    names: Sequence[str],
+    listed: Sequence[tuple[int, str]],
+    part: int,
+) -> tuple[int, list[int]]:
+    """Compare a file of rows, or some of the samples left out: how many, and the places of those that differ."""
+    if part < len(names):
+        stored = files.digests(names[part])
+    else:
+        start = (part - len(names)) * PART
+        stored = listed[start : start + PART]
 
-    dataset: MapStyle
-    collator: VLMCollator
-    files: ShardFiles
-    shards: tuple[Shard, ...]
-    listed: tuple[tuple[int, str], ...]
-    """(place, digest) of samples in no row."""
+    def is_equal(place: int, digest: str) -> bool:
+        is_there = 0 <= place < len(dataset)
+        return is_there and sample_digest(sample_at(dataset, place), collator) == digest
 
-    def __call__(self, part: int) -> tuple[int, list[int]]:
-        """Compare one part; returns how many samples were compared, and the places of those that differ."""
-        if part < len(self.shards):
-            stored = self.files.digests(self.shards[part].file)
-        else:
-            start = (part - len(self.shards)) * PART
-            stored = self.listed[start : start + PART]
-        return len(stored), [place for place, digest in stored if not self._has(place, digest)]
-
-    def _has(self, place: int, digest: str) -> bool:
-        is_there = 0 <= place < len(self.dataset)
-        return is_there and sample_digest(sample_at(self.dataset, place), self.collator) == digest
+    return len(stored), [place for place, digest in stored if not is_equal(place, digest)]

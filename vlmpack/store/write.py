@@ -94,8 +94,7 @@ def write_rows(
     check_kind("settings", settings, StoreSettings, "StoreSettings(capacity=4096)")
     planning.check_collator(collator, settings)
     dataset, folder = _with_places(dataset), WorkFolder(out=Path(out))
-    if settings.images == "reference":
-        _check_references(dataset, collator)
+    _check_references(dataset, collator, settings)
     run = _Run(
         dataset=dataset,
         collator=collator,
@@ -133,13 +132,15 @@ def _with_places(dataset: Any) -> MapStyle:
     return undecoded(dataset)
 
 
-def _check_references(dataset: MapStyle, collator: VLMCollator) -> None:
-    """Raise unless the images of the first samples lie in files; bad samples are refused later, with all others.
+def _check_references(dataset: MapStyle, collator: VLMCollator, settings: StoreSettings) -> None:
+    """Raise unless references can be stored: the images of the first samples have to lie in files.
+
+    Bad samples are refused later, with all others.
 
     Raises:
         ConfigError: one of them lies in none.
     """
-    for place in range(min(TRIED, len(dataset))):
+    for place in range(min(TRIED, len(dataset)) if settings.images == "reference" else 0):
         try:
             for visual in collator.measure(dataset[place], place).images:
                 if visual.source is not None:

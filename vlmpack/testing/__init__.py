@@ -30,7 +30,7 @@ from vlmpack.testing.comparison import (
     work_problems,
 )
 from vlmpack.testing.measures import field_f1, nted_accuracy
-from vlmpack.testing.models import TinySizes, tiny_config, tiny_model
+from vlmpack.testing.models import DEFAULT_FAMILY, TinySizes, tiny_config, tiny_model
 from vlmpack.testing.processors import CHAT_TEMPLATE, tiny_processor
 from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts, receipt_conversations
 from vlmpack.testing.samples import (
@@ -50,7 +50,6 @@ from vlmpack.testing.samples import (
     mixed_samples,
     num_targets,
     padded,
-    patch_channels,
     perturbed,
     processed_samples,
     random_sample,
@@ -61,6 +60,7 @@ from vlmpack.testing.samples import (
 
 __all__ = [
     "CHAT_TEMPLATE",
+    "DEFAULT_FAMILY",
     "EQUAL",
     "FLOOR",
     "KINDS",
@@ -95,7 +95,6 @@ __all__ = [
     "outcome_of",
     "outcome_of_step",
     "padded",
-    "patch_channels",
     "perturbed",
     "plain_output",
     "problems",

@@ -35,7 +35,7 @@ SMALLEST_GRADIENT = 1e-4
 """A parameter whose gradient is below this part of the model's largest entry is compared with that part instead: times
 the float32 limit it is 1e-8 of that entry, less than one rounding. Gradients that almost cancel are off by as much."""
 LOW_PRECISION_FACTOR = 4.0
-"""How much larger errors may be in low precision than without packing: rounding sends tokens to other experts, and
+"""Errors in low precision may be so many times as large as without packing: rounding sends tokens to other experts, and
 kernels round at other places. A leak shows far below that, as nothing may move that is computed again."""
 
 
@@ -57,7 +57,7 @@ class Outcome:
     gradients: Gradients
     """Of that mean; frozen parameters have none."""
     work: Work | None = None
-    """What a packed step computed."""
+    """The counts of a packed step."""
 
 
 @final
@@ -174,7 +174,7 @@ class Limits:
 
 
 FLOOR = Limits(logits=2e-5, loss=1e-5, gradient=1e-4)
-"""What float32 alone accounts for in any model on any device; a leak is a thousand times as much."""
+"""Errors that float32 alone accounts for in any model on any device; a leak is a thousand times as much."""
 EQUAL = {
     torch.float32: Limits(logits=5e-6, loss=1e-6, gradient=1e-5, cosine=1e-9),
     torch.float64: Limits(logits=1e-12, loss=1e-6, gradient=1e-12, cosine=1e-12),
@@ -270,8 +270,7 @@ def plain_output(
 def outcome_of_step(model: nn.Module, result: StepResult, samples: Sequence[Sample]) -> Outcome:
     """Collect the outcome of a packed step that returned its logits, and of the gradients that the model holds."""
     loss, losses = float(result.loss.detach()), result.sample_losses
-    outcome = outcome_of(model, samples, logits_by_sample(result), loss, sample_losses=losses)
-    return replace(outcome, work=result.work)
+    return outcome_of(model, samples, logits_by_sample(result), loss, sample_losses=losses, work=result.work)
 
 
 def outcome_of(
@@ -281,10 +280,11 @@ def outcome_of(
     loss: float,
     *,
     sample_losses: torch.Tensor | None = None,
+    work: Work | None = None,
 ) -> Outcome:
     """Collect an outcome from logits [L, V] of each sample and from the gradients that the model holds.
 
-    `sample_losses` [B] as they were returned; None: those of the logits.
+    `sample_losses` [B] as they were returned; None: those of the logits. `work` of a packed step.
     """
     on_host = [to_host(x) for x in logits]
     losses = [target_losses(x, sample["labels"]) for x, sample in zip(on_host, samples, strict=True)]
@@ -295,6 +295,7 @@ def outcome_of(
         sample_targets=tuple(map(len, losses)),
         loss=loss,
         gradients=take_gradients(model),
+        work=work,
     )
 
 
@@ -339,25 +340,27 @@ def to_host(x: torch.Tensor) -> torch.Tensor:
 
 
 def compare(
-    seen: Outcome, truth: Outcome, *, low: bool = False, smallest_gradient: float = SMALLEST_GRADIENT
+    actual: Outcome, truth: Outcome, *, low: bool = False, smallest_gradient: float = SMALLEST_GRADIENT
 ) -> Errors:
-    """Measure the distance of `seen` from `truth`. A gradient that one of them lacks counts as 0.
+    """Measure the distance of `actual` from `truth`. A gradient that one of them lacks counts as 0.
 
     Args:
-        seen: what is compared.
+        actual: what is compared.
         truth: what it is compared with.
         low: one of them is in low precision. The largest error of a few roundings is chance, so logits and groups of
             gradients are then compared by their root mean square, as a part of that of the truth.
         smallest_gradient: see `SMALLEST_GRADIENT`.
     """
-    pairs = list(zip(seen.logits, truth.logits, strict=True))
+    pairs = list(zip(actual.logits, truth.logits, strict=True))
     return Errors(
         logits=rms_distance(pairs) if low else max(distance(*pair) for pair in pairs),
-        target_losses=_or_infinite((seen.target_losses - truth.target_losses).abs().sum() / truth.target_losses.sum()),
-        loss=relative(seen.loss, truth.loss),
-        sample_losses=distance(seen.sample_losses, truth.sample_losses),
-        sample_target_losses=_worst_sample(seen, truth),
-        gradients=_gradient_errors(seen.gradients, truth.gradients, low=low, smallest=smallest_gradient),
+        target_losses=_or_infinite(
+            (actual.target_losses - truth.target_losses).abs().sum() / truth.target_losses.sum()
+        ),
+        loss=relative(actual.loss, truth.loss),
+        sample_losses=distance(actual.sample_losses, truth.sample_losses),
+        sample_target_losses=_worst_sample(actual, truth),
+        gradients=_gradient_errors(actual.gradients, truth.gradients, low=low, smallest=smallest_gradient),
     )
 
 
@@ -382,10 +385,10 @@ def work_problems(
     pairs = sum(n * (n + 1) // 2 for n in lengths)
     expected = {"real tokens": sum(lengths), "physical tokens": sum(-(-n // multiple) * multiple for n in lengths)}
     counted = {"real tokens": work.real_tokens, "physical tokens": work.physical_tokens}
-    found = [f"{counted[name]} {name}, expected {count}" for name, count in expected.items() if counted[name] != count]
+    faults = [f"{counted[name]} {name}, expected {count}" for name, count in expected.items() if counted[name] != count]
     if not (0 < work.attended_pairs <= pairs if sparse else work.attended_pairs == pairs):
-        found.append(f"{work.attended_pairs} attended pairs, expected {pairs}")
-    return found
+        faults.append(f"{work.attended_pairs} attended pairs, expected {pairs}")
+    return faults
 
 
 @final
@@ -398,15 +401,15 @@ class GradientCosine:
     parameter: str
     """Its name."""
     parameters: int
-    """How many were compared."""
+    """Number of those that were compared."""
 
 
-def smallest_cosine(seen: Gradients, truth: Gradients) -> GradientCosine:
+def smallest_cosine(actual: Gradients, truth: Gradients) -> GradientCosine:
     """Find the smallest cosine of any parameter's two gradients.
 
     A parameter with a gradient on one side only counts as 0, one whose gradient is 0 on both as 1.
     """
-    cosines = {name: _cosine(seen.get(name), truth.get(name)) for name in {**truth, **seen}}
+    cosines = {name: _cosine(actual.get(name), truth.get(name)) for name in {**truth, **actual}}
     worst = min(cosines, key=cosines.__getitem__)
     return GradientCosine(cosine=cosines[worst], parameter=worst, parameters=len(cosines))
 
@@ -421,7 +424,7 @@ def _cosine(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
     return float(x @ y) / norms
 
 
-def tower_errors(seen: Gradients, truth: Gradients) -> dict[str, float]:
+def tower_errors(actual: Gradients, truth: Gradients) -> dict[str, float]:
     """Root mean square, over all entries of a tower, of errors as parts of the norm of their parameter's gradient.
 
     Towers are "vision" and "text". In low precision the ratio of two of these is steady where that of a single
@@ -429,19 +432,19 @@ def tower_errors(seen: Gradients, truth: Gradients) -> dict[str, float]:
     """
     sums: dict[str, list[float]] = {}
     for name, gradient in truth.items():
-        error = rms_distance([(seen[name], gradient)])
+        error = rms_distance([(actual[name], gradient)])
         total = sums.setdefault("vision" if ".visual." in f".{name}" else "text", [0.0, 0.0])
         total[0] += error**2 * gradient.numel()
         total[1] += gradient.numel()
     return {tower: (square / entries) ** 0.5 for tower, (square, entries) in sums.items()}
 
 
-def _gradient_errors(seen: Gradients, truth: Gradients, *, low: bool, smallest: float) -> dict[str, GradientError]:
+def _gradient_errors(actual: Gradients, truth: Gradients, *, low: bool, smallest: float) -> dict[str, GradientError]:
     largest = max((float(g.abs().max()) for g in truth.values()), default=0.0)
     groups: dict[str, GradientError] = {}
     pairs: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for name, like in {**seen, **truth}.items():
-        pair = (seen.get(name, torch.zeros_like(like)), truth.get(name, torch.zeros_like(like)))
+    for name, like in {**actual, **truth}.items():
+        pair = (actual.get(name, torch.zeros_like(like)), truth.get(name, torch.zeros_like(like)))
         error, group = distance(*pair, least=smallest * largest), group_of(name)
         pairs.setdefault(group, []).append(pair)
         if group not in groups or not error <= groups[group].error:
@@ -458,26 +461,26 @@ def group_of(parameter: str) -> str:
     return ".".join(named[:3]) or parameter
 
 
-def distance(seen: torch.Tensor, expected: torch.Tensor, *, least: float = 0.0) -> float:
+def distance(actual: torch.Tensor, expected: torch.Tensor, *, least: float = 0.0) -> float:
     """Largest difference as a part of the largest entry (at least `least`); NaN counts as infinitely far."""
     expected = _at_least_float32(expected)
-    difference = (_at_least_float32(seen).to(expected.device) - expected).abs().nan_to_num(nan=inf)
+    difference = (_at_least_float32(actual).to(expected.device) - expected).abs().nan_to_num(nan=inf)
     return float(difference.max()) / max(float(expected.abs().max()), least, 1e-30)
 
 
 def rms_distance(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
     """Root mean square of the differences as a part of that of what is expected; NaN counts as infinitely far."""
     squares = [0.0, 0.0]
-    for seen, expected in pairs:
+    for actual, expected in pairs:
         expected = _at_least_float32(expected)
-        squares[0] += float((_at_least_float32(seen).to(expected.device) - expected).square().sum())
+        squares[0] += float((_at_least_float32(actual).to(expected.device) - expected).square().sum())
         squares[1] += float(expected.square().sum())
     return _or_infinite((squares[0] / max(squares[1], 1e-30)) ** 0.5)
 
 
-def relative(seen: float, expected: float) -> float:
+def relative(actual: float, expected: float) -> float:
     """Relative difference of two numbers; NaN counts as infinitely far."""
-    return _or_infinite(abs(seen - expected) / max(abs(expected), 1e-30))
+    return _or_infinite(abs(actual - expected) / max(abs(expected), 1e-30))
 
 
 def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
@@ -488,7 +491,7 @@ def _or_infinite(difference: float | torch.Tensor) -> float:
     return float(difference) if difference == difference else inf
 
 
-def _worst_sample(seen: Outcome, truth: Outcome) -> float:
-    difference = (seen.target_losses - truth.target_losses).abs()
+def _worst_sample(actual: Outcome, truth: Outcome) -> float:
+    difference = (actual.target_losses - truth.target_losses).abs()
     means = [part.mean() for part in difference.split(truth.sample_targets) if len(part)]
     return _or_infinite(torch.stack(means).max() / truth.sample_losses.max())

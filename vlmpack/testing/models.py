@@ -14,6 +14,9 @@ from torch import nn
 
 from vlmpack.errors import ConfigError, FamilyError
 
+DEFAULT_FAMILY = "qwen3_vl"
+"""Of tiny models and processors."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +85,7 @@ class TinySizes:
 
 
 def tiny_model(
-    family: str = "qwen3_vl",
+    family: str = DEFAULT_FAMILY,
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
@@ -122,7 +125,7 @@ def tiny_model(
     return model.train()
 
 
-def tiny_config(family: str = "qwen3_vl", *, processor: Any = None, **sizes: Any) -> Any:
+def tiny_config(family: str = DEFAULT_FAMILY, *, processor: Any = None, **sizes: Any) -> Any:
     """Build the configuration of `tiny_model`: a real `Qwen2VLConfig`, `Qwen3VLConfig`, ...
 
     Raises:

@@ -15,6 +15,7 @@ from typing import Any
 
 from vlmpack.data import PATCH_SIZES, processor_class, without_video
 from vlmpack.errors import ConfigError
+from vlmpack.testing.models import DEFAULT_FAMILY
 
 
 def _split(words: str) -> tuple[str, ...]:
@@ -49,7 +50,7 @@ _HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 
 
 def tiny_processor(
-    family: str = "qwen3_vl",
+    family: str = DEFAULT_FAMILY,
     *,
     min_pixels: int | None = None,
     max_pixels: int | None = None,

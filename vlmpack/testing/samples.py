@@ -70,6 +70,7 @@ def build_sample(
         seed: of words and pixels.
     """
     assert len(stretches) == len(image_grids) + len(video_grids) + 1
+    family = family_named(config.model_type)
     rng = torch.Generator().manual_seed(seed + 1)
     images, videos = [_image(config, grid) for grid in image_grids], [_video(config, grid) for grid in video_grids]
     media = [*(videos + images if videos_first else images + videos), []]
@@ -83,15 +84,15 @@ def build_sample(
         targets = [i == 0 or i >= len(ids) - labelled for i in range(len(ids))]
     input_ids = torch.tensor(ids)
     sample = {"input_ids": input_ids, "labels": torch.where(torch.tensor(targets), input_ids, IGNORE)}
-    if config.model_type in VISION:
-        sample["mm_token_type_ids"] = family_named(config.model_type).media_types(input_ids, config)
+    if family.has_vision:
+        sample["mm_token_type_ids"] = family.media_types(input_ids, config)
     for name, pixels, grids in (
         ("image_grid_thw", "pixel_values", image_grids),
         ("video_grid_thw", "pixel_values_videos", video_grids),
     ):
         if grids:
             sample[name] = torch.tensor(grids)
-            sample[pixels] = torch.randn(sum(map(prod, grids)), patch_channels(config), generator=rng)
+            sample[pixels] = torch.randn(sum(map(prod, grids)), family.patch_channels(config), generator=rng)
     if video_grids and "tokens_per_second" in config.vision_config.to_dict():
         sample["second_per_grid_ts"] = torch.tensor(seconds, dtype=torch.float32)
     return sample
@@ -210,11 +211,12 @@ def perturbed(sample: Sample, config: Any) -> Sample:
 
 def word_ids(config: Any) -> range:
     """The longest run of token ids of which none is special."""
-    settings = {**family_named(config.model_type).text_config(config).to_dict(), **config.to_dict()}
+    text = family_named(config.model_type).text_config(config)
+    settings = {**text.to_dict(), **config.to_dict()}
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     ids = [settings.get(name) for name in (*names, "pad_token_id", "bos_token_id", "eos_token_id")]
     special = {i for value in ids if value is not None for i in (value if isinstance(value, list) else [value])}
-    edges = sorted({-1, *special, family_named(config.model_type).text_config(config).vocab_size})
+    edges = sorted({-1, *special, text.vocab_size})
     return max((range(start + 1, stop) for start, stop in pairwise(edges)), key=len)
 
 
@@ -285,11 +287,6 @@ def kind_of(sample: Sample) -> str:
     """Name the media of a sample, for people: "text", "image", "2 images", "video", "image and video"."""
     counts = {modality: len(grids_of(sample, modality)) for modality in ("image", "video")}
     return " and ".join(name if n == 1 else f"{n} {name}s" for name, n in counts.items() if n) or "text"
-
-
-def patch_channels(config: Any) -> int:
-    """C of `pixel_values` [P, C]."""
-    return family_named(config.model_type).patch_channels(config)
 
 
 def _image(config: Any, grid: Grid) -> list[int]:

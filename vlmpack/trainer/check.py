@@ -87,9 +87,9 @@ def _collator(trainer: Trainer) -> Iterator[str]:
             yield f"remove_unused_columns drops {lost} before {reader} reads it: set remove_unused_columns=False"
 
 
-def _processor(metadata: ProcessorMetadata, core: nn.Module) -> Iterator[str]:
+def _processor(metadata: ProcessorMetadata, core: Any) -> Iterator[str]:
     """Yield what the collator's processor writes and the model reads otherwise."""
-    family, config = packing_state(core).family, vars(core)["config"]
+    family, config = packing_state(core).family, core.config
     if not (metadata.has_vision and family.has_vision):
         return
     pairs = {

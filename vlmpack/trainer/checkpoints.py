@@ -313,7 +313,7 @@ class _Kind:
     take_apart: Callable[[Any], Any]
     build: Callable[[Any], Any]
     subclasses: bool = False
-    """Whether values of subclasses are stored too, which then come back as `build` makes them."""
+    """Values of subclasses are stored too, and come back as `build` makes them."""
 
     def matches(self, value: Any) -> bool:
         return isinstance(value, self.type) if self.subclasses else type(value) is self.type

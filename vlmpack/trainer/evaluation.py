@@ -51,7 +51,7 @@ class Evaluation:
     rows: int
     """Rows that were computed."""
     work: Work
-    """What was computed for them, all ranks together."""
+    """The counts of all of them, on all ranks together."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -243,7 +243,7 @@ class EvaluationLoader(DataLoader[Any]):
         self.counted = [rows.rows[at] for at in counted]
         """The rows whose losses count, the first ones; another rank counts the rest."""
         self.names_samples = isinstance(collator, VLMCollator)
-        """Whether a batch without sample ids holds no sample."""
+        """A batch without sample ids holds no sample."""
 
 
 # ---------------------------------------------------------------------- losses

@@ -27,7 +27,7 @@ DEFAULTS: Mapping[str, Any] = {
     "dataset_text_field": "text",
     "shuffle_dataset": False,
 }
-"""What TRL's collator or its preparation of text would read; images are not prepared."""
+"""Settings that TRL's collator or its preparation of text would read; images are not prepared."""
 
 
 def check_loss(trainer: Trainer) -> Iterator[str]:
