@@ -83,7 +83,7 @@ def test_lengths_are_those_that_collating_gives(max_length: int | None, overleng
         used += 1
     assert len(table) == used >= 3
     assert [(one.index, one.reason) for one in table.refused] == refused
-    assert table.given == len(several_kinds())
+    assert table.measured == len(several_kinds())
 
 
 def test_lengths_of_a_sample_are_the_same_cut_or_outlined() -> None:
