@@ -119,9 +119,7 @@ def test_objects_of_this_room_tell_what_they_are_in_one_line():
     packer.add({"length": 3})
     stream = PackedStream(SAMPLES, ROWS, ranks=2, rank=1)
     sampler = PackedBatchSampler(plan_bins([5, 3, 4, 2], capacity=10), ranks=2, rank="all", accumulation=1)
-    assert repr(packer) == (
-        "StreamPacker(rows of 10 tokens, 2 samples, 1 buffered (3 tokens), 1 dropped, 0 left out)"
-    )
+    assert repr(packer) == ("StreamPacker(rows of 10 tokens, 2 samples, 1 buffered (3 tokens), 1 dropped, 0 left out)")
     assert repr(stream) == (
         "PackedStream(a list in rows of 10 tokens, rank 1 of 2, remainder 'split'; 0 samples read, 0 dropped, 0 left "
         "out)"

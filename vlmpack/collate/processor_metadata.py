@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from vlmpack.collate.columns import Kind
-from vlmpack.errors import ConfigError, FamilyError
+from vlmpack.errors import ConfigError
+from vlmpack.families import family_of_processor, run_per_frame, timed_run
 
 CHANNELS = 3
 
@@ -145,7 +146,7 @@ def _text_metadata(tokenizer: Any, vocab_size: int | None) -> dict[str, Any]:
 
 
 def _vision_metadata(processor: Any) -> dict[str, Any]:
-    timestamps, seconds = _family(processor)
+    videos = family_of_processor(processor).videos
     parts = parts_of(processor)
     vocab = parts.tokenizer.get_vocab()
     return {
@@ -160,8 +161,8 @@ def _vision_metadata(processor: Any) -> dict[str, Any]:
         "patch_size": parts.image_processor.patch_size,
         "merge_size": parts.image_processor.merge_size,
         "temporal_patch_size": parts.image_processor.temporal_patch_size,
-        "frame_timestamps": timestamps,
-        "seconds_per_grid": seconds,
+        "frame_timestamps": videos is run_per_frame,
+        "seconds_per_grid": videos is timed_run,
     }
 
 
@@ -175,23 +176,6 @@ _BLIND: dict[str, Any] = {
 """The metadata of a tokenizer alone."""
 
 _START, _END = "<|vision_start|>", "<|vision_end|>"
-
-
-def _family(processor: Any) -> tuple[bool, bool]:
-    """(frame_timestamps, seconds_per_grid) of the processor's class."""
-    from transformers import Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
-
-    if isinstance(processor, Qwen3VLProcessor):
-        return True, False
-    if isinstance(processor, Qwen2_5_VLProcessor):
-        return False, True
-    if isinstance(processor, Qwen2VLProcessor):
-        return False, False
-    raise FamilyError(
-        f"VLMCollator knows how Qwen2VLProcessor, Qwen2_5_VLProcessor and Qwen3VLProcessor write images and videos "
-        f"into text, and got a {type(processor).__name__}; pass the model's own processor (AutoProcessor), not its "
-        "image processor, or the tokenizer of a text model"
-    )
 
 
 def _id(vocab: dict[str, int], token: str) -> int:
