@@ -138,7 +138,7 @@ def test_pixels_that_are_whole_numbers():
     feature["pixel_values"] = feature["pixel_values"].to(torch.uint8)
     reason, message = refusal(feature)
     assert reason == "pixel_dtype"
-    assert "pixels are torch.uint8; they must be the processor's normalised floats" in message
+    assert "pixels are torch.uint8; give the processor's normalised floats" in message
 
 
 @pytest.mark.parametrize("bad", [-1, -200, METADATA.vocab_size, 10**9])

@@ -90,7 +90,7 @@ def test_lengths_of_a_sample_are_the_same_cut_or_outlined() -> None:
     collator = collator_of()
     sample = several_kinds()[0]
     outline = collator.measure(sample)
-    assert lengths_of(collator._encoder.decode(outline)) == lengths_of(outline)
+    assert lengths_of(collator._encoder.media.decode(outline)) == lengths_of(outline)
     assert lengths_of(outline).images == 2
 
 
