@@ -385,7 +385,7 @@ def test_a_template_without_chatml_is_a_mistake_of_the_setup_with_a_remedy():
 def test_a_template_that_swallows_a_turn_is_noticed():
     template = "{% for m in messages[:2] %}<|im_start|>{{ m['role'] }}\nx<|im_end|>\n{% endfor %}"
     messages = chat()["messages"] * 2
-    with pytest.raises(Refusal, match="wrote 1 .*assistant' turns for 2 assistant messages") as caught:
+    with pytest.raises(Refusal, match=r"wrote 1 .*assistant' turns for 2 assistant messages") as caught:
         encoder(tiny_processor(chat_template=template)).encode({"messages": messages})
     assert caught.value.reason == "turn_mismatch"
 

@@ -34,7 +34,9 @@ import io
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from errno import ENAMETOOLONG
 from pathlib import Path
+from stat import S_ISREG
 from typing import IO
 from urllib.parse import unquote
 
@@ -93,11 +95,8 @@ def load_image(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> 
         ImageError: the image cannot be used; the message says what was seen and the remedy, `.reason` is a slug.
     """
     with filling.off():
-        image = (
-            source
-            if isinstance(source, Image.Image)
-            else _open(io.BytesIO(read_encoded(source, limits=limits)), limits)
-        )
+        is_open = isinstance(source, Image.Image)
+        image = source if is_open else _open(io.BytesIO(read_encoded(source, limits=limits)), limits)
         _check_header(image, limits)
         check_content(image)
         check_strips(image)
@@ -171,9 +170,8 @@ def _from_mapping(source: Mapping, limits: ImageLimits) -> IO[bytes]:
     for key in ("bytes", "path"):
         if source.get(key) is not None:
             return _file(source[key], limits)
-    raise ImageError(
-        f"an image dict must hold 'bytes' or 'path'; this one has the keys {sorted(map(str, source))}", "image_source"
-    )
+    keys = sorted(map(str, source))
+    raise ImageError(f"an image dict must hold 'bytes' or 'path'; this one has the keys {keys}", "image_source")
 
 
 def _from_text(text: str, limits: ImageLimits) -> IO[bytes]:
@@ -194,9 +192,7 @@ def _from_text(text: str, limits: ImageLimits) -> IO[bytes]:
 def _from_data_uri(text: str, limits: ImageLimits) -> bytes:
     header, _, payload = text.partition(",")
     if not header.lower().endswith(";base64"):
-        raise ImageError(
-            f"the data URI {_short(text)} is not base64; write data:image/png;base64,<payload>", "image_source"
-        )
+        raise ImageError(f"the data URI {_short(text)} is no data:image/png;base64,<payload>", "image_source")
     _check_bytes(len(payload) * 3 // 4, limits)
     try:
         return base64.b64decode("".join(payload.split()), validate=True)
@@ -213,18 +209,16 @@ def _file_uri_path(uri: str) -> Path:
 def _open_file(path: Path, limits: ImageLimits) -> IO[bytes]:
     """A regular file; a device or a pipe, which may never end, is not one."""
     try:
-        found = path.is_file()
-    except PermissionError as error:
-        raise ImageError(f"the image file {_short(str(path))} cannot be read: {error}", "image_missing") from error
-    except (OSError, ValueError):  # a name too long, a null byte
-        found = False
-    if not found:
-        raise ImageError(f"there is no image file at {_short(str(path))}; check the path", "image_missing")
-    try:
-        _check_bytes(path.stat().st_size, limits)
-        return path.open("rb")
+        status = path.stat()
+        if S_ISREG(status.st_mode):
+            _check_bytes(status.st_size, limits)
+            return path.open("rb")
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # a null byte
+        pass
     except OSError as error:
-        raise ImageError(f"the image file {_short(str(path))} cannot be read: {error}", "image_missing") from error
+        if error.errno != ENAMETOOLONG:
+            raise ImageError(f"the image file {_short(str(path))} cannot be read: {error}", "image_missing") from error
+    raise ImageError(f"there is no image file at {_short(str(path))}; check the path", "image_missing")
 
 
 def _is_file(path: Path) -> bool:

@@ -194,9 +194,9 @@ def _tiff_fault(tags: Mapping[int, Any], size: int) -> str | None:
 
 def _overlap(offsets: Sequence[int], lengths: Sequence[int], name: str) -> str | None:
     """Strips that are the same share their bytes; others that do are a damaged offset."""
-    for (start, length), (other, _) in pairwise(sorted(set(zip(offsets, lengths, strict=True)))):
-        if start + length > other:
-            return f"two of its {name}, at bytes {start} and {other}, overlap"
+    for (start, length), (following, _) in pairwise(sorted(set(zip(offsets, lengths, strict=True)))):
+        if start + length > following:
+            return f"two of its {name}, at bytes {start} and {following}, overlap"
     return None
 
 
