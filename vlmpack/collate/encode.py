@@ -271,7 +271,7 @@ _NOT_OPTIONS = {*_OFF, "messages", "tools", "raise_exception", "strftime_now", "
 
 
 class _Generation(Extension):
-    """The grammar of `{% generation %}`, by which templates mark what the assistant says, as transformers reads it."""
+    """The grammar of `{% generation %}`, by which templates mark the assistant's text, as transformers reads it."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own annotation is a set)
 
@@ -289,7 +289,7 @@ class ChatTemplate:
     processor: Any
     """The processor, or the tokenizer of a text model."""
     takes_parts: bool
-    """Whether the content of a message may be a list of parts: templates of text models know none."""
+    """Whether the content of a message may be a list of parts: templates of text models take none."""
 
     def render(self, conversation: Conversation) -> str:
         """The text of its messages.

@@ -59,7 +59,7 @@ class Encoded:
 
     @cached_property
     def num_targets(self) -> int:
-        """Labelled next-token targets: the first token is nobody's next token."""
+        """Labelled next-token targets: the first token is no target."""
         return int(np.count_nonzero(self.labels[1:] != IGNORE))
 
 
@@ -190,7 +190,7 @@ TrainOn = Literal["assistant", "all"]
 
 
 def assistant_spans(input_ids: np.ndarray, metadata: ProcessorMetadata) -> list[tuple[int, int]]:
-    """(start, stop) of what the assistant says in each of its turns: from after the header to after `<|im_end|>`.
+    """(start, stop) of the text in each of the assistant's turns: from after the header to after `<|im_end|>`.
 
         <|im_start|> assistant \\n  It costs 5 . <|im_end|>  \\n <|im_start|> user ...
                                    ^start                   ^stop

@@ -104,12 +104,7 @@ class MediaReader:
     # ------------------------------------------------------------------ images and videos
 
     def _read(
-        self,
-        ref: MediaRef,
-        kind: Kind,
-        at: int,
-        image: Callable[[MediaRef], Visual],
-        video: Callable[..., Visual],
+        self, ref: MediaRef, kind: Kind, at: int, image: Callable[[MediaRef], Visual], video: Callable[..., Visual]
     ) -> Visual:
         """Read by `image` or by `video`, and name the image or video of the sample in a refusal."""
         try:
@@ -211,7 +206,7 @@ class MediaReader:
         return 1, height // self.metadata.patch_size, width // self.metadata.patch_size
 
     def _try_rule(self, shape: Size, rule: Callable[[int, int], Grid], **options: Any) -> None:
-        """Raise a ConfigError unless the processor cuts a black image of this height and width as `rule` says."""
+        """Raise a ConfigError unless the processor cuts a black image of this height and width by `rule`."""
         height, width = shape
         grid = self._patches(Image.new("RGB", (width, height)), **options).grid
         if grid != (expected := rule(height, width)):

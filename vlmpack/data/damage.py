@@ -86,7 +86,7 @@ class _Filling:
     def off(self) -> Iterator[None]:
         """Decode with `ImageFile.LOAD_TRUNCATED_IMAGES` off, whatever the process has set it to; then put it back.
 
-        With it Pillow fills what is missing of an image with grey or black, and says nothing.
+        With it Pillow fills what is missing of an image with grey or black, without an error.
         """
         with self.lock:
             counted = self.threads > 0 or ImageFile.LOAD_TRUNCATED_IMAGES

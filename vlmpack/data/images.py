@@ -92,7 +92,7 @@ def load_image(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> 
         A PIL image of mode RGB. A PIL image that is RGB and upright already is returned itself, not copied.
 
     Raises:
-        ImageError: the image cannot be used; the message says what was seen and the remedy, `.reason` is a slug.
+        ImageError: the image cannot be used; the message names the fault and the remedy, `.reason` is a slug.
     """
     with filling.off():
         is_open = isinstance(source, Image.Image)
@@ -113,7 +113,7 @@ def read_size(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> t
     """(height, width) in pixels of `load_image(source)`, from the header: nothing is decoded.
 
     Of a file no more is read than its header. An image whose pixels are damaged has a size like any other. Only a PNG
-    that may tell its orientation behind its pixels is decoded.
+    that may hold its orientation behind its pixels is decoded.
 
     Args:
         source: see the table at the top of the file.
@@ -308,5 +308,5 @@ def _decode(image: Image.Image) -> None:
 
 
 def _short(text: str) -> str:
-    """Both ends of a long path or address: one says where it points, the other what it is called."""
+    """Both ends of a long path or address: its place and its name."""
     return repr(text if len(text) <= 80 else f"{text[:37]}...{text[-40:]}")

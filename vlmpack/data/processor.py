@@ -92,7 +92,7 @@ def _accept(argument_name: str, argument: Any) -> None:
 
 
 def is_saved_alone(source: str | os.PathLike[str]) -> bool:
-    """Return whether a folder holds a processor, and no model's configuration that tells its family."""
+    """Return whether a folder holds a processor, and no model's configuration, which would name its family."""
     folder = Path(source)
     parts = (IMAGE_PROCESSOR, ALL_PARTS)
     return not (folder / CONFIG).is_file() and any((folder / name).is_file() for name in parts)

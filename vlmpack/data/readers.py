@@ -352,9 +352,8 @@ def _folder_rows(folder: Path, split: str) -> StoredRows | ImageFolder:
     )
 
 
-def _saved_in(folder: Path, split: str) -> StoredRows | None:
-    names = ("dataset_dict.json", "dataset_info.json", "state.json")
-    return _saved_rows(folder, split) if any((folder / name).is_file() for name in names) else None
+_SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")
+"""Files of which `save_to_disk` writes one or more."""
 
 
 def _parquet_in(folder: Path, split: str) -> StoredRows | None:
@@ -450,7 +449,9 @@ def _parquet_rows(paths: list[Path]) -> StoredRows:
     return StoredRows(table=table.with_format("arrow"))
 
 
-def _saved_rows(folder: Path, split: str) -> StoredRows:
+def _saved_in(folder: Path, split: str) -> StoredRows | None:
+    if not any((folder / name).is_file() for name in _SAVED):
+        return None
     datasets = _datasets(f"folder {folder}")
     try:
         saved = datasets.load_from_disk(str(folder))

@@ -114,7 +114,7 @@ def check_samples(dataset: object) -> None:
     """Raise unless the argument is one data set: not several, and no path, of whose letters samples would be made.
 
     Raises:
-        ConfigError: it is a path, or a mapping; says what to give.
+        ConfigError: it is a path, or a mapping.
     """
     if isinstance(dataset, str | bytes | os.PathLike):
         raise ConfigError(f"{os.fsdecode(dataset)!r:.99} is a path: open it with vlmpack.data.open_dataset(path)")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.errors import ConfigError, SampleError, check_whole_number
 
 SEAL = "seal"
 DEPTH = 99
@@ -116,12 +116,7 @@ def whole(state: Mapping[str, Any], name: str, most: int | None = None) -> int:
     Raises:
         ConfigError: it is another number, or none.
     """
-    value = state[name]
-    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_whole or value < 0 or (most is not None and value > most):
-        end = "" if most is None else f" to {most}"
-        raise ConfigError(f"the state has {name}={value!r:.40}, which is no whole number from 0{end}; {LOAD_ANOTHER}")
-    return int(value)
+    return check_whole_number(f"the state's {name}", state[name], at_least=0, at_most=most, remedy=LOAD_ANOTHER)
 
 
 def listed(state: Mapping[str, Any], name: str) -> list[Any]:

@@ -236,7 +236,7 @@ class StreamPacker(Generic[Sample]):
         """(tokens, and what else is limited) of a sample; one that could not be read takes up one token.
 
         Raises:
-            ConfigError: `costs` does not tell everything that is limited.
+            ConfigError: `costs` does not return everything that is limited.
             SampleError: one of them is no whole number, or `input_ids` are no row of numbers.
         """
         if isinstance(sample, SampleError):

@@ -22,7 +22,7 @@ EMPTY = -1
 """A place in a schedule without a row: its rank computes a row without loss there, or nothing."""
 
 ROWS_EXCHANGED = 32
-"""Rows a rank among which steps of similar rows are found, unless told otherwise."""
+"""Rows a rank among which steps of similar rows are found, by default."""
 
 Method = Literal["karmarkar_karp", "as_given"]
 

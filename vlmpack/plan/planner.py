@@ -147,7 +147,7 @@ def plan_bins(
     if oversize == "own_row":
         bin_of[over] = bin_of.max(initial=-1) + 1 + np.arange(over.sum())
     settings = {"capacity": capacity, "budgets": tuple(budgets), "oversize": oversize, "strategy": name}
-    settings["seed"] = None if seed is None else int(seed)  # JSON knows no numbers of numpy's
+    settings["seed"] = None if seed is None else int(seed)  # JSON has no numbers of numpy's
     plan = Plan.from_assignment(bin_of, order, lengths=sizes, **settings)
     return plan if shuffle is None else plan.rearranged(shuffle.permutation(len(plan)))
 

@@ -102,7 +102,7 @@ class PaddedRecipe:
 
 
 CAPACITIES = (12_000, 16_000, 20_000)
-"""Rows that are tried unless told otherwise, in tokens."""
+"""Capacities that are tried by default, in tokens."""
 
 MIXING = "rolling_fill"
 """The strategy that mixes samples of every length in a row; those by falling length end with rows of short ones."""

@@ -107,7 +107,7 @@ class Samples:
         return len(self.lengths)
 
     def fitted(self, capacity: int, oversize: Oversize) -> Samples:
-        """Cut samples to at most `capacity` tokens, at the end or into pieces, where `oversize` asks for it.
+        """Cut samples to at most `capacity` tokens, at the end or into pieces, by `oversize`.
 
         Raises:
             SampleError: a sample that is to be cut into pieces is empty; names it.

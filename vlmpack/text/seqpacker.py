@@ -358,7 +358,7 @@ def pack_dataset(
         oversize: samples above the capacity: refuse them, leave them out, keep their first tokens, or cut them into
             samples of at most that length.
         pad_to_capacity: False: rows are as long as their tokens.
-        attention_mask: `"null"`: nothing, so that models tell samples apart by `position_ids`; `"padding"`: SeqPacker's
+        attention_mask: `"null"`: nothing, so that models find samples by `position_ids`; `"padding"`: SeqPacker's
             ones and zeros, with which unmodified models mix samples.
         seq_lengths: add TRL's column of that name, the length of every sample of a row.
 
