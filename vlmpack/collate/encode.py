@@ -103,7 +103,12 @@ class Encoder:
 
     def _encode_conversation(self, conversation: Conversation, read: Callable[..., tuple[Visual, ...]]) -> Encoded:
         self._check_texts(conversation)
-        self._check_has_vision(conversation)
+        if (conversation.images or conversation.videos) and not self.metadata.has_vision:
+            raise Refusal(
+                "no_vision",
+                f"it has {len(conversation.images)} image(s) and {len(conversation.videos)} video(s), but a tokenizer "
+                "reads text only; give VLMCollator the processor of a vision-language model, or leave them out",
+            )
         images, videos = read(conversation.images, kind="image"), read(conversation.videos, kind="video")
         if conversation.plain:
             ids, spans = self._plain(conversation.plain, images, videos)
@@ -126,14 +131,6 @@ class Encoder:
     @cached_property
     def _template(self) -> ChatTemplate:
         return ChatTemplate(processor=self.processor, takes_parts=self.metadata.has_vision)
-
-    def _check_has_vision(self, conversation: Conversation) -> None:
-        if (conversation.images or conversation.videos) and not self.metadata.has_vision:
-            raise Refusal(
-                "no_vision",
-                f"it has {len(conversation.images)} image(s) and {len(conversation.videos)} video(s), but a tokenizer "
-                "reads text only; give VLMCollator the processor of a vision-language model, or leave them out",
-            )
 
     # ------------------------------------------------------------------ text
 

@@ -223,7 +223,9 @@ class SkipLog:
         counts["refused"] += 1
         counts["reasons"][error.reason] = counts["reasons"].get(error.reason, 0) + 1
         if self.path is not None:
-            self._lines.append(_line(error, received=counts["used"] + counts["refused"]))
+            record = {"index": error.index, "id": error.sample_id, "reason": error.reason, "detail": error.detail}
+            record |= {"process": os.getpid(), "seen": counts["used"] + counts["refused"]}
+            self._lines.append(json.dumps(record) + "\n")
 
     def _write_down(self) -> None:
         lines, self._lines = self._lines, []
@@ -254,11 +256,6 @@ def read_skip_log(path: str | Path) -> list[dict[str, Any]]:
     process had received by then).
     """
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-
-
-def _line(error: SampleError, *, received: int) -> str:
-    named = {"index": error.index, "id": error.sample_id, "reason": error.reason, "detail": error.detail}
-    return json.dumps({**named, "process": os.getpid(), "seen": received}) + "\n"
 
 
 def _append(path: Path, lines: str) -> None:

@@ -152,7 +152,11 @@ def read_encoded(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -
 def _file(source: ImageSource, limits: ImageLimits) -> IO[bytes]:
     """The encoded bytes behind a source that is not a PIL image, as an open file."""
     if isinstance(source, Mapping):
-        return _from_mapping(source, limits)
+        for key in ("bytes", "path"):
+            if source.get(key) is not None:
+                return _file(source[key], limits)
+        keys = sorted(map(str, source))
+        raise ImageError(f"an image dict must hold 'bytes' or 'path'; this one has the keys {keys}", "image_source")
     if isinstance(source, Path):
         return _open_file(source, limits)
     if isinstance(source, str):
@@ -164,14 +168,6 @@ def _file(source: ImageSource, limits: ImageLimits) -> IO[bytes]:
         "a {'bytes', 'path'} dict or a data: URI (Image.fromarray makes a PIL image of an array)",
         "image_source",
     )
-
-
-def _from_mapping(source: Mapping, limits: ImageLimits) -> IO[bytes]:
-    for key in ("bytes", "path"):
-        if source.get(key) is not None:
-            return _file(source[key], limits)
-    keys = sorted(map(str, source))
-    raise ImageError(f"an image dict must hold 'bytes' or 'path'; this one has the keys {keys}", "image_source")
 
 
 def _from_text(text: str, limits: ImageLimits) -> IO[bytes]:
