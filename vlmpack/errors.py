@@ -15,6 +15,7 @@ SampleError and ConfigError are a ValueError too, which scripts catch where a da
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from importlib.util import find_spec
 from numbers import Integral
 from typing import SupportsInt, cast, final
@@ -83,6 +84,16 @@ def check_kind(name: str, value: object, kind: type, such_as: str) -> None:
     """
     if not isinstance(value, kind):
         raise ConfigError(f"{name} has to be a {kind.__name__}, such as {such_as}, got a {type(value).__name__}")
+
+
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Raise unless the argument `name` is one of a few words.
+
+    Raises:
+        ConfigError: it is not; lists them.
+    """
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def check_whole_number(

@@ -138,7 +138,7 @@ def test_pixels_that_are_whole_numbers():
     feature["pixel_values"] = feature["pixel_values"].to(torch.uint8)
     reason, message = refusal(feature)
     assert reason == "pixel_dtype"
-    assert "pixels are torch.uint8; they must be the processor's normalised floats" in message
+    assert "pixels are torch.uint8; give the processor's normalised floats" in message
 
 
 @pytest.mark.parametrize("bad", [-1, -200, METADATA.vocab_size, 10**9])
@@ -296,7 +296,7 @@ def test_ids_and_labels_are_no_masks(name):
 def test_a_column_that_means_to_say_what_is_learnt_and_is_not_read_is_refused(name):
     reason, message = refusal({**good(), name: [1]})
     assert reason == "bad_row"
-    assert message.startswith(f"it has {name}, which nothing reads; what is learnt is told")
+    assert message.startswith(f"it has {name}, which nothing reads; labels and masks")
 
 
 @pytest.mark.parametrize(("name", "kind"), [("image", "image"), ("images", "image"), ("videos", "video")])

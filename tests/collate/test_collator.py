@@ -438,10 +438,10 @@ def test_it_can_be_pickled():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"layout": "flat"}, "layout='flat' is not known; choose one of 'padded', 'packed'"),
-        ({"overlength": "cut"}, "overlength='cut' is not known; choose one of 'error', 'drop', 'truncate'"),
-        ({"train_on": "user"}, "train_on='user' is not known; choose one of 'assistant', 'all'"),
-        ({"on_bad": "ignore"}, "on_bad='ignore' is not known; choose one of 'raise', 'skip'"),
+        ({"layout": "flat"}, "layout must be one of padded, packed, got 'flat'"),
+        ({"overlength": "cut"}, "overlength must be one of error, drop, truncate, got 'cut'"),
+        ({"train_on": "user"}, "train_on must be one of assistant, all, got 'user'"),
+        ({"on_bad": "ignore"}, "on_bad must be one of raise, skip, got 'ignore'"),
         (
             {"slots": SlotRule()},
             "slots say how samples lie in a packed row, but layout='padded'; choose layout='packed', or give the slots "

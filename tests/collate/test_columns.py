@@ -103,7 +103,7 @@ def test_what_changes_nothing_may_stay(more):
 
 def test_grounding_rows_of_ms_swift_do_not_train_on_the_names_of_their_places():
     objects = {"ref": ["cat"], "bbox": [[1, 2, 3, 4]]}
-    with pytest.raises(Refusal, match="its text holds '<bbox>' and it has a column objects"):
+    with pytest.raises(Refusal, match="it has a column objects, from which ms-swift fills '<bbox>' in its text"):
         check_unread(chat(objects=objects), has_media=True, texts=["Find it.", "at <bbox>"])
     assert check_unread(chat(objects=objects), has_media=True, texts=["at 1, 2"]) == ("objects",)
     assert check_unread(chat(), has_media=True, texts=["at <bbox>"]) == ()

@@ -374,7 +374,7 @@ def test_a_template_that_fails_is_one_sample_s_fault():
 
 def test_a_template_without_chatml_is_a_mistake_of_the_setup_with_a_remedy():
     template = "{% for m in messages %}{{ m['role'] }}: x\n{% endfor %}"
-    seen = r"no '<.im_start.>assistant' turn for 1 assistant message.*train_on='all'"
+    seen = r"no '<.im_start.>assistant' turns for 1 assistant message.*train_on='all'"
     with pytest.raises(Refusal, match=seen):
         encoder(tiny_processor(chat_template=template)).encode(chat())
     with pytest.raises(ConfigError, match=seen):
@@ -385,7 +385,7 @@ def test_a_template_without_chatml_is_a_mistake_of_the_setup_with_a_remedy():
 def test_a_template_that_swallows_a_turn_is_noticed():
     template = "{% for m in messages[:2] %}<|im_start|>{{ m['role'] }}\nx<|im_end|>\n{% endfor %}"
     messages = chat()["messages"] * 2
-    with pytest.raises(Refusal, match="wrote 1 assistant turns for 2 assistant messages") as caught:
+    with pytest.raises(Refusal, match=r"wrote 1 .*assistant' turns for 2 assistant messages") as caught:
         encoder(tiny_processor(chat_template=template)).encode({"messages": messages})
     assert caught.value.reason == "turn_mismatch"
 
@@ -424,9 +424,7 @@ def test_a_sample_that_is_no_mapping_is_refused():
 
 
 def test_a_processor_of_another_kind_is_refused():
-    with pytest.raises(
-        FamilyError, match=r"Qwen2VLProcessor, Qwen2_5_VLProcessor and Qwen3VLProcessor.*got a Qwen2VLImage"
-    ):
+    with pytest.raises(FamilyError, match=r"Qwen2VLImage.*, only Qwen2VLProcessor, Qwen2_5_VLProcessor, Qwen3VLProc"):
         read_processor(processor_of().image_processor)
 
 

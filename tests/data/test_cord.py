@@ -72,7 +72,7 @@ class TestArchiveAsMap:
     def test_it_is_a_map(self, stored: CordDataset) -> None:
         assert len(stored) == len(list(stored)) == 3
         assert stored[-1]["ground_truth"] == stored[2]["ground_truth"]
-        with pytest.raises(IndexError, match="record 3 of 3 in"):
+        with pytest.raises(IndexError, match="sample 3 of 3 in"):
             stored[3]
 
     @pytest.mark.parametrize("index", [np.int64(1), np.int64(-2)])
@@ -178,7 +178,7 @@ class TestArchive:
 
     def test_a_folder_of_another_split_is_noticed(self, tmp_path: Path) -> None:
         folder = write_archive(tmp_path / "somewhere", split="dev")
-        message = r"holds split 'validation' \(its files say 'dev'\), not 'train'; pass split='validation'"
+        message = r"holds split 'validation' \('dev' in its files\), not 'train'; pass split='validation'"
         with pytest.raises(ConfigError, match=message):
             load_cord(folder)
 
@@ -300,8 +300,6 @@ class TestRefusals:
 
     def test_more_records_than_there_are(self, tmp_path: Path) -> None:
         folder = write_archive(tmp_path / "train")
-        with pytest.raises(
-            ConfigError, match=r"num is 6, but .* holds 5 records in 'train'; ask for at most that many"
-        ):
+        with pytest.raises(ConfigError, match=r"num is 6, but .* holds 5; take at most that many"):
             load_cord(folder, num=6)
         assert len(load_cord(folder, num=5)) == 5

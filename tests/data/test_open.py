@@ -93,7 +93,7 @@ class TestJson:
         path.write_bytes(lines(ROWS) + b'{"messages": \n[]\n')
         dataset = open_dataset(path)
         assert len(dataset) == 5
-        with pytest.raises(SampleError, match=r"^sample 3: what stands at byte \d+ of .* is no JSON") as seen:
+        with pytest.raises(SampleError, match=r"^sample 3: the text at byte \d+ of .* is no JSON") as seen:
             dataset[3]
         assert (seen.value.index, seen.value.reason) == (3, "row_unreadable")
         with pytest.raises(SampleError, match=r"sample 4: .* is a list"):
@@ -124,7 +124,7 @@ class TestJson:
         assert batch["vlmpack"].sample_ids == ("whole",)
         assert skipping.skip_log.reasons == {"row_unreadable": 1}
         loader = DataLoader(dataset, batch_size=1, sampler=[1], collate_fn=VLMCollator(tiny_processor()))
-        with pytest.raises(SampleError, match=r"^sample 0 \(id 1\): what stands at byte \d+ of .* is no JSON") as seen:
+        with pytest.raises(SampleError, match=r"^sample 0 \(id 1\): the text at byte \d+ of .* is no JSON") as seen:
             list(loader)
         assert seen.value.reason == "row_unreadable"
 
@@ -167,7 +167,7 @@ class TestJson:
             ('[{"messages": []} {"messages": []}]', "a comma or the end of the array is missing at character 18"),
             ('[{"messages": []}]\n[1]', "there is more at character 19"),
             ('[{"messages": [}]', "begins like a JSON array and is none"),
-            ("[1, 2]", "is a int: '1'; a sample is one JSON object"),
+            ("[1, 2]", "is a int: '1'; a sample is a JSON object"),
             ('{"text": "x", "label": 1}', "holds text, label, and none of input_ids, messages"),
         ],
     )
@@ -249,7 +249,7 @@ class TestPaths:
 
     @pytest.mark.parametrize(
         ("root", "expected"),
-        [("nowhere", r"image_root='.*nowhere' is no folder here"), (3, "has to be the path of a folder, got a int")],
+        [("nowhere", r"image_root='.*nowhere' is no folder"), (3, "has to be the path of a folder, got a int")],
     )
     def test_elsewhere_has_to_be_a_folder(self, root: Any, expected: str, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=expected):
@@ -282,9 +282,7 @@ class TestSeveralFiles:
         assert repr(dataset) == "OpenDataset(5 samples of 2 files)"
 
     def test_a_bad_row_is_called_by_its_place_among_all(self, tmp_path: Path) -> None:
-        with pytest.raises(
-            SampleError, match=r"^sample 4: what stands at byte \d+ of .*b/rows.jsonl is no JSON"
-        ) as seen:
+        with pytest.raises(SampleError, match=r"^sample 4: the text at byte \d+ of .*b/rows.jsonl is no JSON") as seen:
             open_dataset(self.files(tmp_path))[4]
         assert (seen.value.index, seen.value.reason) == (4, "row_unreadable")
 
@@ -388,7 +386,7 @@ class TestOpening:
         assert [row["id"] for row in dataset] == ["a", "ä ✓"]
         with pytest.raises(IndexError, match=r"sample 2 of 2 in .*rows.jsonl"):
             dataset[2]
-        with pytest.raises(ConfigError, match=r"num is 4, but .*rows.jsonl holds 3 samples; ask for at most that many"):
+        with pytest.raises(ConfigError, match=r"num is 4, but .*rows.jsonl holds 3; take at most that many"):
             open_dataset(path, num=4)
 
     def test_an_index_may_be_numpy_s(self, tmp_path: Path) -> None:

@@ -80,7 +80,11 @@ def test_edited_states_of_a_packer(cases):
         state = edited(copy.deepcopy(whole.state_dict()), rng)
         again = packer()
         again.load_state_dict(state)
-        return [again.pack(data[at:]), again.flush(), again.seen] == [whole.pack(data[at:]), whole.flush(), whole.seen]
+        return [again.pack(data[at:]), again.flush(), again.received] == [
+            whole.pack(data[at:]),
+            whole.flush(),
+            whole.received,
+        ]
 
     check(outcomes(cases, SEED + 1, case), cases=cases)
 

@@ -44,7 +44,7 @@ def table() -> LengthTable:
         (lambda: StreamPacker(ROWS).pack("chats.jsonl"), "pack takes a list of samples, got a str"),
         (
             lambda: StreamPacker(ROWS).add([{"length": 3}]),
-            "a sample is a list, and not a dict; tell its tokens by `len",
+            "a sample is a list, and not a dict; count its tokens by `len",
         ),
         (lambda: token_count(3), "a sample is a int, and not a dict; .* `length`: length=collator.length"),
         (
@@ -53,7 +53,7 @@ def table() -> LengthTable:
         ),
         (
             lambda: next(iter(PackedStream([{"messages": []}], ROWS))),
-            "tell its tokens by `length`: length=collator.leng",
+            "count its tokens by `length`: length=collator.leng",
         ),
         (lambda: PackedBatchSampler([[0, 1]]), PLAN + "list"),
         (lambda: PackedBatchSampler(table()), PLAN + "LengthTable"),
@@ -119,9 +119,7 @@ def test_objects_of_this_room_tell_what_they_are_in_one_line():
     packer.add({"length": 3})
     stream = PackedStream(SAMPLES, ROWS, ranks=2, rank=1)
     sampler = PackedBatchSampler(plan_bins([5, 3, 4, 2], capacity=10), ranks=2, rank="all", accumulation=1)
-    assert repr(packer) == (
-        "StreamPacker(rows of 10 tokens, 2 samples seen, 1 buffered (3 tokens), 1 dropped, 0 left out)"
-    )
+    assert repr(packer) == ("StreamPacker(rows of 10 tokens, 2 samples, 1 buffered (3 tokens), 1 dropped, 0 left out)")
     assert repr(stream) == (
         "PackedStream(a list in rows of 10 tokens, rank 1 of 2, remainder 'split'; 0 samples read, 0 dropped, 0 left "
         "out)"

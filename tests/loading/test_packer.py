@@ -111,7 +111,7 @@ def test_a_call_whose_samples_cannot_be_had_changes_nothing():
     packer = StreamPacker(RowSettings(capacity=10))
     with pytest.raises(ConnectionError):
         packer.pack(rollouts())
-    assert len(packer) == packer.seen == 0
+    assert len(packer) == packer.received == 0
 
 
 def test_at_the_end_rows_that_are_not_full_enough_are_given_out_or_left_out_and_counted():
@@ -269,7 +269,7 @@ def test_a_length_that_is_no_whole_number_names_its_sample(length, oversize):
 
 def test_costs_that_lack_something_that_is_limited_are_refused():
     packer = StreamPacker(RowSettings(capacity=10, limits={"images": 2}), costs=lambda sample: {"patches": 1})
-    with pytest.raises(ConfigError, match=r"images are limited, but `costs` tells only \['patches'\]"):
+    with pytest.raises(ConfigError, match=r"images are limited, but `costs` has only \['patches'\]"):
         packer.add({"length": 3})
 
 

@@ -216,7 +216,9 @@ def test_a_source_with_a_place_is_not_read_again():
         list(resumed)
         reads[source] = again.read
         if source is Samples:  # those that wait, and the last one read, are compared
-            reads[source] -= len({at for at, _ in half.state_dict()["packer"]["buffered"]} | {half._packer.seen - 1})
+            reads[source] -= len(
+                {at for at, _ in half.state_dict()["packer"]["buffered"]} | {half._packer.received - 1}
+            )
     assert reads[Stream] == len(LENGTHS)  # there is no other way
     assert reads[Samples] == reads[ResumableStream] < len(LENGTHS) / 2
 

@@ -430,14 +430,14 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "ranks get equal work",
             "balance.py",
-            "for (a, mine), (b, theirs) in zip(one, reversed(other), strict=True)]",
-            "for (a, mine), (b, theirs) in zip(one, other, strict=True)]",
+            "for (a, rows_a), (b, rows_b) in zip(left, reversed(right), strict=True)]",
+            "for (a, rows_a), (b, rows_b) in zip(left, right, strict=True)]",
             "plan/test_balance.py",
         ),
         (
             "worst fit looks for the emptiest bin anew after each sample",
             "algorithms.py",
-            "each = 1 if found and one_a_visit else room // length",
+            "each = 1 if open_run and one_a_visit else room // length",
             "each = room // length",
             "plan/test_placing.py plan/test_plan_bins.py",
         ),

@@ -137,7 +137,11 @@ def test_a_long_list_of_samples_that_are_too_long_is_cut():
 @pytest.mark.parametrize(
     ("lengths", "message", "reason"),
     [
-        ([3, 0, 4], r"sample 1: has length 0; a sample needs at least one token", "empty"),
+        (
+            [3, 0, 4],
+            r"sample 1: has length 0; a sample needs at least one token",
+            "empty",
+        ),
         ([3, 4, -2], r"sample 2: has length -2", "empty"),
         ([3.0, float("nan")], r"sample 1: .* is not finite: nan", "not_finite"),
         ([float("inf"), 3.0], r"sample 0: .* is not finite: inf", "not_finite"),
@@ -178,7 +182,7 @@ def test_a_capacity_is_a_whole_number_of_at_least_1(capacity):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"strategy": None}, r"a strategy is given by its name, got None; choose from exact_fill"),
+        ({"strategy": None}, r"no strategy None; choose from exact_fill"),
         ({"strategy": "best"}, r"no strategy 'best'; choose from exact_fill, .* obfd"),
         ({"oversize": "truncate"}, r"oversize must be one of error, drop, own_row, got 'truncate'"),
         ({"seed": -1}, r"the seed must be a whole number of at least 0"),
@@ -192,13 +196,13 @@ def test_a_setting_that_does_not_exist_lists_those_that_do(settings, message):
 
 def test_budgets_are_checked_against_the_samples_and_the_strategy():
     patches = Budget(name="patches", costs=np.asarray([1, 2]), limit=4)
-    with pytest.raises(ConfigError, match="'patches' has costs of 2 samples, but there are 3"):
+    with pytest.raises(ConfigError, match="'patches' has costs of 2 samples, not of 3"):
         plan_bins([1, 2, 3], CAPACITY, budgets=[patches])
     with pytest.raises(ConfigError, match="best_fit_decreasing packs by tokens only, not by patches; choose exact"):
         plan_bins([1, 2], CAPACITY, budgets=[patches], strategy="bfd")
     with pytest.raises(ConfigError, match="two budgets have the same name: patches, patches"):
         plan_bins([1, 2], CAPACITY, budgets=[patches, patches])
-    with pytest.raises(SampleError, match="sample 1: needs -2 of 'patches', and that cannot be negative"):
+    with pytest.raises(SampleError, match="sample 1: the patches of a sample are negative: -2"):
         Budget(name="patches", costs=np.asarray([1, -2]), limit=4)
     with pytest.raises(ConfigError, match="the limit of budget 'patches' must be a whole number from"):
         Budget(name="patches", costs=np.asarray([1, 2]), limit=0)

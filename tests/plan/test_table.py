@@ -32,7 +32,7 @@ def test_a_length_is_text_and_images_and_videos(table: LengthTable) -> None:
 
 
 def test_every_sample_that_was_looked_at_is_a_length_or_is_listed(table: LengthTable) -> None:
-    assert (len(table), table.given, table.reasons) == (3, 4, {"no_targets": 1})
+    assert (len(table), table.measured, table.reasons) == (3, 4, {"no_targets": 1})
 
 
 def test_its_limits_go_into_a_plan(table: LengthTable) -> None:
@@ -71,7 +71,7 @@ def test_no_limit_is_no_budget(table: LengthTable) -> None:
 
 def test_a_table_without_samples_is_a_table() -> None:
     empty = LengthTable.from_rows([], [REFUSED])
-    assert (len(empty), empty.given, empty.tokens.tolist()) == (0, 1, [])
+    assert (len(empty), empty.measured, empty.tokens.tolist()) == (0, 1, [])
 
 
 def test_what_was_saved_is_read_back(table: LengthTable, tmp_path: Path) -> None:

@@ -83,14 +83,14 @@ def test_lengths_are_those_that_collating_gives(max_length: int | None, overleng
         used += 1
     assert len(table) == used >= 3
     assert [(one.index, one.reason) for one in table.refused] == refused
-    assert table.given == len(several_kinds())
+    assert table.measured == len(several_kinds())
 
 
 def test_lengths_of_a_sample_are_the_same_cut_or_outlined() -> None:
     collator = collator_of()
     sample = several_kinds()[0]
     outline = collator.measure(sample)
-    assert lengths_of(collator._encoder.decode(outline)) == lengths_of(outline)
+    assert lengths_of(collator._encoder.media.decode(outline)) == lengths_of(outline)
     assert lengths_of(outline).images == 2
 
 

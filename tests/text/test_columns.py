@@ -80,10 +80,13 @@ def test_a_row_above_the_capacity_cannot_be_padded_to_it() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"padding_value": "x"}, "padding_value is 'x'; it is a whole number"),
-        ({"padding_value": 1.5}, r"padding_value is 1\.5; it is a whole number, such as the tokenizer's pad_token_id"),
-        ({"padding_value": True}, "padding_value is True"),
-        ({"label_padding_value": None}, "label_padding_value is None; it is a whole number, such as -100"),
+        ({"padding_value": "x"}, "padding_value must be a whole number from 0 .*, got 'x'"),
+        (
+            {"padding_value": 1.5},
+            r"padding_value must be a whole number .*, got 1\.5; give the tokenizer's pad_token_id",
+        ),
+        ({"padding_value": True}, "padding_value must .*, got True"),
+        ({"label_padding_value": None}, "label_padding_value must be a whole number from -.*, got None; choose -100"),
     ],
 )
 def test_padding_is_a_whole_number(settings, message: str) -> None:
@@ -98,5 +101,5 @@ def test_a_number_of_numpys_is_the_same_padding() -> None:
 
 @pytest.mark.parametrize("settings", [{"padding_value": -1}, {"padding_value": 2**31}, {"label_padding_value": 2**31}])
 def test_padding_that_no_column_can_hold_is_refused(settings) -> None:
-    with pytest.raises(ConfigError, match="padding_value is"):
+    with pytest.raises(ConfigError, match="padding_value must be a whole number from"):
         RowFormat(**settings)

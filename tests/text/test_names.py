@@ -121,9 +121,9 @@ def test_planning_brings_in_nothing_heavy(code: str, loaded: str) -> None:
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch) -> None:
+    from vlmpack import errors
     from vlmpack.errors import ConfigError
-    from vlmpack.text import columns
 
-    monkeypatch.setattr(columns, "find_spec", lambda name: None)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'vlmpack\[data\]'"):
         vlmpack.text.pack_dataset([[1]], 2)

@@ -76,4 +76,4 @@ def test_settings_that_cannot_be_are_refused(settings) -> None:
 def test_the_state_shows() -> None:
     packer = StreamPacker(capacity=10)
     packer.add(3)
-    assert repr(packer) == "StreamPacker(strategy='nf', added=1, 1 waiting)"
+    assert repr(packer) == "StreamPacker(strategy='nf', added=1, 1 buffered)"

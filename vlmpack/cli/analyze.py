@@ -309,7 +309,7 @@ def _print_refused(table: LengthTable, console: Console) -> None:
     if not table.refused:
         return
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in table.reasons.items())
-    count = f"{len(table.refused):,} of {table.given:,}"
+    count = f"{len(table.refused):,} of {table.measured:,}"
     console.print(f"[yellow]{count} samples cannot be used[/]: {escape(reasons)}", highlight=False)
     for each in table.refused[:LISTED]:
         line = f"{sample_name(each.index, each.sample_id)}: {each.reason}: {each.detail}"

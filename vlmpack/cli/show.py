@@ -224,7 +224,7 @@ def planned_rows(
     table = measure(inputs, console, workers=workers, cache=cache)
     if not len(table):
         raise ConfigError(
-            f"none of {table.given} samples can be used: {table.reasons}; `vlmpack analyze` lists the reasons"
+            f"none of {table.measured} samples can be used: {table.reasons}; `vlmpack analyze` lists the reasons"
         )
     plan = plan_bins(table, capacity, oversize="drop")
     if not len(plan):

@@ -4,14 +4,14 @@ Pixels are 450 times the bytes of the ids. Joining the patches of a batch in new
 itself: the system hands out empty pages one by one, and takes them back with every batch. From a DataLoader worker it
 costs more, since torch copies what is not in shared memory once again, into new shared memory.
 
-Here the patches are joined in blocks that stay. A block is free again when nobody looks at it:
+Here the patches are joined in blocks that stay. A block is free again when nothing refers to it:
 
-    block    w m . . . . . .   p p p p p p p p p p p ...      header of 64 bytes, then the pixels
-             │ └ 1 while the main process holds them, which they were sent to
-             └── 1 while this process does
+    block    o r . . . . . .   p p p p p p p p p p p ...      header of 64 bytes, then the pixels
+             │ └ 1 while the receiver holds them, the main process that they were sent to
+             └── 1 while the owner does, the process that joined them
 
 "Holds" means that the memory itself is referred to, by the batch's tensor, a view of it, or what autograd saved of it;
-not that some variable still exists. Nobody ever waits for a block: when none is free, new memory is taken, as without.
+not that some variable still exists. No process blocks: when no block is free, new memory is taken, as without.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ HEADER = 64
 GRAIN = 2**21
 """Blocks are multiples of 2 MiB, so that batches of nearly one size share them."""
 PIECE = 2**16
-"""Values that are copied and then looked at, in the cache of a core: 256 KiB of float32."""
+"""Values that are copied and then checked, in the cache of a core: 256 KiB of float32."""
 ROW = 2**12
 """Values of a piece that are multiplied with themselves at a time."""
-HERE, THERE = 0, 1
-"""Who holds a block: this process, or the one it was sent to."""
+OWNER, RECEIVER = 0, 1
+"""Bytes of the header: whether the process that joined the pixels holds them, and the one that they were sent to."""
 
 
 @final
@@ -79,12 +79,12 @@ class PixelBuffers:
 
     @property
     def held(self) -> int:
-        """Blocks that somebody still looks at."""
+        """Blocks that are still referred to."""
         return sum(not _is_free(block) for block in self._blocks)
 
     @property
     def kept(self) -> int:
-        """Blocks there are."""
+        """Blocks, free or held."""
         return len(self._blocks)
 
     def join(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -143,10 +143,10 @@ class Lent(torch.Tensor):
 
 
 def _copy(part: torch.Tensor, place: torch.Tensor) -> bool:
-    """Copy into other memory or another type, and say whether the part is finite.
+    """Copy into other memory or another type, and return whether the part is finite.
 
-    One thread, as in a DataLoader's worker, looks at each piece while it is in the cache: a pass of its own costs half
-    a copy. Several threads gain nothing by that.
+    One thread, as in a DataLoader's worker, checks each piece while it is in the cache: a pass of its own costs half a
+    copy. Several threads gain nothing by that.
     """
     if torch.get_num_threads() > 1:
         place.copy_(part)  # `torch.cat` into another type would go through a third tensor
@@ -192,11 +192,11 @@ def is_finite(pixels: torch.Tensor) -> bool:
 
 
 def _is_free(block: torch.Tensor) -> bool:
-    return not block[: THERE + 1].any()
+    return not block[: RECEIVER + 1].any()
 
 
 def _lend(block: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, *, shared: bool) -> torch.Tensor:
-    pixels = _hold(block, shape, dtype, holder=HERE)
+    pixels = _hold(block, shape, dtype, holder=OWNER)
     if not shared:
         return pixels
     lent = pixels.as_subclass(Lent)
@@ -213,12 +213,12 @@ def _hold(block: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, *, ho
     memory = block.numpy()
     memory[holder] = 1
     array = memory[HEADER : HEADER + prod(shape) * dtype.itemsize]
-    weakref.finalize(array, partial(_let_go, memory[: THERE + 1], holder, os.getpid())).atexit = False
+    weakref.finalize(array, partial(_let_go, memory[: RECEIVER + 1], holder, os.getpid())).atexit = False
     return torch.from_numpy(array).view(dtype).view(shape)
 
 
 def _let_go(header: np.ndarray, holder: int, process: int) -> None:
-    """Not in a child of a fork, which inherits batches: the process that was given this one still looks at it."""
+    """Mark a block as free, but not in a child of a fork, which inherits batches that its parent still holds."""
     if os.getpid() == process:
         header[holder] = 0
 
@@ -228,12 +228,12 @@ def _send(lent: Lent) -> tuple[Any, ...]:
     block, lent.block = lent.block, None
     if block is None:
         return _as_it_is, (lent.as_subclass(torch.Tensor).clone(),)
-    block.numpy()[THERE] = 1
+    block.numpy()[RECEIVER] = 1
     return _receive, (block, tuple(lent.shape), lent.dtype)
 
 
 def _receive(block: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    return _hold(block, shape, dtype, holder=THERE)
+    return _hold(block, shape, dtype, holder=RECEIVER)
 
 
 def _as_it_is(pixels: torch.Tensor) -> torch.Tensor:

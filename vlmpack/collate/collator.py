@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, Literal, final, get_args
@@ -19,7 +20,15 @@ from vlmpack.collate.encoded import OVERLENGTH, Encoded, Overlength, TrainOn, fi
 from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.collate.skipped import SkipLimit, SkipLog
 from vlmpack.data import ImageLimits
-from vlmpack.errors import ConfigError, Refusal, SampleError, VlmpackError, check_kind, check_whole_number
+from vlmpack.errors import (
+    ConfigError,
+    Refusal,
+    SampleError,
+    VlmpackError,
+    check_choice,
+    check_kind,
+    check_whole_number,
+)
 from vlmpack.layout import PackedRow, PaddedBatch, SlotRule, round_up
 
 _ROOM = Path(__file__).parent
@@ -77,11 +86,11 @@ class VLMCollator:
         pixel_dtype: torch.dtype | None = None,
         pixel_buffers: int = 8,
     ) -> None:
-        _check_choice("layout", layout, get_args(BatchLayout))
-        _check_choice("overlength", overlength, get_args(Overlength))
-        _check_choice("train_on", train_on, get_args(TrainOn))
-        _check_choice("markers", markers, get_args(Markers))
-        _check_choice("on_bad", on_bad, get_args(OnBad))
+        check_choice("layout", layout, get_args(BatchLayout))
+        check_choice("overlength", overlength, get_args(Overlength))
+        check_choice("train_on", train_on, get_args(TrainOn))
+        check_choice("markers", markers, get_args(Markers))
+        check_choice("on_bad", on_bad, get_args(OnBad))
         _check_lengths(layout, slots, max_length, overlength)
         check_whole_number("pixel_buffers", pixel_buffers, at_least=0, remedy="0: new memory every time")
         if pixel_dtype is not None and not pixel_dtype.is_floating_point:
@@ -114,7 +123,8 @@ class VLMCollator:
 
     def __repr__(self) -> str:
         names = ("layout", "slots", "max_length", "overlength", "train_on", "on_bad", "skip_log")
-        changed = (f"{name}={self.__dict__[name]!r}" for name in names if self.__dict__[name] not in (None, SlotRule()))
+        values = zip(names, attrgetter(*names)(self), strict=True)
+        changed = (f"{name}={value!r}" for name, value in values if value not in (None, SlotRule()))
         return f"VLMCollator({type(self.processor).__name__}, {', '.join(changed)})"
 
     def __call__(self, features: Sequence[Mapping[str, Any] | SampleError]) -> dict[str, Any]:
@@ -224,7 +234,7 @@ class VLMCollator:
 
     def _decoded(self, sample: Encoded, index: int) -> Encoded:
         named = {} if sample.sample_id is None else {"id": sample.sample_id}
-        return self._checked(named, index, lambda: self._encoder.decode(sample))
+        return self._checked(named, index, lambda: self._encoder.media.decode(sample))
 
     def _fitted(self, sample: Encoded) -> Encoded:
         return fit(sample, self.metadata, max_length=self.max_length, overlength=self.overlength)
@@ -287,8 +297,8 @@ def _to_refusal(error: Exception) -> Refusal:
     if isinstance(error, RecursionError):
         return Refusal("bad_row", "it is nested too deeply to be read; give lists and mappings of a few levels")
     if isinstance(error, MemoryError):
-        seen = f"the memory does not suffice for it ({error or 'MemoryError'})"
-        return Refusal("out_of_memory", f"{seen}; make its images smaller, or lower ImageLimits.max_pixels")
+        fault = f"the memory does not suffice for it ({error or 'MemoryError'})"
+        return Refusal("out_of_memory", f"{fault}; make its images smaller, or lower ImageLimits.max_pixels")
     frame = [frame for frame in extract_tb(error.__traceback__) if _ROOM in Path(frame.filename).parents][-1]
     place = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
     return Refusal("unexpected", f"{type(error).__name__}: {error} ({place}); look at what its columns hold there")
@@ -305,11 +315,6 @@ def sample_id_of(feature: Any) -> int | str | None:
         return None
     value = feature.get("id") if feature.get("id") is not None else feature.get("sample_id")
     return value if value is None or isinstance(value, int | str) else str(value)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name}={value!r} is not known; choose one of {', '.join(map(repr, choices))}")
 
 
 def _check_lengths(layout: BatchLayout, slots: SlotRule | None, max_length: int | None, overlength: Overlength) -> None:

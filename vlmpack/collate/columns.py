@@ -38,7 +38,7 @@ _ENCODED = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF")
 _GROUNDING = ("<bbox>", "<ref-object>", "<quad>")
 """Places in a text that ms-swift fills from its column `objects`."""
 _KEPT = {*MEDIA_COLUMNS, "id", "sample_id", "length", "label", "labels", "label_ids", "attention_mask", "position_ids"}
-"""All that HF Trainer or TRL may leave of a sample whose text they dropped."""
+"""The columns that HF Trainer or TRL may leave of a sample whose text they dropped."""
 _OF_TOKENS = (
     *("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"),
     *("completion_mask", "assistant_masks", "loss_mask"),
@@ -88,12 +88,12 @@ def check_one_form(forms: Sequence[str], present: Mapping[str, Any]) -> None:
 
 
 def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Sequence[str]) -> tuple[str, ...]:
-    """The columns of a sample that nothing reads, of which none holds something that the sample would lack.
+    """Return the columns of a sample that nothing reads, of which none holds something that the sample would lack.
 
     Args:
         feature: the sample's columns.
         has_media: whether it has images or videos; a column of file names is then a note.
-        texts: what it says.
+        texts: of the sample.
 
     Raises:
         Refusal: `unread_column`: one of them holds media and the sample has none, or preferences or weights, or it is
@@ -101,24 +101,18 @@ def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Sequence
     """
     unread = {str(name): value for name, value in feature.items() if name not in _KNOWN and not is_empty(value)}
     for name, value in unread.items():
+        fault = ""
         if _is_preference(name.lower(), value):
-            raise Refusal(
-                "unread_column",
-                f"it has a column {name}, which says what is learnt, and which nothing reads: preferences and weights "
-                "are not what this collator trains on; leave the column out",
+            fault = "which says what is learnt: preferences and weights are not trained on; leave the column out"
+        elif not has_media and _is_media(name.lower(), value):
+            fault = (
+                "which looks like its image or video, and it has no other; rename it image or images (or video, "
+                "videos), or leave it out if the sample is text"
             )
-        if not has_media and _is_media(name.lower(), value):
-            raise Refusal(
-                "unread_column",
-                f"it has a column {name}, which looks like its image or video and which nothing reads, and it has no "
-                "other; rename it image or images (or video, videos), or leave it out if the sample is text",
-            )
-        if name == "objects" and (match := next((item for item in _GROUNDING if any(item in t for t in texts)), None)):
-            raise Refusal(
-                "unread_column",
-                f"its text holds {match!r} and it has a column objects, from which ms-swift fills it and which nothing "
-                "reads here; write the boxes and names into the text",
-            )
+        elif name == "objects" and (match := next((x for x in _GROUNDING if any(x in text for text in texts)), None)):
+            fault = f"from which ms-swift fills {match!r} in its text; write the boxes and names into the text"
+        if fault:
+            raise Refusal("unread_column", f"it has a column {name}, {fault}; nothing reads it")
     return tuple(name for name in unread if name not in _NOTES)
 
 
@@ -168,12 +162,11 @@ def _remedy(feature: Mapping[str, Any]) -> str:
             "These are receipts as CORD has them: make a conversation of each with vlmpack.data.to_conversation, or "
             "let open_dataset read them"
         )
-    near = [f"{name!r}: did you mean {meant!r}?" for name in feature if (meant := _meant(str(name)))]
-    if near:
+    if near := [f"{name!r}: did you mean {column!r}?" for name in feature if (column := _nearest(str(name)))]:
         return f"{' '.join(near)} Rename the column"
     if "prompt" in feature or "completion" in feature:
         return "A prompt comes with its completion: give both, or write them as messages"
-    if not any(_may_be_text(value) for name, value in feature.items() if name not in _KEPT):
+    if not any(isinstance(feature[name], str | list | tuple | Mapping) for name in feature if name not in _KEPT):
         return (
             "HF Trainer drops dataset columns that the model's forward does not name before the collator sees "
             "them: set TrainingArguments(remove_unused_columns=False). TRL's trainers keep only messages, prompt, "
@@ -184,14 +177,10 @@ def _remedy(feature: Mapping[str, Any]) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _meant(name: str) -> str:
+def _nearest(name: str) -> str:
     """The column of a sample's text that a name nearly spells; "" where it spells one, or is like none."""
     near = get_close_matches(name.lower(), _TEXT_COLUMNS, n=1, cutoff=0.8)
     return near[0] if near and name not in _TEXT_COLUMNS else ""
-
-
-def _may_be_text(value: Any) -> bool:
-    return isinstance(value, str | list | tuple | Mapping)
 
 
 def _listed(feature: Mapping[str, Any]) -> str:
@@ -202,7 +191,7 @@ def _listed(feature: Mapping[str, Any]) -> str:
 Kind = Literal["image", "video"]
 KINDS: tuple[Kind, ...] = ("image", "video")
 Markers = Literal["auto", "places", "text"]
-"""What `<image>` and `<video>` in a text are: see `marked_kinds`."""
+"""The meaning of `<image>` and `<video>` in a text: see `marked_kinds`."""
 
 _SOURCE_KEYS: dict[Kind, tuple[str, ...]] = {
     "image": ("image", "image_url", "url", "path", "bytes"),
@@ -213,7 +202,7 @@ _SOURCE_KEYS: dict[Kind, tuple[str, ...]] = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class MediaRef:
-    """One image or video: where it comes from, and how it wants to be resized."""
+    """One image or video: its source, and the keys by which it is resized."""
 
     source: Any
     """PIL image, path, bytes, or {"bytes", "path"}; for a video a path or a list of frames."""
@@ -225,7 +214,7 @@ def marked_kinds(feature: Mapping[str, Any], markers: Markers) -> tuple[Kind, ..
     """The kinds of media whose markers in a text are places of media; those of the others are text.
 
     "auto": a kind that the sample has a column of. Where that is empty, the marker's medium was lost, and the sample is
-    refused; without such a column nothing says that `<image>` is more than a word. "places": both. "text": none.
+    refused; without such a column `<image>` is a word like any other. "places": both. "text": none.
     """
     if markers != "auto":
         return KINDS if markers == "places" else ()
@@ -250,7 +239,21 @@ def fill_placeholders(
         if not (is_marked and _split_at_markers(messages, kind, len(column))):
             _insert_placeholders(messages, kind, len(column))
         return column
-    return _pair(placeholders, column, present, kind)
+    refs = [_reference(part, kind) for part in placeholders]
+    missing = refs.count(None)
+    if missing != len(column):
+        remedy = (
+            f"give each placeholder its {kind}{also_has(present) if missing > len(column) else ''}"
+            if missing
+            else f"every {kind} is in its message already: remove the column"
+        )
+        raise Refusal(
+            "media_count_mismatch",
+            f"the messages have {missing} {kind} placeholder(s) without a source of their own, but the columns hold "
+            f"{len(column)} {kind}(s); {remedy}",
+        )
+    rest = iter(column)
+    return tuple(_merge(next(rest), part) if ref is None else ref for part, ref in zip(placeholders, refs, strict=True))
 
 
 def check_markers(texts: Iterable[str], feature: Mapping[str, Any], *, missing: Iterable[Kind]) -> None:
@@ -272,9 +275,9 @@ def check_markers(texts: Iterable[str], feature: Mapping[str, Any], *, missing: 
 
 
 def _columns_of(kind: Kind, feature: Mapping[str, Any]) -> str:
-    """Why the columns of a kind hold nothing."""
-    columns_there = [name for name in (kind, f"{kind}s") if name in feature]
-    reasons = [f"its {name} is {'None' if feature[name] is None else 'empty'}" for name in columns_there]
+    """The reason why the columns of a kind hold nothing."""
+    columns = [name for name in (kind, f"{kind}s") if name in feature]
+    reasons = [f"its {name} is {'None' if feature[name] is None else 'empty'}" for name in columns]
     return " and ".join(reasons) or f"it has no column {kind} or {kind}s"
 
 
@@ -339,26 +342,6 @@ def _insert_placeholders(messages: list[dict[str, Any]], kind: Kind, count: int)
     raise Refusal("media_count_mismatch", f"{count} {kind}(s), but no user message to put them in")
 
 
-def _pair(
-    placeholders: list[dict[str, Any]], column: tuple[MediaRef, ...], present: Mapping[str, Any], kind: Kind
-) -> tuple[MediaRef, ...]:
-    refs = [_reference(part, kind) for part in placeholders]
-    missing = refs.count(None)
-    if missing != len(column):
-        remedy = (
-            f"give each placeholder its {kind}{also_has(present) if missing > len(column) else ''}"
-            if missing
-            else f"every {kind} is in its message already: remove the column"
-        )
-        raise Refusal(
-            "media_count_mismatch",
-            f"the messages have {missing} {kind} placeholder(s) without a source of their own, but the columns hold "
-            f"{len(column)} {kind}(s); {remedy}",
-        )
-    rest = iter(column)
-    return tuple(_merge(next(rest), part) if ref is None else ref for part, ref in zip(placeholders, refs, strict=True))
-
-
 def _merge(medium: MediaRef, placeholder: Mapping[str, Any]) -> MediaRef:
     """A medium of the column, resized by the keys of the placeholder that it goes into."""
     return MediaRef(source=medium.source, options={**medium.options, **_options(placeholder)})
@@ -381,34 +364,27 @@ def _reference(item: Any, kind: Kind) -> MediaRef | None:
     source = {"bytes": item["bytes"], "path": item.get("path")} if item.get("bytes") is not None else item[key]
     if isinstance(source, Mapping) and "url" in source:
         source = source["url"]
-    if isinstance(source, Mapping):
-        _check_is_encoded(source, kind)
-    return MediaRef(source=source, options=_options(item))
-
-
-def _check_is_encoded(source: Mapping[str, Any], kind: Kind) -> None:
-    """`Dataset.map` writes a PIL image that is nested in messages down as JSON of its attributes, without pixels."""
-    if {"mode", "size"} <= set(source) and not {"bytes", "path"} & set(source):
+    # `Dataset.map` writes a PIL image that is nested in messages down as JSON of its attributes, without pixels
+    if isinstance(source, Mapping) and {"mode", "size"} <= set(source) and not {"bytes", "path"} & set(source):
         raise Refusal(
             f"{kind}_source",
             f"its {kind} is a dict of the attributes of a PIL image, without its pixels, as datasets.map stores an "
-            "image inside messages; make conversations when a sample is asked for (dataset.with_transform), or keep "
-            "images in a column of their own",
+            "image inside messages; make conversations as samples are read (dataset.with_transform), or keep images in "
+            "a column of their own",
         )
+    return MediaRef(source=source, options=_options(item))
 
 
 def _options(item: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that say how the medium wants to be resized or sampled.
+    """The keys by which the medium is resized or sampled.
 
     Raises:
         Refusal: one of them is nearly a known key, and would change nothing.
     """
-    taken = {"type", "text", "bytes", *_SOURCE_KEYS["image"], *_SOURCE_KEYS["video"]}
-    options = {name: value for name, value in item.items() if name not in taken and value is not None}
+    source_keys = {"type", "text", "bytes", *_SOURCE_KEYS["image"], *_SOURCE_KEYS["video"]}
+    options = {name: value for name, value in item.items() if name not in source_keys and value is not None}
     for name in options:
-        if meant := misspelt_key(str(name)):
-            raise Refusal(
-                "vision_key",
-                f"beside an image or video stands the key {name!r}, which is not known; did you mean {meant!r}?",
-            )
+        if key := misspelt_key(str(name)):
+            fault = f"beside an image or video stands the key {name!r}, which is not known; did you mean {key!r}?"
+            raise Refusal("vision_key", fault)
     return options

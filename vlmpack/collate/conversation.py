@@ -40,7 +40,7 @@ from vlmpack.collate.columns import (
 from vlmpack.errors import Refusal
 
 ROLES = ("system", "user", "assistant", "tool")
-"""What a chat template is given."""
+"""Roles of the messages that go into a chat template."""
 ALIASES = {
     "human": "user",
     "gpt": "assistant",
@@ -49,9 +49,9 @@ ALIASES = {
     "function": "tool",
     "developer": "system",
 }
-"""Other names of the same roles. Qwen's templates know no developer, and some leave such a turn out."""
+"""Other names of the same roles. Qwen's templates have no developer, and some leave such a turn out."""
 FLAGS = ("weight", "loss", "train")
-"""Keys by which an assistant's turn says whether it is learnt: of OpenAI, ms-swift and axolotl."""
+"""Keys by which an assistant's turn is learnt or not: of OpenAI, ms-swift and axolotl."""
 SPEAKING = ("tool_calls", "reasoning_content")
 """Keys with which a turn needs no content."""
 _PAYLOADS = {
@@ -60,7 +60,7 @@ _PAYLOADS = {
     "video": ("video", "videos", "video_url"),
     "audio": ("audio", "audios", "audio_url", "input_audio"),
 }
-"""Keys that hold what a part says or shows, by its kind."""
+"""Keys that hold the content of a part, by its kind."""
 
 
 @final
@@ -71,7 +71,7 @@ class Turn:
     message: dict[str, Any]
     """Role, content (a string or a list of parts, media parts still with their payload), and what else there is."""
     learnt: bool = True
-    """False: its own flag says that it is only to be read."""
+    """False: by its own flag it is only read."""
 
 
 def read_turns(value: Any, column: str, marked: Collection[str] = ()) -> list[Turn]:
@@ -80,7 +80,7 @@ def read_turns(value: Any, column: str, marked: Collection[str] = ()) -> list[Tu
     In the texts of the latter, `<image>` and `<video>` are placeholders if they are among the kinds that are `marked`.
 
     Raises:
-        Refusal: `bad_row`: they are no turns, one of them says nothing, or its role or its flag is not known.
+        Refusal: `bad_row`: they are no turns, one of them is empty, or its role or its flag is not known.
     """
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
         raise Refusal("bad_row", f"{column} must be a non-empty list of messages, got {short(value)}")
@@ -94,7 +94,7 @@ def with_system(turns: list[Turn], system: Any) -> list[Turn]:
     """The turns after the text of a column `system`, as LLaMA-Factory writes it.
 
     Raises:
-        Refusal: `bad_row`: the column is no text, or the turns have a system message that says something else.
+        Refusal: `bad_row`: the column is no text, or the turns have another system message.
     """
     if not isinstance(system, str):
         raise Refusal("bad_row", f"the column system must be a text, got {short(system)}; give it as a message")
@@ -128,14 +128,14 @@ def _turn(message: Any, where: str) -> Turn:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise Refusal("bad_row", f"{where} must be a mapping with a role and a content, got {_with_keys(message)}")
     content = message.get("content")
-    if isinstance(content, Mapping):
-        content = [content]
     if content is None:
         content = _no_content(message, where)
-    if not isinstance(content, str | list | tuple):
-        raise Refusal("bad_row", f"{where}.content must be a string or a list of parts, got {short(content)}")
-    if not isinstance(content, str):
+    if isinstance(content, Mapping):
+        content = [content]
+    if isinstance(content, list | tuple):
         content = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+    elif not isinstance(content, str):
+        raise Refusal("bad_row", f"{where}.content must be a string or a list of parts, got {short(content)}")
     _check_no_payload(message, where, but=())
     rest = {key: value for key, value in message.items() if value is not None and key not in FLAGS}
     return Turn(message={**rest, "content": content}, learnt=_learnt(message, message["role"], where))
@@ -171,7 +171,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
 
 
 def _check_no_payload(holder: Mapping[str, Any], where: str, *, but: tuple[str, ...]) -> None:
-    """A part is one thing, and a message has parts: whatever else they hold is read by nobody."""
+    """Refuse media or text outside of the parts, or a second one in a part: nothing reads them."""
     keys = [key for names in _PAYLOADS.values() for key in names if key not in but]
     if media := next((key for key in keys if key in holder and not is_empty(holder[key])), None):
         raise Refusal(
@@ -204,12 +204,12 @@ def _split_markers(text: str, kinds: Collection[str]) -> str | list[dict[str, An
 
 def _with_known_roles(turns: list[Turn], column: str) -> list[Turn]:
     roles = list(dict.fromkeys(turn.message["role"] for turn in turns))
-    known = (*ROLES, *ALIASES)
-    if unknown := next((role for role in roles if role not in known), None):
+    usable = (*ROLES, *ALIASES)
+    if unknown := next((role for role in roles if role not in usable), None):
         raise Refusal(
             "bad_row",
             f"{column} has a turn of the role {unknown!r}, which is not known{_did_you_mean(unknown)}; its roles are "
-            f"{', '.join(roles)}, and those that can be used {', '.join(known)}: rename it",
+            f"{', '.join(roles)}, and those that can be used {', '.join(usable)}: rename it",
         )
     return [replace(turn, message={**turn.message, "role": _canonical(turn.message["role"])}) for turn in turns]
 
@@ -224,7 +224,7 @@ def _did_you_mean(role: str) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-# ---------------------------------------------------------------------- what is learnt
+# ---------------------------------------------------------------------- flags of turns
 
 
 def _learnt(message: Mapping[str, Any], role: str, where: str) -> bool:
@@ -342,10 +342,8 @@ def _template_options(present: Mapping[str, Any]) -> dict[str, Any]:
         raise Refusal("bad_row", f"tools must be a list of tools, got {short(tools)}")
     if tools and not is_empty(options.get("tools")):
         raise Refusal("bad_row", "it has tools in a column and in chat_template_kwargs; keep the column")
-    set_options = {
-        name: value for name, value in options.items() if value is not None
-    }  # Arrow writes every row's names
-    return {**set_options, **({"tools": list(tools)} if tools else {})}
+    options = {name: value for name, value in options.items() if value is not None}  # Arrow writes every row's names
+    return {**options, **({"tools": list(tools)} if tools else {})}
 
 
 # ---------------------------------------------------------------------- conversations
@@ -354,11 +352,14 @@ def _template_options(present: Mapping[str, Any]) -> dict[str, Any]:
 def _conversation(turns: list[Turn], present: Mapping[str, Any], marked: Collection[Kind]) -> Conversation:
     if "system" in present:
         turns = with_system(turns, present["system"])
+    messages = [turn.message for turn in turns]
+    videos = fill_placeholders(messages, present, "video", is_marked="video" in marked)
+    images = fill_placeholders(messages, present, "image", is_marked="image" in marked)
     learnt = tuple(turn.learnt for turn in turns if turn.message["role"] == "assistant")
-    return _with_media(
-        [turn.message for turn in turns],
-        present,
-        marked,
+    return Conversation(
+        messages=tuple(map(_without_payload, messages)),
+        images=images,
+        videos=videos,
         trained_turns=None if all(learnt) else learnt,
         template_options=_template_options(present),
     )
@@ -385,25 +386,10 @@ def _plain(prompt: str, completion: str, present: Mapping[str, Any]) -> Conversa
     return Conversation(plain=(prompt, completion), images=images, videos=videos)
 
 
-# ---------------------------------------------------------------------- media
-
-
-def _with_media(
-    messages: list[dict[str, Any]], present: Mapping[str, Any], marked: Collection[Kind], **settings: Any
-) -> Conversation:
-    """Take the media out of the messages, and fill the placeholders that have none from the columns."""
-    videos = fill_placeholders(messages, present, "video", is_marked="video" in marked)
-    images = fill_placeholders(messages, present, "image", is_marked="image" in marked)
-    return Conversation(messages=tuple(map(_without_payload, messages)), images=images, videos=videos, **settings)
-
-
 def _without_payload(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Only what a chat template needs: pixels in its variables would be copied, or printed."""
+    """Keep only what a chat template needs: pixels in its variables would be copied, or printed."""
     if isinstance(message["content"], str):
         return dict(message)
-    return {**message, "content": [_placeholder(part) for part in message["content"]]}
-
-
-def _placeholder(part: Mapping[str, Any]) -> dict[str, Any]:
-    kind = part["type"]
-    return {"type": "text", "text": part["text"]} if kind == "text" else {"type": kind}
+    keys = {"text": ("type", "text"), "image": ("type",), "video": ("type",)}
+    parts = [{key: part[key] for key in keys[part["type"]]} for part in message["content"]]
+    return {**message, "content": parts}

@@ -17,7 +17,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 
 from vlmpack.collate.columns import Kind, Markers, MediaRef, check_unread, is_empty
-from vlmpack.collate.conversation import Conversation, read_conversation
+from vlmpack.collate.conversation import Conversation, read_conversation, text_of
 from vlmpack.collate.encoded import (
     Encoded,
     TrainOn,
@@ -51,15 +51,15 @@ class Encoder:
     processor: Any
     """The Qwen processor."""
     metadata: ProcessorMetadata
-    """What was read from it."""
+    """The metadata of it."""
     limits: ImageLimits
     """Caps for images and frames."""
     train_on: TrainOn
     """Which tokens are learnt."""
     markers: Markers = "auto"
-    """What `<image>` and `<video>` in a text are."""
+    """The meaning of `<image>` and `<video>` in a text."""
     name_unread: Callable[[Iterable[str]], Collection[str]] | None = None
-    """Takes columns that nothing reads and returns those that are not named yet; None: none is named."""
+    """Takes columns that nothing reads and returns those that no warning has named; None: no warning."""
     max_length: int | None = None
     """Tokens beyond which media are not made, as no sample holds them; None: no limit."""
 
@@ -70,7 +70,7 @@ class Encoder:
             Refusal: the sample cannot be used.
             ConfigError: no sample can be used with this processor.
         """
-        return self._encode(feature, partial(self._media.cut_each, max_tokens=self.max_length))
+        return self._encode(feature, partial(self.media.cut_each, max_tokens=self.max_length))
 
     def measure(self, feature: Any, *, estimate: bool = False) -> Encoded:
         """The same without pixels, which are left where they are: images and videos are only measured, or estimated.
@@ -79,16 +79,8 @@ class Encoder:
             Refusal: the sample cannot be used, as far as can be seen without decoding its media.
             ConfigError: no sample can be used, or images cannot be measured, with this processor.
         """
-        read = self._media.estimate if estimate else self._media.measure
+        read = self.media.estimate if estimate else self.media.measure
         return self._encode(feature, partial(_each, read))
-
-    def decode(self, sample: Encoded) -> Encoded:
-        """A measured sample with its pixels: equal to the encoded sample.
-
-        Raises:
-            Refusal: an image or video cannot be used, or is not what was measured.
-        """
-        return self._media.decode(sample)
 
     def _encode(self, feature: Any, read: Callable[..., tuple[Visual, ...]]) -> Encoded:
         if not isinstance(feature, Mapping):
@@ -107,14 +99,16 @@ class Encoder:
     def _check_unread(self, feature: Mapping[str, Any], *, has_media: bool, texts: Sequence[str]) -> None:
         columns = check_unread(feature, has_media=has_media or not self.metadata.has_vision, texts=texts)
         if columns and self.name_unread is not None and (new := self.name_unread(columns)):
-            warnings.warn(
-                f"samples have columns that nothing reads: {', '.join(new)}; this is said once",
-                stacklevel=2,
-            )
+            warnings.warn(f"samples have columns that nothing reads: {', '.join(new)}; this is said once", stacklevel=2)
 
     def _encode_conversation(self, conversation: Conversation, read: Callable[..., tuple[Visual, ...]]) -> Encoded:
         self._check_texts(conversation)
-        self._check_has_vision(conversation)
+        if (conversation.images or conversation.videos) and not self.metadata.has_vision:
+            raise Refusal(
+                "no_vision",
+                f"it has {len(conversation.images)} image(s) and {len(conversation.videos)} video(s), but a tokenizer "
+                "reads text only; give VLMCollator the processor of a vision-language model, or leave them out",
+            )
         images, videos = read(conversation.images, kind="image"), read(conversation.videos, kind="video")
         if conversation.plain:
             ids, spans = self._plain(conversation.plain, images, videos)
@@ -129,21 +123,14 @@ class Encoder:
         )
 
     @cached_property
-    def _media(self) -> MediaReader:
+    def media(self) -> MediaReader:
+        """Reads images and videos, measured ones included."""
         image_processor = parts_of(self.processor).image_processor
         return MediaReader(image_processor=image_processor, metadata=self.metadata, limits=self.limits)
 
     @cached_property
     def _template(self) -> ChatTemplate:
         return ChatTemplate(processor=self.processor, takes_parts=self.metadata.has_vision)
-
-    def _check_has_vision(self, conversation: Conversation) -> None:
-        if (conversation.images or conversation.videos) and not self.metadata.has_vision:
-            raise Refusal(
-                "no_vision",
-                f"it has {len(conversation.images)} image(s) and {len(conversation.videos)} video(s), but a tokenizer "
-                "reads text only; give VLMCollator the processor of a vision-language model, or leave them out",
-            )
 
     # ------------------------------------------------------------------ text
 
@@ -177,19 +164,13 @@ class Encoder:
         return ids, [span for span, learnt in zip(spans, conversation.trained_turns, strict=True) if learnt]
 
     def _check_turns(self, spans: Sequence[tuple[int, int]], count: int) -> None:
-        if not spans and count:
-            raise Refusal(
-                "turn_mismatch",
-                f"the chat template wrote no '<|im_start|>assistant' turn for {count} assistant message(s), so it is "
-                "not known which tokens to learn; use a ChatML template (every Qwen-VL has one), train_on='all', "
-                "prompt and completion as strings, or tokenised samples with labels",
-                of_all=True,
-            )
         if len(spans) != count:
             raise Refusal(
                 "turn_mismatch",
-                f"the chat template wrote {len(spans)} assistant turns for {count} assistant messages, so it is not "
-                "known which to learn; give labels with tokenised samples",
+                f"the chat template wrote {len(spans) or 'no'} '<|im_start|>assistant' turns for {count} assistant "
+                "messages, so it is not known which tokens to learn; use a ChatML template (every Qwen-VL has one), "
+                "train_on='all', prompt and completion as strings, or tokenised samples with labels",
+                of_all=not spans,
             )
 
     def _plain(
@@ -219,7 +200,7 @@ class Encoder:
         return prompt
 
     def _ids(self, text: str) -> np.ndarray:
-        """Of everything that is tokenised, so that nothing that comes to the text by way of the template is missed."""
+        """Tokenise any text that goes into a sample, its characters checked: those that the template writes too."""
         _check_characters(text)
         return np.asarray(parts_of(self.processor).tokenizer(text)["input_ids"], np.int64)
 
@@ -283,11 +264,11 @@ _CALL = {"type": "function", "function": {"name": "tried", "arguments": {}}}
 _OFF = ("add_generation_prompt", "continue_final_message")
 """Options that no sample may turn on: a turn would have no answer, or no end."""
 _NOT_OPTIONS = {*_OFF, "messages", "tools", "raise_exception", "strftime_now", "dict", "namespace"}
-"""Variables of a template that no sample chooses: those that transformers sets, and these."""
+"""Variables of a template that no sample chooses: those that transformers sets, and those that no sample may set."""
 
 
 class _Generation(Extension):
-    """The grammar of `{% generation %}`, by which templates mark what the assistant says, as transformers reads it."""
+    """The grammar of `{% generation %}`, by which templates mark the assistant's text, as transformers reads it."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own annotation is a set)
 
@@ -305,7 +286,7 @@ class ChatTemplate:
     processor: Any
     """The processor, or the tokenizer of a text model."""
     takes_parts: bool
-    """Whether the content of a message may be a list of parts: templates of text models know none."""
+    """Whether the content of a message may be a list of parts: templates of text models take none."""
 
     def render(self, conversation: Conversation) -> str:
         """The text of its messages.
@@ -323,7 +304,7 @@ class ChatTemplate:
         self._check_written(conversation)
         messages = [dict(message) for message in conversation.messages]
         if not self.takes_parts:
-            messages = [{**message, "content": _joined(message["content"])} for message in messages]
+            messages = [{**message, "content": text_of(message)} for message in messages]
         try:
             return self._write(messages, **conversation.template_options)
         except Exception as error:  # a template can fail in any way on messages it rejects
@@ -362,13 +343,11 @@ class ChatTemplate:
         return frozenset(key for key, text in trials.items() if text is not None and text == plain)
 
     def _try(self, answer: Mapping[str, Any] | None = None, **options: Any) -> str | None:
-        """A short conversation as text; None: the template wants more of it than is known here."""
-        texts = [[{"type": "text", "text": text}] if self.takes_parts else text for text in ("?", "!")]
-        question, answer_turn = (
-            {"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)
-        )
+        """A short conversation as text; None: the template cannot write it."""
+        question, reply = ([{"type": "text", "text": text}] if self.takes_parts else text for text in "?!")
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": reply, **(answer or {})}]
         try:
-            return self._write([question, {**answer_turn, **(answer or {})}], **options)
+            return self._write(turns, **options)
         except Exception:  # see `render`
             return None
 
@@ -392,8 +371,3 @@ class ChatTemplate:
 
     def _write(self, messages: list[dict[str, Any]], **options: Any) -> str:
         return self.processor.apply_chat_template(messages, tokenize=False, **options)
-
-
-def _joined(content: Any) -> str:
-    """The text of a message."""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)

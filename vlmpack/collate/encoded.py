@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, zip_longest
 from typing import Literal, final
 
 import numpy as np
@@ -26,7 +27,7 @@ class Visual:
     pixels: torch.Tensor | None
     """[P, C] floats, P = frames * rows * columns of `grid`; None: only measured."""
     seconds: float | None = None
-    """Seconds from one grid of a video to the next; None: an image, or a family that is not told."""
+    """Seconds from one grid of a video to the next; None: an image, or a family that takes none."""
     timestamps: tuple[float, ...] = ()
     """Seconds of each grid of a video, which some families write into the text; (): an image."""
     source: MediaRef | None = None
@@ -58,7 +59,7 @@ class Encoded:
 
     @cached_property
     def num_targets(self) -> int:
-        """Labelled next-token targets: the first token is nobody's next token."""
+        """Labelled next-token targets: the first token is no target."""
         return int(np.count_nonzero(self.labels[1:] != IGNORE))
 
 
@@ -111,9 +112,7 @@ def check_runs(input_ids: np.ndarray, visuals: Sequence[Visual], metadata: Proce
             f"pixels_without_{kind}_tokens",
             f"it has the pixels of {len(visuals)} {kind}(s) but no {kind} token; is the placeholder missing?",
         )
-    at = next(
-        (i for i, (a, b) in enumerate(zip(lengths, needed, strict=False)) if a != b), min(len(lengths), len(needed))
-    )
+    at = next(i for i, (a, b) in enumerate(zip_longest(lengths, needed)) if a != b)
     raise Refusal(
         f"{kind}_token_mismatch",
         f"its runs of {kind} tokens are {_some(lengths)} long but its grids need {_some(needed)} (first difference at "
@@ -148,11 +147,10 @@ def _check_labels(sample: Encoded, metadata: ProcessorMetadata) -> None:
     if in_range + np.count_nonzero(labels == IGNORE) == len(labels):
         return
     odd = labels[(labels != IGNORE) & ((labels < 0) | (labels >= metadata.vocab_size))]
-    if len(odd):
-        raise Refusal(
-            "label_out_of_range",
-            f"it holds the label {int(odd[0])}; labels are -100 (ignored) or ids from 0 to {metadata.vocab_size - 1}",
-        )
+    raise Refusal(
+        "label_out_of_range",
+        f"it holds the label {int(odd[0])}; labels are -100 (ignored) or ids from 0 to {metadata.vocab_size - 1}",
+    )
 
 
 def check_pixels(visual: Visual, metadata: ProcessorMetadata) -> None:
@@ -168,9 +166,7 @@ def check_pixels(visual: Visual, metadata: ProcessorMetadata) -> None:
             f"{list(visual.pixels.shape)}; pixels and grid must come from one call of this processor",
         )
     if not visual.pixels.is_floating_point():
-        raise Refusal(
-            "pixel_dtype", f"pixels are {visual.pixels.dtype}; they must be the processor's normalised floats"
-        )
+        raise Refusal("pixel_dtype", f"pixels are {visual.pixels.dtype}; give the processor's normalised floats")
 
 
 def _check_grid(visual: Visual, metadata: ProcessorMetadata) -> None:
@@ -194,7 +190,7 @@ TrainOn = Literal["assistant", "all"]
 
 
 def assistant_spans(input_ids: np.ndarray, metadata: ProcessorMetadata) -> list[tuple[int, int]]:
-    """(start, stop) of what the assistant says in each of its turns: from after the header to after `<|im_end|>`.
+    """(start, stop) of the text in each of the assistant's turns: from after the header to after `<|im_end|>`.
 
         <|im_start|> assistant \\n  It costs 5 . <|im_end|>  \\n <|im_start|> user ...
                                    ^start                   ^stop
@@ -245,13 +241,11 @@ def _after_header(input_ids: np.ndarray, turn: int, metadata: ProcessorMetadata)
     """The position after `<|im_start|>assistant\\n` at `turn`; None: another role's turn."""
     newline = turn + 1 + len(metadata.assistant_ids)
     role = tuple(input_ids[turn + 1 : newline].tolist())
-    if (
-        role != metadata.assistant_ids
-        or newline >= len(input_ids)
-        or int(input_ids[newline]) not in metadata.newline_ids
-    ):
-        return None
-    return newline + 1
+    return newline + 1 if role == metadata.assistant_ids and _is_newline(input_ids, newline, metadata) else None
+
+
+def _is_newline(ids: np.ndarray, position: int, metadata: ProcessorMetadata) -> bool:
+    return position < len(ids) and int(ids[position]) in metadata.newline_ids
 
 
 # ---- length
@@ -293,9 +287,8 @@ def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int) -
     ids = sample.input_ids[:cut]
     images = _whole(sample.images, ids, metadata, kind="image")
     videos = _whole(sample.videos, ids, metadata, kind="video")
-    shorter = replace(
-        sample, input_ids=ids, labels=sample.labels[:cut], types=sample.types[:cut], images=images, videos=videos
-    )
+    labels, types = sample.labels[:cut], sample.types[:cut]
+    shorter = replace(sample, input_ids=ids, labels=labels, types=types, images=images, videos=videos)
     if shorter.num_targets == 0:
         raise Refusal(
             "truncated_away",
@@ -318,19 +311,13 @@ def boundaries(sample: Encoded, metadata: ProcessorMetadata) -> list[int]:
 
 def _after_newline(ids: np.ndarray, position: int, metadata: ProcessorMetadata) -> int:
     """ChatML puts a newline after `<|im_end|>`; it belongs to the message before it."""
-    newline = position < len(ids) and int(ids[position]) in metadata.newline_ids
-    return position + 1 if newline else position
+    return position + _is_newline(ids, position, metadata)
 
 
 def _whole(
     visuals: tuple[Visual, ...], ids: np.ndarray, metadata: ProcessorMetadata, *, kind: Kind
 ) -> tuple[Visual, ...]:
     """The leading images (or videos) whose placeholders are all among `ids`."""
-    remaining = len(runs(ids, metadata.token_id(kind)))
-    kept = []
-    for visual in visuals:
-        remaining -= len(tokens_of(visual, metadata, kind=kind))
-        if remaining < 0:
-            break
-        kept.append(visual)
-    return tuple(kept)
+    num_runs = len(runs(ids, metadata.token_id(kind)))
+    ends = accumulate(len(tokens_of(visual, metadata, kind=kind)) for visual in visuals)
+    return tuple(visual for visual, end in zip(visuals, ends, strict=True) if end <= num_runs)

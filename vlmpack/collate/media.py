@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import inf
 from typing import Any, final
 
 from PIL import Image
@@ -58,18 +59,16 @@ class MediaReader:
     def cut_each(self, refs: Sequence[MediaRef], *, kind: Kind, max_tokens: int | None = None) -> tuple[Visual, ...]:
         """Cut the media of one kind of a sample, in their order.
 
-        One that ends beyond `most` tokens by its size alone is measured and not made: no sample of at most so many
+        One that ends beyond `max_tokens` by its size alone is measured and not made: no sample of at most so many
         tokens holds it. Images that the processor sizes are made: its own `size` bounds them.
 
         Raises:
             Refusal: one of them cannot be used.
         """
-        if max_tokens is None:
-            return tuple(self.cut(ref, kind=kind, at=at) for at, ref in enumerate(refs))
         visuals: list[Visual] = []
-        remaining = max_tokens
+        remaining = inf if max_tokens is None else max_tokens
         for at, ref in enumerate(refs):
-            is_sized = kind == "video" or has_image_keys(ref.options)
+            is_sized = remaining < inf and (kind == "video" or has_image_keys(ref.options))
             visual = self.measure(ref, kind=kind, at=at) if is_sized else self.cut(ref, kind=kind, at=at)
             remaining -= sum(tokens_of(visual, self.metadata, kind=kind))
             visuals.append(self.cut(ref, kind=kind, at=at) if is_sized and remaining >= 0 else visual)
@@ -82,7 +81,7 @@ class MediaReader:
             Refusal: its header shows that it cannot be used.
             ConfigError: the image processor resizes by a rule of its own.
         """
-        return self._read(ref, kind, at, self._measure_image, measure_video)
+        return self._read(ref, kind, at, partial(self._measure_image, rule=self._by_processor), measure_video)
 
     def estimate(self, ref: MediaRef, *, kind: Kind, at: int) -> Visual:
         """About the same as `measure`: an image has one token for each square of its own pixels, begun ones included.
@@ -92,7 +91,7 @@ class MediaReader:
         Raises:
             Refusal: its header shows that it cannot be used.
         """
-        return self._read(ref, kind, at, self._estimate_image, measure_video)
+        return self._read(ref, kind, at, partial(self._measure_image, rule=self._by_squares), measure_video)
 
     def decode(self, sample: Encoded) -> Encoded:
         """A sample that was only measured, with the patches of all its media.
@@ -102,17 +101,12 @@ class MediaReader:
         """
         return replace(sample, images=self._filled(sample.images, "image"), videos=self._filled(sample.videos, "video"))
 
-    # ------------------------------------------------------------------ how
+    # ------------------------------------------------------------------ images and videos
 
     def _read(
-        self,
-        ref: MediaRef,
-        kind: Kind,
-        at: int,
-        image: Callable[[MediaRef], Visual],
-        video: Callable[..., Visual],
+        self, ref: MediaRef, kind: Kind, at: int, image: Callable[[MediaRef], Visual], video: Callable[..., Visual]
     ) -> Visual:
-        """By `image` or `video`, whichever it is; a refusal says which image or video of the sample it is."""
+        """Read by `image` or by `video`, and name the image or video of the sample in a refusal."""
         try:
             return image(ref) if kind == "image" else self._video(ref, video)
         except ImageError as error:
@@ -141,29 +135,28 @@ class MediaReader:
     def _cut_image(self, ref: MediaRef) -> Visual:
         """Resized by its own keys, or else as the processor does it."""
         image = load_image(ref.source, limits=self.limits)
-        options: dict[str, Any] = {}
-        if has_image_keys(ref.options):
-            image, options = resize(image, self._keyed_size(ref, (image.height, image.width))), {"do_resize": False}
+        if not has_image_keys(ref.options):
+            return replace(self._patches(image), source=ref)
+        image = resize(image, self._keyed_size(ref, (image.height, image.width)))
+        return replace(self._patches(image, do_resize=False), source=ref)
+
+    def _patches(self, image: Image.Image, **options: Any) -> Visual:
         out = self.image_processor(images=[image], return_tensors="pt", **options)
-        return Visual(pixels=out["pixel_values"], grid=_grid(out["image_grid_thw"][0].tolist()), source=ref)
+        frames, rows, columns = out["image_grid_thw"][0].tolist()
+        return Visual(pixels=out["pixel_values"], grid=(frames, rows, columns))
 
-    def _measure_image(self, ref: MediaRef) -> Visual:
-        if has_image_keys(ref.options):
-            return self._sized_image(ref)
-        rule = self._resize_rule
-        return Visual(pixels=None, grid=rule(*read_size(ref.source, limits=self.limits)), source=ref)
+    def _measure_image(self, ref: MediaRef, *, rule: Callable[[int, int], Grid]) -> Visual:
+        """Sized by its own keys, or else by a rule."""
+        size = read_size(ref.source, limits=self.limits)
+        grid = self._grid_of(*self._keyed_size(ref, size)) if has_image_keys(ref.options) else rule(*size)
+        return Visual(pixels=None, grid=grid, source=ref)
 
-    def _estimate_image(self, ref: MediaRef) -> Visual:
-        if has_image_keys(ref.options):
-            return self._sized_image(ref)
+    def _by_processor(self, height: int, width: int) -> Grid:
+        return self._resize_rule(height, width)
+
+    def _by_squares(self, height: int, width: int) -> Grid:
         merge, unit = self.metadata.merge_size, self._unit
-        height, width = read_size(ref.source, limits=self.limits)
-        return Visual(pixels=None, grid=(1, merge * -(-height // unit), merge * -(-width // unit)), source=ref)
-
-    def _sized_image(self, ref: MediaRef) -> Visual:
-        """Measure an image whose keys set its size."""
-        size = self._keyed_size(ref, read_size(ref.source, limits=self.limits))
-        return Visual(pixels=None, grid=self._grid_of(*size), source=ref)
+        return 1, merge * -(-height // unit), merge * -(-width // unit)
 
     def _keyed_size(self, ref: MediaRef, source: Size) -> Size:
         """(height, width) in pixels by an image's keys, which is not too large to be made."""
@@ -213,20 +206,15 @@ class MediaReader:
         return 1, height // self.metadata.patch_size, width // self.metadata.patch_size
 
     def _try_rule(self, shape: Size, rule: Callable[[int, int], Grid], **options: Any) -> None:
-        """Raise a ConfigError unless the processor cuts a black image of this height and width as `rule` says."""
+        """Raise a ConfigError unless the processor cuts a black image of this height and width by `rule`."""
         height, width = shape
-        out = self.image_processor(images=[Image.new("RGB", (width, height))], return_tensors="pt", **options)
-        if (grid := _grid(out["image_grid_thw"][0].tolist())) != (expected := rule(height, width)):
+        grid = self._patches(Image.new("RGB", (width, height)), **options).grid
+        if grid != (expected := rule(height, width)):
             raise ConfigError(
                 f"the image processor ({type(self.image_processor).__name__}) cuts {height} x {width} pixels into "
                 f"{_shown(grid)} patches, where Qwen's rule gives {_shown(expected)}; images cannot be measured by "
                 "their headers with it: use the model's own image processor, or collate whole samples"
             )
-
-
-def _grid(values: list[int]) -> Grid:
-    frames, rows, columns = values
-    return frames, rows, columns
 
 
 def _shown(grid: Grid) -> str:

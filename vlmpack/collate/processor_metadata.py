@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from vlmpack.collate.columns import Kind
-from vlmpack.errors import ConfigError, FamilyError
+from vlmpack.errors import ConfigError
+from vlmpack.families import family_of_processor, run_per_frame, timed_run
 
 CHANNELS = 3
 
@@ -17,23 +18,26 @@ NO_ID = -1
 @final
 @dataclass(frozen=True, kw_only=True)
 class ProcessorMetadata:
-    """Plain values; the processor object itself is only needed to render text and to cut images into patches."""
+    """Plain values; the processor object itself is only needed to render text and to cut images into patches.
 
-    image_token: str
+    Fields with a default have it for the tokenizer of a text model.
+    """
+
+    image_token: str = ""
     """The placeholder that stands for one image in rendered text, and is repeated once a merged patch in ids."""
-    video_token: str
+    video_token: str = ""
     """The same for videos."""
-    image_token_id: int
+    image_token_id: int = NO_ID
     """Its id."""
-    video_token_id: int
+    video_token_id: int = NO_ID
     """Its id."""
-    vision_start: str
+    vision_start: str = ""
     """The token before each run of placeholders."""
-    vision_end: str
+    vision_end: str = ""
     """The token after each run of placeholders."""
-    vision_start_id: int
+    vision_start_id: int = NO_ID
     """Its id."""
-    vision_end_id: int
+    vision_end_id: int = NO_ID
     """Its id."""
     turn_start_id: int | None
     """Id of ChatML's `<|im_start|>`; None: the tokenizer has no such token."""
@@ -49,16 +53,16 @@ class ProcessorMetadata:
     """Written on padding."""
     vocab_size: int
     """Ids are below this."""
-    patch_size: int
+    patch_size: int = 1
     """Pixels along the side of a patch."""
-    merge_size: int
+    merge_size: int = 1
     """Patches along the side of what becomes one token."""
-    temporal_patch_size: int
+    temporal_patch_size: int = 1
     """Frames in a patch."""
-    frame_timestamps: bool
+    frame_timestamps: bool = False
     """Whether a video is written frame by frame with timestamps (from Qwen3-VL on), or as one run of placeholders."""
-    seconds_per_grid: bool
-    """Whether the model is told the seconds from one video grid to the next (Qwen2.5-VL)."""
+    seconds_per_grid: bool = False
+    """Whether the model takes the seconds from one video grid to the next (Qwen2.5-VL)."""
 
     @property
     def has_vision(self) -> bool:
@@ -125,77 +129,45 @@ def read_processor(processor: Any, *, vocab_size: int | None = None) -> Processo
     """
     from transformers import PreTrainedTokenizerBase
 
-    vision = _BLIND if isinstance(processor, PreTrainedTokenizerBase) else _vision_metadata(processor)
-    return ProcessorMetadata(**_text_metadata(parts_of(processor).tokenizer, vocab_size), **vision)
-
-
-def _text_metadata(tokenizer: Any, vocab_size: int | None) -> dict[str, Any]:
-    vocab = tokenizer.get_vocab()
+    vision = {} if isinstance(processor, PreTrainedTokenizerBase) else _vision_metadata(processor)
+    tokenizer = parts_of(processor).tokenizer
     if tokenizer.eos_token is None:
         raise ConfigError("the tokenizer has no eos_token, with which a text ends; set tokenizer.eos_token")
-    return {
-        "turn_start_id": vocab.get("<|im_start|>"),
-        "turn_end_id": vocab.get("<|im_end|>"),
-        "assistant_ids": tuple(tokenizer("assistant", add_special_tokens=False)["input_ids"]),
-        "newline_ids": frozenset(i for token, i in vocab.items() if token.startswith(("Ċ", "\n"))),
-        "eos_token": tokenizer.eos_token,
-        "pad_token_id": tokenizer.pad_token_id or 0,
-        "vocab_size": len(tokenizer) if vocab_size is None else vocab_size,
-    }
-
-
-def _vision_metadata(processor: Any) -> dict[str, Any]:
-    timestamps, seconds = _family(processor)
-    parts = parts_of(processor)
-    vocab = parts.tokenizer.get_vocab()
-    return {
-        "image_token": processor.image_token,
-        "video_token": processor.video_token,
-        "image_token_id": _id(vocab, processor.image_token),
-        "video_token_id": _id(vocab, processor.video_token),
-        "vision_start": _START,
-        "vision_end": _END,
-        "vision_start_id": _id(vocab, _START),
-        "vision_end_id": _id(vocab, _END),
-        "patch_size": parts.image_processor.patch_size,
-        "merge_size": parts.image_processor.merge_size,
-        "temporal_patch_size": parts.image_processor.temporal_patch_size,
-        "frame_timestamps": timestamps,
-        "seconds_per_grid": seconds,
-    }
-
-
-_BLIND: dict[str, Any] = {
-    **dict.fromkeys(("image_token", "video_token", "vision_start", "vision_end"), ""),
-    **dict.fromkeys(("image_token_id", "video_token_id", "vision_start_id", "vision_end_id"), NO_ID),
-    **dict.fromkeys(("patch_size", "merge_size", "temporal_patch_size"), 1),
-    "frame_timestamps": False,
-    "seconds_per_grid": False,
-}
-"""The metadata of a tokenizer alone."""
-
-_START, _END = "<|vision_start|>", "<|vision_end|>"
-
-
-def _family(processor: Any) -> tuple[bool, bool]:
-    """(frame_timestamps, seconds_per_grid) of the processor's class."""
-    from transformers import Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
-
-    if isinstance(processor, Qwen3VLProcessor):
-        return True, False
-    if isinstance(processor, Qwen2_5_VLProcessor):
-        return False, True
-    if isinstance(processor, Qwen2VLProcessor):
-        return False, False
-    raise FamilyError(
-        f"VLMCollator knows how Qwen2VLProcessor, Qwen2_5_VLProcessor and Qwen3VLProcessor write images and videos "
-        f"into text, and got a {type(processor).__name__}; pass the model's own processor (AutoProcessor), not its "
-        "image processor, or the tokenizer of a text model"
+    vocab = tokenizer.get_vocab()
+    return ProcessorMetadata(
+        turn_start_id=vocab.get("<|im_start|>"),
+        turn_end_id=vocab.get("<|im_end|>"),
+        assistant_ids=tuple(tokenizer("assistant", add_special_tokens=False)["input_ids"]),
+        newline_ids=frozenset(i for token, i in vocab.items() if token.startswith(("Ċ", "\n"))),
+        eos_token=tokenizer.eos_token,
+        pad_token_id=tokenizer.pad_token_id or 0,
+        vocab_size=len(tokenizer) if vocab_size is None else vocab_size,
+        **vision,
     )
 
 
+def _vision_metadata(processor: Any) -> dict[str, Any]:
+    videos, parts = family_of_processor(processor).videos, parts_of(processor)
+    tokens = {
+        "image_token": processor.image_token,
+        "video_token": processor.video_token,
+        "vision_start": "<|vision_start|>",
+        "vision_end": "<|vision_end|>",
+    }
+    vocab = parts.tokenizer.get_vocab()
+    return {
+        **tokens,
+        **{f"{name}_id": _id(vocab, token) for name, token in tokens.items()},
+        "patch_size": parts.image_processor.patch_size,
+        "merge_size": parts.image_processor.merge_size,
+        "temporal_patch_size": parts.image_processor.temporal_patch_size,
+        "frame_timestamps": videos is run_per_frame,
+        "seconds_per_grid": videos is timed_run,
+    }
+
+
 def _id(vocab: dict[str, int], token: str) -> int:
-    """Not `convert_tokens_to_ids`, which answers with the unknown token's id."""
+    """Return a token's id; `convert_tokens_to_ids` would return that of the unknown token."""
     if token not in vocab:
         raise ConfigError(f"the processor's tokenizer has no token {token!r}; use the tokenizer of a Qwen-VL model")
     return vocab[token]

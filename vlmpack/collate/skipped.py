@@ -9,11 +9,12 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from threading import RLock
-from typing import Any, final
+from typing import IO, Any, final
 
 from vlmpack.errors import ConfigError, SampleError, check_whole_number
 
@@ -25,10 +26,10 @@ except ImportError:  # not on Windows: there every process has a document of its
 
 @final
 class SharedDocument:
-    """A dictionary of what JSON holds.
+    """A dictionary of JSON values, shared by a process and those that it starts.
 
     Args:
-        content: what it holds at first.
+        content: its first values.
     """
 
     def __init__(self, content: dict[str, Any]) -> None:
@@ -37,20 +38,24 @@ class SharedDocument:
         self._store()
 
     def __getstate__(self) -> dict[str, Any]:
-        """To a process that is being spawned goes the file itself; into any other pickle its content."""
+        """Hand the file itself to a process that is being spawned; any other pickle gets its content."""
         if self._file is not None and get_spawning_popen() is not None:
             from multiprocessing.reduction import DupFd
 
-            return {"file": DupFd(self._file)}
-        with self.changed() as content:
-            return {"content": json.loads(json.dumps(content))}
+            return {"file": DupFd(self._file.fileno())}
+        return {"content": self.read()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "file" in state:
             self._content = {}
-            self._adopt(state["file"].detach())
+            self._adopt(os.fdopen(state["file"].detach(), "r+b", buffering=0))
         else:
             self.__init__(state["content"])
+
+    def read(self) -> dict[str, Any]:
+        """Return a copy of the content as all processes left it."""
+        with self.changed() as content:
+            return deepcopy(content)
 
     @contextmanager
     def changed(self) -> Iterator[dict[str, Any]]:
@@ -68,40 +73,33 @@ class SharedDocument:
                 if self._depth == 0:
                     self._store()
 
-    def _adopt(self, file: int | None) -> None:
+    def _adopt(self, file: IO[bytes] | None) -> None:
         self._file, self._lock, self._depth, self._process = file, RLock(), 0, os.getpid()
         if file is not None:
-            weakref.finalize(self, _close, file)
+            weakref.finalize(self, file.close)
 
     def _load(self) -> None:
-        """Take the lock and read; the file is shared by descriptor, so its position is not used."""
+        """Take the lock and read; processes share the file's position, so it is not used."""
         if self._file is not None and fcntl is not None:
             fcntl.lockf(self._file, fcntl.LOCK_EX)  # not `flock`, which a fork shares
-            self._content = json.loads(os.pread(self._file, os.fstat(self._file).st_size, 0))
+            self._content = json.loads(os.pread(file := self._file.fileno(), os.fstat(file).st_size, 0))
 
     def _store(self) -> None:
-        """Write, and let the lock go."""
+        """Write, and release the lock."""
         if self._file is not None and fcntl is not None:
             text = json.dumps(self._content).encode()
-            os.pwrite(self._file, text, 0)
-            os.ftruncate(self._file, len(text))
+            os.pwrite(self._file.fileno(), text, 0)
+            self._file.truncate(len(text))
             fcntl.lockf(self._file, fcntl.LOCK_UN)
 
 
-def _anonymous_file() -> int | None:
-    """The descriptor of a new file without a name; None: there can be none, and nothing is shared."""
-    if fcntl is None:
-        return None
-    with suppress(OSError, AttributeError):  # of Linux
-        return os.memfd_create("vlmpack")
-    with suppress(OSError), tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-    return None
-
-
-def _close(file: int) -> None:
+def _anonymous_file() -> IO[bytes] | None:
+    """A new file without a name; None: there can be none, and nothing is shared."""
+    with suppress(OSError, AttributeError):  # memory, on Linux
+        return os.fdopen(os.memfd_create("vlmpack"), "r+b", buffering=0)
     with suppress(OSError):
-        os.close(file)
+        return tempfile.TemporaryFile(buffering=0)
+    return None
 
 
 @final
@@ -139,9 +137,8 @@ class SkipLog:
     def __init__(self, path: str | Path | None = None, *, limit: SkipLimit | None = None) -> None:
         self.path = None if path is None else Path(path)
         self.limit = limit or SkipLimit()
-        self._counts = SharedDocument(
-            {"used": 0, "refused": 0, "reasons": {}, "noted": 0, "consecutive": 0, "unread": []}
-        )
+        counts = dict.fromkeys(("used", "refused", "noted", "consecutive"), 0)
+        self._counts = SharedDocument({**counts, "reasons": {}, "unread": []})
         self._lines: list[str] = []
         self._is_open = False
         self._named: set[str] = set()
@@ -154,32 +151,28 @@ class SkipLog:
     @property
     def used(self) -> int:
         """Samples that went into a batch."""
-        with self._counts.changed() as counts:
-            return counts["used"]
+        return self._counts.read()["used"]
 
     @property
     def reasons(self) -> Counter[str]:
         """Refused samples by reason, those left out on purpose included."""
-        with self._counts.changed() as counts:
-            return Counter(counts["reasons"])
+        return Counter(self._counts.read()["reasons"])
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Columns of samples that nothing reads, in the order in which they were met."""
-        with self._counts.changed() as counts:
-            return tuple(counts["unread"])
+        """Columns of samples that nothing reads, in the order in which they came."""
+        return tuple(self._counts.read()["unread"])
 
     @property
     def refused(self) -> int:
         """Samples that went into no batch."""
-        with self._counts.changed() as counts:
-            return counts["refused"]
+        return self._counts.read()["refused"]
 
     @property
     def received(self) -> int:
         """Samples that went into a batch or were refused."""
-        with self._counts.changed() as counts:
-            return counts["used"] + counts["refused"]
+        counts = self._counts.read()
+        return counts["used"] + counts["refused"]
 
     @contextmanager
     def at_once(self) -> Iterator[dict[str, Any]]:
@@ -230,7 +223,9 @@ class SkipLog:
         counts["refused"] += 1
         counts["reasons"][error.reason] = counts["reasons"].get(error.reason, 0) + 1
         if self.path is not None:
-            self._lines.append(_line(error, seen=counts["used"] + counts["refused"]))
+            record = {"index": error.index, "id": error.sample_id, "reason": error.reason, "detail": error.detail}
+            record |= {"process": os.getpid(), "seen": counts["used"] + counts["refused"]}
+            self._lines.append(json.dumps(record) + "\n")
 
     def _write_down(self) -> None:
         lines, self._lines = self._lines, []
@@ -241,38 +236,26 @@ class SkipLog:
         bad, received = counts["refused"] - counts["noted"], counts["used"] + counts["refused"]
         in_a_row = counts["consecutive"]
         if in_a_row >= self.limit.max_consecutive_bad:
-            seen = f"{in_a_row} samples in a row (max_consecutive_bad={self.limit.max_consecutive_bad})"
+            excess = f"{in_a_row} samples in a row (max_consecutive_bad={self.limit.max_consecutive_bad})"
         elif received >= self.limit.min_samples and bad > self.limit.max_bad_fraction * received:
             limit = f"max_bad_fraction={self.limit.max_bad_fraction:g}"
-            seen = f"{bad} of {received} samples ({bad / received:.1%}, {limit})"
+            excess = f"{bad} of {received} samples ({bad / received:.1%}, {limit})"
         else:
             return
         why = ", ".join(f"{reason} {count}" for reason, count in self.reasons.most_common())
         where = "" if self.path is None else f"; each is written down in {self.path}"
         raise ConfigError(
-            f"{seen} had to be refused: {why}{where}. The last was {error}. Repair the data, or raise the skip limit"
+            f"{excess} had to be refused: {why}{where}. The last was {error}. Repair the data, or raise the skip limit"
         ) from error
 
 
 def read_skip_log(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a log of skipped samples file, those of all workers, in the order of writing.
+    """Read the lines of a log of skipped samples, those of all workers, in the order of writing.
 
     Each has `index` (in its batch), `id`, `reason`, `detail`, `process` (the writer's id) and `seen` (samples that the
     process had received by then).
     """
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-
-
-def _line(error: SampleError, *, seen: int) -> str:
-    record = {
-        "index": error.index,
-        "id": error.sample_id,
-        "reason": error.reason,
-        "detail": error.detail,
-        "process": os.getpid(),
-        "seen": seen,
-    }
-    return json.dumps(record, ensure_ascii=True) + "\n"
 
 
 def _append(path: Path, lines: str) -> None:
@@ -286,6 +269,4 @@ def _append(path: Path, lines: str) -> None:
         with path.open("ab", buffering=0) as file:
             file.write(lines.encode())
     except OSError as error:
-        raise ConfigError(
-            f"the log of skipped samples cannot be written ({error}); give skip_log= another path"
-        ) from error
+        raise ConfigError(f"the skip log cannot be written ({error}); give skip_log= another path") from error

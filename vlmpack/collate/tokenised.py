@@ -17,13 +17,13 @@ from vlmpack.errors import LayoutError, Refusal
 from vlmpack.layout import IGNORE, IMAGE, TEXT, VIDEO, Grid, lengths_from_mask
 
 LABEL_COLUMNS = ("labels", "completion_mask", "assistant_masks", "loss_mask")
-"""What a tokenised sample may say about its labels; the masks are TRL's and SeqPacker's, 0 where nothing is learnt."""
+"""Columns from which labels are made; the masks are TRL's and SeqPacker's, 0 where nothing is learnt."""
 _MASKS = ("attention_mask", *LABEL_COLUMNS[1:])
 _MISSPELT = ("shift_labels", "label_mask", "labels_mask", "loss_masks", "completion_masks", "assistant_mask")
-"""Columns that mean to say so, and are no column of anybody's tokenised samples."""
+"""Names that look like one of these columns, and that no library writes."""
 
 BOUNDARIES = ("cu_seqlens_q", "cu_seqlens", "cu_seq_lens_q", "seq_lengths", "seq_idx")
-"""What a row of several samples brings; as one sample it would let them see each other."""
+"""Columns of a row of several samples; as one sample it would let them attend to each other."""
 
 
 def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, train_on: TrainOn) -> Encoded:
@@ -66,11 +66,11 @@ def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
 
 
 def _check_read(feature: Mapping[str, Any]) -> None:
-    """Refuse a column that says something of tokens or pixels and would not be read."""
+    """Refuse a column about tokens or pixels that would not be read."""
     if named := next((name for name in _MISSPELT if feature.get(name) is not None), None):
         raise Refusal(
             "bad_row",
-            f"it has {named}, which nothing reads; what is learnt is told, token by token and unshifted, by "
+            f"it has {named}, which nothing reads; labels and masks, token by token and unshifted, are "
             f"{', '.join(LABEL_COLUMNS)}: rename it, or leave it out",
         )
     for pixels, columns in (("pixel_values", ("image", "images")), ("pixel_values_videos", ("video", "videos"))):
@@ -123,7 +123,7 @@ def _as_array(value: Any) -> np.ndarray:
     if isinstance(value, list) and value and type(value[0]) is int:
         try:
             return np.frombuffer(pack(f"{len(value)}q", *value), np.int64)
-        except StructError:  # mixed numbers: numpy says what they are
+        except StructError:  # mixed numbers: numpy finds their type
             pass
     return np.asarray(value)
 

@@ -30,7 +30,6 @@ from vlmpack.data import DEFAULT_LIMITS, ImageError, ImageLimits, load_image, re
 from vlmpack.layout import Grid
 
 Result = TypeVar("Result")
-
 SAMPLE_FPS = 2.0
 """Frames per second where the element has no `sample_fps` (qwen-vl-utils)."""
 

@@ -169,7 +169,7 @@ def check_enlarged(size: Size, *, source: Size, factor: int, num_frames: int = 1
     frame of a video also has a share of `ENLARGED_TOKENS`, but never less than `FRAME_TOKENS[1]`.
 
     Args:
-        size: what the keys ask for.
+        size: by the keys.
         source: the picture's size.
         factor: patch size times merge size: pixels along one side of a token.
         num_frames: frames of that size that are made.

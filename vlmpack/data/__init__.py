@@ -6,20 +6,12 @@ from vlmpack.data.archive import parse_lines
 from vlmpack.data.cord import CordDataset, json2token, load_cord, to_conversation, token2json
 from vlmpack.data.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_image, read_encoded, read_size
 from vlmpack.data.open import OpenDataset, open_dataset
-from vlmpack.data.processor import (
-    PATCH_SIZES,
-    is_saved_alone,
-    load_processor,
-    processor_class,
-    save_processor,
-    without_video,
-)
+from vlmpack.data.processor import is_saved_alone, load_processor, save_processor, without_video
 from vlmpack.data.readers import JSON_FILES, StoredRows
 
 __all__ = [
     "DEFAULT_LIMITS",
     "JSON_FILES",
-    "PATCH_SIZES",
     "CordDataset",
     "ImageError",
     "ImageLimits",
@@ -32,7 +24,6 @@ __all__ = [
     "load_processor",
     "open_dataset",
     "parse_lines",
-    "processor_class",
     "read_encoded",
     "read_size",
     "save_processor",

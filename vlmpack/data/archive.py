@@ -21,7 +21,7 @@ ALIASES = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-"""Names of splits in files and folders, and the splits that they mean; as `datasets` reads them."""
+"""Names of splits in files and folders -> the splits; as `datasets` reads them."""
 
 MENU_FIELDS = ("nm", "num", "unitprice", "cnt", "discountprice", "price", "itemsubtotal", "vatyn", "etc", "sub")
 FIELDS = {
@@ -42,9 +42,10 @@ def archive_in(folder: Path, split: str) -> ImageFolder | None:
     Raises:
         ConfigError: it holds another split, or images without annotations.
     """
-    places = [folder / name for name in (split, in_files(split), ".")]
-    found = next((place for place in places if (place / "image").is_dir() and (place / "json").is_dir()), None)
-    return None if found is None else _image_rows(found, split)
+    for place in (folder / split, folder / in_files(split), folder):
+        if (place / "image").is_dir() and (place / "json").is_dir():
+            return _image_rows(place, split)
+    return None
 
 
 def in_files(split: str) -> str:
@@ -65,34 +66,29 @@ class ImageFolder:
         """The archive of version 0 has no `gt_parse`; it is then computed from the annotated lines."""
         image = self.images[index]
         try:
-            text = _json_beside(image).read_text(encoding="utf-8")
+            text = _json_of(image).read_text(encoding="utf-8")
             truth = json.loads(text)
             if "gt_parse" not in truth and "valid_line" in truth:
                 text = json.dumps({"gt_parse": parse_lines(truth["valid_line"]), **truth})
         except (OSError, ValueError, KeyError, TypeError) as error:  # UnicodeDecodeError is a ValueError
-            message = (
-                f"{_json_beside(image)} cannot be read as a CORD annotation ({error!r}); download it again or remove "
-                "the pair"
-            )
-            raise SampleError(message, index=index, reason="ground_truth_unreadable", sample_id=image.stem) from error
+            fault = f"{_json_of(image)} cannot be read as a CORD annotation ({error!r}); download it again or remove it"
+            raise SampleError(fault, index=index, reason="ground_truth_unreadable", sample_id=image.stem) from error
         return {"image": image, "ground_truth": text}
 
 
 def _image_rows(folder: Path, split: str) -> ImageFolder:
     images = sorted(path for path in (folder / "image").iterdir() if path.suffix.lower() in (".png", ".jpg", ".jpeg"))
-    alone = [image.name for image in images if not _json_beside(image).is_file()]
-    if alone:
+    if alone := [image.name for image in images if not _json_of(image).is_file()]:
         raise ConfigError(
-            f"{len(alone)} images in {folder / 'image'} have no annotation, first {alone[0]}; add it to json/"
+            f"{len(alone)} images in {folder}/image have no annotation, first {alone[0]}; add it to json/"
         )
     if not images:
         raise ConfigError(f"no .png or .jpg in {folder / 'image'}; unpack the CORD archive there")
     rows = ImageFolder(images=tuple(images))
     written = _written_split(rows[0]["ground_truth"])
-    name = ALIASES.get(written, split)
-    if name != split:
+    if (name := ALIASES.get(written, split)) != split:
         raise ConfigError(
-            f"{folder} holds split {name!r} (its files say {written!r}), not {split!r}; pass split={name!r}"
+            f"{folder} holds split {name!r} ({written!r} in its files), not {split!r}; pass split={name!r}"
         )
     return rows
 
@@ -104,7 +100,7 @@ def _written_split(ground_truth: str) -> str:
     return str(meta.get("split", "")) if isinstance(meta, dict) else ""
 
 
-def _json_beside(image: Path) -> Path:
+def _json_of(image: Path) -> Path:
     return image.parent.parent / "json" / f"{image.stem}.json"
 
 

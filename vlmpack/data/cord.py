@@ -21,14 +21,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import index as as_int
-from typing import Any
+from typing import Any, final
 
 from vlmpack.data.archive import SPLITS
 from vlmpack.data.images import ImageError, load_image
-from vlmpack.data.readers import Rows, Source, complete_row, find_rows
+from vlmpack.data.readers import FirstRows, Source, complete_row, find_rows
 from vlmpack.errors import ConfigError, SampleError
 
 
@@ -46,29 +45,16 @@ def load_cord(source: Source, *, split: str = "train", num: int | None = None) -
     if split not in SPLITS:
         raise ConfigError(f"no split {split!r}; CORD has {', '.join(SPLITS)} (its files say 'dev' for validation)")
     rows, name = find_rows(source, split)
-    if num is not None and not 0 <= num <= len(rows):
-        raise ConfigError(f"num is {num}, but {name} holds {len(rows)} records in {split!r}; ask for at most that many")
     return CordDataset(rows=rows, name=name, num=num)
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
-class CordDataset:
-    """Rows of any source, made equal. Raises `SampleError` for a record that cannot be used, naming its index."""
-
-    rows: Rows
-    """The raw records."""
-    name: str
-    """Where they come from, for messages."""
-    num: int | None = None
-    """Use the first so many; None: all."""
-
-    def __len__(self) -> int:
-        return len(self.rows) if self.num is None else self.num
+class CordDataset(FirstRows):
+    """Receipts of any source. Raises `SampleError` for a record that cannot be used, naming its index."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"record {index} of {len(self)} in {self.name}")
-        at = as_int(index) % len(self)
+        at = self.place(index)
         row = complete_row(self.rows[at], self.name, index=at)
         parse_of(row["ground_truth"], index=at)
         try:
@@ -76,9 +62,6 @@ class CordDataset:
         except ImageError as error:
             raise SampleError(error.detail, index=at, reason=error.reason) from error
         return {"image": image, "ground_truth": row["ground_truth"]}
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[index] for index in range(len(self)))
 
 
 SEPARATOR = "<sep/>"
@@ -133,11 +116,11 @@ def to_conversation(
     Of several parses (`gt_parses`, as in question-answering sets) the first is taken, not a random one: a global random
     choice would differ between ranks and after a restart.
 
-    Not for `datasets.Dataset.map`, which stores what it gets and loses images inside messages: see the room's README.
+    Not for `datasets.Dataset.map`, which stores its results and loses images inside messages: see the room's README.
 
     Args:
-        record: `{"image": PIL image, "ground_truth": JSON string}`, as `load_cord` gives it.
-        prompt: what the user asks.
+        record: `{"image": PIL image, "ground_truth": JSON string}`, as `load_cord` returns it.
+        prompt: the user's text.
         index: the record's position, for error messages.
 
     Raises:
@@ -166,7 +149,7 @@ def parse_of(ground_truth: str, *, index: int = 0) -> dict[str, Any]:
     """The nested values inside a `ground_truth` string: `gt_parse`, or the first of `gt_parses`.
 
     Raises:
-        SampleError: with what was found instead.
+        SampleError: it holds something else.
     """
     truth = _loads(ground_truth, index)
     parses = truth.get("gt_parses", [truth.get("gt_parse")])
@@ -180,17 +163,16 @@ def parse_of(ground_truth: str, *, index: int = 0) -> dict[str, Any]:
 
 
 def _loads(ground_truth: str, index: int) -> dict[str, Any]:
-    seen: object = type(ground_truth).__name__
+    form = type(ground_truth).__name__
     if isinstance(ground_truth, str):
         try:
             truth = json.loads(ground_truth)
-        except ValueError as error:
-            seen = f"a string that is not JSON ({error}): {ground_truth[:40]!r}"
-        else:
+            form = f"JSON of a {type(truth).__name__}"
             if isinstance(truth, dict):
                 return truth
-            seen = f"JSON of a {type(truth).__name__}"
-    message = f"ground_truth is {seen}; it must be a JSON string of a dict with 'gt_parse', as in CORD v2"
+        except ValueError as error:
+            form = f"a string that is not JSON ({error}): {ground_truth[:40]!r}"
+    message = f"ground_truth is {form}; it must be a JSON string of a dict with 'gt_parse', as in CORD v2"
     raise SampleError(message, index=index, reason="ground_truth_unreadable")
 
 

@@ -52,13 +52,18 @@ def _file_of(image: Image.Image) -> bytes | None:
     """The encoded bytes of an image that was opened and not decoded; its file stays where it is."""
     if not isinstance(image, ImageFile.ImageFile) or image.fp is None or image.tell():
         return None
-    if isinstance(image.fp, io.BytesIO):
-        return image.fp.getvalue()
-    at = image.fp.tell()
-    image.fp.seek(0)
-    encoded = image.fp.read()
-    image.fp.seek(at)
-    return encoded
+    return content_of(image.fp)
+
+
+def content_of(file: IO[bytes]) -> bytes:
+    """All bytes of an open file, which stays at its position."""
+    if isinstance(file, io.BytesIO):
+        return file.getvalue()
+    at = file.tell()
+    file.seek(0)
+    content = file.read()
+    file.seek(at)
+    return content
 
 
 def has_text_after_pixels(png: IO[bytes]) -> bool:
@@ -86,7 +91,7 @@ class _Filling:
     def off(self) -> Iterator[None]:
         """Decode with `ImageFile.LOAD_TRUNCATED_IMAGES` off, whatever the process has set it to; then put it back.
 
-        With it Pillow fills what is missing of an image with grey or black, and says nothing.
+        With it Pillow fills what is missing of an image with grey or black, without an error.
         """
         with self.lock:
             counted = self.threads > 0 or ImageFile.LOAD_TRUNCATED_IMAGES
@@ -96,13 +101,10 @@ class _Filling:
         try:
             yield
         finally:
-            if counted:
-                self._leave()
-
-    def _leave(self) -> None:
-        with self.lock:
-            self.threads -= 1
-            ImageFile.LOAD_TRUNCATED_IMAGES = not self.threads
+            with self.lock:
+                if counted:
+                    self.threads -= 1
+                    ImageFile.LOAD_TRUNCATED_IMAGES = not self.threads
 
     def restart(self) -> None:
         """Begin anew in a forked process: threads that it does not have may have held the lock."""

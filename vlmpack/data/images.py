@@ -34,7 +34,9 @@ import io
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from errno import ENAMETOOLONG
 from pathlib import Path
+from stat import S_ISREG
 from typing import IO
 from urllib.parse import unquote
 
@@ -90,14 +92,11 @@ def load_image(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> 
         A PIL image of mode RGB. A PIL image that is RGB and upright already is returned itself, not copied.
 
     Raises:
-        ImageError: the image cannot be used; the message says what was seen and the remedy, `.reason` is a slug.
+        ImageError: the image cannot be used; the message names the fault and the remedy, `.reason` is a slug.
     """
     with filling.off():
-        image = (
-            source
-            if isinstance(source, Image.Image)
-            else _open(io.BytesIO(read_encoded(source, limits=limits)), limits)
-        )
+        is_open = isinstance(source, Image.Image)
+        image = source if is_open else _open(io.BytesIO(read_encoded(source, limits=limits)), limits)
         _check_header(image, limits)
         check_content(image)
         check_strips(image)
@@ -114,7 +113,7 @@ def read_size(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> t
     """(height, width) in pixels of `load_image(source)`, from the header: nothing is decoded.
 
     Of a file no more is read than its header. An image whose pixels are damaged has a size like any other. Only a PNG
-    that may tell its orientation behind its pixels is decoded.
+    that may hold its orientation behind its pixels is decoded.
 
     Args:
         source: see the table at the top of the file.
@@ -153,7 +152,11 @@ def read_encoded(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -
 def _file(source: ImageSource, limits: ImageLimits) -> IO[bytes]:
     """The encoded bytes behind a source that is not a PIL image, as an open file."""
     if isinstance(source, Mapping):
-        return _from_mapping(source, limits)
+        for key in ("bytes", "path"):
+            if source.get(key) is not None:
+                return _file(source[key], limits)
+        keys = sorted(map(str, source))
+        raise ImageError(f"an image dict must hold 'bytes' or 'path'; this one has the keys {keys}", "image_source")
     if isinstance(source, Path):
         return _open_file(source, limits)
     if isinstance(source, str):
@@ -164,15 +167,6 @@ def _file(source: ImageSource, limits: ImageLimits) -> IO[bytes]:
         f"an image of type {type(source).__name__} cannot be read; give a PIL image, a path, bytes, "
         "a {'bytes', 'path'} dict or a data: URI (Image.fromarray makes a PIL image of an array)",
         "image_source",
-    )
-
-
-def _from_mapping(source: Mapping, limits: ImageLimits) -> IO[bytes]:
-    for key in ("bytes", "path"):
-        if source.get(key) is not None:
-            return _file(source[key], limits)
-    raise ImageError(
-        f"an image dict must hold 'bytes' or 'path'; this one has the keys {sorted(map(str, source))}", "image_source"
     )
 
 
@@ -194,9 +188,7 @@ def _from_text(text: str, limits: ImageLimits) -> IO[bytes]:
 def _from_data_uri(text: str, limits: ImageLimits) -> bytes:
     header, _, payload = text.partition(",")
     if not header.lower().endswith(";base64"):
-        raise ImageError(
-            f"the data URI {_short(text)} is not base64; write data:image/png;base64,<payload>", "image_source"
-        )
+        raise ImageError(f"the data URI {_short(text)} is no data:image/png;base64,<payload>", "image_source")
     _check_bytes(len(payload) * 3 // 4, limits)
     try:
         return base64.b64decode("".join(payload.split()), validate=True)
@@ -213,18 +205,16 @@ def _file_uri_path(uri: str) -> Path:
 def _open_file(path: Path, limits: ImageLimits) -> IO[bytes]:
     """A regular file; a device or a pipe, which may never end, is not one."""
     try:
-        found = path.is_file()
-    except PermissionError as error:
-        raise ImageError(f"the image file {_short(str(path))} cannot be read: {error}", "image_missing") from error
-    except (OSError, ValueError):  # a name too long, a null byte
-        found = False
-    if not found:
-        raise ImageError(f"there is no image file at {_short(str(path))}; check the path", "image_missing")
-    try:
-        _check_bytes(path.stat().st_size, limits)
-        return path.open("rb")
+        status = path.stat()
+        if S_ISREG(status.st_mode):
+            _check_bytes(status.st_size, limits)
+            return path.open("rb")
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # a null byte
+        pass
     except OSError as error:
-        raise ImageError(f"the image file {_short(str(path))} cannot be read: {error}", "image_missing") from error
+        if error.errno != ENAMETOOLONG:
+            raise ImageError(f"the image file {_short(str(path))} cannot be read: {error}", "image_missing") from error
+    raise ImageError(f"there is no image file at {_short(str(path))}; check the path", "image_missing")
 
 
 def _is_file(path: Path) -> bool:
@@ -314,5 +304,5 @@ def _decode(image: Image.Image) -> None:
 
 
 def _short(text: str) -> str:
-    """Both ends of a long path or address: one says where it points, the other what it is called."""
+    """Both ends of a long path or address: its place and its name."""
     return repr(text if len(text) <= 80 else f"{text[:37]}...{text[-40:]}")

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import index as as_int
@@ -27,6 +27,7 @@ from vlmpack.data.cord import to_conversation
 from vlmpack.data.readers import (
     COLUMNS,
     JSON_FILES,
+    FirstRows,
     JsonRows,
     Rows,
     Source,
@@ -73,7 +74,7 @@ def _placed(media: Any, folder: Path) -> Any:
         return media if is_address else str(folder / media)
     if isinstance(media, Mapping):
         return {key: _placed(value, folder) if key in MEDIA else value for key, value in media.items()}
-    return [_placed(one, folder) for one in media] if _is_list(media) else media
+    return [_placed(item, folder) for item in media] if _is_list(media) else media
 
 
 def _is_list(value: Any) -> bool:
@@ -100,41 +101,29 @@ def open_dataset(
     check_source(source)
     root = None if image_root is None else _root(image_root)
     with readable(source):
-        found = _find(source, split, root)
-        are_receipts = _are_receipts(found.rows, found.name)
-    _check_names_paths(found.rows, found.name, root)
-    if num is not None and not 0 <= num <= len(found.rows):
-        raise ConfigError(f"num is {num}, but {found.name} holds {len(found.rows)} samples; ask for at most that many")
-    return OpenDataset(
-        rows=found.rows, name=found.name, folder=root or found.folder, num=num, are_receipts=are_receipts
-    )
+        dataset = _find(source, split, root)
+        are_receipts = _are_receipts(dataset.rows, dataset.name)
+    if root is not None and isinstance(dataset.rows, ImageFolder):
+        raise ConfigError(f"image_root is where paths in samples start, and {dataset.name} has no paths; leave it out")
+    return replace(dataset, folder=root or dataset.folder, num=num, are_receipts=are_receipts)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class OpenDataset(Dataset[dict[str, Any]]):
-    """Rows of any source, made samples when they are asked for. Cheap to send to a worker process."""
+class OpenDataset(FirstRows, Dataset[dict[str, Any]]):
+    """Rows of any source, made samples as they are indexed. Cheap to send to a worker process."""
 
-    rows: Rows
-    """The raw rows."""
-    name: str
-    """Where they come from, for messages."""
-    are_receipts: bool
+    are_receipts: bool = False
     """Whether a row is an image and its ground truth, and not a conversation."""
     folder: Path | None = None
-    """Where paths in the rows start; None: where the process runs, unless the rows know better."""
-    num: int | None = None
-    """Use the first so many; None: all."""
-
-    def __len__(self) -> int:
-        return len(self.rows) if self.num is None else self.num
+    """Where paths in the rows start; None: in the working directory, unless the rows have folders of their own."""
 
     @overload
     def __getitem__(self, index: int) -> dict[str, Any]: ...
     @overload
     def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
     def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        """One sample, or a list of them; where one brings no `id` or `sample_id`, its id is its place in the data set.
+        """Return a sample, or a list of them; without an `id` or `sample_id`, its id is its place in the data set.
 
         Raises:
             IndexError: there is no such sample.
@@ -150,9 +139,7 @@ class OpenDataset(Dataset[dict[str, Any]]):
                 f"samples are taken by their place, dataset[0] or dataset[0:2], not by {index!r}; of a column: "
                 "[sample['id'] for sample in dataset]"
             ) from None
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)} in {self.name}")
-        return self._sample(index % len(self))
+        return self._sample(self.place(index))
 
     def _sample(self, at: int) -> dict[str, Any]:
         try:
@@ -179,9 +166,6 @@ class OpenDataset(Dataset[dict[str, Any]]):
             return self[index]
         except SampleError as error:
             return error.with_traceback(None)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[index] for index in range(len(self)))
 
     def __repr__(self) -> str:
         return f"OpenDataset({len(self)} samples of {self.name})"
@@ -220,42 +204,29 @@ class JoinedRows:
         return from_folder(row, self.root or file.path.parent)
 
 
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Found:
-    """Stored samples."""
-
-    rows: Rows
-    """The raw rows."""
-    name: str
-    """Where they come from, for messages."""
-    folder: Path | None = None
-    """Where paths in them start; None: where the process runs, unless the rows know better."""
-
-
-def _find(source: Source, split: str, root: Path | None) -> _Found:
+def _find(source: Source, split: str, root: Path | None) -> OpenDataset:
     if not isinstance(source, str | os.PathLike):
         return _find_list(source, split, root)
     path = Path(source).expanduser().absolute()
     if path.suffix in JSON_FILES and path.is_file():
-        return _Found(rows=json_rows(path), name=str(source), folder=path.parent)
+        return OpenDataset(rows=json_rows(path), name=str(source), folder=path.parent)
     if path.is_file() and path.suffix not in ("", ".parquet"):
         raise ConfigError(f"{source} is a {path.suffix} file; give {', '.join(JSON_FILES)} or .parquet, unpacked")
     rows, name = find_stored(source, split)
-    return _Found(rows=rows, name=name, folder=path if path.is_dir() else path.parent if path.is_file() else None)
+    return OpenDataset(rows=rows, name=name, folder=path if path.is_dir() else path.parent if path.is_file() else None)
 
 
-def _find_list(source: Sequence[str | os.PathLike[str]], split: str, root: Path | None) -> _Found:
+def _find_list(source: Sequence[str | os.PathLike[str]], split: str, root: Path | None) -> OpenDataset:
     paths = [Path(path).expanduser().absolute() for path in source]
     json_files = [path for path in paths if path.suffix in JSON_FILES]
     if not json_files:
         rows, name = find_stored(source, split)
-        return _Found(rows=rows, name=name, folder=paths[0].parent)
-    if other := next((path for path in paths if path.suffix not in JSON_FILES), None):
-        raise ConfigError(f"a list holds {json_files[0].name} and {other.name}; give files of JSON, or parquet files")
+        return OpenDataset(rows=rows, name=name, folder=paths[0].parent)
+    if no_json := next((path for path in paths if path.suffix not in JSON_FILES), None):
+        raise ConfigError(f"a list holds {json_files[0].name} and {no_json.name}; give files of JSON, or parquet files")
     if absent := [str(path) for path in paths if not path.is_file()]:
         raise ConfigError(f"no such file: {', '.join(absent)}; check the path")
-    return _Found(rows=JoinedRows(files=tuple(map(json_rows, paths)), root=root), name=f"{len(paths)} files")
+    return OpenDataset(rows=JoinedRows(files=tuple(map(json_rows, paths)), root=root), name=f"{len(paths)} files")
 
 
 def _root(image_root: str | Path) -> Path:
@@ -263,26 +234,19 @@ def _root(image_root: str | Path) -> Path:
         raise ConfigError(f"image_root has to be the path of a folder, got a {type(image_root).__name__}")
     root = Path(image_root).expanduser().absolute()
     if not root.is_dir():
-        raise ConfigError(
-            f"image_root={str(image_root)!r} is no folder here; give the one at which images' paths start"
-        )
+        raise ConfigError(f"image_root={str(image_root)!r} is no folder; give the one at which images' paths start")
     return root
 
 
-def _check_names_paths(rows: Rows, name: str, root: Path | None) -> None:
-    if root is not None and isinstance(rows, ImageFolder):
-        raise ConfigError(f"image_root is where paths in the samples start, and {name} names none; leave it out")
-
-
 def _are_receipts(rows: Rows, name: str) -> bool:
-    """Return whether rows are receipts, as their columns tell; of several files all have to be."""
+    """Return whether rows are receipts, by their columns; of several files all have to be."""
     if isinstance(rows, ImageFolder):
         return True
     if isinstance(rows, JoinedRows):
         kinds = {str(file.path): _are_receipts(file, str(file.path)) for file in rows.files}
         if len(set(kinds.values())) > 1:
-            found = ", ".join(path for path, are_receipts in kinds.items() if are_receipts)
-            raise ConfigError(f"of {name}, these hold receipts and the others do not: {found}; open them apart")
+            receipts = ", ".join(path for path, are_receipts in kinds.items() if are_receipts)
+            raise ConfigError(f"of {name}, these hold receipts and the others do not: {receipts}; open them apart")
         return next(iter(kinds.values()))
     if not len(rows):
         raise ConfigError(f"{name} holds no samples")

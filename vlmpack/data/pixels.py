@@ -88,7 +88,11 @@ def _orientation(read: Callable[[], Mapping[int, Any]]) -> int:
         by = read().get(ExifTags.Base.Orientation, 1)
         return by if by in _TURNS else 1
     except Exception as error:  # EXIF is a nest of offsets; damaged ones raise errors of every kind
-        raise _damaged_exif(error) from error
+        raise ImageError(
+            f"the EXIF block is damaged, so the orientation is unknown ({type(error).__name__}: {error}); "
+            "save the image without EXIF",
+            "image_exif",
+        ) from error
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -157,11 +161,3 @@ def _check_range(image: Image.Image) -> None:
             "the float image ends at 1: it would come out black, as full scale is 255; multiply it by 255 first",
             "image_mode",
         )
-
-
-def _damaged_exif(error: Exception) -> ImageError:
-    return ImageError(
-        f"the EXIF block is damaged, so the orientation is unknown ({type(error).__name__}: {error}); "
-        "save the image without EXIF",
-        "image_exif",
-    )

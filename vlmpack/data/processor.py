@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.errors import ConfigError, FamilyError
+from vlmpack.families import FAMILIES
 
-PATCH_SIZES = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), 14),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"), 16),
-}
-"""Pixels along the side of a patch, of every family that has a processor."""
-
+WITH_PROCESSOR = {name: family for name, family in FAMILIES.items() if family.has_vision}
+"""Families whose models have a processor; text models have a tokenizer."""
 CONFIG = "config.json"
 IMAGE_PROCESSOR = "preprocessor_config.json"
 ALL_PARTS = "processor_config.json"
@@ -26,16 +23,16 @@ def load_processor(source: str | os.PathLike[str]) -> Any:
     """The Qwen processor of a hub model or a local folder, for text and images.
 
     `AutoProcessor` cannot load one without torchvision, because every Qwen processor has a video part. This one has
-    none, and its images go through Pillow, so that it gives the same on every machine.
+    none, and its images go through Pillow, so that its output is the same on every machine.
 
     Args:
-        source: a hub id, or a folder with a model's configuration, tokenizer and image processor; or with what
-            `save_pretrained` of a processor wrote, where that tells the processor's class.
+        source: a hub id, or a folder with a model's configuration, tokenizer and image processor; or with the files
+            that `save_pretrained` of a processor wrote, where they name its class.
 
     Raises:
-        FamilyError: the model is not of a family whose processor is known here.
+        FamilyError: the model is of no supported family with a processor.
         ConfigError: a processor that was saved without its model, and may be of several families.
-        OSError: nothing is there, as transformers says it.
+        OSError: nothing is there; transformers' own error.
     """
     from transformers import AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -77,15 +74,13 @@ def save_processor(processor: Any, folder: str | os.PathLike[str]) -> None:
     `load_processor` reads them again.
     """
     processor.image_processor.save_pretrained(folder)
-    processor.tokenizer._set_processor_class(type(processor).__name__)  # as transformers does: its file tells the class
+    processor.tokenizer._set_processor_class(type(processor).__name__)  # as transformers does: its file names the class
     processor.tokenizer.save_pretrained(folder)
     if isinstance(processor.chat_template, str):  # None, or several by name: the tokenizer has written what it has
         Path(folder, "chat_template.jinja").write_text(processor.chat_template, encoding="utf-8")
 
 
-def _save_pretrained(
-    processor: Any, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **_: Any
-) -> None:
+def _save_pretrained(processor: Any, save_directory: str | Path, push_to_hub: bool = False, **_: Any) -> None:
     """`save_processor`, called as transformers calls it; its `push_to_hub` method saves by this, then uploads."""
     if push_to_hub:
         raise ConfigError("save_pretrained(push_to_hub=True) is not supported here; call push_to_hub of the processor")
@@ -96,16 +91,8 @@ def _accept(argument_name: str, argument: Any) -> None:
     return None
 
 
-def processor_class(family: str) -> type:
-    """The class of the processors of a family's models; `PATCH_SIZES` has the families that there are."""
-    from transformers import Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
-
-    classes = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}
-    return classes.get(family, Qwen3VLProcessor)
-
-
 def is_saved_alone(source: str | os.PathLike[str]) -> bool:
-    """Return whether a folder holds a processor, and no model's configuration that tells its family."""
+    """Return whether a folder holds a processor, and no model's configuration, which would name its family."""
     folder = Path(source)
     parts = (IMAGE_PROCESSOR, ALL_PARTS)
     return not (folder / CONFIG).is_file() and any((folder / name).is_file() for name in parts)
@@ -115,26 +102,26 @@ def _class_for_model(source: str | os.PathLike[str]) -> type:
     from transformers import AutoConfig
 
     model_type = AutoConfig.from_pretrained(source).model_type
-    if model_type not in PATCH_SIZES:
-        raise FamilyError(f"no processor is known for {source}, a {model_type}; there are {', '.join(PATCH_SIZES)}")
-    return processor_class(model_type)
+    if model_type not in WITH_PROCESSOR:
+        raise FamilyError(f"no processor is known for {source}, a {model_type}; there are {', '.join(WITH_PROCESSOR)}")
+    return WITH_PROCESSOR[model_type].processor_class
 
 
 def _class_saved_in(folder: Path) -> type:
-    """The class that the folder's files name; or the only one there is for the patches of its images."""
+    """The class that the folder's files name; else the only one for patches of the size that they name."""
     settings = [_read(folder / name) for name in (ALL_PARTS, IMAGE_PROCESSOR, TOKENIZER)]
-    known = {processor_class(family).__name__: processor_class(family) for family in PATCH_SIZES}
-    named = next((one["processor_class"] for one in settings if "processor_class" in one), None)
-    if named is not None:
-        if named not in known:
-            raise FamilyError(f"no {named} is known here, as {folder} holds one; there are {', '.join(known)}")
-        return known[named]
-    patch = settings[1].get("patch_size")
-    fitting = {processor_class(family) for family, size in PATCH_SIZES.items() if size == patch}
-    if len(fitting) == 1:
-        return fitting.pop()
-    names = " or ".join(sorted(one.__name__ for one in fitting)) or "any processor that is known here"
-    raise ConfigError(f"{folder} may hold {names}: nothing in it tells; copy the config.json of its model into it")
+    families = {str(family.processor): family for family in WITH_PROCESSOR.values()}
+    name = next((part["processor_class"] for part in settings if "processor_class" in part), None)
+    if name is None:
+        patch = settings[1].get("patch_size")
+        fitting = [processor for processor, family in families.items() if family.patch_size == patch]
+        if len(fitting) != 1:
+            names = " or ".join(sorted(fitting)) or "any supported processor"
+            raise ConfigError(f"{folder} may hold {names}: no file names it; copy the config.json of its model into it")
+        name = fitting[0]
+    if name not in families:
+        raise FamilyError(f"{folder} holds a {name}, which no supported family has; there are {', '.join(families)}")
+    return families[name].processor_class
 
 
 def _read(path: Path) -> dict[str, Any]:

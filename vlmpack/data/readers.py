@@ -7,7 +7,7 @@
     parquet files                 one path or a list                              extra [data]
     hub id                        naver-clova-ix/cord-v2                          extra [data], network
 
-Nothing is decoded here, and the network is asked for a hub id alone.
+Nothing is decoded here, and the network is used for a hub id alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import index as as_int
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, final
 
@@ -27,13 +28,13 @@ from vlmpack.data.archive import ALIASES, ImageFolder, archive_in, in_files
 from vlmpack.errors import ConfigError, SampleError, check_extra
 
 CHUNK = 2**24
-"""Bytes of a JSONL file that are looked at together."""
+"""Bytes of a JSONL file that are read together."""
 HEAD = 256
-"""Bytes of a file that show what it is."""
+"""Bytes of a file by which its kind is recognised."""
 NEWLINE, BRACE = ord("\n"), ord("{")
 WHITE = " \t\r\n"
 MARK = b"\xef\xbb\xbf"
-"""What some editors put in front of UTF-8."""
+"""The byte-order mark that some editors put in front of UTF-8."""
 
 
 @final
@@ -65,10 +66,10 @@ class JsonRows:
             raise SampleError(message, index=int(index), reason="row_unreadable") from error
         try:
             row = json.loads(text)
-        except ValueError as error:  # UnicodeDecodeError is one too
-            raise self._unreadable(index, f"is no JSON ({error})", text) from error
-        except RecursionError as error:
-            raise self._unreadable(index, "is nested too deeply to be read", text) from error
+        except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+            is_deep = isinstance(error, RecursionError)
+            fault = "is nested too deeply to be read" if is_deep else f"is no JSON ({error})"
+            raise self._unreadable(index, fault, text) from error
         if not isinstance(row, dict):
             raise self._unreadable(index, f"is a {type(row).__name__}", text)
         return row
@@ -76,8 +77,8 @@ class JsonRows:
     def _unreadable(self, index: int, fault: str, text: bytes) -> SampleError:
         start = text.strip()[:40].decode(errors="replace")
         return SampleError(
-            f"what stands at byte {self.spans[index, 0]} of {self.path} {fault}: {start!r}; a sample is one JSON "
-            "object, with a line of its own or in one array with all others",
+            f"the text at byte {self.spans[index, 0]} of {self.path} {fault}: {start!r}; a sample is a JSON object, "
+            "with a line of its own or in one array with all others",
             index=int(index),
             reason="row_unreadable",
         )
@@ -103,7 +104,7 @@ def json_rows(path: Path) -> JsonRows:
 
 
 def is_array(path: Path) -> bool:
-    """Find whether a file of JSON begins as a list of rows does."""
+    """Return whether a file of JSON begins as a list of rows does."""
     with path.open("rb") as file:
         return _head(file).startswith(b"[")
 
@@ -118,14 +119,12 @@ def _hint(head: bytes) -> str:
     if key is None:
         return ""
     name = key.group(1).decode(errors="replace")
-    return (
-        f". If all samples are the list under its key {name!r}, write that list alone; if it is one, give it one line"
-    )
+    return f". If all samples are the list under its key {name!r}, write that list alone; if it is one, give it a line"
 
 
 def _line_spans(file: BinaryIO) -> np.ndarray:
-    """Every line that is not blank; whole lines at a time, and only those without a brace are looked at one by one."""
-    found, at = [np.zeros((0, 2), np.int64)], 0
+    """Every line that is not blank; whole lines at a time, and only those without a brace are read one by one."""
+    spans, at = [np.zeros((0, 2), np.int64)], 0
     file.seek(0)
     while chunk := file.read(CHUNK) + file.readline():
         ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == NEWLINE) + 1
@@ -134,9 +133,9 @@ def _line_spans(file: BinaryIO) -> np.ndarray:
         starts = np.concatenate([[0], ends[:-1]])
         odd = np.flatnonzero(np.frombuffer(chunk, np.uint8)[starts] != BRACE)
         blank = [i for i in odd.tolist() if not chunk[starts[i] : ends[i]].strip()]
-        found.append(np.delete(np.stack([starts, ends], 1) + at, blank, axis=0))
+        spans.append(np.delete(np.stack([starts, ends], 1) + at, blank, axis=0))
         at += len(chunk)
-    return np.concatenate(found)
+    return np.concatenate(spans)
 
 
 def _array_spans(path: Path) -> np.ndarray:
@@ -152,9 +151,8 @@ def _array_spans(path: Path) -> np.ndarray:
         raise ConfigError(f"{path} begins like a JSON array and is none ({error}); write it again") from error
     edges = spans.reshape(-1)
     if not text.isascii():
-        edges = np.cumsum(
-            [len(text[a:b].encode()) for a, b in zip([0, *edges[:-1]], edges, strict=True)], dtype=np.int64
-        )
+        pieces = (text[a:b] for a, b in zip([0, *edges[:-1]], edges, strict=True))
+        edges = np.cumsum([len(piece.encode()) for piece in pieces], dtype=np.int64)
     return edges.reshape(-1, 2) + (len(MARK) if data.startswith(MARK) else 0)
 
 
@@ -231,6 +229,45 @@ class StoredRows:
         return StoredRows(table=self.table.select_columns(list(columns)))
 
 
+@dataclass(frozen=True, kw_only=True)
+class FirstRows:
+    """The first rows of a source, or all of them, by their places.
+
+    Raises:
+        ConfigError: there are fewer rows than `num`.
+    """
+
+    rows: Rows
+    """The raw rows."""
+    name: str
+    """Where they come from, for messages."""
+    num: int | None = None
+    """Use the first so many; None: all."""
+
+    def __post_init__(self) -> None:
+        if self.num is not None and not 0 <= self.num <= len(self.rows):
+            raise ConfigError(f"num is {self.num}, but {self.name} holds {len(self.rows)}; take at most that many")
+
+    def __len__(self) -> int:
+        return len(self.rows) if self.num is None else self.num
+
+    def place(self, index: int) -> int:
+        """Return the place from the start; negative numbers count from the end.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)} in {self.name}")
+        return as_int(index) % len(self)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: Any) -> Any:
+        raise NotImplementedError
+
+
 @contextmanager
 def readable(source: Source) -> Iterator[None]:
     """Raise what the file system refuses as a ConfigError that names the source."""
@@ -292,10 +329,9 @@ def complete_row(row: Mapping[str, Any], name: str, *, index: int) -> Mapping[st
     """
     missing = [column for column in COLUMNS if row.get(column) is None]
     if missing:
-        message = f"{' and '.join(missing)} missing in {name} (the record has {', '.join(row) or 'nothing'})"
-        raise SampleError(
-            f"{message}; CORD records have an image and a ground_truth", index=index, reason="missing_column"
-        )
+        fault = f"{' and '.join(missing)} missing in {name} (the record has {', '.join(row) or 'nothing'})"
+        remedy = "CORD records have an image and a ground_truth"
+        raise SampleError(f"{fault}; {remedy}", index=index, reason="missing_column")
     return row
 
 
@@ -304,22 +340,20 @@ def _folder_rows(folder: Path, split: str) -> StoredRows | ImageFolder:
         rows = read(folder, split)
         if rows is not None:
             return rows
-    json_files = sorted(path.name for path in folder.iterdir() if path.suffix in JSON_FILES)
-    if json_files:
+    if json_files := sorted(path.name for path in folder.iterdir() if path.suffix in JSON_FILES):
         raise ConfigError(
             f"{folder} holds {', '.join(json_files[:6])}{', ...' if len(json_files) > 6 else ''}, and which of them "
             f"are samples is not known: name the file, such as {folder / json_files[0]}, or give a list of files"
         )
-    seen = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+    content = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     raise ConfigError(
-        f"{folder} holds no CORD data or table for split {split!r} (it holds: {seen}); expected a dataset saved by "
+        f"{folder} holds no CORD data or table for split {split!r} (it holds: {content}); expected a dataset saved by "
         f"datasets, {split}-*.parquet files, or {in_files(split)}/image with {in_files(split)}/json"
     )
 
 
-def _saved_in(folder: Path, split: str) -> StoredRows | None:
-    names = ("dataset_dict.json", "dataset_info.json", "state.json")
-    return _saved_rows(folder, split) if any((folder / name).is_file() for name in names) else None
+_SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")
+"""Files of which `save_to_disk` writes one or more."""
 
 
 def _parquet_in(folder: Path, split: str) -> StoredRows | None:
@@ -331,8 +365,8 @@ def _parquet_in(folder: Path, split: str) -> StoredRows | None:
     unnamed = [path for path in files if splits[path] is None] if wanted == "train" else []
     if chosen and unnamed:
         raise ConfigError(
-            f"{folder} holds {_some(chosen, folder)}, named after split 'train', and {_some(unnamed, folder)}, which "
-            "no split is named in; give a list of the files that are meant"
+            f"{folder} holds {_some(chosen, folder)}, named after split 'train', and {_some(unnamed, folder)}, named "
+            "after no split; give a list of the files of this split"
         )
     if not (chosen or unnamed):
         names = ", ".join(sorted({repr(name or "train") for name in splits.values()}))
@@ -340,10 +374,10 @@ def _parquet_in(folder: Path, split: str) -> StoredRows | None:
             f"no parquet file of split {split!r} under {folder}; its files are of {names}: {_some(files, folder)}; "
             "pass one of these as split, or give the files themselves"
         )
-    if beside := _rows_beside(chosen or unnamed):
+    if json_files := _json_in_folders_of(chosen or unnamed):
         raise ConfigError(
-            f"{folder} holds parquet files and {_some(beside, folder)}: which of them are samples is not known; give a "
-            "list of the parquet files, or of the files of JSON"
+            f"{folder} holds parquet files and {_some(json_files, folder)}: which of them are samples is not known; "
+            "give a list of the parquet files, or of the files of JSON"
         )
     return _parquet_rows(chosen or unnamed)
 
@@ -352,11 +386,11 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith((".", "__")) for part in path.parts)
 
 
-def _rows_beside(files: Sequence[Path]) -> list[Path]:
+def _json_in_folders_of(files: Sequence[Path]) -> list[Path]:
     """Files of JSON in the folders of these that may hold samples; an object that describes them all is none."""
     folders = sorted({path.parent for path in files})
-    beside = [path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in JSON_FILES]
-    return [path for path in beside if path.suffix != ".json" or is_array(path)]
+    paths = [path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in JSON_FILES]
+    return [path for path in paths if path.suffix != ".json" or is_array(path)]
 
 
 def _some(paths: Sequence[Path], folder: Path) -> str:
@@ -391,11 +425,11 @@ def _named_rows(paths: list[Path], split: str) -> StoredRows:
     absent = [str(path) for path in paths if not path.is_file()]
     if absent or not paths:
         raise ConfigError(f"no such parquet file: {', '.join(absent) or 'the list is empty'}; check the path")
-    others = {_split_of(Path(path.name)) for path in paths} - {ALIASES.get(split, split), None}
-    if split != "train" and others:  # "train" is what stands where no split is given
-        other = sorted(filter(None, others))[0]
+    names = {_split_of(Path(path.name)) for path in paths} - {ALIASES.get(split, split), None}
+    if split != "train" and names:  # "train" is the default
+        name = sorted(filter(None, names))[0]
         raise ConfigError(
-            f"a file named after split {other!r} was given for split {split!r}; files that are named are read whatever "
+            f"a file named after split {name!r} was given for split {split!r}; files that are named are read whatever "
             "they are called, so leave split= out"
         )
     return _parquet_rows(paths)
@@ -415,7 +449,9 @@ def _parquet_rows(paths: list[Path]) -> StoredRows:
     return StoredRows(table=table.with_format("arrow"))
 
 
-def _saved_rows(folder: Path, split: str) -> StoredRows:
+def _saved_in(folder: Path, split: str) -> StoredRows | None:
+    if not any((folder / name).is_file() for name in _SAVED):
+        return None
     datasets = _datasets(f"folder {folder}")
     try:
         saved = datasets.load_from_disk(str(folder))
@@ -442,8 +478,8 @@ def _hub_rows(source: str, split: str) -> StoredRows:
     return StoredRows(table=table.with_format("arrow"))
 
 
-def _datasets(what: str) -> Any:
-    check_extra("data", "datasets", needed_by=f"reading {what}")
+def _datasets(source: str) -> Any:
+    check_extra("data", "datasets", needed_by=f"reading {source}")
     import datasets
 
     return datasets

@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple
 from PIL import Image, ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from vlmpack.data.damage import JPEG_END, damaged, jpeg_size
+from vlmpack.data.damage import JPEG_END, content_of, damaged, jpeg_size
 from vlmpack.data.pixels import ImageError
 
 _WIDTH, _LENGTH, _BITS, _COMPRESSION, _PHOTOMETRIC, _SAMPLES, _PLANAR = 256, 257, 258, 259, 262, 277, 284
@@ -138,23 +138,16 @@ def check_strips(image: Image.Image) -> None:
         return
     tags = image.tag_v2
     compression, is_ycbcr = tags.get(_COMPRESSION, _RAW), tags.get(_PHOTOMETRIC) == _YCBCR
-    if compression == _JPEG and (fault := _jpeg_strips_fault(tags, _content(image.fp))):
+    if compression == _JPEG and (fault := _jpeg_strips_fault(tags, content_of(image.fp))):
         raise damaged(image, fault)
     if is_ycbcr and compression not in (_RAW, _OLD_JPEG, _JPEG) and tags.get(_SUBSAMPLING) == (1, 1):
         _decode_as_rgb(image, image.fp)
 
 
-def _content(file: IO[bytes]) -> bytes:
-    if isinstance(file, io.BytesIO):
-        return file.getvalue()
-    file.seek(0)
-    return file.read()
-
-
 def _decode_as_rgb(image: TiffImageFile, file: IO[bytes]) -> None:
     """Decode a copy that calls its YCbCr RGB, of which libtiff does not leave strips out that it cannot read."""
     end = "<" if image.tag_v2.prefix == b"II" else ">"
-    changed = bytearray(_content(file))
+    changed = bytearray(content_of(file))
     struct.pack_into(f"{end}H", changed, _entries(io.BytesIO(changed))[_PHOTOMETRIC].place, _RGB)
     try:
         Image.open(io.BytesIO(bytes(changed)), formats=["TIFF"]).load()
@@ -194,9 +187,9 @@ def _tiff_fault(tags: Mapping[int, Any], size: int) -> str | None:
 
 def _overlap(offsets: Sequence[int], lengths: Sequence[int], name: str) -> str | None:
     """Strips that are the same share their bytes; others that do are a damaged offset."""
-    for (start, length), (other, _) in pairwise(sorted(set(zip(offsets, lengths, strict=True)))):
-        if start + length > other:
-            return f"two of its {name}, at bytes {start} and {other}, overlap"
+    for (start, length), (following, _) in pairwise(sorted(set(zip(offsets, lengths, strict=True)))):
+        if start + length > following:
+            return f"two of its {name}, at bytes {start} and {following}, overlap"
     return None
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from vlmpack.families.family import Family
-from vlmpack.families.registry import FAMILIES, check_parts, family_named, family_of
+from vlmpack.families.qwen import run_per_frame, timed_run
+from vlmpack.families.registry import FAMILIES, check_parts, family_named, family_of, family_of_processor
 
 __all__ = [
     "FAMILIES",
@@ -11,4 +12,7 @@ __all__ = [
     "check_parts",
     "family_named",
     "family_of",
+    "family_of_processor",
+    "run_per_frame",
+    "timed_run",
 ]

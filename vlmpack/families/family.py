@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, final
 
 import torch
@@ -43,6 +44,10 @@ class Family:
     of its parts."""
     videos: VideoPlacement = single_run
     """How its processor writes videos as tokens."""
+    processor: str | None = "Qwen3VLProcessor"
+    """Name of the transformers class of its processors; None: a text model, which has a tokenizer."""
+    patch_size: int = 16
+    """Pixels along the side of a patch."""
     vision_windows: bool = False
     """Whether some blocks of the vision tower attend within windows of a frame (`window_size`)."""
     backbone_path: str = "model"
@@ -64,6 +69,12 @@ class Family:
     def has(self, mechanism: str) -> bool:
         """Return whether its layers have this mechanism."""
         return mechanism in self.mechanisms
+
+    @property
+    def processor_class(self) -> type:
+        """The transformers class of its processors."""
+        assert self.processor is not None, f"{self.model_type} is a text model"
+        return getattr(import_module("transformers"), self.processor)
 
     # ------------------------------------------------------------------ positions
 

@@ -93,6 +93,8 @@ QWEN2_VL = Family(
     model_type="qwen2_vl",
     model_class="Qwen2VLForConditionalGeneration",
     modelling="transformers.models.qwen2_vl.modeling_qwen2_vl",
+    processor="Qwen2VLProcessor",
+    patch_size=14,
 )
 
 QWEN2_5_VL = Family(
@@ -100,6 +102,8 @@ QWEN2_5_VL = Family(
     model_class="Qwen2_5_VLForConditionalGeneration",
     modelling="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
     videos=timed_run,
+    processor="Qwen2_5_VLProcessor",
+    patch_size=14,
     vision_windows=True,
 )
 
@@ -150,6 +154,7 @@ QWEN3 = Family(
     model_type="qwen3",
     model_class="Qwen3ForCausalLM",
     modelling="transformers.models.qwen3.modeling_qwen3",
+    processor=None,
     text_path="model",
     vision_path=None,
     media=(),
@@ -159,6 +164,7 @@ QWEN3_NEXT = Family(
     model_type="qwen3_next",
     model_class="Qwen3NextForCausalLM",
     modelling="transformers.models.qwen3_next.modeling_qwen3_next",
+    processor=None,
     mechanisms={"gated_delta": _GATED_DELTA, "experts": _EXPERTS},
     text_path="model",
     vision_path=None,

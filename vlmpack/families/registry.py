@@ -93,6 +93,22 @@ def family_named(model_type: str) -> Family:
     return FAMILIES[model_type]
 
 
+def family_of_processor(processor: Any) -> Family:
+    """The first family with processors of this class; families with one class write images and videos alike.
+
+    Raises:
+        FamilyError: no family has processors of this class.
+    """
+    by_class = {family.processor: family for family in reversed(FAMILIES.values()) if family.has_vision}
+    for cls in type(processor).__mro__:
+        if cls.__name__ in by_class:
+            return by_class[cls.__name__]
+    raise FamilyError(
+        f"no supported family has a {type(processor).__name__}, only {', '.join(sorted(map(str, by_class)))}; pass the "
+        "model's own processor (AutoProcessor), not its image processor, or the tokenizer of a text model"
+    )
+
+
 def check_parts(family: Family, model: Any) -> None:
     """Compare a family's descriptor with a model.
 

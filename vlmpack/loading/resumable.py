@@ -1,4 +1,4 @@
-"""A source that knows where it is: told to go on there, and afterwards to begin anew."""
+"""Sources with a state of their own, continued where they stopped; sources that every worker reads whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ END = object()
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A source that knows where it is: an iterable data set of `datasets`, or of one's own."""
+    """A source with a state: an iterable data set of `datasets`, or of one's own."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
@@ -30,39 +30,40 @@ class Resumable(Protocol):
 class Place:
     """Pass after pass of a source, the first of them from a place that was loaded.
 
-    The source may count its passes, so it is left to begin each by itself wherever it does: only what was told a place
-    is watched in the pass after that. There are three kinds:
+    The source may count its passes, so each begins by the source's own means. Only a source that was sent to a place is
+    compared in the pass after that. There are three kinds:
 
-        gives the next pass                              nothing to do
-        was told its own end, so it gives nothing        asked once more, it gives the next pass
-        starts where it was told ever after, as data     told where it was when the stream was made
-        sets of `datasets` do: the same first sample
+        yields the next pass                             nothing to do
+        was sent to its own end, so it yields nothing    read once more, it yields the next pass
+        starts at that place ever after, as data sets    sent to where it was when the stream was made
+        of `datasets` do: the same first sample
     """
 
     def __init__(self, source: Any) -> None:
         self._source = source
         self._begin = deepcopy(source.state_dict())
-        self._to_tell: dict[str, Any] | None = None
+        self._pending: dict[str, Any] | None = None
+        """The place to which the source will be sent before its next sample."""
         self._after_first: dict[str, Any] | None = None
-        """Where the source was after the first sample from the place that it was told, while it is watched."""
+        """The state of the source after its first sample from that place, until the next pass is compared with it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the source is, or will go before its next sample: `datasets` tells only where it has been."""
-        return self._source.state_dict() if self._to_tell is None else self._to_tell
+        """The place of the source, or the one to which it will be sent: `datasets` has only the place of its reader."""
+        return self._source.state_dict() if self._pending is None else self._pending
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Where the source will go when it is next asked for a sample; None: it stays where it is."""
-        self._to_tell = state
+        """Send the source to a place before its next sample; None: it stays where it is."""
+        self._pending = state
 
     def samples(self, *, is_new_pass: bool) -> Iterator[Any]:
         """The remaining samples of the current pass, or a new pass."""
-        if self._to_tell is None:
+        if self._pending is None:
             yield from whole_source(self._source) if self._after_first is None else self._anew()
             return
-        self._source.load_state_dict(self._to_tell)
+        self._source.load_state_dict(self._pending)
         samples = whole_source(self._source)
         first = next(samples, END)
-        self._to_tell, self._after_first = None, deepcopy(self._source.state_dict())
+        self._pending, self._after_first = None, deepcopy(self._source.state_dict())
         if first is not END:
             yield first
             yield from samples
@@ -70,11 +71,11 @@ class Place:
             yield from self._anew()
 
     def _anew(self) -> Iterator[Any]:
-        """A new pass of a source that was told a place in the one before."""
-        told, self._after_first = self._after_first, None
+        """A new pass of a source that was sent to a place in the pass before."""
+        previous, self._after_first = self._after_first, None
         samples = whole_source(self._source)
         first = next(samples, END)
-        if first is END or _equal_states(self._source.state_dict(), told):
+        if first is END or _equal_states(self._source.state_dict(), previous):
             self._source.load_state_dict(self._begin)
             yield from whole_source(self._source)
             return
@@ -82,17 +83,15 @@ class Place:
         yield from samples
 
 
-def _equal_states(one: Any, other: Any) -> bool:
+def _equal_states(a: Any, b: Any) -> bool:
     """Return whether two states are equal, whatever arrays or tensors are in them."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal_states(one[name], other[name]) for name in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_equal_states, one, other))
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, np.ndarray | torch.Tensor):
-        return one.shape == other.shape and bool((one == other).all())
-    return bool(one == other)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal_states(a[name], b[name]) for name in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_equal_states, a, b))
+    if isinstance(a, np.ndarray | torch.Tensor):
+        return type(a) is type(b) and a.shape == b.shape and bool((a == b).all())
+    return type(a) is type(b) and bool(a == b)
 
 
 @runtime_checkable
@@ -104,7 +103,7 @@ class MapStyle(Protocol):
 
 
 def sample_at(dataset: Any, place: int) -> Any:
-    """One sample, or why the data set has none to give: collators refuse it under its own name."""
+    """Return a sample, or the SampleError of one that cannot be read: collators refuse it under its own name."""
     try:
         return dataset[place]
     except SampleError as error:
@@ -112,10 +111,10 @@ def sample_at(dataset: Any, place: int) -> Any:
 
 
 def check_samples(dataset: object) -> None:
-    """Raise unless one data set was given: not several, and no path, of whose letters samples would be made.
+    """Raise unless the argument is one data set: not several, and no path, of whose letters samples would be made.
 
     Raises:
-        ConfigError: it is a path, or a mapping; says what to give.
+        ConfigError: it is a path, or a mapping.
     """
     if isinstance(dataset, str | bytes | os.PathLike):
         raise ConfigError(f"{os.fsdecode(dataset)!r:.99} is a path: open it with vlmpack.data.open_dataset(path)")
@@ -126,28 +125,25 @@ def check_samples(dataset: object) -> None:
         )
 
 
-_END = object()
-
-
 def whole_source(source: Iterable[Any]) -> Iterator[Any]:
     """All samples of a source.
 
-    Data sets that find themselves in a worker give out their share only. Every worker packs alike, so each needs all
-    samples: while the source is asked for one, it does not see the worker.
+    Data sets yield only their share in a worker process. Every worker packs alike, so each needs all samples: while the
+    source is read, `get_worker_info` hides the worker from it.
     """
     with _no_worker():
         samples = iter(source)
     while True:
         with _no_worker():
-            sample = next(samples, _END)
-        if sample is _END:
+            sample = next(samples, END)
+        if sample is END:
             return
         yield sample
 
 
 @contextmanager
 def _no_worker() -> Iterator[None]:
-    """`get_worker_info` says None, in this process alone. PyTorch has no public way to make it."""
+    """Make `get_worker_info` return None, in this process alone. PyTorch has no public way to do it."""
     before = _utils.worker._worker_info
     _utils.worker._worker_info = None
     try:

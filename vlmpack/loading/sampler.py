@@ -5,24 +5,23 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 import numpy as np
 from torch.utils.data import Sampler
 
-from vlmpack.errors import ConfigError, check_kind
+from vlmpack.errors import ConfigError, check_choice, check_kind
 from vlmpack.loading.state import checked_fields, whole
 from vlmpack.plan import EMPTY, Plan, Schedule, balance_rows, check_seed, checked_capacity, split_rows
 
 Remainder = Literal["split", "empty", "drop"]
-REMAINDERS: tuple[Remainder, ...] = ("split", "empty", "drop")
 
 
 @final
 class PackedBatchSampler(Sampler[list[int]]):
     """Yield rows, each a list of sample ids: the `batch_sampler` of a DataLoader over a map-style dataset.
 
-    It goes under `DataLoader(dataset, batch_sampler=...)`, and not under `sampler=`, which would ask the data set for a
+    It goes under `DataLoader(dataset, batch_sampler=...)`, and not under `sampler=`, which indexes the data set by a
     list of samples as if that were a place ("list indices must be integers").
 
     Every rank gets the same number of rows, and every epoch has as many. Each epoch shuffles which rows meet in a step,
@@ -33,7 +32,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         ranks: processes that train together.
         rank: whose rows to yield: that of this process, which may be left out if there is one only; "all": those of
             all ranks in turn, for a loader that deals batches out itself, as accelerate's does.
-        accumulation: rows that a rank computes before ranks wait for each other; they are balanced together.
+        accumulation: rows that a rank computes before ranks synchronise; they are balanced together.
         costs: [N] what each sample costs to compute, for the balance: `CostModel.of_samples`; None: its length.
         remainder: what becomes of rows that do not fill the last step: "split" cuts rows of many samples in two until
             there are enough, "empty" fills up with rows of no samples, "drop" leaves rows out, others every epoch.
@@ -46,7 +45,7 @@ class PackedBatchSampler(Sampler[list[int]]):
     """
 
     batch_size = None
-    """Rows have different numbers of samples; accelerate asks."""
+    """Rows have different numbers of samples; accelerate reads this."""
     drop_last = False
 
     def __init__(
@@ -63,13 +62,12 @@ class PackedBatchSampler(Sampler[list[int]]):
         check_kind("plan", plan, Plan, "plan_bins(lengths, capacity=4096)")
         ranks, accumulation = checked_capacity(ranks, "ranks"), checked_capacity(accumulation, "accumulation")
         check_seed(seed)
-        if remainder not in REMAINDERS:
-            raise ConfigError(f"remainder must be one of {', '.join(REMAINDERS)}, got {remainder!r}")
+        check_choice("remainder", remainder, get_args(Remainder))
         self.ranks, self.accumulation, self.seed = ranks, accumulation, seed
         self.rank: int | Literal["all"] = "all" if rank == "all" else checked_rank(rank, ranks)
         self.remainder: Remainder = remainder
         self.plan = split_rows(plan, ranks * accumulation) if remainder == "split" else plan
-        """What is dealt: the plan given, with rows split where that was needed."""
+        """The dealt rows: those of the plan, split where that was needed."""
         self._costs = np.asarray(plan.lengths if costs is None else costs, np.float64)
         if len(self._costs) != len(plan.lengths):
             raise ConfigError(
@@ -141,20 +139,20 @@ class PackedBatchSampler(Sampler[list[int]]):
         return schedule.rows.transpose(0, 2, 1).reshape(-1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is: the epoch, and rows of it that were yielded.
+        """Return the epoch, and the number of its rows that were yielded.
 
-        A DataLoader with workers asks for rows ahead of those that it has given out; `StatefulDataLoader` accounts for
-        that. Otherwise put the rows that were trained on in here.
+        A DataLoader with workers reads rows ahead of those that it has handed out; `StatefulDataLoader` accounts for
+        that. Otherwise put the number of rows that were trained on in here.
         """
         return {"epoch": self.epoch, "rows": self._done, "of": self._identity}
 
     @cached_property
     def _identity(self) -> str:
         """Return the settings that must be equal to continue; the rank is not among them."""
-        whose = f"{self.ranks} ranks" + (" in turn" if self.rank == "all" else "")
-        how = f"seed {self.seed}, {whose}, accumulation {self.accumulation}, remainder {self.remainder!r}"
+        ranks = f"{self.ranks} ranks" + (" in turn" if self.rank == "all" else "")
+        deal = f"seed {self.seed}, {ranks}, accumulation {self.accumulation}, remainder {self.remainder!r}"
         costs = hashlib.sha256(self._costs.astype("<f8").tobytes()).hexdigest()
-        return f"plan {self.plan.digest[:16]}, costs {costs[:16]}, {how}"
+        return f"plan {self.plan.digest[:16]}, costs {costs[:16]}, {deal}"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; nothing that is skipped is loaded.

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.errors import ConfigError, SampleError, check_whole_number
 
 SEAL = "seal"
 DEPTH = 99
@@ -74,22 +74,23 @@ class SampleDigests:
     """Digests of the samples of one state after the other, computed once for each sample while it stays."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, str]] = {}
+        self._computed: dict[int, tuple[Any, str]] = {}
 
     def of(self, samples: Sequence[Any]) -> list[str]:
         """The digest of each."""
-        self._known = {id(one): self._known.get(id(one)) or (one, digest_of(one)) for one in samples}
-        return [self._known[id(one)][1] for one in samples]
+        computed = self._computed
+        self._computed = {id(sample): computed.get(id(sample)) or (sample, digest_of(sample)) for sample in samples}
+        return [self._computed[id(sample)][1] for sample in samples]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_known": {}}
+        return {"_computed": {}}
 
 
 # ---------------------------------------------------------------------- fields
 
 
 def checked_fields(state: object, names: Sequence[str], *, optional: Sequence[str] = (), of: str) -> Mapping[str, Any]:
-    """Refuse what is no state with these fields, and no others.
+    """Refuse anything but a state with these fields, and no others.
 
     Args:
         state: as it was loaded.
@@ -104,8 +105,8 @@ def checked_fields(state: object, names: Sequence[str], *, optional: Sequence[st
         raise ConfigError(f"the state of a {of} is a dict with {', '.join(names)}, got a {type(state).__name__}")
     missing, more = [name for name in names if name not in state], [n for n in state if n not in (*names, *optional)]
     if missing or more:
-        seen = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(map(repr, more))} besides"
-        raise ConfigError(f"the state {seen}, and that of a {of} holds {', '.join(names)}; {LOAD_ANOTHER}")
+        fault = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(map(repr, more))} besides"
+        raise ConfigError(f"the state {fault}, and that of a {of} holds {', '.join(names)}; {LOAD_ANOTHER}")
     return state
 
 
@@ -115,12 +116,7 @@ def whole(state: Mapping[str, Any], name: str, most: int | None = None) -> int:
     Raises:
         ConfigError: it is another number, or none.
     """
-    value = state[name]
-    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_whole or value < 0 or (most is not None and value > most):
-        end = "" if most is None else f" to {most}"
-        raise ConfigError(f"the state has {name}={value!r:.40}, which is no whole number from 0{end}; {LOAD_ANOTHER}")
-    return int(value)
+    return check_whole_number(f"the state's {name}", state[name], at_least=0, at_most=most, remedy=LOAD_ANOTHER)
 
 
 def listed(state: Mapping[str, Any], name: str) -> list[Any]:
@@ -146,4 +142,4 @@ def check_seal(state: Mapping[str, Any], seal: str) -> None:
 
 
 LOAD_ANOTHER = "load another state, or begin the epoch anew"
-"""What can be done about a state that cannot be."""
+"""The remedy where a state is refused."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, final
+from typing import Any, final, get_args
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from vlmpack.errors import ConfigError, check_kind
+from vlmpack.errors import ConfigError, check_choice, check_kind
 from vlmpack.loading.resumable import END, MapStyle, Place, Resumable, check_samples, sample_at, whole_source
-from vlmpack.loading.sampler import REMAINDERS, Remainder, checked_rank
+from vlmpack.loading.sampler import Remainder, checked_rank
 from vlmpack.loading.state import (
     LOAD_ANOTHER,
     SEAL,
@@ -44,10 +44,10 @@ def even_out(rows: list[Row], ranks: int, remainder: Remainder, length: Callable
 class PackedStream(IterableDataset[list[Any]]):
     """Rows, each a list of samples, for `DataLoader(stream, batch_size=None, collate_fn=collator)`.
 
-    Every rank and every worker reads the whole source and packs it alike; each gives out its share of the rows. So the
-    rows are the same for any number of workers, all ranks have as many, and nobody has to talk. The source must
-    therefore give everybody the same samples in the same order (seed its shuffle), and should be cheap to read: leave
-    decoding to the collator.
+    Every rank and every worker reads the whole source and packs it alike; each yields its share of the rows. So rows do
+    not depend on the number of workers, all ranks have as many, and processes exchange no messages. The source must
+    therefore yield the same samples in the same order in every process (seed its shuffle), and should be cheap to read:
+    leave decoding to the collator.
 
     A sample that the source cannot read (a SampleError) takes up one token of a row, so that it comes to the collator,
     which raises or skips and counts it.
@@ -55,13 +55,13 @@ class PackedStream(IterableDataset[list[Any]]):
     Args:
         source: the samples; iterated anew every epoch.
         settings: of the rows.
-        length: tokens of a sample; of one that is not tokenised yet, `VLMCollator.length` tells them.
+        length: tokens of a sample; of one that is not tokenised yet, `VLMCollator.length` counts them.
         costs: what else a sample needs, by the names of `settings.limits`.
         ranks: processes that train together.
         rank: this one, which may be left out if there is no other.
         remainder: what becomes of the last rows where they do not suffice for all ranks: "split" cuts rows of many
             samples in two (and drops them where there are too few samples), "empty" gives rows of no samples to the
-            others, "drop" leaves them out and counts their samples.
+            other ranks, "drop" leaves them out and counts their samples.
         repeat: start over when the source ends, for ever: for trainers that count steps instead of epochs.
 
     Raises:
@@ -89,8 +89,7 @@ class PackedStream(IterableDataset[list[Any]]):
             )
         check_kind("settings", settings, RowSettings, "RowSettings(capacity=4096)")
         ranks = checked_capacity(ranks, "ranks")
-        if remainder not in REMAINDERS:
-            raise ConfigError(f"remainder must be one of {', '.join(REMAINDERS)}, got {remainder!r}")
+        check_choice("remainder", remainder, get_args(Remainder))
         self.source, self.settings = source, settings
         self.ranks, self.rank = ranks, checked_rank(rank, ranks)
         self.remainder: Remainder = remainder
@@ -118,7 +117,7 @@ class PackedStream(IterableDataset[list[Any]]):
     def __repr__(self) -> str:
         rows = f"a {type(self.source).__name__} in rows of {self.settings.capacity} tokens"
         end = "for ever" if self.repeat else f"remainder {self.remainder!r}"
-        done = f"{self._packer.seen} samples read, {self.dropped} dropped, {self.left_out} left out"
+        done = f"{self._packer.received} samples read, {self.dropped} dropped, {self.left_out} left out"
         return f"PackedStream({rows}, rank {self.rank} of {self.ranks}, {end}; {done})"
 
     @property
@@ -135,8 +134,8 @@ class PackedStream(IterableDataset[list[Any]]):
         """This rank's and worker's rows, from where `load_state_dict` put it, or from the start.
 
         Raises:
-            ConfigError: somebody else began to iterate the same stream meanwhile, and has the rows that would come; or
-                it is to repeat a source that makes no row.
+            ConfigError: another iteration of this stream began meanwhile, and has the rows that would come; or the
+                stream is to repeat a source that makes no row.
         """
         if not self._resumed:
             if self._place is not None and not self._ended:
@@ -145,11 +144,11 @@ class PackedStream(IterableDataset[list[Any]]):
         self._resumed = False
         self._reader = reader = object()
         worker = get_worker_info()
-        workers, me = (worker.num_workers, worker.id) if worker else (1, 0)
-        for mine in self._passes():
+        num_workers, worker_id = (worker.num_workers, worker.id) if worker else (1, 0)
+        for row in self._passes():
             self._rounds += 1
-            if (self._rounds - 1) % workers == me:
-                yield mine
+            if (self._rounds - 1) % num_workers == worker_id:
+                yield row
             if self._reader is not reader:
                 raise ConfigError("this stream was begun anew before it ended; give each loader a stream of its own")
 
@@ -158,18 +157,18 @@ class PackedStream(IterableDataset[list[Any]]):
 
         Rounds are counted on, so that workers take turns as before.
         """
-        yield from self._mine()
+        yield from self._rows_of_rank()
         while self.repeat:
             self._start(before := self._rounds)
-            yield from self._mine()
+            yield from self._rows_of_rank()
             if self._rounds == before:
                 raise ConfigError(
-                    f"the source makes no row, so there is nothing to repeat: of {self._packer.seen} samples "
-                    f"{self.dropped} were too long and {self.left_out} left out; remainder= says what becomes of too "
-                    "few for all ranks"
+                    f"the source makes no row, so there is nothing to repeat: of {self._packer.received} samples "
+                    f"{self.dropped} were too long and {self.left_out} left out; remainder= decides about rows that "
+                    "are too few for all ranks"
                 )
 
-    def _mine(self) -> Iterator[list[Any]]:
+    def _rows_of_rank(self) -> Iterator[list[Any]]:
         """This rank's row of each round of rows.
 
         The last whole round is held back until another is complete: at the end its rows may have to be split.
@@ -177,7 +176,7 @@ class PackedStream(IterableDataset[list[Any]]):
         samples = self._samples()
         while not self._ended:
             while len(self._rows) >= 2 * self.ranks:
-                yield self._next_round()[self.rank]
+                yield self._next_row()
             sample = next(samples, END)
             if sample is END:
                 self._end()
@@ -186,11 +185,12 @@ class PackedStream(IterableDataset[list[Any]]):
                 self._packer.add(sample)
                 self._rows += self._packer.rows()
         while self._rows:
-            yield self._next_round()[self.rank]
+            yield self._next_row()
 
-    def _next_round(self) -> list[list[Any]]:
-        first, self._rows = self._rows[: self.ranks], self._rows[self.ranks :]
-        return first
+    def _next_row(self) -> list[Any]:
+        """Take out the next round of rows; this rank's is returned."""
+        row, self._rows = self._rows[self.rank], self._rows[self.ranks :]
+        return row
 
     def _end(self) -> None:
         rows = [*self._rows, *self._packer.flush()]
@@ -202,16 +202,15 @@ class PackedStream(IterableDataset[list[Any]]):
         """The source from where it was left: by its own means, by number, or read again up to there."""
         if self._ended:
             return iter(())
-        start = self._packer.seen
+        start = self._packer.received
         if self._place is not None:
             return self._place.samples(is_new_pass=not start)
-        if isinstance(self.source, MapStyle) and not isinstance(self.source, IterableDataset):
-            source = self.source
+        if (source := self._by_number) is not None:
             return (sample_at(source, at) for at in range(start, len(source)))
         return self._after(start)
 
     def _after(self, start: int) -> Iterator[Any]:
-        """The samples from a number on; those before are read again, and compared where the state tells of them."""
+        """The samples from a number on; those before are read again, and compared where the state has their digests."""
         samples = whole_source(self.source)
         for at in range(start):
             sample = next(samples, END)
@@ -227,10 +226,11 @@ class PackedStream(IterableDataset[list[Any]]):
     # ------------------------------------------------------------------ to continue elsewhere
 
     def state_dict(self) -> dict[str, Any]:
-        """All there is to continue bit for bit: samples that wait, rows not given out yet, and where the source is.
+        """Return all there is to continue bit for bit: buffered samples, rows not yielded yet, the source's place.
 
-        `StatefulDataLoader` asks every worker for its own.
+        `StatefulDataLoader` collects the states of all workers.
         """
+        source = self._by_number
         fields = {
             "packer": self._packer.state_dict(),
             "rows": [list(row) for row in self._rows],
@@ -240,7 +240,10 @@ class PackedStream(IterableDataset[list[Any]]):
             "ranks": self.ranks,
             "remainder": self.remainder,
             "source": None if self._place is None else self._place.state_dict(),
-            "data": [self._size(), self._last_digest if self._last is END else digest_of(self._last)],
+            "data": [
+                source if source is None else len(source),
+                self._last_digest if self._last is END else digest_of(self._last),
+            ],
         }
         return {**fields, SEAL: self._seal(fields)}
 
@@ -249,29 +252,29 @@ class PackedStream(IterableDataset[list[Any]]):
 
         Raises:
             ConfigError: the state is of another number of ranks, another remainder, or other settings; of another
-                source, where that can be seen; or its fields contradict each other or their seal. A source that can
-                only be iterated over is compared when it is.
+                source, where that shows; or its fields contradict each other or their seal. A source that can only be
+                iterated over is compared as it is read.
         """
         fields = checked_fields(state, FIELDS, optional=("data", SEAL), of="PackedStream")
-        theirs, ours = (fields["ranks"], fields["remainder"]), (self.ranks, self.remainder)
-        if theirs != ours:
+        ranks, remainder = fields["ranks"], fields["remainder"]
+        if (ranks, remainder) != (self.ranks, self.remainder):
             raise ConfigError(
-                f"the state is of {theirs[0]!r:.40} ranks with remainder {theirs[1]!r:.40}, this stream is of "
-                f"{ours[0]} with {ours[1]!r}; deal as before"
+                f"the state is of {ranks!r:.40} ranks with remainder {remainder!r:.40}, this stream is of "
+                f"{self.ranks} with {self.remainder!r}; deal as before"
             )
         packer = StreamPacker(self.settings, length=self._length, costs=self._costs)
         packer.load_state_dict(fields["packer"])
         rows = _checked_rows(fields, packer)
         if (self._place is None) != (fields["source"] is None):
             kind = "with" if self._place is None else "without"
-            raise ConfigError(f"the state is of a source {kind} a state of its own; {SAME}")
+            raise ConfigError(f"the state is of a source {kind} a state of its own; {USE_SAME_DATA}")
         if SEAL in fields:
             check_seal(fields, self._seal(fields))
         size, last = _checked_data(fields)
         expected = {at: digest_of(sample) for at, sample in fields["packer"]["buffered"]}
-        if last is not None and packer.seen:
-            expected[packer.seen - 1] = last
-        self._check_source(size, packer.seen, expected, ended=fields["ended"])
+        if last is not None and packer.received:
+            expected[packer.received - 1] = last
+        self._check_source(size, packer.received, expected, ended=fields["ended"])
         self._start()
         self._packer, self._rows, self._expected, self._last_digest = packer, rows, expected, last
         self._rounds, self._ended, self._uneven = fields["rounds"], fields["ended"], fields["uneven"]
@@ -287,20 +290,16 @@ class PackedStream(IterableDataset[list[Any]]):
 
     @property
     def _by_number(self) -> MapStyle | None:
-        """The source, if its samples have numbers and it keeps no place of its own."""
+        """The source, if its samples have numbers and it has no state of its own."""
         has_numbers = isinstance(self.source, MapStyle) and not isinstance(self.source, IterableDataset)
         return self.source if has_numbers and self._place is None else None  # pyright: ignore[reportReturnType]
 
-    def _size(self) -> int | None:
-        """Samples of the source; None: it does not tell."""
-        return None if (source := self._by_number) is None else len(source)
-
-    def _check_source(self, size: int | None, seen: int, expected: Mapping[int, str], *, ended: bool) -> None:
-        """Refuse a source by number unless it is as long as before and has the samples that the state tells of."""
+    def _check_source(self, size: int | None, read: int, expected: Mapping[int, str], *, ended: bool) -> None:
+        """Refuse a source by number unless it is as long as before and has the samples whose digests are expected."""
         if (source := self._by_number) is None:
             return
-        if (size is not None and size != len(source)) or seen > len(source) or (ended and seen < len(source)):
-            raise _other_data(f"it has {len(source)} samples, and before it had {seen if size is None else size}")
+        if (size is not None and size != len(source)) or read > len(source) or (ended and read < len(source)):
+            raise _other_data(f"it has {len(source)} samples, and before it had {read if size is None else size}")
         self._expected = dict(expected)
         for at in expected:
             self._compare(at, sample_at(source, at))
@@ -308,21 +307,19 @@ class PackedStream(IterableDataset[list[Any]]):
 
 FIELDS = ("packer", "rows", "rounds", "ended", "uneven", "ranks", "remainder", "source")
 """Of a state."""
-SAME = "give the data set of the run that is continued"
+USE_SAME_DATA = "give the data set of the run that is continued"
 
 
-def _other_data(seen: str) -> ConfigError:
-    return ConfigError(
-        f"the state is of another source: {seen}; {SAME}, whose samples are the same whenever they are read"
-    )
+def _other_data(fault: str) -> ConfigError:
+    return ConfigError(f"the state is of another source: {fault}; {USE_SAME_DATA}, read anew with the same samples")
 
 
 def _checked_rows(fields: Mapping[str, Any], packer: StreamPacker) -> list[list[Any]]:
-    """The rows that were not given out yet; a ConfigError unless they and the counts agree."""
+    """The rows that were not yielded yet; a ConfigError unless they and the counts agree."""
     rows, ended = listed(fields, "rows"), fields["ended"]
     whole(fields, "rounds")
     in_rows = sum(len(listed({"rows": row}, "rows")) for row in rows)
-    most = packer.seen - packer.dropped - packer.left_out - len(packer)
+    most = packer.received - packer.dropped - packer.left_out - len(packer)
     if not isinstance(ended, bool) or in_rows + whole(fields, "uneven") > most or (ended and len(packer)):
         raise ConfigError(
             f"the state has {in_rows} samples in rows and {fields['uneven']} left out, of {most} that may be, with "

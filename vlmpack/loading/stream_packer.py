@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from operator import index as as_int
 from typing import Any, Generic, TypeVar, final
 
 import numpy as np
 
-from vlmpack.errors import ConfigError, SampleError, check_kind
+from vlmpack.errors import ConfigError, SampleError, check_choice, check_kind
 from vlmpack.loading.state import (
     LOAD_ANOTHER,
     SEAL,
@@ -21,7 +20,7 @@ from vlmpack.loading.state import (
     listed,
     whole,
 )
-from vlmpack.plan import OVERSIZE, ROWS_BUFFERED, Oversize, PackingBuffer, checked_capacity
+from vlmpack.plan import OVERSIZE, ROWS_BUFFERED, Oversize, PackingBuffer, checked_capacity, whole_needs
 
 
 @final
@@ -34,9 +33,9 @@ class RowSettings:
     limits: Mapping[str, int] = field(default_factory=dict)
     """What else a row may hold only so much of, by name: vision patches, images."""
     buffer_tokens: int | None = None
-    """Rows are made while at least this many tokens wait; None: four rows' worth."""
+    """Rows are made while at least this many tokens are buffered; None: four rows' worth."""
     min_fill: float = 0.0
-    """Share of the capacity, 0 to 1, below which a row waits for more samples once before it is given out."""
+    """Share of the capacity, 0 to 1, below which a row is held back once for more samples."""
     drop_last: bool = False
     """At the end, leave out rows below `min_fill`."""
     oversize: Oversize = "error"
@@ -51,12 +50,11 @@ class RowSettings:
             raise ConfigError(f"buffer_tokens must be at least 0, got {self.buffer_tokens}")
         if not 0 <= self.min_fill <= 1:
             raise ConfigError(f"min_fill must lie between 0 and 1, got {self.min_fill}")
-        if self.oversize not in OVERSIZE:
-            raise ConfigError(f"oversize must be one of {', '.join(OVERSIZE)}, got {self.oversize!r}")
+        check_choice("oversize", self.oversize, OVERSIZE)
 
     @property
     def enough_buffered(self) -> int:
-        """Tokens that have to wait before a row is made."""
+        """Tokens that have to be buffered before a row is made."""
         return ROWS_BUFFERED * self.capacity if self.buffer_tokens is None else self.buffer_tokens
 
     @property
@@ -68,7 +66,7 @@ class RowSettings:
 Sample = TypeVar("Sample")
 Row = list[Sample]
 LENGTH = "length=collator.length of the VLMCollator that will make the rows, or a function of your own"
-"""What to pass where samples do not tell their length."""
+"""The remedy where samples have no length."""
 
 
 def token_count(sample: Mapping[str, Any]) -> int:
@@ -78,17 +76,15 @@ def token_count(sample: Mapping[str, Any]) -> int:
         ConfigError: it has neither, or is no dict.
         SampleError: its `input_ids` have another shape.
     """
-    if not isinstance(sample, Mapping):
-        raise ConfigError(
-            f"a sample is a {type(sample).__name__}, and not a dict; tell its tokens by `length`: {LENGTH}"
-        )
-    if "length" in sample:
-        return sample["length"]
-    if "input_ids" in sample:
-        return _number_of(sample["input_ids"])
-    raise ConfigError(
-        f"a sample has no 'length' and no 'input_ids', only {list(sample)}; tell its tokens by `length`: {LENGTH}"
-    )
+    if isinstance(sample, Mapping):
+        if "length" in sample:
+            return sample["length"]
+        if "input_ids" in sample:
+            return _number_of(sample["input_ids"])
+        fault = f"has no 'length' and no 'input_ids', only {list(sample)}"
+    else:
+        fault = f"is a {type(sample).__name__}, and not a dict"
+    raise ConfigError(f"a sample {fault}; count its tokens by `length`: {LENGTH}")
 
 
 def _number_of(ids: Any) -> int:
@@ -96,15 +92,15 @@ def _number_of(ids: Any) -> int:
     shape = _shape(ids)
     if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1):
         return shape[-1]
-    seen = f"shape {list(shape)}" if shape else f"no shape, they are {ids!r:.40}"
+    form = f"shape {list(shape)}" if shape else f"no shape, they are {ids!r:.40}"
     raise SampleError(
-        f"input_ids have {seen}; one sample's are [n] (or [1, n]). Give each sample by itself, or a function `length`",
+        f"input_ids have {form}; one sample's are [n] (or [1, n]). Give each sample by itself, or a function `length`",
         reason="bad_shape",
     )
 
 
 def _shape(ids: Any) -> tuple[int, ...]:
-    """Of an array or tensor, or of a list, of which only the first items are looked at: lists are slow to convert."""
+    """The shape of an array, a tensor or a list, of which only the first items are read: lists are slow to convert."""
     if isinstance(ids, list | tuple):
         return (len(ids), *(_shape(ids[0]) if ids else ()))
     return tuple(np.shape(ids))
@@ -114,18 +110,18 @@ def _shape(ids: Any) -> tuple[int, ...]:
 class StreamPacker(Generic[Sample]):
     """Keep a few samples buffered and make rows of them, each around the oldest and filled exactly.
 
-    Samples stay whole, are never looked into, and come out once. No randomness: the same samples give the same rows.
+    Samples stay whole, are never read, and come out once. No randomness: the same samples give the same rows.
 
     Two ways to use it. Sample by sample: `add`, and `rows` after each; at the end `flush`. Call by call, as for
-    rollouts in a trainer: `pack` takes all there is and gives rows that are full enough; the rest waits for the next.
+    rollouts in a trainer: `pack` takes all there is and returns rows that are full enough; the rest stays buffered.
 
     Args:
         settings: of the rows.
-        length: tokens of a sample; of one that is not tokenised yet, `VLMCollator.length` tells them.
+        length: tokens of a sample; of one that is not tokenised yet, `VLMCollator.length` counts them.
         costs: what else a sample needs, by the names of `settings.limits`.
 
     Raises:
-        ConfigError: settings of another kind, or limits without a function that tells costs.
+        ConfigError: settings of another kind, or limits without a function of costs.
     """
 
     def __init__(
@@ -137,9 +133,9 @@ class StreamPacker(Generic[Sample]):
     ) -> None:
         check_kind("settings", settings, RowSettings, "RowSettings(capacity=4096)")
         if settings.limits and costs is None:
-            raise ConfigError(f"limits of {', '.join(settings.limits)} need a function `costs` that tells them")
+            raise ConfigError(f"limits of {', '.join(settings.limits)} need a function `costs` that returns them")
         self.settings = settings
-        self.seen = 0
+        self.received = 0
         """Samples taken in."""
         self.dropped = 0
         """Samples that were too long for a row and left out."""
@@ -153,18 +149,18 @@ class StreamPacker(Generic[Sample]):
         self._digests = SampleDigests()
 
     def __len__(self) -> int:
-        """Samples that wait, those with a row of their own included."""
+        """Buffered samples, those with a row of their own included."""
         return len(self._samples) + len(self._alone)
 
     def __repr__(self) -> str:
         return (
-            f"StreamPacker(rows of {self.settings.capacity} tokens, {self.seen} samples seen, {len(self)} buffered "
+            f"StreamPacker(rows of {self.settings.capacity} tokens, {self.received} samples, {len(self)} buffered "
             f"({self.tokens} tokens), {self.dropped} dropped, {self.left_out} left out)"
         )
 
     @property
     def tokens(self) -> int:
-        """Tokens that wait to share a row."""
+        """Buffered tokens of samples that will share a row."""
         return self._room.tokens
 
     def add(self, sample: Sample) -> None:
@@ -173,9 +169,9 @@ class StreamPacker(Generic[Sample]):
         Raises:
             SampleError: its length or a cost is no whole number, it has no tokens, its `input_ids` are no row of
                 numbers, or it exceeds a row by itself and `oversize` is "error"; names it by its number in the stream.
-            ConfigError: `costs` does not tell everything that is limited.
+            ConfigError: `costs` does not return everything that is limited.
         """
-        at, self.seen = self.seen, self.seen + 1
+        at, self.received = self.received, self.received + 1
         needs = self._named_needs(at, sample)
         over = any(need > limit for need, limit in zip(needs, self._room.limits, strict=True))
         if over and self.settings.oversize == "drop":
@@ -187,16 +183,16 @@ class StreamPacker(Generic[Sample]):
             self._samples[at] = sample
 
     def rows(self) -> Iterator[Row]:
-        """Rows that can be made while enough tokens wait."""
+        """Rows that can be made while enough tokens are buffered."""
         alone, self._alone = self._alone, []
         yield from alone
         while len(self._room) and self._room.tokens >= self.settings.enough_buffered:
             yield self._take()
 
     def pack(self, samples: Iterable[Sample]) -> list[Row]:
-        """Take all these in and give out every row that is full enough.
+        """Take all these in and return every row that is full enough.
 
-        A sample whose best row is below `min_fill` waits for the next call, but not for the one after it.
+        A sample whose best row is below `min_fill` is held back until the next call, but not until the one after it.
 
         Raises:
             SampleError, ConfigError: as `add`, or one sample was given and no list of them; then none of these samples
@@ -214,18 +210,18 @@ class StreamPacker(Generic[Sample]):
         rows, self._alone = self._alone, []
         passed_over = []
         while len(self._room):
-            waited = self._room.oldest < self._carried
-            if row := self._take(at_least=0.0 if waited else self.settings.least_tokens):
+            was_held_back = self._room.oldest < self._carried
+            if row := self._take(at_least=0.0 if was_held_back else self.settings.least_tokens):
                 rows.append(row)
             else:
                 passed_over.append(self._room.take_oldest())
         for sample in passed_over:
             self._room.add(*sample)
-        self._carried = self.seen
+        self._carried = self.received
         return rows
 
     def flush(self) -> list[Row]:
-        """Give out everything that waits; with `drop_last`, rows below `min_fill` are left out and counted."""
+        """Return rows of all buffered samples; with `drop_last`, those below `min_fill` are left out and counted."""
         rows = [*self.rows()]
         while len(self._room):
             tokens = self._room.tokens
@@ -240,24 +236,18 @@ class StreamPacker(Generic[Sample]):
         """(tokens, and what else is limited) of a sample; one that could not be read takes up one token.
 
         Raises:
-            ConfigError: `costs` does not tell everything that is limited.
+            ConfigError: `costs` does not return everything that is limited.
             SampleError: one of them is no whole number, or `input_ids` are no row of numbers.
         """
         if isinstance(sample, SampleError):
             return (1, *(0 for _ in self.settings.limits))
         costs = {} if self._costs is None else self._costs(sample)
         if missing := [name for name in self.settings.limits if name not in costs]:
-            raise ConfigError(f"{', '.join(missing)} are limited, but `costs` tells only {list(costs)} of a sample")
-        needs = (self._length(sample), *(costs[name] for name in self.settings.limits))
-        try:
-            return tuple(map(as_int, needs))
-        except TypeError as error:
-            raise SampleError(
-                f"has a length and costs of {needs}; they must be whole numbers", reason="not_whole"
-            ) from error
+            raise ConfigError(f"{', '.join(missing)} are limited, but `costs` has only {list(costs)} of a sample")
+        return whole_needs((self._length(sample), *(costs[name] for name in self.settings.limits)))
 
     def _named_needs(self, at: int, sample: Sample) -> tuple[int, ...]:
-        """`needs`, refused under the sample's number in the stream where nobody has named it."""
+        """`needs`, refused under the sample's number in the stream where the error has no name of its own."""
         try:
             return self.needs(sample)
         except SampleError as error:
@@ -272,7 +262,7 @@ class StreamPacker(Generic[Sample]):
     # ------------------------------------------------------------------ to continue elsewhere
 
     def state_dict(self) -> dict[str, Any]:
-        """All there is to continue bit for bit: the buffered samples themselves, the oldest first, and the counts.
+        """Return all there is to continue bit for bit: the buffered samples, the oldest first, and the counts.
 
         They are in a list: `StatefulDataLoader` does not keep the order of a dictionary.
         """
@@ -280,7 +270,7 @@ class StreamPacker(Generic[Sample]):
         return {**fields, SEAL: self._seal(fields)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was asked, with the same settings.
+        """Continue where `state_dict` was called, with the same settings.
 
         Raises:
             ConfigError: the state is of other settings, a buffered sample has another length here, or its fields
@@ -289,10 +279,10 @@ class StreamPacker(Generic[Sample]):
         fields = checked_fields(state, FIELDS, optional=(SEAL,), of="StreamPacker")
         if fields["of"] != repr(self.settings):
             raise ConfigError(f"the state is of {fields['of']!s:.300}, these are {self.settings!r}; pack as before")
-        seen, buffered, alone = whole(fields, "seen"), listed(fields, "buffered"), listed(fields, "alone")
-        out = whole(fields, "dropped", seen) + whole(fields, "left_out", seen)
-        whole(fields, "carried", seen)
-        _check_buffered(buffered, alone, seen - out)
+        received, buffered, alone = whole(fields, "seen"), listed(fields, "buffered"), listed(fields, "alone")
+        out = whole(fields, "dropped", received) + whole(fields, "left_out", received)
+        whole(fields, "carried", received)
+        _check_buffered(buffered, alone, received - out)
         check_seal(state, self._seal(fields))
         try:
             needs = [(at, *self._named_needs(at, sample)) for at, sample in buffered]
@@ -304,7 +294,7 @@ class StreamPacker(Generic[Sample]):
         return {
             "buffered": [[at, sample] for at, sample in self._samples.items()],
             "alone": [list(row) for row in self._alone],
-            "seen": self.seen,
+            "seen": self.received,
             "dropped": self.dropped,
             "left_out": self.left_out,
             "carried": self._carried,
@@ -317,24 +307,25 @@ class StreamPacker(Generic[Sample]):
         return digest_of([[at for at, _ in fields["buffered"]], self._digests.of(samples), counts])
 
     def _set(self, fields: Mapping[str, Any], buffered: Iterable[tuple[int, ...]]) -> None:
-        """Take over checked fields, and (number, *needs) of the samples that wait."""
+        """Take over checked fields, and (number, *needs) of the buffered samples."""
         room = PackingBuffer(self.settings.capacity, list(self.settings.limits.values()))
         for sample in buffered:
             room.add(*sample)
         self._room, self._samples = room, dict(fields["buffered"])
         self._alone = [list(row) for row in fields["alone"]]
-        self.seen, self.dropped, self.left_out = (int(fields[name]) for name in ("seen", "dropped", "left_out"))
+        self.received, self.dropped, self.left_out = (int(fields[name]) for name in COUNTS)
         self._carried = int(fields["carried"])
 
 
-FIELDS = ("buffered", "alone", "seen", "dropped", "left_out", "carried", "of")
+COUNTS = ("seen", "dropped", "left_out")
+FIELDS = ("buffered", "alone", *COUNTS, "carried", "of")
 """Of a state."""
 
 
 def _check_buffered(buffered: Sequence[Any], alone: Sequence[Any], most: int) -> None:
     """Raise a ConfigError unless there are numbered samples, rising, and rows of one sample, at most so many."""
-    pairs = all(isinstance(one, list | tuple) and len(one) == 2 for one in buffered)
-    numbers = [one[0] for one in buffered] if pairs else []
+    pairs = all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in buffered)
+    numbers = [at for at, _ in buffered] if pairs else []
     rise = all(type(at) is int and at >= 0 for at in numbers) and all(a < b for a, b in pairwise(numbers))
     rows = all(isinstance(row, list | tuple) and len(row) == 1 for row in alone)
     if not (pairs and rise and rows and len(buffered) + len(alone) <= most):

@@ -19,7 +19,7 @@ from vlmpack.plan.lengths import (
     round_up,
     too_large,
 )
-from vlmpack.plan.packing_buffer import LOOK_AHEAD, ROWS_BUFFERED, PackingBuffer
+from vlmpack.plan.packing_buffer import LOOK_AHEAD, ROWS_BUFFERED, PackingBuffer, whole_needs
 from vlmpack.plan.plan import Plan
 from vlmpack.plan.planner import ALIASES, STRATEGIES, middle, plan_bins, split_rows, strategy_name
 from vlmpack.plan.simulation import CAPACITIES, PaddedRecipe, Padding, Simulation, simulate
@@ -63,4 +63,5 @@ __all__ = [
     "strategy_name",
     "summary",
     "too_large",
+    "whole_needs",
 ]

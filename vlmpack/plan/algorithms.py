@@ -89,9 +89,9 @@ def place_sorted(
         runs.set_length(length)
         end = at + count
         while at < end:
-            found = runs.take()
-            first, room, bins = found or Run(placements.bins, capacity, divided_up(end - at, capacity // length))
-            each = 1 if found and one_a_visit else room // length
+            open_run = runs.take()
+            first, room, bins = open_run or Run(placements.bins, capacity, divided_up(end - at, capacity // length))
+            each = 1 if open_run and one_a_visit else room // length
             full = min(bins, (end - at) // each)
             over = end - at - full * each if full < bins else 0  # too few to fill a bin: they all go to the next one
             for start, number, samples in ((first, full, each), (first + full, min(over, 1), over)):
@@ -218,6 +218,6 @@ def lower_bound(sizes: np.ndarray, capacity: int) -> int:
     first = np.searchsorted(rising, thresholds, side="left")
     alone = np.searchsorted(rising, capacity - thresholds, side="right")
     big = len(rising) - half
-    beside = (alone - half) * capacity - (sums[alone] - sums[half])
-    over = np.maximum(sums[half] - sums[first] - beside, 0)
+    room = (alone - half) * capacity - (sums[alone] - sums[half])
+    over = np.maximum(sums[half] - sums[first] - room, 0)
     return int((big + divided_up(over, capacity)).max())

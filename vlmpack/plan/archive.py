@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import zipfile
@@ -66,17 +67,43 @@ def damaged(path: str | Path) -> Iterator[None]:
     except VlmpackError:
         raise
     except Exception as error:  # zipfile, json, numpy and what is made of their results: errors of every kind
-        seen = f"it has no {error}" if type(error) is KeyError else str(error) or type(error).__name__
-        raise LayoutError(f"{path} is damaged ({seen:.200}); write it again") from error
+        fault = f"it has no {error}" if type(error) is KeyError else str(error) or type(error).__name__
+        raise LayoutError(f"{path} is damaged ({fault:.200}); write it again") from error
+
+
+def digest(content: str, arrays: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 of a text and of arrays with their names."""
+    digest = hashlib.sha256(content.encode())
+    for name, array in arrays.items():
+        digest.update(f"{name} {len(array)} ".encode())
+        digest.update(array.astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+def check_unchanged(
+    path: str | Path,
+    manifest: Mapping[str, Any],
+    arrays: Mapping[str, np.ndarray],
+    expected: Mapping[str, Any],
+    expected_arrays: Mapping[str, np.ndarray],
+) -> None:
+    """Raise unless a file holds what would be written of the object that was made of it, its digest included.
+
+    Raises:
+        LayoutError: it holds something else.
+    """
+    stored = {name: value for name, value in manifest.items() if name not in ("format", "version")}
+    if json.loads(json.dumps(expected)) != stored or expected_arrays.keys() != arrays.keys():
+        raise LayoutError(f"{path} does not match its digest: it was changed or damaged; make it anew")
 
 
 def _manifest(members: zipfile.ZipFile, path: str | Path, kind: str) -> dict[str, Any]:
     manifest = json.loads(members.read(MANIFEST)) if MANIFEST in members.namelist() else {}
     if not isinstance(manifest, dict):
         raise ValueError(f"its {MANIFEST} holds a {type(manifest).__name__}")
-    seen = manifest.get("format"), manifest.get("version")
-    if seen != (kind, VERSION):
-        raise ConfigError(f"{path} is no {kind} of version {VERSION}: its manifest has {seen}; write it again")
+    stored = manifest.get("format"), manifest.get("version")
+    if stored != (kind, VERSION):
+        raise ConfigError(f"{path} is no {kind} of version {VERSION}: its manifest has {stored}; write it again")
     return manifest
 
 

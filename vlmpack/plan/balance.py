@@ -9,24 +9,22 @@ steps S = 2, ranks R = 2, accumulation A = 2:      rows[step, rank] are added up
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Literal, final
+from typing import Literal, final, get_args
 
 import numpy as np
 
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, check_choice
 from vlmpack.plan.lengths import check_seed, checked_capacity
 
 EMPTY = -1
 """A place in a schedule without a row: its rank computes a row without loss there, or nothing."""
 
 ROWS_EXCHANGED = 32
-"""Rows a rank among which steps of similar rows are found, unless told otherwise."""
+"""Rows a rank among which steps of similar rows are found, by default."""
 
 Method = Literal["karmarkar_karp", "as_given"]
-METHODS: tuple[Method, ...] = ("karmarkar_karp", "as_given")
 
 Remainder = Literal["empty", "drop"]
 
@@ -80,18 +78,12 @@ def balance_rows(
         ConfigError: a number that is not whole or below 1, a seed below 0, a method that does not exist, or costs that
             are negative or not finite.
     """
-    try:
-        costs = np.asarray(costs, np.float64)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"costs must be one finite number of at least 0 a row: {error}") from error
-    _check(
-        costs,
-        {"ranks": ranks, "accumulation": accumulation, "window": 1 if window is None else window},
-        method,
-        remainder,
-    )
+    costs = _checked_costs(costs)
+    ranks, accumulation = checked_capacity(ranks, "ranks"), checked_capacity(accumulation, "accumulation")
+    window = max(1, ROWS_EXCHANGED // accumulation) if window is None else checked_capacity(window, "window")
+    check_choice("method", method, get_args(Method))
+    check_choice("remainder", remainder, get_args(Remainder))
     check_seed(seed)
-    window = max(1, ROWS_EXCHANGED // accumulation) if window is None else window
     random = None if seed is None else np.random.default_rng(seed)
     rows = np.arange(len(costs)) if random is None else random.permutation(len(costs))
     steps = _steps(rows, ranks * accumulation, remainder)
@@ -117,8 +109,8 @@ def karmarkar_karp(rows: list[int], costs: np.ndarray, ranks: int) -> list[int]:
         group = [(float(costs[row]), [row]) for row in dear_first[at : at + ranks]]
         heappush(heap, (group[-1][0] - group[0][0], at, group))
     for at in range(len(rows), len(rows) + len(heap) - 1):
-        (_, _, one), (_, _, other) = heappop(heap), heappop(heap)
-        joined = [(a + b, [*mine, *theirs]) for (a, mine), (b, theirs) in zip(one, reversed(other), strict=True)]
+        (_, _, left), (_, _, right) = heappop(heap), heappop(heap)
+        joined = [(a + b, [*rows_a, *rows_b]) for (a, rows_a), (b, rows_b) in zip(left, reversed(right), strict=True)]
         joined.sort(key=lambda share: -share[0])
         heappush(heap, (joined[-1][0] - joined[0][0], at, joined))
     return [row for _, share in heap[0][2] for row in share]
@@ -149,12 +141,11 @@ def _similar_steps(steps: np.ndarray, costs: np.ndarray, window: int, random: np
     return np.concatenate([*out, steps[len(whole) :]])
 
 
-def _check(costs: np.ndarray, numbers: Mapping[str, int], method: str, remainder: str) -> None:
+def _checked_costs(costs: np.ndarray) -> np.ndarray:
+    try:
+        costs = np.asarray(costs, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"costs must be one finite number of at least 0 a row: {error}") from error
     if costs.ndim != 1 or not np.isfinite(costs).all() or (costs < 0).any():
         raise ConfigError("costs must be one finite number of at least 0 a row")
-    for name, number in numbers.items():
-        checked_capacity(number, name)
-    if method not in METHODS:
-        raise ConfigError(f"there is no method {method!r}; choose from {', '.join(METHODS)}")
-    if remainder not in ("empty", "drop"):
-        raise ConfigError(f"remainder must be 'empty' or 'drop', got {remainder!r}")
+    return costs

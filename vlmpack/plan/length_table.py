@@ -13,21 +13,22 @@ N samples that can be used.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from itertools import count, pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
-from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.errors import ConfigError
 from vlmpack.plan import archive
 from vlmpack.plan.lengths import Budget
 
-ROUND = (1, 2, 5, 10)
+ROUND = (1, 2, 5)
 """Widths of bins, times a power of ten."""
 
 
@@ -50,9 +51,8 @@ def summary(values: np.ndarray) -> Summary:
     """Summarise int64 [N]; without samples, everything is 0."""
     values = values if len(values) else np.zeros(1, np.int64)
     median, p95, p99 = np.percentile(values, (50, 95, 99)).tolist()
-    return Summary(
-        mean=float(values.mean()), median=median, p95=p95, p99=p99, max=int(values.max()), total=int(values.sum())
-    )
+    mean, most, total = float(values.mean()), int(values.max()), int(values.sum())
+    return Summary(mean=mean, median=median, p95=p95, p99=p99, max=most, total=total)
 
 
 @final
@@ -83,22 +83,16 @@ def histogram(values: np.ndarray, *, most: int = 12) -> tuple[HistogramBin, ...]
     first, last = smallest // width, p99 // width
     inside = values[values < (last + 1) * width] // width - first
     counts = np.bincount(inside, minlength=last - first + 1).tolist()
-    bins = [
-        HistogramBin(start=at * width, stop=(at + 1) * width, count=count) for at, count in enumerate(counts, first)
-    ]
+    edges = range(first * width, (last + 2) * width, width)
+    bins = [HistogramBin(start=a, stop=b, count=count) for (a, b), count in zip(pairwise(edges), counts, strict=True)]
     beyond = len(values) - len(inside)
     return (*bins, HistogramBin(start=(last + 1) * width, stop=None, count=beyond)) if beyond else tuple(bins)
 
 
 def _width(smallest: int, largest: int, most: int) -> int:
     """The smallest round width with which `most` bins hold both."""
-    power = 1
-    while True:
-        for factor in ROUND[:-1]:
-            width = factor * power
-            if largest // width - smallest // width < most:
-                return width
-        power *= 10
+    widths = (factor * 10**power for power in count() for factor in ROUND)
+    return next(width for width in widths if largest // width - smallest // width < most)
 
 
 FORMAT = "vlmpack.lengths"
@@ -144,11 +138,11 @@ class LengthTable:
     """Samples that cannot be used, by their places."""
 
     def __post_init__(self) -> None:
-        for name in COLUMNS:
-            if np.shape(self.__dict__[name]) != (len(self),):
+        for name, column in self._columns().items():
+            if np.shape(column) != (len(self),):
                 raise ConfigError(
-                    f"{name} has shape {list(np.shape(self.__dict__[name]))}, but there are {len(self)} sample_ids; "
-                    "every column has one entry a sample"
+                    f"{name} has shape {list(np.shape(column))}, but there are {len(self)} sample_ids; every column "
+                    "has one entry a sample"
                 )
 
     def __len__(self) -> int:
@@ -175,7 +169,7 @@ class LengthTable:
         return spread
 
     @property
-    def given(self) -> int:
+    def measured(self) -> int:
         """Samples that were measured, refused ones included."""
         return len(self) + len(self.refused)
 
@@ -212,32 +206,23 @@ class LengthTable:
         with archive.damaged(path):
             refused = tuple(Refused(**fields) for fields in manifest["refused"])
             table = cls(**{name: arrays[name] for name in COLUMNS}, refused=refused)
-            stored = {name: value for name, value in manifest.items() if name not in ("format", "version")}
-            if json.loads(json.dumps(table._manifest())) != stored or table._columns().keys() != arrays.keys():
-                raise LayoutError(
-                    f"{path} does not match its digest: it was changed or damaged; measure the lengths again"
-                )
+            archive.check_unchanged(path, manifest, arrays, table._manifest(), table._columns())
         return table
 
     def _columns(self) -> dict[str, np.ndarray]:
-        return {name: self.__dict__[name] for name in COLUMNS}
+        return dict(zip(COLUMNS, attrgetter(*COLUMNS)(self), strict=True))
 
     def _manifest(self) -> dict[str, Any]:
         """Everything besides the columns, and the SHA-256 of both."""
         content = {"samples": len(self), "refused": [asdict(sample) for sample in self.refused]}
-        digest = hashlib.sha256(json.dumps(content).encode())
-        for name, column in self._columns().items():
-            digest.update(f"{name} {len(column)} ".encode() + column.astype("<i8").tobytes())
-        return {**content, "digest": digest.hexdigest()}
+        return {**content, "digest": archive.digest(json.dumps(content), self._columns())}
 
     # ------------------------------------------------------------------ in words
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, LengthTable)
-            and self.refused == other.refused
-            and all(np.array_equal(self.__dict__[name], other.__dict__[name]) for name in COLUMNS)
-        )
+        if not isinstance(other, LengthTable) or self.refused != other.refused:
+            return False
+        return all(map(np.array_equal, self._columns().values(), other._columns().values()))
 
     def __repr__(self) -> str:
         sums: dict[str, Any] = {"tokens": self.tokens, "images": self.images, "videos": self.videos}

@@ -48,11 +48,7 @@ class Budget:
     def __post_init__(self) -> None:
         object.__setattr__(self, "limit", checked_capacity(self.limit, f"the limit of budget {self.name!r}"))
         costs = whole_numbers(self.costs, f"{self.name} of a sample")
-        if (negative := costs < 0).any():
-            at = int(negative.argmax())
-            raise SampleError(
-                f"needs {costs[at]} of {self.name!r}, and that cannot be negative", index=at, reason="bad_cost"
-            )
+        _refuse(costs < 0, costs, f"{self.name} of a sample", "are negative", "bad_cost")
         object.__setattr__(self, "costs", costs)
 
 
@@ -68,11 +64,8 @@ def checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
         raise ConfigError("there is nothing to plan: the list of lengths is empty")
     if (bad := checked < 1).any():
         at = int(bad.argmax())
-        raise SampleError(
-            f"has length {checked[at]}; a sample needs at least one token. Leave empty samples out before planning",
-            index=at,
-            reason="empty",
-        )
+        fault = f"has length {checked[at]}; a sample needs at least one token. Leave empty samples out before planning"
+        raise SampleError(fault, index=at, reason="empty")
     return checked
 
 
@@ -84,24 +77,26 @@ def whole_numbers(values: Sequence[int] | np.ndarray, what: str) -> np.ndarray:
         SampleError: a value is not finite, not whole or too large; names the first.
     """
     try:
-        found = np.asarray(values) if len(values) else np.zeros(0, np.int64)
-    except ValueError as error:
-        raise ConfigError(f"the {what} must be one whole number: {error}") from error
-    except (TypeError, RuntimeError) as error:  # no length; a tensor on a device, or one with a gradient
+        numbers = np.asarray(values) if len(values) else np.zeros(0, np.int64)
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # of several widths; a tensor on a device, or with a gradient
         raise ConfigError(
             f"the {what} must be one whole number: expected a list or vector of integers, got a "
             f"{type(values).__name__} ({error})"
         ) from error
-    if found.ndim != 1 or found.dtype.kind not in "iuf":
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iuf":
         raise ConfigError(
             f"the {what} must be one whole number: expected a vector of integers, got "
-            f"{found.ndim} dimensions of {found.dtype}"
+            f"{numbers.ndim} dimensions of {numbers.dtype}"
         )
-    if found.dtype.kind == "f":
-        _refuse(~np.isfinite(found), found, what, "is not finite", "not_finite")
-        _refuse(found != np.rint(found), found, what, "is not a whole number", "not_whole")
-    _refuse(found > LARGEST, found, what, f"is above {LARGEST}", "too_large")
-    return found.astype(np.int64)
+    if numbers.dtype.kind == "f":
+        _refuse(~np.isfinite(numbers), numbers, what, "is not finite", "not_finite")
+        _refuse(numbers != np.rint(numbers), numbers, what, "is not a whole number", "not_whole")
+    _refuse(numbers > LARGEST, numbers, what, f"is above {LARGEST}", "too_large")
+    return numbers.astype(np.int64)
 
 
 def checked_capacity(capacity: int, what: str = "the capacity of a row") -> int:
@@ -137,17 +132,16 @@ def refuse_too_large(over: np.ndarray, lengths: np.ndarray, capacity: int, budge
     Raises:
         SampleError: names the first such sample and lists the next ones with their sizes.
     """
-    found = np.flatnonzero(over)
-    if not len(found):
+    if not over.any():
         return
-    first = int(found[0])
-    listed = ", ".join(f"{at} ({_sizes(at, lengths, budgets)})" for at in found[:SHOWN].tolist())
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    places = np.flatnonzero(over)
+    listed = ", ".join(f"{at} ({_sizes(at, lengths, budgets)})" for at in places[:SHOWN].tolist())
+    more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
     limits = ", ".join([f"{capacity} tokens", *(f"{budget.limit} {budget.name}" for budget in budgets)])
     raise SampleError(
-        f"does not fit a row of {limits}. {len(found)} of {len(over)} samples do not: {listed}{more}. Raise the limit, "
+        f"does not fit a row of {limits}. {len(places)} of {len(over)} samples do not: {listed}{more}. Raise it, "
         "shorten them, or choose oversize='drop' or oversize='own_row'",
-        index=first,
+        index=int(places[0]),
         reason="overlength",
     )
 

@@ -93,8 +93,8 @@ class RowDraft:
         while (over := self._left < 0).any():
             others = np.flatnonzero(self.inside)[1:]
             excess = (self._costs[others][:, over] / self._limits[over]).sum(1)
-            given = self._costs[others, dominant] / self._limits[dominant]
-            self.remove(int(others[(excess / given).argmax()]))
+            benefit = self._costs[others, dominant] / self._limits[dominant]
+            self.remove(int(others[(excess / benefit).argmax()]))
 
     def exchange(self) -> None:
         """Exchange one sample of the row, or none, for a buffered one, while that makes the row fuller."""
@@ -177,7 +177,7 @@ class PackingBuffer:
                 negative one.
             ConfigError: there are more or fewer costs than limits.
         """
-        needs = _whole(sample_id, (length, *costs))
+        needs = whole_needs((length, *costs), sample_id)
         if len(needs) != len(self.limits):
             raise ConfigError(f"sample {sample_id} has {len(costs)} costs, but a row has {len(self.limits) - 1} limits")
         if length < 1 or any(need > limit for need, limit in zip(needs, self.limits, strict=True)):
@@ -266,14 +266,17 @@ class PackingBuffer:
                 return
 
 
-def _whole(sample_id: int, needs: tuple[int, ...]) -> tuple[int, ...]:
-    """Python ints, from those of numpy or torch too: subset sums shift by them."""
+def whole_needs(needs: tuple[int, ...], sample_id: int | None = None) -> tuple[int, ...]:
+    """Convert (length, *costs) of a sample to Python ints, from those of numpy or torch too: subset sums shift by them.
+
+    Raises:
+        SampleError: one of them is no whole number.
+    """
     try:
         return tuple(map(as_int, needs))
     except TypeError as error:
-        raise SampleError(
-            f"has a length and costs of {needs}; they must be whole numbers", index=sample_id, reason="not_whole"
-        ) from error
+        fault = f"has a length and costs of {needs}; they must be whole numbers"
+        raise SampleError(fault, index=sample_id, reason="not_whole") from error
 
 
 LOOK_AHEAD = 64

@@ -13,7 +13,6 @@ N samples, D of them dropped; G rows.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -172,9 +171,7 @@ class Plan:
     def _check_bounds(self) -> None:
         ends = self.bounds[[0, -1]].tolist() if len(self.bounds) else None
         if ends != [0, len(self.sample_ids)]:
-            raise LayoutError(
-                f"rows must run from 0 to {len(self.sample_ids)} samples, got bounds from {ends}; plan again"
-            )
+            raise LayoutError(f"rows must run from 0 to {len(self.sample_ids)} samples, not from {ends}; plan again")
         if (empty := np.diff(self.bounds) < 1).any():
             raise LayoutError(f"row {int(empty.argmax())} holds no sample; plan again")
 
@@ -182,7 +179,7 @@ class Plan:
         ids = np.concatenate([self.sample_ids, self.dropped])
         if len(ids) and not 0 <= ids.min() <= ids.max() < len(self.lengths):
             raise LayoutError(
-                f"samples run from {ids.min()} to {ids.max()}, but there are {len(self.lengths)}; plan again"
+                f"samples run from {ids.min()} to {ids.max()}, not to {len(self.lengths) - 1}; plan again"
             )
         times = np.bincount(ids, minlength=len(self.lengths))
         if (wrong := times != 1).any():
@@ -215,11 +212,7 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the rows, lengths and settings: equal plans have equal digests, on every machine."""
-        digest = hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode())
-        for name, array in self._arrays().items():
-            digest.update(f"{name} {len(array)} ".encode())
-            digest.update(array.astype("<i8").tobytes())
-        return digest.hexdigest()
+        return archive.digest(json.dumps(self.manifest, sort_keys=True), self._arrays())
 
     def save(self, path: str | Path) -> None:
         """Write the plan to one file: there is all of it or none, whenever the process dies.
@@ -246,9 +239,8 @@ class Plan:
                 budgets=tuple(Budget(name=name, costs=arrays[f"budget.{name}"], limit=n) for name, n in limits),
             )
             plan.check()
-            stored = {name: value for name, value in manifest.items() if name not in ("format", "version")}
-            if {**plan.manifest, "digest": plan.digest} != stored or plan._arrays().keys() != arrays.keys():
-                raise LayoutError(f"{path} does not match its digest: it was changed or damaged; plan again")
+            expected = {**plan.manifest, "digest": plan.digest}
+            archive.check_unchanged(path, manifest, arrays, expected, plan._arrays())
         return plan
 
     def _arrays(self) -> dict[str, np.ndarray]:

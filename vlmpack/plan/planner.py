@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, check_choice
 from vlmpack.plan.algorithms import best_fit_decreasing, first_fit_decreasing, next_fit, worst_fit_decreasing
 from vlmpack.plan.exact_fill import exact_fill
 from vlmpack.plan.length_table import LengthTable
@@ -51,24 +51,13 @@ ALIASES: Mapping[str, str] = {
 """SeqPacker's short name -> ours. Where it has a variant that we have not, ours is the one that needs no more bins."""
 
 
-def small_letters(name: object) -> str:
-    """Return the name of a strategy in small letters.
-
-    Raises:
-        ConfigError: it is no name.
-    """
-    if not isinstance(name, str):
-        raise ConfigError(f"a strategy is given by its name, got {name!r}; choose from {', '.join(STRATEGIES)}")
-    return name.lower()
-
-
 def strategy_name(name: str) -> str:
     """Return our name for a strategy, from ours or a short one, in any case.
 
     Raises:
         ConfigError: there is no such strategy.
     """
-    small = small_letters(name)
+    small = str(name).lower()
     strategy = ALIASES.get(small, small)
     if strategy not in STRATEGIES:
         raise ConfigError(
@@ -158,7 +147,7 @@ def plan_bins(
     if oversize == "own_row":
         bin_of[over] = bin_of.max(initial=-1) + 1 + np.arange(over.sum())
     settings = {"capacity": capacity, "budgets": tuple(budgets), "oversize": oversize, "strategy": name}
-    settings["seed"] = None if seed is None else int(seed)  # JSON knows no numbers of numpy's
+    settings["seed"] = None if seed is None else int(seed)  # JSON has no numbers of numpy's
     plan = Plan.from_assignment(bin_of, order, lengths=sizes, **settings)
     return plan if shuffle is None else plan.rearranged(shuffle.permutation(len(plan)))
 
@@ -178,8 +167,7 @@ def _check_settings(
 ) -> None:
     if samples > LARGEST:
         raise ConfigError(f"a plan holds at most {LARGEST} samples, got {samples}; plan in parts")
-    if oversize not in OVERSIZE:
-        raise ConfigError(f"oversize must be one of {', '.join(OVERSIZE)}, got {oversize!r}")
+    check_choice("oversize", oversize, OVERSIZE)
     check_seed(seed)
     if budgets and strategy not in WITH_BUDGETS:
         raise ConfigError(
@@ -190,6 +178,4 @@ def _check_settings(
         raise ConfigError(f"two budgets have the same name: {', '.join(budget.name for budget in budgets)}")
     for budget in budgets:
         if len(budget.costs) != samples:
-            raise ConfigError(
-                f"budget {budget.name!r} has costs of {len(budget.costs)} samples, but there are {samples}"
-            )
+            raise ConfigError(f"budget {budget.name!r} has costs of {len(budget.costs)} samples, not of {samples}")

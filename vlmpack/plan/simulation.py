@@ -10,7 +10,7 @@ G rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, final
 
 import numpy as np
@@ -58,8 +58,8 @@ class PaddedRecipe:
     """Batches that are added up before an update."""
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "per_device_batch", "accumulation"):
-            checked_capacity(self.__dict__[name], name)
+        for name, number in asdict(self).items():
+            checked_capacity(number, name)
 
     @classmethod
     def reaching(cls, samples_per_update: int, *, world_size: int = 1, per_device_batch: int = 8) -> PaddedRecipe:
@@ -68,13 +68,14 @@ class PaddedRecipe:
         Raises:
             ConfigError: no whole accumulation does.
         """
-        one = cls(world_size=world_size, per_device_batch=per_device_batch).samples_per_update
-        if checked_capacity(samples_per_update, "samples_per_update") % one:
+        per_step = cls(world_size=world_size, per_device_batch=per_device_batch).samples_per_update
+        accumulation, rest = divmod(checked_capacity(samples_per_update, "samples_per_update"), per_step)
+        if rest:
             raise ConfigError(
                 f"{samples_per_update} samples an update are no multiple of {world_size} ranks x {per_device_batch} "
                 "samples: no accumulation gives them. Change one of the three"
             )
-        return cls(world_size=world_size, per_device_batch=per_device_batch, accumulation=samples_per_update // one)
+        return cls(world_size=world_size, per_device_batch=per_device_batch, accumulation=accumulation)
 
     @property
     def samples_per_update(self) -> int:
@@ -101,7 +102,7 @@ class PaddedRecipe:
 
 
 CAPACITIES = (12_000, 16_000, 20_000)
-"""Rows that are tried unless told otherwise, in tokens."""
+"""Capacities that are tried by default, in tokens."""
 
 MIXING = "rolling_fill"
 """The strategy that mixes samples of every length in a row; those by falling length end with rows of short ones."""
@@ -257,9 +258,8 @@ class Simulation:
 
     def to_dict(self) -> dict[str, Any]:
         """Every number, as JSON has it."""
-        stored = {name: value for name, value in self.__dict__.items() if name not in ("recipe", "oversize")}
         return {
-            **stored,
+            **{name: value for name, value in asdict(self).items() if name not in ("recipe", "oversize")},
             "fill": self.fill,
             "samples_per_row": self.samples_per_row,
             "accumulation": self.accumulation,

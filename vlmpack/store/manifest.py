@@ -225,7 +225,7 @@ def check_other_files(folder: Path, manifest: Manifest) -> None:
         raise _lost(folder, f"lacks a file ({error})") from error
     if plan.digest != manifest.plan:
         raise _lost(folder / PLAN, "is the plan of other rows")
-    if (table.given, len(table.refused)) != (manifest.counts.total, manifest.counts.refused):
+    if (table.measured, len(table.refused)) != (manifest.counts.total, manifest.counts.refused):
         raise _lost(folder / LENGTHS, "holds the lengths of other samples")
     if Counter(entry["reason"] for entry in read_left_out(folder)) != Counter(manifest.reasons):
         raise _lost(folder / LEFT_OUT, f"does not list the samples that {NAME} counts")

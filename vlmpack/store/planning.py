@@ -107,10 +107,10 @@ def check_refused(table: LengthTable, collator: VLMCollator) -> None:
     skip_log = SkipLog(limit=collator.skip_log.limit)
     refused = {refusal.index: refusal for refusal in table.refused}
     with skip_log.at_once():
-        for before, place in pairwise([-1, *sorted(refused), table.given]):
+        for before, place in pairwise([-1, *sorted(refused), table.measured]):
             if place - before > 1:
                 skip_log.use(place - before - 1)
-            if place == table.given:
+            if place == table.measured:
                 break
             refusal = refused[place]
             error = SampleError(refusal.detail, index=place, reason=refusal.reason, sample_id=refusal.sample_id)
@@ -124,7 +124,7 @@ def check_refused(table: LengthTable, collator: VLMCollator) -> None:
                     f"{error.detail}. {count}", index=place, reason=error.reason, sample_id=error.sample_id
                 )
     if not len(table):
-        raise ConfigError(f"none of {table.given} samples can be packed: {table.reasons or 'the data set is empty'}")
+        raise ConfigError(f"none of {table.measured} samples can be packed: {table.reasons or 'the data set is empty'}")
 
 
 def plan_rows(table: LengthTable, settings: StoreSettings, slots: SlotRule, dataset: MapStyle) -> Plan:
@@ -200,7 +200,7 @@ def count(table: LengthTable, plan: Plan) -> Counts:
     """Count samples, rows and what is in them."""
     packed = plan.sample_ids
     return Counts(
-        total=table.given,
+        total=table.measured,
         refused=len(table.refused),
         dropped=len(plan.dropped),
         samples=len(packed),

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from vlmpack.data import PATCH_SIZES, processor_class, without_video
+from vlmpack.data import without_video
 from vlmpack.errors import ConfigError
+from vlmpack.families import FAMILIES
 from vlmpack.testing.models import DEFAULT_FAMILY
 
 
@@ -72,18 +73,19 @@ def tiny_processor(
     Raises:
         ConfigError: an unknown family, or a vocabulary without room for every byte.
     """
-    if family not in PATCH_SIZES:
-        raise ConfigError(f"no processor for family {family!r}; use one of {', '.join(PATCH_SIZES)}")
+    if family not in FAMILIES or FAMILIES[family].processor is None:
+        names = [name for name, descriptor in FAMILIES.items() if descriptor.processor]
+        raise ConfigError(f"no processor for family {family!r}; use one of {', '.join(names)}")
     if vocab_size < 256:
         raise ConfigError(f"vocab_size={vocab_size} has no room for the 256 bytes; use at least 256")
-    token_area = (PATCH_SIZES[family] * MERGE_SIZE) ** 2
+    token_area = (FAMILIES[family].patch_size * MERGE_SIZE) ** 2
     image_processor = _image_processor(
         family,
         min_pixels=4 * token_area if min_pixels is None else min_pixels,
         max_pixels=256 * token_area if max_pixels is None else max_pixels,
     )
     return without_video(
-        processor_class(family),
+        FAMILIES[family].processor_class,
         image_processor=image_processor,
         tokenizer=_tokenizer(family, vocab_size),
         chat_template=chat_template,
@@ -92,12 +94,11 @@ def tiny_processor(
 
 def _image_processor(family: str, *, min_pixels: int, max_pixels: int) -> Any:
     """Normalised as the shipped class of the family does it: Qwen3-VL's has a video processor that maps to -1 ... 1."""
-    from transformers import Qwen3VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    normalised = _HALF if processor_class(family) is Qwen3VLProcessor else _OPENAI_CLIP
+    normalised = _HALF if FAMILIES[family].processor == "Qwen3VLProcessor" else _OPENAI_CLIP
     return Qwen2VLImageProcessorPil(
-        patch_size=PATCH_SIZES[family],
+        patch_size=FAMILIES[family].patch_size,
         merge_size=MERGE_SIZE,
         temporal_patch_size=TEMPORAL_PATCH_SIZE,
         min_pixels=min_pixels,

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, final, get_args
 
 import numpy as np
 
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, check_choice, check_extra, check_whole_number
 from vlmpack.plan import LARGEST, Plan
 from vlmpack.text.samples import IGNORE, Samples
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 Mask = Literal["null", "padding"]
-"""What the column `attention_mask` holds."""
+"""Content of the column `attention_mask`."""
 
 BLOCK = 2**20
 """Tokens of the rows that are filled at a time; each block is a chunk of the data set."""
@@ -48,18 +47,12 @@ class RowFormat:
     """Whether rows are as wide as the capacity, or as their tokens."""
 
     def __post_init__(self) -> None:
-        for name, usual in (("padding_value", "the tokenizer's pad_token_id"), ("label_padding_value", IGNORE)):
-            value = self.__dict__[name]
-            if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise ConfigError(f"{name} is {value!r}; it is a whole number, such as {usual}")
-            object.__setattr__(self, name, int(value))
-        if not 0 <= self.padding_value <= LARGEST:
-            raise ConfigError(f"padding_value is {self.padding_value}; it is a token id, 0 or more")
-        if not -LARGEST <= self.label_padding_value <= LARGEST:
-            raise ConfigError(
-                f"label_padding_value is {self.label_padding_value}, which is no 32-bit number; choose {IGNORE}, or "
-                "another number below 0"
-            )
+        limits = {"at_least": 0, "at_most": LARGEST, "remedy": "give the tokenizer's pad_token_id"}
+        value = check_whole_number("padding_value", self.padding_value, **limits)
+        object.__setattr__(self, "padding_value", value)
+        limits = {"at_least": -LARGEST, "at_most": LARGEST, "remedy": f"choose {IGNORE}, or another number below 0"}
+        value = check_whole_number("label_padding_value", self.label_padding_value, **limits)
+        object.__setattr__(self, "label_padding_value", value)
 
 
 @final
@@ -148,10 +141,8 @@ def make_dataset(samples: Samples, plan: Plan | None, form: RowFormat, mask: Mas
     Raises:
         ConfigError: there is no such mask, or `datasets` is not installed.
     """
-    if mask not in get_args(Mask):
-        raise ConfigError(f"attention_mask must be one of {', '.join(get_args(Mask))}, got {mask!r}")
-    if find_spec("datasets") is None:
-        raise ConfigError("a packed data set needs datasets, not installed here: pip install 'vlmpack[data]'")
+    check_choice("attention_mask", mask, get_args(Mask))
+    check_extra("data", "datasets", needed_by="a packed data set")
     import pyarrow as pa
     from datasets import Dataset
     from datasets.fingerprint import Hasher

@@ -19,15 +19,15 @@ from typing import Any, Literal, final, get_args
 import numpy as np
 import torch
 
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.errors import ConfigError, SampleError, check_choice
 from vlmpack.layout import IGNORE, HostMetadata, PackedRow, Segments, ranges, shift_labels
 from vlmpack.text.samples import learnt_column, masked_labels, real_tokens, token_ids_of, vector
 
 PositionRows = Literal[0, 1, 4]
-"""How many rows of positions a model takes."""
+"""Number of rows of positions that a model takes."""
 
 BareRow = Literal["refuse", "one_sample"]
-"""What a row is that comes without boundaries."""
+"""The treatment of a row without boundaries."""
 
 SHOWN = 9
 """Lengths that a message lists."""
@@ -52,20 +52,19 @@ class RowCollator:
     position_rows: PositionRows = 1
     """1 for text models, 4 for Qwen-VL models, 0: no `position_ids` (models with packing enabled compute them)."""
     bare_row: BareRow = "refuse"
-    """What a row without `position_ids` and `seq_lengths` is: an error, as trainers remove columns that they do not
-    use; or one sample, if the data set was not packed."""
+    """A row without `position_ids` and `seq_lengths` is an error, as trainers remove columns that they do not use; or
+    one sample, if the data set was not packed."""
 
     def __post_init__(self) -> None:
         if self.position_rows not in get_args(PositionRows):
             raise ConfigError(f"position_rows is {self.position_rows!r}; text models take 1, Qwen-VL models 4")
-        if self.bare_row not in get_args(BareRow):
-            raise ConfigError(f"bare_row is {self.bare_row!r}; choose from {', '.join(get_args(BareRow))}")
+        check_choice("bare_row", self.bare_row, get_args(BareRow))
 
     def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
         """Join rows.
 
         Args:
-            features: dictionaries with `input_ids`, and what tells samples apart: `seq_lengths` or `position_ids`.
+            features: dictionaries with `input_ids`, and with the boundaries: `seq_lengths` or `position_ids`.
                 `attention_mask` marks padding (on the right). One of `labels`, `loss_mask`, `completion_mask` and
                 `assistant_masks`, not shifted, marks what is learnt; without them all tokens are. Where a bare row is
                 one sample, also token ids alone. None at all, as a rank gets whose turn is an empty row, make one
@@ -165,9 +164,9 @@ def _lengths(columns: Mapping[str, np.ndarray], index: int) -> list[int]:
     """Tokens of each sample of a row; columns that hold or imply them have to agree."""
     width, mask = len(columns["input_ids"]), columns.get("attention_mask")
     real = None if mask is None else real_tokens(mask, index)
+    if not {"seq_lengths", "position_ids"} & columns.keys():
+        return [width if real is None else real]
     if "seq_lengths" not in columns:
-        if "position_ids" not in columns:
-            return [width if real is None else real]
         lengths = _restarts(columns["position_ids"][:real], index)
         return lengths.tolist() if real is not None else _without_padding(lengths)
     lengths = columns["seq_lengths"]
@@ -175,11 +174,8 @@ def _lengths(columns: Mapping[str, np.ndarray], index: int) -> list[int]:
     if lengths.min(initial=1) < 1 or total > width:
         raise _bad(f"seq_lengths {listed}, but {width} input_ids", index)
     if real not in (None, total):
-        raise _bad(
-            f"seq_lengths {listed} of {total} tokens, but an attention_mask of {real}; leave out the column that is "
-            "wrong",
-            index,
-        )
+        fault = f"seq_lengths {listed} of {total} tokens, but an attention_mask of {real}"
+        raise _bad(f"{fault}; leave out the column that is wrong", index)
     if "position_ids" in columns:
         _check_positions(columns["position_ids"], lengths, index, masked=real is not None)
     return lengths.tolist()
@@ -201,12 +197,9 @@ def _check_positions(positions: np.ndarray, lengths: np.ndarray, index: int, *, 
     total = int(lengths.sum())
     counts_on = not masked and (np.diff(positions[max(total - 1, 0) :]) == 1).any()
     if counts_on or not np.array_equal(positions[:total], ranges(0, lengths)):
-        restarts = _restarts(positions[:total] if masked else positions, index)
-        raise _bad(
-            f"seq_lengths {lengths.tolist()[:SHOWN]}, but position_ids of samples of {restarts.tolist()[:SHOWN]} "
-            "tokens; leave out the column that is wrong",
-            index,
-        )
+        restarts = _restarts(positions[:total] if masked else positions, index).tolist()[:SHOWN]
+        fault = f"seq_lengths {lengths.tolist()[:SHOWN]}, but position_ids of samples of {restarts} tokens"
+        raise _bad(f"{fault}; leave out the column that is wrong", index)
 
 
 def _check_rest(columns: Mapping[str, np.ndarray], labels: np.ndarray, learnt: str | None, index: int) -> None:

@@ -26,7 +26,7 @@ from typing import Any, Literal, final, get_args
 
 import numpy as np
 
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.errors import ConfigError, SampleError, check_choice
 from vlmpack.plan import LARGEST, checked_lengths
 
 Oversize = Literal["error", "drop", "truncate", "split"]
@@ -107,14 +107,13 @@ class Samples:
         return len(self.lengths)
 
     def fitted(self, capacity: int, oversize: Oversize) -> Samples:
-        """Cut samples to at most `capacity` tokens, at the end or into pieces, where `oversize` asks for it.
+        """Cut samples to at most `capacity` tokens, at the end or into pieces, by `oversize`.
 
         Raises:
             SampleError: a sample that is to be cut into pieces is empty; names it.
             ConfigError: there is no such way to deal with long samples.
         """
-        if oversize not in get_args(Oversize):
-            raise ConfigError(f"oversize must be one of {', '.join(get_args(Oversize))}, got {oversize!r}")
+        check_choice("oversize", oversize, get_args(Oversize))
         if oversize == "truncate":
             return replace(self, lengths=np.minimum(self.lengths, capacity))
         if oversize == "split" and len(self):
@@ -177,8 +176,8 @@ def vector(values: Any, what: str, index: int) -> np.ndarray:
         raise _bad(f"the {what} are not a vector of whole numbers: {error}", index) from error
     if numbers.ndim != 1 or numbers.dtype.kind not in "iub":
         remedy = ": give the column, as in dataset['input_ids']" if isinstance(values, Mapping) else ""
-        seen = f"{type(values).__name__} with {numbers.ndim} dimensions of {numbers.dtype}"
-        raise _bad(f"the {what} must be a vector of whole numbers, got {seen}{remedy}", index)
+        form = f"{type(values).__name__} with {numbers.ndim} dimensions of {numbers.dtype}"
+        raise _bad(f"the {what} must be a vector of whole numbers, got {form}{remedy}", index)
     return numbers.astype(np.int64) if numbers.dtype.kind == "u" else numbers
 
 
@@ -234,11 +233,11 @@ def _without_padding(ids: Any, column: Any, name: str, mask: Any, index: int) ->
 
 def _check_alike(names: Sequence[str], samples: int) -> None:
     counts = Counter(names)
-    seen = ", ".join(f"{count} of {samples} samples have {name}" for name, count in counts.items())
+    columns = ", ".join(f"{count} of {samples} samples have {name}" for name, count in counts.items())
     if len(counts) > 1:
-        raise ConfigError(f"{seen}; mark by one of them what is to be learnt, in all samples of a batch")
+        raise ConfigError(f"{columns}; mark by one of them what is to be learnt, in all samples of a batch")
     if len(names) < samples:
-        raise ConfigError(f"{seen}; give {names[0]} for all, or for none")
+        raise ConfigError(f"{columns}; give {names[0]} for all, or for none")
 
 
 def _check_zeros_and_ones(mask: np.ndarray, name: str, meaning: str, index: int) -> None:
@@ -281,9 +280,9 @@ def _check_values(values: np.ndarray, lengths: np.ndarray, what: str, highest: i
     if bad.any():
         at = int(bad.argmax())
         sample = _sample_of(at, lengths)
-        other = "" if also is None else f", or are {also}"
+        special = "" if also is None else f", or are {also}"
         place = at - int(lengths[:sample].sum())
-        raise _bad(f"the {what} have {values[at]} at place {place}; they lie between 0 and {highest}{other}", sample)
+        raise _bad(f"the {what} have {values[at]} at place {place}; they lie between 0 and {highest}{special}", sample)
 
 
 def _each(samples: Any, what: str) -> Iterator[Any]:
@@ -306,13 +305,17 @@ def _arrow_lists(samples: Any) -> Any:
 
     if isinstance(samples, (pa.Array, pa.ChunkedArray)):
         return pa.chunked_array([samples]) if isinstance(samples, pa.Array) else samples
-    column = vars(sys.modules.get("datasets.arrow_dataset", object)).get("Column")
-    if column is None or not isinstance(samples, column):
+    if "datasets" not in sys.modules:
+        return None
+    from datasets.arrow_dataset import Column
+
+    if not isinstance(samples, Column) or isinstance(samples.source, Column):
         return None
     source, name = samples.source, samples.column_name
-    if isinstance(source, column) or source.format["type"] == "custom":
+    if source.format["type"] == "custom":
         return None
-    return source.select_columns([name]).with_format("arrow")[:].column(name)
+    table: Any = source.select_columns([name]).with_format("arrow")[:]
+    return table.column(name)
 
 
 def _read_arrow(lists: Any, what: str) -> tuple[np.ndarray, np.ndarray]:

@@ -320,7 +320,7 @@ class StreamPacker:
             raise ConfigError("this StreamPacker is finished; make a new one for the next stream")
 
     def __repr__(self) -> str:
-        state = "finished" if self._finished else f"{len(self._buffer)} waiting"
+        state = "finished" if self._finished else f"{len(self._buffer)} buffered"
         return f"StreamPacker(strategy={self._strategy!r}, added={self.sequences_added}, {state})"
 
 
@@ -358,7 +358,7 @@ def pack_dataset(
         oversize: samples above the capacity: refuse them, leave them out, keep their first tokens, or cut them into
             samples of at most that length.
         pad_to_capacity: False: rows are as long as their tokens.
-        attention_mask: `"null"`: nothing, so that models tell samples apart by `position_ids`; `"padding"`: SeqPacker's
+        attention_mask: `"null"`: nothing, so that models find samples by `position_ids`; `"padding"`: SeqPacker's
             ones and zeros, with which unmodified models mix samples.
         seq_lengths: add TRL's column of that name, the length of every sample of a row.
 
@@ -368,9 +368,7 @@ def pack_dataset(
     """
     packer = Packer(capacity, strategy, seed)
     samples = Samples.read(token_ids, labels=labels, loss_mask=loss_mask).fitted(capacity, oversize)
-    form = RowFormat(
-        padding_value=padding_value, label_padding_value=label_padding_value, pad_to_capacity=pad_to_capacity
-    )
+    form = _form(padding_value, label_padding_value, pad_to_capacity)
     plan = packer.plan(samples.lengths, drop_oversize=oversize == "drop") if len(samples) else None
     return make_dataset(samples, plan, form, attention_mask, seq_lengths)
 
@@ -394,10 +392,12 @@ def pack_dataset_from_result(
         ConfigError: there are more or fewer samples, or a setting does not exist.
     """
     samples, plan = _planned(result, token_ids, labels, loss_mask)
-    form = RowFormat(
-        padding_value=padding_value, label_padding_value=label_padding_value, pad_to_capacity=pad_to_capacity
-    )
+    form = _form(padding_value, label_padding_value, pad_to_capacity)
     return make_dataset(samples, plan, form, attention_mask, seq_lengths)
+
+
+def _form(padding: int, label_padding: int, pad_to_capacity: bool = True) -> RowFormat:
+    return RowFormat(padding_value=padding, label_padding_value=label_padding, pad_to_capacity=pad_to_capacity)
 
 
 def _planned(result: PackResult | Plan, token_ids: Any, labels: Any, loss_mask: Any) -> tuple[Samples, Plan]:
@@ -426,7 +426,7 @@ def pack_result_to_tensors(
         SampleError: a sample has another length than was packed, or is no vector of token ids; names it.
         ConfigError: there are more or fewer samples.
     """
-    form = RowFormat(padding_value=padding_value, label_padding_value=label_padding_value)
+    form = _form(padding_value, label_padding_value)
     return _tensors(*_planned(result, token_ids, labels, loss_mask), form, device)
 
 
@@ -451,7 +451,7 @@ def packed_collate_fn(
         SampleError: later, a sample that is no vector of token ids, is empty, too long, or has columns that do not fit
             together; names it.
     """
-    form = RowFormat(padding_value=padding_value, label_padding_value=label_padding_value)
+    form = _form(padding_value, label_padding_value)
     return partial(_pack_batch, packer=Packer(capacity, strategy, seed), form=form, oversize=oversize)
 
 
