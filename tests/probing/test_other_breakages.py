@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiers import full
 
-from vlmpack.attention.sdpa_segments import SdpaSegments
+from vlmpack.attention.backends import SdpaSegments
 from vlmpack.families import family_named
 from vlmpack.families.mrope import MediaItems
 from vlmpack.layout import Buckets, PaddedBatch, Segments, arrays
