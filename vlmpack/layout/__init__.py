@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from vlmpack.layout.arrays import ranges
 from vlmpack.layout.batch import (
     IMAGE,
     METADATA_KEY,
@@ -32,18 +31,18 @@ from vlmpack.layout.device import (
     to_device,
 )
 from vlmpack.layout.packing import pack, unpack
-from vlmpack.layout.roll import (
+from vlmpack.layout.row import (
     IGNORE,
     DepthTargets,
+    OnlyPacked,
+    PackedRow,
     check_none_on_padding,
     roll_left,
     shift_labels,
     stops_of_tokens,
     unshift_labels,
-    without_successor,
 )
-from vlmpack.layout.row import OnlyPacked, PackedRow
-from vlmpack.layout.segments import Layout, Precision, Segments, SlotRule, checked_boundaries, round_up
+from vlmpack.layout.segments import Layout, Precision, Segments, SlotRule, checked_boundaries, ranges, round_up
 
 __all__ = [
     "IGNORE",
@@ -90,5 +89,4 @@ __all__ = [
     "unpack",
     "unshift_labels",
     "whole_numbers",
-    "without_successor",
 ]

@@ -20,9 +20,8 @@ from typing import final
 import numpy as np
 import torch
 
-from vlmpack.layout.arrays import ranges
 from vlmpack.layout.device import to_device
-from vlmpack.layout.segments import Segments
+from vlmpack.layout.segments import Segments, ranges
 
 MAX_STRETCH = 1.25
 """Most tokens that a bucket may compute for each real token that it holds."""
