@@ -123,21 +123,21 @@ MUTANTS: tuple[Mutant, ...] = (
         "families",
         (
             "what follows an image goes on behind its longer side",
-            "mrope.py",
+            "media.py",
             "out[3, ends - 1] = np.maximum(rows, columns)",
             "out[3, ends - 1] = columns",
             "families/test_mrope.py",
         ),
         (
             "height comes before width",
-            "mrope.py",
+            "media.py",
             "out[1], out[2] = np.divmod(within, columns[item])",
             "out[2], out[1] = np.divmod(within, columns[item])",
             "families/test_mrope.py",
         ),
         (
             "rotary positions restart in every sample",
-            "mrope.py",
+            "media.py",
             "spatial_3T = before - before.index_select(0, start) + offsets_3T",
             "spatial_3T = before + offsets_3T",
             "families/test_vectors.py families/test_positions.py",
@@ -165,7 +165,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "runs of placeholders are as long as their grids say",
-            "runs.py",
+            "media.py",
             "if len(lengths) != len(sizes) or (lengths != sizes).any():",
             "if len(lengths) != len(sizes):",
             "families/test_runs.py",

@@ -13,7 +13,7 @@ from tiers import full
 
 from vlmpack.attention.backends import SdpaSegments
 from vlmpack.families import family_named
-from vlmpack.families.mrope import MediaItems
+from vlmpack.families.media import MediaItems
 from vlmpack.layout import Buckets, PaddedBatch, Segments
 from vlmpack.model import engine
 from vlmpack.model.mechanisms import experts, per_sample

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from vlmpack.errors import LayoutError
-from vlmpack.families.mrope import MediaItems, media_items, row_positions
-from vlmpack.families.runs import ExpectedRuns, check_runs
+from vlmpack.families.media import ExpectedRuns, MediaItems, check_runs, media_items, row_positions
 from vlmpack.layout import IMAGE, VIDEO, Grid, HostMetadata, Segments, outside_graph
 
 VideoPlacement = Callable[[MediaItems, Sequence[float], Any], MediaItems]

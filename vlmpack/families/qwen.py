@@ -13,7 +13,7 @@ import torch
 
 from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.family import Family
-from vlmpack.families.mrope import MediaItems
+from vlmpack.families.media import MediaItems
 
 _GATED_DELTA = {"layer": "linear_attn"}
 _EXPERTS = {"layer": "mlp"}
