@@ -31,10 +31,10 @@ from vlmpack.layout import (
     whole_numbers,
 )
 from vlmpack.model.engine import PackingState, StepConfig, run_row
-from vlmpack.model.inputs import rope_segments
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.experts import puts_aux_loss_first, wants_balance
 from vlmpack.model.plain import is_generating, passed_on, warn_of_padding
+from vlmpack.model.positions import rope_segments
 from vlmpack.model.result import PackedOutput, StepResult
 
 STEP = "vlmpack_step"
@@ -84,12 +84,13 @@ def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> An
     wants_logits = _wants_logits(inputs, row) or (as_tuple and not is_row)
     by_hidden = keep is not None and state.parallel is None
     _check_counted(inputs, row, is_row=is_row)
+    boundaries = inputs.get("rope_cu_seqlens")
     result = run_row(
         core,
         state,
         row,
         num_items_in_batch=inputs.get("num_items_in_batch"),
-        rope_segments=rope_segments(inputs.get("rope_cu_seqlens"), row.segments),
+        rope_segments=None if boundaries is None else rope_segments(boundaries, row.segments),
         logits=wants_logits and not by_hidden,
         last_hidden=by_hidden,
         hidden_states=_requested(inputs, "output_hidden_states", text_config.output_hidden_states),
