@@ -108,19 +108,6 @@ class MediaShare:
         """One entry for each image along the first dimension (its grid) to those of the images of `rank`."""
         return of_each.index_select(0, to_device(np.asarray(self.items(rank), np.int64), of_each.device))
 
-    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[f, D] features as each rank computed them, in the order of ranks, to [F, D] in row order. Differentiable.
-
-        Raises:
-            LayoutError: another number of features than the images have.
-        """
-        laid = torch.cat(list(parts))
-        if laid.shape[0] != len(self._owner):
-            raise LayoutError(
-                f"the grids make {len(self._owner)} features, the ranks computed {[part.shape[0] for part in parts]}"
-            )
-        return laid.index_select(0, to_device(self._place, laid.device))
-
     # ------------------------------------------------------------------ where features go
 
     def route(self, token_types: torch.Tensor, kind: int, partition: Partition, rank: int) -> MediaRoute:

@@ -39,7 +39,8 @@ from vlmpack.layout import (
     seconds_of,
 )
 from vlmpack.model.mechanisms import CONTEXT, Mechanism, ModelParts, RowContext, RowSetup
-from vlmpack.model.mechanisms.experts import Balance, RouterSettings, RouterStatistics, router_statistics
+from vlmpack.model.mechanisms.experts import Balance, RouterStatistics, router_statistics
+from vlmpack.model.plain import check_adapters, check_loss
 from vlmpack.model.positions import check_positions, check_restarts
 from vlmpack.model.result import LossCount, StepResult, Work, sums_by_sample
 from vlmpack.model.row import part_of
@@ -97,6 +98,41 @@ class PackingState:
         """The enabled model and its parts."""
         return ModelParts(family=self.family, core=core, shares_rows=self.parallel is not None)
 
+    def check(self, core: Any, *, attached: bool) -> None:
+        """Look at a model again: parts of it may have been exchanged.
+
+        Args:
+            core: the model.
+            attached: whether the mechanisms are to have changed their modules already.
+
+        Raises:
+            ConfigError: its packed rows would be wrong.
+        """
+        check_loss(core)
+        check_adapters(core)
+        parts = self.parts_of(core)
+        for mechanism in self.mechanisms:
+            if (problem := mechanism.problem(parts, attached=attached)) is not None:
+                raise ConfigError(problem)
+
+
+def stored_state(core: nn.Module) -> PackingState | None:
+    """The state of a model, without a look at its layers; None: not enabled."""
+    return vars(core).get("_vlmpack_state")
+
+
+def packing_state(core: nn.Module) -> PackingState:
+    """The state of an enabled model.
+
+    Raises:
+        ConfigError: packing is not enabled; or parts of the model were exchanged after it was.
+    """
+    state = stored_state(core)
+    if state is None:
+        raise ConfigError(f"packing is not enabled on this {type(core).__name__}; call enable_packing(model) first")
+    state.check(core, attached=True)
+    return state
+
 
 @around_graph
 def run_row(
@@ -137,8 +173,8 @@ def run_row(
     work = _finish(setup, state.mechanisms, inputs[CONTEXT].entries)
     routers = None
     if recorded:
-        settings = RouterSettings(per=config.aux_loss, balance=balance, z_loss_coef=config.z_loss_coef)
-        routers = router_statistics(output.router_logits, hidden, setup, settings)
+        settings = {"per": config.aux_loss, "with_balance": balance, "z_loss_coef": config.z_loss_coef}
+        routers = router_statistics(output.router_logits, hidden, setup, **settings)
     result = _result(hidden, setup, config, num_items_in_batch, routers=routers, logits=logits, work=work)
     if hidden_states:
         states = tuple(None if x is None else setup.part.gather(x[0])[None] for x in output.hidden_states)

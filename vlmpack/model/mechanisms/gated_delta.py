@@ -103,7 +103,7 @@ def run_on_row(
     if not delta.tokens:  # nothing but padding; the parameters up to here keep their place in the graph
         return plain_forward(layer, hidden_1tD * 0, **kwargs)
     if isinstance(delta, Spaced):
-        _check_zeros(layer)
+        check_zeros(layer)
         kwargs = {**kwargs, **fla_boundaries(delta, hidden_1tD.device)}
 
     def on_samples(stand_in: nn.Module, row_1TD: torch.Tensor) -> torch.Tensor:
@@ -126,20 +126,19 @@ def reach(text_config: Any) -> int:
     return text_config.linear_conv_kernel_dim - 1
 
 
-def _check_zeros(layer: nn.Module) -> None:
-    if not keeps_zeros(layer):
+def check_zeros(layer: nn.Module) -> None:
+    """Check that hidden states of zero still are zero at a gated delta layer's convolution.
+
+    Raises:
+        ConfigError: one of the projections before it has a bias.
+    """
+    projections = [child for name, child in layer.named_children() if name.startswith("in_proj")]
+    names = [name for projection in projections for name, _ in projection.named_parameters()]
+    if any(name.rpartition(".")[2] == "bias" for name in names):
         raise ConfigError(
             f"a projection before the convolution of a {type(layer).__name__} has a bias, which would turn the zeros "
             "that keep samples apart into something else: train without it (LoRA: lora_bias=False), or without fla"
         )
-
-
-def keeps_zeros(layer: nn.Module) -> bool:
-    """Return whether hidden states of zero still are zero at a gated delta layer's convolution: none of the
-    projections before it has a bias."""
-    projections = [child for name, child in layer.named_children() if name.startswith("in_proj")]
-    names = [name for projection in projections for name, _ in projection.named_parameters()]
-    return not any(name.rpartition(".")[2] == "bias" for name in names)
 
 
 # ---------------------------------------------------------------------- some of the heads
