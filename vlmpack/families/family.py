@@ -35,8 +35,6 @@ class Family:
     """`config.model_type` of the family."""
     model_class: str
     """Name of the transformers class that is trained."""
-    modelling: str
-    """Module of transformers that holds its layers and the functions that they call."""
     mechanisms: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
     """What its decoder layers have beside plain attention: of each mechanism of `vlmpack.model`, by its name, the names
     of its parts."""
@@ -54,6 +52,11 @@ class Family:
     """The linear layer from hidden states to logits."""
     media: tuple[str, ...] = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
     """Tensors by which the backbone takes images and videos."""
+
+    @property
+    def modelling(self) -> str:
+        """Module of transformers that holds its layers and the functions that they call."""
+        return f"transformers.models.{self.model_type}.modeling_{self.model_type}"
 
     @property
     def has_vision(self) -> bool:

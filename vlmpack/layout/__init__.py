@@ -13,13 +13,10 @@ from vlmpack.layout.batch import (
     Media,
     PaddedBatch,
     check_is_tensor,
-    host_grids,
-    host_seconds,
     lengths_from_mask,
-    seconds_of,
     whole_numbers,
 )
-from vlmpack.layout.buckets import Bucket, Buckets, Spaced
+from vlmpack.layout.buckets import Buckets, Spaced
 from vlmpack.layout.device import (
     HostSync,
     around_graph,
@@ -50,7 +47,6 @@ __all__ = [
     "METADATA_KEY",
     "TEXT",
     "VIDEO",
-    "Bucket",
     "Buckets",
     "DepthTargets",
     "Grid",
@@ -70,8 +66,6 @@ __all__ = [
     "check_is_tensor",
     "check_none_on_padding",
     "checked_boundaries",
-    "host_grids",
-    "host_seconds",
     "lengths_from_mask",
     "nothing_on_host",
     "on_host",
@@ -82,7 +76,6 @@ __all__ = [
     "require",
     "roll_left",
     "round_up",
-    "seconds_of",
     "shift_labels",
     "stops_of_tokens",
     "to_device",

@@ -18,7 +18,17 @@ import numpy as np
 import torch
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout.batch import METADATA_KEY, HostMetadata, Media, media_of, moved, shape_of, whole_numbers
+from vlmpack.layout.batch import (
+    METADATA_KEY,
+    HostMetadata,
+    Media,
+    host_grids,
+    host_seconds,
+    media_of,
+    moved,
+    shape_of,
+    whole_numbers,
+)
 from vlmpack.layout.device import outside_graph, require
 from vlmpack.layout.segments import Segments, checked_boundaries, ranges
 
@@ -107,6 +117,20 @@ class PackedRow:
     def known_metadata(self) -> HostMetadata:
         """`metadata`; where there are none, those that follow from the boundaries."""
         return self.metadata or HostMetadata(lengths=self.segments.lengths[: self.segments.num_samples])
+
+    def host_metadata(self) -> HostMetadata:
+        """Metadata with the grids and seconds that only tensors hold, compared where both do; reading is one sync.
+
+        Raises:
+            LayoutError: the metadata has others, or the tensors are none of grids and seconds.
+        """
+        known, media = self.known_metadata, self.media
+        return replace(
+            known,
+            image_grids=host_grids(known.image_grids, media.image_grid_thw, "image_grid_thw"),
+            video_grids=host_grids(known.video_grids, media.video_grid_thw, "video_grid_thw"),
+            seconds_per_grid=host_seconds(known.seconds_per_grid, media.second_per_grid_ts),
+        )
 
     def to_hf(self) -> dict[str, Any]:
         """A dictionary for a DataLoader and for `model(**batch)` of a model with packing enabled.

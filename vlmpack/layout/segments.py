@@ -18,7 +18,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from math import lcm
 from operator import index
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 import numpy as np
 import torch
@@ -90,9 +90,13 @@ class SlotRule:
             LayoutError: a number of ranks below 1, a precision or a layout that is not known, or a `pad_to` that
                 cannot be cut.
         """
-        _check_ranks(context=context, tensor=tensor)
-        _check_choice("precision", precision, tuple(ROWS_PER_BLOCK))
-        _check_choice("layout", layout, ("mirrored", "contiguous"))
+        for name, count in (("context", context), ("tensor", tensor)):
+            if not isinstance(count, int) or count < 1:
+                raise LayoutError(f"SlotRule.for_parallel: {name} counts ranks, at least 1, got {count!r}")
+        for name, value, choices in (("precision", precision, Precision), ("layout", layout, Layout)):
+            if value not in (known := get_args(choices)):
+                known = ", ".join(known)
+                raise LayoutError(f"SlotRule.for_parallel: {name}={value!r} is not known; use one of {known}")
         shards = context * tensor if sequence_parallel else context
         multiple = lcm(2 * context if context > 1 else 1, shards) if layout == "mirrored" else 1
         return cls(
@@ -113,17 +117,6 @@ class SlotRule:
                 f"SlotRule.pad_to={self.pad_to} is not a multiple of row_multiple={self.row_multiple}; "
                 f"use pad_to={round_up(self.pad_to, self.row_multiple)}"
             )
-
-
-def _check_ranks(**ranks: int) -> None:
-    for name, count in ranks.items():
-        if not isinstance(count, int) or count < 1:
-            raise LayoutError(f"SlotRule.for_parallel: {name} counts ranks, at least 1, got {count!r}")
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise LayoutError(f"SlotRule.for_parallel: {name}={value!r} is not known; use one of {', '.join(choices)}")
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -24,26 +24,22 @@ from vlmpack.families import Family
 from vlmpack.layout import (
     IGNORE,
     Grid,
-    HostMetadata,
     PackedRow,
     Segments,
     SlotRule,
     around_graph,
     check_is_tensor,
     check_none_on_padding,
-    host_grids,
-    host_seconds,
     on_host,
     outside_graph,
     require,
-    seconds_of,
 )
-from vlmpack.model.mechanisms import CONTEXT, Mechanism, ModelParts, RowContext, RowSetup
+from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
 from vlmpack.model.mechanisms.experts import Balance, RouterStatistics, router_statistics
 from vlmpack.model.plain import check_adapters, check_loss
 from vlmpack.model.positions import check_positions, check_restarts
 from vlmpack.model.result import LossCount, StepResult, Work, sums_by_sample
-from vlmpack.model.row import part_of
+from vlmpack.model.row import CONTEXT, RowContext, part_of
 
 
 @final
@@ -198,27 +194,13 @@ def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, b
     Raises:
         LayoutError: media or token ids that do not fit the row or the model.
     """
-    metadata, media = host_metadata(row), row.media
+    metadata, media = row.host_metadata(), row.media
     _check_pixels(model, media.pixel_values, metadata.image_grids, "pixel_values")
     _check_pixels(model, media.pixel_values_videos, metadata.video_grids, "pixel_values_videos")
     part = part_of(row, parallel)
     _check_vocabulary(row, model.family.text_config(model.core.config).vocab_size)
     types = model.family.media_types(row.input_ids, model.core.config)
     return RowSetup(model=model, row=row, metadata=metadata, part=part, types=types, backend=backend)
-
-
-def host_metadata(row: PackedRow) -> HostMetadata:
-    """The row's metadata on the host; grids that only a tensor holds are read from it: one host–device sync."""
-    metadata, media = row.known_metadata, row.media
-    metadata = replace(
-        metadata,
-        image_grids=host_grids(metadata.image_grids, media.image_grid_thw, "image_grid_thw"),
-        video_grids=host_grids(metadata.video_grids, media.video_grid_thw, "video_grid_thw"),
-    )
-    if media.second_per_grid_ts is not None:
-        seconds = host_seconds(metadata.seconds_per_grid, seconds_of(media.second_per_grid_ts))
-        metadata = replace(metadata, seconds_per_grid=seconds)
-    return metadata
 
 
 @outside_graph

@@ -312,14 +312,12 @@ def _can_keep(inputs: dict[str, Any]) -> bool:
 @outside_graph
 def _checked_row(row: PackedRow) -> PackedRow:
     """A row of `PackedStep`, whose columns are whole numbers, as wide as its boundaries."""
-    columns = {"input_ids": whole_numbers(row.input_ids, "input_ids")}
-    if row.shift_labels is not None:
-        columns["shift_labels"] = whole_numbers(row.shift_labels, "shift_labels")
-    for name, column in columns.items():
-        if column.shape != (1, row.segments.total):
-            raise LayoutError(f"{name} is {list(column.shape)}, but the row is [1, {row.segments.total}]")
+    ids, labels = whole_numbers(row.input_ids, "input_ids"), row.shift_labels
+    if labels is not None and (labels := whole_numbers(labels, "shift_labels")).shape != ids.shape:
+        raise LayoutError(f"shift_labels is {list(labels.shape)}, but the row is {list(ids.shape)}")
     _check_not_empty(row.segments.total)
-    return replace(row, **columns) if any(column is not vars(row)[name] for name, column in columns.items()) else row
+    is_as_before = ids is row.input_ids and labels is row.shift_labels
+    return row if is_as_before else replace(row, input_ids=ids, shift_labels=labels)
 
 
 def _check_not_empty(width: int) -> None:

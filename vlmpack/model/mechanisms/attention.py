@@ -29,8 +29,9 @@ from vlmpack.attention import AttentionCall, choose
 from vlmpack.errors import BackendError, ConfigError
 from vlmpack.families import Family
 from vlmpack.layout import Segments, outside_graph
-from vlmpack.model.mechanisms import CONTEXT, Mechanism, ModelParts, RowContext, RowSetup, is_subclassed
+from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup, is_subclassed
 from vlmpack.model.plain import check_not_bypassed, warn_past_the_forward
+from vlmpack.model.row import CONTEXT, RowContext
 
 TEXT, VISION = "vlmpack", "vlmpack_flash"
 OF_VISION = "vision"

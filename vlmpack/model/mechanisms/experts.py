@@ -34,8 +34,8 @@ from torch.utils.hooks import RemovableHandle
 from vlmpack.errors import ConfigError
 from vlmpack.families import Family
 from vlmpack.layout import Segments, outside_graph, to_device
-from vlmpack.model.mechanisms import CONTEXT, Mechanism, ModelParts, RowContext, RowSetup
-from vlmpack.model.row import RowPart
+from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
+from vlmpack.model.row import CONTEXT, RowContext, RowPart
 
 _MIXERS = ("self_attn", "linear_attn")
 """Names of what runs before the experts in a decoder layer: attention, or a gated delta layer."""

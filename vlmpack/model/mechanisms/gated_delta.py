@@ -39,8 +39,9 @@ from torch.torch_version import TorchVersion
 from vlmpack.errors import BackendError, ConfigError
 from vlmpack.families import Family
 from vlmpack.layout import Buckets, Spaced, around_graph, outside_graph
-from vlmpack.model.mechanisms import CONTEXT, ClassMechanism, Maker, ModelParts, RowContext, RowSetup, subclass
+from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
 from vlmpack.model.plain import check_not_bypassed
+from vlmpack.model.row import CONTEXT, RowContext
 
 CALL_COST = {"cpu": 16.0, "cuda": 65536.0}
 """What one more call of a layer costs, in tokens, by type of device. A GPU scans a batch in the time of its longest

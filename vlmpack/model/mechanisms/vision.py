@@ -22,9 +22,9 @@ from torch import nn
 from vlmpack.context_parallel import MediaShare
 from vlmpack.families import Family
 from vlmpack.layout import IMAGE, VIDEO, Grid, Segments, to_device
-from vlmpack.model.mechanisms import CONTEXT, ClassMechanism, Maker, ModelParts, RowContext, RowSetup, subclass
+from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
 from vlmpack.model.mechanisms.attention import Attention, RowAttention
-from vlmpack.model.row import ContextParallelRow
+from vlmpack.model.row import CONTEXT, ContextParallelRow, RowContext
 
 
 @final
