@@ -406,8 +406,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "things arrive in the order of ranks",
             "collectives.py",
-            'return mine[np.argsort(self.source[mine], kind="stable")]',
-            "return mine[::-1]",
+            'return arriving[np.argsort(self.source[arriving], kind="stable")]',
+            "return arriving[::-1]",
             "context_parallel/test_vision.py megatron/test_halo.py",
         ),
         (

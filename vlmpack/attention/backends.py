@@ -63,7 +63,7 @@ class Softmax(NamedTuple):
     """The settings of one attention call."""
 
     causal: bool
-    """Whether a token sees no later one."""
+    """True if a token sees no later one."""
     scale: float
     """Of the scores."""
     dropout: float
@@ -100,7 +100,7 @@ class Backend(ABC):
             k_TKH: keys.
             v_TKH: values.
             segments: the boundaries of all three, or of the queries alone.
-            causal: whether a token sees no later one.
+            causal: True if a token sees no later one.
             scale: of the scores.
             dropout: probability of dropping an attention weight.
             keys: the boundaries of keys and values where they reach back further than the queries: as many segments,

@@ -36,7 +36,7 @@ class Collectives:
         """`group`: the ranks; None: this process alone, to which everything is a copy and nothing is sent."""
         self._group = group
         self.size = 1 if group is None else dist.get_world_size(group)
-        """How many ranks there are."""
+        """Number of ranks."""
         self.rank = 0 if group is None else dist.get_rank(group)
         """Which of them this is."""
         self.sent: Counter[str] = Counter()
@@ -147,9 +147,9 @@ class Route:
     send: torch.Tensor
     """int64, on the host: places among the rank's own, in the order in which they are sent: rank after rank."""
     send_counts: tuple[int, ...]
-    """How many go to each rank."""
+    """Entries for each rank."""
     receive_counts: tuple[int, ...]
-    """How many come from each rank."""
+    """Entries from each rank."""
 
     def sent_from(self, device: torch.device) -> torch.Tensor:
         """`send` on `device`, copied there once, without a host–device sync."""
@@ -174,12 +174,12 @@ class Transfers:
     target: np.ndarray
     """int64 [N]: the rank that needs it."""
     ranks: int
-    """How many ranks there are."""
+    """Number of ranks."""
 
     def arriving(self, rank: int) -> np.ndarray:
         """int64: which of the N come to `rank`, in the order in which they come."""
-        mine = np.flatnonzero(self.target == rank)
-        return mine[np.argsort(self.source[mine], kind="stable")]
+        arriving = np.flatnonzero(self.target == rank)
+        return arriving[np.argsort(self.source[arriving], kind="stable")]
 
     def route(self, rank: int) -> Route:
         """The side of `rank`."""

@@ -35,7 +35,7 @@ class Partition:
     segments: Segments
     """The whole row's boundaries."""
     ranks: int
-    """How many ranks hold it."""
+    """Number of ranks that hold it."""
     layout: Layout
     """`mirrored`: every rank attends to as many causal pairs as any other. `contiguous`: any boundaries."""
 

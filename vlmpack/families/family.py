@@ -36,12 +36,12 @@ class Family:
     model_class: str
     """Name of the transformers class that is trained."""
     mechanisms: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
-    """What its decoder layers have beside plain attention: of each mechanism of `vlmpack.model`, by its name, the names
+    """The mechanisms of its decoder layers beside plain attention: of each of `vlmpack.model`, by its name, the names
     of its parts."""
     videos: VideoPlacement = single_run
-    """How its processor writes videos as tokens."""
+    """The way in which its processor writes videos as tokens."""
     vision_windows: bool = False
-    """Whether some blocks of the vision tower attend within windows of a frame (`window_size`)."""
+    """True if some blocks of the vision tower attend within windows of a frame (`window_size`)."""
     backbone_path: str = "model"
     """The model without its head."""
     text_path: str = "model.language_model"

@@ -180,7 +180,7 @@ class ExpectedRuns:
     """The runs of placeholders of one kind that a row has to have."""
 
     kind: int
-    """What `mm_token_type_ids` has there: 1 image, 2 video."""
+    """Their value in `mm_token_type_ids`: 1 image, 2 video."""
     name: str
     """ "image" or "video"."""
     items: MediaItems
@@ -325,11 +325,11 @@ def _samples_at(places: np.ndarray, segments: Segments) -> np.ndarray:
 
 def _as_expected(types_T: torch.Tensor, segments: Segments, runs: ExpectedRuns) -> torch.Tensor:
     """Scalar bool: whether the row has these runs."""
-    here_T = types_T == runs.kind
-    counted = here_T.sum() == runs.items.num_tokens
+    of_kind_T = types_T == runs.kind
+    counted = of_kind_T.sum() == runs.items.num_tokens
     if not runs.items.num_tokens:
         return counted
-    place_M = torch.nonzero_static(here_T, size=runs.items.num_tokens, fill_value=0)[:, 0]
+    place_M = torch.nonzero_static(of_kind_T, size=runs.items.num_tokens, fill_value=0)[:, 0]
     # Neighbours of one sample are 1 apart, those of two samples 2.
     apart_T = segments.derived("runs", types_T.device, lambda: np.arange(segments.total) + _stretch(segments))
     sample_T = segments.derived("samples", types_T.device, lambda: _samples_at(np.arange(segments.total), segments))
@@ -340,8 +340,8 @@ def _as_expected(types_T: torch.Tensor, segments: Segments, runs: ExpectedRuns) 
         return (2 * sample_M + follows_M == to_device(2 * samples + follows, types_T.device)).all() & counted
     again = np.diff(np.repeat(runs.items.medium, runs.sizes), prepend=-1) == 0
     moves_M = sample_M.diff(prepend=sample_M[:1]) != 0
-    same_M = (follows_M == to_device(_continues(runs), types_T.device)) & (sample_M != PADDING)
-    return (same_M & ~(moves_M & to_device(again, types_T.device))).all() & counted
+    as_expected_M = (follows_M == to_device(_continues(runs), types_T.device)) & (sample_M != PADDING)
+    return (as_expected_M & ~(moves_M & to_device(again, types_T.device))).all() & counted
 
 
 def _stretch(segments: Segments) -> np.ndarray:

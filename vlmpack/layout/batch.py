@@ -17,7 +17,7 @@ Grid = tuple[int, int, int]
 """(frames, rows, columns) of patches of one image or video."""
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
-"""What a token stands for: the values of `mm_token_type_ids`."""
+"""Kinds of tokens: the values of `mm_token_type_ids`."""
 
 METADATA_KEY = "vlmpack"
 """The key under which `HostMetadata` travel in a batch dictionary, beside the tensors."""
@@ -302,7 +302,7 @@ _CHANGED = (
 _COUNTS = (torch.int64, torch.int32)
 """Types that transformers can count frames in."""
 _ROUNDED = 1e-2
-"""How far seconds may be from the metadata, relatively: loops that run in bfloat16 round whatever a batch holds."""
+"""Relative distance of seconds from the metadata: loops that run in bfloat16 round whatever a batch holds."""
 
 
 def host_grids(known: tuple[Grid, ...], tensor: torch.Tensor | None, name: str) -> tuple[Grid, ...]:
@@ -314,9 +314,9 @@ def host_grids(known: tuple[Grid, ...], tensor: torch.Tensor | None, name: str) 
     if tensor is None:
         return ()
     if not isinstance(tensor, torch.Tensor) or tensor.ndim != 2 or tensor.shape[1] != 3 or tensor.dtype not in _COUNTS:
-        seen = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        shape = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise LayoutError(
-            f"{name} must be a tensor [N, 3] of whole numbers (frames, rows, columns of each), got {seen}; keep what "
+            f"{name} must be a tensor [N, 3] of whole numbers (frames, rows, columns of each), got {shape}; keep what "
             "the processor gives with return_tensors='pt'"
         )
     if not known:

@@ -53,7 +53,7 @@ class Buckets:
     segments: Segments
     """The row."""
     buckets: tuple[Bucket, ...]
-    """How it is cut."""
+    """The parts that it is cut into."""
 
     @classmethod
     def cheapest(cls, segments: Segments, *, call_cost: float) -> Buckets:

@@ -31,13 +31,13 @@ PAD_PIECE = 128
 padding then cost n * 128 pairs, not n * n."""
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
-"""What matrix products are computed in."""
+"""The number format of matrix products."""
 
 ROWS_PER_BLOCK: dict[Precision, int] = {"fp32": 1, "bf16": 1, "fp16": 1, "fp8": 16, "mxfp8": 32, "nvfp4": 128}
 """Each rank's number of tokens must be a multiple of this: low-precision products read tokens in blocks."""
 
 Layout = Literal["mirrored", "contiguous"]
-"""How a row is cut over context-parallel ranks: every segment in 2 * ranks chunks, of which a rank has one from the
+"""The cut of a row over context-parallel ranks: every segment in 2 * ranks chunks, of which a rank has one from the
 front and its mirror image from the back; or the row in as many pieces as there are ranks, wherever segments end."""
 
 

@@ -128,15 +128,15 @@ def unshard(
 
 def _media_of(media: Media, images: MediaShare, videos: MediaShare, rank: int) -> Media:
     """Return the media that `rank` computes; no tensors of a kind of which it computes none."""
-    tensors, mine = media.to_hf(), {}
+    tensors, of_rank = media.to_hf(), {}
     for share, pixels, of_each in (
         (images, "pixel_values", ("image_grid_thw",)),
         (videos, "pixel_values_videos", ("video_grid_thw", "second_per_grid_ts")),
     ):
         if share.items(rank) and pixels in tensors:
-            mine[pixels] = share.take(tensors[pixels], rank)
-            mine |= {name: share.pick(tensors[name], rank) for name in of_each if name in tensors}
-    return Media(**mine)
+            of_rank[pixels] = share.take(tensors[pixels], rank)
+            of_rank |= {name: share.pick(tensors[name], rank) for name in of_each if name in tensors}
+    return Media(**of_rank)
 
 
 @final
@@ -188,11 +188,11 @@ class Halo:
         """
         if not 1 <= depth <= self.depth:
             raise LayoutError(f"this halo serves rolls by 1 to {self.depth} tokens, got depth={depth}")
-        seen, needed = (part.shape[token_dim], halo.shape[token_dim]), (self.partition.local_total, self._size(rank))
-        if seen != needed:
+        widths, needed = (part.shape[token_dim], halo.shape[token_dim]), (self.partition.local_total, self._size(rank))
+        if widths != needed:
             raise LayoutError(
-                f"rank {rank} rolls its {needed[0]} tokens with {needed[1]} that come to it, got {seen[0]} and "
-                f"{seen[1]} at dimension {token_dim}"
+                f"rank {rank} rolls its {needed[0]} tokens with {needed[1]} that come to it, got {widths[0]} and "
+                f"{widths[1]} at dimension {token_dim}"
             )
         source = self._derived(self._source, rank, depth, part.device)
         ends = self._derived(self._ends, rank, depth, part.device)

@@ -60,7 +60,7 @@ class StepConfig:
     """The routers' losses, where there are any: "row", of all real tokens together, as transformers does for a batch;
     "sample", the mean over the samples of each one's own."""
     z_loss_coef: float = 0.0
-    """What the routers' z-loss is multiplied by before it is added to the loss; transformers has none, so 0."""
+    """Factor of the routers' z-loss before it is added to the loss; transformers has none, so 0."""
 
     def __post_init__(self) -> None:
         check_kind("slots", self.slots, SlotRule, "SlotRule(multiple=4)")
@@ -84,9 +84,9 @@ class PackingState:
     config: StepConfig
     """Its settings."""
     parallel: Parallel | None
-    """How ranks work together on its rows; None: each by itself."""
+    """The ranks that work together on its rows; None: each by itself."""
     mechanisms: tuple[Mechanism, ...]
-    """Those of its family."""
+    """The mechanisms of its family."""
     loss_count: LossCount | None = None
     """Set by `loss_metrics(model)`, which replaces Trainer's `eval_loss`; None: nothing does."""
 

@@ -446,7 +446,7 @@ COLUMNS = frozenset((*_TOKENS, *_MEDIA, "cu_seqlens_q", "cu_seqlens_q_padded", "
 """The parts of a batch or a row."""
 
 ROW_KEYS = (*BOUNDARIES, METADATA_KEY, "use_cache", "output_logits")
-"""What a packed row brings with it, or a batch requests, that the model's own forward may not have."""
+"""Keywords of a packed row, and requests of a batch, that the model's own forward may not have."""
 
 _WANTED = ("output_logits", "output_hidden_states")
 _BATCH_KEYS = frozenset((*_TOKENS, *_MEDIA, *BOUNDARIES, "num_items_in_batch", *_WANTED, METADATA_KEY, STEP))

@@ -56,7 +56,7 @@ class StepResult:
     segments: Segments
     """The row's boundaries."""
     work: Work
-    """What was computed."""
+    """The work of the row, counted."""
     row_logits: torch.Tensor | None = None
     """[1, T, V] on request."""
     row_hidden_states: tuple[torch.Tensor | None, ...] | None = None
@@ -221,7 +221,7 @@ class LossCount:
         self.unread = 0
         """Samples whose losses `loss_metrics` has not read."""
         self.is_evaluating = False
-        """Whether the next forward pass is a batch of Trainer's evaluation."""
+        """True if the next forward pass is a batch of Trainer's evaluation."""
 
     def add(self, output: Any) -> None:
         """Count the samples of a batch of the evaluation."""

@@ -41,7 +41,7 @@ class RowPart:
     """The part of a row that goes through the model on this rank: all of it, unless a subclass says otherwise."""
 
     ranks: int = 1
-    """How many ranks have a part of the row."""
+    """Number of ranks that have a part of the row."""
     rank: int = 0
     """Which of them this is."""
 
@@ -210,7 +210,7 @@ class RowContext:
         self.part = part or RowPart(segments)
         """The part of it on this rank."""
         self.entries = dict(entries)
-        """What each mechanism needs of the row (`Mechanism.prepare`), by its name."""
+        """The entry of each mechanism (`Mechanism.prepare`), by its name."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowContext:
         """Of one call: a copy is itself."""

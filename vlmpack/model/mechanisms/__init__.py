@@ -40,7 +40,7 @@ class ModelParts:
     core: Any
     """The model with its head, inside wrappers."""
     shares_rows: bool = False
-    """Whether ranks compute rows together (`Parallel`)."""
+    """True if ranks compute rows together (`Parallel`)."""
 
     @property
     def text(self) -> Any:

@@ -41,9 +41,9 @@ _MIXERS = ("self_attn", "linear_attn")
 """Names of what runs before the experts in a decoder layer: attention, or a gated delta layer."""
 
 _NUMBER = RemovableHandle(OrderedDict()).id
-"""What PyTorch looks our hooks up by, on every module. Every hook gets a number of its own, and compilers guard on it:
-each layer would be compiled for itself, until the limit of eight, and again whenever packing is enabled. This number
-was drawn from PyTorch as any hook's is, which gives each number once in a process: no other hook has it."""
+"""The number under which PyTorch stores our hooks, on every module. Every hook gets a number of its own, and compilers
+guard on it: each layer would be compiled for itself, until the limit of eight, and again whenever packing is enabled.
+This number was drawn from PyTorch as any hook's is, which gives each number once in a process: no other hook has it."""
 
 
 @final

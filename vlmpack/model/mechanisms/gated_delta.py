@@ -44,7 +44,7 @@ from vlmpack.model.plain import check_not_bypassed
 from vlmpack.model.row import CONTEXT, RowContext
 
 CALL_COST = {"cpu": 16.0, "cuda": 65536.0}
-"""What one more call of a layer costs, in tokens, by type of device. A GPU scans a batch in the time of its longest
+"""The cost of one more call of a layer, in tokens, by type of device. A GPU scans a batch in the time of its longest
 sample, so there as few calls as `layout.buckets.MAX_STRETCH` allows are best."""
 
 
@@ -177,11 +177,10 @@ class DeltaHeads:
         """The layer with the heads of `rank` alone. Its forward takes what `project` gave, [n, W, F of all blocks], for
         hidden states, and gives back [n, W, value channels]."""
         layer, twin = self._layer, nn.Module.__new__(type(self._layer))
-        vars(twin).update(vars(layer))
-        vars(twin).update({name: vars(layer)[name] // self._ranks for name in _SPLIT})
+        vars(twin).update({**vars(layer), **{name: vars(layer)[name] // self._ranks for name in _SPLIT}})
         slices = {name: layer._parameters[name].chunk(self._ranks)[rank] for name in _PER_HEAD}
-        twin.__dict__["_parameters"] = {**layer._parameters, **slices}
-        twin.__dict__["_modules"] = {
+        twin._parameters = {**layer._parameters, **slices}
+        twin._modules = {
             **layer._modules,
             **self._takers(),
             "conv1d": SimpleNamespace(weight=self._taps(layer.conv1d.weight, rank), bias=None),
@@ -266,9 +265,9 @@ class FlaCall:
     triton: str | None
     """Version of Triton, which its kernels are written in; None: not loaded."""
     tilelang: bool
-    """Whether tilelang is installed, which fla takes for what Triton gets wrong."""
+    """True if tilelang is installed, which fla takes for what Triton gets wrong."""
     training: bool
-    """Whether gradients will be computed."""
+    """True if gradients will be computed."""
 
     @classmethod
     def of(cls, device: torch.device, *, training: bool) -> FlaCall:

@@ -139,7 +139,7 @@ class FeatureForm:
     width: int
     """D."""
     cut_by_image: bool
-    """Whether levels of deepstack are a tensor for each image, as in transformers 5.23; in 5.17 they are one."""
+    """True if levels of deepstack are a tensor for each image, as in transformers 5.23; in 5.17 they are one."""
 
     @classmethod
     def of(cls, features: Any) -> FeatureForm:
