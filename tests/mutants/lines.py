@@ -207,8 +207,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "attention that is not reached is noticed",
             "mechanisms/attention.py",
-            "        _check_reached(model, entry)",
-            "        pass",
+            "if changed is not None and entry.calls < len(callers):",
+            "if changed is not None and entry.calls < 0:",
             "model/test_attention.py",
         ),
         (
@@ -398,7 +398,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "heads find their keys on another rank",
-            "ulysses.py",
+            "attention.py",
             "return [head for heads in (distinct if even else read) for head in heads]",
             "return [head for heads in distinct for head in heads]",
             "context_parallel/test_ulysses.py",
