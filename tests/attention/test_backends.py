@@ -11,10 +11,8 @@ from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.checks import ALLOWED
-from vlmpack.attention import BACKENDS, AttentionCall, sdpa_segments
-from vlmpack.attention.eager_mask import EagerMask
-from vlmpack.attention.sdpa_segments import SdpaSegments
-from vlmpack.attention.varlen import FlashAttn, TorchVarlen
+from vlmpack.attention import BACKENDS, AttentionCall, EagerMask, backends
+from vlmpack.attention.backends import FlashAttn, SdpaSegments, TorchVarlen
 from vlmpack.layout import Segments, SlotRule
 
 HEADS, KV_HEADS, DIM = 6, 3, 11
@@ -62,7 +60,7 @@ def test_samples_of_a_length_together_are_bit_for_bit_what_they_are_one_by_one(c
     segments = Segments.from_lengths([3, 1, 0, 9, 3, 13, 1, 3, 9], SlotRule(multiple=4, row_multiple=7))
     found = []
     for many in (1, 10):
-        monkeypatch.setattr(sdpa_segments, "MANY", many)
+        monkeypatch.setattr(backends, "MANY", many)
         qkv = random_qkv(segments.total, dtype=dtype)
         with torch.no_grad():
             for x in qkv:
@@ -77,7 +75,7 @@ def test_samples_of_a_length_together_are_bit_for_bit_what_they_are_one_by_one(c
 
 def test_a_row_of_many_samples_takes_a_call_a_length_and_not_a_call_a_sample(monkeypatch):
     calls = []
-    monkeypatch.setattr(sdpa_segments, "AT_ONCE", 150)
+    monkeypatch.setattr(backends, "AT_ONCE", 150)
     own = torch.nn.functional.scaled_dot_product_attention
     count = lambda q, *args, **kwargs: calls.append(len(q)) or own(q, *args, **kwargs)  # noqa: E731
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", count)

@@ -6,18 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from vlmpack.attention import (
-    BACKENDS,
-    AttentionCall,
-    choose,
-    explain,
-)
-from vlmpack.attention import (
-    varlen as flash_attn,
-)
-from vlmpack.attention import (
-    varlen as flash_limits,
-)
+from vlmpack.attention import BACKENDS, AttentionCall, backends, choose, explain
 from vlmpack.errors import BackendError
 
 ON_CPU = AttentionCall(device="cpu", dtype=torch.float32, head_dim=64, num_heads=8, num_kv_heads=4)
@@ -67,11 +56,11 @@ def test_a_named_back_end_is_never_exchanged_for_another():
 @pytest.fixture
 def flash(monkeypatch):
     """A package of that name, found but without the kernel; what is looked up once is looked up again."""
-    flash_attn._missing.cache_clear()
-    monkeypatch.setattr(flash_attn, "find_spec", lambda name: object())
+    backends._missing.cache_clear()
+    monkeypatch.setattr(backends, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     yield sys.modules["flash_attn"]
-    flash_attn._missing.cache_clear()
+    backends._missing.cache_clear()
 
 
 def test_a_package_without_its_kernel_cannot_serve(flash):
@@ -85,6 +74,6 @@ def test_a_package_with_its_kernel_can(flash):
 
 
 def test_a_gpu_before_ampere_is_left_to_pytorchs_own_attention(monkeypatch):
-    monkeypatch.setattr(flash_limits, "_capability", lambda: (7, 5))
+    monkeypatch.setattr(backends, "_capability", lambda: (7, 5))
     assert choose(ON_GPU).name == "sdpa_segments"
     assert explain(ON_GPU)["torch_varlen"] == ["it needs compute capability 8.0 (Ampere), this GPU has 7.5"]

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.gpu.checks import ALLOWED
-from vlmpack.attention import BACKENDS, AttentionCall, sdpa_segments
-from vlmpack.attention.eager_mask import EagerMask
-from vlmpack.attention.sdpa_segments import SdpaSegments
+from vlmpack.attention import BACKENDS, AttentionCall, EagerMask, backends
+from vlmpack.attention.backends import SdpaSegments
 from vlmpack.layout import Segments
 
 HEADS, KV_HEADS, DIM = 6, 3, 11
@@ -54,7 +53,7 @@ def test_queries_of_many_segments_go_by_their_own_lengths_and_those_of_their_key
     queries, keys, places = last_of_each([(0, 3), (2, 3), (1, 1), (2, 3), (0, 3), (4, 1)])
     found = []
     for many in (1, 10):
-        monkeypatch.setattr(sdpa_segments, "MANY", many)
+        monkeypatch.setattr(backends, "MANY", many)
         q, k, v = random_qkv(keys.total)
         out = SdpaSegments()(q[places], k, v, queries, causal=True, scale=0.3, keys=keys)
         out.sin().sum().backward()

@@ -18,7 +18,7 @@ from vlmpack.cli.training import Meter, Run, packed_against_alone
 from vlmpack.collate import VLMCollator
 from vlmpack.data import save_processor, to_conversation
 from vlmpack.layout import Segments
-from vlmpack.model import inputs
+from vlmpack.model import engine
 from vlmpack.model.row import RowContext
 from vlmpack.testing import GradientCosine, SyntheticReceipts, tiny_model, tiny_processor
 
@@ -127,7 +127,7 @@ def test_the_cosine_of_a_leaking_row_is_not_1(receipts: Any, monkeypatch: pytest
     def one_segment(**metadata: Any) -> RowContext:
         return RowContext(**{**metadata, "segments": Segments.from_lengths([metadata["segments"].total])})
 
-    monkeypatch.setattr(inputs, "RowContext", one_segment)
+    monkeypatch.setattr(engine, "RowContext", one_segment)
     assert packed_against_alone(model, processor, receipts).cosine < 0.999
 
 

@@ -21,7 +21,7 @@ from vlmpack.cli.doctor import attention_serving, gated_delta_serving, import_pr
 from vlmpack.cli.probe_tables import print_reports
 from vlmpack.families import FAMILIES, family_named, registry
 from vlmpack.layout import Segments
-from vlmpack.model import FlaCall, inputs
+from vlmpack.model import FlaCall, engine
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.model.row import RowContext
 from vlmpack.probing import Check, Report, probe
@@ -170,7 +170,7 @@ def test_a_leak_has_exit_status_1_in_every_family(monkeypatch: pytest.MonkeyPatc
     def one_segment(**metadata: Any) -> RowContext:
         return RowContext(**{**metadata, "segments": Segments.from_lengths([metadata["segments"].total])})
 
-    monkeypatch.setattr(inputs, "RowContext", one_segment)
+    monkeypatch.setattr(engine, "RowContext", one_segment)
     result = run_probe("--attention", "sdpa_segments")
     assert result.exit_code == 1
     for text in ("qwen3_vl, sdpa_segments: leaks. The cause: mask", "the attention of a sample moves by"):
@@ -183,7 +183,7 @@ def test_a_crash_is_a_finding_and_the_exit_status_is_1(monkeypatch: pytest.Monke
     def broken(**metadata: Any) -> RowContext:
         raise TypeError("this transformers hands over something else")
 
-    monkeypatch.setattr(inputs, "RowContext", broken)
+    monkeypatch.setattr(engine, "RowContext", broken)
     result = run_probe()
     assert result.exit_code == 1
     assert "fails. TypeError: this transformers hands over something else" in words(result.stdout)

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.attention.sdpa_segments import SdpaSegments
+from vlmpack.attention.backends import SdpaSegments
 from vlmpack.context_parallel import GatheredKV, Parallel, Partition
-from vlmpack.context_parallel.ulysses import kv_heads
+from vlmpack.context_parallel.attention import kv_heads
 from vlmpack.errors import ConfigError
 from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.model import PackedStep, disable_packing, enable_packing

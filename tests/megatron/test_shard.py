@@ -11,7 +11,8 @@ from waiting import waits_are_errors
 
 from vlmpack.context_parallel import Layout
 from vlmpack.errors import LayoutError
-from vlmpack.layout import IGNORE, Media, PackedRow, Segments, SlotRule, without_successor
+from vlmpack.layout import IGNORE, Media, PackedRow, Segments, SlotRule
+from vlmpack.layout.row import without_successor
 from vlmpack.megatron import LocalRow, shard, unshard
 
 RANKS = 2

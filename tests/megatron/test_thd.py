@@ -297,7 +297,7 @@ def changed(**changes) -> dict[str, Any]:
     [
         ({"packed_seq_params": None}, "packed_seq_params is None, but only a thd batch"),
         ({"qkv_format": "sbhd"}, "is qkv_format='sbhd', but only a thd batch is a packed row"),
-        ({"cu_seqlens_q": None}, "has no cu_seqlens_q, so nobody knows where samples end"),
+        ({"cu_seqlens_q": None}, "has no cu_seqlens_q, so samples have no ends"),
         ({"cu_seqlens_kv": torch.tensor([0, 2, 5]).int()}, "cu_seqlens_kv is not cu_seqlens_q"),
         ({"cu_seqlens_kv": torch.tensor([0, 5]).int()}, "cu_seqlens_kv is not cu_seqlens_q"),
         ({"tokens": torch.zeros(1, 4).long()}, "batch is 4 tokens wide but its boundaries end at 8, where the whole"),

@@ -16,10 +16,10 @@ import torch
 from parts import gated_delta_layers
 from torch import nn
 
-from vlmpack.errors import BackendError
+from vlmpack.errors import BackendError, ConfigError
 from vlmpack.families import FAMILIES, family_named
 from vlmpack.layout import Segments, Spaced
-from vlmpack.model.mechanisms.gated_delta import FlaCall, check_fla, fla_boundaries, keeps_zeros, reach, uses_fla
+from vlmpack.model.mechanisms.gated_delta import FlaCall, check_fla, check_zeros, fla_boundaries, reach, uses_fla
 from vlmpack.testing import tiny_model
 
 GATED = [name for name, family in FAMILIES.items() if family.has("gated_delta")]
@@ -176,13 +176,14 @@ def test_anything_else_is_not_taken_for_fla(monkeypatch: pytest.MonkeyPatch, fun
 def test_zeros_stay_zeros_up_to_the_convolution_unless_a_projection_has_a_bias(family: str) -> None:
     model = tiny_model(family, layers=4)
     (layer, *_) = gated_delta_layers(model)
-    assert keeps_zeros(layer)
+    check_zeros(layer)
     name, projection = next((n, m) for n, m in layer.named_children() if n.startswith("in_proj_qkv"))
     adapter = nn.ModuleDict({"base_layer": projection, "lora_B": nn.Linear(4, projection.out_features)})
     layer.add_module(name, adapter)
-    assert not keeps_zeros(layer)
+    with pytest.raises(ConfigError, match="has a bias"):
+        check_zeros(layer)
     del adapter["lora_B"].bias
-    assert keeps_zeros(layer)
+    check_zeros(layer)
 
 
 @pytest.mark.parametrize("family", GATED)

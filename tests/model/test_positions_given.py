@@ -10,7 +10,7 @@ from vlmpack.errors import LayoutError
 from vlmpack.families import FAMILIES, family_of
 from vlmpack.layout import Segments, SlotRule, nothing_on_host, pack
 from vlmpack.model import PackedStep, StepConfig, enable_packing
-from vlmpack.model.inputs import rope_segments
+from vlmpack.model.positions import rope_segments
 from vlmpack.testing import alone, mixed_samples, padded, tiny_model
 
 VISION = tuple(name for name, family in FAMILIES.items() if family.has_vision)

@@ -10,7 +10,7 @@ import vlmpack
 from vlmpack.families import FAMILIES
 from vlmpack.layout import HostSync, SlotRule, pack, recorded_syncs, unpack
 from vlmpack.model import StepConfig, disable_packing, enable_packing
-from vlmpack.model.inputs import rope_segments
+from vlmpack.model.positions import rope_segments
 from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from tiers import full
 
 from vlmpack.families import FAMILIES, family_named
 from vlmpack.layout import Buckets, Segments, SlotRule
-from vlmpack.model import engine, inputs
+from vlmpack.model import engine
 from vlmpack.model.mechanisms import experts
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.vision import VisionRow
@@ -79,7 +79,7 @@ def one_mask(family: str, patch: Patch) -> None:
             entries["per_sample"] = Buckets.cheapest(whole, call_cost=0)
         return RowContext(**{**metadata, "segments": whole, "entries": entries})
 
-    patch.setattr(inputs, "RowContext", one_segment)
+    patch.setattr(engine, "RowContext", one_segment)
 
 
 def slots_for_samples(family: str, patch: Patch) -> None:
@@ -90,7 +90,7 @@ def slots_for_samples(family: str, patch: Patch) -> None:
         whole = SlotRule(pad_to=segments.total)
         return RowContext(**{**metadata, "segments": Segments.from_lengths(segments.slots, whole)})
 
-    patch.setattr(inputs, "RowContext", slots)
+    patch.setattr(engine, "RowContext", slots)
 
 
 def a_cache(family: str, patch: Patch) -> None:
@@ -360,7 +360,7 @@ def test_what_raises_is_a_finding(monkeypatch: Patch) -> None:
     def broken(**metadata: Any) -> RowContext:
         raise TypeError("this transformers hands over something else")
 
-    monkeypatch.setattr(inputs, "RowContext", broken)
+    monkeypatch.setattr(engine, "RowContext", broken)
     report = probed("qwen3_vl")
     assert report.verdict == "fails"
     failed = [check for check in report.checks if check.finding == "fails"]

@@ -14,7 +14,7 @@ import torch
 from tiers import full
 
 from vlmpack.layout import Segments
-from vlmpack.model import engine, inputs, result
+from vlmpack.model import engine, result
 from vlmpack.model.mechanisms import experts
 from vlmpack.model.row import RowContext
 from vlmpack.probing import Report, probe
@@ -44,7 +44,7 @@ def joined(when: Callable[[Segments, Any], bool]) -> Break:
             whole = Segments.from_lengths([segments.total]) if when(segments, model) else segments
             return RowContext(**{**metadata, "segments": whole})
 
-        patch.setattr(inputs, "RowContext", context)
+        patch.setattr(engine, "RowContext", context)
 
     return patch_it
 

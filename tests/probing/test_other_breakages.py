@@ -11,10 +11,10 @@ import pytest
 import torch
 from tiers import full
 
-from vlmpack.attention.sdpa_segments import SdpaSegments
+from vlmpack.attention.backends import SdpaSegments
 from vlmpack.families import family_named
-from vlmpack.families.mrope import MediaItems
-from vlmpack.layout import Buckets, PaddedBatch, Segments, arrays
+from vlmpack.families.media import MediaItems
+from vlmpack.layout import Buckets, PaddedBatch, Segments
 from vlmpack.model import engine
 from vlmpack.model.mechanisms import experts, per_sample
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
@@ -108,7 +108,7 @@ def ngrams_of_the_row(model: Any, patch: Patch) -> None:
 SWAPPED = torch.tensor([0, 2, 1, 3])
 
 BROKEN: dict[str, tuple[str, tuple[str, ...], Break]] = {
-    "positions start at 1": ("qwen3", ("positions",), wrapped(arrays, "position", lambda x, row: x + 1)),
+    "positions start at 1": ("qwen3", ("positions",), wrapped(Segments, "_position", lambda x, self: x + 1)),
     "height for width": ("qwen3_vl", ("positions",), wrapped(MediaItems, "table", lambda x, self: x[SWAPPED])),
     "seconds of videos ignored": (
         "qwen2_5_vl",

@@ -10,7 +10,7 @@ import torch
 
 import vlmpack
 from vlmpack.context_parallel import Parallel
-from vlmpack.model import StepConfig, inputs, is_packing, packing_state
+from vlmpack.model import StepConfig, engine, is_packing, packing_state
 from vlmpack.probing import packed_checks
 from vlmpack.probing.run import preserved_state
 from vlmpack.testing import tiny_model
@@ -106,7 +106,7 @@ def test_nor_does_one_in_which_everything_raises(enabled: bool, monkeypatch: pyt
     if enabled:
         vlmpack.enable_packing(model)
     before, gradients = state_of(model), gradients_of(model)
-    monkeypatch.setattr(inputs, "RowContext", broken)
+    monkeypatch.setattr(engine, "RowContext", broken)
     assert vlmpack.probe(model).verdict == "fails"
     check_same(model, before, gradients)
     assert is_packing(model) == enabled

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from vlmpack.context_parallel.attention import Attend, GatheredKV, attend_by_heads, to_heads, to_tokens
 from vlmpack.context_parallel.collectives import Collectives, Route, Transfers
-from vlmpack.context_parallel.kv_gather import GatheredKV
 from vlmpack.context_parallel.mesh import Parallel, sum_counts, sum_gradients
 from vlmpack.context_parallel.partition import Partition, tail_as_segment
-from vlmpack.context_parallel.ulysses import Attend, attend_by_heads, to_heads, to_tokens
 from vlmpack.context_parallel.vision import MediaRoute, MediaShare
 from vlmpack.layout import Layout
 

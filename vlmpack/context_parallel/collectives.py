@@ -11,7 +11,7 @@ R ranks, n entries of a rank along the first dimension.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
@@ -24,6 +24,9 @@ from torch.autograd.function import once_differentiable
 
 from vlmpack.layout import to_device
 
+Exchange = Callable[[torch.Tensor], torch.Tensor]
+"""This rank's tensor to what it has after all ranks exchanged theirs."""
+
 
 @final
 class Collectives:
@@ -33,7 +36,7 @@ class Collectives:
         """`group`: the ranks; None: this process alone, to which everything is a copy and nothing is sent."""
         self._group = group
         self.size = 1 if group is None else dist.get_world_size(group)
-        """How many ranks there are."""
+        """Number of ranks."""
         self.rank = 0 if group is None else dist.get_rank(group)
         """Which of them this is."""
         self.sent: Counter[str] = Counter()
@@ -57,10 +60,10 @@ class Collectives:
             send: entries for each rank; None: n / R each.
             receive: entries from each rank; None: n / R each.
         """
-        if self.size == 1:
-            return x
-        even = [x.shape[0] // self.size] * self.size
-        return _AllToAll.apply(x, self, what, list(send or even), list(receive or even))  # pyright: ignore
+        sizes = list(send or self._even(x)), list(receive or self._even(x))
+        return self._apply(
+            x, lambda x: self._send_parts(x, what, *sizes), lambda grad: self._send_parts(grad, what, *sizes[::-1])
+        )
 
     def along(self, route: Route, x: torch.Tensor, what: str) -> torch.Tensor:
         """Exchange along a route: this rank's [n, ...] to [m, ...], m the sum of `route.receive_counts`."""
@@ -70,15 +73,29 @@ class Collectives:
 
     def all_gather(self, x: torch.Tensor, what: str) -> torch.Tensor:
         """[n, ...] of each rank to [R n, ...] on all of them, which continue differently."""
-        return x if self.size == 1 else _AllGather.apply(x, self, what)  # pyright: ignore[reportReturnType]
+
+        def scatter(grad: torch.Tensor) -> torch.Tensor:
+            parts = self._send_parts(grad, what, self._even(grad), self._even(grad))
+            return parts.unflatten(0, (self.size, -1)).sum(0)
+
+        return self._apply(x, lambda x: self._gather(x, what), scatter)
 
     def all_gather_equal(self, x: torch.Tensor, what: str) -> torch.Tensor:
         """[n, ...] of each rank to [R n, ...] on all of them, which continue with the identical value."""
-        return x if self.size == 1 else _AllGatherEqual.apply(x, self, what)  # pyright: ignore[reportReturnType]
+        return self._apply(x, lambda x: self._gather(x, what), lambda grad: grad.chunk(self.size)[self.rank])
 
     def all_reduce(self, x: torch.Tensor, what: str) -> torch.Tensor:
         """The sum over the ranks, on all of them, which continue with the identical value."""
-        return x if self.size == 1 else _AllReduce.apply(x, self, what)  # pyright: ignore[reportReturnType]
+
+        def total(x: torch.Tensor) -> torch.Tensor:
+            out = x.clone()
+            self.all_reduce_(out, what)
+            return out
+
+        return self._apply(x, total, lambda grad: grad)
+
+    def _apply(self, x: torch.Tensor, run: Exchange, back: Exchange) -> torch.Tensor:
+        return x if self.size == 1 else _Collective.apply(x, run, back)  # pyright: ignore[reportReturnType]
 
     # ------------------------------------------------------------------ plain
 
@@ -100,68 +117,26 @@ class Collectives:
         dist.all_gather(list(out.chunk(self.size)), x.contiguous(), group=self._group)
         return out
 
-    def _chunk_of_rank(self, x: torch.Tensor) -> torch.Tensor:
-        return x.chunk(self.size)[self.rank]
+    def _even(self, x: torch.Tensor) -> list[int]:
+        return [x.shape[0] // self.size] * self.size
 
 
 def _bytes(x: torch.Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-class _AllToAll(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: Collectives, what: str, send: list[int], receive: list[int]):
-        ctx.back = (ranks, what, receive, send)
-        return ranks._send_parts(x, what, send, receive)
+class _Collective(Function):
+    """A collective, and the one that its gradients go through."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
-        (grad,) = grad_outputs
-        ranks, what, send, receive = ctx.back
-        return ranks._send_parts(grad, what, send, receive), None, None, None, None
-
-
-class _AllGather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: Collectives, what: str):
-        ctx.ranks, ctx.what = ranks, what
-        return ranks._gather(x, what)
+    def forward(ctx: Any, x: torch.Tensor, run: Exchange, back: Exchange):
+        ctx.back = back
+        return run(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
-        (grad,) = grad_outputs
-        even = [grad.shape[0] // ctx.ranks.size] * ctx.ranks.size
-        parts = ctx.ranks._send_parts(grad, ctx.what, even, even)
-        return parts.unflatten(0, (ctx.ranks.size, -1)).sum(0), None, None
-
-
-class _AllGatherEqual(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: Collectives, what: str):
-        ctx.ranks = ranks
-        return ranks._gather(x, what)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
-        (grad,) = grad_outputs
-        return ctx.ranks._chunk_of_rank(grad), None, None
-
-
-class _AllReduce(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: Collectives, what: str):
-        total = x.clone()
-        ranks.all_reduce_(total, what)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
-        (grad,) = grad_outputs
-        return grad, None, None
+        return ctx.back(*grad_outputs), None, None
 
 
 @final
@@ -172,9 +147,9 @@ class Route:
     send: torch.Tensor
     """int64, on the host: places among the rank's own, in the order in which they are sent: rank after rank."""
     send_counts: tuple[int, ...]
-    """How many go to each rank."""
+    """Entries for each rank."""
     receive_counts: tuple[int, ...]
-    """How many come from each rank."""
+    """Entries from each rank."""
 
     def sent_from(self, device: torch.device) -> torch.Tensor:
         """`send` on `device`, copied there once, without a host–device sync."""
@@ -199,12 +174,12 @@ class Transfers:
     target: np.ndarray
     """int64 [N]: the rank that needs it."""
     ranks: int
-    """How many ranks there are."""
+    """Number of ranks."""
 
     def arriving(self, rank: int) -> np.ndarray:
         """int64: which of the N come to `rank`, in the order in which they come."""
-        mine = np.flatnonzero(self.target == rank)
-        return mine[np.argsort(self.source[mine], kind="stable")]
+        arriving = np.flatnonzero(self.target == rank)
+        return arriving[np.argsort(self.source[arriving], kind="stable")]
 
     def route(self, rank: int) -> Route:
         """The side of `rank`."""

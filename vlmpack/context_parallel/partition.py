@@ -35,7 +35,7 @@ class Partition:
     segments: Segments
     """The whole row's boundaries."""
     ranks: int
-    """How many ranks hold it."""
+    """Number of ranks that hold it."""
     layout: Layout
     """`mirrored`: every rank attends to as many causal pairs as any other. `contiguous`: any boundaries."""
 
@@ -130,18 +130,6 @@ class Partition:
                 f"{tensor.shape[token_dim]} at dimension {token_dim}"
             )
 
-    # ------------------------------------------------------------------ work
-
-    def causal_pairs(self, *, padding: bool = False) -> tuple[int, ...]:
-        """Query-key pairs of causal attention inside the segments that each rank's queries take part in.
-
-        Args:
-            padding: count padding as the causal tail of its segment, which kernels that take only slots compute.
-        """
-        segments = _slots_as_lengths(self.segments) if padding else self.segments
-        pairs = np.where(segments.padding_mask().numpy(), 0, segments.position_in_segment().numpy() + 1)
-        return tuple(pairs[self.order().numpy()].reshape(self.ranks, -1).sum(1).tolist())
-
     # ------------------------------------------------------------------ made once for a row
 
     @property
@@ -212,7 +200,3 @@ def _check_mirrored(segments: Segments, ranks: int) -> None:
             f"{tail} tokens lie behind the last boundary {segments.stride[-1]}, in no segment, and a mirrored cut "
             "would lose them; make them a segment with tail_as_segment(segments), or cut contiguously"
         )
-
-
-def _slots_as_lengths(segments: Segments) -> Segments:
-    return replace(segments, lengths=segments.slots, num_kernel_boundaries=None)

@@ -37,7 +37,7 @@ class MediaShare:
     rank_of: tuple[int, ...]
     """The rank that computes each."""
     ranks: int
-    """How many ranks there are."""
+    """Number of ranks."""
     merge: int
     """Patches merged into one token along each side."""
 
@@ -101,25 +101,12 @@ class MediaShare:
                 "pass the media of the whole row to every rank"
             )
         parts = pixels_PC.split(list(self.patches)) if self.grids else ()
-        mine = [parts[item] for item in self.items(rank)]
-        return torch.cat(mine) if mine else pixels_PC[:0]
+        of_rank = [parts[item] for item in self.items(rank)]
+        return torch.cat(of_rank) if of_rank else pixels_PC[:0]
 
     def pick(self, of_each: torch.Tensor, rank: int) -> torch.Tensor:
         """One entry for each image along the first dimension (its grid) to those of the images of `rank`."""
         return of_each.index_select(0, to_device(np.asarray(self.items(rank), np.int64), of_each.device))
-
-    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[f, D] features as each rank computed them, in the order of ranks, to [F, D] in row order. Differentiable.
-
-        Raises:
-            LayoutError: another number of features than the images have.
-        """
-        laid = torch.cat(list(parts))
-        if laid.shape[0] != len(self._owner):
-            raise LayoutError(
-                f"the grids make {len(self._owner)} features, the ranks computed {[part.shape[0] for part in parts]}"
-            )
-        return laid.index_select(0, to_device(self._place, laid.device))
 
     # ------------------------------------------------------------------ where features go
 
@@ -141,12 +128,12 @@ class MediaShare:
                 f"the grids make {sum(self.features)} tokens, but the row has {len(tokens_F)} of type {kind}; "
                 "every placeholder needs its pixels, and the other way round"
             )
-        target_F, here_F = np.divmod(partition.place().numpy()[tokens_F], partition.local_total)
+        target_F, local_F = np.divmod(partition.place().numpy()[tokens_F], partition.local_total)
         transfers = Transfers(source=self._owner, local=self._local, target=target_F, ranks=self.ranks)
         arriving = transfers.arriving(rank)
         return MediaRoute(
             route=transfers.route(rank),
-            tokens=torch.from_numpy(here_F[arriving]),
+            tokens=torch.from_numpy(local_F[arriving]),
             items=tuple(np.unique(self._item[arriving]).tolist()),
         )
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from vlmpack.errors import LayoutError
-from vlmpack.families.mrope import MediaItems, media_items, row_positions
-from vlmpack.families.runs import ExpectedRuns, check_runs
+from vlmpack.families.media import ExpectedRuns, MediaItems, check_runs, media_items, row_positions
 from vlmpack.layout import IMAGE, VIDEO, Grid, HostMetadata, Segments, outside_graph
 
 VideoPlacement = Callable[[MediaItems, Sequence[float], Any], MediaItems]
@@ -37,19 +36,17 @@ class Family:
     """`config.model_type` of the family."""
     model_class: str
     """Name of the transformers class that is trained."""
-    modelling: str
-    """Module of transformers that holds its layers and the functions that they call."""
     mechanisms: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
-    """What its decoder layers have beside plain attention: of each mechanism of `vlmpack.model`, by its name, the names
+    """The mechanisms of its decoder layers beside plain attention: of each of `vlmpack.model`, by its name, the names
     of its parts."""
     videos: VideoPlacement = single_run
-    """How its processor writes videos as tokens."""
+    """The way in which its processor writes videos as tokens."""
     processor: str | None = "Qwen3VLProcessor"
     """Name of the transformers class of its processors; None: a text model, which has a tokenizer."""
     patch_size: int = 16
     """Pixels along the side of a patch."""
     vision_windows: bool = False
-    """Whether some blocks of the vision tower attend within windows of a frame (`window_size`)."""
+    """True if some blocks of the vision tower attend within windows of a frame (`window_size`)."""
     backbone_path: str = "model"
     """The model without its head."""
     text_path: str = "model.language_model"
@@ -60,6 +57,11 @@ class Family:
     """The linear layer from hidden states to logits."""
     media: tuple[str, ...] = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
     """Tensors by which the backbone takes images and videos."""
+
+    @property
+    def modelling(self) -> str:
+        """Module of transformers that holds its layers and the functions that they call."""
+        return f"transformers.models.{self.model_type}.modeling_{self.model_type}"
 
     @property
     def has_vision(self) -> bool:

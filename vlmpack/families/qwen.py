@@ -13,7 +13,7 @@ import torch
 
 from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.family import Family
-from vlmpack.families.mrope import MediaItems
+from vlmpack.families.media import MediaItems
 
 _GATED_DELTA = {"layer": "linear_attn"}
 _EXPERTS = {"layer": "mlp"}
@@ -89,84 +89,58 @@ def truncates_seconds() -> bool:
 
 # ---------------------------------------------------------------------- the families
 
-QWEN2_VL = Family(
-    model_type="qwen2_vl",
-    model_class="Qwen2VLForConditionalGeneration",
-    modelling="transformers.models.qwen2_vl.modeling_qwen2_vl",
-    processor="Qwen2VLProcessor",
-    patch_size=14,
-)
+_TEXT: dict[str, Any] = {"processor": None, "text_path": "model", "vision_path": None, "media": ()}
 
-QWEN2_5_VL = Family(
-    model_type="qwen2_5_vl",
-    model_class="Qwen2_5_VLForConditionalGeneration",
-    modelling="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
-    videos=timed_run,
-    processor="Qwen2_5_VLProcessor",
-    patch_size=14,
-    vision_windows=True,
+QWEN = (
+    Family(
+        model_type="qwen2_vl",
+        model_class="Qwen2VLForConditionalGeneration",
+        processor="Qwen2VLProcessor",
+        patch_size=14,
+    ),
+    Family(
+        model_type="qwen2_5_vl",
+        model_class="Qwen2_5_VLForConditionalGeneration",
+        videos=timed_run,
+        processor="Qwen2_5_VLProcessor",
+        patch_size=14,
+        vision_windows=True,
+    ),
+    Family(model_type="qwen3_vl", model_class="Qwen3VLForConditionalGeneration", videos=run_per_frame),
+    Family(
+        model_type="qwen3_vl_moe",
+        model_class="Qwen3VLMoeForConditionalGeneration",
+        mechanisms={"experts": _EXPERTS},
+        videos=run_per_frame,
+    ),
+    Family(
+        model_type="qwen3_5",
+        model_class="Qwen3_5ForConditionalGeneration",
+        mechanisms={"gated_delta": _GATED_DELTA},
+        videos=run_per_frame,
+    ),
+    Family(
+        model_type="qwen3_5_moe",
+        model_class="Qwen3_5MoeForConditionalGeneration",
+        mechanisms={"gated_delta": _GATED_DELTA, "experts": _EXPERTS},
+        videos=run_per_frame,
+    ),
+    Family(
+        model_type="qwen4_exp",
+        model_class="Qwen4ExpForConditionalGeneration",
+        mechanisms={
+            "gated_delta": _GATED_DELTA,
+            "experts": _EXPERTS,
+            "per_sample": {"attention": "self_attn", "ngram": "ple", "ngram_ids": "ple_input_ids"},
+        },
+        videos=run_per_frame,
+    ),
+    Family(model_type="qwen3", model_class="Qwen3ForCausalLM", **_TEXT),
+    Family(
+        model_type="qwen3_next",
+        model_class="Qwen3NextForCausalLM",
+        mechanisms={"gated_delta": _GATED_DELTA, "experts": _EXPERTS},
+        **_TEXT,
+    ),
 )
-
-QWEN3_VL = Family(
-    model_type="qwen3_vl",
-    model_class="Qwen3VLForConditionalGeneration",
-    modelling="transformers.models.qwen3_vl.modeling_qwen3_vl",
-    videos=run_per_frame,
-)
-
-QWEN3_VL_MOE = Family(
-    model_type="qwen3_vl_moe",
-    model_class="Qwen3VLMoeForConditionalGeneration",
-    modelling="transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
-    mechanisms={"experts": _EXPERTS},
-    videos=run_per_frame,
-)
-
-QWEN3_5 = Family(
-    model_type="qwen3_5",
-    model_class="Qwen3_5ForConditionalGeneration",
-    modelling="transformers.models.qwen3_5.modeling_qwen3_5",
-    mechanisms={"gated_delta": _GATED_DELTA},
-    videos=run_per_frame,
-)
-
-QWEN3_5_MOE = Family(
-    model_type="qwen3_5_moe",
-    model_class="Qwen3_5MoeForConditionalGeneration",
-    modelling="transformers.models.qwen3_5_moe.modeling_qwen3_5_moe",
-    mechanisms={"gated_delta": _GATED_DELTA, "experts": _EXPERTS},
-    videos=run_per_frame,
-)
-
-QWEN4_EXP = Family(
-    model_type="qwen4_exp",
-    model_class="Qwen4ExpForConditionalGeneration",
-    modelling="transformers.models.qwen4_exp.modeling_qwen4_exp",
-    mechanisms={
-        "gated_delta": _GATED_DELTA,
-        "experts": _EXPERTS,
-        "per_sample": {"attention": "self_attn", "ngram": "ple", "ngram_ids": "ple_input_ids"},
-    },
-    videos=run_per_frame,
-)
-
-QWEN3 = Family(
-    model_type="qwen3",
-    model_class="Qwen3ForCausalLM",
-    modelling="transformers.models.qwen3.modeling_qwen3",
-    processor=None,
-    text_path="model",
-    vision_path=None,
-    media=(),
-)
-
-QWEN3_NEXT = Family(
-    model_type="qwen3_next",
-    model_class="Qwen3NextForCausalLM",
-    modelling="transformers.models.qwen3_next.modeling_qwen3_next",
-    processor=None,
-    mechanisms={"gated_delta": _GATED_DELTA, "experts": _EXPERTS},
-    text_path="model",
-    vision_path=None,
-    media=(),
-)
+"""The descriptors."""

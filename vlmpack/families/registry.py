@@ -9,23 +9,10 @@ from typing import Any
 from torch import nn
 
 from vlmpack.errors import FamilyError
-from vlmpack.families import qwen
 from vlmpack.families.family import Family
+from vlmpack.families.qwen import QWEN
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (
-        qwen.QWEN2_VL,
-        qwen.QWEN2_5_VL,
-        qwen.QWEN3_VL,
-        qwen.QWEN3_VL_MOE,
-        qwen.QWEN3_5,
-        qwen.QWEN3_5_MOE,
-        qwen.QWEN4_EXP,
-        qwen.QWEN3,
-        qwen.QWEN3_NEXT,
-    )
-}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in QWEN}
 """The supported families by `config.model_type`."""
 
 _ROUTER = "its MoE router statistics count padding as tokens, so the load-balancing loss of a packed row is wrong"

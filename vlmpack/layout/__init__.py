@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from vlmpack.layout.arrays import ranges
 from vlmpack.layout.batch import (
     IMAGE,
     METADATA_KEY,
@@ -14,13 +13,10 @@ from vlmpack.layout.batch import (
     Media,
     PaddedBatch,
     check_is_tensor,
-    host_grids,
-    host_seconds,
     lengths_from_mask,
-    seconds_of,
     whole_numbers,
 )
-from vlmpack.layout.buckets import Bucket, Buckets, Spaced
+from vlmpack.layout.buckets import Buckets, Spaced
 from vlmpack.layout.device import (
     HostSync,
     around_graph,
@@ -32,18 +28,18 @@ from vlmpack.layout.device import (
     to_device,
 )
 from vlmpack.layout.packing import pack, unpack
-from vlmpack.layout.roll import (
+from vlmpack.layout.row import (
     IGNORE,
     DepthTargets,
+    OnlyPacked,
+    PackedRow,
     check_none_on_padding,
     roll_left,
     shift_labels,
     stops_of_tokens,
     unshift_labels,
-    without_successor,
 )
-from vlmpack.layout.row import OnlyPacked, PackedRow
-from vlmpack.layout.segments import Layout, Precision, Segments, SlotRule, checked_boundaries, round_up
+from vlmpack.layout.segments import Layout, Precision, Segments, SlotRule, checked_boundaries, ranges, round_up
 
 __all__ = [
     "IGNORE",
@@ -51,7 +47,6 @@ __all__ = [
     "METADATA_KEY",
     "TEXT",
     "VIDEO",
-    "Bucket",
     "Buckets",
     "DepthTargets",
     "Grid",
@@ -71,8 +66,6 @@ __all__ = [
     "check_is_tensor",
     "check_none_on_padding",
     "checked_boundaries",
-    "host_grids",
-    "host_seconds",
     "lengths_from_mask",
     "nothing_on_host",
     "on_host",
@@ -83,12 +76,10 @@ __all__ = [
     "require",
     "roll_left",
     "round_up",
-    "seconds_of",
     "shift_labels",
     "stops_of_tokens",
     "to_device",
     "unpack",
     "unshift_labels",
     "whole_numbers",
-    "without_successor",
 ]

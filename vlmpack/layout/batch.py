@@ -17,7 +17,7 @@ Grid = tuple[int, int, int]
 """(frames, rows, columns) of patches of one image or video."""
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
-"""What a token stands for: the values of `mm_token_type_ids`."""
+"""Kinds of tokens: the values of `mm_token_type_ids`."""
 
 METADATA_KEY = "vlmpack"
 """The key under which `HostMetadata` travel in a batch dictionary, beside the tensors."""
@@ -84,7 +84,7 @@ class Media:
 
     def to_hf(self) -> dict[str, torch.Tensor]:
         """The tensors that are there, by name."""
-        return {f.name: self.__dict__[f.name] for f in fields(self) if self.__dict__[f.name] is not None}
+        return {name: tensor for name, tensor in self.__dict__.items() if tensor is not None}
 
     @classmethod
     def from_hf(cls, batch: Mapping[str, Any]) -> Media:
@@ -302,7 +302,7 @@ _CHANGED = (
 _COUNTS = (torch.int64, torch.int32)
 """Types that transformers can count frames in."""
 _ROUNDED = 1e-2
-"""How far seconds may be from the metadata, relatively: loops that run in bfloat16 round whatever a batch holds."""
+"""Relative distance of seconds from the metadata: loops that run in bfloat16 round whatever a batch holds."""
 
 
 def host_grids(known: tuple[Grid, ...], tensor: torch.Tensor | None, name: str) -> tuple[Grid, ...]:
@@ -314,9 +314,9 @@ def host_grids(known: tuple[Grid, ...], tensor: torch.Tensor | None, name: str) 
     if tensor is None:
         return ()
     if not isinstance(tensor, torch.Tensor) or tensor.ndim != 2 or tensor.shape[1] != 3 or tensor.dtype not in _COUNTS:
-        seen = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        shape = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise LayoutError(
-            f"{name} must be a tensor [N, 3] of whole numbers (frames, rows, columns of each), got {seen}; keep what "
+            f"{name} must be a tensor [N, 3] of whole numbers (frames, rows, columns of each), got {shape}; keep what "
             "the processor gives with return_tensors='pt'"
         )
     if not known:
@@ -331,12 +331,18 @@ def host_grids(known: tuple[Grid, ...], tensor: torch.Tensor | None, name: str) 
     return known
 
 
-def seconds_of(seconds: Any) -> torch.Tensor:
-    """Convert the seconds from one grid of each video to the next, a list, [N] or [N, 1], to a tensor [N].
+def host_seconds(known: tuple[float, ...], seconds: Any) -> tuple[float, ...]:
+    """Seconds from one grid of each video to the next, N of them; without metadata read from the device, one sync.
+
+    Args:
+        known: those of the metadata, which count where there are no others.
+        seconds: a list, [N] or [N, 1]; None: there are none.
 
     Raises:
-        LayoutError: anything else.
+        LayoutError: no such numbers, or the metadata has others.
     """
+    if seconds is None:
+        return known
     try:
         tensor = torch.as_tensor(seconds)
     except (TypeError, ValueError, RuntimeError):
@@ -346,15 +352,7 @@ def seconds_of(seconds: Any) -> torch.Tensor:
             "second_per_grid_ts must be one number for each video, in a list or a tensor [N] or [N, 1]; got "
             f"{list(tensor.shape) if isinstance(seconds, torch.Tensor) else repr(seconds)[:80]}"
         )
-    return tensor.reshape(-1)
-
-
-def host_seconds(known: tuple[float, ...], tensor: torch.Tensor) -> tuple[float, ...]:
-    """Seconds from one grid of each video to the next, N of them; without metadata read from the device, one sync.
-
-    Raises:
-        LayoutError: the metadata has others.
-    """
+    tensor = tensor.reshape(-1)
     if not known:
         return tuple(tensor.tolist())
     expected = to_device(np.asarray(known, np.float32), tensor.device)

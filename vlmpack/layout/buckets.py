@@ -20,9 +20,8 @@ from typing import final
 import numpy as np
 import torch
 
-from vlmpack.layout.arrays import ranges
 from vlmpack.layout.device import to_device
-from vlmpack.layout.segments import Segments
+from vlmpack.layout.segments import Segments, ranges
 
 MAX_STRETCH = 1.25
 """Most tokens that a bucket may compute for each real token that it holds."""
@@ -54,7 +53,7 @@ class Buckets:
     segments: Segments
     """The row."""
     buckets: tuple[Bucket, ...]
-    """How it is cut."""
+    """The parts that it is cut into."""
 
     @classmethod
     def cheapest(cls, segments: Segments, *, call_cost: float) -> Buckets:
@@ -92,7 +91,7 @@ class Buckets:
 
         All at once, and then cut: the gradient of a slice of the row is as wide as the row.
         """
-        source = self._tensors(row_1TD.device).source
+        source, _ = self._tensors(row_1TD.device)
         tokens = row_1TD[0] if source is None else row_1TD[0].index_select(0, source)
         parts = tokens.split([bucket.tokens for bucket in self.buckets])
         shapes = [(len(bucket.members), bucket.width) for bucket in self.buckets]
@@ -101,23 +100,23 @@ class Buckets:
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """[n, W, D] of each bucket to [1, T, D], zeros on padding. At least one bucket."""
         real_1RD = torch.cat([part.flatten(0, 1)[None] for part in parts], 1)
-        index = self._tensors(real_1RD.device)
-        if index.order is not None:
-            real_1RD = real_1RD.index_select(1, index.order)
+        _, order = self._tensors(real_1RD.device)
+        if order is not None:
+            real_1RD = real_1RD.index_select(1, order)
         return onto_row(real_1RD, self.segments)
 
     @cached_property
-    def _on_device(self) -> dict[torch.device, _Index]:
+    def _on_device(self) -> dict[torch.device, tuple[torch.Tensor | None, torch.Tensor | None]]:
         return {}
 
-    def _tensors(self, device: torch.device) -> _Index:
+    def _tensors(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(the row's token at each place of the buckets laid one after the other, [R] from there back to the row), each
+        int64; None: the one is the other."""
         if device not in self._on_device:
             starts, stops = np.asarray(self.segments.spans, np.int64).reshape(-1, 2).T
             source = np.concatenate([_NOTHING, *(_source(bucket, starts, stops) for bucket in self.buckets)])
-            self._on_device[device] = _Index(
-                source=_unless_in_order(source, self.segments.total, device),
-                order=_unless_in_order(self._order(), self.tokens, device),
-            )
+            order = _unless_in_order(self._order(), self.tokens, device)
+            self._on_device[device] = _unless_in_order(source, self.segments.total, device), order
         return self._on_device[device]
 
     def _order(self) -> np.ndarray:
@@ -140,15 +139,6 @@ def onto_row(real_1RD: torch.Tensor, segments: Segments) -> torch.Tensor:
         return real_1RD
     row_1TD = real_1RD.new_zeros(1, segments.total, real_1RD.shape[-1])
     return row_1TD.index_copy(1, segments.real_index(real_1RD.device), real_1RD)
-
-
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Index:
-    source: torch.Tensor | None
-    """int64: the row's token at each place of the buckets laid one after the other; None: they are the row."""
-    order: torch.Tensor | None
-    """int64 [R]: from the buckets laid one after the other back to the row; None: they are in its order already."""
 
 
 def _unless_in_order(index: np.ndarray, total: int, device: torch.device) -> torch.Tensor | None:
@@ -244,13 +234,11 @@ class Spaced:
 
     def _places(self, device: torch.device) -> torch.Tensor:
         """int64 [R]: where each real token lies."""
-        return self._derived("places", device, self._make_places)
+        edges, lengths = np.asarray(self.edges[:-1], np.int64), np.asarray(self.lengths, np.int64)
+        return self._derived("places", device, lambda: ranges(edges, lengths))
 
     def _derived(self, what: Hashable, device: torch.device | str, make: Callable[[], np.ndarray]) -> torch.Tensor:
         return self.segments.derived(("spaced", self.reach, what), device, make)
-
-    def _make_places(self) -> np.ndarray:
-        return ranges(np.asarray(self.edges[:-1], np.int64), np.asarray(self.lengths, np.int64))
 
     def _make_chunks(self, size: int) -> np.ndarray:
         counts = -(-np.diff(self.edges) // size)

@@ -9,12 +9,10 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError, check_kind
-from vlmpack.layout import arrays
 from vlmpack.layout.batch import HostMetadata, MaskSpans, PaddedBatch, check_is_tensor, lengths_from_mask, whole_numbers
 from vlmpack.layout.device import on_host, outside_graph, require, to_device
-from vlmpack.layout.roll import IGNORE, shift_labels
-from vlmpack.layout.row import PackedRow
-from vlmpack.layout.segments import Segments, SlotRule
+from vlmpack.layout.row import IGNORE, PackedRow, shift_labels
+from vlmpack.layout.segments import Segments, SlotRule, ranges
 
 
 def pack(
@@ -246,7 +244,7 @@ class _Take:
         """int64 [T]: the position in the flat [B * S] batch that each row token comes from; 0 in gaps."""
         lengths = np.asarray(self._segments.lengths[: len(self._firsts)], np.int64)
         index = np.zeros(self._segments.total, np.int64)
-        index[arrays.real_index(self._segments)] = arrays.ranges(np.asarray(self._firsts), lengths)
+        index[self._segments.real_index().numpy()] = ranges(np.asarray(self._firsts), lengths)
         return to_device(index, device)
 
 
@@ -263,7 +261,7 @@ def _batch_index(
     if ends.size and ends.max() > width:
         row = int(ends.argmax())
         raise LayoutError(f"row {row}: {lengths[row]} tokens do not fit width {width}; unpack with a larger one")
-    target = arrays.ranges(width * np.arange(segments.num_samples) + columns, lengths)
+    target = ranges(width * np.arange(segments.num_samples) + columns, lengths)
     index, padding = np.zeros(segments.num_samples * width, np.int64), np.ones(segments.num_samples * width, bool)
-    index[target], padding[target] = arrays.real_index(segments), False
+    index[target], padding[target] = segments.real_index().numpy(), False
     return to_device(index, device), to_device(padding, device)

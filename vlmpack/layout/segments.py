@@ -14,17 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import lcm
 from operator import index
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import arrays
 from vlmpack.layout.device import outside_graph, to_device
 
 PAD_PIECE = 128
@@ -32,13 +31,13 @@ PAD_PIECE = 128
 padding then cost n * 128 pairs, not n * n."""
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
-"""What matrix products are computed in."""
+"""The number format of matrix products."""
 
 ROWS_PER_BLOCK: dict[Precision, int] = {"fp32": 1, "bf16": 1, "fp16": 1, "fp8": 16, "mxfp8": 32, "nvfp4": 128}
 """Each rank's number of tokens must be a multiple of this: low-precision products read tokens in blocks."""
 
 Layout = Literal["mirrored", "contiguous"]
-"""How a row is cut over context-parallel ranks: every segment in 2 * ranks chunks, of which a rank has one from the
+"""The cut of a row over context-parallel ranks: every segment in 2 * ranks chunks, of which a rank has one from the
 front and its mirror image from the back; or the row in as many pieces as there are ranks, wherever segments end."""
 
 
@@ -91,9 +90,13 @@ class SlotRule:
             LayoutError: a number of ranks below 1, a precision or a layout that is not known, or a `pad_to` that
                 cannot be cut.
         """
-        _check_ranks(context=context, tensor=tensor)
-        _check_choice("precision", precision, tuple(ROWS_PER_BLOCK))
-        _check_choice("layout", layout, ("mirrored", "contiguous"))
+        for name, count in (("context", context), ("tensor", tensor)):
+            if not isinstance(count, int) or count < 1:
+                raise LayoutError(f"SlotRule.for_parallel: {name} counts ranks, at least 1, got {count!r}")
+        for name, value, choices in (("precision", precision, Precision), ("layout", layout, Layout)):
+            if value not in (known := get_args(choices)):
+                known = ", ".join(known)
+                raise LayoutError(f"SlotRule.for_parallel: {name}={value!r} is not known; use one of {known}")
         shards = context * tensor if sequence_parallel else context
         multiple = lcm(2 * context if context > 1 else 1, shards) if layout == "mirrored" else 1
         return cls(
@@ -114,17 +117,6 @@ class SlotRule:
                 f"SlotRule.pad_to={self.pad_to} is not a multiple of row_multiple={self.row_multiple}; "
                 f"use pad_to={round_up(self.pad_to, self.row_multiple)}"
             )
-
-
-def _check_ranks(**ranks: int) -> None:
-    for name, count in ranks.items():
-        if not isinstance(count, int) or count < 1:
-            raise LayoutError(f"SlotRule.for_parallel: {name} counts ranks, at least 1, got {count!r}")
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise LayoutError(f"SlotRule.for_parallel: {name}={value!r} is not known; use one of {', '.join(choices)}")
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -358,52 +350,71 @@ class Segments:
         """Query-key pairs of causal attention inside the segments: the sum of n (n + 1) / 2."""
         return sum(n * (n + 1) // 2 for n in self.lengths)
 
+    @property
+    def slots_and_tail(self) -> tuple[int, ...]:
+        """Tokens of each slot, and of the row's tail behind them: G + 1 values that cover the row."""
+        return (*self.slots, self.total - sum(self.slots))
+
     # ------------------------------------------------------------------ the same on a device
 
     def cu_seqlens(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """`real` as int32 [G + 1]."""
-        return self._tensor(arrays.real, device)
+        return self.derived("real", device, lambda: np.asarray(self.real, np.int32))
 
     def cu_seqlens_padded(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """`stride` as int32 [G + 1]."""
-        return self._tensor(arrays.stride, device)
+        return self.derived("stride", device, lambda: np.asarray(self.stride, np.int32))
 
     def kernel_seqlens(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """`kernel` as int32 [any]."""
-        return self._tensor(arrays.kernel, device)
+        return self.derived("kernel", device, lambda: np.asarray(self.kernel, np.int32))
 
     def seq_idx(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """int32 [T]: the segment whose slot holds each token; G (one past the last) on the row's tail."""
-        return self._tensor(arrays.seq_idx, device)
+        return self.derived("seq_idx", device, self._seq_idx)
 
     def padding_mask(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """bool [T]: True where the row holds padding."""
-        return self._tensor(arrays.padding, device)
+        return self.derived("padding", device, self._padding)
 
     def real_index(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """int64 [R]: where in the row its real tokens are, in order."""
-        return self._tensor(arrays.real_index, device)
+        return self.derived("real_index", device, self._real_index)
 
     def position_in_segment(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """int64 [T]: 0, 1, 2, ... from each slot's start; 0 on padding."""
-        return self._tensor(arrays.position, device)
+        return self.derived("position", device, self._position)
 
     def first_tokens(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """int64 [at most G]: where in the row each segment has its first real token; empty segments have none."""
-        return self._tensor(arrays.first_tokens, device)
+        return self.derived("first", device, lambda: np.asarray([a for a, b in self.spans if b > a], np.int64))
 
     def last_tokens(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """int64 [at most G]: where in the row each segment has its last real token; empty segments have none."""
-        return self._tensor(arrays.last_tokens, device)
+        return self.derived("last", device, lambda: np.asarray([b - 1 for a, b in self.spans if b > a], np.int64))
+
+    def _seq_idx(self) -> np.ndarray:
+        return np.repeat(np.arange(len(self.lengths) + 1, dtype=np.int32), self.slots_and_tail)
+
+    def _padding(self) -> np.ndarray:
+        mask = np.full(self.total, self.has_gaps)
+        for start, stop in self.spans if self.has_gaps else ():
+            mask[start:stop] = False
+        return mask
+
+    def _real_index(self) -> np.ndarray:
+        return ranges(np.asarray(self.stride[:-1], np.int64), np.asarray(self.lengths, np.int64))
+
+    def _position(self) -> np.ndarray:
+        if not self.has_gaps:  # copies of one range: less memory is touched than by `ranges`
+            longest = np.arange(self.max_length)
+            return np.concatenate([longest[:n] for n in self.lengths])
+        return np.where(self._padding(), 0, ranges(0, np.asarray(self.slots_and_tail, np.int64)))
 
     @cached_property
     def _tensors(self) -> dict[tuple[Hashable, torch.device], torch.Tensor]:
         """Not a field, so that a dataclass rebuilt field by field (FSDP's mixed precision) starts without tensors."""
         return {}
-
-    @outside_graph
-    def _tensor(self, make: Callable[[Segments], np.ndarray], device: torch.device | str) -> torch.Tensor:
-        return self.derived(make, device, partial(make, self))
 
     @outside_graph
     def derived(self, key: Hashable, device: torch.device | str, make: Callable[[], np.ndarray]) -> torch.Tensor:
@@ -421,3 +432,11 @@ class Segments:
 def _pad_edges(start: int, stop: int) -> list[int]:
     """Boundaries after `start` that cut the pad run [start, stop) into pieces of at most PAD_PIECE."""
     return [*range(start + PAD_PIECE, stop, PAD_PIECE), stop] if stop > start else []
+
+
+def ranges(starts: np.ndarray | int, lengths: np.ndarray, dtype: type[np.integer] = np.int64) -> np.ndarray:
+    """The whole numbers of every range [start, start + length), one range after the other, of type `dtype`."""
+    before = np.cumsum(lengths) - lengths
+    numbers = np.arange(lengths.sum(), dtype=dtype)
+    numbers += np.repeat((starts - before).astype(dtype), lengths)
+    return numbers

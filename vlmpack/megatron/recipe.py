@@ -19,7 +19,7 @@ Engine = Literal["vlmpack", "megatron"]
 """Who runs the model step: a Hugging Face model with packing enabled, or Megatron-Core."""
 
 GraphScope = Literal["full_iteration", "layer", "attn", "mlp", "moe", "moe_router", "moe_preprocess"]
-"""What a CUDA graph captures, by Megatron-Core's names; `layer`: whole layers."""
+"""The parts of a step that a CUDA graph captures, by Megatron-Core's names; `layer`: whole layers."""
 
 
 @final
@@ -34,31 +34,31 @@ class Recipe:
     sequence_length: int
     """Tokens of the longest row."""
     micro_batch_size: int
-    """What a rank takes from its data loader for one forward: samples for `in_batch`, else rows."""
+    """Samples or rows that a rank takes from its data loader for one forward: samples for `in_batch`, else rows."""
     packing: Packing
     """When samples are put into rows."""
     slots: SlotRule = SlotRule()
-    """How rows are laid out. Megatron-Bridge's `pad_to_max_length` is `pad_to`, its `pad_cu_seqlens` `max_segments`."""
+    """The layout of rows. Megatron-Bridge's `pad_to_max_length` is `pad_to`, its `pad_cu_seqlens` `max_segments`."""
     engine: Engine = "vlmpack"
     """Who runs the model step."""
     family: str | None = None
     """The model's `config.model_type`; None: not looked at."""
     finetuning: bool = True
-    """Whether some tokens are no targets."""
+    """True if some tokens are no targets."""
     per_token_loss: bool = False
-    """Whether gradients are divided once, by the targets of all ranks (Megatron-Core: calculate_per_token_loss)."""
+    """True if gradients are divided once, by the targets of all ranks (Megatron-Core: calculate_per_token_loss)."""
     average_in_collective: bool = False
-    """Whether data-parallel gradients are averaged while they are reduced (Megatron-Core: average_in_collective)."""
+    """True if data-parallel gradients are averaged while they are reduced (Megatron-Core: average_in_collective)."""
     context: int = 1
     """Context-parallel ranks."""
     eval_context: int | None = None
     """Context-parallel ranks in evaluation; None: as in training."""
     layout: Layout | None = None
-    """How context-parallel ranks share a row; None: as the engine cuts it (vlmpack contiguously, Megatron mirrored)."""
+    """The cut of a row over context-parallel ranks; None: the engine's (vlmpack contiguous, Megatron mirrored)."""
     tensor: int = 1
     """Tensor-parallel ranks."""
     sequence_parallel: bool = False
-    """Whether tensor-parallel ranks share tokens out between them outside attention."""
+    """True if tensor-parallel ranks share tokens out between them outside attention."""
     pipeline: int = 1
     """Pipeline stages."""
     expert: int = 1
@@ -68,9 +68,9 @@ class Recipe:
     fullest_row: int | None = None
     """Most samples of any row, by the manifest of the rows stored ahead; None: there is no manifest."""
     cuda_graphs: tuple[GraphScope, ...] = ()
-    """What CUDA graphs capture in training; empty: there are none."""
+    """The parts that CUDA graphs capture in training; empty: there are none."""
     mtp_depth: int = 0
-    """How many tokens further multi-token prediction looks ahead; 0: it is off."""
+    """Further tokens that multi-token prediction looks ahead; 0: it is off."""
     boundaries: Boundaries = "real"
     """The boundaries of rows with gaps that Megatron gets (`to_megatron`)."""
 
@@ -115,8 +115,8 @@ def _counts(recipe: Recipe) -> Iterator[str]:
 
 
 def _words(recipe: Recipe) -> Iterator[str]:
-    known = {"packing": Packing, "engine": Engine, "layout": Layout, "precision": Precision, "boundaries": Boundaries}
-    for name, words in known.items():
+    choices = {"packing": Packing, "engine": Engine, "layout": Layout, "precision": Precision, "boundaries": Boundaries}
+    for name, words in choices.items():
         if recipe.__dict__[name] not in get_args(words) and (name, recipe.__dict__[name]) != ("layout", None):
             yield f"{name} must be one of {', '.join(get_args(words))}, got {recipe.__dict__[name]!r}"
     for scope in recipe.cuda_graphs:

@@ -231,7 +231,7 @@ RULES: tuple[Callable[[Recipe], Iterator[str]], ...] = (
     _mtp,
     _family,
 )
-"""What `validate` checks of a recipe without a row."""
+"""The checks that `validate` makes of a recipe without a row."""
 
 
 def validate(

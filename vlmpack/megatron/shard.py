@@ -14,7 +14,7 @@ import torch
 
 from vlmpack.context_parallel import MediaShare, Partition, Route, Transfers
 from vlmpack.errors import LayoutError
-from vlmpack.layout import HostMetadata, Layout, Media, PackedRow, Segments, host_grids, outside_graph, stops_of_tokens
+from vlmpack.layout import HostMetadata, Layout, Media, PackedRow, Segments, outside_graph, stops_of_tokens
 
 
 @final
@@ -73,7 +73,7 @@ def shard(row: PackedRow, rank: int, ranks: int, *, merge: int, layout: Layout =
     last target is a token of another part. Images are spread over ranks by their patches, wherever their tokens are.
 
     Args:
-        row: the whole row; with the grids in its metadata there is no host–device sync.
+        row: the whole row; with grids and seconds in its metadata there is no host–device sync.
         rank: whose part.
         ranks: how many there are.
         merge: patches that the model's vision tower merges into one token along each side; 1 for a row of text.
@@ -88,11 +88,9 @@ def shard(row: PackedRow, rank: int, ranks: int, *, merge: int, layout: Layout =
     def cut(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else partition.cut(tensor, rank)
 
-    metadata, media = row.known_metadata, row.media
-    image_grids = host_grids(metadata.image_grids, media.image_grid_thw, "image_grid_thw")
-    images = MediaShare.spread(image_grids, ranks=ranks, merge=merge)
-    video_grids = host_grids(metadata.video_grids, media.video_grid_thw, "video_grid_thw")
-    videos = MediaShare.spread(video_grids, ranks=ranks, merge=merge)
+    metadata = row.host_metadata()
+    images = MediaShare.spread(metadata.image_grids, ranks=ranks, merge=merge)
+    videos = MediaShare.spread(metadata.video_grids, ranks=ranks, merge=merge)
     return LocalRow(
         input_ids=partition.cut(row.input_ids, rank),
         partition=partition,
@@ -101,7 +99,7 @@ def shard(row: PackedRow, rank: int, ranks: int, *, merge: int, layout: Layout =
         position_ids=cut(row.position_ids),
         mm_token_type_ids=cut(row.mm_token_type_ids),
         extras={name: partition.cut(tensor, rank) for name, tensor in row.extras.items()},
-        media=_media_of(media, images, videos, rank),
+        media=_media_of(row.media, images, videos, rank),
         images=images,
         videos=videos,
         metadata=row.metadata,
@@ -130,15 +128,15 @@ def unshard(
 
 def _media_of(media: Media, images: MediaShare, videos: MediaShare, rank: int) -> Media:
     """Return the media that `rank` computes; no tensors of a kind of which it computes none."""
-    tensors, mine = media.to_hf(), {}
+    tensors, of_rank = media.to_hf(), {}
     for share, pixels, of_each in (
         (images, "pixel_values", ("image_grid_thw",)),
         (videos, "pixel_values_videos", ("video_grid_thw", "second_per_grid_ts")),
     ):
         if share.items(rank) and pixels in tensors:
-            mine[pixels] = share.take(tensors[pixels], rank)
-            mine |= {name: share.pick(tensors[name], rank) for name in of_each if name in tensors}
-    return Media(**mine)
+            of_rank[pixels] = share.take(tensors[pixels], rank)
+            of_rank |= {name: share.pick(tensors[name], rank) for name in of_each if name in tensors}
+    return Media(**of_rank)
 
 
 @final
@@ -190,11 +188,11 @@ class Halo:
         """
         if not 1 <= depth <= self.depth:
             raise LayoutError(f"this halo serves rolls by 1 to {self.depth} tokens, got depth={depth}")
-        seen, needed = (part.shape[token_dim], halo.shape[token_dim]), (self.partition.local_total, self._size(rank))
-        if seen != needed:
+        widths, needed = (part.shape[token_dim], halo.shape[token_dim]), (self.partition.local_total, self._size(rank))
+        if widths != needed:
             raise LayoutError(
-                f"rank {rank} rolls its {needed[0]} tokens with {needed[1]} that come to it, got {seen[0]} and "
-                f"{seen[1]} at dimension {token_dim}"
+                f"rank {rank} rolls its {needed[0]} tokens with {needed[1]} that come to it, got {widths[0]} and "
+                f"{widths[1]} at dimension {token_dim}"
             )
         source = self._derived(self._source, rank, depth, part.device)
         ends = self._derived(self._ends, rank, depth, part.device)

@@ -194,13 +194,13 @@ def _positions(row: PackedRow) -> torch.Tensor:
 
 def _check_format(params: Any) -> None:
     if params is None or params.qkv_format != "thd":
-        seen = "None" if params is None else f"qkv_format={params.qkv_format!r}"
+        value = "None" if params is None else f"qkv_format={params.qkv_format!r}"
         raise LayoutError(
-            f"packed_seq_params is {seen}, but only a thd batch is a packed row; a batch of rows is a PaddedBatch"
+            f"packed_seq_params is {value}, but only a thd batch is a packed row; a batch of rows is a PaddedBatch"
         )
     query, key = params.cu_seqlens_q, params.cu_seqlens_kv
     if query is None:
-        raise LayoutError("packed_seq_params has no cu_seqlens_q, so nobody knows where samples end; set it")
+        raise LayoutError("packed_seq_params has no cu_seqlens_q, so samples have no ends; set it")
     if key is None or key is query:
         return
     message = "cu_seqlens_kv is not cu_seqlens_q: keys of other samples (cross attention) are no packed row"

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from vlmpack.model.enable import (
-    PackedStep,
-    bind_loss_metrics,
-    disable_packing,
-    enable_packing,
-    is_packing,
-    packing_state,
-)
-from vlmpack.model.engine import PackingState, StepConfig, target_logprobs
+from vlmpack.model.enable import PackedStep, bind_loss_metrics, disable_packing, enable_packing, is_packing
+from vlmpack.model.engine import PackingState, StepConfig, packing_state, target_logprobs
 from vlmpack.model.forward import STEP, StepCall
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.experts import RouterStatistics, expert_layers

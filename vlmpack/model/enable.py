@@ -7,45 +7,29 @@ taking all of it back leaves nothing behind.
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, final
-from weakref import WeakSet
 
 import torch
-from torch import distributed as dist
 from torch import nn
 
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families import check_parts, family_of
-from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch, around_graph
-from vlmpack.model.engine import PackingState, StepConfig
-from vlmpack.model.forward import (
-    COLUMNS,
-    ROW_KEYS,
-    STEP,
-    StepCall,
-    packed_forward,
-    plain_forward,
-    unpackable,
-    without_guards,
-)
-from vlmpack.model.mechanisms import Mechanism, ModelParts, base_of, is_subclassed, subclass
+from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch
+from vlmpack.model.engine import PackingState, StepConfig, packing_state, stored_state
+from vlmpack.model.forward import COLUMNS, ENABLED, STEP, StepCall, packed_class
+from vlmpack.model.mechanisms import Mechanism, ModelParts, base_of, is_subclassed
 from vlmpack.model.mechanisms.attention import Attention
 from vlmpack.model.mechanisms.experts import Experts
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.per_sample import PerSample
 from vlmpack.model.mechanisms.vision import Vision
-from vlmpack.model.plain import check_adapters, check_forward, check_is_only_one, check_loss, find_model, plain_generate
+from vlmpack.model.plain import check_forward, check_is_only_one, find_model
 from vlmpack.model.result import LossCount, StepResult
 
 Model = TypeVar("Model", bound=nn.Module)
-
-_STATE = "_vlmpack_state"
-
 
 MECHANISMS: tuple[Mechanism, ...] = (GatedDelta(), PerSample(), Vision(), Experts(), Attention())
 """All that packing supports. A family's descriptor names those that its layers have."""
@@ -93,7 +77,6 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     """
     core = find_model(model)
     check_is_only_one(model)
-    check_adapters(core)
     family = family_of(core)
     check_parts(family, core)
     config = config or StepConfig()
@@ -106,25 +89,17 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
         before = None
     if before is None:
         check_forward(core, family)
-    check_loss(core)
     mechanisms = tuple(mechanism for mechanism in MECHANISMS if mechanism.is_in(family))
     loss_count = None if before is None else before.loss_count
     state = PackingState(family=family, config=config, parallel=parallel, mechanisms=mechanisms, loss_count=loss_count)
-    parts = state.parts_of(core)
-    for mechanism in mechanisms:  # all of them before anything is changed
-        _refuse(mechanism.problem(parts, attached=False))
+    state.check(core, attached=False)  # all of it before anything is changed
     if before is None:
-        core.__class__ = _packed_class(type(core))
+        core.__class__ = packed_class(type(core))
     core._vlmpack_state = state
     for mechanism in mechanisms:
-        mechanism.attach(parts)
-    _enabled.add(core)
+        mechanism.attach(state.parts_of(core))
+    ENABLED.add(core)
     return model
-
-
-def _refuse(problem: str | None) -> None:
-    if problem is not None:
-        raise ConfigError(problem)
 
 
 def disable_packing(model: Model) -> Model:
@@ -153,28 +128,6 @@ def is_packing(model: nn.Module) -> bool:
     return stored_state(find_model(model)) is not None
 
 
-def stored_state(core: nn.Module) -> PackingState | None:
-    """The state of a model, without a look at its layers; None: not enabled."""
-    return vars(core).get(_STATE)
-
-
-def packing_state(core: nn.Module) -> PackingState:
-    """The state of an enabled model.
-
-    Raises:
-        ConfigError: packing is not enabled; or parts of the model were exchanged after it was.
-    """
-    state = stored_state(core)
-    if state is None:
-        raise ConfigError(f"packing is not enabled on this {type(core).__name__}; call enable_packing(model) first")
-    check_loss(core)
-    check_adapters(core)
-    parts = state.parts_of(core)
-    for mechanism in state.mechanisms:
-        _refuse(mechanism.problem(parts, attached=True))
-    return state
-
-
 def bind_loss_metrics(model: nn.Module) -> LossCount:
     """Let HF Trainer evaluate this model on one rank: `loss_metrics` will replace `eval_loss` by the exact loss.
 
@@ -188,10 +141,6 @@ def bind_loss_metrics(model: nn.Module) -> LossCount:
     return loss_count
 
 
-_enabled: WeakSet[nn.Module] = WeakSet()
-"""Models with packing, which may have layers in common: one backbone under several heads."""
-
-
 def _changed(state: PackingState, parts: ModelParts) -> list[nn.Module]:
     """Every module that a mechanism changed."""
     return [module for mechanism in state.mechanisms for module in mechanism.find(parts)]
@@ -200,165 +149,10 @@ def _changed(state: PackingState, parts: ModelParts) -> list[nn.Module]:
 def _shared_with_others(core: nn.Module) -> set[int]:
     """Ids of the modules that were changed for other enabled models."""
     ids: set[int] = set()
-    for other in _enabled:
+    for other in ENABLED:
         if other is not core and (state := stored_state(other)) is not None:
             ids.update(map(id, _changed(state, state.parts_of(other))))
     return ids
-
-
-@functools.cache
-def _packed_class(base: Any) -> type[nn.Module]:
-    """A subclass of `base`, of the same name, whose forward understands rows; one a base class."""
-
-    @functools.wraps(base.forward)  # signature and name stay: trainers and generation look at them
-    def forward(
-        self: nn.Module,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "inputs_embeds": inputs_embeds,
-            "labels": labels,
-            **kwargs,
-        }
-        if (
-            state := stored_state(self)
-        ) is None:  # accelerate's autocast wrapper keeps this function, beyond disable_packing
-            return base.forward(self, **inputs)
-        inputs = without_guards(inputs)
-        if (reason := unpackable(self, inputs, state)) is not None:
-            return plain_forward(self, functools.partial(base.forward, self), inputs, reason)
-        state = packing_state(self)
-        output = packed_forward(self, inputs, state)
-        if state.loss_count is not None:
-            state.loss_count.add(output)
-        return output
-
-    vars(forward)["__signature__"] = _signature(base.forward)
-
-    def setstate(self: nn.Module, state: dict[str, Any]) -> None:
-        base.__setstate__(self, state)
-        packing: PackingState = vars(self)[_STATE]
-        vars(self)[_STATE] = replace(packing, loss_count=None)  # loss_metrics is bound to one object
-        _attach_attention(self)
-        _enabled.add(self)
-
-    @functools.wraps(base.set_attn_implementation)
-    def set_attn_implementation(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # transformers finds the towers that a dictionary names by their configuration objects
-        if (state := stored_state(self)) is not None:
-            Attention().detach(state.parts_of(self))
-        try:
-            return base.set_attn_implementation(self, *args, **kwargs)
-        finally:
-            _attach_attention(self)
-
-    body = {
-        "__setstate__": setstate,
-        "set_attn_implementation": set_attn_implementation,
-        "forward": around_graph(forward),
-        "generate": _generate(base),
-        "accepts_loss_kwargs": property(CountsTargets),
-    }
-    return subclass(base, body, _packed_class)
-
-
-def _attach_attention(core: nn.Module) -> None:
-    if (state := stored_state(core)) is not None:
-        Attention().attach(state.parts_of(core))
-
-
-def _generate(base: Any) -> Callable[..., Any]:
-    """`generate` of an enabled model: the model's own, of which an evaluation that generates is noticed."""
-    plain = plain_generate(base)
-
-    @functools.wraps(plain)
-    def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Seq2SeqTrainer hands over whole batches with this setting, and nobody else needs labels here: its next forward
-        # pass is the batch's loss
-        if kwargs.get("labels") is not None and "synced_gpus" in kwargs:
-            _begin_batch(stored_state(self))
-        return plain(self, *args, **kwargs)
-
-    return generate
-
-
-@final
-class CountsTargets:
-    """`accepts_loss_kwargs` of an enabled model: true, for HF Trainer to count targets over the accumulated batch.
-
-    Trainer reads its truth before each batch: with gradients in training, without in its own evaluation. That takes the
-    mean loss of each batch and averages these means over samples (over rows, of packed rows). On several ranks it also
-    multiplies each rank's share of the loss by their number, and cuts off some with the last batch.
-    """
-
-    def __init__(self, core: nn.Module) -> None:
-        self._core = core
-
-    def __bool__(self) -> bool:
-        """Return True.
-
-        Raises:
-            ConfigError: HF Trainer's own evaluation begins, on several ranks or without `loss_metrics(model)`; or one
-                has ended, and `loss_metrics` was not called with its losses.
-        """
-        state = stored_state(self._core)
-        if torch.is_grad_enabled():
-            _check_was_read(state)
-        else:
-            _begin_batch(state)
-        return True
-
-
-def _begin_batch(state: PackingState | None) -> None:
-    """Check that the loss of HF Trainer's own evaluation will be exact, and keep the losses of its next batch."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ConfigError(
-            f"HF Trainer's own evaluation over {dist.get_world_size()} ranks weighs the losses of packed batches "
-            "wrongly, so eval_loss would be no mean of them, and load_best_model_at_end would choose by it: use "
-            "PackedTrainer of vlmpack.trainer, which takes the same arguments (eval_packing=False: the same "
-            "batches; eval_capacity=: in planned rows); or evaluate of vlmpack. Seq2SeqTrainer that generates: on one "
-            "rank, or with labels under another name"
-        )
-    if state is not None and state.loss_count is None:
-        raise ConfigError(
-            "HF Trainer's own evaluation averages the mean losses of batches over samples, so eval_loss would change "
-            "with the batch size, and load_best_model_at_end would choose by it: use PackedTrainer of "
-            "vlmpack.trainer, which takes the same arguments (eval_packing=False: the same batches); or, on one rank, "
-            "compute_metrics=loss_metrics(model), which makes eval_loss the mean over all targets (with metrics of "
-            "your own, as where Seq2SeqTrainer generates: both dictionaries in one)"
-        )
-    if state is not None and state.loss_count is not None:
-        state.loss_count.is_evaluating = True
-
-
-def _check_was_read(state: PackingState | None) -> None:
-    if state is not None and state.loss_count is not None and (unread := state.loss_count.take()):
-        raise ConfigError(
-            f"HF Trainer evaluated {sum(len(losses) for losses, _ in unread)} samples and did not call "
-            "loss_metrics(model) with their losses, so eval_loss was a mean of batches' means: give this Trainer "
-            "compute_metrics=loss_metrics(model), without prediction_loss_only, or use PackedTrainer of "
-            "vlmpack.trainer. After an evaluation that was interrupted, train again"
-        )
-
-
-def _signature(forward: Callable[..., Any]) -> inspect.Signature:
-    """The signature of the model's own forward with the keys of a row: HF Trainer removes what it does not find in it
-    from samples (`remove_unused_columns`), and a row that lost its boundaries would be taken for one sample."""
-    plain = inspect.signature(forward)
-    of_row = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in ROW_KEYS]
-    added = [parameter for parameter in of_row if parameter.name not in plain.parameters]
-    ordered = sorted((*plain.parameters.values(), *added), key=lambda parameter: parameter.kind)
-    return plain.replace(parameters=ordered)
 
 
 @final

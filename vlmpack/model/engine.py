@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any, final
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -22,18 +23,23 @@ from vlmpack.errors import ConfigError, LayoutError, check_kind
 from vlmpack.families import Family
 from vlmpack.layout import (
     IGNORE,
+    Grid,
     PackedRow,
     Segments,
     SlotRule,
     around_graph,
+    check_is_tensor,
     check_none_on_padding,
+    on_host,
     outside_graph,
     require,
 )
-from vlmpack.model.inputs import backbone_inputs, setup_row
-from vlmpack.model.mechanisms import CONTEXT, Mechanism, ModelParts, RowSetup
-from vlmpack.model.mechanisms.experts import Balance, RouterSettings, RouterStatistics, router_statistics
+from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
+from vlmpack.model.mechanisms.experts import Balance, RouterStatistics, router_statistics
+from vlmpack.model.plain import check_adapters, check_loss
+from vlmpack.model.positions import check_positions, check_restarts
 from vlmpack.model.result import LossCount, StepResult, Work, sums_by_sample
+from vlmpack.model.row import CONTEXT, RowContext, part_of
 
 
 @final
@@ -54,7 +60,7 @@ class StepConfig:
     """The routers' losses, where there are any: "row", of all real tokens together, as transformers does for a batch;
     "sample", the mean over the samples of each one's own."""
     z_loss_coef: float = 0.0
-    """What the routers' z-loss is multiplied by before it is added to the loss; transformers has none, so 0."""
+    """Factor of the routers' z-loss before it is added to the loss; transformers has none, so 0."""
 
     def __post_init__(self) -> None:
         check_kind("slots", self.slots, SlotRule, "SlotRule(multiple=4)")
@@ -78,15 +84,50 @@ class PackingState:
     config: StepConfig
     """Its settings."""
     parallel: Parallel | None
-    """How ranks work together on its rows; None: each by itself."""
+    """The ranks that work together on its rows; None: each by itself."""
     mechanisms: tuple[Mechanism, ...]
-    """Those of its family."""
+    """The mechanisms of its family."""
     loss_count: LossCount | None = None
     """Set by `loss_metrics(model)`, which replaces Trainer's `eval_loss`; None: nothing does."""
 
     def parts_of(self, core: nn.Module) -> ModelParts:
         """The enabled model and its parts."""
         return ModelParts(family=self.family, core=core, shares_rows=self.parallel is not None)
+
+    def check(self, core: Any, *, attached: bool) -> None:
+        """Look at a model again: parts of it may have been exchanged.
+
+        Args:
+            core: the model.
+            attached: whether the mechanisms are to have changed their modules already.
+
+        Raises:
+            ConfigError: its packed rows would be wrong.
+        """
+        check_loss(core)
+        check_adapters(core)
+        parts = self.parts_of(core)
+        for mechanism in self.mechanisms:
+            if (problem := mechanism.problem(parts, attached=attached)) is not None:
+                raise ConfigError(problem)
+
+
+def stored_state(core: nn.Module) -> PackingState | None:
+    """The state of a model, without a look at its layers; None: not enabled."""
+    return vars(core).get("_vlmpack_state")
+
+
+def packing_state(core: nn.Module) -> PackingState:
+    """The state of an enabled model.
+
+    Raises:
+        ConfigError: packing is not enabled; or parts of the model were exchanged after it was.
+    """
+    state = stored_state(core)
+    if state is None:
+        raise ConfigError(f"packing is not enabled on this {type(core).__name__}; call enable_packing(model) first")
+    state.check(core, attached=True)
+    return state
 
 
 @around_graph
@@ -128,13 +169,141 @@ def run_row(
     work = _finish(setup, state.mechanisms, inputs[CONTEXT].entries)
     routers = None
     if recorded:
-        settings = RouterSettings(per=config.aux_loss, balance=balance, z_loss_coef=config.z_loss_coef)
-        routers = router_statistics(output.router_logits, hidden, setup, settings)
+        settings = {"per": config.aux_loss, "with_balance": balance, "z_loss_coef": config.z_loss_coef}
+        routers = router_statistics(output.router_logits, hidden, setup, **settings)
     result = _result(hidden, setup, config, num_items_in_batch, routers=routers, logits=logits, work=work)
     if hidden_states:
         states = tuple(None if x is None else setup.part.gather(x[0])[None] for x in output.hidden_states)
         result = replace(result, row_hidden_states=states)
     return replace(result, row_last_hidden=setup.part.gather(hidden[0])[None]) if last_hidden else result
+
+
+# ---------------------------------------------------------------------- inputs of the model without its head
+
+
+@outside_graph
+def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, backend: str) -> RowSetup:
+    """Take the part of a row that goes through the model on this rank, and derive its metadata.
+
+    Args:
+        model: the model.
+        row: the row, on the model's device.
+        parallel: how ranks work together on the row; None: this one has it to itself.
+        backend: name of the attention back-end, or "auto".
+
+    Raises:
+        LayoutError: media or token ids that do not fit the row or the model.
+    """
+    metadata, media = row.host_metadata(), row.media
+    _check_pixels(model, media.pixel_values, metadata.image_grids, "pixel_values")
+    _check_pixels(model, media.pixel_values_videos, metadata.video_grids, "pixel_values_videos")
+    part = part_of(row, parallel)
+    _check_vocabulary(row, model.family.text_config(model.core.config).vocab_size)
+    types = model.family.media_types(row.input_ids, model.core.config)
+    return RowSetup(model=model, row=row, metadata=metadata, part=part, types=types, backend=backend)
+
+
+@outside_graph
+def backbone_inputs(
+    setup: RowSetup, mechanisms: Sequence[Mechanism], *, rope_segments: Segments | None
+) -> dict[str, Any]:
+    """Keyword arguments of the model without its head.
+
+    Args:
+        setup: the row.
+        mechanisms: those of the model.
+        rope_segments: the row cut where rotary positions restart; None: at its samples.
+
+    Raises:
+        LayoutError: media, placeholders or positions that do not fit the row.
+    """
+    family, row, metadata, part = setup.model.family, setup.row, setup.metadata, setup.part
+    if row.mm_token_type_ids is not None:
+        _check_types(row.mm_token_type_ids, setup.types, row.segments)
+    family.check_runs(setup.types, row.segments, metadata, config=setup.config)
+    if rope_segments is not None:
+        check_restarts(rope_segments, row.segments, setup.types)
+    positions = family.positions(
+        setup.types,
+        rope_segments or row.segments,
+        image_grids=metadata.image_grids,
+        video_grids=metadata.video_grids,
+        seconds_per_grid=metadata.seconds_per_grid,
+        config=setup.config,
+    )
+    if row.position_ids is not None:
+        check_positions(row.position_ids, positions, family, row.segments, restarts=rope_segments)
+    entries = {mechanism.name: mechanism.prepare(setup) for mechanism in mechanisms}
+    inputs: dict[str, Any] = {
+        "input_ids": part.cut(row.input_ids),
+        # A 4D mask is taken as it is, so no T x T mask is ever built; the attention function does not read it.
+        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.input_ids.device),
+        "position_ids": part.cut(family.rotary_ids(positions)),
+        # Whatever the configuration: a cache would be filled and thrown away.
+        "use_cache": False,
+        **({"mm_token_type_ids": part.cut(setup.types)} if family.has_vision else {}),
+        CONTEXT: RowContext(segments=row.segments, part=part, entries=entries),
+    }
+    for mechanism in mechanisms:
+        inputs |= mechanism.inputs(entries[mechanism.name])
+    return inputs
+
+
+def _check_pixels(model: ModelParts, pixels: torch.Tensor | None, grids: Sequence[Grid], name: str) -> None:
+    """Patches are as many as the grids describe, and were cut for this model."""
+    if pixels is not None and (not isinstance(pixels, torch.Tensor) or pixels.ndim != 2 or pixels.is_complex()):
+        count = f"{pixels.dtype} {list(pixels.shape)}" if isinstance(pixels, torch.Tensor) else type(pixels).__name__
+        raise LayoutError(f"{name} must be a tensor [patches, values], got {count}; keep what the processor gives")
+    expected, count = sum(map(prod, grids)), 0 if pixels is None else pixels.shape[0]
+    if expected != count:
+        raise LayoutError(f"the grids describe {expected} patches, {name} has {count}; pass the media of every sample")
+    if pixels is not None and pixels.shape[1] != (channels := model.family.patch_channels(model.core.config)):
+        raise LayoutError(
+            f"a patch of {name} has {pixels.shape[1]} values, but {channels} in this {model.family.model_type} model; "
+            "use the processor that belongs to the model"
+        )
+
+
+def _check_types(column: torch.Tensor, types: torch.Tensor, segments: Segments) -> None:
+    """Compare a caller's type of each token, [1, T], with the token ids; padding does not matter."""
+    check_is_tensor(column, "mm_token_type_ids")
+    if column.shape != types.shape or column.is_complex():
+        raise LayoutError(
+            f"mm_token_type_ids is {column.dtype} {list(column.shape)} but input_ids is {list(types.shape)}; leave "
+            "it out, it is made from input_ids"
+        )
+    differs = column != types
+    if segments.has_gaps:
+        differs = differs & ~segments.padding_mask(types.device)
+    message = (
+        "mm_token_type_ids contradicts input_ids: it has to be 1 exactly on image placeholders, 2 on video "
+        "placeholders and 0 elsewhere; leave it out, it is made from input_ids"
+    )
+    require(~differs.any(), message, LayoutError)
+
+
+def _check_vocabulary(row: PackedRow, size: int) -> None:
+    """Look for ids that the model does not have, which PyTorch would name without their place.
+
+    On an accelerator its own assertions do, without a sync.
+    """
+    for name, ids in (("input_ids", row.input_ids), ("a target of labels", row.shift_labels)):
+        if ids is None or not on_host(ids):
+            continue
+        values = ids[0].numpy()
+        odd = values.view(np.uint64) >= size  # negative numbers are large ones
+        if name != "input_ids":
+            odd &= values != IGNORE
+        if odd.any():
+            at = int(odd.argmax())
+            raise LayoutError(
+                f"place {at} of the row: {name} is {values[at]}, but this model's ids go from 0 to {size - 1}"
+                f"{'' if name == 'input_ids' else f', and what is not learnt is {IGNORE}'}; use the tokenizer that "
+                "belongs to the model"
+            )
+
+
+# ---------------------------------------------------------------------- the result
 
 
 @outside_graph

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, final
+from weakref import WeakSet
 
 import numpy as np
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from vlmpack.errors import ConfigError, LayoutError, check_kind
-from vlmpack.families import Family
 from vlmpack.layout import (
     IGNORE,
     METADATA_KEY,
@@ -30,11 +32,19 @@ from vlmpack.layout import (
     to_device,
     whole_numbers,
 )
-from vlmpack.model.engine import PackingState, StepConfig, run_row
-from vlmpack.model.inputs import rope_segments
-from vlmpack.model.mechanisms import ModelParts
-from vlmpack.model.mechanisms.experts import puts_aux_loss_first, wants_balance
-from vlmpack.model.plain import is_generating, passed_on, warn_of_padding
+from vlmpack.model.engine import PackingState, StepConfig, packing_state, run_row, stored_state
+from vlmpack.model.mechanisms import ModelParts, subclass
+from vlmpack.model.mechanisms.attention import Attention
+from vlmpack.model.mechanisms.experts import wants_balance
+from vlmpack.model.plain import (
+    BOUNDARIES,
+    check_boundaries_kept,
+    is_generating,
+    passed_on,
+    plain_generate,
+    warn_of_padding,
+)
+from vlmpack.model.positions import rope_segments
 from vlmpack.model.result import PackedOutput, StepResult
 
 STEP = "vlmpack_step"
@@ -52,9 +62,107 @@ class StepCall:
         """The result; None: the model did not pack."""
 
 
-def without_guards(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Take out of a row's dictionary what stops models without packing."""
-    return {name: None if isinstance(value, OnlyPacked) else value for name, value in inputs.items()}
+ENABLED: WeakSet[nn.Module] = WeakSet()
+"""Models with packing, which may have layers in common: one backbone under several heads."""
+
+
+@functools.cache
+def packed_class(base: Any) -> type[nn.Module]:
+    """A subclass of `base`, of the same name, whose forward understands rows; one a base class."""
+
+    def setstate(self: Any, state: dict[str, Any]) -> None:
+        base.__setstate__(self, state)
+        self._vlmpack_state = replace(self._vlmpack_state, loss_count=None)  # loss_metrics is bound to one object
+        _attach_attention(self)
+        ENABLED.add(self)
+
+    @functools.wraps(base.set_attn_implementation)
+    def set_attn_implementation(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # transformers finds the towers that a dictionary names by their configuration objects
+        if (state := stored_state(self)) is not None:
+            Attention().detach(state.parts_of(self))
+        try:
+            return base.set_attn_implementation(self, *args, **kwargs)
+        finally:
+            _attach_attention(self)
+
+    body = {
+        "__setstate__": setstate,
+        "set_attn_implementation": set_attn_implementation,
+        "forward": around_graph(_forward_of(base)),
+        "generate": _generate(base),
+        "accepts_loss_kwargs": property(CountsTargets),
+    }
+    return subclass(base, body, packed_class)
+
+
+def _forward_of(base: Any) -> Any:
+    @functools.wraps(base.forward)  # signature and name stay: trainers and generation look at them
+    def forward(
+        self: nn.Module,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "labels": labels,
+            **kwargs,
+        }
+        state = stored_state(self)
+        if state is None:  # accelerate's autocast wrapper keeps this function, beyond disable_packing
+            return base.forward(self, **inputs)
+        # of a row: what stops models without packing
+        inputs = {name: None if isinstance(value, OnlyPacked) else value for name, value in inputs.items()}
+        if (reason := unpackable(self, inputs, state)) is not None:
+            return plain_forward(self, functools.partial(base.forward, self), inputs, reason)
+        state = packing_state(self)
+        output = packed_forward(self, inputs, state)
+        if state.loss_count is not None:
+            state.loss_count.add(output)
+        return output
+
+    wrapper: Any = forward
+    wrapper.__signature__ = _signature(base.forward)
+    return wrapper
+
+
+def _generate(base: Any) -> Callable[..., Any]:
+    """`generate` of an enabled model: the model's own, of which an evaluation that generates is noticed."""
+    plain = plain_generate(base)
+
+    @functools.wraps(plain)
+    def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Seq2SeqTrainer hands over whole batches with this setting, and nobody else needs labels here: its next forward
+        # pass is the batch's loss
+        if kwargs.get("labels") is not None and "synced_gpus" in kwargs:
+            _begin_batch(stored_state(self))
+        return plain(self, *args, **kwargs)
+
+    return generate
+
+
+def _attach_attention(core: nn.Module) -> None:
+    if (state := stored_state(core)) is not None:
+        Attention().attach(state.parts_of(core))
+
+
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    """The signature of the model's own forward with the keys of a row: HF Trainer removes what it does not find in it
+    from samples (`remove_unused_columns`), and a row that lost its boundaries would be taken for one sample."""
+    plain = inspect.signature(forward)
+    of_row = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in ROW_KEYS]
+    added = [parameter for parameter in of_row if parameter.name not in plain.parameters]
+    ordered = sorted((*plain.parameters.values(), *added), key=lambda parameter: parameter.kind)
+    return plain.replace(parameters=ordered)
 
 
 @around_graph
@@ -84,12 +192,13 @@ def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> An
     wants_logits = _wants_logits(inputs, row) or (as_tuple and not is_row)
     by_hidden = keep is not None and state.parallel is None
     _check_counted(inputs, row, is_row=is_row)
+    boundaries = inputs.get("rope_cu_seqlens")
     result = run_row(
         core,
         state,
         row,
         num_items_in_batch=inputs.get("num_items_in_batch"),
-        rope_segments=rope_segments(inputs.get("rope_cu_seqlens"), row.segments),
+        rope_segments=None if boundaries is None else rope_segments(boundaries, row.segments),
         logits=wants_logits and not by_hidden,
         last_hidden=by_hidden,
         hidden_states=_requested(inputs, "output_hidden_states", text_config.output_hidden_states),
@@ -100,10 +209,10 @@ def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> An
         result = replace(result, width=inputs["input_ids"].shape[1], offsets=row.metadata.offsets)
     if call is not None:
         call.result = result
-    output = _output(result, has_labels=row.shift_labels is not None, is_row=is_row, routers=bool(routers))
+    output = PackedOutput.of(result, has_labels=row.shift_labels is not None, is_row=is_row, routers=bool(routers))
     if keep is not None:
-        output.logits = _kept_logits(result, keep, state.family.head(core))
-    return _tuple_of(output, state.family) if as_tuple else output
+        output.logits = result.kept_logits(keep, state.family.head(core))
+    return output.in_order(state.family) if as_tuple else output
 
 
 def _row_of(model: ModelParts, inputs: dict[str, Any], state: PackingState, *, is_row: bool) -> PackedRow:
@@ -128,24 +237,6 @@ def _whole_columns(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
 def _requested(inputs: dict[str, Any], name: str, configured: Any) -> Any:
     """The argument of a call, or else the configured value."""
     return configured if inputs.get(name) is None else inputs[name]
-
-
-@outside_graph
-def _kept_logits(result: StepResult, keep: int | torch.Tensor, head: nn.Module) -> torch.Tensor:
-    """[B, K, V]: logits of these columns of the padded batch (of the last ones, if a number), 0 on padding."""
-    columns = slice(-keep, None) if isinstance(keep, int) else keep
-    if result.logits is not None:  # ranks share the row
-        return result.logits[:, columns]
-    assert result.last_hidden is not None
-    return head(result.last_hidden[:, columns])
-
-
-def _tuple_of(output: PackedOutput, family: Family) -> tuple[Any, ...]:
-    """In the order of the unmodified model, which may put the routers' loss before the logits."""
-    if not family.has("experts") or not puts_aux_loss_first(family):
-        return output.to_tuple()
-    names = sorted(output.keys(), key=("loss", "aux_loss", *output.keys()).index)
-    return tuple(output[name] for name in names)
 
 
 def _wants_logits(inputs: dict[str, Any], row: PackedRow) -> bool:
@@ -181,22 +272,6 @@ def _check_counted(inputs: dict[str, Any], row: PackedRow, *, is_row: bool) -> N
         "the loss would be divided by too many: set the labels of first tokens to -100",
         LayoutError,
     )
-
-
-@outside_graph
-def _output(result: StepResult, *, has_labels: bool, is_row: bool, routers: bool) -> PackedOutput:
-    """`routers`: whether router statistics were requested by name; those kept for a loss alone do not come back."""
-    fields: dict[str, Any] = {
-        "logits": result.row_logits if is_row else result.logits,
-        "hidden_states": result.row_hidden_states if is_row else result.hidden_states,
-        "aux_loss": result.aux_loss,
-        "z_loss": result.z_loss,
-    }
-    if routers:
-        fields |= {"expert_counts": result.expert_counts, "router_logits": result.router_logits}
-    if has_labels:
-        fields |= {"loss": result.loss, "sample_losses": result.sample_losses, "sample_targets": result.sample_targets}
-    return PackedOutput(**fields)
 
 
 _WHOLE = ("input_ids", "labels", "shift_labels")
@@ -252,14 +327,12 @@ def _can_keep(inputs: dict[str, Any]) -> bool:
 @outside_graph
 def _checked_row(row: PackedRow) -> PackedRow:
     """A row of `PackedStep`, whose columns are whole numbers, as wide as its boundaries."""
-    columns = {"input_ids": whole_numbers(row.input_ids, "input_ids")}
-    if row.shift_labels is not None:
-        columns["shift_labels"] = whole_numbers(row.shift_labels, "shift_labels")
-    for name, column in columns.items():
-        if column.shape != (1, row.segments.total):
-            raise LayoutError(f"{name} is {list(column.shape)}, but the row is [1, {row.segments.total}]")
+    ids, labels = whole_numbers(row.input_ids, "input_ids"), row.shift_labels
+    if labels is not None and (labels := whole_numbers(labels, "shift_labels")).shape != ids.shape:
+        raise LayoutError(f"shift_labels is {list(labels.shape)}, but the row is {list(ids.shape)}")
     _check_not_empty(row.segments.total)
-    return replace(row, **columns) if any(column is not vars(row)[name] for name, column in columns.items()) else row
+    is_as_before = ids is row.input_ids and labels is row.shift_labels
+    return row if is_as_before else replace(row, input_ids=ids, shift_labels=labels)
 
 
 def _check_not_empty(width: int) -> None:
@@ -321,71 +394,86 @@ def _check_padding_mask(mask: torch.Tensor, padding: torch.Tensor, remedy: str) 
     require((mask.bool() == padding).all(), message, LayoutError)
 
 
+# ---------------------------------------------------------------------- what HF Trainer counts
+
+
+@final
+class CountsTargets:
+    """`accepts_loss_kwargs` of an enabled model: true, for HF Trainer to count targets over the accumulated batch.
+
+    Trainer reads its truth before each batch: with gradients in training, without in its own evaluation. That takes the
+    mean loss of each batch and averages these means over samples (over rows, of packed rows). On several ranks it also
+    multiplies each rank's share of the loss by their number, and cuts off some with the last batch.
+    """
+
+    def __init__(self, core: nn.Module) -> None:
+        self._core = core
+
+    def __bool__(self) -> bool:
+        """Return True.
+
+        Raises:
+            ConfigError: HF Trainer's own evaluation begins, on several ranks or without `loss_metrics(model)`; or one
+                has ended, and `loss_metrics` was not called with its losses.
+        """
+        state = stored_state(self._core)
+        if torch.is_grad_enabled():
+            _check_was_read(state)
+        else:
+            _begin_batch(state)
+        return True
+
+
+def _begin_batch(state: PackingState | None) -> None:
+    """Check that the loss of HF Trainer's own evaluation will be exact, and keep the losses of its next batch."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError(
+            f"HF Trainer's own evaluation over {dist.get_world_size()} ranks weighs the losses of packed batches "
+            "wrongly, so eval_loss would be no mean of them, and load_best_model_at_end would choose by it: use "
+            "PackedTrainer of vlmpack.trainer, which takes the same arguments (eval_packing=False: the same "
+            "batches; eval_capacity=: in planned rows); or evaluate of vlmpack. Seq2SeqTrainer that generates: on one "
+            "rank, or with labels under another name"
+        )
+    if state is not None and state.loss_count is None:
+        raise ConfigError(
+            "HF Trainer's own evaluation averages the mean losses of batches over samples, so eval_loss would change "
+            "with the batch size, and load_best_model_at_end would choose by it: use PackedTrainer of "
+            "vlmpack.trainer, which takes the same arguments (eval_packing=False: the same batches); or, on one rank, "
+            "compute_metrics=loss_metrics(model), which makes eval_loss the mean over all targets (with metrics of "
+            "your own, as where Seq2SeqTrainer generates: both dictionaries in one)"
+        )
+    if state is not None and state.loss_count is not None:
+        state.loss_count.is_evaluating = True
+
+
+def _check_was_read(state: PackingState | None) -> None:
+    if state is not None and state.loss_count is not None and (unread := state.loss_count.take()):
+        raise ConfigError(
+            f"HF Trainer evaluated {sum(len(losses) for losses, _ in unread)} samples and did not call "
+            "loss_metrics(model) with their losses, so eval_loss was a mean of batches' means: give this Trainer "
+            "compute_metrics=loss_metrics(model), without prediction_loss_only, or use PackedTrainer of "
+            "vlmpack.trainer. After an evaluation that was interrupted, train again"
+        )
+
+
 # ---------------------------------------------------------------------- names of inputs
 
-_BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_q_padded", "rope_cu_seqlens", "moe_padding_mask")
 _TOKENS = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "mm_token_type_ids")
 _MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
 COLUMNS = frozenset((*_TOKENS, *_MEDIA, "cu_seqlens_q", "cu_seqlens_q_padded", "moe_padding_mask", METADATA_KEY))
 """The parts of a batch or a row."""
 
-ROW_KEYS = (*_BOUNDARIES, METADATA_KEY, "use_cache", "output_logits")
-"""What a packed row brings with it, or a batch requests, that the model's own forward may not have."""
+ROW_KEYS = (*BOUNDARIES, METADATA_KEY, "use_cache", "output_logits")
+"""Keywords of a packed row, and requests of a batch, that the model's own forward may not have."""
 
 _WANTED = ("output_logits", "output_hidden_states")
-_BATCH_KEYS = frozenset((*_TOKENS, *_MEDIA, *_BOUNDARIES, "num_items_in_batch", *_WANTED, METADATA_KEY, STEP))
+_BATCH_KEYS = frozenset((*_TOKENS, *_MEDIA, *BOUNDARIES, "num_items_in_batch", *_WANTED, METADATA_KEY, STEP))
 
 _OUTPUTS = ("output_attentions", "output_router_logits")
 _GENERATION = ("past_key_values", "inputs_embeds", "use_cache", "logits_to_keep", "mm_encoder_outputs", "rope_deltas")
 _SETTLED_KEYS = frozenset((*_GENERATION, *_OUTPUTS, "return_dict"))
 """Arguments of the model's own forward that a packed pass has settled: only their defaults go through it."""
-
-_OF_MEGATRON = ("cu_seqlens_kv", "cu_seqlens_kv_padded", "cu_seqlens", "max_seqlen", "packed_seq_params")
-_OF_TRANSFORMERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cu_seqlens_k")
-_OF_OTHERS = ("seq_lengths", "sequence_ids", "document_ids")
-_LOST_BOUNDARIES = (*_BOUNDARIES[1:], *_OF_MEGATRON, *_OF_TRANSFORMERS, *_OF_OTHERS)
-"""Names under which boundaries are given elsewhere, or to us with `cu_seqlens_q` forgotten."""
-
-
-def check_boundaries_kept(inputs: dict[str, Any]) -> None:
-    """transformers' own attention ignores boundaries under most of their names, without a warning.
-
-    Raises:
-        ConfigError: there are some, or positions that restart.
-        LayoutError: a padded batch has lost its mask.
-    """
-    lost = [name for name, value in inputs.items() if value is not None and _looks_like_boundaries(name)]
-    if lost:
-        raise ConfigError(f"{', '.join(lost)} {_MIXED}")
-    if inputs["attention_mask"] is not None:
-        return
-    if inputs.get(METADATA_KEY) is not None:
-        raise LayoutError(
-            "a padded batch came without its attention_mask, so its padding would be attended to; keep the 2D mask "
-            "that the collator made"
-        )
-    if (positions := inputs["position_ids"]) is not None and inputs.get("past_key_values") is None:
-        # The place in the sample, or time: neither goes back.
-        first = positions[0] if positions.ndim == 3 else positions
-        goes_back = (first[..., 1:] < first[..., :-1]).any()
-        require(
-            ~goes_back,
-            f"position_ids that restart are how others mark the samples of a row: they {_MIXED}",
-            ConfigError,
-        )
-
-
-@functools.cache
-def _looks_like_boundaries(name: str) -> bool:
-    """One of those names, or misspelt."""
-    return bool(difflib.get_close_matches(name, ("cu_seqlens_q", *_LOST_BOUNDARIES), n=1, cutoff=0.88))
-
-
-_MIXED = (
-    "would be ignored and the samples of the row mixed; give a packed row its boundaries as cu_seqlens_q (and "
-    "cu_seqlens_q_padded if it has gaps)"
-)
 
 
 def check_keys(inputs: dict[str, Any], *, is_row: bool) -> None:

@@ -7,6 +7,7 @@ model.model(...)              plain: it never comes to the forward of the enable
 
 from __future__ import annotations
 
+import difflib
 import functools
 import sys
 import warnings
@@ -20,9 +21,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from vlmpack.errors import ConfigError, FamilyError, UnpackedWarning
+from vlmpack.errors import ConfigError, FamilyError, LayoutError, UnpackedWarning
 from vlmpack.families import Family, family_of
-from vlmpack.layout import METADATA_KEY, on_host, outside_graph
+from vlmpack.layout import METADATA_KEY, on_host, outside_graph, require
 
 _HAS_HEAD = ("ForConditionalGeneration", "ForCausalLM")
 
@@ -253,3 +254,55 @@ def _callers_level() -> int:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         level, frame = level + 1, frame.f_back
     return level
+
+
+# ---------------------------------------------------------------------- boundaries that the plain model would ignore
+
+BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_q_padded", "rope_cu_seqlens", "moe_padding_mask")
+"""Names of boundaries, and of what follows from them."""
+
+_OF_MEGATRON = ("cu_seqlens_kv", "cu_seqlens_kv_padded", "cu_seqlens", "max_seqlen", "packed_seq_params")
+_OF_TRANSFORMERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cu_seqlens_k")
+_OF_OTHERS = ("seq_lengths", "sequence_ids", "document_ids")
+_LOST_BOUNDARIES = (*BOUNDARIES[1:], *_OF_MEGATRON, *_OF_TRANSFORMERS, *_OF_OTHERS)
+"""Names under which boundaries are given elsewhere, or to us with `cu_seqlens_q` forgotten."""
+
+
+def check_boundaries_kept(inputs: dict[str, Any]) -> None:
+    """transformers' own attention ignores boundaries under most of their names, without a warning.
+
+    Raises:
+        ConfigError: there are some, or positions that restart.
+        LayoutError: a padded batch has lost its mask.
+    """
+    lost = [name for name, value in inputs.items() if value is not None and _looks_like_boundaries(name)]
+    if lost:
+        raise ConfigError(f"{', '.join(lost)} {_MIXED}")
+    if inputs["attention_mask"] is not None:
+        return
+    if inputs.get(METADATA_KEY) is not None:
+        raise LayoutError(
+            "a padded batch came without its attention_mask, so its padding would be attended to; keep the 2D mask "
+            "that the collator made"
+        )
+    if (positions := inputs["position_ids"]) is not None and inputs.get("past_key_values") is None:
+        # The place in the sample, or time: neither goes back.
+        first = positions[0] if positions.ndim == 3 else positions
+        goes_back = (first[..., 1:] < first[..., :-1]).any()
+        require(
+            ~goes_back,
+            f"position_ids that restart are how others mark the samples of a row: they {_MIXED}",
+            ConfigError,
+        )
+
+
+@functools.cache
+def _looks_like_boundaries(name: str) -> bool:
+    """One of those names, or misspelt."""
+    return bool(difflib.get_close_matches(name, ("cu_seqlens_q", *_LOST_BOUNDARIES), n=1, cutoff=0.88))
+
+
+_MIXED = (
+    "would be ignored and the samples of the row mixed; give a packed row its boundaries as cu_seqlens_q (and "
+    "cu_seqlens_q_padded if it has gaps)"
+)

@@ -1,4 +1,4 @@
-"""The result of a packed step: sums and counts, one entry a sample, and the work that was done."""
+"""The result of a packed step: sums and counts, one entry a sample, and the work that was done; the model's output."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
+from torch import nn
 from transformers.utils.generic import ModelOutput
 
-from vlmpack.layout import Segments, on_host, unpack
-from vlmpack.model.mechanisms.experts import RouterStatistics
+from vlmpack.families import Family
+from vlmpack.layout import Segments, on_host, outside_graph, unpack
+from vlmpack.model.mechanisms.experts import RouterStatistics, puts_aux_loss_first
 
 
 @final
@@ -54,7 +56,7 @@ class StepResult:
     segments: Segments
     """The row's boundaries."""
     work: Work
-    """What was computed."""
+    """The work of the row, counted."""
     row_logits: torch.Tensor | None = None
     """[1, T, V] on request."""
     row_hidden_states: tuple[torch.Tensor | None, ...] | None = None
@@ -122,6 +124,15 @@ class StepResult:
         """[B, S, D]: `row_last_hidden` as a padded batch, 0 on padding; None unless requested."""
         return self._padded(self.row_last_hidden)
 
+    @outside_graph
+    def kept_logits(self, keep: int | torch.Tensor, head: nn.Module) -> torch.Tensor:
+        """[B, K, V]: logits of these columns of the padded batch (of the last ones, if a number), 0 on padding."""
+        columns = slice(-keep, None) if isinstance(keep, int) else keep
+        if self.logits is not None:  # ranks share the row
+            return self.logits[:, columns]
+        assert self.last_hidden is not None
+        return head(self.last_hidden[:, columns])
+
     def _padded(self, row: torch.Tensor | None) -> torch.Tensor | None:
         return None if row is None else unpack(row, self.segments, width=self.width, offsets=self.offsets)
 
@@ -177,6 +188,30 @@ class PackedOutput(ModelOutput):
     sample_targets: torch.Tensor | None = None
     """int64 [B]: targets of each sample."""
 
+    @classmethod
+    @outside_graph
+    def of(cls, result: StepResult, *, has_labels: bool, is_row: bool, routers: bool) -> PackedOutput:
+        """`routers`: whether router statistics were requested by name; those kept for a loss alone do not come back."""
+        fields: dict[str, Any] = {
+            "logits": result.row_logits if is_row else result.logits,
+            "hidden_states": result.row_hidden_states if is_row else result.hidden_states,
+            "aux_loss": result.aux_loss,
+            "z_loss": result.z_loss,
+        }
+        if routers:
+            fields |= {"expert_counts": result.expert_counts, "router_logits": result.router_logits}
+        if has_labels:
+            means = {"sample_losses": result.sample_losses, "sample_targets": result.sample_targets}
+            fields |= {"loss": result.loss, **means}
+        return cls(**fields)
+
+    def in_order(self, family: Family) -> tuple[Any, ...]:
+        """In the order of the unmodified model, which may put the routers' loss before the logits."""
+        if not family.has("experts") or not puts_aux_loss_first(family):
+            return self.to_tuple()
+        names = sorted(self.keys(), key=("loss", "aux_loss", *self.keys()).index)
+        return tuple(self[name] for name in names)
+
 
 @final
 class LossCount:
@@ -186,7 +221,7 @@ class LossCount:
         self.unread: list[tuple[torch.Tensor, torch.Tensor]] = []
         """(sample_losses [B], sample_targets [B]) of each batch that `loss_metrics` has not read."""
         self.is_evaluating = False
-        """Whether the next forward pass is a batch of Trainer's evaluation."""
+        """True if the next forward pass is a batch of Trainer's evaluation."""
 
     def add(self, output: Any) -> None:
         """Keep the losses of a batch of the evaluation."""

@@ -1,8 +1,7 @@
 """One row as its layers see it: which part of it goes through the model on this rank, and what each mechanism needs.
 
-    RowPart               how much of a row goes through the model on this rank
-    ├─ WholeRow           all of it: nothing is cut, nothing is sent
-    └─ ContextParallelRow a contiguous part of it; the other parts are on the other ranks of a context group
+    RowPart                how much of a row goes through the model on this rank: all of it, nothing is cut or sent
+    └─ ContextParallelRow  a contiguous part of it; the other parts are on the other ranks of a context group
 
 Layers and losses call the methods of `RowPart` and contain no code for ranks. T row tokens, t of them in the part,
 D features, L targets of the row, l of the part, R ranks.
@@ -10,7 +9,6 @@ D features, L targets of the row, l of the part, R ranks.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, final
@@ -35,46 +33,49 @@ CONTEXT = "vlmpack_row"
 OnTensors = Callable[..., torch.Tensor]
 """[1, T, D], and further tensors [1, T, ...], to [1, T, D']."""
 
+OnHeads = Callable[[torch.Tensor], torch.Tensor]
+"""[T, F] to [T, F']."""
 
-class RowPart(ABC):
-    """The part of a row that goes through the model on this rank."""
 
-    segments: Segments
-    """The boundaries of the part."""
-    real: slice
-    """Which of the row's real tokens are in the part."""
-    is_whole: bool
-    """Whether the part is the whole row."""
+class RowPart:
+    """The part of a row that goes through the model on this rank: all of it, unless a subclass says otherwise."""
+
     ranks: int = 1
-    """How many ranks have a part of the row."""
+    """Number of ranks that have a part of the row."""
     rank: int = 0
     """Which of them this is."""
-    spreads_media: bool = False
-    """Whether ranks compute images and videos together: each calls the vision tower once, and features are sent."""
 
-    @abstractmethod
+    def __init__(self, segments: Segments) -> None:
+        self.segments = segments
+        """The boundaries of the part."""
+        self.real = slice(0, segments.num_tokens)
+        """Which of the row's real tokens are in the part."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the part is the whole row."""
+        return self.ranks == 1
+
     def cut(self, row: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
         """Cut T entries of the whole row along `dim` to those of the part."""
+        return row
 
-    @abstractmethod
     def gather(self, part_t: torch.Tensor) -> torch.Tensor:
         """Gather [t, ...] of each rank to [T, ...]. All continue with the identical value: the backward pass sends
         nothing."""
+        return part_t
 
-    @abstractmethod
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks. All continue with the identical value: the backward pass sends nothing."""
+        return x
 
-    @abstractmethod
     def attend(
         self, attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor, segments: Segments
     ) -> torch.Tensor:
         """[t, N, H] by a back-end that takes a whole row, with these boundaries of the row."""
+        return attend(q_tNH, k_tKH, v_tKH, segments)
 
-    @abstractmethod
-    def by_heads(
-        self, parts_tRF: Sequence[torch.Tensor], run: Callable[[torch.Tensor], torch.Tensor], what: str
-    ) -> torch.Tensor:
+    def by_heads(self, parts_tRF: Sequence[torch.Tensor], run: OnHeads, what: str) -> torch.Tensor:
         """Run along the whole row for some heads: [t, R, F] of several blocks of channels to [t, R F'].
 
         Args:
@@ -82,63 +83,18 @@ class RowPart(ABC):
             run: [T, sum of F] to [T, F'], for the heads of this rank.
             what: the name under which bytes are counted.
         """
-
-    @abstractmethod
-    def on_whole_row(self, run: OnTensors, hidden_1tD: torch.Tensor, *beside_1t: torch.Tensor) -> torch.Tensor:
-        """Run along the whole row for all channels, [1, t, D] to [1, t, D']. Further tensors have no gradient."""
-
-    @abstractmethod
-    def targets(self, index_L: torch.Tensor) -> torch.Tensor:
-        """int64 [l]: of places of the row (rising) those in the part, counted from its first token."""
-
-    @abstractmethod
-    def gather_targets(self, part_l: torch.Tensor, index_l: torch.Tensor, index_L: torch.Tensor) -> torch.Tensor:
-        """Values at `targets(index_L)`, [l], to those of all ranks, [L]."""
-
-
-@final
-class WholeRow(RowPart):
-    """All of a row."""
-
-    def __init__(self, segments: Segments) -> None:
-        self.segments = segments
-        self.real = slice(0, segments.num_tokens)
-        self.is_whole = True
-
-    def cut(self, row: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
-        """Return the row."""
-        return row
-
-    def gather(self, part_t: torch.Tensor) -> torch.Tensor:
-        """Return the row."""
-        return part_t
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x."""
-        return x
-
-    def attend(
-        self, attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor, segments: Segments
-    ) -> torch.Tensor:
-        """Call the back-end."""
-        return attend(q_tNH, k_tKH, v_tKH, segments)
-
-    def by_heads(
-        self, parts_tRF: Sequence[torch.Tensor], run: Callable[[torch.Tensor], torch.Tensor], what: str
-    ) -> torch.Tensor:
-        """Run for all heads."""
         return run(torch.cat([part.flatten(1) for part in parts_tRF], -1))
 
-    def on_whole_row(self, run: OnTensors, hidden_1tD: torch.Tensor, *beside_1t: torch.Tensor) -> torch.Tensor:
-        """Run."""
-        return run(hidden_1tD, *beside_1t)
+    def on_whole_row(self, run: OnTensors, hidden_1tD: torch.Tensor, *others_1t: torch.Tensor) -> torch.Tensor:
+        """Run along the whole row for all channels, [1, t, D] to [1, t, D']. Further tensors have no gradient."""
+        return run(hidden_1tD, *others_1t)
 
     def targets(self, index_L: torch.Tensor) -> torch.Tensor:
-        """Return all places."""
+        """int64 [l]: of places of the row (rising) those in the part, counted from its first token."""
         return index_L
 
     def gather_targets(self, part_l: torch.Tensor, index_l: torch.Tensor, index_L: torch.Tensor) -> torch.Tensor:
-        """Return all values."""
+        """Values at `targets(index_L)`, [l], to those of all ranks, [L]."""
         return part_l
 
 
@@ -150,16 +106,13 @@ class ContextParallelRow(RowPart):
         LayoutError: the row's width is no multiple of the ranks, or the ranks have different rows.
     """
 
-    spreads_media = True
-
     def __init__(self, row: PackedRow, parallel: Parallel) -> None:
         self.collectives = parallel.collectives
         """The ranks of the context group."""
         self.partition = Partition(segments=row.segments, ranks=parallel.ranks, layout="contiguous")
         """Which rank has which tokens."""
         self.ranks, self.rank = parallel.ranks, self.collectives.rank
-        self.is_whole = parallel.ranks == 1
-        self.segments = self.partition.local_segments(self.rank)
+        super().__init__(self.partition.local_segments(self.rank))
         before = sum(self.partition.local_segments(rank).num_tokens for rank in range(self.rank))
         self.real = slice(before, before + self.segments.num_tokens)
         if not self.is_whole:
@@ -182,23 +135,21 @@ class ContextParallelRow(RowPart):
     ) -> torch.Tensor:
         """Ulysses if the ranks divide the heads, otherwise all-gather KV."""
         if self.is_whole:
-            return attend(q_tNH, k_tKH, v_tKH, segments)
+            return super().attend(attend, q_tNH, k_tKH, v_tKH, segments)
         if q_tNH.shape[1] % self.ranks:
             return self._gathered_kv.attend(attend, q_tNH, k_tKH, v_tKH)
         return attend_by_heads(attend, q_tNH, k_tKH, v_tKH, self.partition, self.collectives)
 
-    def by_heads(
-        self, parts_tRF: Sequence[torch.Tensor], run: Callable[[torch.Tensor], torch.Tensor], what: str
-    ) -> torch.Tensor:
+    def by_heads(self, parts_tRF: Sequence[torch.Tensor], run: OnHeads, what: str) -> torch.Tensor:
         """Ulysses: an all-to-all before and one after."""
         row_TF = torch.cat(to_heads(parts_tRF, self.collectives, what), -1)
         return to_tokens(run(row_TF), self.collectives, what).flatten(1)
 
-    def on_whole_row(self, run: OnTensors, hidden_1tD: torch.Tensor, *beside_1t: torch.Tensor) -> torch.Tensor:
+    def on_whole_row(self, run: OnTensors, hidden_1tD: torch.Tensor, *others_1t: torch.Tensor) -> torch.Tensor:
         """Compute the whole row on every rank, of which each continues with its part."""
         row_1TD = self.collectives.all_gather(hidden_1tD[0], "whole rows")[None]
-        beside_1T = [self.collectives.all_gather_equal(part[0], "whole rows")[None] for part in beside_1t]
-        return self.cut(run(row_1TD, *beside_1T), dim=1)
+        others_1T = [self.collectives.all_gather_equal(part[0], "whole rows")[None] for part in others_1t]
+        return self.cut(run(row_1TD, *others_1T), dim=1)
 
     def targets(self, index_L: torch.Tensor) -> torch.Tensor:
         """Count targets before and in the part: a host–device sync."""
@@ -241,7 +192,7 @@ def part_of(row: PackedRow, parallel: Parallel | None) -> RowPart:
     Raises:
         LayoutError: the row cannot be cut into as many parts of one size as there are ranks, or others have another.
     """
-    return WholeRow(row.segments) if parallel is None else ContextParallelRow(row, parallel)
+    return RowPart(row.segments) if parallel is None else ContextParallelRow(row, parallel)
 
 
 @final
@@ -256,10 +207,10 @@ class RowContext:
     def __init__(self, *, segments: Segments, part: RowPart | None = None, entries: Mapping[str, Any]) -> None:
         self.segments = segments
         """The row's boundaries."""
-        self.part = part or WholeRow(segments)
+        self.part = part or RowPart(segments)
         """The part of it on this rank."""
         self.entries = dict(entries)
-        """What each mechanism needs of the row (`Mechanism.prepare`), by its name."""
+        """The entry of each mechanism (`Mechanism.prepare`), by its name."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowContext:
         """Of one call: a copy is itself."""

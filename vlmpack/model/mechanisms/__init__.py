@@ -27,20 +27,7 @@ from torch import nn
 from vlmpack.errors import ConfigError
 from vlmpack.families import Family
 from vlmpack.layout import HostMetadata, PackedRow
-from vlmpack.model.row import CONTEXT, RowContext, RowPart
-
-__all__ = [
-    "CONTEXT",
-    "ClassMechanism",
-    "Maker",
-    "Mechanism",
-    "ModelParts",
-    "RowContext",
-    "RowSetup",
-    "base_of",
-    "is_subclassed",
-    "subclass",
-]
+from vlmpack.model.row import RowPart
 
 
 @final
@@ -53,7 +40,7 @@ class ModelParts:
     core: Any
     """The model with its head, inside wrappers."""
     shares_rows: bool = False
-    """Whether ranks compute rows together (`Parallel`)."""
+    """True if ranks compute rows together (`Parallel`)."""
 
     @property
     def text(self) -> Any:

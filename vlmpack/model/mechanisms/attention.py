@@ -29,8 +29,9 @@ from vlmpack.attention import AttentionCall, choose
 from vlmpack.errors import BackendError, ConfigError
 from vlmpack.families import Family
 from vlmpack.layout import Segments, outside_graph
-from vlmpack.model.mechanisms import CONTEXT, Mechanism, ModelParts, RowContext, RowSetup, is_subclassed
+from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup, is_subclassed
 from vlmpack.model.plain import check_not_bypassed, warn_past_the_forward
+from vlmpack.model.row import CONTEXT, RowContext
 
 TEXT, VISION = "vlmpack", "vlmpack_flash"
 OF_VISION = "vision"
@@ -95,7 +96,16 @@ class Attention(Mechanism):
         Raises:
             ConfigError: one did not, so that its samples saw each other.
         """
-        _check_reached(model, entry)
+        text = model.text
+        layers = [part for layer in text.layers[: text.config.num_hidden_layers] for part in layer.children()]
+        callers = [part for part in layers if "is_causal" in vars(part) and not is_subclassed(part)]
+        changed = next((part for part in callers if not _has_stock_forward(part)), None)
+        if changed is not None and entry.calls < len(callers):
+            raise ConfigError(
+                f"a {type(changed).__name__} has a forward of its own, which does not call the attention function of "
+                "its configuration, so that the samples of a row see each other; give it back the forward of "
+                "transformers, or train this model without packing"
+            )
 
 
 # ---------------------------------------------------------------------- stand-ins for configurations
@@ -280,20 +290,6 @@ def _settings(module: nn.Module, kwargs: dict[str, Any], *, causal: bool) -> dic
             "leave it out, or train this model without packing"
         )
     return {"scale": kwargs["scaling"], "dropout": kwargs.get("dropout", 0.0)}
-
-
-@outside_graph
-def _check_reached(model: ModelParts, entry: RowAttention) -> None:
-    text = model.text
-    layers = [part for layer in text.layers[: text.config.num_hidden_layers] for part in layer.children()]
-    callers = [part for part in layers if "is_causal" in vars(part) and not is_subclassed(part)]
-    changed = next((part for part in callers if not _has_stock_forward(part)), None)
-    if changed is not None and entry.calls < len(callers):
-        raise ConfigError(
-            f"a {type(changed).__name__} has a forward of its own, which does not call the attention function of its "
-            "configuration, so that the samples of a row see each other; give it back the forward of transformers, or "
-            "train this model without packing"
-        )
 
 
 def _has_stock_forward(module: nn.Module) -> bool:

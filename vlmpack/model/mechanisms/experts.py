@@ -34,16 +34,16 @@ from torch.utils.hooks import RemovableHandle
 from vlmpack.errors import ConfigError
 from vlmpack.families import Family
 from vlmpack.layout import Segments, outside_graph, to_device
-from vlmpack.model.mechanisms import CONTEXT, Mechanism, ModelParts, RowContext, RowSetup
-from vlmpack.model.row import RowPart
+from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
+from vlmpack.model.row import CONTEXT, RowContext, RowPart
 
 _MIXERS = ("self_attn", "linear_attn")
 """Names of what runs before the experts in a decoder layer: attention, or a gated delta layer."""
 
 _NUMBER = RemovableHandle(OrderedDict()).id
-"""What PyTorch looks our hooks up by, on every module. Every hook gets a number of its own, and compilers guard on it:
-each layer would be compiled for itself, until the limit of eight, and again whenever packing is enabled. This number
-was drawn from PyTorch as any hook's is, which gives each number once in a process: no other hook has it."""
+"""The number under which PyTorch stores our hooks, on every module. Every hook gets a number of its own, and compilers
+guard on it: each layer would be compiled for itself, until the limit of eight, and again whenever packing is enabled.
+This number was drawn from PyTorch as any hook's is, which gives each number once in a process: no other hook has it."""
 
 
 @final
@@ -102,11 +102,11 @@ def expert_layers(model: ModelParts) -> list[ExpertLayer]:
         return []
     name = model.family.mechanisms[Experts.name]["layer"]
     layers = [(layer, layer.get_submodule(name)) for layer in model.text.layers.children()]
-    return [ExpertLayer(mixer=_mixer(layer), block=block) for layer, block in layers if hasattr(block, "experts")]
-
-
-def _mixer(layer: nn.Module) -> nn.Module:
-    return next(getattr(layer, name) for name in _MIXERS if hasattr(layer, name))
+    return [
+        ExpertLayer(mixer=next(getattr(layer, mixer) for mixer in _MIXERS if hasattr(layer, mixer)), block=block)
+        for layer, block in layers
+        if hasattr(block, "experts")
+    ]
 
 
 def real_tokens(segments: Segments, device: torch.device) -> torch.Tensor | None:
@@ -321,19 +321,6 @@ Balance = Literal["row", "sample"]
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class RouterSettings:
-    """The router statistics and losses requested of a row."""
-
-    per: Balance
-    """"row" or "sample"; see `StepConfig.aux_loss`."""
-    balance: bool
-    """Whether to compute the load-balancing loss."""
-    z_loss_coef: float
-    """What the z-loss is multiplied by before it is added to the row's loss."""
-
-
-@final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RouterStatistics:
     """Statistics of the routers on the R real tokens of one row. E experts."""
@@ -361,7 +348,13 @@ class RouterStatistics:
 
 @outside_graph
 def router_statistics(
-    logits: tuple[torch.Tensor, ...], hidden: torch.Tensor, setup: RowSetup, settings: RouterSettings
+    logits: tuple[torch.Tensor, ...],
+    hidden: torch.Tensor,
+    setup: RowSetup,
+    *,
+    per: Balance,
+    with_balance: bool,
+    z_loss_coef: float,
 ) -> RouterStatistics:
     """Compute the statistics of one row.
 
@@ -369,7 +362,9 @@ def router_statistics(
         logits: [R, E] of each layer that has experts, as transformers recorded them.
         hidden: the text model's output, [1, T, D].
         setup: the row, and a model with experts.
-        settings: which losses.
+        per: "row" or "sample"; see `StepConfig.aux_loss`.
+        with_balance: whether to compute the load-balancing loss.
+        z_loss_coef: what the z-loss is multiplied by before it is added to the row's loss.
 
     Raises:
         ConfigError: the recorded logits are not those of the real tokens, or have lost their gradient.
@@ -380,9 +375,9 @@ def router_statistics(
     _check_real(logits, part.segments)
     if hidden.requires_grad and not any(logits_RE.requires_grad for logits_RE in logits):
         _check_not_cut_off(setup.model.text)
-    aux_loss = _aux_loss(logits, setup, settings.per) if settings.balance else None
-    z_loss = _z_loss(logits, segments, part, settings.per)
-    parts = [settings.z_loss_coef * z_loss] if settings.z_loss_coef else []
+    aux_loss = _aux_loss(logits, setup, per) if with_balance else None
+    z_loss = _z_loss(logits, segments, part, per)
+    parts = [z_loss_coef * z_loss] if z_loss_coef else []
     if aux_loss is not None:
         parts.append(coefficient(setup.model.core, text_config) * aux_loss)
     statistics = RouterStatistics(

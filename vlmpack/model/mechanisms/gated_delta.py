@@ -39,11 +39,12 @@ from torch.torch_version import TorchVersion
 from vlmpack.errors import BackendError, ConfigError
 from vlmpack.families import Family
 from vlmpack.layout import Buckets, Spaced, around_graph, outside_graph
-from vlmpack.model.mechanisms import CONTEXT, ClassMechanism, Maker, ModelParts, RowContext, RowSetup, subclass
+from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
 from vlmpack.model.plain import check_not_bypassed
+from vlmpack.model.row import CONTEXT, RowContext
 
 CALL_COST = {"cpu": 16.0, "cuda": 65536.0}
-"""What one more call of a layer costs, in tokens, by type of device. A GPU scans a batch in the time of its longest
+"""The cost of one more call of a layer, in tokens, by type of device. A GPU scans a batch in the time of its longest
 sample, so there as few calls as `layout.buckets.MAX_STRETCH` allows are best."""
 
 
@@ -103,7 +104,7 @@ def run_on_row(
     if not delta.tokens:  # nothing but padding; the parameters up to here keep their place in the graph
         return plain_forward(layer, hidden_1tD * 0, **kwargs)
     if isinstance(delta, Spaced):
-        _check_zeros(layer)
+        check_zeros(layer)
         kwargs = {**kwargs, **fla_boundaries(delta, hidden_1tD.device)}
 
     def on_samples(stand_in: nn.Module, row_1TD: torch.Tensor) -> torch.Tensor:
@@ -126,20 +127,19 @@ def reach(text_config: Any) -> int:
     return text_config.linear_conv_kernel_dim - 1
 
 
-def _check_zeros(layer: nn.Module) -> None:
-    if not keeps_zeros(layer):
+def check_zeros(layer: nn.Module) -> None:
+    """Check that hidden states of zero still are zero at a gated delta layer's convolution.
+
+    Raises:
+        ConfigError: one of the projections before it has a bias.
+    """
+    projections = [child for name, child in layer.named_children() if name.startswith("in_proj")]
+    names = [name for projection in projections for name, _ in projection.named_parameters()]
+    if any(name.rpartition(".")[2] == "bias" for name in names):
         raise ConfigError(
             f"a projection before the convolution of a {type(layer).__name__} has a bias, which would turn the zeros "
             "that keep samples apart into something else: train without it (LoRA: lora_bias=False), or without fla"
         )
-
-
-def keeps_zeros(layer: nn.Module) -> bool:
-    """Return whether hidden states of zero still are zero at a gated delta layer's convolution: none of the
-    projections before it has a bias."""
-    projections = [child for name, child in layer.named_children() if name.startswith("in_proj")]
-    names = [name for projection in projections for name, _ in projection.named_parameters()]
-    return not any(name.rpartition(".")[2] == "bias" for name in names)
 
 
 # ---------------------------------------------------------------------- some of the heads
@@ -177,11 +177,10 @@ class DeltaHeads:
         """The layer with the heads of `rank` alone. Its forward takes what `project` gave, [n, W, F of all blocks], for
         hidden states, and gives back [n, W, value channels]."""
         layer, twin = self._layer, nn.Module.__new__(type(self._layer))
-        vars(twin).update(vars(layer))
-        vars(twin).update({name: vars(layer)[name] // self._ranks for name in _SPLIT})
+        vars(twin).update({**vars(layer), **{name: vars(layer)[name] // self._ranks for name in _SPLIT}})
         slices = {name: layer._parameters[name].chunk(self._ranks)[rank] for name in _PER_HEAD}
-        twin.__dict__["_parameters"] = {**layer._parameters, **slices}
-        twin.__dict__["_modules"] = {
+        twin._parameters = {**layer._parameters, **slices}
+        twin._modules = {
             **layer._modules,
             **self._takers(),
             "conv1d": SimpleNamespace(weight=self._taps(layer.conv1d.weight, rank), bias=None),
@@ -266,9 +265,9 @@ class FlaCall:
     triton: str | None
     """Version of Triton, which its kernels are written in; None: not loaded."""
     tilelang: bool
-    """Whether tilelang is installed, which fla takes for what Triton gets wrong."""
+    """True if tilelang is installed, which fla takes for what Triton gets wrong."""
     training: bool
-    """Whether gradients will be computed."""
+    """True if gradients will be computed."""
 
     @classmethod
     def of(cls, device: torch.device, *, training: bool) -> FlaCall:

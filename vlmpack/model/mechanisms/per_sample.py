@@ -21,9 +21,10 @@ from torch import nn
 from transformers.masking_utils import create_causal_mask
 
 from vlmpack.layout import Buckets, Segments, around_graph, outside_graph
-from vlmpack.model.mechanisms import CONTEXT, ClassMechanism, Maker, ModelParts, RowContext, RowSetup, subclass
+from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
 from vlmpack.model.mechanisms.attention import plain_config
 from vlmpack.model.plain import warn_past_the_forward
+from vlmpack.model.row import CONTEXT, RowContext
 
 
 @final

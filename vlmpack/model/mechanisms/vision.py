@@ -22,9 +22,9 @@ from torch import nn
 from vlmpack.context_parallel import MediaShare
 from vlmpack.families import Family
 from vlmpack.layout import IMAGE, VIDEO, Grid, Segments, to_device
-from vlmpack.model.mechanisms import CONTEXT, ClassMechanism, Maker, ModelParts, RowContext, RowSetup, subclass
+from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
 from vlmpack.model.mechanisms.attention import Attention, RowAttention
-from vlmpack.model.row import ContextParallelRow
+from vlmpack.model.row import CONTEXT, ContextParallelRow, RowContext
 
 
 @final
@@ -139,7 +139,7 @@ class FeatureForm:
     width: int
     """D."""
     cut_by_image: bool
-    """Whether levels of deepstack are a tensor for each image, as in transformers 5.23; in 5.17 they are one."""
+    """True if levels of deepstack are a tensor for each image, as in transformers 5.23; in 5.17 they are one."""
 
     @classmethod
     def of(cls, features: Any) -> FeatureForm:

@@ -1,0 +1,438 @@
+"""Attention back-ends, one final class each, and the choice among them.
+
+    torch_varlen, flash_attn   varlen kernels, which are given boundaries          CUDA
+    sdpa_segments              one call of PyTorch's own attention for each segment anywhere; the default on a CPU
+    eager_mask                 dense scores under a block-diagonal mask             the oracle for the others
+
+Shapes: T row tokens, T' tokens of keys, N query heads, K key-value heads (N a multiple of K), H head dimension.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from inspect import signature
+from typing import Any, ClassVar, NamedTuple, final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vlmpack.errors import BackendError
+from vlmpack.layout import Segments, ranges
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """The properties of one attention call that decide which back-ends can serve it."""
+
+    device: str
+    """Device type, "cpu" or "cuda"."""
+    dtype: torch.dtype
+    """Element type of q, k and v."""
+    head_dim: int
+    """H."""
+    num_heads: int
+    """N."""
+    num_kv_heads: int
+    """K."""
+    dropout: float = 0.0
+    """Probability of dropping an attention weight."""
+
+    @classmethod
+    def of(cls, q_TNH: Tensor, k_TKH: Tensor, *, dropout: float = 0.0) -> AttentionCall:
+        """Read the properties off tensors."""
+        return cls(
+            device=q_TNH.device.type,
+            dtype=q_TNH.dtype,
+            head_dim=q_TNH.shape[-1],
+            num_heads=q_TNH.shape[-2],
+            num_kv_heads=k_TKH.shape[-2],
+            dropout=dropout,
+        )
+
+
+class Softmax(NamedTuple):
+    """The settings of one attention call."""
+
+    causal: bool
+    """True if a token sees no later one."""
+    scale: float
+    """Of the scores."""
+    dropout: float
+    """Probability of dropping an attention weight."""
+
+
+class Backend(ABC):
+    """One way to let every segment of a row attend to itself and to nothing else."""
+
+    name: ClassVar[str]
+
+    def unsupported(self, call: AttentionCall) -> list[str]:
+        """Why this back-end cannot serve `call`: one sentence a reason; empty: it can, as plain PyTorch can any."""
+        return []
+
+    def __call__(
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        segments: Segments,
+        *,
+        causal: bool,
+        scale: float,
+        dropout: float = 0.0,
+        keys: Segments | None = None,
+    ) -> Tensor:
+        """softmax(q k^T * scale) v within each segment: [T, N, H].
+
+        Every row of the result, and of the gradients, is written; rows of padding are 0.
+
+        Args:
+            q_TNH: queries.
+            k_TKH: keys.
+            v_TKH: values.
+            segments: the boundaries of all three, or of the queries alone.
+            causal: True if a token sees no later one.
+            scale: of the scores.
+            dropout: probability of dropping an attention weight.
+            keys: the boundaries of keys and values where they reach back further than the queries: as many segments,
+                neither kind with gaps or empty segments; the last query of each is at the place of its last key.
+        """
+        return self.attend(q_TNH, k_TKH, v_TKH, segments, keys or segments, Softmax(causal, scale, dropout))
+
+    @abstractmethod
+    def attend(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments, softmax: Softmax
+    ) -> Tensor:
+        """Compute a call; `keys` are `segments` where keys are those of the queries' own tokens."""
+
+
+# ---------------------------------------------------------------------- varlen kernels
+
+MAX_HEAD_DIM = 256
+AMPERE = (8, 0)
+
+
+class VarlenKernel(Backend):
+    """FlashAttention 2, which is given the boundaries of `Segments.kernel`."""
+
+    def unsupported(self, call: AttentionCall) -> list[str]:
+        """FlashAttention's limits on device, dtype and heads."""
+        reasons = []
+        if call.device != "cuda":
+            reasons.append(f"it runs on CUDA only, the tensors are on {call.device}")
+        elif (capability := _capability()) < AMPERE:
+            reasons.append(f"it needs compute capability 8.0 (Ampere), this GPU has {'.'.join(map(str, capability))}")
+        if call.dtype not in (torch.float16, torch.bfloat16):
+            reasons.append(f"it takes float16 and bfloat16 only, the tensors are {call.dtype}")
+        if call.head_dim % 8 or call.head_dim > MAX_HEAD_DIM:
+            reasons.append(f"the head dimension must be a multiple of 8 up to {MAX_HEAD_DIM}, it is {call.head_dim}")
+        if call.num_heads % call.num_kv_heads:
+            reasons.append(f"{call.num_heads} query heads cannot share {call.num_kv_heads} key-value heads evenly")
+        return reasons
+
+    def attend(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments, softmax: Softmax
+    ) -> Tensor:
+        """One call of the kernel. Rows of padding attend to their own kind in it; 0 takes their place."""
+        seqlens = (
+            segments.kernel_seqlens(q_TNH.device),
+            keys.kernel_seqlens(q_TNH.device),
+            segments.max_kernel_length,
+            keys.max_kernel_length,
+        )
+        out_TNH = self.kernel(q_TNH, k_TKH, v_TKH, *seqlens, softmax=softmax)
+        if not segments.has_gaps:
+            return out_TNH
+        return out_TNH.masked_fill(segments.padding_mask(out_TNH.device)[:, None, None], 0)
+
+    @abstractmethod
+    def kernel(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *seqlens: Any, softmax: Softmax) -> Tensor:
+        """Call the kernel; `seqlens`: boundaries of queries and of keys, and the longest stretch of each."""
+
+
+@cache
+def _capability() -> tuple[int, int]:
+    """Of the current GPU; that of Ampere without a GPU, and on AMD's, which count otherwise."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return AMPERE
+    return torch.cuda.get_device_capability()
+
+
+@final
+class TorchVarlen(VarlenKernel):
+    """FlashAttention as built into PyTorch; no package to install."""
+
+    name = "torch_varlen"
+
+    def unsupported(self, call: AttentionCall) -> list[str]:
+        """FlashAttention's limits, and no dropout."""
+        reasons = super().unsupported(call)
+        if call.dropout:
+            reasons.append(f"attention dropout is {call.dropout}, and this kernel has none: set attention_dropout=0")
+        return reasons
+
+    def kernel(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *seqlens: Any, softmax: Softmax) -> Tensor:
+        """`torch.nn.attention.varlen.varlen_attn`."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        is_grouped = q_TNH.shape[1] != k_TKH.shape[1]
+        grouped: dict[str, Any] = {"enable_gqa": True} if is_grouped and _has_enable_gqa() else {}
+        inputs: list[Any] = [*(x.contiguous() for x in (q_TNH, k_TKH, v_TKH)), *seqlens]
+        window = (-1, 0) if softmax.causal else (-1, -1)
+        out: Any = varlen_attn(*inputs, scale=softmax.scale, window_size=window, **grouped)
+        return out  # a pair only where auxiliary outputs are requested
+
+
+@cache
+def _has_enable_gqa() -> bool:
+    """Return whether heads are grouped by an argument; torch 2.11 has none, and groups them anyway."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters
+
+
+@final
+class FlashAttn(VarlenKernel):
+    """The package `flash-attn`: FlashAttention 2, with attention dropout."""
+
+    name = "flash_attn"
+
+    def unsupported(self, call: AttentionCall) -> list[str]:
+        """FlashAttention's limits, and the package's absence."""
+        missing = _missing()
+        return [*super().unsupported(call), *([missing] if missing else [])]
+
+    def kernel(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *seqlens: Any, softmax: Softmax) -> Tensor:
+        """`flash_attn.flash_attn_varlen_func`."""
+        from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportAttributeAccessIssue, reportMissingImports]
+
+        causal, scale, dropout = softmax
+        return flash_attn_varlen_func(
+            q_TNH, k_TKH, v_TKH, *seqlens, dropout_p=dropout, softmax_scale=scale, causal=causal
+        )
+
+
+@cache
+def _missing() -> str | None:
+    """Why the kernel is not there, looked up once; None: it is. Being found is not enough: FlashAttention 4 alone has
+    another kernel under the name, and a build for another PyTorch cannot be loaded."""
+    if find_spec("flash_attn") is None:
+        return "the package flash-attn is not installed"
+    try:
+        from flash_attn import flash_attn_varlen_func  # noqa: F401  # pyright: ignore
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"the package flash-attn has no kernel for this PyTorch ({type(error).__name__}: {error})"
+    return None
+
+
+# ---------------------------------------------------------------------- PyTorch's own attention
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""[n, L, N, H], keys and values [n, L', K, H] of n segments to [n, L, N, H]."""
+
+MANY = 256
+"""From so many segments on, those of the same length go through one call."""
+
+AT_ONCE = 1 << 15
+"""Most segments of a call: a CUDA grid has room for 65,535."""
+
+WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+@final
+class SdpaSegments(Backend):
+    """One `scaled_dot_product_attention` a segment; padding is neither read nor computed."""
+
+    name = "sdpa_segments"
+
+    def attend(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments, softmax: Softmax
+    ) -> Tensor:
+        """One call a segment; of many, those of the same length in one."""
+        causal, scale, dropout = softmax
+
+        def attend(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
+            """n segments of one length."""
+            q_nNLH, k_nKLH, v_nKLH = (x.transpose(1, 2) for x in (q_nLNH, k_nLKH, v_nLKH))
+            queries, visible = q_nNLH.shape[2], k_nKLH.shape[2]
+            with _kernels(q_nNLH.device):
+                out_nNLH = F.scaled_dot_product_attention(
+                    q_nNLH,
+                    k_nKLH,
+                    v_nKLH,
+                    attn_mask=_last_queries(queries, visible, q_nNLH.device) if causal else None,
+                    dropout_p=dropout,
+                    is_causal=causal and 1 < queries == visible,
+                    scale=scale,
+                    enable_gqa=q_nNLH.shape[1] != k_nKLH.shape[1],
+                )
+            return out_nNLH.transpose(1, 2)
+
+        run = _by_length if len(segments.lengths) >= MANY else _one_by_one
+        return run(attend, q_TNH, k_TKH, v_TKH, segments, keys)
+
+
+def _one_by_one(
+    attend: Attend, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments
+) -> Tensor:
+    """One call a segment, on views of the row."""
+    sizes, real = _pieces(segments)
+    key_sizes = _pieces(keys)[0]
+    # One split a tensor: slicing each segment out would make the backward pass write G full-size gradients.
+    rows = ((q_TNH, sizes), (k_TKH, key_sizes), (v_TKH, key_sizes))
+    pieces = zip(*(x.split_with_sizes(cut) for x, cut in rows), strict=True)
+    out = [
+        attend(q_LNH[None], k_LKH[None], v_LKH[None]).squeeze(0)
+        if is_real
+        else q_LNH.new_zeros(*q_LNH.shape[:2], v_LKH.shape[2])
+        for (q_LNH, k_LKH, v_LKH), is_real in zip(pieces, real, strict=True)
+    ]
+    return torch.cat(out)
+
+
+def _by_length(
+    attend: Attend, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments
+) -> Tensor:
+    """One call for all segments of a length, on copies: a call takes longer than the few tokens of such a segment."""
+    lengths_G2 = np.asarray([segments.lengths, keys.lengths[: len(segments.lengths)]], np.int64).T
+    distinct, counts = np.unique(lengths_G2[lengths_G2[:, 0] > 0], axis=0, return_counts=True)
+    order = np.lexsort(lengths_G2.T[::-1])
+    order = order[lengths_G2[order, 0] > 0]
+
+    def index(of: Segments) -> Tensor:
+        """int64: where the tokens are, shortest segments first."""
+        return of.derived(("by length", segments.lengths, keys.lengths), q_TNH.device, lambda: _tokens(of, order))
+
+    places = index(segments)
+    calls = [
+        (min(AT_ONCE, count - done), queries, visible)
+        for (queries, visible), count in zip(distinct.tolist(), counts.tolist(), strict=True)
+        for done in range(0, count, AT_ONCE)
+    ]
+    sizes, key_sizes = [n * queries for n, queries, _ in calls], [n * visible for n, _, visible in calls]
+    rows = ((q_TNH, places, sizes), (k_TKH, index(keys), key_sizes), (v_TKH, index(keys), key_sizes))
+    pieces = zip(*(x.index_select(0, at).split_with_sizes(cut) for x, at, cut in rows), strict=True)
+    out = [
+        attend(*(x.unflatten(0, (n, -1)) for x in piece)).flatten(0, 1)
+        for piece, (n, *_) in zip(pieces, calls, strict=True)
+    ]
+    return q_TNH.new_zeros(*q_TNH.shape[:2], v_TKH.shape[2]).index_copy(0, places, torch.cat(out))
+
+
+def _tokens(segments: Segments, order: np.ndarray) -> np.ndarray:
+    starts, stops = np.asarray(segments.spans, np.int64)[order].T
+    return ranges(starts, stops - starts)
+
+
+def _kernels(device: torch.device) -> AbstractContextManager[object]:
+    """On a GPU all but cuDNN's, which plans anew for every length: that takes longer than the attention itself."""
+    return sdpa_kernel(WITHOUT_PLANS) if device.type == "cuda" else nullcontext()
+
+
+def _last_queries(queries: int, keys: int, device: torch.device) -> Tensor | None:
+    """Causal mask, bool [L, L'], for the last L of L' positions; None where SDPA needs none."""
+    if queries in (1, keys):
+        return None
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+def _pieces(segments: Segments) -> tuple[list[int], list[bool]]:
+    """(sizes, whether real): the row cut into runs of real tokens and runs of padding, empty ones left out."""
+    sizes, real, at = [], [], 0
+    for start, stop in (*segments.spans, (segments.total, segments.total)):
+        for size, is_real in ((start - at, False), (stop - start, True)):
+            if size:
+                sizes.append(size)
+                real.append(is_real)
+        at = stop
+    return sizes, real
+
+
+# ---------------------------------------------------------------------- the dense mask
+
+
+@final
+class EagerMask(Backend):
+    """softmax over a [T, T'] score matrix, written out; memory and work grow with T squared."""
+
+    name = "eager_mask"
+
+    def attend(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments, softmax: Softmax
+    ) -> Tensor:
+        """Three matrix products."""
+        # 0 * NaN is NaN: what must not be read has to be 0 before it meets a product.
+        q_NTH, k_KTH, v_KTH = (
+            x.masked_fill(whose.padding_mask(x.device)[:, None, None], 0).transpose(0, 1)
+            for x, whose in ((q_TNH, segments), (k_TKH, keys), (v_TKH, keys))
+        )
+        group = q_NTH.shape[0] // k_KTH.shape[0]
+        k_NTH, v_NTH = (x.repeat_interleave(group, dim=0) for x in (k_KTH, v_KTH))
+        hidden_TT = ~_may_attend(segments, keys, q_TNH.device, causal=softmax.causal)
+        at_least_float32 = torch.promote_types(q_TNH.dtype, torch.float32)
+        scores_NTT = (q_NTH @ k_NTH.transpose(1, 2)).to(at_least_float32) * softmax.scale
+        # Rows of padding attend to nothing: their softmax is NaN, and 0 takes its place.
+        weights_NTT = scores_NTT.masked_fill(hidden_TT, float("-inf")).softmax(-1).masked_fill(hidden_TT, 0)
+        weights_NTT = torch.dropout(weights_NTT, softmax.dropout, train=softmax.dropout > 0)
+        return (weights_NTT.to(v_NTH.dtype) @ v_NTH).transpose(0, 1)
+
+
+def _may_attend(segments: Segments, keys: Segments, device: torch.device, *, causal: bool) -> Tensor:
+    """bool [T, T']: query (row) may read key (column)."""
+    query_T, key_T = segments.seq_idx(device), keys.seq_idx(device)
+    real_T1, real_1T = ~segments.padding_mask(device)[:, None], ~keys.padding_mask(device)[None, :]
+    mask_TT = (query_T[:, None] == key_T[None, :]) & real_T1 & real_1T
+    if not causal:
+        return mask_TT
+    return mask_TT & (_places_from_end(segments, device)[:, None] >= _places_from_end(keys, device)[None, :])
+
+
+def _places_from_end(segments: Segments, device: torch.device) -> Tensor:
+    """int64 [T]: offset from the segment's end (last token: -1); arbitrary on padding."""
+
+    def make() -> np.ndarray:
+        lengths = np.asarray((*segments.lengths, 0))
+        return segments.position_in_segment().numpy() - lengths[segments.seq_idx().numpy()]
+
+    return segments.derived("places from end", device, make)
+
+
+# ---------------------------------------------------------------------- the choice
+
+AUTO = "auto"
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend for backend in (TorchVarlen(), FlashAttn(), SdpaSegments(), EagerMask())
+}
+"""In the order in which "auto" tries them."""
+
+
+def choose(call: AttentionCall, name: str = AUTO) -> Backend:
+    """Choose the back-end for `call`: the named one, or with "auto" the first that can.
+
+    Raises:
+        BackendError: no back-end of that name, or the named one cannot serve the call, with its reasons. A named
+            back-end is never exchanged for another.
+    """
+    if name == AUTO:
+        return next(backend for backend in BACKENDS.values() if not backend.unsupported(call))
+    if name not in BACKENDS:
+        raise BackendError(f"there is no attention back-end {name!r}; choose one of {[AUTO, *BACKENDS]}")
+    reasons = BACKENDS[name].unsupported(call)
+    if reasons:
+        raise BackendError(f"attention back-end {name!r} cannot serve this call: {'; '.join(reasons)}")
+    return BACKENDS[name]
+
+
+def explain(call: AttentionCall) -> dict[str, list[str]]:
+    """Return every back-end's reasons for not serving `call`, in the order in which "auto" tries them."""
+    return {name: backend.unsupported(call) for name, backend in BACKENDS.items()}

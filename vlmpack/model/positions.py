@@ -1,0 +1,144 @@
+"""Rotary positions that a caller gives: where they restart, and what they are. They are checked, not trusted.
+
+Restarts (`rope_cu_seqlens`) are counted in real tokens, as `cu_seqlens_q` is, or in places of the packed row, as
+`cu_seqlens_q_padded` is. Counted in real tokens they end at the number of real tokens; counted in places, not before
+the last sample does. Only where a row has gaps between samples are these two different.
+
+    row       a a a .  b b b b b . . .     two samples, slots a multiple of 4
+    tokens    0        3     5       8     [0, 3, 5, 8]: at both samples, and before the third token of b
+    places    0        4     6       9     [0, 4, 6, 9] or [0, 4, 6, 12]: the same
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from vlmpack.errors import LayoutError
+from vlmpack.families import Family
+from vlmpack.layout import Segments, checked_boundaries, on_host, outside_graph, require, to_device
+
+NAME = "rope_cu_seqlens"
+
+
+@outside_graph
+def rope_segments(boundaries: Any, segments: Segments) -> Segments | None:
+    """The row cut at each place where rotary positions restart; None: at its samples, as always.
+
+    Args:
+        boundaries: a caller's `rope_cu_seqlens`: a tensor [any] (on a device: a host–device sync), a list or a
+            tuple.
+        segments: the row.
+
+    Raises:
+        LayoutError: no boundaries, not of this row, or a sample whose positions would not start anew.
+    """
+    places = _places(checked_boundaries(boundaries, NAME), segments)
+    for sample, (start, stop) in enumerate(segments.spans):
+        if stop > start and start not in places:
+            raise LayoutError(
+                f"{NAME} has no boundary where sample {sample} starts, at place {start} of the row, so its positions "
+                "would run on from the sample before it; keep every boundary of cu_seqlens_q and add your own"
+            )
+    cut = _cut(segments, sorted(places))
+    return None if cut.lengths == segments.lengths else cut
+
+
+def _places(edges: tuple[int, ...], segments: Segments) -> frozenset[int]:
+    """Where in the row positions restart."""
+    if edges[-1] == segments.num_tokens:
+        samples = [(token, bisect_right(segments.real, token) - 1) for token in edges if token < edges[-1]]
+        return frozenset(segments.stride[sample] + token - segments.real[sample] for token, sample in samples)
+    end = max((stop for start, stop in segments.spans if stop > start), default=0)
+    if not end <= edges[-1] <= segments.total:
+        raise LayoutError(
+            f"{NAME} ends at {edges[-1]}, but the row has {segments.num_tokens} real tokens and its last sample ends "
+            f"at place {end} of {segments.total}; count in real tokens, as cu_seqlens_q does, or in places of the row"
+        )
+    return frozenset(edges)
+
+
+def _cut(segments: Segments, places: list[int]) -> Segments:
+    lengths, slots = [], []
+    for (start, stop), slot in zip(segments.spans, segments.slots, strict=True):
+        inner = places[bisect_right(places, start) : bisect_left(places, stop)]
+        pieces = [b - a for a, b in pairwise([start, *inner, stop])]
+        lengths += pieces
+        slots += [*pieces[:-1], slot - sum(pieces[:-1])]
+    return Segments(lengths=tuple(lengths), slots=tuple(slots), total=segments.total, num_samples=len(lengths))
+
+
+@outside_graph
+def check_restarts(rope: Segments, segments: Segments, types: torch.Tensor) -> None:
+    """Positions inside an image or video count from its first token, so they cannot restart there.
+
+    Args:
+        rope: the row cut at restarts.
+        segments: the row.
+        types: [1, T]: 0 text, 1 image, 2 video.
+    """
+    inner = to_device(np.asarray(sorted({*rope.stride} - {*segments.stride}), np.int64), types.device)
+    split = (types[0, inner] == types[0, inner - 1]) & (types[0, inner] != 0)
+    message = f"{NAME} restarts positions inside an image or a video; move the boundary before its first placeholder"
+    require(~split.any(), message, LayoutError)
+
+
+@outside_graph
+def check_positions(
+    caller: torch.Tensor, positions: torch.Tensor, family: Family, segments: Segments, *, restarts: Segments | None
+) -> None:
+    """A caller's own positions must be those of every sample alone. What stands on padding does not matter.
+
+    Args:
+        caller: [3, 1, T] time, height, width; or [4, 1, T], the place in the sample first. Of a text family [1, T], or
+            [1, 1, T].
+        positions: [4, 1, T] as computed.
+        family: the model's family.
+        segments: the row.
+        restarts: the row cut at the caller's `rope_cu_seqlens`; None: at samples.
+
+    Raises:
+        LayoutError: another shape, or other positions; on the host it names the first one.
+    """
+    caller_kT = _rows(caller, family, segments.total)
+    text_1T = segments.position_in_segment(positions.device)[None]
+    rotary_kT = family.rotary_ids(positions).reshape(-1, segments.total)
+    expected_kT = rotary_kT if len(caller_kT) == len(rotary_kT) else torch.cat((text_1T, rotary_kT))
+    real = segments.real_index(positions.device)
+    caller_kR = caller_kT.to(positions.device, non_blocking=True).index_select(1, real)
+    expected_kR = expected_kT.index_select(1, real)
+    differs_R = (caller_kR != expected_kR).any(0)
+    wrong = differs_R.any()
+    where = ""
+    if on_host(wrong) and wrong:
+        first = int(differs_R.int().argmax())
+        sample = bisect_right(segments.real, first) - 1
+        where = (
+            f": sample {sample} has {caller_kR[:, first].tolist()} at its token {first - segments.real[sample]}, where "
+            f"{expected_kR[:, first].tolist()} is right"
+        )
+    restart = "every sample" if restarts is None else f"every sample and boundary of {NAME}"
+    message = (
+        f"position_ids are not what each sample has alone{where}. They must restart at {restart} and place image "
+        "tokens by their grids; leave position_ids out, they are computed"
+    )
+    require(~wrong, message, LayoutError)
+
+
+def _rows(positions: torch.Tensor, family: Family, total: int) -> torch.Tensor:
+    """[1, T] of a text family, [3, T] or [4, T] of others."""
+    if not isinstance(positions, torch.Tensor):
+        raise LayoutError(f"position_ids must be a tensor, got {type(positions).__name__}")
+    shapes = [(3, 1, total), (4, 1, total)] if family.has_vision else [(1, total), (1, 1, total)]
+    if tuple(positions.shape) not in shapes:
+        rows = " (time, height, width; or the text row first: with fewer rows images lose their places)"
+        raise LayoutError(
+            f"position_ids is {list(positions.shape)}, but {family.model_type} needs "
+            f"{' or '.join(str(list(shape)) for shape in shapes)} for this row{rows if family.has_vision else ''}: "
+            "leave position_ids out, they are computed from the boundaries and the grids"
+        )
+    return positions.reshape(-1, total)
