@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
@@ -193,8 +193,6 @@ def _check_adam(adam: AdamParams) -> None:
             raise RequestError(f"adam_params: {name} is {vars(adam)[name]}; it has to be below 1")
     if np.float32(adam.eps) == 0:
         raise RequestError(
-            f"adam_params: eps is {adam.eps}, which is 0 in float32, so that parameters without a gradient would become "
-            "0 / 0; send 1e-12 or more"
+            f"adam_params: eps is {adam.eps}, which is 0 in float32, so that a step without a gradient would be 0 / 0; "
+            "send 1e-12 or more"
         )
-
-

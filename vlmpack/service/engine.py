@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
@@ -34,7 +34,7 @@ from vlmpack.service.rows import RowBudgets, RowWork, last_hidden, span_logprobs
 class EngineConfig:
     """Settings of an engine."""
 
-    limits: ServiceLimits = ServiceLimits()
+    limits: ServiceLimits = field(default_factory=ServiceLimits)
     """Limits of the service."""
     lora_only: bool = False
     """Refuse models that are trained as a whole."""
@@ -146,6 +146,16 @@ class Engine:
         """Ids of the client models."""
         return tuple(self._clients)
 
+    def client(self, model_id: str) -> ClientModel:
+        """The weights, gradient and optimiser of a client model.
+
+        Raises:
+            RequestError: there is no such model.
+        """
+        if model_id not in self._clients:
+            raise RequestError(f"there is no model {model_id!r:.80} here; create it first")
+        return self._clients[model_id]
+
     def create(self, model_id: str, lora: LoraConfig | None) -> None:
         """Create a client model.
 
@@ -173,7 +183,7 @@ class Engine:
 
     def save(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
         """Write a client model into an existing empty folder; accumulated gradients are not saved."""
-        client = self._client(model_id)
+        client = self.client(model_id)
         client.save(folder, optimizer=optimizer, base_name=self.base.name, model_type=self.base.arch)
 
     def load(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
@@ -187,7 +197,7 @@ class Engine:
         Raises:
             RequestError: the checkpoint is missing, damaged, or of another rank or other targets.
         """
-        client = self._client(model_id)
+        client = self.client(model_id)
         lora = read_settings(folder, model_type=self.base.arch)
         if (lora is None) != (client.lora is None):
             raise RequestError("one of the checkpoint and the model is an adapter, the other is trained as a whole")
@@ -197,7 +207,7 @@ class Engine:
 
     def forward_backward(self, requests: Sequence[EncodedRequest]) -> RowWork:
         """The rows of requests that run together, all up to the next barrier of their models."""
-        clients = {request.model_id: self._client(request.model_id) for request in requests}
+        clients = {request.model_id: self.client(request.model_id) for request in requests}
         limits = self.config.limits
         budgets = RowBudgets(tokens=limits.row_tokens, patches=limits.patches)
         return RowWork(requests, clients, self._adapters, budgets, shared=self.config.share_rows)
@@ -208,7 +218,7 @@ class Engine:
         Raises:
             RequestError: settings out of range; a gradient that is not finite, which is dropped.
         """
-        return self._client(model_id).step(adam)
+        return self.client(model_id).step(adam)
 
     # ------------------------------------------------------------------ sampling
 
@@ -234,11 +244,6 @@ class Engine:
         return np.split(logprobs, np.cumsum([len(part) for part in targets])[:-1])
 
     # ------------------------------------------------------------------ inside
-
-    def _client(self, model_id: str) -> ClientModel:
-        if model_id not in self._clients:
-            raise RequestError(f"there is no model {model_id!r:.80} here; create it first")
-        return self._clients[model_id]
 
     def _new(self, lora: LoraConfig | None) -> ClientModel:
         if len(self._clients) >= self.config.limits.models:
@@ -275,8 +280,8 @@ class Engine:
         reshaped = [name for name in ("gated_delta", "per_sample") if self._family.has(name)]
         if self.config.share_rows and reshaped:
             raise ConfigError(
-                f"share_rows: {self._family.model_type} has {', '.join(reshaped)} layers, which compute a row in parts; "
-                "adapters cannot share rows of it"
+                f"share_rows: {self._family.model_type} has {', '.join(reshaped)} layers, which compute a row in "
+                "parts; adapters cannot share rows of it"
             )
 
 

@@ -1,7 +1,7 @@
 """The losses of a training request: their inputs and settings, and what each token adds.
 
-Every loss is a sum over the tokens of all datums, never a mean. lp: log-probability of a target, with its gradient;
-q: `logprobs`, that of the policy that sampled it; A: `advantages`; w: `weights`, 1 where there are none; r = exp(lp - q).
+Every loss is a sum over the tokens of all datums, never a mean. lp: log-probability of a target, with its gradient; q:
+`logprobs`, that of the policy that sampled it; A: `advantages`; w: `weights`, 1 where there are none; r = exp(lp - q).
 
     cross_entropy          -w lp
     importance_sampling    -w r A
