@@ -168,10 +168,18 @@ class Encoder:
             RequestError: it cannot be used.
         """
         try:
-            self._check_chunks(request.prompt)
-            return self._encode_chunks(request.prompt)
+            return self.encode_chunks(request.prompt)
         except RequestError as error:
             raise RequestError(f"prompt: {error}") from error
+
+    def encode_chunks(self, chunks: Sequence[Chunk]) -> EncodedSequence:
+        """Check and encode text and images.
+
+        Raises:
+            RequestError: they cannot be used.
+        """
+        self._check_chunks(chunks)
+        return self._encode_chunks(chunks)
 
     # ------------------------------------------------------------------ one datum
 

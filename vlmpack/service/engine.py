@@ -25,7 +25,7 @@ from vlmpack.service.adapters import Adapters, Span, new_adapter
 from vlmpack.service.clients import ClientModel, read_settings
 from vlmpack.service.datums import EncodedRequest, EncodedSequence, Encoder, ModelLimits
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.messages import AdamParams, ForwardBackward, LoraConfig, OptimStepResult, Sample
+from vlmpack.service.messages import AdamParams, Chunk, ForwardBackward, LoraConfig, OptimStepResult, Sample
 from vlmpack.service.rows import RowBudgets, RowWork, last_hidden, span_logprobs
 
 
@@ -139,6 +139,14 @@ class Engine:
             RequestError: it cannot be used.
         """
         return self._encoder.encode_prompt(request)
+
+    def encode_chunks(self, chunks: Sequence[Chunk]) -> EncodedSequence:
+        """Check and encode the chunks of a datum or a prompt.
+
+        Raises:
+            RequestError: they cannot be used.
+        """
+        return self._encoder.encode_chunks(chunks)
 
     # ------------------------------------------------------------------ models
 
