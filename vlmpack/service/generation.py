@@ -13,7 +13,7 @@ B sequences, S cached tokens with padding, N tokens of a prompt, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, final
 
@@ -23,32 +23,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from vlmpack.families import Family, family_of
-from vlmpack.layout import Grid, Media, Segments
+from vlmpack.layout import Segments
 from vlmpack.model import STEP, StepCall, find_model, target_logprobs
 from vlmpack.service import caches
 from vlmpack.service.choice import Choice, Draw, choose
+from vlmpack.service.datums import EncodedSequence
 from vlmpack.service.messages import SampledSequence, SamplingParams, StopReason
 
 HEAD_CHUNK = 2048
 """Rows of logits alive at a time where each token of a prompt gets its log-probability."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class EncodedPrompt:
-    """A prompt as the model reads it, checked against the model."""
-
-    input_ids: torch.Tensor
-    """[N] int64 on the host; placeholders of images written out."""
-    media: Media = Media()  # noqa: RUF009 - frozen
-    """Pixels and grids of its images on the host, in order."""
-    image_grids: tuple[Grid, ...] = ()
-    """The grids once more, as numbers."""
-
-    @property
-    def length(self) -> int:
-        """N."""
-        return len(self.input_ids)
 
 
 @final
@@ -85,7 +68,7 @@ class Growing:
     """One sequence that is being sampled."""
 
     def __init__(
-        self, prompt: EncodedPrompt, params: SamplingParams, ending: Ending, *, seed: int, key: str = ""
+        self, prompt: EncodedSequence, params: SamplingParams, ending: Ending, *, seed: int, key: str = ""
     ) -> None:
         self.key = key
         """Of its request."""
@@ -166,18 +149,15 @@ class Reader:
         """Return whether padding on the left leaves its layers as they are: blocks of sparse attention move with it."""
         return not self.family.has("per_sample")
 
-    def positions(self, prompt: EncodedPrompt) -> torch.Tensor:
+    def positions(self, prompt: EncodedSequence) -> torch.Tensor:
         """Rotary positions of a prompt, [3, 1, N] or [1, N], on the host."""
-        types = self.family.media_types(prompt.input_ids[None], self.core.config)
-        found = self.family.positions(
-            types,
-            Segments.from_lengths([prompt.length]),
-            image_grids=prompt.image_grids,
-            config=self.core.config,
-        )
+        config = self.core.config
+        types = self.family.media_types(torch.from_numpy(prompt.input_ids)[None], config)
+        grids = [image.grid for image in prompt.images]
+        found = self.family.positions(types, Segments.from_lengths([prompt.length]), image_grids=grids, config=config)
         return self.family.rotary_ids(found)
 
-    def prefill(self, prompts: Sequence[EncodedPrompt]) -> tuple[torch.Tensor, Any]:
+    def prefill(self, prompts: Sequence[EncodedSequence]) -> tuple[torch.Tensor, Any]:
         """Return the logits [B, V] after each prompt, and a cache that holds the prompts, padded on the left."""
         inputs = self._padded(prompts)
         width = inputs["input_ids"].shape[1]
@@ -212,7 +192,7 @@ class Reader:
         )
         return output.logits[:, -1]
 
-    def score(self, prompts: Sequence[EncodedPrompt]) -> tuple[list[np.ndarray], torch.Tensor]:
+    def score(self, prompts: Sequence[EncodedSequence]) -> tuple[list[np.ndarray], torch.Tensor]:
         """Run prompts as one packed row, as in training.
 
         Returns:
@@ -226,7 +206,7 @@ class Reader:
         head, found = self.family.head(self.core), []
         for hidden_SD, prompt in zip(hidden_BSD, prompts, strict=True):
             hidden_ND = hidden_SD[hidden_SD.shape[0] - prompt.length :]
-            targets = prompt.input_ids[1:].to(self.device)
+            targets = torch.from_numpy(prompt.input_ids[1:]).to(self.device)
             logprobs = target_logprobs(hidden_ND[:-1], targets, head, chunk=HEAD_CHUNK).cpu().numpy()
             found.append(np.concatenate((np.full(1, np.nan, np.float32), logprobs)))
         return found, logits_BV
@@ -234,22 +214,22 @@ class Reader:
     def canonical(self, sequence: Growing) -> torch.Tensor:
         """Return the logits [1, V] after a sequence: it alone, one packed row, no cache."""
         prompt = sequence.prompt
-        ids = torch.cat((prompt.input_ids, torch.tensor(sequence.tokens, dtype=torch.int64)))
-        whole = EncodedPrompt(input_ids=ids, media=prompt.media, image_grids=prompt.image_grids)
+        whole = replace(prompt, input_ids=np.concatenate((prompt.input_ids, np.asarray(sequence.tokens, np.int64))))
         return self.core(**self._padded([whole]), logits_to_keep=1).logits[:, -1]
 
-    def _padded(self, prompts: Sequence[EncodedPrompt]) -> dict[str, torch.Tensor]:
+    def _padded(self, prompts: Sequence[EncodedSequence]) -> dict[str, torch.Tensor]:
         """Prompts as a batch [B, S], padded on the left, on the model's device."""
         width = max(prompt.length for prompt in prompts)
         pad = next(id_ for id_ in range(3) if id_ not in self.placeholders)
-        ids = torch.stack([F.pad(prompt.input_ids, (width - prompt.length, 0), value=pad) for prompt in prompts])
-        mask = torch.stack([F.pad(torch.ones_like(p.input_ids), (width - p.length, 0)) for p in prompts])
+        rows = [torch.from_numpy(prompt.input_ids) for prompt in prompts]
+        ids = torch.stack([F.pad(row, (width - len(row), 0), value=pad) for row in rows])
+        mask = torch.stack([F.pad(torch.ones_like(row), (width - len(row), 0)) for row in rows])
         tensors = {"input_ids": ids, "attention_mask": mask}
         if self.family.has_vision:
             tensors["mm_token_type_ids"] = self.family.media_types(ids, self.core.config)
-        media = [prompt.media.to_hf() for prompt in prompts]
-        for name in dict.fromkeys(name for tensors_of in media for name in tensors_of):
-            tensors[name] = torch.cat([tensors_of[name] for tensors_of in media if name in tensors_of])
+        if images := [image for prompt in prompts for image in prompt.images]:
+            tensors["pixel_values"] = torch.cat([image.pixel_values for image in images])
+            tensors["image_grid_thw"] = torch.tensor([image.grid for image in images])
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
 
@@ -385,7 +365,7 @@ def begin(sequences: Sequence[Growing], reader: Reader) -> Batch:
     return batch
 
 
-def groups_by_length(prompts: Sequence[EncodedPrompt], *, merges_lengths: bool) -> list[list[int]]:
+def groups_by_length(prompts: Sequence[EncodedSequence], *, merges_lengths: bool) -> list[list[int]]:
     """Indices of prompts that are prefilled together, with a fifth of padding at most; or without any."""
     groups: list[list[int]] = []
     for index in sorted(range(len(prompts)), key=lambda index: -prompts[index].length):

@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 from vlmpack.errors import RequestError, VlmpackError
-from vlmpack.service.generation import Batch, EncodedPrompt, Ending, Growing, Reader, begin, groups_by_length
+from vlmpack.service.datums import EncodedSequence
+from vlmpack.service.generation import Batch, Ending, Growing, Reader, begin, groups_by_length
 from vlmpack.service.messages import Failure, Sample, SampleResult, SamplingParams
 
 Finished = tuple[str, SampleResult | Failure]
@@ -41,7 +42,7 @@ class SamplingEngine(Protocol):
         """End a sampling session; its requests that are not done fail."""
         ...
 
-    def add(self, key: str, session_id: str, prompt: EncodedPrompt, request: Sample) -> None:
+    def add(self, key: str, session_id: str, prompt: EncodedSequence, request: Sample) -> None:
         """Take up a request. If it cannot be served, the next `step` returns its failure."""
         ...
 
@@ -55,19 +56,11 @@ class SamplingEngine(Protocol):
         ...
 
 
-class Snapshots(Protocol):
-    """Weights that the built-in engine samples from, on one base model."""
+class Weights(Protocol):
+    """Weights that the built-in engine samples with, of a snapshot or of the base model; they do not change."""
 
-    def load(self, name: str, folder: Path) -> None:
-        """Read the snapshot in a folder and keep it under a name."""
-        ...
-
-    def unload(self, name: str) -> None:
-        """Free a snapshot's memory."""
-        ...
-
-    def using(self, name: str | None) -> AbstractContextManager[nn.Module]:
-        """The model, packing enabled, with one snapshot alone active (None: the base) until the context ends."""
+    def applied(self) -> AbstractContextManager[nn.Module]:
+        """Yield the model, packing enabled, which computes with these weights until the context ends."""
         ...
 
 
@@ -118,7 +111,7 @@ class SamplingSettings:
 class Job:
     """One request and its sequences."""
 
-    def __init__(self, key: str, session_id: str, prompt: EncodedPrompt, request: Sample) -> None:
+    def __init__(self, key: str, session_id: str, prompt: EncodedSequence, request: Sample) -> None:
         self.key = key
         """Of the request."""
         self.session_id = session_id
@@ -167,7 +160,7 @@ class Job:
         return SampleResult(sequences=results, prompt_logprobs=self.prompt_logprobs)
 
 
-def ending_of(prompt: EncodedPrompt, request: Sample, model: SampledModel) -> Ending:
+def ending_of(prompt: EncodedSequence, request: Sample, model: SampledModel) -> Ending:
     """Return when sequences of a request end.
 
     Raises:
@@ -250,16 +243,21 @@ class _Lane:
 class BatchedSampling:
     """The built-in engine: continuous batching on the model that is trained."""
 
-    def __init__(self, snapshots: Snapshots, model: SampledModel, settings: SamplingSettings | None = None) -> None:
-        self._snapshots = snapshots
+    def __init__(
+        self,
+        open_weights: Callable[[Path | None], Weights],
+        model: SampledModel,
+        settings: SamplingSettings | None = None,
+    ) -> None:
+        """Sample from weights that `open_weights` reads out of a snapshot's folder; None: those of the base model."""
+        self._open_weights = open_weights
         self._model = model
         self._settings = settings or SamplingSettings()
         self._folders: dict[str, Path | None] = {}
         self._lanes: OrderedDict[Path | None, _Lane] = OrderedDict()  # the first one's turn is next
-        self._loaded: OrderedDict[Path, str] = OrderedDict()  # the first one goes first
+        self._loaded: OrderedDict[Path | None, Weights] = OrderedDict()  # the first one goes first
         self._jobs: dict[str, Job] = {}
         self._finished: list[Finished] = []
-        self._names = 0
         self.sampled_tokens = 0
         """Tokens sampled so far."""
         self.canonical_tokens = 0
@@ -279,10 +277,10 @@ class BatchedSampling:
         folder = self._folders.pop(session_id, None)
         closed = RequestError("the sampling session was closed before the request was done; open another one")
         self._fail([job for job in self._jobs.values() if job.session_id == session_id], closed)
-        if folder is not None and folder not in self._folders.values() and folder in self._loaded:
-            self._snapshots.unload(self._loaded.pop(folder))
+        if folder not in self._folders.values():
+            self._loaded.pop(folder, None)
 
-    def add(self, key: str, session_id: str, prompt: EncodedPrompt, request: Sample) -> None:
+    def add(self, key: str, session_id: str, prompt: EncodedSequence, request: Sample) -> None:
         """Take up a request."""
         job = Job(key, session_id, prompt, request)
         try:
@@ -446,24 +444,23 @@ class BatchedSampling:
     @contextmanager
     def _weights(self, folder: Path | None) -> Iterator[Reader]:
         """The model with a snapshot's weights, in evaluation mode."""
-        with self._snapshots.using(None if folder is None else self._name_of(folder)) as model:
-            was_training = model.training
-            model.eval()
+        with self._weights_of(folder).applied() as model:
+            training = [module for module in model.modules() if module.training]  # single layers may be
             try:
+                for module in training:
+                    module.training = False
                 yield Reader(model, rounding=self._settings.rounding_of(model))
             finally:
-                model.train(was_training)
+                for module in training:
+                    module.training = True
 
-    def _name_of(self, folder: Path) -> str:
-        """The name of a snapshot in memory; it is read if it is not there."""
-        if folder in self._loaded:
-            self._loaded.move_to_end(folder)
-            return self._loaded[folder]
-        if not folder.is_dir():
-            raise RequestError(f"the snapshot {folder.name!r} was deleted; sample from another one")
-        while len(self._loaded) >= self._settings.max_snapshots:
-            self._snapshots.unload(self._loaded.popitem(last=False)[1])
-        name, self._names = f"snapshot_{self._names}", self._names + 1
-        self._snapshots.load(name, folder)
-        self._loaded[folder] = name
-        return name
+    def _weights_of(self, folder: Path | None) -> Weights:
+        """The weights of a snapshot; they are read if they are not in memory."""
+        if folder not in self._loaded:
+            if folder is not None and not folder.is_dir():
+                raise RequestError(f"the snapshot {folder.name!r} was deleted; sample from another one")
+            while len(self._loaded) >= self._settings.max_snapshots:
+                self._loaded.popitem(last=False)
+            self._loaded[folder] = self._open_weights(folder)
+        self._loaded.move_to_end(folder)
+        return self._loaded[folder]
