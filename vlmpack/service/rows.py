@@ -34,13 +34,17 @@ from vlmpack.service.messages import Failure, ForwardBackwardResult
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class RowBudgets:
-    """What a row may hold. A datum beyond one of them has a row of its own."""
+class RowSettings:
+    """What a row may hold, and how it is computed. A datum beyond a budget has a row of its own."""
 
     tokens: int
-    """Tokens."""
+    """Most tokens."""
     patches: int
-    """Patches of images."""
+    """Most patches of images."""
+    shared: bool = False
+    """Whether adapters share rows."""
+    recomputes: bool = False
+    """Whether layers are computed again in the backward pass (gradient checkpointing)."""
 
 
 @final
@@ -85,12 +89,12 @@ class DatumResult:
     """Whether the loss and its derivatives are."""
 
 
-def plan_rows(sequences: Sequence[EncodedSequence], budgets: RowBudgets) -> list[list[int]]:
+def plan_rows(sequences: Sequence[EncodedSequence], settings: RowSettings) -> list[list[int]]:
     """Numbers of the sequences that share each row, in the order of the rows; inside a row they keep their order."""
     lengths = np.array([sequence.length for sequence in sequences])
     patches = np.array([sequence.patches for sequence in sequences])
-    limits = [Budget(name="patches", costs=patches, limit=budgets.patches)] if patches.any() else []
-    plan = plan_bins(lengths, budgets.tokens, budgets=limits, oversize="own_row")
+    limits = [Budget(name="patches", costs=patches, limit=settings.patches)] if patches.any() else []
+    plan = plan_bins(lengths, settings.tokens, budgets=limits, oversize="own_row")
     return [sorted(int(at) for at in row) for row in plan]
 
 
@@ -136,6 +140,13 @@ def compute_row(items: Sequence[RowItem], adapters: Adapters, *, backward: bool)
         if backward and all(result.is_finite for result in results):
             torch.autograd.backward(logprobs, slopes)
     return results
+
+
+def _set_recomputing(model: Any, *, recomputes: bool) -> None:
+    """Layers in training mode are computed again; their parts stay in evaluation mode, without dropout."""
+    family = packing_state(model).family
+    for layer in family.language_model(model).get_submodule("layers").children():
+        layer.training = recomputes
 
 
 def last_hidden(model: Any, sequences: Sequence[EncodedSequence]) -> torch.Tensor:
@@ -207,14 +218,11 @@ class RowWork:
         requests: Sequence[EncodedRequest],
         clients: Mapping[str, ClientModel],
         adapters: Adapters,
-        budgets: RowBudgets,
-        *,
-        shared: bool,
+        settings: RowSettings,
     ) -> None:
         self.work = WorkCount()
         """What was computed so far."""
-        self._requests, self._clients, self._adapters, self._budgets = list(requests), clients, adapters, budgets
-        self._shared = shared
+        self._requests, self._clients, self._adapters, self._settings = list(requests), clients, adapters, settings
         self._failures: dict[int, Failure] = {}
         self._results: dict[Place, DatumResult] = {}
         self._gradients: dict[ClientModel, Gradients] = {}
@@ -235,6 +243,8 @@ class RowWork:
         clients = list(dict.fromkeys(item.client for item in items))
         try:
             self._lend(clients if backward else [])
+            if self._settings.recomputes:
+                _set_recomputing(clients[0].model, recomputes=backward)
             results = compute_row(items, self._adapters, backward=backward)
         finally:
             self._take_back(clients if backward else [])
@@ -272,13 +282,13 @@ class RowWork:
         order = {name: at for at, name in enumerate(dict.fromkeys(request.model_id for request in self._requests))}
         for group in groups.values():
             group.sort(key=lambda place: order[self._requests[place.request].model_id])
-            rows = plan_rows([self._datum(place).sequence for place in group], self._budgets)
+            rows = plan_rows([self._datum(place).sequence for place in group], self._settings)
             self._rows.extend([group[at] for at in row] for row in rows)
 
     def _group(self, request: EncodedRequest) -> tuple[Any, ...]:
         """Requests of one group may share rows."""
         is_adapter = self._clients[request.model_id].adapter is not None
-        return ("adapters" if self._shared and is_adapter else request.model_id, request.forward_only)
+        return ("adapters" if self._settings.shared and is_adapter else request.model_id, request.forward_only)
 
     def _datum(self, place: Place) -> EncodedDatum:
         return self._requests[place.request].data[place.datum]
@@ -290,7 +300,7 @@ class RowWork:
     def _count(self, items: Sequence[RowItem]) -> None:
         tokens = sum(item.datum.sequence.length for item in items)
         patches = sum(item.datum.sequence.patches for item in items)
-        capacity = max(tokens, self._budgets.tokens)
+        capacity = max(tokens, self._settings.tokens)
         self.work += WorkCount(rows=1, tokens=tokens, capacity=capacity, patches=patches)
 
     # ------------------------------------------------------------------ gradients
