@@ -10,7 +10,6 @@ refused. What can be read is refused in its future, so that its number is used u
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from contextlib import suppress
@@ -20,12 +19,12 @@ from typing import Literal, final
 
 from vlmpack.service.checkpoints import StateFolder
 from vlmpack.service.engine_thread import EngineThread
+from vlmpack.service.expiry import MISSING, Expiry, failed_reply
 from vlmpack.service.journal import Journal, JournalError, RequestRow, StoredReply
 from vlmpack.service.ledger import Entry, Lane, Ledger, SamplingSession, content_digest, owner_of
 from vlmpack.service.messages import (
     CreateFromCheckpoint,
     CreateModel,
-    Failure,
     ForwardBackward,
     Request,
     Sample,
@@ -50,10 +49,6 @@ __all__ = [
 
 REFUSED = "Refused"
 """Kind of a request that could not be read."""
-MISSING = "Missing"
-"""Kind of a number whose request never arrived in time."""
-
-log = logging.getLogger("vlmpack.service")
 
 
 @final
@@ -151,10 +146,12 @@ class RequestQueue(Sessions):
         super().__init__(Ledger(journal, settings), folder, engine.base)
         self._codec = codec
         self._is_draining = False
+        self._is_closed = False
         self._began = time.monotonic()
         operations = Operations(engine=engine, ledger=self._ledger, codec=codec, state=folder)
+        self._expiry = Expiry(ledger=self._ledger, codec=codec, finish=self.finish)
         self._thread = EngineThread(
-            engine=engine, ledger=self._ledger, codec=codec, state=folder, operations=operations, tidy=self._tidy
+            engine=engine, ledger=self._ledger, codec=codec, state=folder, operations=operations, tidy=self._expiry.tidy
         )
 
     def start(self) -> None:
@@ -181,8 +178,11 @@ class RequestQueue(Sessions):
                     entry.wake()
 
     def _close_files(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         with suppress(JournalError):
-            self._note_retrieved()
+            self._expiry.note_retrieved()
         self._ledger.journal.close()
         self._state.close()
 
@@ -259,7 +259,7 @@ class RequestQueue(Sessions):
 
     def _enter(self, entry: Entry, body: bytes | None, failure: str | None) -> None:
         key = (entry.row.owner, entry.row.seq)
-        reply = None if failure is None else self._failed(failure)
+        reply = None if failure is None else failed_reply(self._codec, failure)
         with self._ledger.journal.transaction():
             self._ledger.journal.add_request(entry.row, body=body, now=time.time())
             if reply is not None:
@@ -274,10 +274,6 @@ class RequestQueue(Sessions):
                 self._thread.encode_sample(entry)
             elif (lane := self._ledger.lanes.get(entry.row.owner)) is not None:
                 self._thread.encode_ahead(lane)
-
-    def _failed(self, message: str) -> StoredReply:
-        reply = self._codec.encode(Failure(message=message, category="user"))
-        return StoredReply(content_type=reply.content_type, body=reply.body)
 
     def _repeat(
         self, known: Entry, entry: Entry, body: bytes | None, *, is_creation: bool, failure: str | None
@@ -374,88 +370,6 @@ class RequestQueue(Sessions):
                     self._ledger.retrieved[key] = time.time()
                     self._ledger.retrieved_now.append(key)
         return reply
-
-    # ------------------------------------------------------------------ what runs out, in the engine thread
-
-    def _tidy(self) -> None:
-        try:
-            self._fail_gaps()
-            self._end_silent_sessions()
-            self._note_retrieved()
-            self._drop_replies()
-        except JournalError:
-            log.exception("the journal cannot be written; tried again")
-
-    def _fail_gaps(self) -> None:
-        late = time.monotonic() - self._ledger.settings.gap_timeout
-        with self._ledger.lock:
-            lanes = [lane for lane in self._ledger.lanes.values() if lane.open and lane.last_arrival < late]
-            gaps = [(lane, lane.missing, early) for lane in lanes if (early := lane.early())]
-        for lane, missing, early in gaps:
-            self._fail_gap(lane, missing, early)
-
-    def _fail_gap(self, lane: Lane, missing: int, early: list[Entry]) -> None:
-        message = f"request {missing} of {lane.id} never arrived: this one, which comes after it, was not carried out"
-        reply, absent = self._failed(message), []
-        given_up = self._failed(f"this request of {lane.id} arrived after those behind it had been given up")
-        with self._ledger.lock:
-            for number in range(missing, early[-1].row.seq):
-                if number not in lane.entries:
-                    row = RequestRow(
-                        owner=lane.id, seq=number, session=lane.session, kind=MISSING, digest=b"", state="failed"
-                    )
-                    absent.append(Entry(row=row))
-                    lane.add(absent[-1])  # one that arrives now is a repetition
-        try:
-            self._commit_gap(absent, early, given_up, reply)
-        except BaseException:
-            with self._ledger.lock:
-                for entry in absent:
-                    lane.remove(entry)
-            raise
-        finally:
-            for entry in absent:
-                entry.journaled.set()
-        with self._ledger.lock:
-            for entry in absent:
-                self._ledger.arrive(entry)
-                self._ledger.done(entry, "failed", given_up)
-            for entry in early:
-                self._ledger.done(entry, "failed", reply)
-
-    def _commit_gap(self, absent: list[Entry], early: list[Entry], given_up: StoredReply, reply: StoredReply) -> None:
-        journal = self._ledger.journal
-        with journal.transaction():
-            for entry in absent:
-                journal.add_request(entry.row, body=None, now=time.time())
-                journal.finish_request(entry.row.owner, entry.row.seq, state="failed", reply=given_up, keep_body=False)
-            for entry in early:
-                journal.finish_request(entry.row.owner, entry.row.seq, state="failed", reply=reply, keep_body=False)
-
-    def _end_silent_sessions(self) -> None:
-        late = time.monotonic() - self._ledger.settings.session_timeout
-        with self._ledger.lock:
-            silent = [session.row.id for session in self._ledger.sessions.values() if session.last_seen < late]
-        for session in silent:
-            log.info("the session %s ended: its client fell silent", session)
-            self.finish(session)
-
-    def _note_retrieved(self) -> None:
-        with self._ledger.lock:
-            keys, self._ledger.retrieved_now = self._ledger.retrieved_now, []
-        if keys:
-            self._ledger.journal.note_retrieved(keys, now=time.time())
-
-    def _drop_replies(self) -> None:
-        old = time.time() - self._ledger.settings.reply_kept
-        with self._ledger.lock:
-            keys = [key for key, when in self._ledger.retrieved.items() if when < old]
-        if keys:
-            self._ledger.journal.drop_replies(keys)
-            with self._ledger.lock:
-                for key in keys:
-                    self._ledger.uncache(key)
-                    self._ledger.retrieved.pop(key, None)
 
     def stats(self) -> QueueStats:
         """Return what the queue holds and has done."""
