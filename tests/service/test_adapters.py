@@ -45,13 +45,13 @@ def plain_logprobs(model: torch.nn.Module, engine: Engine, datum: Datum) -> torc
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # of PEFT
-@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")  # of PEFT
 @pytest.mark.each_value
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_a_batch_equals_peft_on_each_datum(family: str, tmp_path: Path) -> None:
     """Log-probabilities to 1e-5, the summed gradient of every adapter parameter to 1e-5 of its largest entry."""
     engine = tiny_engine(family)
-    engine.create("a", lora(family))
+    # PEFT takes the projections of Qwen3-Next's shared experts for those of its routed ones
+    engine.create("a", lora(family, train_mlp=family not in ("qwen3_vl_moe", "qwen3_next")))
     set_adapter(engine)
     engine.save("a", tmp_path, optimizer=False)
     data = some_data(engine)

@@ -7,6 +7,7 @@ everything else by one thread, which owns the model.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -114,25 +115,26 @@ class Engine:
         self.config = config or EngineConfig()
         self.model: Any = enable_packing(model)
         """The base model."""
-        self._family = family_of(self.model)
+        self.family = family_of(self.model)
+        """Its family."""
         self._freeze()
-        self.adapters = Adapters(self.model, self._family)
+        self.adapters = Adapters(self.model, self.family)
         """The hooks on the base model."""
         self.snapshots = Snapshots(self)
         """Weights to sample with."""
         self._check_sharing()
         self._clients: dict[str, ClientModel] = {}
-        text, limits = self._family.text_config(self.model.config), self.config.limits
+        text, limits = self.family.text_config(self.model.config), self.config.limits
         context = min(limits.context or text.max_position_embeddings, text.max_position_embeddings)
         self.base = BaseModel(
             name=name,
-            arch=self._family.model_type,
+            arch=self.family.model_type,
             tokenizer_id=tokenizer_id,
             max_context=context,
-            is_vision=self._family.has_vision,
+            is_vision=self.family.has_vision,
             eos=_eos(self.model, parts_of(processor).tokenizer),
         )
-        limited = ModelLimits(family=self._family, config=self.model.config, context=context)
+        limited = ModelLimits(family=self.family, config=self.model.config, context=context)
         self._encoder = Encoder(limited, parts_of(processor).image_processor, limits)
 
     # ------------------------------------------------------------------ any thread
@@ -280,13 +282,17 @@ class Engine:
         self.model.requires_grad_(False)
         self.model.eval()
         if self.config.gradient_checkpointing:  # of layers that are in training mode: `rows` decides which those are
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            with warnings.catch_warnings():
+                # transformers 6 gives it another name, which 5.17 has not
+                warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable", category=FutureWarning)
+                self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            self.model.disable_input_require_grads()  # or the vision tower would have a backward pass, for nothing
 
     def _check_sharing(self) -> None:
-        reshaped = [name for name in ("gated_delta", "per_sample") if self._family.has(name)]
+        reshaped = [name for name in ("gated_delta", "per_sample") if self.family.has(name)]
         if self.config.share_rows and reshaped:
             raise ConfigError(
-                f"share_rows: {self._family.model_type} has {', '.join(reshaped)} layers, which compute a row in "
+                f"share_rows: {self.family.model_type} has {', '.join(reshaped)} layers, which compute a row in "
                 "parts; adapters cannot share rows of it"
             )
 
