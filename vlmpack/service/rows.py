@@ -55,6 +55,8 @@ class WorkCount:
 
     rows: int = 0
     """Packed rows."""
+    datums: int = 0
+    """Datums."""
     tokens: int = 0
     """Tokens of datums."""
     capacity: int = 0
@@ -222,10 +224,13 @@ class RowWork:
         clients: Mapping[str, ClientModel],
         adapters: Adapters,
         settings: RowSettings,
+        *,
+        count: Callable[[WorkCount], None],
     ) -> None:
         self.work = WorkCount()
         """What was computed so far."""
         self._requests, self._clients, self._adapters, self._settings = list(requests), clients, adapters, settings
+        self._report = count
         self._failures: dict[int, Failure] = {}
         self._results: dict[Place, DatumResult] = {}
         self._gradients: dict[ClientModel, Gradients] = {}
@@ -304,7 +309,9 @@ class RowWork:
         tokens = sum(item.datum.sequence.length for item in items)
         patches = sum(item.datum.sequence.patches for item in items)
         capacity = max(tokens, self._settings.tokens)
-        self.work += WorkCount(rows=1, tokens=tokens, capacity=capacity, patches=patches)
+        work = WorkCount(rows=1, datums=len(items), tokens=tokens, capacity=capacity, patches=patches)
+        self.work += work
+        self._report(work)
 
     # ------------------------------------------------------------------ gradients
 
