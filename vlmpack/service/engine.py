@@ -7,6 +7,7 @@ everything else by one thread, which owns the model.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,12 +20,12 @@ from vlmpack.collate import parts_of
 from vlmpack.errors import ConfigError, RequestError
 from vlmpack.families import family_of
 from vlmpack.model import enable_packing
-from vlmpack.service.adapters import Adapters, Span, new_adapter
+from vlmpack.service.adapters import Adapter, Adapters, Span, new_adapter
 from vlmpack.service.clients import ClientModel, read_settings
 from vlmpack.service.datums import EncodedRequest, EncodedSequence, Encoder, ModelLimits
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import AdamParams, Chunk, ForwardBackward, LoraConfig, OptimStepResult, Sample
-from vlmpack.service.rows import RowSettings, RowWork
+from vlmpack.service.rows import RowSettings, RowWork, WorkCount
 
 
 @final
@@ -62,33 +63,22 @@ class BaseModel:
 
 
 @final
-class Snapshots:
-    """Weights to sample with, on one base model: what `save` wrote, which later training does not change."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Weights:
+    """Weights to sample with: those of the base model, or of a snapshot, which later training does not change."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._loaded: dict[str, ClientModel] = {}
-
-    def load(self, name: str, folder: Path) -> None:
-        """Read a snapshot and keep it under a name.
-
-        Raises:
-            RequestError: it cannot be read.
-        """
-        self._loaded[name] = self._engine.read(folder)
-
-    def unload(self, name: str) -> None:
-        """Free a snapshot's memory."""
-        del self._loaded[name]
+    model: nn.Module
+    """The module to call, inside `applied`."""
+    adapter: Adapter | None
+    """Its adapter; None: there is none."""
+    adapters: Adapters
+    """The hooks on the base model."""
 
     @contextmanager
-    def using(self, name: str | None) -> Iterator[nn.Module]:
-        """Yield a model that computes with a snapshot alone (None: the base model), until the context ends."""
-        model, adapter = self._engine.model, None
-        if name is not None:
-            model, adapter = self._loaded[name].model, self._loaded[name].adapter
-        with self._engine.adapters.applied(Span(adapter=adapter, length=0)):
-            yield model
+    def applied(self) -> Iterator[nn.Module]:
+        """Yield the module; calls inside the block, of whatever shape, compute with these weights."""
+        with self.adapters.applied(Span(adapter=self.adapter, length=0)):
+            yield self.model
 
 
 @final
@@ -114,25 +104,26 @@ class Engine:
         self.config = config or EngineConfig()
         self.model: Any = enable_packing(model)
         """The base model."""
-        self._family = family_of(self.model)
+        self.family = family_of(self.model)
+        """Its family."""
         self._freeze()
-        self.adapters = Adapters(self.model, self._family)
+        self.adapters = Adapters(self.model, self.family)
         """The hooks on the base model."""
-        self.snapshots = Snapshots(self)
-        """Weights to sample with."""
+        self.counts = WorkCount()
+        """What rows have computed since the engine began."""
         self._check_sharing()
         self._clients: dict[str, ClientModel] = {}
-        text, limits = self._family.text_config(self.model.config), self.config.limits
+        text, limits = self.family.text_config(self.model.config), self.config.limits
         context = min(limits.context or text.max_position_embeddings, text.max_position_embeddings)
         self.base = BaseModel(
             name=name,
-            arch=self._family.model_type,
+            arch=self.family.model_type,
             tokenizer_id=tokenizer_id,
             max_context=context,
-            is_vision=self._family.has_vision,
+            is_vision=self.family.has_vision,
             eos=_eos(self.model, parts_of(processor).tokenizer),
         )
-        limited = ModelLimits(family=self._family, config=self.model.config, context=context)
+        limited = ModelLimits(family=self.family, config=self.model.config, context=context)
         self._encoder = Encoder(limited, parts_of(processor).image_processor, limits)
 
     # ------------------------------------------------------------------ any thread
@@ -236,7 +227,7 @@ class Engine:
             shared=self.config.share_rows,
             recomputes=self.config.gradient_checkpointing,
         )
-        return RowWork(requests, clients, self.adapters, settings)
+        return RowWork(requests, clients, self.adapters, settings, count=self._count)
 
     def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResult:
         """Take a step with the accumulated gradient and clear it; without one nothing changes, as the metrics say.
@@ -248,18 +239,20 @@ class Engine:
 
     # ------------------------------------------------------------------ sampling
 
-    def read(self, folder: Path) -> ClientModel:
-        """Read a saved model as a snapshot, which is no client's model and not trained.
+    def open_weights(self, folder: Path | None) -> Weights:
+        """Weights to sample with: of a saved model, or of the base model. They are freed with the object.
 
         Raises:
-            RequestError: it cannot be read.
+            RequestError: the saved model cannot be read.
         """
+        if folder is None:
+            return Weights(model=self.model, adapter=None, adapters=self.adapters)
         lora = read_settings(folder, model_type=self.base.arch)
         client = ClientModel(_copy(self.model), None) if lora is None else self._adapted(lora)
         client.load(folder, optimizer=False)
         for parameter in client.parameters:
             parameter.requires_grad_(False)
-        return client
+        return Weights(model=client.model, adapter=client.adapter, adapters=self.adapters)
 
     # ------------------------------------------------------------------ inside
 
@@ -276,17 +269,24 @@ class Engine:
         names = self.adapters.targets.chosen(lora)
         return ClientModel(self.model, new_adapter(lora, names, self.model))
 
+    def _count(self, work: WorkCount) -> None:
+        self.counts += work
+
     def _freeze(self) -> None:
         self.model.requires_grad_(False)
         self.model.eval()
         if self.config.gradient_checkpointing:  # of layers that are in training mode: `rows` decides which those are
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            with warnings.catch_warnings():
+                # transformers 6 gives it another name, which 5.17 has not
+                warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable", category=FutureWarning)
+                self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            self.model.disable_input_require_grads()  # or the vision tower would have a backward pass, for nothing
 
     def _check_sharing(self) -> None:
-        reshaped = [name for name in ("gated_delta", "per_sample") if self._family.has(name)]
+        reshaped = [name for name in ("gated_delta", "per_sample") if self.family.has(name)]
         if self.config.share_rows and reshaped:
             raise ConfigError(
-                f"share_rows: {self._family.model_type} has {', '.join(reshaped)} layers, which compute a row in "
+                f"share_rows: {self.family.model_type} has {', '.join(reshaped)} layers, which compute a row in "
                 "parts; adapters cannot share rows of it"
             )
 

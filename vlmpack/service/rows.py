@@ -14,6 +14,7 @@ gradient is that of the datums' losses, summed, and so the same in whatever rows
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ class WorkCount:
 
     rows: int = 0
     """Packed rows."""
+    datums: int = 0
+    """Datums."""
     tokens: int = 0
     """Tokens of datums."""
     capacity: int = 0
@@ -84,7 +87,7 @@ class DatumResult:
     logprobs: np.ndarray
     """float32 [N]."""
     loss: float
-    """Summed over its tokens."""
+    """Summed over its tokens; NaN if it is not finite."""
     is_finite: bool
     """Whether the loss and its derivatives are."""
 
@@ -193,12 +196,14 @@ def _split(
     """By datum, on the host."""
     bounds = np.cumsum([item.datum.sequence.length for item in items])[:-1]
     columns = torch.stack([logprobs.detach(), losses.detach(), slopes]).cpu().numpy()
-    return [
-        DatumResult(
-            logprobs=part[0].copy(), loss=float(part[1].sum(dtype=np.float64)), is_finite=bool(np.isfinite(part).all())
-        )
-        for part in np.split(columns, bounds, axis=1)
-    ]
+    return [_datum_result(part) for part in np.split(columns, bounds, axis=1)]
+
+
+def _datum_result(columns: np.ndarray) -> DatumResult:
+    """Of float32 [3, N]: log-probabilities, losses and derivatives."""
+    is_finite = bool(np.isfinite(columns).all())
+    loss = float(columns[1].sum(dtype=np.float64)) if is_finite else math.nan
+    return DatumResult(logprobs=columns[0].copy(), loss=loss, is_finite=is_finite)
 
 
 def _runs(items: Sequence[RowItem], key: Callable[[RowItem], Any]) -> list[tuple[Any, list[RowItem]]]:
@@ -219,10 +224,13 @@ class RowWork:
         clients: Mapping[str, ClientModel],
         adapters: Adapters,
         settings: RowSettings,
+        *,
+        count: Callable[[WorkCount], None],
     ) -> None:
         self.work = WorkCount()
         """What was computed so far."""
         self._requests, self._clients, self._adapters, self._settings = list(requests), clients, adapters, settings
+        self._report = count
         self._failures: dict[int, Failure] = {}
         self._results: dict[Place, DatumResult] = {}
         self._gradients: dict[ClientModel, Gradients] = {}
@@ -301,7 +309,9 @@ class RowWork:
         tokens = sum(item.datum.sequence.length for item in items)
         patches = sum(item.datum.sequence.patches for item in items)
         capacity = max(tokens, self._settings.tokens)
-        self.work += WorkCount(rows=1, tokens=tokens, capacity=capacity, patches=patches)
+        work = WorkCount(rows=1, datums=len(items), tokens=tokens, capacity=capacity, patches=patches)
+        self.work += work
+        self._report(work)
 
     # ------------------------------------------------------------------ gradients
 
@@ -322,8 +332,8 @@ class RowWork:
         """Begin again without the requests of these datums, so that nothing of them is left."""
         for place in bad:
             message = (
-                f"datum {place.datum}: its loss or gradient is not finite ({self._results[place].loss}); look at its "
-                "logprobs, which may be far from those of the model, and at its weights and advantages"
+                f"datum {place.datum}: its loss or gradient is not finite; look at its logprobs, which may be "
+                "far from those of the model, and at its weights and advantages"
             )
             self._failures.setdefault(place.request, Failure(message=message, category="user"))
         self._rows.clear()
