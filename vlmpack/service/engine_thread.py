@@ -395,7 +395,7 @@ class EngineThread:
                 is_good = not isinstance(outcome, Failure)
                 self._ledger.journal.finish_request(
                     entry.row.owner, entry.row.seq, state="done" if is_good else "failed", reply=reply,
-                    group=group, keep_body=is_good and is_replayed,
+                    group=group, keep_body=is_replayed,
                 )  # fmt: skip
             if done is not None and done.write is not None:
                 done.write()
