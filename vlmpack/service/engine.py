@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -26,6 +27,7 @@ from vlmpack.service.datums import EncodedRequest, EncodedSequence, Encoder, Mod
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import AdamParams, Chunk, ForwardBackward, LoraConfig, OptimStepResult, Sample
 from vlmpack.service.rows import RowSettings, RowWork, WorkCount
+from vlmpack.service.sampling import BatchedSampling, SampledModel, SamplingEngine
 
 
 @final
@@ -123,6 +125,14 @@ class Engine:
             is_vision=self.family.has_vision,
             eos=_eos(self.model, parts_of(processor).tokenizer),
         )
+        tokenizer = parts_of(processor).tokenizer
+        sampled = SampledModel(
+            max_context=context,
+            eos_token_ids=self.base.eos,
+            decode=partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+        )
+        self.sampler: SamplingEngine = BatchedSampling(self.open_weights, sampled)
+        """What samples; another engine may be set in its place."""
         limited = ModelLimits(family=self.family, config=self.model.config, context=context)
         self._encoder = Encoder(limited, parts_of(processor).image_processor, limits)
 
