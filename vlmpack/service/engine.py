@@ -26,7 +26,8 @@ from vlmpack.service.clients import ClientModel, read_settings
 from vlmpack.service.datums import EncodedRequest, EncodedSequence, Encoder, ModelLimits
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import AdamParams, Chunk, ForwardBackward, LoraConfig, OptimStepResult, Sample
-from vlmpack.service.rows import RowSettings, RowWork, WorkCount
+from vlmpack.service.row_work import RowWork, SharedRows
+from vlmpack.service.rows import RowSettings, WorkCount
 from vlmpack.service.sampling import BatchedSampling, SampledModel, SamplingEngine
 
 
@@ -111,6 +112,7 @@ class Engine:
         self._freeze()
         self.adapters = Adapters(self.model, self.family)
         """The hooks on the base model."""
+        self._shared = SharedRows() if self.config.share_rows else None
         self.counts = WorkCount()
         """What rows have computed since the engine began."""
         self._check_sharing()
@@ -234,10 +236,9 @@ class Engine:
         settings = RowSettings(
             tokens=limits.row_tokens,
             patches=limits.patches,
-            shared=self.config.share_rows,
             recomputes=self.config.gradient_checkpointing,
         )
-        return RowWork(requests, clients, self.adapters, settings, count=self._count)
+        return RowWork(requests, clients, self.adapters, settings, count=self._count, shared=self._shared)
 
     def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResult:
         """Take a step with the accumulated gradient and clear it; without one nothing changes, as the metrics say.
