@@ -98,6 +98,10 @@ class ClientModel:
         self._apply(gradients, adam)
         return OptimStepResult(metrics={"grad_norm:mean": norm.item()})
 
+    def optimizer_state(self) -> Mapping[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """Step count and moments of the parameters that have taken a step."""
+        return self._optimizer.state
+
     def _apply(self, gradients: Gradients, adam: AdamParams) -> None:
         self._optimizer.param_groups[0].update(
             lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
@@ -151,7 +155,7 @@ class ClientModel:
         """Moments and step count of each parameter that has taken a step."""
         tensors: dict[str, torch.Tensor] = {}
         for name, parameter in zip(self.names, self.parameters, strict=True):
-            for key, value in self._optimizer.state.get(parameter, {}).items():
+            for key, value in self.optimizer_state().get(parameter, {}).items():
                 tensors[f"{key}.{name}"] = value.detach().cpu().contiguous()
         return tensors
 

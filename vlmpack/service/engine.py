@@ -7,26 +7,25 @@ everything else by one thread, which owns the model.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-import numpy as np
-import torch
 from torch import nn
 
 from vlmpack.collate import parts_of
 from vlmpack.errors import ConfigError, RequestError
-from vlmpack.families import Family, family_of
+from vlmpack.families import family_of
 from vlmpack.model import enable_packing
-from vlmpack.service.adapters import Adapters, Span, new_adapter
+from vlmpack.service.adapters import Adapter, Adapters, Span, new_adapter
 from vlmpack.service.clients import ClientModel, read_settings
 from vlmpack.service.datums import EncodedRequest, EncodedSequence, Encoder, ModelLimits
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import AdamParams, Chunk, ForwardBackward, LoraConfig, OptimStepResult, Sample
-from vlmpack.service.rows import RowBudgets, RowWork, last_hidden, span_logprobs
+from vlmpack.service.rows import RowSettings, RowWork, WorkCount
 
 
 @final
@@ -66,19 +65,19 @@ class BaseModel:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Weights:
-    """What a sampler computes with: the base model or a snapshot of a client's."""
+    """Weights to sample with: those of the base model, or of a snapshot, which later training does not change."""
 
     model: nn.Module
     """The module to call, inside `applied`."""
-    span: Span
-    """Its adapter."""
+    adapter: Adapter | None
+    """Its adapter; None: there is none."""
     adapters: Adapters
     """The hooks on the base model."""
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
         """Yield the module; calls inside the block, of whatever shape, compute with these weights."""
-        with self.adapters.applied(self.span):
+        with self.adapters.applied(Span(adapter=self.adapter, length=0)):
             yield self.model
 
 
@@ -103,23 +102,28 @@ class Engine:
             ConfigError: rows cannot be shared in this family.
         """
         self.config = config or EngineConfig()
-        self._model: Any = enable_packing(model)
-        self._family = family_of(self._model)
+        self.model: Any = enable_packing(model)
+        """The base model."""
+        self.family = family_of(self.model)
+        """Its family."""
         self._freeze()
-        self._adapters = Adapters(self._model, self._family)
+        self.adapters = Adapters(self.model, self.family)
+        """The hooks on the base model."""
+        self.counts = WorkCount()
+        """What rows have computed since the engine began."""
         self._check_sharing()
         self._clients: dict[str, ClientModel] = {}
-        text, limits = self._family.text_config(self._model.config), self.config.limits
+        text, limits = self.family.text_config(self.model.config), self.config.limits
         context = min(limits.context or text.max_position_embeddings, text.max_position_embeddings)
         self.base = BaseModel(
             name=name,
-            arch=self._family.model_type,
+            arch=self.family.model_type,
             tokenizer_id=tokenizer_id,
             max_context=context,
-            is_vision=self._family.has_vision,
-            eos=_eos(self._model, parts_of(processor).tokenizer),
+            is_vision=self.family.has_vision,
+            eos=_eos(self.model, parts_of(processor).tokenizer),
         )
-        limited = ModelLimits(family=self._family, config=self._model.config, context=context)
+        limited = ModelLimits(family=self.family, config=self.model.config, context=context)
         self._encoder = Encoder(limited, parts_of(processor).image_processor, limits)
 
     # ------------------------------------------------------------------ any thread
@@ -217,8 +221,13 @@ class Engine:
         """The rows of requests that run together, all up to the next barrier of their models."""
         clients = {request.model_id: self.client(request.model_id) for request in requests}
         limits = self.config.limits
-        budgets = RowBudgets(tokens=limits.row_tokens, patches=limits.patches)
-        return RowWork(requests, clients, self._adapters, budgets, shared=self.config.share_rows)
+        settings = RowSettings(
+            tokens=limits.row_tokens,
+            patches=limits.patches,
+            shared=self.config.share_rows,
+            recomputes=self.config.gradient_checkpointing,
+        )
+        return RowWork(requests, clients, self.adapters, settings, count=self._count)
 
     def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResult:
         """Take a step with the accumulated gradient and clear it; without one nothing changes, as the metrics say.
@@ -231,25 +240,19 @@ class Engine:
     # ------------------------------------------------------------------ sampling
 
     def open_weights(self, folder: Path | None) -> Weights:
-        """Weights to sample with: of a snapshot, or of the base model.
+        """Weights to sample with: of a saved model, or of the base model. They are freed with the object.
 
         Raises:
-            RequestError: the snapshot cannot be read.
+            RequestError: the saved model cannot be read.
         """
-        client = None if folder is None else self._read(folder)
-        model, adapter = (self._model, None) if client is None else (client.model, client.adapter)
-        return Weights(model=model, span=Span(adapter=adapter, length=0), adapters=self._adapters)
-
-    def token_logprobs(
-        self, weights: Weights, sequences: Sequence[EncodedSequence], targets: Sequence[np.ndarray]
-    ) -> list[np.ndarray]:
-        """float32 [N] of each sequence: log-probabilities of its targets as training computes them, in one row."""
-        with torch.no_grad(), weights.applied() as model:
-            hidden = last_hidden(model, sequences)
-            ids = torch.from_numpy(np.concatenate(targets)).to(hidden.device)
-            span = Span(adapter=weights.span.adapter, length=len(ids))
-            logprobs = span_logprobs(model, hidden, ids, [span], self._adapters).cpu().numpy()
-        return np.split(logprobs, np.cumsum([len(part) for part in targets])[:-1])
+        if folder is None:
+            return Weights(model=self.model, adapter=None, adapters=self.adapters)
+        lora = read_settings(folder, model_type=self.base.arch)
+        client = ClientModel(_copy(self.model), None) if lora is None else self._adapted(lora)
+        client.load(folder, optimizer=False)
+        for parameter in client.parameters:
+            parameter.requires_grad_(False)
+        return Weights(model=client.model, adapter=client.adapter, adapters=self.adapters)
 
     # ------------------------------------------------------------------ inside
 
@@ -259,43 +262,33 @@ class Engine:
         if lora is None:
             if self.config.lora_only:
                 raise RequestError("this server trains LoRA adapters only; send a lora_config")
-            return ClientModel(_copy(self._model), None)
-        names = self._adapters.targets.chosen(_checked(lora, self.config.limits.rank))
-        return ClientModel(self._model, new_adapter(lora, names, self._model))
+            return ClientModel(_copy(self.model), None)
+        return self._adapted(_checked(lora, self.config.limits.rank))
 
-    def _read(self, folder: Path) -> ClientModel:
-        """A snapshot, which is not counted among the clients' models and not trained."""
-        lora = read_settings(folder, model_type=self.base.arch)
-        if lora is None:
-            client = ClientModel(_copy(self._model), None)
-        else:
-            names = self._adapters.targets.chosen(lora)
-            client = ClientModel(self._model, new_adapter(lora, names, self._model))
-        client.load(folder, optimizer=False)
-        for parameter in client.parameters:
-            parameter.requires_grad_(False)
-        return client
+    def _adapted(self, lora: LoraConfig) -> ClientModel:
+        names = self.adapters.targets.chosen(lora)
+        return ClientModel(self.model, new_adapter(lora, names, self.model))
+
+    def _count(self, work: WorkCount) -> None:
+        self.counts += work
 
     def _freeze(self) -> None:
-        self._model.requires_grad_(False)
-        self._model.eval()
-        if self.config.gradient_checkpointing:
-            self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            for module in _checkpointed(self._model, self._family):
-                module.training = True  # of the layer itself, whose parts stay without dropout
+        self.model.requires_grad_(False)
+        self.model.eval()
+        if self.config.gradient_checkpointing:  # of layers that are in training mode: `rows` decides which those are
+            with warnings.catch_warnings():
+                # transformers 6 gives it another name, which 5.17 has not
+                warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable", category=FutureWarning)
+                self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            self.model.disable_input_require_grads()  # or the vision tower would have a backward pass, for nothing
 
     def _check_sharing(self) -> None:
-        reshaped = [name for name in ("gated_delta", "per_sample") if self._family.has(name)]
+        reshaped = [name for name in ("gated_delta", "per_sample") if self.family.has(name)]
         if self.config.share_rows and reshaped:
             raise ConfigError(
-                f"share_rows: {self._family.model_type} has {', '.join(reshaped)} layers, which compute a row in "
+                f"share_rows: {self.family.model_type} has {', '.join(reshaped)} layers, which compute a row in "
                 "parts; adapters cannot share rows of it"
             )
-
-
-def _checkpointed(model: nn.Module, family: Family) -> list[nn.Module]:
-    """The layers that are computed again: of the text part alone, as the vision tower has no gradient."""
-    return list(family.language_model(model).get_submodule("layers").children())
 
 
 def _copy(base: nn.Module) -> nn.Module:

@@ -3,7 +3,7 @@
 The schema is built in a descriptor pool of its own, so that a `tinker` imported beside it does not clash. A map is
 encoded as what it is on the wire: repeated entries of key and value, of which the last one counts.
 
-    body ──scan──▶ counts of fields, model_id and seq_id ──parse──▶ ForwardBackward
+    body ──identify──▶ model_id, seq_id ──check_fields──▶ few enough ──decode──▶ ForwardBackward
     ForwardBackwardResult, SampleResult ──encode──▶ body
 """
 
@@ -63,7 +63,7 @@ DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4", BFLOAT16: "<u2"}
 STOP_REASONS = {"stop": 0, "length": 1}
 
 NESTED = {("Request", 3): "Datum", ("Datum", 1): "Chunk", ("Datum", 2): "Entry", ("Entry", 2): "Tensor"}
-"""Fields whose number `scan` counts, by message and field number."""
+"""Fields that are messages in turn, by message and field number; two kinds of entries have their tensor at 2."""
 
 SHAPE_BYTES = 100
 """Longest encoded shape: each byte of it can be a dimension."""
@@ -119,7 +119,7 @@ def _add_fields(described: Any, fields: Sequence[list[str]]) -> None:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """The name of a training request, read before the rest of it."""
+    """The name of a training request, which stands before the rest of it."""
 
     model_id: str
     """Of the model."""
@@ -127,38 +127,48 @@ class Identity:
     """Place among the operations of its model."""
 
 
-def scan(body: bytes, *, most_fields: int) -> Identity:
-    """Walk over the fields of a training request without building anything.
+def identify(body: bytes) -> Identity:
+    """Read the name of a training request, whatever comes after it.
+
+    Raises:
+        RequestError: there is no model_id and seq_id, or something before them is no protobuf message.
+    """
+    model_id, seq_id = "", 0
+    for number, value in _fields(body, 0, len(body)):
+        if number == 1 and isinstance(value, slice):
+            model_id = body[value].decode("utf-8", errors="replace")
+        elif number == 2 and isinstance(value, int):
+            seq_id = value
+        if model_id and seq_id:
+            break
+    if not model_id or not 1 <= seq_id < 2**31:
+        raise RequestError(f"model_id {model_id!r}, seq_id {seq_id}: a training request has both, numbers from 1")
+    return Identity(model_id=model_id, seq_id=seq_id)
+
+
+def check_fields(body: bytes, *, most: int) -> None:
+    """Count the fields of a training request without building anything; a message of 2 bytes takes 100 in memory.
 
     Args:
         body: the message.
-        most_fields: fields of all nested messages together. A message of two bytes takes a hundred in memory.
+        most: fields of all nested messages together.
 
     Raises:
-        RequestError: not a protobuf message of this kind, too many fields, or no model_id and seq_id.
+        RequestError: more fields, a shape of many dimensions, or no protobuf message.
     """
-    model_id, seq_id, left = "", 0, most_fields
-    waiting = [("Request", 0, len(body))]
+    count, waiting = 0, [("Request", 0, len(body))]
     while waiting:
         kind, start, end = waiting.pop()
         for number, value in _fields(body, start, end):
-            left -= 1
-            if left < 0:
-                raise RequestError(f"more than {most_fields:,} fields in a request: send fewer datums at a time")
-            if isinstance(value, slice):
-                if (kind, number) in NESTED:
-                    waiting.append((NESTED[kind, number], value.start, value.stop))
-                elif (kind, number) == ("Request", 1):
-                    model_id = body[value].decode("utf-8", errors="replace")
-                elif (kind, number) == ("Tensor", 4) and value.stop - value.start > SHAPE_BYTES:
-                    raise RequestError("a tensor with a shape of many dimensions: send one number for each token")
-            elif (kind, number) == ("Request", 2):
-                seq_id = value
-    if not model_id or not 1 <= seq_id < 2**31:
-        raise RequestError(
-            f"model_id {model_id!r}, seq_id {seq_id}: a training request has a model and a number from 1"
-        )
-    return Identity(model_id=model_id, seq_id=seq_id)
+            count += 1
+            if count > most:
+                raise RequestError(f"more than {most:,} fields in a request: send fewer datums at a time")
+            if not isinstance(value, slice):
+                continue
+            if (kind, number) in NESTED:
+                waiting.append((NESTED[kind, number], value.start, value.stop))
+            elif (kind, number) == ("Tensor", 4) and value.stop - value.start > SHAPE_BYTES:
+                raise RequestError("a tensor with a shape of many dimensions: send one number for each token")
 
 
 def _fields(body: bytes, start: int, end: int) -> Iterator[tuple[int, int | slice]]:

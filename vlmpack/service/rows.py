@@ -14,6 +14,7 @@ gradient is that of the datums' losses, summed, and so the same in whatever rows
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,13 +35,17 @@ from vlmpack.service.messages import Failure, ForwardBackwardResult
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class RowBudgets:
-    """What a row may hold. A datum beyond one of them has a row of its own."""
+class RowSettings:
+    """What a row may hold, and how it is computed. A datum beyond a budget has a row of its own."""
 
     tokens: int
-    """Tokens."""
+    """Most tokens."""
     patches: int
-    """Patches of images."""
+    """Most patches of images."""
+    shared: bool = False
+    """Whether adapters share rows."""
+    recomputes: bool = False
+    """Whether layers are computed again in the backward pass (gradient checkpointing)."""
 
 
 @final
@@ -50,6 +55,8 @@ class WorkCount:
 
     rows: int = 0
     """Packed rows."""
+    datums: int = 0
+    """Datums."""
     tokens: int = 0
     """Tokens of datums."""
     capacity: int = 0
@@ -80,17 +87,17 @@ class DatumResult:
     logprobs: np.ndarray
     """float32 [N]."""
     loss: float
-    """Summed over its tokens."""
+    """Summed over its tokens; NaN if it is not finite."""
     is_finite: bool
     """Whether the loss and its derivatives are."""
 
 
-def plan_rows(sequences: Sequence[EncodedSequence], budgets: RowBudgets) -> list[list[int]]:
+def plan_rows(sequences: Sequence[EncodedSequence], settings: RowSettings) -> list[list[int]]:
     """Numbers of the sequences that share each row, in the order of the rows; inside a row they keep their order."""
     lengths = np.array([sequence.length for sequence in sequences])
     patches = np.array([sequence.patches for sequence in sequences])
-    limits = [Budget(name="patches", costs=patches, limit=budgets.patches)] if patches.any() else []
-    plan = plan_bins(lengths, budgets.tokens, budgets=limits, oversize="own_row")
+    limits = [Budget(name="patches", costs=patches, limit=settings.patches)] if patches.any() else []
+    plan = plan_bins(lengths, settings.tokens, budgets=limits, oversize="own_row")
     return [sorted(int(at) for at in row) for row in plan]
 
 
@@ -138,6 +145,13 @@ def compute_row(items: Sequence[RowItem], adapters: Adapters, *, backward: bool)
     return results
 
 
+def _set_recomputing(model: Any, *, recomputes: bool) -> None:
+    """Layers in training mode are computed again; their parts stay in evaluation mode, without dropout."""
+    family = packing_state(model).family
+    for layer in family.language_model(model).get_submodule("layers").children():
+        layer.training = recomputes
+
+
 def last_hidden(model: Any, sequences: Sequence[EncodedSequence]) -> torch.Tensor:
     """[T, D]: what the head is given, of each token of a row of these sequences."""
     family = packing_state(model).family
@@ -182,12 +196,14 @@ def _split(
     """By datum, on the host."""
     bounds = np.cumsum([item.datum.sequence.length for item in items])[:-1]
     columns = torch.stack([logprobs.detach(), losses.detach(), slopes]).cpu().numpy()
-    return [
-        DatumResult(
-            logprobs=part[0].copy(), loss=float(part[1].sum(dtype=np.float64)), is_finite=bool(np.isfinite(part).all())
-        )
-        for part in np.split(columns, bounds, axis=1)
-    ]
+    return [_datum_result(part) for part in np.split(columns, bounds, axis=1)]
+
+
+def _datum_result(columns: np.ndarray) -> DatumResult:
+    """Of float32 [3, N]: log-probabilities, losses and derivatives."""
+    is_finite = bool(np.isfinite(columns).all())
+    loss = float(columns[1].sum(dtype=np.float64)) if is_finite else math.nan
+    return DatumResult(logprobs=columns[0].copy(), loss=loss, is_finite=is_finite)
 
 
 def _runs(items: Sequence[RowItem], key: Callable[[RowItem], Any]) -> list[tuple[Any, list[RowItem]]]:
@@ -207,14 +223,14 @@ class RowWork:
         requests: Sequence[EncodedRequest],
         clients: Mapping[str, ClientModel],
         adapters: Adapters,
-        budgets: RowBudgets,
+        settings: RowSettings,
         *,
-        shared: bool,
+        count: Callable[[WorkCount], None],
     ) -> None:
         self.work = WorkCount()
         """What was computed so far."""
-        self._requests, self._clients, self._adapters, self._budgets = list(requests), clients, adapters, budgets
-        self._shared = shared
+        self._requests, self._clients, self._adapters, self._settings = list(requests), clients, adapters, settings
+        self._report = count
         self._failures: dict[int, Failure] = {}
         self._results: dict[Place, DatumResult] = {}
         self._gradients: dict[ClientModel, Gradients] = {}
@@ -235,6 +251,8 @@ class RowWork:
         clients = list(dict.fromkeys(item.client for item in items))
         try:
             self._lend(clients if backward else [])
+            if self._settings.recomputes:
+                _set_recomputing(clients[0].model, recomputes=backward)
             results = compute_row(items, self._adapters, backward=backward)
         finally:
             self._take_back(clients if backward else [])
@@ -272,13 +290,13 @@ class RowWork:
         order = {name: at for at, name in enumerate(dict.fromkeys(request.model_id for request in self._requests))}
         for group in groups.values():
             group.sort(key=lambda place: order[self._requests[place.request].model_id])
-            rows = plan_rows([self._datum(place).sequence for place in group], self._budgets)
+            rows = plan_rows([self._datum(place).sequence for place in group], self._settings)
             self._rows.extend([group[at] for at in row] for row in rows)
 
     def _group(self, request: EncodedRequest) -> tuple[Any, ...]:
         """Requests of one group may share rows."""
         is_adapter = self._clients[request.model_id].adapter is not None
-        return ("adapters" if self._shared and is_adapter else request.model_id, request.forward_only)
+        return ("adapters" if self._settings.shared and is_adapter else request.model_id, request.forward_only)
 
     def _datum(self, place: Place) -> EncodedDatum:
         return self._requests[place.request].data[place.datum]
@@ -290,8 +308,10 @@ class RowWork:
     def _count(self, items: Sequence[RowItem]) -> None:
         tokens = sum(item.datum.sequence.length for item in items)
         patches = sum(item.datum.sequence.patches for item in items)
-        capacity = max(tokens, self._budgets.tokens)
-        self.work += WorkCount(rows=1, tokens=tokens, capacity=capacity, patches=patches)
+        capacity = max(tokens, self._settings.tokens)
+        work = WorkCount(rows=1, datums=len(items), tokens=tokens, capacity=capacity, patches=patches)
+        self.work += work
+        self._report(work)
 
     # ------------------------------------------------------------------ gradients
 
@@ -312,8 +332,8 @@ class RowWork:
         """Begin again without the requests of these datums, so that nothing of them is left."""
         for place in bad:
             message = (
-                f"datum {place.datum}: its loss or gradient is not finite ({self._results[place].loss}); look at its "
-                "logprobs, which may be far from those of the model, and at its weights and advantages"
+                f"datum {place.datum}: its loss or gradient is not finite; look at its logprobs, which may be "
+                "far from those of the model, and at its weights and advantages"
             )
             self._failures.setdefault(place.request, Failure(message=message, category="user"))
         self._rows.clear()
