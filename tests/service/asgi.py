@@ -59,7 +59,7 @@ class Client:
         self.post("create_model", **body)
         return f"{session_id}:train:0"
 
-    def post(self, path: str, **body: Any) -> Answer:
+    def post(self, path: str, /, **body: Any) -> Answer:
         return self.send("POST", f"/api/v1/{path}", json.dumps(body).encode())
 
     def protobuf(self, body: bytes, **headers: str) -> Answer:

@@ -253,7 +253,18 @@ def test_chunks_of_a_prompt(chunk: Any, message: str) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"null", b"3", b'{"a": 1} x', b"\xff\xfe{}", b"\xef\xbb\xbf{}", b"[" * 100_000, b'{"a":' * 50_000],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"3",
+        b'{"a": 1} x',
+        b"\xff\xfe{}",
+        b"\xef\xbb\xbf{}",
+        b"[" * 100_000,
+        b'{"a":' * 50_000,
+    ],
 )
 def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(RequestError):
