@@ -26,7 +26,7 @@ from service.clients import (
 from service.fakes import FakeEngine
 
 from vlmpack.service.journal import Journal
-from vlmpack.service.messages import ForwardBackward, SaveForSampler
+from vlmpack.service.messages import ForwardBackward
 from vlmpack.service.queue import Pending, QueueSettings, Rejected, Reply
 
 QUICK = QueueSettings(gap_timeout=0.2)
