@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from step_service import processor_for, tiny_engine
+from step_service import processor_for
 
 from vlmpack.service.datums import EncodedImage, EncodedSequence
 from vlmpack.service.engine import Engine
