@@ -234,6 +234,7 @@ def test_waiting_requests_go_together_in_another_thread(engine: Engine) -> None:
     again = [run(sampler, engine, {"a": sample(seed=3 + i)})["a"].sequences[0].tokens.tolist() for i in range(3)]
     assert [sequence.tokens.tolist() for sequence in results["a"].sequences] == again
     assert results["c"].sequences[0].tokens.tolist() == again[2]
+    assert sampler.sampled_tokens == 6 * (5 + 3)
 
 
 def test_log_probabilities_are_of_the_tokens_by_the_whole_distribution(engine: Engine) -> None:
