@@ -28,7 +28,7 @@ from vlmpack.service.checkpoints import (
     parse_path,
     size_of,
 )
-from vlmpack.service.journal import CheckpointRow, Journal, ModelRow, RequestRow, SamplingRow
+from vlmpack.service.journal import Journal
 from vlmpack.service.ledger import Entry, Lane, Ledger
 from vlmpack.service.messages import (
     CreatedModel,
@@ -49,6 +49,7 @@ from vlmpack.service.messages import (
     SaveWeights,
 )
 from vlmpack.service.protocols import Codec, ModelEngine
+from vlmpack.service.records import CheckpointRow, ModelRow, RequestRow, SamplingRow
 
 
 @final
