@@ -27,7 +27,7 @@ from step_service import (
 
 from vlmpack.errors import RequestError
 from vlmpack.model import PackedStep
-from vlmpack.service import rows
+from vlmpack.service import row_work, rows
 from vlmpack.service.engine import Engine
 from vlmpack.service.messages import Datum, Failure, ForwardBackwardResult
 
@@ -123,7 +123,7 @@ def test_rows_keep_both_budgets_and_their_work_is_counted() -> None:
     encoded = engine.encode(request(data))
     work = engine.forward_backward([encoded])
     seen = []
-    with patch.object(rows, "compute_row", wraps=rows.compute_row) as computed:
+    with patch.object(row_work, "compute_row", wraps=rows.compute_row) as computed:
         while work.rows_left:
             left = work.rows_left
             work.run_row()

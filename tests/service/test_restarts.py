@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,14 +101,16 @@ def weights(engine: FakeEngine) -> dict[str, tuple[bytes, bytes, bytes, int]]:
 def photographed(state: Path, album: Path) -> Iterator[list[Path]]:
     """The state folder before every commit and before and after a folder gets its name, as a kill would leave it."""
     photos: list[Path] = []
+    turn = threading.Lock()  # the client's thread and the engine's both commit
 
     def photograph(call: Callable[..., Any], *, after: bool = False) -> Callable[..., Any]:
         def wrapped(*args: Any) -> Any:
-            photos.append(_copy(state, album / str(len(photos))))
-            result = call(*args)
-            if after:
+            with turn:
                 photos.append(_copy(state, album / str(len(photos))))
-            return result
+                result = call(*args)
+                if after:
+                    photos.append(_copy(state, album / str(len(photos))))
+                return result
 
         return wrapped
 

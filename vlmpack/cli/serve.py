@@ -97,6 +97,8 @@ def serve(
     address = f"http://{_shown(host)}:{listening.getsockname()[1]}"
     text = announcement(service, address, None if given else file)
     service.run(listening, on_start=lambda: _print(text))
+    logging.shutdown()
+    os._exit(0)  # all is on the disk; taking an interpreter apart that has torch loaded takes seconds
 
 
 def default_state(name: str) -> Path:

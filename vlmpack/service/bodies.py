@@ -1,7 +1,7 @@
 """Bodies of requests: received under caps, before and after decompression.
 
-A body that is too large is read on for a while all the same, and thrown away: a server that answers and closes while the
-client still sends resets the connection, and the client sees no answer but a network error, which it retries.
+A body that is too large is read on for a while all the same, and thrown away. A server that answers and closes while
+the client still sends resets the connection; the client sees no answer but a network error, which it retries.
 """
 
 from __future__ import annotations

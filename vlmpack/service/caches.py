@@ -13,7 +13,7 @@ B sequences, S cached tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -42,6 +42,10 @@ _KINDS = {
     "conv_states": _Kind(batch=0, time=None),
     "recurrent_states": _Kind(batch=0, time=None),
 }
+"""Tensors of a layer."""
+
+_SHARED = {"position_ids": _Kind(batch=1, time=-1)}
+"""Tensors of the cache itself: positions that sparse attention reads, until transformers kept them in a layer."""
 
 _LAYERS = frozenset(
     ("DynamicLayer", "DynamicIndexedLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer")
@@ -104,12 +108,20 @@ def _change(cache: Any, change: Change) -> None:
         holder[key] = change(tensor, kind)
 
 
-def _tensors(cache: Any) -> Iterator[tuple[dict[Any, Any], Any, torch.Tensor, _Kind]]:
+_Held = tuple[dict[Any, Any], Any, torch.Tensor, _Kind]
+
+
+def _tensors(cache: Any) -> Iterator[_Held]:
     """Every tensor, where it is held and under which key."""
+    yield from _held(vars(cache), _SHARED)
     for layer in cache.layers:
-        for name, kind in _KINDS.items():
-            value = vars(layer).get(name)
-            if isinstance(value, torch.Tensor):
-                yield vars(layer), name, value, kind
-            elif isinstance(value, dict):
-                yield from ((value, key, state, kind) for key, state in value.items() if state is not None)
+        yield from _held(vars(layer), _KINDS)
+
+
+def _held(holder: dict[str, Any], kinds: Mapping[str, _Kind]) -> Iterator[_Held]:
+    for name, kind in kinds.items():
+        value = holder.get(name)
+        if isinstance(value, torch.Tensor):
+            yield holder, name, value, kind
+        elif isinstance(value, dict):
+            yield from ((value, key, state, kind) for key, state in value.items() if state is not None)

@@ -34,6 +34,8 @@ Kind = Literal["weights", "sampler_weights"]
 SCHEME = "tinker://"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 ENTRIES = {
+    "key",
+    "demo-model",
     "lock",
     "journal.sqlite3",
     "journal.sqlite3-wal",

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -25,7 +26,9 @@ from vlmpack.service.clients import ClientModel, read_settings
 from vlmpack.service.datums import EncodedRequest, EncodedSequence, Encoder, ModelLimits
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import AdamParams, Chunk, ForwardBackward, LoraConfig, OptimStepResult, Sample
-from vlmpack.service.rows import RowSettings, RowWork, WorkCount
+from vlmpack.service.row_work import RowWork, SharedRows
+from vlmpack.service.rows import RowSettings, WorkCount
+from vlmpack.service.sampling import BatchedSampling, SampledModel, SamplingEngine
 
 
 @final
@@ -109,6 +112,7 @@ class Engine:
         self._freeze()
         self.adapters = Adapters(self.model, self.family)
         """The hooks on the base model."""
+        self._shared = SharedRows() if self.config.share_rows else None
         self.counts = WorkCount()
         """What rows have computed since the engine began."""
         self._check_sharing()
@@ -123,6 +127,14 @@ class Engine:
             is_vision=self.family.has_vision,
             eos=_eos(self.model, parts_of(processor).tokenizer),
         )
+        tokenizer = parts_of(processor).tokenizer
+        sampled = SampledModel(
+            max_context=context,
+            eos_token_ids=self.base.eos,
+            decode=partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+        )
+        self.sampler: SamplingEngine = BatchedSampling(self.open_weights, sampled)
+        """What samples; another engine may be set in its place."""
         limited = ModelLimits(family=self.family, config=self.model.config, context=context)
         self._encoder = Encoder(limited, parts_of(processor).image_processor, limits)
 
@@ -224,10 +236,9 @@ class Engine:
         settings = RowSettings(
             tokens=limits.row_tokens,
             patches=limits.patches,
-            shared=self.config.share_rows,
             recomputes=self.config.gradient_checkpointing,
         )
-        return RowWork(requests, clients, self.adapters, settings, count=self._count)
+        return RowWork(requests, clients, self.adapters, settings, count=self._count, shared=self._shared)
 
     def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResult:
         """Take a step with the accumulated gradient and clear it; without one nothing changes, as the metrics say.

@@ -176,6 +176,8 @@ class EngineThread:
         head = lane.entries.get(lane.next)
         if head is None or not head.accepted or self._drain_until is not None:
             return None
+        if lane.failure is None and lane.next > 0 and lane.id not in self._ledger.models:
+            lane.failure = f"{lane.id} was not created: its creation failed"
         if lane.failure is not None:
             message = lane.failure
             return lambda: self._finish(lane, [(head, Failure(message=message, category="server"))])
@@ -363,8 +365,6 @@ class EngineThread:
         for lane in self._lanes():
             if lane.id in self._ledger.models:
                 self._restore(lane)
-            elif 0 in lane.entries and lane.entries[0].is_done:
-                lane.failure = f"{lane.id} was not created"
             if self._stop:
                 raise Stopped
         with self._ledger.lock:
@@ -395,7 +395,7 @@ class EngineThread:
                 is_good = not isinstance(outcome, Failure)
                 self._ledger.journal.finish_request(
                     entry.row.owner, entry.row.seq, state="done" if is_good else "failed", reply=reply,
-                    group=group, keep_body=is_good and is_replayed,
+                    group=group, keep_body=is_replayed,
                 )  # fmt: skip
             if done is not None and done.write is not None:
                 done.write()

@@ -176,7 +176,7 @@ class RequestRow:
     @property
     def is_replayed(self) -> bool:
         """Whether a restart has to carry it out again: those that it does not, have lost their body."""
-        return self.state == "done" and self.size > 0
+        return self.state != "queued" and self.size > 0
 
 
 @final

@@ -33,8 +33,8 @@ class RowWork(Protocol):
         """Run the next row."""
         ...
 
-    def results(self) -> Sequence[ForwardBackwardResult]:
-        """Results of the requests, in their order, once no row is left."""
+    def results(self) -> Sequence[ForwardBackwardResult | Failure]:
+        """Results of the requests, in their order, once no row is left; one that failed has left no gradient."""
         ...
 
     def cancel(self) -> None:
@@ -179,6 +179,8 @@ class QueueSettings:
     """Seconds that a reply is kept after it was fetched."""
     queued_requests: int = 8192
     """Most requests that wait; beyond it clients are asked to try again later."""
+    numbers_ahead: int = 8192
+    """How far the number of a request may be ahead of the first that has not arrived."""
     queued_bytes: int = 2 << 30
     """Most bytes of bodies of requests that wait."""
     queued_samples: int = 4096

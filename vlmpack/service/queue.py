@@ -308,7 +308,7 @@ class RequestQueue(Sessions):
         if isinstance(holder, Lane):
             if row.seq == holder.missing:
                 return  # others wait for it: to refuse it would be to wait for a request that is not let in
-            if not 0 <= row.seq <= holder.missing + settings.queued_requests:
+            if not 0 <= row.seq <= holder.missing + settings.numbers_ahead:
                 raise Rejected(f"request {row.seq} of {row.owner}, which is at {holder.missing}", status=400)
         full = ledger.waiting >= settings.queued_requests or ledger.waiting_bytes + row.size > settings.queued_bytes
         if row.kind == Sample.__name__:

@@ -1,12 +1,9 @@
-"""The rows of some training requests: planned, computed one at a time, results split by datum again.
+"""One row of datums: which share it, its forward and backward pass, results split by datum again.
 
-    requests of one model     [a b c] [d e]        plan: rows by two budgets, tokens and patches
-    row 0   a a a d d         forward, backward
-    row 1   b b c e e e       forward, backward    after the last one the gradient reaches the model, all of it
-    results [a b c] [d e]
-
-Rows depend on the requests alone. Requests that want no gradient have rows of their own, computed without one: half of
-what a row costs, and more, is its backward pass.
+    datums    a, b of one adapter, c of another        spans: 2 of them
+    row       a a a b b | c c c c                      hidden states of the whole row in one pass
+    head      a a a b b   c c c c                      log-probabilities, each span by its own head
+    losses    -> slopes: dL / dlogprob of each token   the backward pass begins there
 
 The losses see log-probabilities alone. What routers of experts would add (a load-balancing loss) is not computed: a
 gradient is that of the datums' losses, summed, and so the same in whatever rows they are.
@@ -15,8 +12,7 @@ gradient is that of the datums' losses, summed, and so the same in whatever rows
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, final
@@ -27,10 +23,9 @@ import torch
 from vlmpack.model import PackedStep, packing_state, target_logprobs
 from vlmpack.plan import Budget, plan_bins
 from vlmpack.service.adapters import Adapters, Span
-from vlmpack.service.clients import ClientModel, Gradients
-from vlmpack.service.datums import EncodedDatum, EncodedRequest, EncodedSequence, row_of
+from vlmpack.service.clients import ClientModel
+from vlmpack.service.datums import EncodedDatum, EncodedSequence, row_of
 from vlmpack.service.losses import BoundLoss
-from vlmpack.service.messages import Failure, ForwardBackwardResult
 
 
 @final
@@ -42,8 +37,6 @@ class RowSettings:
     """Most tokens."""
     patches: int
     """Most patches of images."""
-    shared: bool = False
-    """Whether adapters share rows."""
     recomputes: bool = False
     """Whether layers are computed again in the backward pass (gradient checkpointing)."""
 
@@ -66,17 +59,6 @@ class WorkCount:
 
     def __add__(self, other: WorkCount) -> WorkCount:
         return WorkCount(**{name: value + vars(other)[name] for name, value in vars(self).items()})
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """A datum of a work."""
-
-    request: int
-    """Number of its request in the work."""
-    datum: int
-    """Number of the datum in that request."""
 
 
 @final
@@ -117,7 +99,9 @@ class RowItem:
     """Its loss."""
 
 
-def compute_row(items: Sequence[RowItem], adapters: Adapters, *, backward: bool) -> list[DatumResult]:
+def compute_row(
+    items: Sequence[RowItem], adapters: Adapters, *, backward: bool, recomputes: bool = False
+) -> list[DatumResult]:
     """Compute one row; with `backward`, gradients are added to `.grad` of the clients' parameters.
 
     If a loss is not finite, there is no backward pass.
@@ -126,12 +110,15 @@ def compute_row(items: Sequence[RowItem], adapters: Adapters, *, backward: bool)
         items: segments in order; those of one client stand together.
         adapters: the hooks on the base model.
         backward: whether to compute gradients.
+        recomputes: whether layers are computed again for them.
     """
     spans = [
         Span(adapter=client.adapter, length=sum(item.datum.sequence.length for item in group))
         for client, group in _runs(items, lambda item: item.client)
     ]
     model = items[0].client.model
+    if recomputes:
+        _set_recomputing(model, recomputes=backward)
     with torch.set_grad_enabled(backward), adapters.applied(*spans):
         hidden = last_hidden(model, [item.datum.sequence for item in items])
         targets = torch.from_numpy(np.concatenate([item.datum.targets for item in items])).to(hidden.device)
@@ -209,149 +196,3 @@ def _datum_result(columns: np.ndarray) -> DatumResult:
 def _runs(items: Sequence[RowItem], key: Callable[[RowItem], Any]) -> list[tuple[Any, list[RowItem]]]:
     """Neighbours with the same key."""
     return [(value, list(group)) for value, group in groupby(items, key)]
-
-
-# ---------------------------------------------------------------------- all rows of some requests
-
-
-@final
-class RowWork:
-    """Training requests that run together, a row at a time. The models change when the last row has run."""
-
-    def __init__(
-        self,
-        requests: Sequence[EncodedRequest],
-        clients: Mapping[str, ClientModel],
-        adapters: Adapters,
-        settings: RowSettings,
-        *,
-        count: Callable[[WorkCount], None],
-    ) -> None:
-        self.work = WorkCount()
-        """What was computed so far."""
-        self._requests, self._clients, self._adapters, self._settings = list(requests), clients, adapters, settings
-        self._report = count
-        self._failures: dict[int, Failure] = {}
-        self._results: dict[Place, DatumResult] = {}
-        self._gradients: dict[ClientModel, Gradients] = {}
-        self._rows: deque[list[Place]] = deque()
-        self._is_open = True
-        self._plan()
-
-    @property
-    def rows_left(self) -> int:
-        """Rows that have not run."""
-        return len(self._rows)
-
-    def run_row(self) -> None:
-        """Compute the next row."""
-        places = self._rows[0]
-        items = [self._item(place) for place in places]
-        backward = not self._requests[places[0].request].forward_only
-        clients = list(dict.fromkeys(item.client for item in items))
-        try:
-            self._lend(clients if backward else [])
-            if self._settings.recomputes:
-                _set_recomputing(clients[0].model, recomputes=backward)
-            results = compute_row(items, self._adapters, backward=backward)
-        finally:
-            self._take_back(clients if backward else [])
-        self._rows.popleft()
-        self._count(items)
-        self._results |= zip(places, results, strict=True)
-        if bad := [place for place, result in zip(places, results, strict=True) if not result.is_finite]:
-            self._without(bad)
-        if not self._rows:
-            self._finish()
-
-    def cancel(self) -> None:
-        """Forget everything: no model has changed."""
-        self._rows.clear()
-        self._gradients.clear()
-        self._is_open = False
-
-    def results(self) -> list[ForwardBackwardResult | Failure]:
-        """One for each request, in order; all rows have to have run."""
-        assert not self._rows
-        return [self._failures.get(at) or self._result(at, request) for at, request in enumerate(self._requests)]
-
-    # ------------------------------------------------------------------ rows
-
-    def _plan(self) -> None:
-        places = [
-            Place(request=at, datum=number)
-            for at, request in enumerate(self._requests)
-            if at not in self._failures
-            for number in range(len(request.data))
-        ]
-        groups: dict[Any, list[Place]] = {}
-        for place in places:
-            groups.setdefault(self._group(self._requests[place.request]), []).append(place)
-        order = {name: at for at, name in enumerate(dict.fromkeys(request.model_id for request in self._requests))}
-        for group in groups.values():
-            group.sort(key=lambda place: order[self._requests[place.request].model_id])
-            rows = plan_rows([self._datum(place).sequence for place in group], self._settings)
-            self._rows.extend([group[at] for at in row] for row in rows)
-
-    def _group(self, request: EncodedRequest) -> tuple[Any, ...]:
-        """Requests of one group may share rows."""
-        is_adapter = self._clients[request.model_id].adapter is not None
-        return ("adapters" if self._settings.shared and is_adapter else request.model_id, request.forward_only)
-
-    def _datum(self, place: Place) -> EncodedDatum:
-        return self._requests[place.request].data[place.datum]
-
-    def _item(self, place: Place) -> RowItem:
-        request = self._requests[place.request]
-        return RowItem(client=self._clients[request.model_id], datum=self._datum(place), loss=request.loss)
-
-    def _count(self, items: Sequence[RowItem]) -> None:
-        tokens = sum(item.datum.sequence.length for item in items)
-        patches = sum(item.datum.sequence.patches for item in items)
-        capacity = max(tokens, self._settings.tokens)
-        work = WorkCount(rows=1, datums=len(items), tokens=tokens, capacity=capacity, patches=patches)
-        self.work += work
-        self._report(work)
-
-    # ------------------------------------------------------------------ gradients
-
-    def _lend(self, clients: Sequence[ClientModel]) -> None:
-        """Put what the work has accumulated where a backward pass adds to it."""
-        for client in clients:
-            gradients = self._gradients.get(client) or [None] * len(client.parameters)
-            for parameter, gradient in zip(client.parameters, gradients, strict=True):
-                parameter.grad = gradient
-
-    def _take_back(self, clients: Sequence[ClientModel]) -> None:
-        for client in clients:
-            self._gradients[client] = [parameter.grad for parameter in client.parameters]
-            for parameter in client.parameters:
-                parameter.grad = None
-
-    def _without(self, bad: Sequence[Place]) -> None:
-        """Begin again without the requests of these datums, so that nothing of them is left."""
-        for place in bad:
-            message = (
-                f"datum {place.datum}: its loss or gradient is not finite; look at its logprobs, which may be "
-                "far from those of the model, and at its weights and advantages"
-            )
-            self._failures.setdefault(place.request, Failure(message=message, category="user"))
-        self._rows.clear()
-        self._results.clear()
-        self._gradients.clear()
-        self._plan()
-
-    def _finish(self) -> None:
-        assert self._is_open
-        for client, gradients in self._gradients.items():
-            client.add(gradients)
-        self._gradients.clear()
-        self._is_open = False
-
-    def _result(self, at: int, request: EncodedRequest) -> ForwardBackwardResult:
-        results = [self._results[Place(request=at, datum=number)] for number in range(len(request.data))]
-        metrics = {
-            "loss:sum": sum(result.loss for result in results),
-            "tokens:sum": float(sum(datum.sequence.length for datum in request.data)),
-        }
-        return ForwardBackwardResult(logprobs=tuple(result.logprobs for result in results), metrics=metrics)

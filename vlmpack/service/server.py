@@ -234,6 +234,7 @@ class Service:
     def _drain(self) -> None:
         log.info("stopping: work under way has %g s", self.settings.drain_seconds)
         self.queue.drain(self.settings.drain_seconds)
+        log.info("stopped")
 
     def run(self, listening: socket.socket, *, on_start: Callable[[], None] | None = None) -> None:
         """Serve until SIGTERM or SIGINT, then drain.

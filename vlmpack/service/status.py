@@ -24,6 +24,11 @@ WIDTH, HEIGHT = 600, 60
 """Of the sparkline, in pixels."""
 SECONDS_A_DAY = 86_400
 
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+}
 TYPES = "text/plain; version=0.0.4; charset=utf-8"
 
 STYLE = """
@@ -31,7 +36,8 @@ STYLE = """
 body { max-width: 44rem; margin: 3rem auto; padding: 0 1rem }
 h1 { font-size: 1.3rem; margin-bottom: 0 } p { margin: .2rem 0 1.2rem; opacity: .7 }
 table { border-collapse: collapse; width: 100% } th { text-align: left; font-weight: 400; opacity: .7 }
-td { text-align: right; font-variant-numeric: tabular-nums } tr { border-bottom: 1px solid #8883 } th, td { padding: .3rem 0 }
+td { text-align: right; font-variant-numeric: tabular-nums } tr { border-bottom: 1px solid #8883 }
+th, td { padding: .3rem 0 }
 svg { width: 100%; height: 60px; margin: 1rem 0 0 } polyline { fill: none; stroke: #3a7; stroke-width: 1.5 }
 .fault { color: #c33; opacity: 1 }
 """
