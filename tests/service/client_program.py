@@ -40,7 +40,7 @@ class Setup:
         self.tokenizer = client.get_tokenizer()
         self.vocab = len(self.tokenizer)
         ids = self.tokenizer.convert_tokens_to_ids
-        self.special = {ids(t) for t in self.tokenizer.all_special_tokens}
+        self.special = {*self.tokenizer.all_special_ids, *self.tokenizer.get_added_vocab().values()}
         self.before, self.after = ids(VISION_START), ids(VISION_END)
         self.plain = [i for i in range(5, self.vocab) if i not in self.special]
 
@@ -466,7 +466,6 @@ def main(url: str, key: str, *names: str) -> int:
             seen, holds = traceback.format_exc(), False
         failed += not holds
         print(json.dumps({"check": check.__name__, "holds": holds, "seen": seen}), flush=True)
-    setup.service.close() if "close" in dir(setup.service) else None
     return failed
 
 
