@@ -7,6 +7,7 @@ import pickle
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ def forward_backward(model: str, seq: int, *datums: Datum, loss: str = "ok", for
     return ForwardBackward(model_id=model, seq_id=seq, data=data, loss_fn=loss, forward_only=forward_only)
 
 
-def optim_step(model: str, seq: int) -> Request:
-    return OptimStep(model_id=model, seq_id=seq, adam=ADAM)
+def optim_step(model: str, seq: int, *, rate: float = 0.1) -> Request:
+    return OptimStep(model_id=model, seq_id=seq, adam=replace(ADAM, learning_rate=rate))
 
 
 def save(model: str, seq: int, name: str, *, overwrite: bool = False) -> Request:

@@ -158,7 +158,13 @@ class FakeQueue:
 
     def session(self, session_id: str) -> SessionInfo:
         self._check_session(session_id)
-        return SessionInfo(model_ids=tuple(self.adapters), sampler_ids=tuple(self.samplers))
+        return SessionInfo(
+            session_id=session_id,
+            model_ids=tuple(self.adapters),
+            sampler_ids=tuple(self.samplers),
+            created=1.0e9,
+            user_metadata={},
+        )
 
     def sampler(self, sampling_session_id: str) -> SamplerInfo:
         if sampling_session_id not in self.samplers:

@@ -94,12 +94,14 @@ class FakeRows:
                 raise RuntimeError("the engine broke")
             values = _numbers(datum)
             self.losses[id(request)].append(float(values @ self.model.weights))
-            if not request.forward_only:
+            if not request.forward_only and request.loss_fn != "late":
                 self.model.gradient = self.model.gradient + values / (1.0 + 1e-9 * (place + len(row)))
 
-    def results(self) -> list[ForwardBackwardResult]:
+    def results(self) -> list[ForwardBackwardResult | Failure]:
         return [
-            ForwardBackwardResult(
+            Failure(message="datum 0: the ratio overflows", category="user")
+            if request.loss_fn == "late"
+            else ForwardBackwardResult(
                 logprobs=tuple(np.full(2, loss, np.float32) for loss in self.losses[id(request)]),
                 metrics={"loss:sum": sum(self.losses[id(request)])},
             )
@@ -222,7 +224,11 @@ class FakeEngine:
         self.wait("step")
         model = self.all[model_id]
         self.log.append(("step", model_id, ()))
+        before = model.moment
         model.moment = adam.beta1 * model.moment + (1 - adam.beta1) * model.gradient
+        if adam.learning_rate < 0:
+            model.gradient, model.moment = np.zeros(SIZE), before
+            raise RequestError("the gradient is not finite; it is dropped")
         if self.step_error is not None:
             error, self.step_error = self.step_error, None
             raise error

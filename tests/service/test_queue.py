@@ -50,7 +50,7 @@ def test_operations_run_in_the_order_of_their_numbers_whatever_order_they_arrive
 
 
 def test_operations_wait_for_the_creation_of_their_model(tmp_path: Path) -> None:
-    with served(tmp_path, start=False) as (client, engine):
+    with served(tmp_path, start=False) as (client, _):
         session = client.queue.create_session()
         client.post(create(session))
         name = client.post(forward_backward(f"{session}:train:0", 1))
@@ -321,7 +321,7 @@ def test_on_a_full_disk_requests_are_refused_and_nothing_is_lost(tmp_path: Path)
 
 def test_a_step_waits_for_the_disk_and_says_so(tmp_path: Path) -> None:
     gate = threading.Semaphore(0)
-    with served(tmp_path, FakeEngine(gate)) as (client, engine):
+    with served(tmp_path, FakeEngine(gate)) as (client, _):
         model = client.model()
         name = client.post(forward_backward(model, 1, datum(1), datum(2)))
         journal: Journal = client.queue._ledger.journal

@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
+from vlmpack.service.engine import Engine, EngineConfig
 from vlmpack.service.limits import ServiceLimits
+from vlmpack.service.messages import Datum, ForwardBackward, ImageChunk, LoraConfig, TextChunk
 from vlmpack.service.server import Base, Service, ServiceSettings, bind, check_key, load_base, read_key
 
-__all__ = ["Base", "Service", "ServiceLimits", "ServiceSettings", "bind", "check_key", "load_base", "read_key"]
+__all__ = [
+    "Base",
+    "Datum",
+    "Engine",
+    "EngineConfig",
+    "ForwardBackward",
+    "ImageChunk",
+    "LoraConfig",
+    "Service",
+    "ServiceLimits",
+    "ServiceSettings",
+    "TextChunk",
+    "bind",
+    "check_key",
+    "load_base",
+    "read_key",
+]

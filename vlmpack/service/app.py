@@ -10,7 +10,7 @@ from typing import Any, final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
@@ -49,8 +49,8 @@ def make_app(routes: Sequence[BaseRoute], *, key: str, lifespan: Lifespan[Any] |
         key: clients send it as X-API-Key, or as Authorization: Bearer.
         lifespan: of the app.
     """
-    handled = (HTTPError, BodyError, RequestError, HTTPException)
-    handlers: Mapping[Any, Any] = dict.fromkeys(handled, _answer_error)
+    handled = (HTTPError, BodyError, RequestError, HTTPException, ClientDisconnect)
+    handlers: Mapping[Any, Any] = {**dict.fromkeys(handled, _answer_error), Exception: _answer_ours}
     return Gate(Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan), key=key)
 
 
@@ -63,6 +63,10 @@ def _answer_error(request: Request, error: Exception) -> Response:
     response = error_response(error)
     assert response is not None
     return response
+
+
+def _answer_ours(request: Request, error: Exception) -> Response:
+    return answer({"detail": "an error of the service, which its log has"}, status=500)
 
 
 @final
@@ -126,6 +130,5 @@ async def _answer_failure(error: Exception, status: int, exchange: tuple[Scope, 
     response = error_response(error)
     if response is None:
         log.error("%s %s failed", scope["method"], ascii(scope["path"][:LOGGED])[1:-1], exc_info=error)
-        response = answer({"detail": "an error of the service, which its log has; the request did nothing"}, status=500)
-    if not status:
+    if response is not None and not status:
         await response(scope, receive, send)

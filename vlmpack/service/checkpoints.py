@@ -34,15 +34,13 @@ Kind = Literal["weights", "sampler_weights"]
 SCHEME = "tinker://"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 ENTRIES = {
+    "lock",
+    "weights",
     "key",
     "demo-model",
-    "lock",
-    "journal.sqlite3",
-    "journal.sqlite3-wal",
-    "journal.sqlite3-shm",
-    "journal.sqlite3-journal",
-    "weights",
+    *(f"journal.sqlite3{end}" for end in ("", "-wal", "-shm", "-journal")),
 }
+"""What lies in a state folder; key and demo model are of the command."""
 ABOUT = "vlmpack_checkpoint.json"
 """File in the folder of a checkpoint, written by `describe`."""
 

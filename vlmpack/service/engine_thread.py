@@ -328,7 +328,7 @@ class EngineThread:
         if entry.row.kind in CREATIONS:
             if isinstance(done.outcome, Failure):
                 lane.failure = f"{lane.id} was not created: {done.outcome.message}"
-        elif entry.row.kind in CHANGES:
+        elif done.is_replayed:
             self._snapshot_if_due(lane)
         self._ledger.is_swept = False
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -33,6 +34,7 @@ from vlmpack.service.messages import (
     CreatedModel,
     CreateFromCheckpoint,
     CreateModel,
+    Failure,
     ForwardBackward,
     LoadedWeights,
     LoadWeights,
@@ -97,9 +99,7 @@ class Operations:
             case CreateFromCheckpoint():
                 return self._create_from(lane, request)
             case OptimStep():
-                outcome = self._engine.optim_step(lane.id, request.adam)
-                lane.has_gradients = False
-                return Done(outcome=outcome, is_replayed=True)
+                return self._step(lane, request)
             case SaveWeights():
                 return self._save(lane, request, "weights", request.name)
             case SaveForSampler(name=None):
@@ -110,6 +110,14 @@ class Operations:
                 return self._load(lane, entry, request)
             case _:
                 raise RequestError(f"{type(request).__name__} is no operation of a model")
+
+    def _step(self, lane: Lane, request: OptimStep) -> Done:
+        try:
+            outcome = self._engine.optim_step(lane.id, request.adam)
+        except RequestError as error:  # the gradient is dropped, which a replay has to do too
+            outcome = Failure(message=str(error), category="user")
+        lane.has_gradients = False
+        return Done(outcome=outcome, is_replayed=True)
 
     # ------------------------------------------------------------------ new models
 
@@ -282,7 +290,8 @@ class Operations:
         lane.replayed_bytes += sum(row.size for row in rows)
         match requests[0]:
             case OptimStep(adam=adam):
-                self._engine.optim_step(lane.id, adam)
+                with suppress(RequestError):  # as when it was carried out
+                    self._engine.optim_step(lane.id, adam)
                 lane.has_gradients = False
             case ForwardBackward():
                 work = self._engine.forward_backward([self._engine.encode(request) for request in requests])  # type: ignore

@@ -126,9 +126,10 @@ class SampleLane:
             return
         outcomes: list[tuple[Entry, Outcome]] = []
         for name, outcome in finished:
-            key, entry = self._running.pop(name)
-            self._open[key] -= 1
-            outcomes.append((entry, outcome))
+            if name in self._running:  # else of a snapshot that was closed when the engine failed
+                key, entry = self._running.pop(name)
+                self._open[key] -= 1
+                outcomes.append((entry, outcome))
         if outcomes:
             self._finish(outcomes)
 

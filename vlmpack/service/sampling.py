@@ -34,6 +34,9 @@ Finished = tuple[str, SampleResult | Failure]
 class SamplingEngine(Protocol):
     """What samples. Its methods are called by one thread."""
 
+    sampled_tokens: int
+    """Tokens sampled so far; any thread reads it."""
+
     def open(self, session_id: str, folder: Path | None) -> None:
         """Begin a sampling session on a snapshot; None: on the base model. Nothing is read before its first request."""
         ...

@@ -6,7 +6,6 @@ load_base ──▶ BaseFiles ──Service──▶ engine, queue, routes ─�
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 import secrets
@@ -23,7 +22,6 @@ import uvicorn
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
-from vlmpack.collate import parts_of
 from vlmpack.data import load_processor
 from vlmpack.errors import ConfigError
 from vlmpack.families import family_named
@@ -35,7 +33,6 @@ from vlmpack.service.http import Endpoints, Served
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.queue import QueueSettings, RequestQueue
 from vlmpack.service.rest import Lists
-from vlmpack.service.sampling import BatchedSampling, SampledModel
 from vlmpack.service.status import INTERVAL, Metric, Snapshot, Status
 
 log = logging.getLogger("vlmpack.service")
@@ -104,7 +101,7 @@ def load_base(source: str, *, name: str | None = None, device: str = "cpu", dtyp
     try:
         has_vision = family_named(AutoConfig.from_pretrained(source).model_type).has_vision
         auto = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
-        model = auto.from_pretrained(source, dtype=torch.__dict__[dtype], attn_implementation="sdpa")
+        model: Any = auto.from_pretrained(source, dtype=torch.__dict__[dtype], attn_implementation="sdpa")
         processor = load_processor(source) if has_vision else AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
@@ -116,7 +113,7 @@ def load_base(source: str, *, name: str | None = None, device: str = "cpu", dtyp
     return Base(
         name=name or (folder.resolve().name if is_folder else source),
         source=str(folder.resolve()) if is_folder else source,
-        model=model.to(device),
+        model=model.to(torch.device(device)),
         processor=processor,
     )
 
@@ -176,9 +173,6 @@ class Service:
         )
         self.engine = Engine(base.model, base.processor, name=base.name, tokenizer_id=base.source, config=config)
         """Computes."""
-        self.sampling = _sampling(self.engine, base.processor)
-        """Samples."""
-        self.engine.sampler = self.sampling
         self.queue = RequestQueue(self.engine, settings.state, codec=wire, settings=_queue_settings(limits))
         """Orders and remembers."""
         self.status = Status(snapshot=self._snapshot)
@@ -276,18 +270,11 @@ class Service:
             Metric(name="row_tokens_total", help="Tokens that the rows had room for.", value=counts.capacity),
             Metric(name="patches_total", help="Patches of images.", value=counts.patches),
             Metric(name="fill_ratio", help="Tokens over room.", value=counts.tokens / max(counts.capacity, 1)),
-            Metric(name="sampled_tokens_total", help="Tokens sampled.", value=self.sampling.sampled_tokens),
+            Metric(name="sampled_tokens_total", help="Tokens sampled.", value=self.engine.sampler.sampled_tokens),
         )
-        tokens = counts.tokens + self.sampling.sampled_tokens
+        tokens = counts.tokens + self.engine.sampler.sampled_tokens
         fault = stats.fault or stats.paused
         return Snapshot(title=self.engine.base.name, metrics=metrics, tokens=tokens, fault=fault)
-
-
-def _sampling(engine: Engine, processor: Any) -> BatchedSampling:
-    tokenizer = parts_of(processor).tokenizer
-    decode = functools.partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    sampled = SampledModel(max_context=engine.base.max_context, eos_token_ids=engine.base.eos, decode=decode)
-    return BatchedSampling(engine.open_weights, sampled)
 
 
 def _queue_settings(limits: ServiceLimits) -> QueueSettings:

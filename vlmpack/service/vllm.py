@@ -118,6 +118,8 @@ class VllmSampling:
         self._waiting: list[_Job] = []
         self._running: Future[list[Finished]] | None = None
         self._finished: list[Finished] = []
+        self.sampled_tokens = 0
+        """Tokens sampled so far."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
 
     @property
@@ -163,8 +165,10 @@ class VllmSampling:
         if self._running is not None and not self._finished:
             wait([self._running], PATIENCE)
         if self._running is not None and self._running.done():
-            self._finished += self._running.result()
-            self._running = None
+            found, self._running = self._running.result(), None
+            self._finished += found
+            results = (result for _, result in found if isinstance(result, SampleResult))
+            self.sampled_tokens += sum(len(one.tokens) for result in results for one in result.sequences)
         finished, self._finished = self._finished, []
         return finished
 
