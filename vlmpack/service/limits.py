@@ -40,6 +40,8 @@ class ServiceLimits:
     """Size of an image file."""
     image_pixels: int = 100_000_000
     """Width times height of an image, read from its header before it is decoded."""
+    pixel_bytes: int = 8 * 2**30
+    """Bytes of the patches of a request's images, counted from their headers before any is decoded."""
     fields: int = 500_000
     """Protobuf fields of a request: many empty ones take far more memory than they have bytes."""
     context: int | None = None
