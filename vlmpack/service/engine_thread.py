@@ -200,9 +200,8 @@ class EngineThread:
         if not head.is_forward_backward:
             return lambda: self._operate(lane, head)
         group = self.encode_ahead(lane)
-        if all(entry.encoded is not None and entry.encoded.done() for entry in group):
-            return lambda: self._begin_group(lane, group)
-        return None
+        encoded = [entry.encoded for entry in group if entry.encoded is not None and entry.encoded.done()]
+        return (lambda: self._begin_group(lane, group, encoded)) if len(encoded) == len(group) else None
 
     def _free_closed(self) -> None:
         with self._ledger.lock:
@@ -283,18 +282,17 @@ class EngineThread:
 
     # ------------------------------------------------------------------ forward_backwards
 
-    def _begin_group(self, lane: Lane, group: list[Entry]) -> None:
+    def _begin_group(self, lane: Lane, group: list[Entry], encoded: list[Future[Any]]) -> None:
         lane.alone = max(lane.alone - len(group), 0)
-        bad = [(entry, _failure(error)) for entry in group if (error := cast("Future", entry.encoded).exception())]
-        refused = {id(entry) for entry, _ in bad}
-        good = [entry for entry in group if id(entry) not in refused]
+        errors = [future.exception() for future in encoded]
+        bad = [(entry, _failure(error)) for entry, error in zip(group, errors, strict=True) if error is not None]
         if bad:
             self._finish(lane, [*bad])
-        if good:
-            lane.group = good
+        lane.group = [entry for entry, error in zip(group, errors, strict=True) if error is None]
+        if lane.group:
+            requests = [future.result() for future, error in zip(encoded, errors, strict=True) if error is None]
             try:
-                encoded = [cast("Future[Any]", entry.encoded).result() for entry in good]
-                lane.work = self._engine.forward_backward(encoded)
+                lane.work = self._engine.forward_backward(requests)
             except Exception as error:
                 self._break_group(lane, error)
 
