@@ -217,6 +217,18 @@ def test_seeds_that_were_drawn_stay(tmp_path: Path) -> None:
         assert np.array_equal(engine.all[model].weights, drawn)
 
 
+def test_seeds_are_drawn_when_a_request_is_accepted(tmp_path: Path) -> None:
+    with served(tmp_path, start=False) as (client, _):
+        session = client.queue.create_session()
+        client.post(create(session, seed=None))
+        (row,) = client.queue._ledger.journal.requests()
+        assert row.seed is not None
+    with served(tmp_path) as (client, engine):
+        client.call(create(session, seed=None))
+        expected = np.random.default_rng(row.seed).normal(size=5)
+        assert np.array_equal(engine.all[f"{session}:train:0"].weights, expected)
+
+
 def test_a_sample_without_a_seed_is_drawn_once(tmp_path: Path) -> None:
     with served(tmp_path) as (client, _):
         session = client.queue.create_session()
