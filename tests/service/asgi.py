@@ -37,7 +37,12 @@ class Client:
     queue: Any = field(default_factory=FakeQueue)
     draining: bool = False
 
+    app: Any = None
+    """Another app; by default one on `queue`."""
+
     def __post_init__(self) -> None:
+        if self.app is not None:
+            return
         self.bodies = BodyReader(limits=self.limits)
         endpoints = Endpoints(
             queue=self.queue,

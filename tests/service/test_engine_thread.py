@@ -315,7 +315,7 @@ def test_a_reply_that_cannot_be_encoded_fails_its_request_alone(tmp_path: Path) 
 
 
 def test_a_fault_of_the_thread_stops_one_model_until_the_next_start(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, engine):
+    with served(tmp_path) as (client, _):
         model, other = client.model(), client.model()
         client.call(forward_backward(model, 1))
         with pytest.MonkeyPatch.context() as patch:

@@ -148,6 +148,7 @@ def test_stops(sent: dict[str, Any], tokens: tuple[int, ...] | None, texts: tupl
         ({"learning_rate": None}, "adam_params.learning_rate: absent or null; .*NaN and infinity arrive as null"),
         ({"eps": None}, "adam_params.eps: absent or null"),
         ({"learning_rate": "0.1"}, "adam_params.learning_rate: '0.1'; a finite number"),
+        ({"learning_rate": 10**400}, "adam_params.learning_rate: 1000.*a finite number"),
         ({"learning_rate": True}, "adam_params.learning_rate: True; a finite number"),
         ({"learning_rate": -1}, "adam_params.learning_rate: -1; a number from 0"),
         ({"beta2": 1.0}, "adam_params.beta2: 1.0; a number below 1"),

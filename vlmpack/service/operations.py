@@ -251,7 +251,7 @@ class Operations:
     def snapshot_is_due(self, lane: Lane) -> bool:
         """Whether a snapshot can be taken, and is worth the time."""
         settings = self._ledger.settings
-        if lane.has_gradients or lane.failure is not None or lane.seconds == 0:
+        if lane.failure is not None or lane.seconds == 0:
             return False
         if lane.snapshot_seconds is None or lane.replayed_bytes > settings.replayed_bytes:
             return True

@@ -297,15 +297,17 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: the address cannot be used.
     """
+    bound = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError as error:
-        raise ConfigError(
-            f"{host}:{port} cannot be served ({error.strerror}); name another --host or --port"
-        ) from error
+        if bound is not None:
+            bound.close()
+        remedy = "name another --host or --port"
+        raise ConfigError(f"{host}:{port} cannot be served ({error.strerror}); {remedy}") from error
     return bound
 
 
