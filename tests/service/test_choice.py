@@ -67,6 +67,15 @@ def test_greedy_is_the_largest_logit_whatever_the_seed_and_of_equals_the_first()
     assert choose_one(logits, greedy).token == 30
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-12, 1e-6])
+@pytest.mark.parametrize("limits", [{}, {"top_k": 5}, {"top_p": 0.5}], ids=str)
+def test_next_to_no_temperature_is_greedy(temperature: float, limits: dict[str, float]) -> None:
+    logits = logits_of()
+    params = SamplingParams(temperature=temperature, **limits)
+    choices = [choose_one(logits, params, seed=i, rounding=1e-6) for i in range(20)]
+    assert {(choice.token, choice.is_sure) for choice in choices} == {(int(logits.argmax()), True)}
+
+
 def test_forbidden_ids_are_never_chosen_but_count_in_log_probabilities() -> None:
     logits = logits_of()
     best, second = logits[0].topk(2).indices.tolist()

@@ -1,14 +1,18 @@
-"""The unmodified client on a whole service in this process; the oracle is plain transformers and numpy."""
+"""Sampling as the unmodified client sees it, over HTTP, from a service in this process.
+
+The oracle is the unmodified model of transformers with the same weights, and the client's own training calls.
+"""
 
 from __future__ import annotations
 
-import gc
 import io
-import socket
+import os
+import sys
 import threading
-import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,303 +21,273 @@ import pytest
 import torch
 import uvicorn
 from PIL import Image
+from step_service import plain_model, processor_for
 
-from vlmpack.service import Base, Service, ServiceLimits, ServiceSettings, bind
-from vlmpack.testing import tiny_model, tiny_processor
-
-tinker = pytest.importorskip("tinker", reason="the client needs Python 3.11")
-types: Any = tinker.types
+from vlmpack.service import Service, ServiceSettings, bind
+from vlmpack.service.server import Base
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),  # of the client: a future stands for its result
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # the client leaves connections open
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.full,
+    pytest.mark.skipif(sys.version_info < (3, 11), reason="the client needs Python 3.11"),
+    pytest.mark.filterwarnings("default"),  # of the client and its transport
 ]
 
-NAME = "vlmpack/tiny"
-KEY = "tml-a-key-of-the-tests"
-WAIT = 60.0
-TEXT = [20, 21, 22, 23, 24, 25]
+NAME, KEY = "tiny", "tml-key"
+CLIENTS = 16
 
 
-@dataclass
-class Running:
-    address: str
-    base: Base
-    plain: Any
-    service: Service
-
-
-@pytest.fixture(name="running", scope="module")
-def _running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("service")
-    processor = tiny_processor(max_pixels=64 * 32 * 32)
-    model = tiny_model(processor=processor)
-    model.save_pretrained(folder / "model")
-    processor.save_pretrained(folder / "model")
-    base = Base(name=NAME, source=str(folder / "model"), model=model, processor=processor)
-    limits = ServiceLimits(gap_seconds=0.5, chunk_bytes=20_000, row_tokens=256)
-    service = Service(base, ServiceSettings(state=folder / "state", key=KEY, limits=limits))
+@contextmanager
+def served(state: Path) -> Iterator[str]:
+    """A service on a free port."""
+    base = Base(name=NAME, source=str(state), model=plain_model(), processor=processor_for("qwen3_vl"))
+    service = Service(base, ServiceSettings(state=state, key=KEY))
     listening = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(service.app(), log_config=None, access_log=False, lifespan="on"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
-    plain = tiny_model(processor=processor).eval()
-    yield Running(f"http://127.0.0.1:{listening.getsockname()[1]}", base, plain, service)
-    server.should_exit = True
-    thread.join(WAIT)
-    assert not thread.is_alive()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # clients leave connections open
-        gc.collect()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listening.close()
 
 
-@pytest.fixture(name="client", scope="module")
-def _client(running: Running) -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TINKER_TELEMETRY", "0")
-        client = tinker.ServiceClient(base_url=running.address, api_key=KEY)
-        yield client
-        client.close("success").result(WAIT)
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    os.environ.setdefault("TINKER_TELEMETRY", "0")
+    with served(tmp_path_factory.mktemp("state")) as url:
+        yield url
 
 
-@pytest.fixture(name="model")
-def _model(client: Any) -> Any:
-    return client.create_lora_training_client(base_model=NAME, rank=4, seed=1).result(WAIT)
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[Any]:
+    import tinker
+
+    client = tinker.ServiceClient(base_url=url, api_key=KEY)
+    yield client
+    client.close("success")
 
 
-def png(width: int = 64, height: int = 64, seed: int = 0) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
+@pytest.fixture(scope="module")
+def sampler(client: Any) -> Any:
+    return client.create_sampling_client(base_model=NAME)
 
 
-def tensor(values: Any, dtype: Any) -> Any:
-    return types.TensorData.from_numpy(np.array(values, dtype))
+# ---------------------------------------------------------------------- prompts and the plain model
 
 
-def text_datum(tokens: list[int] = TEXT, weights: list[float] | None = None) -> Any:
-    inputs = {
-        "target_tokens": tensor([*tokens[1:], 9], np.int64),
-        "weights": tensor(weights or [1.0] * len(tokens), np.float32),
-    }
-    return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+class Prompt:
+    """Text, and pictures between their marks: for the client and for the plain model."""
+
+    def __init__(self, seed: int, *, length: int, pictures: Sequence[tuple[int, int]] = ()) -> None:
+        from tinker import types
+
+        rng = np.random.default_rng(seed)
+        self.processor = processor_for("qwen3_vl")
+        start, end = self.processor.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
+        tokens = rng.integers(20, 500, length).tolist()
+        chunks: list[Any] = []
+        self.ids: list[int] = []
+        self.pictures: list[Image.Image] = []
+        for width, height in pictures:
+            picture = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+            file = io.BytesIO()
+            picture.save(file, "PNG")
+            count = width // 32 * (height // 32)
+            chunks += [types.EncodedTextChunk(tokens=[start])]
+            chunks += [types.ImageChunk(data=file.getvalue(), format="png", expected_tokens=count)]
+            chunks += [types.EncodedTextChunk(tokens=[end])]
+            self.ids += [start, *[self.processor.image_token_id] * count, end]
+            self.pictures.append(picture)
+        self.ids += tokens
+        self.input = types.ModelInput(chunks=[*chunks, types.EncodedTextChunk(tokens=tokens)])
+
+    def plain_inputs(self, more: Sequence[int] = ()) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([[*self.ids, *more]])
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if self.pictures:
+            inputs |= self.processor.image_processor(self.pictures, return_tensors="pt")
+            inputs["mm_token_type_ids"] = (ids == self.processor.image_token_id).long()
+        return inputs
 
 
-def image_datum(running: Running, image: bytes, *, count: int = 4) -> Any:
-    config = running.plain.config
-    chunks = [
-        types.EncodedTextChunk(tokens=[5, config.vision_start_token_id]),
-        types.ImageChunk(data=image, format="png", expected_tokens=count),
-        types.EncodedTextChunk(tokens=[config.vision_end_token_id, *TEXT]),
-    ]
-    length = 2 + count + 1 + len(TEXT)
-    targets = [0] * (length - len(TEXT)) + [*TEXT[1:], 9]
-    weights = [0.0] * (length - len(TEXT)) + [1.0] * len(TEXT)
-    inputs = {"target_tokens": tensor(targets, np.int64), "weights": tensor(weights, np.float32)}
-    return types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs=inputs)
+def prompts(count: int) -> list[Prompt]:
+    pictures = ((), ((64, 96),), (), ((96, 64), (64, 64)))
+    return [Prompt(i, length=3 + 7 * i % 23, pictures=pictures[i % 4]) for i in range(count)]
 
 
 @torch.no_grad()
-def plain_logprobs(running: Running, tokens: list[int], targets: list[int], image: bytes | None = None) -> np.ndarray:
-    """Log-probabilities by transformers alone; `tokens` hold the placeholders."""
-    ids = torch.tensor([tokens])
-    media: dict[str, Any] = {}
-    if image is not None:
-        media = dict(running.base.processor.image_processor([Image.open(io.BytesIO(image))], return_tensors="pt"))
-        media["mm_token_type_ids"] = (ids == running.plain.config.image_token_id).int()
-    logits = running.plain(input_ids=ids, attention_mask=torch.ones_like(ids), **media).logits[0].double()
-    return torch.log_softmax(logits, -1)[torch.arange(len(tokens)), targets].numpy()
+def plain_logprobs(prompt: Prompt, more: Sequence[int] = ()) -> np.ndarray:
+    """Of each token but the first, by the unmodified model."""
+    inputs = prompt.plain_inputs(more)
+    logprobs = plain_model()(**inputs, use_cache=False).logits[0].float().log_softmax(-1)
+    return logprobs[:-1].gather(1, inputs["input_ids"][0, 1:, None])[:, 0].numpy()
 
 
-# ---------------------------------------------------------------------- training
+@torch.no_grad()
+def plain_greedy(prompt: Prompt, count: int) -> list[int]:
+    model = plain_model()
+    suppressed = [model.config.image_token_id, model.config.video_token_id]
+    settings = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "suppress_tokens": suppressed}
+    return model.generate(**prompt.plain_inputs(), **settings)[0, len(prompt.ids) :].tolist()
 
 
-def test_logprobs_and_loss_are_those_of_transformers(running: Running, model: Any) -> None:
-    config, image = running.plain.config, png()
-    placeholders = [5, config.vision_start_token_id, *[config.image_token_id] * 4, config.vision_end_token_id, *TEXT]
-    text = plain_logprobs(running, TEXT, [*TEXT[1:], 9])
-    both = plain_logprobs(running, placeholders, [0] * 7 + [*TEXT[1:], 9], image)
-    result = model.forward([text_datum(), image_datum(running, image)], "cross_entropy").result(WAIT)
-    first, second = (entry["logprobs"].to_numpy() for entry in result.loss_fn_outputs)
-    np.testing.assert_allclose(first, text, atol=1e-5)
-    np.testing.assert_allclose(second, both, atol=1e-5)
-    assert result.metrics["loss:sum"] == pytest.approx(-text.sum() - both[7:].sum(), rel=1e-5)
+def params(**settings: Any) -> Any:
+    from tinker import types
+
+    return types.SamplingParams(**{"max_tokens": 10, "stop": [], "seed": 5, **settings})
 
 
-def test_a_few_steps_teach_it_a_text_and_an_image(running: Running, model: Any) -> None:
-    datums = [text_datum(), image_datum(running, png())]
-    losses = []
-    for _ in range(6):
-        step = model.forward_backward(datums, "cross_entropy")
-        model.optim_step(types.AdamParams(learning_rate=1e-2)).result(WAIT)
-        losses.append(step.result(WAIT).metrics["loss:sum"])
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < losses[0] / 2
+def sample(sampler: Any, prompt: Prompt, *, count: int = 1, more: dict[str, Any] | None = None, **settings: Any) -> Any:
+    return sampler.sample(prompt.input, count, params(**settings), **(more or {})).result()
 
 
-def test_a_call_of_many_requests_is_one_sum(running: Running, model: Any) -> None:
-    """The client cuts it by size, posts number 1 last, and puts the answers together."""
-    datums = [image_datum(running, png(seed=seed)) for seed in range(6)]
-    requests = count(running, "POST /api/v1/forward_backward")
-    result = model.forward_backward(datums, "cross_entropy").result(WAIT)
-    assert count(running, "POST /api/v1/forward_backward") - requests > 2
-    alone = [model.forward([datum], "cross_entropy").result(WAIT).metrics["loss:sum"] for datum in datums]
-    assert result.metrics["loss:sum"] == pytest.approx(sum(alone), rel=1e-5)
-    assert len(result.loss_fn_outputs) == 6
+def tokens_of(response: Any) -> list[list[int]]:
+    return [list(sequence.tokens) for sequence in response.sequences]
 
 
-def count(running: Running, what: str) -> int:
-    """Training requests that the service has done."""
-    assert what.endswith("forward_backward")
-    return running.service.queue.stats().requests_done.get("ForwardBackward", 0)
+# ---------------------------------------------------------------------- the base model
 
 
-def test_a_loss_of_the_client(model: Any) -> None:
-    def loss(_: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-        value = sum((entry**2).sum() for entry in logprobs)
-        return value, {"squares": float(value.detach())}
-
-    before = model.forward([text_datum()], "cross_entropy").result(WAIT).loss_fn_outputs[0]["logprobs"].to_numpy()
-    result = model.forward_backward_custom([text_datum()], loss).result(WAIT)
-    assert result.metrics["squares"] == pytest.approx(float((before**2).sum()), rel=1e-4)
+def test_greedy_tokens_are_those_of_generate_with_text_and_pictures(sampler: Any) -> None:
+    for prompt in prompts(4):
+        assert tokens_of(sample(sampler, prompt, temperature=0.0)) == [plain_greedy(prompt, 10)]
 
 
-def test_saving_training_on_and_going_back(client: Any, model: Any) -> None:
-    datum = text_datum()
-    model.forward_backward([datum], "cross_entropy")
-    model.optim_step(types.AdamParams(learning_rate=1e-2)).result(WAIT)
-    saved = model.forward([datum], "cross_entropy").result(WAIT).metrics["loss:sum"]
-    path = model.save_state("here").result(WAIT).path
-    again = client.create_training_client_from_state_with_optimizer(path)
-    again = again if isinstance(again, tinker.TrainingClient) else again.result(WAIT)
-    assert again.forward([datum], "cross_entropy").result(WAIT).metrics["loss:sum"] == saved
-    after = []
-    for trained in (model, again):
-        trained.forward_backward([datum], "cross_entropy")
-        trained.optim_step(types.AdamParams(learning_rate=1e-2)).result(WAIT)
-        after.append(trained.forward([datum], "cross_entropy").result(WAIT).metrics["loss:sum"])
-    assert after[0] == after[1] < saved
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.5, "top_k": 10}, {"top_p": 0.7}], ids=str)
+def test_log_probabilities_of_tokens_are_the_models(sampler: Any, settings: dict[str, Any]) -> None:
+    prompt = prompts(4)[3]
+    response = sample(sampler, prompt, count=2, **settings)
+    for sequence in response.sequences:
+        expected = plain_logprobs(prompt, sequence.tokens)[len(prompt.ids) - 1 :]
+        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4)
 
 
-# ---------------------------------------------------------------------- sampling
+def test_log_probabilities_of_prompts_are_the_models(sampler: Any) -> None:
+    for prompt in prompts(4):
+        seen = sampler.compute_logprobs(prompt.input).result()
+        assert seen[0] is None or np.isnan(seen[0])
+        np.testing.assert_allclose(seen[1:], plain_logprobs(prompt), atol=1e-4)
+        both = sample(sampler, prompt, more={"include_prompt_logprobs": True})
+        np.testing.assert_allclose(both.prompt_logprobs[1:], seen[1:], atol=1e-5)
 
 
-def test_greedy_sampling_is_that_of_transformers(running: Running, client: Any) -> None:
-    sampler = client.create_sampling_client(base_model=NAME).result(WAIT)
-    params = types.SamplingParams(max_tokens=6, temperature=0.0, stop=[])
-    sampled = sampler.sample(types.ModelInput.from_ints(TEXT), 1, params).result(WAIT).sequences[0]
-    tokens = list(TEXT)
-    for _ in range(6):
-        with torch.no_grad():
-            tokens.append(int(running.plain(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
-    assert list(sampled.tokens) == tokens[6:]
-    expected = plain_logprobs(running, tokens[:-1], tokens[1:])[5:]
-    np.testing.assert_allclose(sampled.logprobs, expected, atol=1e-4)
+def test_a_seed_gives_the_same_tokens_and_samples_differ(sampler: Any) -> None:
+    prompt = prompts(2)[1]
+    three = tokens_of(sample(sampler, prompt, count=3))
+    assert len({str(tokens) for tokens in three}) == 3
+    assert tokens_of(sample(sampler, prompt, count=3)) == three
+    assert tokens_of(sample(sampler, prompt, seed=6)) == three[1:2]
 
 
-def test_logprobs_of_a_prompt_are_those_of_training(running: Running, client: Any) -> None:
-    sampler = client.create_sampling_client(base_model=NAME).result(WAIT)
-    scores = sampler.compute_logprobs(types.ModelInput.from_ints(TEXT)).result(WAIT)
-    assert scores[0] is None
-    np.testing.assert_allclose(scores[1:], plain_logprobs(running, TEXT[:-1], TEXT[1:]), atol=1e-5)
+def test_stop_tokens_stop_strings_and_none(sampler: Any) -> None:
+    prompt, decode = prompts(1)[0], processor_for("qwen3_vl").tokenizer.decode
+    (free,) = tokens_of(sample(sampler, prompt, max_tokens=20))
+    by_token = sample(sampler, prompt, max_tokens=20, stop=[free[6]]).sequences[0]
+    assert (list(by_token.tokens), by_token.stop_reason) == (free[: free.index(free[6]) + 1], "stop")
+    stop = decode(free[5:7])[-2:]
+    end = next(n for n in range(1, 21) if stop in decode(free[:n]))
+    for wanted in (stop, ["never this", stop]):
+        by_text = sample(sampler, prompt, max_tokens=20, stop=wanted).sequences[0]
+        assert (list(by_text.tokens), by_text.stop_reason) == (free[:end], "stop")
+    assert sample(sampler, prompt, max_tokens=20).sequences[0].stop_reason == "length"
 
 
-def test_a_seed_gives_the_same_whatever_else_runs(client: Any, model: Any) -> None:
-    sampler = model.save_weights_and_get_sampling_client().result(WAIT)
-    prompt, params = types.ModelInput.from_ints(TEXT), types.SamplingParams(max_tokens=8, seed=3, stop=[])
-    alone = sampler.sample(prompt, 2, params).result(WAIT)
-    crowd = [
-        sampler.sample(types.ModelInput.from_ints(TEXT[:length]), 1, types.SamplingParams(max_tokens=20))
-        for length in range(1, 6)
-    ]
-    among = sampler.sample(prompt, 2, params).result(WAIT)
-    assert [list(s.tokens) for s in among.sequences] == [list(s.tokens) for s in alone.sequences]
-    assert alone.sequences[0].tokens != alone.sequences[1].tokens
-    for other in crowd:
-        other.result(WAIT)
+def test_a_request_that_cannot_be_served_is_a_failure_of_the_user(sampler: Any) -> None:
+    import tinker
+
+    prompt = prompts(1)[0]
+    for settings in ({"top_p": 3.0}, {"temperature": -1.0}, {"max_tokens": 10**6}):
+        with pytest.raises(tinker.RequestFailedError) as failed:
+            sample(sampler, prompt, **settings)
+        assert failed.value.category == "user"
+    assert len(tokens_of(sample(sampler, prompt))[0]) == 10
 
 
-# ---------------------------------------------------------------------- refusals
+# ---------------------------------------------------------------------- models that are trained
 
 
-def test_a_bad_datum_is_named_and_leaves_nothing(running: Running, model: Any) -> None:
-    good, bad = text_datum(), image_datum(running, png(), count=5)
-    clean = model.forward([good], "cross_entropy").result(WAIT).metrics["loss:sum"]
-    with pytest.raises(tinker.RequestFailedError, match="datum 1: .*expected_tokens is 5") as failed:
-        model.forward_backward([good, bad], "cross_entropy").result(WAIT)
-    assert str(failed.value.category).endswith("user") or failed.value.category == "user"
-    model.optim_step(types.AdamParams(learning_rate=1.0)).result(WAIT)  # on no gradient
-    assert model.forward([good], "cross_entropy").result(WAIT).metrics["loss:sum"] == clean
+def trained_on(prompt: Prompt, completion: Sequence[int]) -> Any:
+    """A datum of a prompt and what was sampled after it: each token's target is the next one."""
+    from tinker import types
+
+    ids = [*prompt.ids, *completion]
+    chunks = [*prompt.input.chunks, types.EncodedTextChunk(tokens=list(completion))]
+    targets = types.TensorData(data=[*ids[1:], 0], dtype="int64", shape=[len(ids)])
+    weights = [0.0] * len(prompt.ids) + [1.0] * len(completion)
+    weighted = types.TensorData(data=weights, dtype="float32", shape=[len(ids)])
+    inputs = {"target_tokens": targets, "weights": weighted}
+    return types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs=inputs)
 
 
-@pytest.mark.parametrize(
-    ("datum", "loss", "message"),
-    [
-        (text_datum([1, -2, 3]), "cross_entropy", "datum 0"),
-        (text_datum([1, 10**6, 3]), "cross_entropy", "datum 0"),
-        (text_datum([1, 2, 3], [1.0, float("nan"), 1.0]), "cross_entropy", "datum 0"),
-        (text_datum([1, 2, 3], [1.0, 1.0]), "cross_entropy", "datum 0"),
-        (text_datum(), "gspo", "gspo"),
-    ],
-)
-def test_bad_input_fails_with_words(model: Any, datum: Any, loss: str, message: str) -> None:
-    with pytest.raises(tinker.RequestFailedError, match=message):
-        model.forward_backward([datum], loss).result(WAIT)
+def train(training: Any, data: Sequence[Any], *, steps: int = 2) -> None:
+    from tinker import types
+
+    for _ in range(steps):
+        training.forward_backward(list(data), "cross_entropy").result()
+        training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
 
 
-def test_an_unknown_base_model(client: Any) -> None:
-    with pytest.raises(tinker.RequestFailedError, match=f"this service has '{NAME}' alone"):
-        client.create_lora_training_client(base_model="other", rank=4).result(WAIT)
+def test_log_probabilities_of_sampling_are_those_of_training(client: Any) -> None:
+    """The ratio of a policy gradient begins at 1: sampled, then read by the model that it was sampled from."""
+    training = client.create_lora_training_client(base_model=NAME, rank=4, seed=1).result()
+    some = prompts(4)
+    train(training, [trained_on(prompt, [30, 31, 32]) for prompt in some])
+    sampler = training.save_weights_and_get_sampling_client(name="policy").result()
+    for prompt in some:
+        for sequence in sample(sampler, prompt, count=2).sequences:
+            output = training.forward([trained_on(prompt, sequence.tokens)], "cross_entropy").result()
+            learner = np.asarray(output.loss_fn_outputs[0]["logprobs"].data)[:-1]
+            np.testing.assert_allclose(sequence.logprobs, learner[len(prompt.ids) - 1 :], atol=1e-4)
+        computed = sampler.compute_logprobs(prompt.input).result()
+        np.testing.assert_allclose(computed[1:], learner[: len(prompt.ids) - 1], atol=1e-4)
 
 
-def test_another_key(running: Running) -> None:
-    with pytest.raises(tinker.AuthenticationError, match="key"):
-        tinker.ServiceClient(base_url=running.address, api_key="tml-another-key").create_lora_training_client(
-            base_model=NAME
-        ).result(WAIT)
+def test_a_snapshot_stays_as_it_is_when_training_goes_on(client: Any, sampler: Any) -> None:
+    training = client.create_lora_training_client(base_model=NAME, rank=4, seed=2).result()
+    prompt = prompts(2)[1]
+    data = [trained_on(prompt, [30, 31, 32])]
+    train(training, data)
+    snapshot = training.save_weights_and_get_sampling_client(name="early").result()
+    before = tokens_of(sample(snapshot, prompt, max_tokens=30))
+    assert before != tokens_of(sample(sampler, prompt, max_tokens=30))
+    train(training, data, steps=4)
+    assert tokens_of(sample(snapshot, prompt, max_tokens=30)) == before
+    later = training.save_weights_and_get_sampling_client(name="late").result()
+    assert tokens_of(sample(later, prompt, max_tokens=30)) != before
 
 
-# ---------------------------------------------------------------------- lists and pages
+# ---------------------------------------------------------------------- many at once
 
 
-def test_what_the_client_lists(client: Any, model: Any) -> None:
-    path = model.save_state("listed", ttl_seconds=None).result(WAIT).path
-    rest = client.create_rest_client()
-    run = rest.get_training_run(path.split("/")[2]).result(WAIT)
-    assert (run.base_model, run.is_lora, run.lora_rank) == (NAME, True, 4)
-    assert path in [entry.tinker_path for entry in rest.list_user_checkpoints().result(WAIT).checkpoints]
-    rest.delete_checkpoint_from_tinker_path(path).result(WAIT)
-    assert path not in [entry.tinker_path for entry in rest.list_user_checkpoints().result(WAIT).checkpoints]
+def life(url: str, number: int) -> list[list[int]]:
+    """One client: an adapter, two steps, samples of the snapshot, of every kind."""
+    import tinker
+
+    client = tinker.ServiceClient(base_url=url, api_key=KEY)
+    training = client.create_lora_training_client(base_model=NAME, rank=2 + number % 3, seed=number).result()
+    some = [Prompt(100 * number + i, length=5 + i, pictures=((64, 64),) * (i % 2)) for i in range(3)]
+    train(training, [trained_on(prompt, [30 + number, 31, 32]) for prompt in some])
+    sampler = training.save_weights_and_get_sampling_client(name="last").result()
+    kinds = ({"temperature": 0.0}, {"top_k": 30, "seed": number}, {"top_p": 0.9, "seed": number})
+    futures = [sampler.sample(p.input, 2, params(**kind)) for p, kind in zip(some, kinds, strict=True)]
+    return [tokens for future in futures for tokens in tokens_of(future.result())]
 
 
-def test_pages_without_a_key(running: Running) -> None:
-    import httpx
+def test_sixteen_clients_at_once_get_what_each_gets_alone(tmp_path: Path) -> None:
+    """No token depends on who else is served; nobody waits for all the others."""
+    with served(tmp_path / "many") as url, ThreadPoolExecutor(CLIENTS) as pool:
+        began, ended = time.monotonic(), []
 
-    page = httpx.get(running.address)
-    assert page.status_code == 200
-    assert NAME in page.text and "<svg" in page.text
-    assert "<script" not in page.text and "http://" not in page.text.replace(running.address, "")
-    metrics = httpx.get(f"{running.address}/metrics").text
-    assert "vlmpack_trained_tokens_total" in metrics
-    assert "vlmpack_fill_ratio" in metrics
+        def timed(number: int) -> list[list[int]]:
+            found = life(url, number)
+            ended.append(time.monotonic() - began)
+            return found
 
-
-def test_a_port_that_is_taken() -> None:
-    from vlmpack.errors import ConfigError
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with pytest.raises(ConfigError, match="cannot be served"):
-            bind("127.0.0.1", taken.getsockname()[1])
-
-
-def test_the_key_file_is_for_its_owner_alone(tmp_path: Path) -> None:
-    from vlmpack.service import read_key
-
-    key = read_key(tmp_path / "new" / "key")
-    assert key.startswith("tml-") and len(key) > 40
-    assert read_key(tmp_path / "new" / "key") == key
-    assert (tmp_path / "new" / "key").stat().st_mode & 0o077 == 0
+        together = list(pool.map(timed, range(CLIENTS)))
+    assert len({str(tokens) for tokens in together}) == CLIENTS
+    assert max(ended) <= 3 * sum(ended) / CLIENTS
+    with served(tmp_path / "alone") as url:
+        for number in (0, 5, 15):
+            assert life(url, number) == together[number], number

@@ -307,6 +307,26 @@ def test_a_prompt_that_the_model_cannot_read_fails_alone() -> None:
     assert all_tokens(results) == all_tokens(alone)
 
 
+def test_requests_that_fail_while_they_run_together_begin_again_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a batch does not fit into memory; and one sequence never does."""
+    engine, decode = tiny_engine(), Reader.decode
+    requests = {key: one for key, one in requests_of(engine, count=6).items() if one[1].params.max_tokens != 1}
+    expected = all_tokens(run(sampler_of(engine), requests))
+
+    def failing(self: Reader, tokens: Sequence[int], positions: Sequence[int], cache: Any, mask: Any) -> torch.Tensor:
+        if len(tokens) > 3 or max(positions) > 300:
+            raise MemoryError(f"{len(tokens)} sequences")
+        return decode(self, tokens, positions, cache, mask)
+
+    monkeypatch.setattr(Reader, "decode", failing)
+    long = prompt_of(engine, np.random.default_rng(0), length=320)
+    results = run(sampler_of(engine, context=1000), {**requests, "long": (long, sample())})
+    failure = results.pop("long")
+    assert isinstance(failure, Failure)
+    assert failure.message == "MemoryError: 1 sequences"
+    assert all_tokens(results) == expected
+
+
 def test_logits_that_are_not_finite_are_a_failure() -> None:
     engine = tiny_engine()
     with torch.no_grad():

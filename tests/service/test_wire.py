@@ -168,12 +168,12 @@ def test_numbers_that_json_does_not_have() -> None:
 
 
 def test_other_optimisers() -> None:
-    with pytest.raises(RequestError, match="dimuon.*AdamW alone"):
+    with pytest.raises(RequestError, match=r"dimuon.*AdamW alone"):
         decode("OptimStep", model_id=MODEL, seq_id=2, optimizer_params={"type": "dimuon"})
     fields = {"session_id": "s", "model_seq_id": 0, "base_model": "b", "optimizer_config": {"type": "dimuon"}}
-    with pytest.raises(RequestError, match="optimizer_config.type 'dimuon'"):
+    with pytest.raises(RequestError, match=r"optimizer_config.type 'dimuon'"):
         decode("CreateModel", **fields)
-    with pytest.raises(RequestError, match="optimizer_config.type 'dimuon'"):
+    with pytest.raises(RequestError, match=r"optimizer_config.type 'dimuon'"):
         decode("CreateFromCheckpoint", **fields, path="p", optimizer=False)
 
 

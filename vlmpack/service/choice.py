@@ -1,6 +1,6 @@
 """Choose a token: greedy or seeded, and whether rounding could have changed the choice.
 
-A token is chosen as the largest of `logit / temperature + noise` (Gumbel-max: Gumbel, 1954; Maddison et al., 2014),
+A token is chosen as the largest of `logit + temperature * noise` (Gumbel-max: Gumbel, 1954; Maddison et al., 2014),
 which has the distribution softmax(logit / temperature). The noise of a token is a hash of the sequence's seed, of the
 number of tokens sampled before, and of the token's id; so it depends on nothing that runs at the same time.
 
@@ -17,6 +17,7 @@ B sequences, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -72,17 +73,14 @@ def choose(
     logits_BV = logits_BV.float()
     error_B = rounding * logits_BV.abs().amax(1).double()
     logprobs_BV = logits_BV.log_softmax(1)
-    scaled_BV = logits_BV.double()
-    scaled_BV[:, list(forbidden)] = -torch.inf
-    heat_B = torch.tensor([draw.params.temperature or 1.0 for draw in draws], dtype=torch.float64)
-    heat_B = heat_B.to(logits_BV.device)
-    scaled_BV, error_B = scaled_BV / heat_B[:, None], error_B / heat_B
-    scores_BV = scaled_BV + _noise(draws, logits_BV.shape[1], logits_BV.device)
+    exact_BV = logits_BV.double()
+    exact_BV[:, list(forbidden)] = -torch.inf
+    scores_BV = exact_BV + _noise(draws, logits_BV.shape[1], logits_BV.device)
     sure_B = torch.ones_like(error_B, dtype=torch.bool)
     limits: dict[int, torch.Tensor] = {}
     for row, draw in enumerate(draws):
         if draw.params.temperature and is_limited(draw.params):
-            sure_V, perhaps_V = kept(scaled_BV[row], draw.params, error=float(error_B[row]))
+            sure_V, perhaps_V = kept(exact_BV[row], draw.params, error=float(error_B[row]))
             scores_BV[row].masked_fill_(~perhaps_V, -torch.inf)
             limits[row] = sure_V
     token_B = scores_BV.argmax(1)  # the first of equals
@@ -106,18 +104,19 @@ def is_limited(params: SamplingParams) -> bool:
 # ---------------------------------------------------------------------- what top-k and top-p leave
 
 
-def kept(scaled_V: torch.Tensor, params: SamplingParams, *, error: float) -> tuple[torch.Tensor, torch.Tensor]:
+def kept(logits_V: torch.Tensor, params: SamplingParams, *, error: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which tokens top-k and then top-p surely leave, and which ones perhaps: bool [V] each.
 
     Top-k leaves the k most likely tokens; top-p, of these, the fewest most likely ones that together have at least
     that probability. Of equals the first ids.
 
     Args:
-        scaled_V: float64 logits over temperature.
-        params: settings.
-        error: largest error of a number of `scaled_V`; 0: both results are the same.
+        logits_V: float64.
+        params: settings, the temperature not 0.
+        error: largest error of a logit; 0: both results are the same.
     """
-    sorted_V, order_V = scaled_V.sort(descending=True, stable=True)
+    sorted_V, order_V = logits_V.sort(descending=True, stable=True)
+    sorted_V, error = (sorted_V - sorted_V[0]) / params.temperature, error / params.temperature
     sure, perhaps = _top_k(sorted_V, params.top_k, error)
     sure_V, perhaps_V = _top_p(sorted_V, params.top_p, error, sure=sure, perhaps=perhaps)
     back = order_V.argsort()
@@ -149,7 +148,7 @@ def _top_p(
     places_V = torch.arange(len(sorted_V), device=sorted_V.device)
     if p >= 1:
         return places_V < sure, places_V < perhaps
-    weight_V = (sorted_V - sorted_V[0]).exp()
+    weight_V = sorted_V.exp()
     sums_V = torch.cat((weight_V.new_zeros(1), weight_V.cumsum(0)))
     if not error:
         above_V = sums_V[:-1] / sums_V[sure]
@@ -159,7 +158,7 @@ def _top_p(
     # Tokens with z >= z_i - 2 error, and with z > z_i + 2 error.
     reach_V = torch.searchsorted(rising_V, rising_V + 2 * error, right=True).clamp(max=perhaps)
     clear_V = torch.searchsorted(rising_V, rising_V - 2 * error, right=False).clamp(max=sure)
-    factor = torch.tensor(error, dtype=torch.float64, device=sorted_V.device).exp()
+    factor = math.exp(min(error, 300.0))  # finite: 0 times it is 0
     most_V = (sums_V[reach_V] - weight_V).clamp(min=0) * factor
     below_V = (weight_V + (sums_V[sure] - sums_V[reach_V]).clamp(min=0)) / factor
     least_V = sums_V[clear_V] / factor
@@ -178,13 +177,13 @@ _BITS = 52
 
 
 def _noise(draws: Sequence[Draw], size: int, device: torch.device) -> torch.Tensor:
-    """Gumbel noise, float64 [B, V]; 0 for greedy sequences."""
+    """Gumbel noise times temperature, float64 [B, V]; 0 for greedy sequences."""
     keys = [_signed(_mixed(_mixed(draw.seed) + draw.place * _GOLDEN)) for draw in draws]
     key_B1 = torch.tensor(keys, dtype=torch.int64, device=device)[:, None]
     ids_V = torch.arange(1, size + 1, device=device) * _signed(_GOLDEN)
     uniform_BV = (_logical_shift(_hashed(key_B1 + ids_V), 64 - _BITS).double() + 0.5) * 2.0**-_BITS
-    warm_B = torch.tensor([draw.params.temperature > 0 for draw in draws], device=device)
-    return torch.where(warm_B[:, None], -(-uniform_BV.log()).log(), 0.0)
+    heat_B = torch.tensor([draw.params.temperature for draw in draws], dtype=torch.float64, device=device)
+    return -(-uniform_BV.log()).log() * heat_B[:, None]
 
 
 def _hashed(x: torch.Tensor) -> torch.Tensor:

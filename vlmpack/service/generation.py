@@ -68,10 +68,19 @@ class Growing:
     """One sequence that is being sampled."""
 
     def __init__(
-        self, prompt: EncodedSequence, params: SamplingParams, ending: Ending, *, seed: int, key: str = ""
+        self,
+        prompt: EncodedSequence,
+        params: SamplingParams,
+        ending: Ending,
+        *,
+        seed: int,
+        key: str = "",
+        is_alone: bool = False,
     ) -> None:
         self.key = key
         """Of its request."""
+        self.is_alone = is_alone
+        """Whether it runs with sequences of its own request only."""
         self.prompt = prompt
         """Its prompt."""
         self.params = params
@@ -336,6 +345,8 @@ class Batch:
     def can_join(self, other: Batch, *, merges_lengths: bool) -> bool:
         """Return whether both are settled, and padding would be at most half of what they cache together."""
         if self.cache is None or other.cache is None or not (self.is_settled and other.is_settled):
+            return False
+        if any(sequence.is_alone for sequence in (*self.sequences, *other.sequences)):
             return False
         lengths = (*self.lengths, *other.lengths)
         return len(lengths) * max(lengths) <= (2 if merges_lengths else 1) * sum(lengths)

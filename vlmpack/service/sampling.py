@@ -132,7 +132,7 @@ class Job:
         self.unfinished = 0
         """Sequences that are not done."""
         self.is_alone = False
-        """Whether its prompt is computed by itself, as it failed together with others."""
+        """Whether it runs by itself, as it failed together with others."""
 
     @property
     def needs_scores(self) -> bool:
@@ -149,7 +149,8 @@ class Job:
         params = self.request.params
         seed = randbits(63) if params.seed is None else params.seed
         self.sequences = tuple(
-            Growing(self.prompt, params, ending, seed=seed + i, key=self.key) for i in range(self.request.num_samples)
+            Growing(self.prompt, params, ending, seed=seed + i, key=self.key, is_alone=self.is_alone)
+            for i in range(self.request.num_samples)
         )
         self.waiting = deque(self.sequences)
         self.unfinished = len(self.sequences)
@@ -323,14 +324,15 @@ class BatchedSampling:
                 else:
                     self._decode(lane, batch, reader)
         except Exception as error:  # whatever it is, other requests go on
+            keys = dict.fromkeys(job.key for job, _ in taken)
             if batch is not None:
-                keys = {sequence.key for sequence in batch.sequences}
+                keys = dict.fromkeys(sequence.key for sequence in batch.sequences)
                 lane.batches.remove(batch)
-                self._fail([self._jobs[key] for key in keys], error)
-            elif len(taken) == 1:
-                self._fail([taken[0][0]], error)
+            jobs = [self._jobs[key] for key in keys if key in self._jobs]
+            if len(jobs) > 1:
+                self._again(lane, jobs)
             else:
-                self._again(lane, [job for job, _ in taken])
+                self._fail(jobs, error)
 
     def _admitted(self, lane: _Lane) -> list[tuple[Job, list[Growing]]]:
         """Take sequences that wait, in order of arrival, as far as there is room."""
@@ -427,11 +429,11 @@ class BatchedSampling:
             self._finished.append((job.key, failure))
 
     def _again(self, lane: _Lane, jobs: Sequence[Job]) -> None:
-        """Let prompts that failed together begin again, each alone, so that only the one whose fault it is fails."""
+        """Let requests that failed together begin again, each alone, so that only the one whose fault it is fails."""
         self._withdraw(jobs)
-        for job in reversed([job for job in jobs if job.key in self._jobs]):
-            job.begin(job.sequences[0].ending)
+        for job in reversed(jobs):
             job.is_alone = True
+            job.begin(job.sequences[0].ending)
             lane.waiting.appendleft(job)
 
     def _withdraw(self, jobs: Sequence[Job]) -> None:
