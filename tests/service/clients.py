@@ -107,11 +107,16 @@ class Client:
 
 @contextmanager
 def served(
-    state: Path, engine: FakeEngine | None = None, *, start: bool = True, settings: QueueSettings | None = None
+    state: Path,
+    engine: FakeEngine | None = None,
+    *,
+    start: bool = True,
+    settings: QueueSettings | None = None,
+    codec: PickleCodec | None = None,
 ) -> Iterator[tuple[Client, FakeEngine]]:
     """A queue on a state folder, and its engine."""
     engine = engine or FakeEngine()
-    queue = RequestQueue(engine, state, codec=PickleCodec(), settings=settings or QueueSettings())
+    queue = RequestQueue(engine, state, codec=codec or PickleCodec(), settings=settings or QueueSettings())
     if start:
         queue.start()
     try:

@@ -173,6 +173,16 @@ def test_all_datums_are_checked_before_an_image_is_decoded(engine: Engine) -> No
         engine.encode(request([half, datum(text(-5))]))
 
 
+def test_images_of_a_request_are_measured_before_one_is_decoded() -> None:
+    """By their headers, each of which is small enough by itself."""
+    engine = tiny_engine(limits={"pixel_bytes": 4 * 1536 * 40})
+    headers = [datum(text(5), image(header_of(64, 64)), tokens=5)] * 3  # 16 patches each, and no pixels at all
+    with pytest.raises(RequestError, match=r"the images take 294912 bytes as patches, more than 245760"):
+        engine.encode(request(headers))
+    with pytest.raises(RequestError, match=r"datum 0: chunk 1: .*damaged or cut short"):
+        engine.encode(request(headers[:2]))
+
+
 def test_a_request_without_datums_is_refused(engine: Engine) -> None:
     with pytest.raises(RequestError, match="no datums"):
         engine.encode(request([]))

@@ -23,8 +23,9 @@ from service.clients import (
     served,
     until,
 )
-from service.fakes import FakeEngine
+from service.fakes import FakeEngine, FakeRows, PickleCodec
 
+from vlmpack.service.messages import OptimStepResult
 from vlmpack.service.queue import Pending, QueueSettings
 
 SOME = tuple(datum(number, 1, 2) for number in range(7))
@@ -290,3 +291,39 @@ def test_a_model_is_freed_with_its_session_and_its_number_is_free_for_others(tmp
         client.queue.finish(model.split(":")[0])
         until(lambda: engine.models() == ())
         assert client.call(create(client.queue.create_session())).model_id in engine.models()
+
+
+# ---------------------------------------------------------------------- faults of ours
+
+
+def test_a_reply_that_cannot_be_encoded_fails_its_request_alone(tmp_path: Path) -> None:
+    class NoNumbers(PickleCodec):
+        def encode(self, outcome):
+            if isinstance(outcome, OptimStepResult):
+                raise ValueError("not JSON")
+            return super().encode(outcome)
+
+    with served(tmp_path, codec=NoNumbers()) as (client, engine):
+        model = client.model()
+        client.call(forward_backward(model, 1))
+        assert is_failure(client.call(optim_step(model, 2)), "server", "not JSON")
+        assert client.call(forward_backward(model, 3)).metrics
+        weights = engine.all[model].weights
+    with served(tmp_path) as (client, engine):
+        until(lambda: client.queue.stats().is_restored)
+        assert np.array_equal(engine.all[model].weights, weights)  # the step was taken
+
+
+def test_a_fault_of_the_thread_stops_one_model_until_the_next_start(tmp_path: Path) -> None:
+    with served(tmp_path) as (client, _):
+        model, other = client.model(), client.model()
+        client.call(forward_backward(model, 1))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FakeRows, "results", lambda rows: [])
+            waiting = client.post(forward_backward(model, 2))
+            assert is_failure(client.outcome(waiting), "server", "when the server is started anew")
+        assert is_failure(client.call(optim_step(model, 3)), "started anew")
+        assert client.call(forward_backward(other, 1)).metrics
+        assert client.queue.stats().fault is None
+    with served(tmp_path) as (client, _):
+        assert client.call(optim_step(model, 4)).metrics

@@ -1,7 +1,7 @@
 """Thousands of damaged requests to a whole service on a tiny model: it goes on, and what it refuses leaves no trace.
 
-Each request is a good one, changed by a seeded draw: bytes, fields, numbers, compression, order, repetition, or a client
-that leaves. Weights and gradient of the model are compared before and after, to the bit.
+Each request is a good one, changed by a seeded draw: bytes, fields, numbers, compression, order, repetition, or a
+client that leaves. Weights and gradient of the model are compared before and after, to the bit.
 """
 
 from __future__ import annotations

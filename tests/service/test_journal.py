@@ -7,17 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from vlmpack.service.journal import (
-    CheckpointRow,
-    Journal,
-    JournalError,
-    ModelRow,
-    RequestRow,
-    SamplingRow,
-    SessionRow,
-    StoredReply,
-)
+from vlmpack.service.journal import Journal, JournalError
 from vlmpack.service.messages import LoraConfig
+from vlmpack.service.records import CheckpointRow, ModelRow, RequestRow, SamplingRow, SessionRow, StoredReply
 
 MODEL = "s:train:0"
 LORA = LoraConfig(rank=4, seed=2**31 - 1, train_mlp=False)

@@ -405,3 +405,25 @@ def test_a_reply_that_was_fetched_is_dropped_in_time_and_its_number_stays_used(t
         until(lambda: client.reply(name) is None)
         assert client.post(optim_step(model, 1)) == name
         assert steps(engine) == [("step", ())]
+
+
+def test_a_sample_that_was_fetched_long_ago_leaves_nothing(tmp_path: Path) -> None:
+    with served(tmp_path, settings=QueueSettings(reply_kept=0.05)) as (client, _):
+        session = client.queue.create_session()
+        sampler = client.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
+        name = client.post(sample(sampler, 0))
+        client.outcome(name)
+        until(lambda: client.queue._ledger.samplers[sampler].entries == {})
+        assert client.reply(name) is None
+        assert client.queue._ledger.journal.requests(sampler) == []
+
+
+def test_numbers_that_no_column_holds_are_refused(tmp_path: Path) -> None:
+    with served(tmp_path) as (client, _):
+        session = client.queue.create_session()
+        sampler = client.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
+        for seq in (2**63, -1):
+            with pytest.raises(Rejected) as refusal:
+                client.post(sample(sampler, seq))
+            assert refusal.value.status == 400
+        assert client.call(sample(sampler, 2**63 - 1)).sequences

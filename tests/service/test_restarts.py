@@ -17,6 +17,7 @@ from service.clients import (
     Client,
     create,
     create_from,
+    datum,
     forward_backward,
     is_failure,
     load,
@@ -237,6 +238,56 @@ def test_draining_writes_what_a_replay_would_cost(tmp_path: Path) -> None:
         until(lambda: client.queue.stats().is_restored)
         assert engine.log == []
         assert weights(engine) == before
+
+
+def test_draining_does_not_lose_gradients_that_no_step_has_taken(tmp_path: Path) -> None:
+    with served(tmp_path, settings=ONCE) as (client, engine):
+        model = client.model()
+        for seq in (1, 3):
+            client.call(forward_backward(model, seq))
+            client.call(optim_step(model, seq + 1))
+        client.call(forward_backward(model, 5))
+        before = weights(engine)
+        client.queue.drain(10.0)
+    with served(tmp_path, settings=ONCE) as (client, engine):
+        until(lambda: client.queue.stats().is_restored)
+        assert weights(engine) == before
+
+
+def test_draining_finishes_the_rows_that_run_and_begins_no_more(tmp_path: Path) -> None:
+    gate = threading.Semaphore(0)
+    with served(tmp_path, FakeEngine(gate)) as (client, engine):
+        model = client.model()
+        name = client.post(forward_backward(model, 1, *(datum(n) for n in range(7))))
+        until(lambda: client.queue._ledger.lanes[model].work is not None)
+        later = client.post(optim_step(model, 2))
+        drain = threading.Thread(target=client.queue.drain, args=(30.0,))
+        drain.start()
+        until(lambda: client.queue._is_draining)
+        gate.release(100)
+        drain.join(20)
+        assert [what for what, *_ in engine.log] == ["group", "row", "row", "row"]
+    with served(tmp_path, start=False) as (client, _):
+        assert client.outcome(name).metrics
+        client.queue.start()
+        assert client.outcome(later).metrics
+
+
+def test_draining_gives_rows_up_when_its_time_is_over(tmp_path: Path) -> None:
+    gate = threading.Semaphore(1)
+    with served(tmp_path, FakeEngine(gate)) as (client, engine):
+        model = client.model()
+        name = client.post(forward_backward(model, 1, *(datum(n) for n in range(300))))
+        until(lambda: client.queue._ledger.lanes[model].work is not None)
+        drain = threading.Thread(target=client.queue.drain, args=(0.0,))
+        drain.start()
+        until(lambda: client.queue._is_draining)
+        gate.release(2)
+        drain.join(20)
+        assert not drain.is_alive()
+        assert len(engine.log) < 10
+    with served(tmp_path) as (client, _):
+        assert len(client.outcome(name).logprobs) == 300
 
 
 def test_a_model_whose_folder_is_gone_fails_by_name_and_others_go_on(tmp_path: Path) -> None:

@@ -148,6 +148,7 @@ def test_stops(sent: dict[str, Any], tokens: tuple[int, ...] | None, texts: tupl
         ({"learning_rate": None}, "adam_params.learning_rate: absent or null; .*NaN and infinity arrive as null"),
         ({"eps": None}, "adam_params.eps: absent or null"),
         ({"learning_rate": "0.1"}, "adam_params.learning_rate: '0.1'; a finite number"),
+        ({"learning_rate": 10**400}, "adam_params.learning_rate: 1000.*a finite number"),
         ({"learning_rate": True}, "adam_params.learning_rate: True; a finite number"),
         ({"learning_rate": -1}, "adam_params.learning_rate: -1; a number from 0"),
         ({"beta2": 1.0}, "adam_params.beta2: 1.0; a number below 1"),
@@ -167,12 +168,12 @@ def test_numbers_that_json_does_not_have() -> None:
 
 
 def test_other_optimisers() -> None:
-    with pytest.raises(RequestError, match="dimuon.*AdamW alone"):
+    with pytest.raises(RequestError, match=r"dimuon.*AdamW alone"):
         decode("OptimStep", model_id=MODEL, seq_id=2, optimizer_params={"type": "dimuon"})
     fields = {"session_id": "s", "model_seq_id": 0, "base_model": "b", "optimizer_config": {"type": "dimuon"}}
-    with pytest.raises(RequestError, match="optimizer_config.type 'dimuon'"):
+    with pytest.raises(RequestError, match=r"optimizer_config.type 'dimuon'"):
         decode("CreateModel", **fields)
-    with pytest.raises(RequestError, match="optimizer_config.type 'dimuon'"):
+    with pytest.raises(RequestError, match=r"optimizer_config.type 'dimuon'"):
         decode("CreateFromCheckpoint", **fields, path="p", optimizer=False)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, final
 
 import typer
 
@@ -15,12 +16,15 @@ from vlmpack.cli.inputs import quiet_transformers
 from vlmpack.errors import ConfigError, check_extra
 
 if TYPE_CHECKING:
-    from vlmpack.service import Service
+    from vlmpack.service import Base, Service, ServiceSettings
 
 DEMO_NAME = "vlmpack/tiny-qwen3-vl"
 DEMO_PIXELS = 256 * 32 * 32
 """Largest image of the demo: 256 tokens."""
+DEMO_FOLDER = "demo-model"
 KEY_VARIABLE = "VLMPACK_API_KEY"
+NO_KEY = ""
+"""Of settings whose key is not read yet."""
 
 
 def serve(
@@ -57,6 +61,7 @@ def serve(
     row_tokens: Annotated[int, typer.Option(min=2, help="Token budget of a packed row.")] = 8192,
     max_patches: options.MaxPatches = None,
     max_models: Annotated[int, typer.Option(min=1, help="Most models of all clients at one time.")] = 64,
+    workers: Annotated[int, typer.Option(min=1, help="Data-parallel processes on this machine.")] = 1,
 ) -> None:
     """Serve packed training steps and sampling to the tinker client, on one base model.
 
@@ -69,33 +74,72 @@ def serve(
         options.refuse_file("MODEL", model)
     # Read when torch is first imported: threads that spin at a barrier slow down other work on the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from vlmpack.service import Service, ServiceLimits, ServiceSettings, bind, check_key, load_base, read_key
+    from vlmpack.service import ServiceLimits, ServiceSettings, launch
 
+    if workers > 1 and "LOCAL_RANK" not in os.environ:
+        launch(workers, sys.argv[1:])
     served = name or (DEMO_NAME if model is None else Path(model).resolve().name if Path(model).is_dir() else model)
     folder = (state or default_state(served)).expanduser()
-    file = (key_file or folder / "key").expanduser()
     options.make_folder("--state", folder)
-    given = os.environ.get(KEY_VARIABLE)
-    key = check_key(given, KEY_VARIABLE) if given else read_key(file)
-    listening = bind(host, port)
-    _log_to_stderr()
-    chosen = str(options.torch_device(device))
-    with quiet_transformers():
-        source = str(make_demo(folder / "demo-model")) if model is None else model
-        precision = dtype or ("bfloat16" if chosen.startswith("cuda") else "float32")
-        base = load_base(source, name=served, device=chosen, dtype=precision)
-    limits = ServiceLimits(context=max_length, row_tokens=row_tokens, row_patches=max_patches, models=max_models)
     settings = ServiceSettings(
         state=folder,
-        key=key,
-        limits=limits,
+        key=NO_KEY,
+        limits=ServiceLimits(context=max_length, row_tokens=row_tokens, row_patches=max_patches, models=max_models),
         lora_only=lora_only,
         gradient_checkpointing=gradient_checkpointing,
         share_rows=share_rows,
     )
-    service = Service(base, settings)
+    chosen = str(options.torch_device(device))
+    source = ModelSource(model=model, folder=folder / DEMO_FOLDER, name=served, device=chosen, dtype=dtype)
+    _serve(source, settings, key_file=(key_file or folder / "key").expanduser(), host=host, port=port)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Where the base model comes from."""
+
+    model: str | None
+    """Hub id or folder; None: the demo's."""
+    folder: Path
+    """Of the demo's model."""
+    name: str
+    """What clients call it."""
+    device: str
+    """Of torch."""
+    dtype: str | None
+    """Of the weights; None: float32 on a CPU, bfloat16 elsewhere."""
+
+    def load(self) -> Base:
+        """Load model and processor."""
+        from vlmpack.service import load_base
+
+        dtype = self.dtype or ("float32" if self.device == "cpu" else "bfloat16")
+        with quiet_transformers():
+            return load_base(self.model or str(self.folder), name=self.name, device=self.device, dtype=dtype)
+
+
+def _serve(source: ModelSource, settings: ServiceSettings, *, key_file: Path, host: str, port: int) -> None:
+    """Serve on this process, or follow rank 0 where it is another one."""
+    from vlmpack.service import Service, bind, check_key, follow_rank_0, join, read_key
+
+    ranks = join()
+    if ranks is not None and ranks.rank > 0:
+        ranks.receive()  # when rank 0 has made the demo's model
+        follow_rank_0(source.load(), settings, ranks)
+        return
+    given = os.environ.get(KEY_VARIABLE)
+    settings = replace(settings, key=check_key(given, KEY_VARIABLE) if given else read_key(key_file))
+    listening = bind(host, port)
+    _log_to_stderr()
+    if source.model is None:
+        with quiet_transformers():
+            make_demo(source.folder)
+    if ranks is not None:
+        ranks.send(None)
+    service = Service(source.load(), settings, ranks=ranks)
     address = f"http://{_shown(host)}:{listening.getsockname()[1]}"
-    text = announcement(service, address, None if given else file)
+    text = announcement(service, address, None if given else key_file)
     service.run(listening, on_start=lambda: _print(text))
     logging.shutdown()
     os._exit(0)  # all is on the disk; taking an interpreter apart that has torch loaded takes seconds
@@ -107,10 +151,10 @@ def default_state(name: str) -> Path:
     return Path(home) / "vlmpack" / name.strip("/").replace("/", "--")
 
 
-def make_demo(folder: Path) -> Path:
+def make_demo(folder: Path) -> None:
     """Write the tiny Qwen3-VL of the demo with its processor, unless it is there; the same weights each time."""
     if (folder / "complete").exists():
-        return folder
+        return
     from vlmpack.testing import tiny_model, tiny_processor
 
     processor = tiny_processor(max_pixels=DEMO_PIXELS)
@@ -118,7 +162,6 @@ def make_demo(folder: Path) -> Path:
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     (folder / "complete").touch()
-    return folder
 
 
 def announcement(service: Service, address: str, key_file: Path | None) -> str:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from vlmpack.service.distributed import join, launch
 from vlmpack.service.engine import Engine, EngineConfig
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import Datum, ForwardBackward, ImageChunk, LoraConfig, TextChunk
-from vlmpack.service.server import Base, Service, ServiceSettings, bind, check_key, load_base, read_key
+from vlmpack.service.server import (
+    Base,
+    Service,
+    ServiceSettings,
+    bind,
+    check_key,
+    follow_rank_0,
+    load_base,
+    read_key,
+)
 
 __all__ = [
     "Base",
@@ -21,6 +31,9 @@ __all__ = [
     "TextChunk",
     "bind",
     "check_key",
+    "follow_rank_0",
+    "join",
+    "launch",
     "load_base",
     "read_key",
 ]

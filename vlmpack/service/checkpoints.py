@@ -27,7 +27,7 @@ from uuid import uuid4
 
 from vlmpack.errors import ConfigError, RequestError
 from vlmpack.files import unwritable, writing
-from vlmpack.service.journal import CheckpointRow
+from vlmpack.service.records import CheckpointRow
 
 Kind = Literal["weights", "sampler_weights"]
 

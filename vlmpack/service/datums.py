@@ -9,7 +9,8 @@ of it is computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -126,6 +127,20 @@ class ModelLimits:
 
 
 @final
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSize:
+    """The size of some chunks, by the headers of their images."""
+
+    tokens: int = 0
+    """Tokens."""
+    patches: int = 0
+    """Patches of the images."""
+
+    def __add__(self, other: MeasuredSize) -> MeasuredSize:
+        return MeasuredSize(tokens=self.tokens + other.tokens, patches=self.patches + other.patches)
+
+
+@final
 class Encoder:
     """Checks and encodes requests for one model; several threads may call it."""
 
@@ -150,8 +165,10 @@ class Encoder:
         loss = bind_loss(request.loss_fn, request.loss_config)
         if not request.data:
             raise RequestError("the request has no datums; send at least one")
-        for at, datum in enumerate(request.data):  # everything cheap, before any image is decoded
-            self._named(at, self._check_datum, datum, loss)
+        patches = 0
+        for at, datum in enumerate(request.data):  # everything that headers say, before any image is decoded
+            patches += self._named(at, self._check_datum, datum, loss)
+            self._check_patches(patches)
         data = tuple(self._named(at, self._encode_datum, datum, loss) for at, datum in enumerate(request.data))
         return EncodedRequest(
             model_id=request.model_id,
@@ -178,7 +195,7 @@ class Encoder:
         Raises:
             RequestError: they cannot be used.
         """
-        self._check_chunks(chunks)
+        self._check_patches(self._check_chunks(chunks).patches)
         return self._encode_chunks(chunks)
 
     # ------------------------------------------------------------------ one datum
@@ -189,11 +206,19 @@ class Encoder:
         except RequestError as error:
             raise RequestError(f"datum {at}: {error}") from error
 
-    def _check_datum(self, datum: Datum, loss: BoundLoss) -> None:
-        """Whatever can be checked before images are decoded."""
-        self._check_chunks(datum.chunks)
-        if not any(isinstance(chunk, ImageChunk) for chunk in datum.chunks):
-            self._check_inputs(datum, loss, sum(len(chunk.tokens) for chunk in _texts(datum.chunks)))
+    def _check_datum(self, datum: Datum, loss: BoundLoss) -> int:
+        """Whatever can be checked before images are decoded; returns the patches of the datum's images."""
+        size = self._check_chunks(datum.chunks)
+        self._check_inputs(datum, loss, size.tokens)
+        return size.patches
+
+    def _check_patches(self, patches: int) -> None:
+        size = 4 * patches * self.model.family.patch_channels(self.model.config) if patches else 0
+        if size > self.limits.pixel_bytes:
+            raise RequestError(
+                f"the images take {size} bytes as patches, more than {self.limits.pixel_bytes}; send smaller or fewer "
+                "images at a time"
+            )
 
     def _encode_datum(self, datum: Datum, loss: BoundLoss) -> EncodedDatum:
         sequence = self._encode_chunks(datum.chunks)
@@ -216,13 +241,13 @@ class Encoder:
 
     # ------------------------------------------------------------------ its chunks
 
-    def _check_chunks(self, chunks: Sequence[Chunk]) -> None:
+    def _check_chunks(self, chunks: Sequence[Chunk]) -> MeasuredSize:
         """Check text, and what the header of each image says."""
-        length, after_image = 0, False
+        size, after_image = MeasuredSize(), False
         for at, chunk in enumerate(chunks):
             if isinstance(chunk, TextChunk):
                 self._check_text(at, chunk)
-                length += len(chunk.tokens)
+                size += MeasuredSize(tokens=len(chunk.tokens))
                 after_image = after_image and not len(chunk.tokens)
                 continue
             if after_image:
@@ -230,9 +255,10 @@ class Encoder:
                     f"chunk {at} is an image right after another one, and the model would take both for one; put text "
                     "between them, such as <|vision_end|><|vision_start|>"
                 )
-            self._check_image(at, chunk)
-            length, after_image = length + 1, True
-        self._check_length(length)
+            size, after_image = size + self._measure(at, chunk), True
+            self._check_length(size.tokens)
+        self._check_length(size.tokens)
+        return size
 
     def _check_length(self, length: int) -> None:
         if not length:
@@ -254,17 +280,27 @@ class Encoder:
                     f"placeholder of {meaning}, in its text; leave it out and send the image as a chunk in its place"
                 )
 
-    def _check_image(self, at: int, chunk: ImageChunk) -> None:
+    def _measure(self, at: int, chunk: ImageChunk) -> MeasuredSize:
+        """The size of an image as patches, from its header."""
         if not self.model.family.has_vision:
             raise RequestError(f"chunk {at} is an image, but {self.model.family.model_type} is a text model")
         if chunk.format not in FORMATS:
             raise RequestError(
                 f"chunk {at} is an image of format {chunk.format!r:.40}; send {' or '.join(FORMATS)} bytes"
             )
-        try:
-            read_size(chunk.data, limits=self._image_limits)
-        except ImageError as error:
-            raise RequestError(f"chunk {at}: {error}") from error
+        with _named_chunk(at):
+            height, width = read_size(chunk.data, limits=self._image_limits)
+            patches = self._image_processor.get_number_of_image_patches(height, width)
+        tokens = patches // self.model.family.merge(self.model.config) ** 2
+        self._check_expected(at, chunk, tokens)
+        return MeasuredSize(tokens=tokens, patches=patches)
+
+    def _check_expected(self, at: int, chunk: ImageChunk, tokens: int) -> None:
+        if chunk.expected_tokens is not None and chunk.expected_tokens != tokens:
+            raise RequestError(
+                f"chunk {at} is an image of {tokens} tokens by the model's own processor, but expected_tokens is "
+                f"{chunk.expected_tokens}; count with the processor of the model, or leave expected_tokens out"
+            )
 
     def _encode_chunks(self, chunks: Sequence[Chunk]) -> EncodedSequence:
         ids: list[np.ndarray] = []
@@ -275,11 +311,7 @@ class Encoder:
                 continue
             images.append(image := self._cut(at, chunk))
             tokens = self._tokens_of(image)
-            if chunk.expected_tokens is not None and chunk.expected_tokens != tokens:
-                raise RequestError(
-                    f"chunk {at} is an image of {tokens} tokens by the model's own processor, but expected_tokens is "
-                    f"{chunk.expected_tokens}; count with the processor of the model, or leave expected_tokens out"
-                )
+            self._check_expected(at, chunk, tokens)
             ids.append(np.full(tokens, self.model.config.image_token_id, np.int64))
         sequence = EncodedSequence(input_ids=np.concatenate(ids), images=tuple(images))
         self._check_length(sequence.length)
@@ -290,19 +322,22 @@ class Encoder:
 
     def _cut(self, at: int, chunk: ImageChunk) -> EncodedImage:
         """Decode an image and cut it into patches."""
-        try:
+        with _named_chunk(at):
             image = load_image(chunk.data, limits=self._image_limits)
             patches = self._image_processor(images=[image], return_tensors="pt")
-        except ImageError as error:
-            raise RequestError(f"chunk {at}: {error}") from error
-        except (ValueError, TypeError, ArithmeticError, OSError) as error:
-            raise RequestError(f"chunk {at}: the model's image processor refused it: {error}") from error
         t, h, w = (int(n) for n in patches["image_grid_thw"][0])
         return EncodedImage(pixel_values=patches["pixel_values"], grid=(t, h, w))
 
 
-def _texts(chunks: Sequence[Chunk]) -> list[TextChunk]:
-    return [chunk for chunk in chunks if isinstance(chunk, TextChunk)]
+@contextmanager
+def _named_chunk(at: int) -> Iterator[None]:
+    """Turn errors of an image into one that names its chunk."""
+    try:
+        yield
+    except ImageError as error:
+        raise RequestError(f"chunk {at}: {error}") from error
+    except (ValueError, TypeError, ArithmeticError, OSError) as error:
+        raise RequestError(f"chunk {at}: the model's image processor refused it: {error}") from error
 
 
 # ---------------------------------------------------------------------- rows

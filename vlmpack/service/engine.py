@@ -26,6 +26,7 @@ from vlmpack.service.clients import ClientModel, read_settings
 from vlmpack.service.datums import EncodedRequest, EncodedSequence, Encoder, ModelLimits
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import AdamParams, Chunk, ForwardBackward, LoraConfig, OptimStepResult, Sample
+from vlmpack.service.ranks import Ranks
 from vlmpack.service.row_work import RowWork, SharedRows
 from vlmpack.service.rows import RowSettings, WorkCount
 from vlmpack.service.sampling import BatchedSampling, SampledModel, SamplingEngine
@@ -113,6 +114,8 @@ class Engine:
         self.adapters = Adapters(self.model, self.family)
         """The hooks on the base model."""
         self._shared = SharedRows() if self.config.share_rows else None
+        self.ranks: Ranks | None = None
+        """Ranks that compute rows together with this one; None: there are none."""
         self.counts = WorkCount()
         """What rows have computed since the engine began."""
         self._check_sharing()
@@ -239,7 +242,9 @@ class Engine:
             patches=limits.patches,
             recomputes=self.config.gradient_checkpointing,
         )
-        return RowWork(requests, clients, self.adapters, settings, count=self._count, shared=self._shared)
+        return RowWork(
+            requests, clients, self.adapters, settings, count=self._count, shared=self._shared, ranks=self.ranks
+        )
 
     def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResult:
         """Take a step with the accumulated gradient and clear it; without one nothing changes, as the metrics say.

@@ -19,7 +19,7 @@ from typing import Any, cast, final
 
 from vlmpack.errors import RequestError, VlmpackError
 from vlmpack.service.checkpoints import StateFolder
-from vlmpack.service.journal import JournalError, StoredReply
+from vlmpack.service.journal import JournalError
 from vlmpack.service.ledger import Entry, Lane, Ledger
 from vlmpack.service.messages import (
     CreateFromCheckpoint,
@@ -33,6 +33,7 @@ from vlmpack.service.messages import (
 )
 from vlmpack.service.operations import Done, Operations, describe_failure
 from vlmpack.service.protocols import Codec, ModelEngine
+from vlmpack.service.records import StoredReply
 from vlmpack.service.samples import SampleLane
 
 TIDY_SECONDS = 0.5
@@ -146,29 +147,42 @@ class EngineThread:
             if not self._ledger.is_swept:
                 self.sweep()
         with self._ledger.lock:
-            unit = self._next_unit()
+            lane, unit = self._next_unit()
             samples = self._drain_until is None and self._samples.has_work
             if unit is None and not samples:
                 self._ledger.changed.wait(TIDY_SECONDS)
                 return
-        if unit is not None:
-            unit()
+        if unit is not None and lane is not None:
+            self._guarded(lane, unit)
         if samples:
             begin = time.perf_counter()
             self._samples.run_slice()
             self.seconds["sampling"] += time.perf_counter() - begin
 
+    def _guarded(self, lane: Lane, unit: Callable[[], None]) -> None:
+        """Run a unit; a fault of ours stops its model alone, which the next start restores."""
+        try:
+            unit()
+        except Stopped:
+            raise
+        except Exception as error:
+            log.exception("%s is stopped", lane.id)
+            lane.work, lane.group = None, []
+            lane.failure = (
+                f"{describe_failure(error)}; the state of {lane.id} comes back when the server is started anew"
+            )
+
     def _lanes(self) -> list[Lane]:
         with self._ledger.lock:
             return [*self._ledger.lanes.values()]
 
-    def _next_unit(self) -> Callable[[], None] | None:
+    def _next_unit(self) -> tuple[Lane | None, Callable[[], None] | None]:
         for lane in sorted(self._ledger.lanes.values(), key=lambda lane: lane.turn):
             if (lane.open or lane.work) and (unit := self._unit_of(lane)) is not None:
                 self._turn += 1
                 lane.turn = self._turn
-                return unit
-        return None
+                return lane, unit
+        return None, None
 
     def _unit_of(self, lane: Lane) -> Callable[[], None] | None:
         if lane.work is not None:
@@ -205,9 +219,12 @@ class EngineThread:
     def sweep(self) -> None:
         """Remove the folders that nothing refers to; called in the engine thread."""
         self._ledger.is_swept = True
-        wanted = self._ledger.journal.folders()
-        self._samples.close_unwanted(wanted)
-        self._state.sweep(wanted | self._samples.folders_in_use)
+        try:
+            wanted = self._ledger.journal.folders()
+            self._samples.close_unwanted(wanted)
+            self._state.sweep(wanted | self._samples.folders_in_use)
+        except Exception:
+            log.exception("folders that nothing refers to could not be removed")
 
     # ------------------------------------------------------------------ encoding
 
@@ -388,7 +405,7 @@ class EngineThread:
         if lane.is_closed:
             return
         is_replayed = group is not None if done is None else done.is_replayed
-        replies = [(entry, outcome, self._encoded(outcome)) for entry, outcome in outcomes]
+        replies = [self._encoded(entry, outcome) for entry, outcome in outcomes]
 
         def write() -> None:
             for entry, outcome, reply in replies:
@@ -407,7 +424,7 @@ class EngineThread:
         self._take_in(replies, group)
 
     def _finish_samples(self, outcomes: list[tuple[Entry, Outcome]]) -> None:
-        replies = [(entry, outcome, self._encoded(outcome)) for entry, outcome in outcomes if not entry.is_done]
+        replies = [self._encoded(entry, outcome) for entry, outcome in outcomes if not entry.is_done]
 
         def write() -> None:
             for entry, outcome, reply in replies:
@@ -419,9 +436,14 @@ class EngineThread:
         self._commit(write)
         self._take_in(replies, None)
 
-    def _encoded(self, outcome: Outcome) -> StoredReply:
-        reply = self._codec.encode(outcome)
-        return StoredReply(content_type=reply.content_type, body=reply.body)
+    def _encoded(self, entry: Entry, outcome: Outcome) -> tuple[Entry, Outcome, StoredReply]:
+        try:
+            reply = self._codec.encode(outcome)
+        except Exception as error:  # a number that the wire has no form for
+            log.exception("a reply could not be encoded")
+            outcome = Failure(message=describe_failure(error), category="server")
+            reply = self._codec.encode(outcome)
+        return entry, outcome, StoredReply(content_type=reply.content_type, body=reply.body)
 
     def _take_in(self, replies: list[tuple[Entry, Any, StoredReply]], group: int | None) -> None:
         for entry, outcome, reply in replies:

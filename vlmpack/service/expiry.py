@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable
 from typing import final
 
-from vlmpack.service.journal import JournalError, RequestRow, StoredReply
+from vlmpack.service.journal import JournalError
 from vlmpack.service.ledger import Entry, Lane, Ledger
 from vlmpack.service.messages import Failure
 from vlmpack.service.protocols import Codec
+from vlmpack.service.records import RequestRow, StoredReply
 
 MISSING = "Missing"
 """Kind of a number whose request never arrived in time."""
@@ -120,8 +121,14 @@ class Expiry:
         with self._ledger.lock:
             keys = [key for key, when in self._ledger.retrieved.items() if when < old]
         if keys:
-            self._ledger.journal.drop_replies(keys)
+            samples = [key for key in keys if key[0] in self._ledger.samplers]
+            with self._ledger.journal.transaction():
+                self._ledger.journal.drop_requests(samples)
+                self._ledger.journal.drop_replies(keys)
             with self._ledger.lock:
                 for key in keys:
                     self._ledger.uncache(key)
                     self._ledger.retrieved.pop(key, None)
+                for owner, seq in samples:
+                    if (sampler := self._ledger.samplers.get(owner)) is not None:
+                        sampler.entries.pop(seq, None)

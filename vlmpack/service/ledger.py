@@ -26,16 +26,7 @@ from typing import Any, final
 
 import numpy as np
 
-from vlmpack.service.journal import (
-    CheckpointRow,
-    Journal,
-    ModelRow,
-    RequestRow,
-    SamplingRow,
-    SessionRow,
-    State,
-    StoredReply,
-)
+from vlmpack.service.journal import Journal
 from vlmpack.service.messages import (
     CreateFromCheckpoint,
     CreateModel,
@@ -44,6 +35,7 @@ from vlmpack.service.messages import (
     Sample,
 )
 from vlmpack.service.protocols import QueueSettings, RowWork
+from vlmpack.service.records import CheckpointRow, ModelRow, RequestRow, SamplingRow, SessionRow, State, StoredReply
 
 NOT_CONTENT = ("sampling_session_seq_id",)
 """Fields that an honest repetition changes: after a lost reply the client draws the next number."""
@@ -93,8 +85,13 @@ def _parts(value: Any) -> Iterator[bytes]:
         yield f"{type(value).__name__} {value!r}".encode()
 
 
+ARRIVED = threading.Event()
+"""Of every request that was accepted: an event each would be most of its memory."""
+ARRIVED.set()
+
+
 @final
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, slots=True)
 class Entry:
     """One request."""
 
@@ -110,8 +107,6 @@ class Entry:
     """Whether it is in the journal."""
     forward_only: bool = False
     """Whether it is a forward_backward without gradient; known once it is parsed."""
-    arrived: float = 0.0
-    """Monotonic seconds."""
     waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = field(default_factory=list)
     """Long polls."""
 
@@ -286,6 +281,7 @@ class Ledger:
 
     def _read(self) -> None:
         now = time.monotonic()
+        self.journal.forget_ended()
         for row in self.journal.sessions():
             if row.ended is None:
                 self.sessions[row.id] = Session(row=row, last_seen=now)
@@ -303,8 +299,7 @@ class Ledger:
             lane.advance()
 
     def _read_request(self, row: RequestRow, now: float) -> None:
-        entry = Entry(row=row, arrived=now, accepted=True)
-        entry.journaled.set()
+        entry = Entry(row=row, accepted=True, journaled=ARRIVED)
         if row.retrieved is not None:
             self.retrieved[row.owner, row.seq] = row.retrieved
         sampler = self.samplers.get(row.owner)
@@ -347,10 +342,11 @@ class Ledger:
             if entry.row.kind == Sample.__name__:
                 self.new_samples.append(entry)
         if (lane := self.lanes.get(entry.row.owner)) is not None:
-            lane.last_arrival = entry.arrived = time.monotonic()
+            lane.last_arrival = time.monotonic()
             self.last_requests[lane.id] = time.time()
             lane.advance()
         entry.journaled.set()
+        entry.journaled = ARRIVED
         self.changed.notify_all()
 
     def done(self, entry: Entry, state: State, reply: StoredReply, *, group: int | None = None) -> None:

@@ -40,6 +40,8 @@ class ServiceLimits:
     """Size of an image file."""
     image_pixels: int = 100_000_000
     """Width times height of an image, read from its header before it is decoded."""
+    pixel_bytes: int = 8 * 2**30
+    """Bytes of the patches of a request's images, counted from their headers before any is decoded."""
     fields: int = 500_000
     """Protobuf fields of a request: many empty ones take far more memory than they have bytes."""
     context: int | None = None
@@ -55,21 +57,20 @@ class ServiceLimits:
     """Open sessions."""
     models: int = 64
     """Models of all sessions."""
-    samplers: int = 256
-    """Sampling sessions of all sessions."""
     rank: int = 256
     """Rank of a LoRA adapter."""
     queued_requests: int = 4096
     """Requests that wait, over all models; further ones get status 429."""
-    queued_bytes: int = 4 * 2**30
+    queued_bytes: int = 2 * 2**30
     """Bytes of the bodies of requests that wait; further ones get status 429."""
-    ahead: int = 4096
-    """How far a request's number may be ahead of the next one that its model executes."""
+    numbers_ahead: int = 8192
+    """How far a request's number may be ahead of the first that has not arrived."""
 
     poll_seconds: float = 30.0
     """How long an answer to a result that is not there yet is held back; the client gives up after 45 s."""
-    gap_seconds: float = 30.0
-    """How long requests are held for one before them that never arrived; then they fail by name."""
+    gap_seconds: float = 60.0
+    """How long requests are held for one before them that never arrived; then they fail by name. Not below
+    `body_seconds`, nor below 30 s, which the client may wait until it tries again."""
     idle_seconds: float = 600.0
     """A session without heartbeats is finished after this time, and its models are freed."""
     result_seconds: float = 600.0

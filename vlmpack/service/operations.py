@@ -28,7 +28,7 @@ from vlmpack.service.checkpoints import (
     parse_path,
     size_of,
 )
-from vlmpack.service.journal import CheckpointRow, Journal, ModelRow, RequestRow, SamplingRow
+from vlmpack.service.journal import Journal
 from vlmpack.service.ledger import Entry, Lane, Ledger
 from vlmpack.service.messages import (
     CreatedModel,
@@ -49,6 +49,7 @@ from vlmpack.service.messages import (
     SaveWeights,
 )
 from vlmpack.service.protocols import Codec, ModelEngine
+from vlmpack.service.records import CheckpointRow, ModelRow, RequestRow, SamplingRow
 
 
 @final
@@ -250,7 +251,7 @@ class Operations:
     def snapshot_is_due(self, lane: Lane) -> bool:
         """Whether a snapshot can be taken, and is worth the time."""
         settings = self._ledger.settings
-        if lane.has_gradients or lane.failure is not None or lane.seconds == 0:
+        if lane.failure is not None or lane.seconds == 0:
             return False
         if lane.snapshot_seconds is None or lane.replayed_bytes > settings.replayed_bytes:
             return True

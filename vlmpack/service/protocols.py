@@ -195,6 +195,8 @@ class QueueSettings:
     """Snapshots that the sampling engine holds at once while it has a choice."""
     encode_threads: int = 2
     """Threads that check requests and decode images."""
+    samplers_kept: int = 1024
+    """Sampling sessions of a session that are kept; the oldest idle ones go."""
     unnamed_saves: int = 64
     """Unnamed saves of a model to sample from that are kept; the oldest go, with their sampling sessions."""
     snapshot_share: float = 0.1

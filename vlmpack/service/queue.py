@@ -20,7 +20,7 @@ from typing import Literal, final
 from vlmpack.service.checkpoints import StateFolder
 from vlmpack.service.engine_thread import EngineThread
 from vlmpack.service.expiry import MISSING, Expiry, failed_reply
-from vlmpack.service.journal import Journal, JournalError, RequestRow, StoredReply
+from vlmpack.service.journal import Journal, JournalError
 from vlmpack.service.ledger import Entry, Lane, Ledger, SamplingSession, content_digest, owner_of
 from vlmpack.service.messages import (
     CreateFromCheckpoint,
@@ -31,6 +31,7 @@ from vlmpack.service.messages import (
 )
 from vlmpack.service.operations import Operations, lacks_seed, with_seed
 from vlmpack.service.protocols import Codec, ModelEngine, QueueSettings
+from vlmpack.service.records import RequestRow, StoredReply
 from vlmpack.service.sessions import CheckpointInfo, ModelInfo, Rejected, SamplerInfo, SessionInfo, Sessions
 
 __all__ = [
@@ -305,10 +306,12 @@ class RequestQueue(Sessions):
         ledger, settings = self._ledger, self._ledger.settings
         if self._is_draining:
             raise Rejected("the server is going down", status=429, retry_after=settings.retry_after)
+        if not 0 <= row.seq < 2**63:
+            raise Rejected(f"request {row.seq} of {row.owner}: numbers count from 0", status=400)
         if isinstance(holder, Lane):
             if row.seq == holder.missing:
                 return  # others wait for it: to refuse it would be to wait for a request that is not let in
-            if not 0 <= row.seq <= holder.missing + settings.numbers_ahead:
+            if row.seq > holder.missing + settings.numbers_ahead:
                 raise Rejected(f"request {row.seq} of {row.owner}, which is at {holder.missing}", status=400)
         full = ledger.waiting >= settings.queued_requests or ledger.waiting_bytes + row.size > settings.queued_bytes
         if row.kind == Sample.__name__:

@@ -15,6 +15,7 @@ Where adapters share rows, a row takes rows of other works along that fit into w
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,10 @@ from vlmpack.service.adapters import Adapters
 from vlmpack.service.clients import ClientModel, Gradients
 from vlmpack.service.datums import EncodedDatum, EncodedRequest
 from vlmpack.service.messages import Failure, ForwardBackwardResult
+from vlmpack.service.ranks import Ranks
 from vlmpack.service.rows import DatumResult, RowItem, RowSettings, WorkCount, compute_row, plan_rows
+
+log = logging.getLogger(__name__)
 
 
 @final
@@ -120,6 +124,7 @@ class RowWork:
         *,
         count: Callable[[WorkCount], None],
         shared: SharedRows | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Plan the rows.
 
@@ -130,13 +135,14 @@ class RowWork:
             settings: what a row may hold.
             count: is called with what each row computed.
             shared: works whose rows may be computed together; None: each computes its own.
+            ranks: that each compute some of the rows; None: this process computes all.
         """
         self.work = WorkCount()
         """What its calls of `run_row` computed."""
         self.rows: deque[Row] = deque()
         """Rows that have not run."""
         self._requests, self._clients, self._adapters, self._settings = list(requests), clients, adapters, settings
-        self._report, self._shared = count, shared
+        self._report, self._shared, self._ranks = count, shared, ranks
         self._failures: dict[int, Failure] = {}
         self._results: dict[Place, DatumResult] = {}
         self._gradients: dict[ClientModel, Gradients] = {}
@@ -150,11 +156,14 @@ class RowWork:
         return len(self.rows)
 
     def run_row(self) -> None:
-        """Compute the next row.
+        """Compute the next row; with several ranks the next rows, one on each.
 
         Raises:
             Exception: whatever the model raises. Nothing has changed then, and `cancel` ends the work.
         """
+        if self._ranks is not None:
+            self._run_on(self._ranks)
+            return
         host = self.rows[0]
         guests = [] if self._shared is None else self._shared.guests(host, self._settings)
         try:
@@ -206,18 +215,38 @@ class RowWork:
 
     def _run(self, rows: Sequence[Row]) -> None:
         """Compute rows as one; if some of it is not finite, requests fail, and the others' rows stay to be run."""
-        items = [item for row in rows for item in row.items]
-        with ExitStack() as stack:
-            for row in rows if rows[0].backward else ():
-                stack.enter_context(row.work.lent(row.client))
-            results = compute_row(
-                items, self._adapters, backward=rows[0].backward, recomputes=self._settings.recomputes
-            )
+        results = self._compute(rows)
         self._count(rows)
         by_row = [[results.pop(0) for _ in row.items] for row in rows]
         is_finite = all(result.is_finite for part in by_row for result in part)
         for row, part in zip(rows, by_row, strict=True):
             row.work.take(row, part, is_computed=is_finite)
+
+    def _compute(self, rows: Sequence[Row]) -> list[DatumResult]:
+        items = [item for row in rows for item in row.items]
+        with ExitStack() as stack:
+            for row in rows if rows[0].backward else ():
+                stack.enter_context(row.work.lent(row.client))
+            return compute_row(items, self._adapters, backward=rows[0].backward, recomputes=self._settings.recomputes)
+
+    def _run_on(self, ranks: Ranks) -> None:
+        """Compute a row on each rank; every rank gets all results, and so the same state but for gradients."""
+        rows = [self.rows[at] for at in range(min(ranks.size, len(self.rows)))]
+        outcome: list[DatumResult] | str = []
+        if ranks.rank < len(rows):
+            try:
+                outcome = self._compute([rows[ranks.rank]])
+            except Exception as error:  # the other ranks wait for what this one says
+                log.exception("rank %d failed in a row", ranks.rank)
+                outcome = f"rank {ranks.rank}: {type(error).__name__}: {error}"
+        outcomes = ranks.gather(outcome)
+        if errors := [of_rank for of_rank in outcomes if isinstance(of_rank, str)]:
+            raise RuntimeError("; ".join(errors))
+        for row, results in zip(rows, outcomes, strict=False):
+            self._count([row])
+            is_begun_again = row not in self.rows
+            if not is_begun_again:
+                self.take(row, results, is_computed=True)
 
     def take(self, row: Row, results: Sequence[DatumResult], *, is_computed: bool) -> None:
         """Keep the results of a row of this work.
@@ -254,8 +283,12 @@ class RowWork:
         self._plan()
 
     def _finish(self) -> None:
-        for client, gradients in self._gradients.items():
-            client.add(gradients)
+        for client in dict.fromkeys(self._clients.values()):
+            gradients = self._gradients.get(client)
+            if self._ranks is not None:
+                gradients = self._ranks.sum(gradients, client.parameters)
+            if gradients is not None:
+                client.add(gradients)
         self._gradients.clear()
         self.leave_shared()
 

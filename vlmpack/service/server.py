@@ -28,10 +28,12 @@ from vlmpack.families import family_named
 from vlmpack.service import wire
 from vlmpack.service.app import make_app
 from vlmpack.service.bodies import BodyReader
+from vlmpack.service.distributed import DistributedEngine, follow
 from vlmpack.service.engine import Engine, EngineConfig
 from vlmpack.service.http import Endpoints, Served
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.queue import QueueSettings, RequestQueue
+from vlmpack.service.ranks import Ranks
 from vlmpack.service.rest import Lists
 from vlmpack.service.status import INTERVAL, Metric, Snapshot, Status
 
@@ -142,12 +144,27 @@ def check_key(key: str, place: str) -> str:
     Raises:
         ConfigError: it does not.
     """
-    if not key.startswith((KEY_PREFIX, "eyJ")) or not key.isascii() or not key.isprintable() or len(key) < 8:
-        raise ConfigError(f'{place}: the client takes keys of 8 characters or more that begin with "{KEY_PREFIX}"')
+    if not key.startswith((KEY_PREFIX, "eyJ")) or not key.isascii() or not key.isprintable():
+        raise ConfigError(f'{place}: the client takes keys that begin with "{KEY_PREFIX}", in ASCII; choose such a one')
     return key
 
 
 # ---------------------------------------------------------------------- the service
+
+
+def make_engine(base: Base, settings: ServiceSettings) -> Engine:
+    """Make the engine of one process.
+
+    Raises:
+        ConfigError: settings that the model's family does not have. FamilyError: it cannot be packed exactly.
+    """
+    config = EngineConfig(
+        limits=settings.limits,
+        lora_only=settings.lora_only,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        share_rows=settings.share_rows,
+    )
+    return Engine(base.model, base.processor, name=base.name, tokenizer_id=base.source, config=config)
 
 
 @final
@@ -157,21 +174,17 @@ class Service:
     Args:
         base: the model.
         settings: of the service.
+        ranks: rank 0 of several; None: this process alone.
 
     Raises:
         ConfigError: the state folder cannot be used. FamilyError: the model cannot be packed exactly.
     """
 
-    def __init__(self, base: Base, settings: ServiceSettings) -> None:
+    def __init__(self, base: Base, settings: ServiceSettings, *, ranks: Ranks | None = None) -> None:
         self.settings = settings
         limits = settings.limits
-        config = EngineConfig(
-            limits=limits,
-            lora_only=settings.lora_only,
-            gradient_checkpointing=settings.gradient_checkpointing,
-            share_rows=settings.share_rows,
-        )
-        self.engine = Engine(base.model, base.processor, name=base.name, tokenizer_id=base.source, config=config)
+        engine = make_engine(base, settings)
+        self.engine = engine if ranks is None else DistributedEngine(engine, ranks)
         """Computes."""
         self.queue = RequestQueue(self.engine, settings.state, codec=wire, settings=_queue_settings(limits))
         """Orders and remembers."""
@@ -228,6 +241,8 @@ class Service:
     def _drain(self) -> None:
         log.info("stopping: work under way has %g s", self.settings.drain_seconds)
         self.queue.drain(self.settings.drain_seconds)
+        if isinstance(self.engine, DistributedEngine):
+            self.engine.stop()
         log.info("stopped")
 
     def run(self, listening: socket.socket, *, on_start: Callable[[], None] | None = None) -> None:
@@ -284,11 +299,17 @@ def _queue_settings(limits: ServiceLimits) -> QueueSettings:
         reply_kept=limits.result_seconds,
         queued_requests=limits.queued_requests,
         queued_bytes=limits.queued_bytes,
+        numbers_ahead=limits.numbers_ahead,
         sessions=limits.sessions,
     )
 
 
 # ---------------------------------------------------------------------- the process
+
+
+def follow_rank_0(base: Base, settings: ServiceSettings, ranks: Ranks) -> None:
+    """Compute what rank 0 says, until it stops."""
+    follow(make_engine(base, settings), ranks)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -297,15 +318,17 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: the address cannot be used.
     """
+    bound = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError as error:
-        raise ConfigError(
-            f"{host}:{port} cannot be served ({error.strerror}); name another --host or --port"
-        ) from error
+        if bound is not None:
+            bound.close()
+        remedy = "name another --host or --port"
+        raise ConfigError(f"{host}:{port} cannot be served ({error.strerror}); {remedy}") from error
     return bound
 
 

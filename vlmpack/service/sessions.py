@@ -10,10 +10,11 @@ from typing import final
 
 from vlmpack.errors import RequestError
 from vlmpack.service.checkpoints import CheckpointPath, Kind, StateFolder, parse_path
-from vlmpack.service.journal import CheckpointRow, JournalError, ModelRow, SamplingRow, SessionRow
+from vlmpack.service.journal import JournalError
 from vlmpack.service.ledger import Ledger, Session
 from vlmpack.service.messages import LoraConfig
 from vlmpack.service.protocols import BaseModel
+from vlmpack.service.records import CheckpointRow, ModelRow, SamplingRow, SessionRow
 
 
 @final
@@ -136,7 +137,7 @@ class Sessions:
         """
         row = SessionRow(
             id=f"s{token_hex(6)}", created=time.time(), tags=tuple(tags), user_metadata=dict(user_metadata or {}),
-            sdk_version=sdk_version,
+            sdk_version=ascii(sdk_version)[1:-1],
         )  # fmt: skip
         with self._ledger.lock:
             if len(self._ledger.sessions) >= self._ledger.settings.sessions:
@@ -226,10 +227,23 @@ class Sessions:
         with self._ledger.lock:
             folder = None if path is None else self._checkpoint(path).folder
             row = SamplingRow(id=name, session=session_id, created=time.time(), path=path, folder=folder)
-            self._written(lambda: self._ledger.journal.add_sampling_session(row))
-            if name not in self._ledger.samplers:
-                self._ledger.add_sampler(row)
+            self._written(lambda: self._add_sampling_session(row))
         return name
+
+    def _add_sampling_session(self, row: SamplingRow) -> None:
+        """Enter a sampling session, in the place of the oldest idle ones of its session if there are too many."""
+        ledger = self._ledger
+        samplers = ledger.sessions[row.session].samplers
+        count = max(len(samplers) - ledger.settings.samplers_kept + 1, 0)
+        dropped = [old.row.id for old in samplers[:count] if not old.is_busy]
+        with ledger.journal.transaction():
+            for old in dropped:
+                ledger.journal.drop_sampling_session(old)
+            ledger.journal.add_sampling_session(row)
+        for old in dropped:
+            ledger.drop_sampler(old)
+        if row.id not in ledger.samplers:
+            ledger.add_sampler(row)
 
     def sampler(self, sampling_session_id: str) -> SamplerInfo:
         """Look up a sampling session.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import inf, isfinite
@@ -46,6 +47,7 @@ from vlmpack.service.messages import (
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 INT32, INT64 = 2**31 - 1, 2**63 - 1
+LARGEST = sys.float_info.max
 METADATA_CHARACTERS = 16_384
 """Most characters of the notes that a client attaches to a session, model or checkpoint."""
 
@@ -140,7 +142,8 @@ class Fields:
     ) -> float:
         """Return a finite number between bounds."""
         value = self._get(name, default if nullable or name not in self.nulls else ...)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not -LARGEST <= value <= LARGEST:  # compares whole numbers that no float can hold, too
             raise RequestError(f"{self.place}{name}: {_shown(value)}; a finite number is needed")
         if not low <= value <= high:
             raise RequestError(f"{self.place}{name}: {value}; a number from {low} to {high} is needed")
