@@ -396,7 +396,7 @@ class EngineThread:
         for lane in self._lanes():
             if lane.id in self._ledger.models:
                 self._restore(lane)
-            if self._stop:
+            if self._stop or self._drain_until is not None:
                 raise Stopped
         self.is_restored = True
 
