@@ -87,6 +87,8 @@ class EngineThread:
         self._thread = threading.Thread(target=self._main, name="vlmpack-engine", daemon=True)
         self._turn = 0
         self._tidied = 0.0
+        self._is_short = False
+        """Whether a model waits for room to encode, so that those behind it may not take it."""
         self._stop = False
         self._drain_until: float | None = None
         self.paused: str | None = None
@@ -179,6 +181,7 @@ class EngineThread:
             return [*self._ledger.lanes.values()]
 
     def _next_unit(self) -> tuple[Lane | None, Callable[[], None] | None]:
+        self._is_short = False
         for lane in sorted(self._ledger.lanes.values(), key=lambda lane: lane.turn):
             if (lane.open or lane.work) and (unit := self._unit_of(lane)) is not None:
                 self._turn += 1
@@ -241,10 +244,13 @@ class EngineThread:
                 break
             group.append(entry)
         new = [entry for entry in group if entry.encoded is None]
-        has_begun = len(new) < len(group)
-        if has_begun or self._ledger.has_room_for(sum(entry.row.size for entry in new), samples=False):
+        has_begun = any(entry.encoded is not None for entry in group if entry not in lane.group)
+        has_room = self._ledger.has_room_for(sum(entry.row.size for entry in new), samples=False)
+        if has_begun or (has_room and not self._is_short):
             for entry in new:
                 self._submit(self._encode, entry)
+        elif new:
+            self._is_short = True
         return group
 
     def encode_samples(self) -> None:
@@ -390,7 +396,7 @@ class EngineThread:
         for lane in self._lanes():
             if lane.id in self._ledger.models:
                 self._restore(lane)
-            if self._stop:
+            if self._stop or self._drain_until is not None:
                 raise Stopped
         self.is_restored = True
 
