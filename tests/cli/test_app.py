@@ -90,7 +90,7 @@ def test_help_is_wrapped_by_the_terminal_alone() -> None:
     group = get_command(app)
     assert isinstance(group, TyperGroup)
     texts = [verb.help or "" for verb in group.commands.values()]
-    assert len(texts) == 5
+    assert len(texts) == 6
     assert all(text and "\n" not in text.replace("\n\n", "") for text in texts)
 
 
