@@ -26,7 +26,7 @@ HEAVY = ("torch", "transformers", "numpy", "matplotlib", "PIL")
 def test_help_names_every_verb() -> None:
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
-    for verb in ("analyze", "show", "pack", "demo", "doctor"):
+    for verb in ("analyze", "show", "pack", "demo", "serve", "doctor"):
         assert verb in result.stdout
 
 

@@ -129,6 +129,20 @@ def test_the_noise_of_these_tests_does_change_tokens(monkeypatch: pytest.MonkeyP
     assert all_tokens(run(sampler_of(engine, rounding=0.0), requests)) != canonical
 
 
+def test_products_in_low_precision_have_a_larger_rounding() -> None:
+    settings, model = sampling.SamplingSettings(), plain_model()
+    assert settings.rounding_of(model) == 2.0**-13
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert settings.rounding_of(model) == 2.0**-7
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert settings.rounding_of(model.half()) == 2.0**-8
+    assert settings.rounding_of(model.bfloat16()) == 2.0**-5
+    assert sampling.SamplingSettings(rounding=0.5).rounding_of(model) == 0.5
+
+
 def test_rounding_of_this_machine_is_far_within_the_default() -> None:
     """Logits of batches against the canonical ones, in float32 and in bfloat16."""
     for dtype, least in ((torch.float32, 8.0), (torch.bfloat16, 1.5)):

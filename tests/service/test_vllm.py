@@ -21,8 +21,8 @@ from step_service import lora, png, text, tiny_engine
 from vlmpack.errors import ConfigError
 from vlmpack.service.engine import Engine
 from vlmpack.service.messages import Chunk, Failure, ImageChunk, Sample, SampleResult, SamplingParams
-from vlmpack.service.sampling import Finished, SampledModel
-from vlmpack.service.vllm import VllmSampling, VllmSettings, open_vllm
+from vlmpack.service.sampling import BatchedSampling, Finished, SampledModel
+from vlmpack.service.vllm import SAMPLERS, VllmSampling, VllmSettings, open_vllm, set_sampler
 
 VOCABULARY, EOS = 1000, 7
 
@@ -200,7 +200,12 @@ def sample(
     )
 
 
-def run(sampler: VllmSampling, engine: Engine, requests: Mapping[str, Sample], session: str = "base") -> dict[str, Any]:
+def run(
+    sampler: VllmSampling, engine: Engine, requests: Mapping[str, Sample], session: str | None = "base"
+) -> dict[str, Any]:
+    if session is None:
+        session = "opened here"
+        sampler.open(session, None)
     for key, request in requests.items():
         sampler.add(key, session, engine.encode_chunks(request.prompt), request)
     found: list[Finished] = []
@@ -216,6 +221,24 @@ def test_the_model_is_loaded_with_what_the_service_promises() -> None:
     assert arguments["max_model_len"] > 100
     assert (arguments["enable_lora"], arguments["max_lora_rank"], arguments["max_loras"]) == (True, 32, 4)
     assert arguments["logprobs_mode"] == "raw_logprobs"
+
+
+def test_an_engine_samples_as_it_is_told() -> None:
+    engine = tiny_engine()
+    for kind in SAMPLERS:
+        set_sampler(engine, kind, source="some/model")
+        assert isinstance(engine.sampler, VllmSampling) == (kind == "vllm")
+    assert isinstance(engine.sampler, VllmSampling)
+    assert engine.sampler._llm.arguments["model"] == "some/model"
+    assert engine.sampler._forbidden == (engine.model.config.image_token_id, engine.model.config.video_token_id)
+    for kind, rounding in (("exact", 2.0**-13), ("fast", 0.0)):
+        set_sampler(engine, kind, source="some/model")
+        assert isinstance(engine.sampler, BatchedSampling)
+        assert engine.sampler._settings.rounding_of(engine.model) == rounding
+    text_model = tiny_engine("qwen3")
+    set_sampler(text_model, "vllm", source="some/model")
+    assert isinstance(text_model.sampler, VllmSampling)
+    assert run(text_model.sampler, text_model, {"a": sample()}, session=None)["a"].sequences[0].tokens.shape == (6,)
 
 
 def test_without_vllm_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

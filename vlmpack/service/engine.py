@@ -134,12 +134,13 @@ class Engine:
             eos=_eos(self.model, parts_of(processor).tokenizer),
         )
         tokenizer = parts_of(processor).tokenizer
-        sampled = SampledModel(
+        self.sampled = SampledModel(
             max_context=context,
             eos_token_ids=self.base.eos,
             decode=partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         )
-        self.sampler: SamplingEngine = BatchedSampling(self.open_weights, sampled)
+        """The model as sampling engines know it."""
+        self.sampler: SamplingEngine = BatchedSampling(self.open_weights, self.sampled)
         """What samples; another engine may be set in its place."""
         limited = ModelLimits(family=self.family, config=self.model.config, context=context)
         self._encoder = Encoder(limited, parts_of(processor).image_processor, limits)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, final
 
 import numpy as np
@@ -24,11 +24,12 @@ from torch import nn
 
 from vlmpack.families import Family, family_of
 from vlmpack.layout import Segments
-from vlmpack.model import STEP, StepCall, find_model, target_logprobs
+from vlmpack.model import find_model, target_logprobs
 from vlmpack.service import caches
 from vlmpack.service.choice import Choice, Draw, choose
 from vlmpack.service.datums import EncodedSequence
 from vlmpack.service.messages import SampledSequence, SamplingParams, StopReason
+from vlmpack.service.rows import last_hidden
 
 HEAD_CHUNK = 2048
 """Rows of logits alive at a time where each token of a prompt gets its log-probability."""
@@ -208,23 +209,19 @@ class Reader:
             The log-probability of each token of each prompt after those before it, float32 [N], NaN at the first; and
             the logits [B, V] after each prompt.
         """
-        call = StepCall()
-        logits_BV = self.core(**self._padded(prompts), logits_to_keep=1, **{STEP: call}).logits[:, -1]
-        assert call.result is not None and call.result.last_hidden is not None
-        hidden_BSD = call.result.last_hidden
-        head, found = self.family.head(self.core), []
-        for hidden_SD, prompt in zip(hidden_BSD, prompts, strict=True):
-            hidden_ND = hidden_SD[hidden_SD.shape[0] - prompt.length :]
+        lengths = [prompt.length for prompt in prompts]
+        hidden_TD, head, found = last_hidden(self.core, prompts), self.family.head(self.core), []
+        for hidden_ND, prompt in zip(hidden_TD.split(lengths), prompts, strict=True):
             targets = torch.from_numpy(prompt.input_ids[1:]).to(self.device)
             logprobs = target_logprobs(hidden_ND[:-1], targets, head, chunk=HEAD_CHUNK).cpu().numpy()
             found.append(np.concatenate((np.full(1, np.nan, np.float32), logprobs)))
-        return found, logits_BV
+        return found, head(hidden_TD[[end - 1 for end in accumulate(lengths)]])
 
     def canonical(self, sequence: Growing) -> torch.Tensor:
         """Return the logits [1, V] after a sequence: it alone, one packed row, no cache."""
-        prompt = sequence.prompt
-        whole = replace(prompt, input_ids=np.concatenate((prompt.input_ids, np.asarray(sequence.tokens, np.int64))))
-        return self.core(**self._padded([whole]), logits_to_keep=1).logits[:, -1]
+        ids = np.concatenate((sequence.prompt.input_ids, np.asarray(sequence.tokens, np.int64)))
+        hidden_TD = last_hidden(self.core, [replace(sequence.prompt, input_ids=ids)])
+        return self.family.head(self.core)(hidden_TD[-1:])
 
     def _padded(self, prompts: Sequence[EncodedSequence]) -> dict[str, torch.Tensor]:
         """Prompts as a batch [B, S], padded on the left, on the model's device."""

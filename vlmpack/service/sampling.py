@@ -98,13 +98,17 @@ class SamplingSettings:
     """Most snapshots in memory."""
     rounding: float | None = None
     """Largest error of a logit, as a part of the largest one's size: choices that are closer are canonical. 0: none
-    is, infinity: all are. None: 2**-13 for float32, 2**-5 for 16-bit weights."""
+    is, infinity: all are. None: 2**-13 for float32, 2**-7 where its products are rounded (TF32), 2**-8 for float16,
+    2**-5 for bfloat16."""
 
     def rounding_of(self, model: nn.Module) -> float:
         """The setting, or its default for this model's weights."""
         if self.rounding is not None:
             return self.rounding
-        return 2.0**-13 if next(model.parameters()).dtype.itemsize >= 4 else 2.0**-5
+        dtype = next(model.parameters()).dtype
+        if dtype.itemsize < 4:
+            return 4 * torch.finfo(dtype).eps
+        return 2.0**-13 if torch.get_float32_matmul_precision() == "highest" else 2.0**-7
 
 
 # ---------------------------------------------------------------------- requests

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from secrets import randbits
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
@@ -24,10 +24,16 @@ from vlmpack.errors import RequestError, VlmpackError, check_extra
 from vlmpack.service.datums import EncodedSequence
 from vlmpack.service.generation import Ending
 from vlmpack.service.messages import Failure, ImageChunk, Sample, SampledSequence, SampleResult, TextChunk
-from vlmpack.service.sampling import Finished, SampledModel, ending_of
+from vlmpack.service.sampling import BatchedSampling, Finished, SampledModel, SamplingSettings, ending_of
+
+if TYPE_CHECKING:
+    from vlmpack.service.engine import Engine
 
 ADAPTER = "adapter_config.json"
 """The file by which a folder is an adapter's."""
+
+SAMPLERS = ("exact", "fast", "vllm")
+"""Ways to sample: the built-in engine, with every choice as alone or without; vLLM."""
 
 PATIENCE = 0.005
 """Seconds that a `step` waits for vLLM."""
@@ -77,6 +83,30 @@ def open_vllm(model: str, settings: VllmSettings, **more: Any) -> Any:
     return import_module("vllm").LLM(model=model, **(arguments | more))
 
 
+def set_sampler(engine: Engine, kind: str, *, source: str) -> None:
+    """Let an engine sample in one of the ways of `SAMPLERS`.
+
+    Args:
+        engine: of the service, which has just been made.
+        kind: "exact": the same tokens whatever else runs. "fast": without that promise, and in 16 bits several times
+            faster. "vllm": by vLLM, which loads the model a second time.
+        source: folder or hub name of the model, for vLLM.
+
+    Raises:
+        ConfigError: vLLM is not installed.
+    """
+    config, base, family = engine.model.config, engine.base, engine.family
+    model = engine.sampled
+    if kind == "vllm":
+        llm = open_vllm(source, VllmSettings(max_context=base.max_context))
+        placeholders = (config.image_token_id, config.video_token_id) if family.has_vision else ()
+        image_token_id = config.image_token_id if family.has_vision else None
+        engine.sampler = VllmSampling(llm, model, image_token_id=image_token_id, forbidden=placeholders)
+    else:
+        rounding = None if kind == "exact" else 0.0
+        engine.sampler = BatchedSampling(engine.open_weights, model, SamplingSettings(rounding=rounding))
+
+
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Job:
@@ -100,13 +130,15 @@ class _Job:
 class VllmSampling:
     """A sampling engine that hands everything to vLLM."""
 
-    def __init__(self, llm: Any, model: SampledModel, *, image_token_id: int, forbidden: Sequence[int] = ()) -> None:
+    def __init__(
+        self, llm: Any, model: SampledModel, *, image_token_id: int | None, forbidden: Sequence[int] = ()
+    ) -> None:
         """Sample with `open_vllm`'s model.
 
         Args:
             llm: what `open_vllm` returned.
             model: what else is known of the model.
-            image_token_id: placeholder of an image, of which vLLM makes as many as it needs.
+            image_token_id: placeholder of an image, of which vLLM makes as many as it needs; None: a text model.
             forbidden: ids that are never sampled, such as placeholders.
         """
         self._llm = llm
@@ -200,7 +232,7 @@ class VllmSampling:
         ids: list[int] = []
         pictures = []
         for chunk in job.request.prompt:
-            if isinstance(chunk, ImageChunk):
+            if isinstance(chunk, ImageChunk) and self._image_token_id is not None:
                 ids.append(self._image_token_id)
                 pictures.append(load_image(chunk.data, limits=ImageLimits(formats=("PNG", "JPEG"))))
             elif isinstance(chunk, TextChunk):
