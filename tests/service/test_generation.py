@@ -94,8 +94,7 @@ def test_prompts_of_like_length_are_prefilled_together() -> None:
     engine = tiny_engine()
     rng = np.random.default_rng(0)
     prompts = [prompt_of(engine, rng, length=n) for n in (40, 9, 10, 38, 10, 2)]
-    assert groups_by_length(prompts, merges_lengths=True) == [[0, 3], [2, 4, 1], [5]]
-    assert groups_by_length(prompts, merges_lengths=False) == [[0], [3], [2, 4], [1], [5]]
+    assert groups_by_length(prompts) == [[0, 3], [2, 4, 1], [5]]
 
 
 # ---------------------------------------------------------------------- endings

@@ -369,7 +369,7 @@ def counted(engine: Engine) -> Iterator[list[int]]:
 @pytest.mark.parametrize("rounding", [None, float("inf")], ids=["cached", "canonical"])
 def test_one_slice_of_work_is_bounded(rounding: float | None) -> None:
     engine = tiny_engine()
-    sampler = sampler_of(engine, rounding=rounding, prefill_tokens=100, decode_steps=3, max_sequences=8)
+    sampler = sampler_of(engine, rounding=rounding, prefill_tokens=40, decode_steps=2, max_sequences=16)
     requests = requests_of(engine, count=10)
     longest = max(prompt.length for prompt, _ in requests.values()) + 30
     for key, (prompt, request) in requests.items():
@@ -380,14 +380,14 @@ def test_one_slice_of_work_is_bounded(rounding: float | None) -> None:
             sampler.step()
         slices.append(sum(tokens))
     # A prompt is read twice if its log-probabilities are wanted; a fifth may be padding.
-    assert max(slices) <= 2 * 1.25 * (100 + longest) + 3 * 8
+    assert max(slices) <= 2.25 * (40 + longest) + 2 * 16
     assert len(slices) > 10
 
 
 def test_prompts_and_running_sequences_take_turns() -> None:
     """A long answer does not keep a short one waiting, nor does a stream of requests stop one that runs."""
     engine = tiny_engine()
-    sampler = sampler_of(engine, decode_steps=2, max_sequences=4)
+    sampler = sampler_of(engine, decode_steps=2)
     prompt = prompts_of(engine, count=1)[0]
     sampler.add("long", SESSION, prompt, sample(max_tokens=60))
     done: list[str] = []
@@ -453,6 +453,15 @@ def test_many_snapshots_and_the_base_are_sampled_from_at_once_each_as_if_alone(e
         alone = run(sampler_of(engine, folder=folder), {f"{i} {j}": (p, sample()) for j, p in enumerate(prompts)})
         assert all_tokens(alone) == {key: tokens_of(together[key]) for key in alone}
     assert len({str(tokens_of(together[f"{i} 0"])) for i in range(len(folders))}) == len(folders)
+
+
+def test_snapshots_take_turns(engine: Engine, tmp_path: Path) -> None:
+    (folder,) = snapshots(engine, tmp_path, count=1)
+    sampler = sessions(engine, [None, folder], decode_steps=2)
+    prompt = prompts_of(engine, count=1)[0]
+    sampler.add("long", "of 0", prompt, sample(max_tokens=40))
+    sampler.add("short", "of 1", prompt, sample(max_tokens=4))
+    assert list(finish(sampler)) == ["short", "long"]
 
 
 def test_training_on_does_not_change_a_snapshot_and_sampling_does_not_change_training(

@@ -154,11 +154,6 @@ class Reader:
         config = self.core.config
         return (config.image_token_id, config.video_token_id) if self.family.has_vision else ()
 
-    @property
-    def merges_lengths(self) -> bool:
-        """Return whether padding on the left leaves its layers as they are: blocks of sparse attention move with it."""
-        return not self.family.has("per_sample")
-
     def positions(self, prompt: EncodedSequence) -> torch.Tensor:
         """Rotary positions of a prompt, [3, 1, N] or [1, N], on the host."""
         config = self.core.config
@@ -339,14 +334,14 @@ class Batch:
         self.lengths = [length + 1 for length in self.lengths]
         return logits_BV
 
-    def can_join(self, other: Batch, *, merges_lengths: bool) -> bool:
+    def can_join(self, other: Batch) -> bool:
         """Return whether both are settled, and padding would be at most half of what they cache together."""
         if self.cache is None or other.cache is None or not (self.is_settled and other.is_settled):
             return False
         if any(sequence.is_alone for sequence in (*self.sequences, *other.sequences)):
             return False
         lengths = (*self.lengths, *other.lengths)
-        return len(lengths) * max(lengths) <= (2 if merges_lengths else 1) * sum(lengths)
+        return len(lengths) * max(lengths) <= 2 * sum(lengths)
 
     def join(self, other: Batch) -> None:
         """Take in the sequences of another batch, which is used up."""
@@ -373,15 +368,14 @@ def begin(sequences: Sequence[Growing], reader: Reader) -> Batch:
     return batch
 
 
-def groups_by_length(prompts: Sequence[EncodedSequence], *, merges_lengths: bool) -> list[list[int]]:
-    """Indices of prompts that are prefilled together, with a fifth of padding at most; or without any."""
+def groups_by_length(prompts: Sequence[EncodedSequence]) -> list[list[int]]:
+    """Indices of prompts that are prefilled together, with a fifth of padding at most."""
     groups: list[list[int]] = []
     for index in sorted(range(len(prompts)), key=lambda index: -prompts[index].length):
         length, group = prompts[index].length, groups[-1] if groups else []
         longest = prompts[group[0]].length if group else 0
         real = sum(prompts[other].length for other in group) + length
-        fits = length == longest or (merges_lengths and 5 * real >= 4 * longest * (len(group) + 1))
-        if group and fits:
+        if group and 5 * real >= 4 * longest * (len(group) + 1):
             group.append(index)
         else:
             groups.append([index])

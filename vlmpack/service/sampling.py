@@ -378,7 +378,7 @@ class BatchedSampling:
                 self._started(lane, batch, reader)
         going_on = [(job, group) for job, group in taken if not job.ends_at_once]
         prompts = [job.prompt for job, _ in going_on]
-        for indices in groups_by_length(prompts, merges_lengths=reader.merges_lengths):
+        for indices in groups_by_length(prompts):
             batch = begin([sequence for index in indices for sequence in going_on[index][1]], reader)
             self._started(lane, batch, reader)
 
@@ -393,16 +393,17 @@ class BatchedSampling:
         used, budget = 0, self._settings.prefill_tokens
         for _ in range(self._settings.decode_steps):
             if batch.is_settled:
-                self._join(lane, batch, reader)
+                self._join(lane, batch)
                 batch.take(batch.step(reader), reader)
             used += self._settle(lane, batch, reader, tokens=budget - used)
             if not batch.sequences or not batch.is_settled or used >= budget:
                 return
 
-    def _join(self, lane: _Lane, batch: Batch, reader: Reader) -> None:
+    @staticmethod
+    def _join(lane: _Lane, batch: Batch) -> None:
         """Take in other batches of the snapshot."""
         for other in [other for other in lane.batches if other is not batch]:
-            if batch.can_join(other, merges_lengths=reader.merges_lengths):
+            if batch.can_join(other):
                 batch.join(other)
                 lane.batches.remove(other)
 
