@@ -34,6 +34,7 @@ from benchmarks.cases.loader import (
     measure_pixels,
 )
 from benchmarks.cases.plan import PlanShapes, measure_plan
+from benchmarks.cases.service import ServiceShapes, measure_service
 from benchmarks.cases.step import CompileShapes, measure_compiled, measure_memory, measure_step
 from benchmarks.figures import MOST_SEED, BenchSettings, Figure, Report, Skipped, check_budget, environment, place_for
 from benchmarks.peers import PeerShapes, measure_peers
@@ -97,6 +98,11 @@ CASES: Mapping[str, Case] = {
         weight=3.0,
     ),
     "memory": Case(about="peak memory of those two steps", run=measure_memory, shapes=ReceiptShapes(), by_family=True),
+    "service": Case(
+        about="training requests through the step service's engine, against a loop of one's own",
+        run=measure_service,
+        shapes=ServiceShapes(),
+    ),
     "head": Case(about="the head on labelled rows, against all rows", run=measure_head, shapes=ReceiptShapes()),
 }
 """In the order in which they are run."""

@@ -49,8 +49,14 @@ def printed(notebook: Any) -> str:
     return "".join(output.text for output in outputs(notebook) if output.output_type == "stream")
 
 
+def numbers_after(start: str, text: str) -> list[float]:
+    """The numbers of the line that begins so."""
+    line = next(line for line in text.splitlines() if line.startswith(start))
+    return [float(word) for word in line.split() if word[0].isdigit()]
+
+
 def test_there_is_a_notebook() -> None:
-    assert [path.name for path in NOTEBOOKS] == ["01_pack_receipts.ipynb"]
+    assert [path.name for path in NOTEBOOKS] == ["01_pack_receipts.ipynb", "05_step_service.ipynb"]
 
 
 @pytest.mark.full
@@ -67,6 +73,23 @@ def test_it_runs_and_shows_receipts_rows_training_and_a_prediction(tmp_path: Pat
         assert text in said
     stderr = [output.text for output in outputs(notebook) if output.get("name") == "stderr"]
     assert stderr == []
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the client of the service needs Python 3.11")
+def test_the_step_service_trains_samples_and_improves(tmp_path: Path) -> None:
+    notebook = executed(NOTEBOOKS[1], tmp_path)
+    said = printed(notebook)
+    losses, rewards = (
+        next(x for x in said.splitlines() if x.startswith(start)) for start in ("loss a token", "mean reward")
+    )
+    first, last = (float(word) for word in losses.split() if word[0].isdigit())
+    assert last < first / 2
+    first, best = (float(word) for word in rewards.split() if word[0].isdigit())
+    assert best > first
+    assert "the server ended with 0" in said
+    assert [output.text for output in outputs(notebook) if output.get("name") == "stderr"] == []
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from vlmpack import __version__
-from vlmpack.cli import analyze, demo, doctor, pack, show
+from vlmpack.cli import analyze, demo, doctor, pack, serve, show
 from vlmpack.errors import VlmpackError
 
 SYSTEM_ERRORS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO})
@@ -51,7 +51,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-for verb in (analyze.analyze, show.show, pack.pack, demo.demo, doctor.doctor):
+for verb in (analyze.analyze, show.show, pack.pack, demo.demo, doctor.doctor, serve.serve):
     paragraphs = inspect.cleandoc(verb.__doc__ or "").split("\n\n")
     app.command(help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(verb)
 

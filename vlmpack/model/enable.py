@@ -185,6 +185,7 @@ class PackedStep:
         *,
         num_items_in_batch: torch.Tensor | int | None = None,
         logits: bool = False,
+        last_hidden: bool = False,
         **inputs: Any,
     ) -> StepResult:
         """Run one batch or row.
@@ -193,6 +194,7 @@ class PackedStep:
             batch: a padded batch, a packed row, or the dictionary of either, on any device.
             num_items_in_batch: targets of all batches that make up one optimiser step; None: this one's own.
             logits: also return logits.
+            last_hidden: also return what the head is given.
             **inputs: further inputs by name, such as `rope_cu_seqlens`; they win over the batch's.
 
         Raises:
@@ -201,7 +203,8 @@ class PackedStep:
         """
         device = next(self.model.parameters()).device
         hands_row = isinstance(batch, PackedRow) and not inputs.keys() & COLUMNS
-        call = StepCall(batch.to(device, non_blocking=True) if isinstance(batch, PackedRow) and hands_row else None)
+        row = batch.to(device, non_blocking=True) if isinstance(batch, PackedRow) and hands_row else None
+        call = StepCall(row, last_hidden=last_hidden)
         columns = {} if hands_row else _inputs_of(batch)
         columns = {
             name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) and _travels(name) else value

@@ -55,9 +55,11 @@ STEP = "vlmpack_step"
 class StepCall:
     """Carries a row into the forward of an enabled model, past wrappers, and its whole result out again."""
 
-    def __init__(self, row: PackedRow | None = None) -> None:
+    def __init__(self, row: PackedRow | None = None, *, last_hidden: bool = False) -> None:
         self.row = row
         """The row, on the model's device; None: the model's other inputs are a batch or a row."""
+        self.last_hidden = last_hidden
+        """Whether the result has `row_last_hidden`."""
         self.result: StepResult | None = None
         """The result; None: the model did not pack."""
 
@@ -200,7 +202,7 @@ def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> An
         num_items_in_batch=inputs.get("num_items_in_batch"),
         rope_segments=None if boundaries is None else rope_segments(boundaries, row.segments),
         logits=wants_logits and not by_hidden,
-        last_hidden=by_hidden,
+        last_hidden=by_hidden or (call is not None and call.last_hidden),
         hidden_states=_requested(inputs, "output_hidden_states", text_config.output_hidden_states),
         balance=state.family.has("experts") and wants_balance(model, routers),
     )

@@ -1,0 +1,138 @@
+"""Samplers over tiny models, the requests of their tests, and what the unmodified model says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from step_service import processor_for
+
+from vlmpack.service.datums import EncodedImage, EncodedSequence
+from vlmpack.service.engine import Engine
+from vlmpack.service.messages import Failure, Sample, SampledSequence, SampleResult, SamplingParams
+from vlmpack.service.sampling import BatchedSampling, Finished, SampledModel, SamplingSettings
+
+SESSION = "session"
+SIZES = ((), ((4, 6),), (), ((6, 4), (4, 4)), ())
+"""Images of prompts, in patches."""
+
+
+def sampler_of(engine: Engine, *, folder: Path | None = None, context: int = 512, **settings: Any) -> BatchedSampling:
+    """A sampler with an open session on the base model, or on a snapshot."""
+    decode = processor_for(engine.base.arch).tokenizer.decode
+    model = SampledModel(max_context=context, eos_token_ids=engine.base.eos, decode=decode)
+    sampler = BatchedSampling(engine.open_weights, model, SamplingSettings(**settings))
+    sampler.open(SESSION, folder)
+    return sampler
+
+
+def prompts_of(engine: Engine, *, count: int = 16, seed: int = 0) -> list[EncodedSequence]:
+    """Prompts of 2 to 40 tokens of text; where the family takes images, two of five have some."""
+    rng = np.random.default_rng(seed)
+    return [prompt_of(engine, rng, length=int(rng.integers(2, 40)), images=SIZES[i % 5]) for i in range(count)]
+
+
+def prompt_of(
+    engine: Engine, rng: np.random.Generator, *, length: int, images: Sequence[tuple[int, int]] = ()
+) -> EncodedSequence:
+    model, family = model_of(engine), engine_family(engine)
+    ids, pictures = [rng.integers(20, 500, length)], []
+    for rows, columns in images if family.has_vision else ():
+        config = model.config
+        run = [config.image_token_id] * (rows * columns // family.merge(config) ** 2)
+        ids += [np.array([config.vision_start_token_id, *run, config.vision_end_token_id]), rng.integers(20, 500, 3)]
+        pixels = rng.normal(size=(rows * columns, family.patch_channels(config))).astype(np.float32)
+        pictures.append(EncodedImage(pixel_values=torch.from_numpy(pixels), grid=(1, rows, columns)))
+    return EncodedSequence(input_ids=np.concatenate(ids).astype(np.int64), images=tuple(pictures))
+
+
+def model_of(engine: Engine) -> Any:
+    """The base model."""
+    with engine.open_weights(None).applied() as model:
+        return model
+
+
+def engine_family(engine: Engine) -> Any:
+    from vlmpack.families import family_named
+
+    return family_named(engine.base.arch)
+
+
+def sample(*, num_samples: int = 1, prompt_logprobs: bool = False, **params: Any) -> Sample:
+    """A request; its prompt is given to the sampler encoded."""
+    settings = SamplingParams(**{"max_tokens": 12, "seed": 1, "stop_tokens": (), **params})
+    return Sample(
+        sampling_session_id=SESSION,
+        seq_id=0,
+        prompt=(),
+        num_samples=num_samples,
+        params=settings,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def finish(sampler: BatchedSampling) -> dict[str, SampleResult | Failure]:
+    """What has become of every request."""
+    found: list[Finished] = []
+    while not sampler.is_idle:
+        found += sampler.step()
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def run(
+    sampler: BatchedSampling, requests: Mapping[str, tuple[EncodedSequence, Sample]]
+) -> dict[str, SampleResult | Failure]:
+    for key, (prompt, request) in requests.items():
+        sampler.add(key, SESSION, prompt, request)
+    return finish(sampler)
+
+
+def run_one(sampler: BatchedSampling, prompt: EncodedSequence, request: Sample) -> SampleResult:
+    result = run(sampler, {"only": (prompt, request)})["only"]
+    assert isinstance(result, SampleResult), result
+    return result
+
+
+def tokens_of(result: SampleResult | Failure) -> list[list[int]]:
+    assert isinstance(result, SampleResult), result
+    return [sequence.tokens.tolist() for sequence in result.sequences]
+
+
+# ---------------------------------------------------------------------- the unmodified model
+
+
+def plain_inputs(prompt: EncodedSequence, config: Any, *, more: Sequence[int] = ()) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([*prompt.input_ids.tolist(), *more])[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if prompt.images:
+        inputs["mm_token_type_ids"] = (ids == config.image_token_id).long()
+        inputs["pixel_values"] = torch.cat([image.pixel_values for image in prompt.images])
+        inputs["image_grid_thw"] = torch.tensor([image.grid for image in prompt.images])
+    return inputs
+
+
+@torch.no_grad()
+def plain_greedy(model: Any, prompt: EncodedSequence, *, count: int, suppressed: Sequence[int]) -> list[int]:
+    """Tokens of `generate`, alone."""
+    ids = model.generate(
+        **plain_inputs(prompt, model.config),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        suppress_tokens=list(suppressed) or None,
+    )
+    return ids[0, prompt.length :].tolist()
+
+
+@torch.no_grad()
+def plain_logprobs(model: Any, prompt: EncodedSequence, sequence: SampledSequence | None = None) -> np.ndarray:
+    """Log-probability of each token after the first of a prompt and what was sampled, in one full forward pass."""
+    more = [] if sequence is None else sequence.tokens.tolist()
+    inputs = plain_inputs(prompt, model.config, more=more)
+    logprobs = model(**inputs, use_cache=False).logits[0].float().log_softmax(-1)
+    return logprobs[:-1].gather(1, inputs["input_ids"][0, 1:, None])[:, 0].numpy()

@@ -1,0 +1,127 @@
+"""One request to an ASGI app, without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from service.fake_queue import BASE, FakeQueue
+
+from vlmpack.service.app import make_app
+from vlmpack.service.bodies import BodyReader
+from vlmpack.service.http import Endpoints, Served
+from vlmpack.service.limits import ServiceLimits
+from vlmpack.service.rest import Lists
+
+KEY = "tml-a-key-of-the-tests"
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass
+class Client:
+    """Sends requests to an app on a fake queue."""
+
+    limits: ServiceLimits = field(default_factory=lambda: ServiceLimits(poll_seconds=0.01))
+    queue: Any = field(default_factory=FakeQueue)
+    draining: bool = False
+
+    app: Any = None
+    """Another app; by default one on `queue`."""
+
+    def __post_init__(self) -> None:
+        if self.app is not None:
+            return
+        self.bodies = BodyReader(limits=self.limits)
+        endpoints = Endpoints(
+            queue=self.queue,
+            served=Served(name=BASE, context=4096),
+            limits=self.limits,
+            bodies=self.bodies,
+            is_draining=lambda: self.draining,
+        )
+        lists = Lists(queue=self.queue, endpoints=endpoints)
+        self.app = make_app([*endpoints.routes(), *lists.routes()], key=KEY)
+
+    def session(self) -> str:
+        return self.post("create_session", tags=[], sdk_version="0.38.0").json()["session_id"]
+
+    def model(self) -> str:
+        """Create a session and a model in it."""
+        session_id = self.session()
+        body = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}}
+        self.post("create_model", **body)
+        return f"{session_id}:train:0"
+
+    def post(self, path: str, /, **body: Any) -> Answer:
+        return self.send("POST", f"/api/v1/{path}", json.dumps(body).encode())
+
+    def protobuf(self, body: bytes, **headers: str) -> Answer:
+        kind = {"content-type": "application/x-protobuf"}
+        return self.send("POST", "/api/v1/forward_backward", body, headers={**kind, **headers})
+
+    def get(self, path: str, **parameters: Any) -> Answer:
+        return self.send("GET", f"/api/v1/{path}", parameters=parameters)
+
+    def retrieve(self, request_id: str) -> Answer:
+        return self.post("retrieve_future", request_id=request_id)
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        body: bytes | Sequence[bytes] = b"",
+        *,
+        headers: Mapping[str, str] | None = None,
+        key: str | None = KEY,
+        parameters: Mapping[str, Any] | None = None,
+        leaves: bool = False,
+    ) -> Answer:
+        """Send a request; `leaves`: the client is gone after the last piece of its body, which is not whole."""
+        pieces = [body] if isinstance(body, bytes) else list(body)
+        sent = {**({} if key is None else {"x-api-key": key}), **(headers or {})}
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "scheme": "http",
+            "query_string": "&".join(f"{name}={value}" for name, value in (parameters or {}).items()).encode(),
+            "headers": [(name.encode(), value.encode("latin-1")) for name, value in sent.items()],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 8000),
+        }
+        return asyncio.run(_exchange(self.app, scope, pieces, leaves=leaves))
+
+
+async def _exchange(app: Any, scope: dict[str, Any], pieces: list[bytes], *, leaves: bool) -> Answer:
+    messages: list[Any] = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
+    messages.append({"type": "http.disconnect"} if leaves else {"type": "http.request", "body": b""})
+    answer = Answer(status=0, headers={}, body=b"")
+
+    async def receive() -> Any:
+        return messages.pop(0) if messages else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            answer.status = message["status"]
+            answer.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        else:
+            answer.body += message.get("body", b"")
+
+    await app(scope, receive, send)
+    return answer

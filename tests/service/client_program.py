@@ -1,0 +1,476 @@
+"""The unmodified Tinker client against a running server: `python client_program.py URL KEY [CHECK ...]`.
+
+Prints one JSON object a line: the check, whether it holds, and what was seen. The oracle is numpy, torch and the client
+itself: single datums, sums by hand. Gradients are seen through one step of Adam with eps = 1e4, which is a step of
+plain gradient descent, so that a wrong scale shows.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import random
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("TINKER_TELEMETRY", "0")
+
+import numpy as np
+import tinker
+import torch
+from PIL import Image
+from tinker import types
+
+CLOSE = 2e-5
+VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
+
+
+class Setup:
+    """A client of the server, and datums for its model."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self.service = tinker.ServiceClient(base_url=url, api_key=key)
+        model = self.service.get_server_capabilities().supported_models[0]
+        self.name = model.model_name
+        client = self.model()
+        self.tokenizer = client.get_tokenizer()
+        self.vocab = len(self.tokenizer)
+        ids = self.tokenizer.convert_tokens_to_ids
+        self.special = {*self.tokenizer.all_special_ids, *self.tokenizer.get_added_vocab().values()}
+        self.before, self.after = ids(VISION_START), ids(VISION_END)
+        self.plain = [i for i in range(5, self.vocab) if i not in self.special]
+
+    def model(self, **settings: Any) -> Any:
+        return self.service.create_lora_training_client(base_model=self.name, **{"rank": 4, "seed": 3, **settings})
+
+    def image(self, seed: int, width: int = 64, height: int = 64, format: str = "png") -> types.ImageChunk:
+        pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, format.upper())
+        return types.ImageChunk(data=file.getvalue(), format=format)
+
+    def text(self, seed: int, length: int) -> list[int]:
+        return random.Random(seed).choices(self.plain, k=length)
+
+    def inputs(self, seed: int, length: int, *, image_at: int | None = None) -> types.ModelInput:
+        tokens = self.text(seed, length)
+        if image_at is None:
+            return types.ModelInput(chunks=[types.EncodedTextChunk(tokens=tokens)])
+        before, after = [*tokens[:image_at], self.before], [self.after, *tokens[image_at:]]
+        size = 64 + 32 * (seed % 3)
+        image = self.image(seed, size, 64)
+        expected = self.count(image)
+        chunk = types.ImageChunk(data=image.data, format="png", expected_tokens=expected)
+        return types.ModelInput(
+            chunks=[types.EncodedTextChunk(tokens=before), chunk, types.EncodedTextChunk(tokens=after)]
+        )
+
+    def count(self, image: types.ImageChunk) -> int:
+        """Tokens of an image: 32 pixels a side each, as Qwen3-VL has patches of 16, merged by 2."""
+        width, height = Image.open(io.BytesIO(image.data)).size
+        return round(width / 32) * round(height / 32)
+
+    def datum(self, seed: int, length: int, *, image_at: int | None = None, loss: str = "cross_entropy") -> types.Datum:
+        model_input = self.inputs(seed, length, image_at=image_at)
+        n = model_input.length
+        draw = np.random.default_rng(seed)
+        targets = draw.choice(self.plain, n).astype(np.int64)
+        fields: dict[str, Any] = {"target_tokens": tensor(targets)}
+        if loss == "cross_entropy":
+            fields["weights"] = tensor(draw.normal(size=n).astype(np.float32))
+        else:
+            fields["logprobs"] = tensor((draw.normal(size=n) * 0.3 - 6).astype(np.float32))
+            fields["advantages"] = tensor(draw.normal(size=n).astype(np.float32))
+        return types.Datum(model_input=model_input, loss_fn_inputs=fields)
+
+    def mixed(self, loss: str = "cross_entropy") -> list[types.Datum]:
+        lengths = ((1, 12, None), (2, 5, 2), (3, 31, None), (4, 9, 9), (5, 1, None), (6, 17, 0))
+        return [self.datum(seed, n, image_at=at, loss=loss) for seed, n, at in lengths]
+
+
+def tensor(values: np.ndarray) -> types.TensorData:
+    dtype = "int64" if values.dtype == np.int64 else "float32"
+    return types.TensorData(data=values.tolist(), dtype=dtype, shape=list(values.shape))
+
+
+def descend(client: Any, rate: float = 1e-2) -> Any:
+    """One step of plain gradient descent."""
+    adam = types.AdamParams(
+        learning_rate=rate * 1e4, beta1=0.0, beta2=0.0, eps=1e4, weight_decay=0.0, grad_clip_norm=0.0
+    )
+    return client.optim_step(adam).result()
+
+
+def logprobs(client: Any, data: list[types.Datum]) -> list[np.ndarray]:
+    output = client.forward(data, "cross_entropy").result()
+    return [np.asarray(o["logprobs"].data, np.float64) for o in output.loss_fn_outputs]
+
+
+def of(output: Any) -> list[np.ndarray]:
+    return [np.asarray(o["logprobs"].data, np.float64) for o in output.loss_fn_outputs]
+
+
+def apart(a: list[np.ndarray], b: list[np.ndarray]) -> float:
+    assert [x.shape for x in a] == [x.shape for x in b]
+    return max(float(np.abs(x - y).max()) for x, y in zip(a, b, strict=True))
+
+
+def values(datum: types.Datum, name: str) -> np.ndarray:
+    return np.asarray(datum.loss_fn_inputs[name].data, np.float64)
+
+
+# ---------------------------------------------------------------------- checks
+
+
+def a_batch_equals_its_datums(s: Setup) -> str:
+    data, probe = s.mixed(), [s.datum(50, 20), s.datum(51, 6, image_at=3)]
+    together, single = s.model(), s.model()
+    assert apart(logprobs(together, probe), logprobs(single, probe)) == 0, "the same seed gives other adapters"
+    batch = of(together.forward_backward(data, "cross_entropy").result())
+    alone = [of(single.forward_backward([datum], "cross_entropy").result())[0] for datum in data]
+    assert apart(batch, alone) < CLOSE
+    before = logprobs(together, probe)
+    descend(together), descend(single)
+    after = logprobs(together, probe)
+    moved, difference = apart(before, after), apart(after, logprobs(single, probe))
+    assert moved > 1e-3, f"a step moved log-probabilities by {moved} only"
+    assert difference < CLOSE + 1e-3 * moved, difference
+    return f"apart {apart(batch, alone):.1e}; after a step that moved by {moved:.1e}: {difference:.1e}"
+
+
+def losses_are_those_of_numpy(s: Setup) -> str:
+    client, worst = s.model(), 0.0
+    configs: list[tuple[str, dict[str, float] | None]] = [
+        ("cross_entropy", None),
+        ("importance_sampling", None),
+        ("ppo", None),
+        ("ppo", {"clip_low_threshold": 0.95, "clip_high_threshold": 1.05}),
+        ("cispo", None),
+        ("cispo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
+        ("dro", {"beta": 0.05}),
+    ]
+    for name, config in configs:
+        data = s.mixed("cross_entropy" if name == "cross_entropy" else "rl")
+        for datum in data:
+            if name != "cross_entropy":  # ratios of order one
+                lp = logprobs(client, [with_weights(datum)])[0]
+                noise = np.random.default_rng(len(lp)).normal(size=len(lp)) * 0.1
+                datum.loss_fn_inputs["logprobs"] = tensor((lp + noise).astype(np.float32))
+        settings = {} if config is None else {"loss_fn_config": config}
+        output = client.forward(data, name, **settings).result()
+        expected = sum(loss(name, datum, lp, config or {}) for datum, lp in zip(data, of(output), strict=True))
+        seen = output.metrics["loss:sum"]
+        worst = max(worst, abs(seen - expected) / max(1.0, abs(expected)))
+        assert math.isclose(seen, expected, rel_tol=1e-4, abs_tol=1e-3), (name, seen, expected)
+    return f"7 settings, worst relative difference {worst:.1e}"
+
+
+def with_weights(datum: types.Datum) -> types.Datum:
+    n = datum.model_input.length
+    fields = {"target_tokens": datum.loss_fn_inputs["target_tokens"], "weights": tensor(np.ones(n, np.float32))}
+    return types.Datum(model_input=datum.model_input, loss_fn_inputs=fields)
+
+
+def loss(name: str, datum: types.Datum, lp: np.ndarray, config: dict[str, float]) -> float:
+    if name == "cross_entropy":
+        return float(-(values(datum, "weights") * lp).sum())
+    q, a = values(datum, "logprobs"), values(datum, "advantages")
+    r = np.exp(lp - q)
+    low, high = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0)}.get(name, (0.0, 0.0))
+    clipped = r.clip(config.get("clip_low_threshold", low), config.get("clip_high_threshold", high))
+    if name == "importance_sampling":
+        return float(-(r * a).sum())
+    if name == "ppo":
+        return float(-np.minimum(r * a, clipped * a).sum())
+    if name == "cispo":
+        return float(-(clipped * lp * a).sum())
+    return float(-(lp * a - config["beta"] / 2 * (lp - q) ** 2).sum())
+
+
+def gradients_of_rl_losses(s: Setup) -> str:
+    """Against the client's own custom losses, whose gradients are torch's."""
+    probe, seen = [s.datum(50, 20)], []
+    for name in ("importance_sampling", "ppo", "cispo", "dro"):
+        config = {"beta": 0.05} if name == "dro" else None
+        ours, custom = s.model(), s.model()
+        data = s.mixed("rl")
+        for datum, lp in zip(data, logprobs(ours, [with_weights(d) for d in data]), strict=True):
+            noise = np.random.default_rng(len(lp)).normal(size=len(lp)) * 0.3
+            datum.loss_fn_inputs["logprobs"] = tensor((lp + noise).astype(np.float32))
+
+        def custom_loss(batch: Any, lps: Any, name: str = name, data: list[types.Datum] = data) -> Any:
+            total = sum(torch_loss(name, datum, lp) for datum, lp in zip(data, lps, strict=True))
+            return total, {"of_torch": float(total)}
+
+        ours.forward_backward(data, name, **({} if config is None else {"loss_fn_config": config})).result()
+        plain = [with_weights(datum) for datum in data]  # the oldest client takes no other keys
+        custom.forward_backward_custom(plain, custom_loss).result()
+        before = logprobs(ours, probe)
+        descend(ours), descend(custom)
+        after = logprobs(ours, probe)
+        moved, difference = apart(before, after), apart(after, logprobs(custom, probe))
+        assert moved > 1e-4 and difference < CLOSE + 2e-3 * moved, (name, moved, difference)
+        seen.append(f"{name} {difference:.1e} of {moved:.1e}")
+    return "; ".join(seen)
+
+
+def torch_loss(name: str, datum: types.Datum, lp: torch.Tensor) -> torch.Tensor:
+    q, a = (torch.tensor(values(datum, field), dtype=torch.float32) for field in ("logprobs", "advantages"))
+    r = (lp - q).exp()
+    if name == "importance_sampling":
+        return -(r * a).sum()
+    if name == "ppo":
+        return -torch.minimum(r * a, r.clip(0.8, 1.2) * a).sum()
+    if name == "cispo":
+        return -(r.clip(0.0, 4.0).detach() * lp * a).sum()
+    return -(lp * a - 0.05 / 2 * (lp - q) ** 2).sum()
+
+
+def gradients_add_up_and_forward_adds_none(s: Setup) -> str:
+    data, probe = s.mixed(), [s.datum(50, 20)]
+    one, two = s.model(), s.model()
+    one.forward_backward(data, "cross_entropy").result()
+    futures = [two.forward_backward(data[i : i + 2], "cross_entropy") for i in (0, 2, 4)]
+    two.forward(data, "cross_entropy").result()
+    [future.result() for future in futures]
+    descend(one), descend(two)
+    difference = apart(logprobs(one, probe), logprobs(two, probe))
+    assert difference < CLOSE, difference
+    before = logprobs(one, probe)
+    one.forward(data, "cross_entropy").result()
+    descend(one)
+    assert apart(before, logprobs(one, probe)) == 0, "a forward pass left a gradient"
+    return f"{difference:.1e}"
+
+
+def many_datums_come_back_in_order(s: Setup) -> str:
+    client = s.model()
+    data = [s.datum(i, 1 + i % 5) for i in range(1100)]
+    output = of(client.forward(data, "cross_entropy").result())
+    picked = [0, 1, 511, 1023, 1024, 1099]
+    alone = [logprobs(client, [data[i]])[0] for i in picked]
+    difference = apart([output[i] for i in picked], alone)
+    assert len(output) == 1100 and difference < CLOSE, difference
+    return f"1,100 datums; {difference:.1e}"
+
+
+def two_models_do_not_touch_each_other(s: Setup) -> str:
+    data, probe = s.mixed(), [s.datum(50, 20)]
+
+    def run(*clients: Any) -> list[list[np.ndarray]]:
+        for step in range(3):
+            pending = []
+            for k, client in enumerate(clients):
+                pending.append(client.forward_backward(data[k + step % 2 : k + 3], "cross_entropy"))
+                pending.append(client.optim_step(types.AdamParams(learning_rate=1e-3)))
+            [future.result() for future in pending]
+        return [logprobs(client, probe) for client in clients]
+
+    beside = run(s.model(seed=1, rank=4), s.model(seed=2, rank=8))
+    # alone, but at the same places of `data`
+    alone_first = run(s.model(seed=1, rank=4))
+    assert apart(beside[0], alone_first[0]) == 0, apart(beside[0], alone_first[0])
+    return "bit for bit"
+
+
+def bad_requests_leave_no_trace(s: Setup) -> str:
+    client, probe = s.model(), [s.datum(50, 20)]
+    good = s.datum(1, 8)
+    before = logprobs(client, probe)
+
+    def with_fields(**fields: Any) -> types.Datum:
+        kept = {**good.loss_fn_inputs, **{k: v for k, v in fields.items() if v is not None}}
+        kept = {k: v for k, v in kept.items() if fields.get(k, 0) is not None}
+        return types.Datum(model_input=good.model_input, loss_fn_inputs=kept)
+
+    def of_tokens(*tokens: int) -> types.Datum:
+        n = len(tokens)
+        fields = {"target_tokens": tensor(np.full(n, s.plain[0], np.int64)), "weights": tensor(np.ones(n, np.float32))}
+        return types.Datum(model_input=types.ModelInput.from_ints(list(tokens)), loss_fn_inputs=fields)
+
+    image = s.image(3)
+    wrong_count = types.Datum(
+        model_input=types.ModelInput(
+            chunks=[
+                types.EncodedTextChunk(tokens=[s.plain[0], s.before]),
+                types.ImageChunk(data=image.data, format="png", expected_tokens=3),
+                types.EncodedTextChunk(tokens=[s.after]),
+            ]
+        ),
+        loss_fn_inputs={"target_tokens": tensor(np.full(6, s.plain[0], np.int64))},
+    )
+    not_an_image = types.Datum(
+        model_input=types.ModelInput(
+            chunks=[
+                types.EncodedTextChunk(tokens=[s.plain[0], s.before]),
+                types.ImageChunk(data=b"GIF89a not an image", format="png", expected_tokens=4),
+                types.EncodedTextChunk(tokens=[s.after]),
+            ]
+        ),
+        loss_fn_inputs={"target_tokens": tensor(np.full(7, s.plain[0], np.int64))},
+    )
+    pad = s.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    weights = values(good, "weights").astype(np.float32)
+    bad: list[tuple[str, list[types.Datum], str, dict[str, float] | None]] = [
+        ("negative token", [good, of_tokens(5, -1)], "cross_entropy", None),
+        ("token outside", [of_tokens(5, 10**6)], "cross_entropy", None),
+        ("placeholder", [good, of_tokens(5, pad)], "cross_entropy", None),
+        ("target outside", [with_fields(target_tokens=tensor(np.full(8, 10**6, np.int64)))], "cross_entropy", None),
+        ("negative target", [with_fields(target_tokens=tensor(np.full(8, -100, np.int64)))], "cross_entropy", None),
+        ("more targets", [with_fields(target_tokens=tensor(np.full(9, s.plain[0], np.int64)))], "cross_entropy", None),
+        ("fewer weights", [with_fields(weights=tensor(weights[:-1]))], "cross_entropy", None),
+        (
+            "NaN weight",
+            [good, with_fields(weights=tensor(np.where(weights > 0, np.nan, weights)))],
+            "cross_entropy",
+            None,
+        ),
+        ("no targets", [with_fields(target_tokens=None)], "cross_entropy", None),
+        ("unread key", [with_fields(advantages=tensor(weights))], "cross_entropy", None),
+        ("unknown loss", [good], "gspo", None),
+        ("unknown setting", [good], "cross_entropy", {"beta": 1.0}),
+        ("wrong count", [good, wrong_count], "cross_entropy", None),
+        ("no image", [good, not_an_image], "cross_entropy", None),
+        ("empty", [of_tokens()], "cross_entropy", None),
+    ]
+    for what, data, name, config in bad:
+        try:
+            client.forward_backward(data, name, **({} if config is None else {"loss_fn_config": config})).result()
+        except tinker.RequestFailedError as error:
+            assert str(error.category).lower().endswith("user"), (what, error.category)
+        else:
+            raise AssertionError(f"accepted: {what}")
+    descend(client)
+    assert apart(before, logprobs(client, probe)) == 0, "a refused request left a gradient"
+    client.forward_backward([good], "cross_entropy").result()
+    other = s.model()
+    try:
+        other.optim_step(types.AdamParams(learning_rate=float("nan"))).result()
+    except tinker.RequestFailedError:
+        assert apart(before, logprobs(other, probe)) == 0
+    except ValueError:
+        pass  # older clients refuse it themselves
+    else:
+        raise AssertionError("accepted: a learning rate of NaN")
+    return f"{len(bad) + 1} refused, the model goes on"
+
+
+def a_checkpoint_continues_the_run(s: Setup) -> str:
+    data, probe = s.mixed(), [s.datum(50, 20)]
+    name = f"run-{random.Random().randrange(10**9)}"
+
+    def step(client: Any) -> None:
+        client.forward_backward(data, "cross_entropy")
+        client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+
+    client = s.model()
+    step(client), step(client)
+    path = client.save_state(name).result().path
+    step(client)
+    expected = logprobs(client, probe)
+    resumed = s.service.create_training_client_from_state_with_optimizer(path)
+    step(resumed)
+    with_moments = apart(expected, logprobs(resumed, probe))
+    fresh = s.service.create_training_client_from_state(path)
+    step(fresh)
+    without = apart(expected, logprobs(fresh, probe))
+    client.load_state_with_optimizer(path).result()
+    step(client)
+    back = apart(expected, logprobs(client, probe))
+    assert with_moments < 1e-6 and back < 1e-6 and without > 1e-6, (with_moments, back, without)
+    try:
+        client.save_state(name).result()
+    except tinker.RequestFailedError:
+        pass
+    else:
+        raise AssertionError("a checkpoint was replaced without overwrite")
+    return f"with moments {with_moments:.1e}, loaded {back:.1e}, without {without:.1e}"
+
+
+def sampling_is_reproducible_and_agrees_with_training(s: Setup) -> str:
+    client = s.model()
+    client.forward_backward(s.mixed(), "cross_entropy")
+    descend(client)
+    sampler = client.save_weights_and_get_sampling_client()
+    prompts = [s.inputs(60, 7), s.inputs(61, 5, image_at=2)]
+    worst = 0.0
+    for prompt in prompts:
+        params = types.SamplingParams(max_tokens=12, seed=11, temperature=1.0, stop=[])
+        first = sampler.sample(prompt, 3, params).result()
+        others = [
+            sampler.sample(s.inputs(70 + i, 4 + i), 2, types.SamplingParams(max_tokens=9, seed=i, stop=[]))
+            for i in range(6)
+        ]
+        again = sampler.sample(prompt, 3, params).result()
+        [other.result() for other in others]
+        tokens = [list(q.tokens) for q in first.sequences]
+        assert tokens == [list(q.tokens) for q in again.sequences]
+        assert len({tuple(t) for t in tokens}) == 3, "samples of one request are alike"
+        for sequence in first.sequences:
+            full = types.ModelInput(chunks=[*prompt.chunks, types.EncodedTextChunk(tokens=list(sequence.tokens))])
+            n = full.length
+            following = [*flat(prompt)[1:], *sequence.tokens, s.plain[0]]
+            fields = {
+                "target_tokens": tensor(np.asarray(following, np.int64)),
+                "weights": tensor(np.ones(n, np.float32)),
+            }
+            lp = logprobs(client, [types.Datum(model_input=full, loss_fn_inputs=fields)])[0]
+            at = prompt.length - 1
+            worst = max(worst, float(np.abs(lp[at : at + 12] - np.asarray(sequence.logprobs)).max()))
+            scored = sampler.compute_logprobs(full).result()
+            assert scored[0] is None and len(scored) == n
+            worst = max(worst, float(np.abs(np.asarray(scored[prompt.length :]) - np.asarray(sequence.logprobs)).max()))
+    assert worst < 1e-4, worst
+    greedy = types.SamplingParams(max_tokens=8, temperature=0.0, stop=[])
+    before = list(sampler.sample(prompts[0], 1, greedy).result().sequences[0].tokens)
+    client.forward_backward(s.mixed(), "cross_entropy")
+    descend(client, rate=0.5)
+    assert before == list(sampler.sample(prompts[0], 1, greedy).result().sequences[0].tokens), "a snapshot changed"
+    stop = types.SamplingParams(max_tokens=8, temperature=0.0, stop=[before[3]])
+    stopped = sampler.sample(prompts[0], 1, stop).result().sequences[0]
+    at = before.index(before[3])
+    assert list(stopped.tokens) == before[: at + 1] and str(stopped.stop_reason).lower().endswith("stop")
+    return f"log-probabilities {worst:.1e}"
+
+
+def flat(model_input: types.ModelInput) -> list[int]:
+    """Token ids, 0 where an image is."""
+    ids: list[int] = []
+    for chunk in model_input.chunks:
+        ids.extend(chunk.tokens if isinstance(chunk, types.EncodedTextChunk) else [0] * chunk.length)
+    return ids
+
+
+CHECKS: tuple[Callable[[Setup], str], ...] = (
+    a_batch_equals_its_datums,
+    losses_are_those_of_numpy,
+    gradients_of_rl_losses,
+    gradients_add_up_and_forward_adds_none,
+    many_datums_come_back_in_order,
+    two_models_do_not_touch_each_other,
+    bad_requests_leave_no_trace,
+    a_checkpoint_continues_the_run,
+    sampling_is_reproducible_and_agrees_with_training,
+)
+
+
+def main(url: str, key: str, *names: str) -> int:
+    setup, failed = Setup(url, key), 0
+    for check in CHECKS:
+        if names and check.__name__ not in names:
+            continue
+        try:
+            seen, holds = check(setup), True
+        except Exception:
+            seen, holds = traceback.format_exc(), False
+        failed += not holds
+        print(json.dumps({"check": check.__name__, "holds": holds, "seen": seen}), flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,140 @@
+"""A client in the test's own thread: requests by their short names, and replies waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from service.fakes import FakeEngine, PickleCodec
+
+from vlmpack.service.messages import (
+    AdamParams,
+    CreateFromCheckpoint,
+    CreateModel,
+    Datum,
+    ForwardBackward,
+    LoadWeights,
+    LoraConfig,
+    OptimStep,
+    Outcome,
+    Request,
+    Sample,
+    SamplingParams,
+    SaveForSampler,
+    SaveWeights,
+    TextChunk,
+)
+from vlmpack.service.queue import QueueSettings, Reply, RequestQueue
+
+ADAM = AdamParams(learning_rate=0.1, beta1=0.9, beta2=0.95, eps=1e4, weight_decay=0.0, grad_clip_norm=0.0)
+
+
+def datum(*tokens: int) -> Datum:
+    return Datum(chunks=(TextChunk(tokens=np.array(tokens, np.int32)),))
+
+
+def forward_backward(model: str, seq: int, *datums: Datum, loss: str = "ok", forward_only: bool = False) -> Request:
+    data = datums or (datum(seq, 2, 3),)
+    return ForwardBackward(model_id=model, seq_id=seq, data=data, loss_fn=loss, forward_only=forward_only)
+
+
+def optim_step(model: str, seq: int, *, rate: float = 0.1) -> Request:
+    return OptimStep(model_id=model, seq_id=seq, adam=replace(ADAM, learning_rate=rate))
+
+
+def save(model: str, seq: int, name: str, *, overwrite: bool = False) -> Request:
+    return SaveWeights(model_id=model, seq_id=seq, name=name, overwrite=overwrite)
+
+
+def save_for_sampler(model: str, seq: int, name: str | None = None, *, number: int | None = None) -> Request:
+    return SaveForSampler(model_id=model, seq_id=seq, name=name, sampling_session_seq_id=number)
+
+
+def load(model: str, seq: int, path: str, *, optimizer: bool = True) -> Request:
+    return LoadWeights(model_id=model, seq_id=seq, path=path, optimizer=optimizer)
+
+
+def create(session: str, number: int = 0, *, seed: int | None = 1, rank: int = 4) -> Request:
+    lora = LoraConfig(rank=rank, seed=seed)
+    return CreateModel(session_id=session, model_seq_id=number, base_model="base/fake", lora=lora)
+
+
+def create_from(session: str, number: int, path: str, *, optimizer: bool = True) -> Request:
+    return CreateFromCheckpoint(session_id=session, model_seq_id=number, path=path, optimizer=optimizer)
+
+
+def sample(sampler: str, seq: int, *, seed: int | None = 3, count: int = 1) -> Request:
+    prompt = (TextChunk(tokens=np.array([1, 2], np.int32)),)
+    return Sample(
+        sampling_session_id=sampler, seq_id=seq, prompt=prompt, num_samples=count, params=SamplingParams(seed=seed)
+    )
+
+
+class Client:
+    """Talks to a queue."""
+
+    def __init__(self, queue: RequestQueue) -> None:
+        self.queue = queue
+
+    def post(self, request: Request) -> str:
+        return self.queue.submit(request, pickle.dumps(request), "application/pickle").request_id
+
+    def reply(self, request_id: str, timeout: float = 20.0) -> Any:
+        return asyncio.run(self.queue.reply(request_id, timeout))
+
+    def outcome(self, request_id: str) -> Any:
+        """What came of a request; waited for."""
+        reply = self.reply(request_id)
+        assert isinstance(reply, Reply), reply
+        return pickle.loads(reply.body)
+
+    def call(self, request: Request) -> Any:
+        return self.outcome(self.post(request))
+
+    def model(self, **settings: Any) -> str:
+        """A new model of a new session."""
+        session = self.queue.create_session()
+        self.call(create(session, **settings))
+        return f"{session}:train:0"
+
+
+@contextmanager
+def served(
+    state: Path,
+    engine: FakeEngine | None = None,
+    *,
+    start: bool = True,
+    settings: QueueSettings | None = None,
+    codec: PickleCodec | None = None,
+) -> Iterator[tuple[Client, FakeEngine]]:
+    """A queue on a state folder, and its engine."""
+    engine = engine or FakeEngine()
+    queue = RequestQueue(engine, state, codec=codec or PickleCodec(), settings=settings or QueueSettings())
+    if start:
+        queue.start()
+    try:
+        yield Client(queue), engine
+    finally:
+        if engine.gate is not None:
+            engine.gate.release(10_000)
+        queue.close()
+
+
+def until(is_so: Any, seconds: float = 20.0) -> None:
+    """Wait until something is so."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.002)
+
+
+def is_failure(outcome: Outcome, *words: str) -> bool:
+    text = str(outcome)
+    return type(outcome).__name__ == "Failure" and all(word in text for word in words)

@@ -1,0 +1,242 @@
+"""A queue without an engine: results are made up when a request comes, by formulas that a test can repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from vlmpack.errors import RequestError
+from vlmpack.service import wire
+from vlmpack.service.messages import (
+    CreatedModel,
+    CreateFromCheckpoint,
+    CreateModel,
+    Failure,
+    ForwardBackward,
+    ForwardBackwardResult,
+    LoadedWeights,
+    LoadWeights,
+    LoraConfig,
+    OptimStep,
+    OptimStepResult,
+    Outcome,
+    Request,
+    Sample,
+    SampledSequence,
+    SampleResult,
+    SavedForSampler,
+    SavedWeights,
+    SaveForSampler,
+    SaveWeights,
+    TextChunk,
+)
+from vlmpack.service.queue import (
+    CheckpointInfo,
+    ModelInfo,
+    Pending,
+    Rejected,
+    Reply,
+    SamplerInfo,
+    SessionInfo,
+    Submitted,
+)
+
+BASE = "vlmpack/fake"
+
+
+def logprobs_of(targets: np.ndarray) -> np.ndarray:
+    """Log-probabilities that this queue gives to targets."""
+    return -(targets % 7).astype(np.float32) / 8
+
+
+class FakeQueue:
+    """Remembers what it was given; `pending` ids have no result yet."""
+
+    def __init__(self) -> None:
+        self.submitted: list[Request] = []
+        self.refused: list[tuple[Any, ...]] = []
+        self.replies: dict[str, Outcome] = {}
+        self.pending: set[str] = set()
+        self.session_ids: list[str] = []
+        self.finished: set[str] = set()
+        self.samplers: dict[str, str | None] = {}
+        self.deleted: list[str] = []
+        self.adapters: dict[str, LoraConfig | None] = {}
+
+    # ------------------------------------------------------------------ sessions
+
+    def create_session(self, *, tags: Sequence[str], user_metadata: Mapping[str, str], sdk_version: str) -> str:
+        self.session_ids.append(f"s{len(self.session_ids)}")
+        return self.session_ids[-1]
+
+    def _check_session(self, session_id: str) -> None:
+        if session_id not in self.session_ids:
+            raise Rejected(f"session {session_id!r} is not known", status=404)
+        if session_id in self.finished:
+            raise Rejected(f"session {session_id!r} is finished", status=410)
+
+    def heartbeat(self, session_id: str) -> None:
+        self._check_session(session_id)
+
+    def finish(self, session_id: str) -> None:
+        self.finished.add(session_id)
+
+    def create_sampling_session(
+        self, session_id: str, sampling_session_seq_id: int, *, path: str | None, base_model: str | None
+    ) -> str:
+        self._check_session(session_id)
+        sampler = f"{session_id}:sample:{sampling_session_seq_id}"
+        self.samplers[sampler] = path
+        return sampler
+
+    # ------------------------------------------------------------------ requests
+
+    def submit(self, request: Request, body: bytes, content_type: str) -> Submitted:
+        self.submitted.append(request)
+        if isinstance(request, Sample):
+            if request.sampling_session_id not in self.samplers:
+                raise Rejected("no such sampling session", status=404)
+            return self._accept_sample(request.sampling_session_id, request.seq_id, request.num_samples, _run(request))
+        if isinstance(request, CreateModel | CreateFromCheckpoint):
+            self._check_session(request.session_id)
+            model_id = f"{request.session_id}:train:{request.model_seq_id}"
+            self.adapters[model_id] = request.lora if isinstance(request, CreateModel) else LoraConfig(rank=4)
+            return self._accept(f"{model_id}:0", _run(request))
+        if request.model_id not in self.adapters:
+            raise Rejected(f"model {request.model_id!r} is not known", status=404)
+        return self._accept(f"{request.model_id}:{request.seq_id}", _run(request))
+
+    def _accept(self, request_id: str, outcome: Outcome) -> Submitted:
+        self.replies.setdefault(request_id, outcome)
+        return Submitted(request_id=request_id)
+
+    def _accept_sample(self, sampler: str, seq_id: int, count: int, outcome: Outcome) -> Submitted:
+        request_id = self._accept(f"{sampler}:{seq_id}", outcome).request_id
+        return Submitted(request_id=request_id, sequence_ids=tuple(f"{request_id}:{i}" for i in range(count)))
+
+    def refuse(self, model_id: str, seq_id: int, message: str) -> str:
+        self.refused.append((model_id, seq_id, message))
+        return self._accept(f"{model_id}:{seq_id}", Failure(message=message, category="user")).request_id
+
+    def refuse_creation(self, session_id: str, model_seq_id: int, message: str) -> str:
+        return self.refuse(f"{session_id}:train:{model_seq_id}", 0, message)
+
+    def refuse_sample(self, sampling_session_id: str, seq_id: int, num_samples: int, message: str) -> Submitted:
+        self.refused.append((sampling_session_id, seq_id, message))
+        return self._accept_sample(sampling_session_id, seq_id, num_samples, Failure(message=message, category="user"))
+
+    async def reply(self, request_id: str, timeout: float) -> Reply | Pending | None:
+        if request_id in self.pending:
+            return Pending(state="paused_capacity", reason="busy")
+        if request_id not in self.replies:
+            return None
+        encoded = wire.encode(self.replies[request_id])
+        return Reply(content_type=encoded.content_type, body=encoded.body)
+
+    # ------------------------------------------------------------------ lists
+
+    def get_info(self, model_id: str) -> ModelInfo:
+        if model_id not in self.adapters:
+            raise Rejected(f"model {model_id!r} is not known", status=404)
+        return ModelInfo(
+            model_id=model_id,
+            session_id=model_id.split(":")[0],
+            base_model=BASE,
+            arch="fake",
+            tokenizer_id="/nowhere",
+            lora=self.adapters[model_id],
+            last_request_time=1.0e9,
+        )
+
+    def models(self) -> list[ModelInfo]:
+        return [self.get_info(model_id) for model_id in self.adapters]
+
+    def sessions(self) -> list[str]:
+        return list(self.session_ids)
+
+    def session(self, session_id: str) -> SessionInfo:
+        self._check_session(session_id)
+        return SessionInfo(
+            session_id=session_id,
+            model_ids=tuple(self.adapters),
+            sampler_ids=tuple(self.samplers),
+            created=1.0e9,
+            user_metadata={},
+        )
+
+    def sampler(self, sampling_session_id: str) -> SamplerInfo:
+        if sampling_session_id not in self.samplers:
+            raise Rejected("no such sampling session", status=404)
+        path = self.samplers[sampling_session_id]
+        return SamplerInfo(sampler_id=sampling_session_id, base_model=BASE, model_path=path)
+
+    def checkpoints(self, model_id: str | None = None) -> list[CheckpointInfo]:
+        return [
+            self.checkpoint("tinker://s0:train:0/weights/one"),
+            self.checkpoint("tinker://s0:train:0/sampler_weights/two"),
+        ]
+
+    def checkpoint(self, path: str) -> CheckpointInfo:
+        parts = path.removeprefix("tinker://").split("/")
+        if len(parts) != 3:
+            raise RequestError(f"path {path!r}: tinker://MODEL/weights/NAME is needed")
+        return CheckpointInfo(
+            path=path,
+            model_id=parts[0],
+            kind="weights" if parts[1] == "weights" else "sampler_weights",
+            name=parts[2],
+            time=1.0e9,
+            size_bytes=12,
+            user_metadata={"a": "b"},
+            base_model=BASE,
+            lora=LoraConfig(rank=4),
+        )
+
+    def delete_checkpoint(self, path: str) -> None:
+        if path in self.deleted:
+            raise Rejected(f"checkpoint {path!r} is not known", status=404)
+        self.deleted.append(path)
+
+
+def _run(request: Request) -> Outcome:
+    match request:
+        case ForwardBackward():
+            rows = tuple(logprobs_of(datum.inputs["target_tokens"]) for datum in request.data)
+            return ForwardBackwardResult(logprobs=rows, metrics={"loss:sum": float(-sum(row.sum() for row in rows))})
+        case OptimStep():
+            return OptimStepResult(metrics={"learning_rate:mean": request.adam.learning_rate})
+        case SaveWeights():
+            return SavedWeights(path=f"tinker://{request.model_id}/weights/{request.name}")
+        case SaveForSampler(name=None):
+            session_id = request.model_id.split(":")[0]
+            return SavedForSampler(sampling_session_id=f"{session_id}:sample:{request.sampling_session_seq_id}")
+        case SaveForSampler():
+            return SavedForSampler(path=f"tinker://{request.model_id}/sampler_weights/{request.name}")
+        case LoadWeights():
+            return LoadedWeights(path=request.path)
+        case CreateModel():
+            return CreatedModel(model_id=f"{request.session_id}:train:{request.model_seq_id}")
+        case CreateFromCheckpoint():
+            return LoadedWeights(path=request.path, model_id=f"{request.session_id}:train:{request.model_seq_id}")
+        case Sample():
+            return _sample(request)
+
+
+def _sample(request: Sample) -> SampleResult:
+    texts = [chunk.tokens for chunk in request.prompt if isinstance(chunk, TextChunk)]
+    prompt = np.concatenate(texts)
+    logprobs = logprobs_of(prompt)
+    logprobs[0] = np.nan
+    return SampleResult(
+        sequences=tuple(
+            SampledSequence(
+                tokens=np.array([index, 5], dtype=np.int32),
+                logprobs=np.array([-0.5, -0.25], dtype=np.float32),
+                stop_reason="stop" if index % 2 else "length",
+            )
+            for index in range(request.num_samples)
+        ),
+        prompt_logprobs=logprobs if request.prompt_logprobs else None,
+    )

@@ -1,0 +1,164 @@
+"""The whole service, driven by the unmodified client alone: newest and oldest, through a bad network, over kills.
+
+client_program.py (a process) ──▶ FaultyProxy (this process) ──▶ vlmpack serve --demo (a process)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.service.faulty_proxy import FaultyProxy
+
+KEY = "tml-acceptance"
+PROGRAM = Path(__file__).parent / "client_program.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tinker_client.py"
+OLDEST_CLIENT = Path(sys.prefix) / "tinker-0.25.0"
+CHECKS = 9
+STARTED_WITHIN, FINISHED_WITHIN = 90.0, 500.0
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.version_info < (3, 11), reason="the client needs Python 3.11"),
+]
+
+
+class Server:
+    """`vlmpack serve --demo` on a port and a state folder of its own."""
+
+    def __init__(self, state: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.state = state
+        self.log = (state.parent / "server.log").open("ab")
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "vlmpack.cli", "serve", "--demo"]
+        command += ["--port", str(self.port), "--state", str(self.state)]
+        environment = {**os.environ, "VLMPACK_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, env=environment, stdout=self.log, stderr=self.log)
+        deadline = time.monotonic() + STARTED_WITHIN
+        while not self.answers():
+            assert self.process.poll() is None, self.printed()
+            assert time.monotonic() < deadline, f"no answer within {STARTED_WITHIN} s\n{self.printed()}"
+            time.sleep(0.1)
+
+    def answers(self) -> bool:
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/api/v1/healthz", headers={"X-API-Key": KEY})
+        try:
+            with urllib.request.urlopen(request, timeout=5) as reply:
+                return json.load(reply) == {"status": "ok"}
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def printed(self) -> str:
+        self.log.flush()
+        return (self.state.parent / "server.log").read_text(errors="replace")[-4000:]
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(60)
+        finally:
+            self.process.kill()
+            self.log.close()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path / "state")
+    yield server
+    if server.process.poll() is None:
+        assert server.stop() == 0, server.printed()
+
+
+def run_client(port: int, *checks: str, client: Path | None = None) -> dict[str, str]:
+    """What each check saw; one that does not hold fails."""
+    folders = [str(client)] if client else []
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(PROGRAM), f"http://127.0.0.1:{port}", KEY, *checks]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=FINISHED_WITHIN)
+    results = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"check"')]
+    broken = [f"{r['check']}:\n{r['seen']}" for r in results if not r["holds"]]
+    assert not broken, "\n".join(broken)
+    assert len(results) == (len(checks) or CHECKS), ended.stderr[-4000:]
+    return {r["check"]: r["seen"] for r in results}
+
+
+def test_the_newest_client(server: Server) -> None:
+    run_client(server.port)
+
+
+@pytest.mark.skipif(not OLDEST_CLIENT.exists(), reason=f"waits for tinker 0.25.0 in {OLDEST_CLIENT}: make test")
+def test_the_oldest_client(server: Server) -> None:
+    run_client(server.port, client=OLDEST_CLIENT)
+
+
+def test_a_network_that_loses_and_doubles(server: Server) -> None:
+    with FaultyProxy(server.port) as proxy:
+        run_client(proxy.port)
+        assert min(proxy.done[fault] for fault in ("doubled", "reply lost", "lost")) >= 5, proxy.done
+
+
+def test_a_server_that_is_killed_meanwhile(server: Server) -> None:
+    with FaultyProxy(server.port, faults=False) as proxy, killed_every(6.0, server) as kills:
+        run_client(
+            proxy.port,
+            "a_batch_equals_its_datums",
+            "gradients_add_up_and_forward_adds_none",
+            "a_checkpoint_continues_the_run",
+            "two_models_do_not_touch_each_other",
+            "bad_requests_leave_no_trace",
+        )
+    assert kills, "the client was done before the first kill"
+
+
+def test_the_example_trains_on_receipts(server: Server) -> None:
+    command = [sys.executable, "-W", "ignore", str(EXAMPLE), "--url", f"http://127.0.0.1:{server.port}"]
+    command += ["--receipts", "4", "--epochs", "4", "--rounds", "2", "--group", "4"]
+    environment = {**os.environ, "TINKER_API_KEY": KEY}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=FINISHED_WITHIN)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    losses = [float(line.split()[3]) for line in ended.stdout.splitlines() if line.startswith("supervised")]
+    assert losses[-1] < losses[0] / 1.5
+    assert ended.stdout.count("mean reward") == 2
+    assert "saved: tinker://" in ended.stdout
+
+
+@contextmanager
+def killed_every(seconds: float, server: Server) -> Iterator[list[float]]:
+    """Kill the server and start it again, over and over."""
+    stop, kills = threading.Event(), []
+
+    def run() -> None:
+        while not stop.wait(seconds):
+            server.kill()
+            kills.append(time.monotonic())
+            server.start()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield kills
+    finally:
+        stop.set()
+        thread.join()

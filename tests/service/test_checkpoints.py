@@ -1,0 +1,163 @@
+"""The state folder: locked, recognised, and its folders whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from service.clients import save, served
+from service.fakes import FakeBase, FakeEngine, PickleCodec
+
+from vlmpack.errors import ConfigError, RequestError
+from vlmpack.service.checkpoints import StateFolder, check_name, parse_path
+from vlmpack.service.queue import RequestQueue
+
+
+def refusal(state: Path, engine: FakeEngine | None = None) -> str:
+    """Why a state folder cannot be served."""
+    with pytest.raises(ConfigError) as error:
+        RequestQueue(engine or FakeEngine(), state, codec=PickleCodec())
+    return str(error.value)
+
+
+def test_a_path_has_three_parts_and_gives_them_back() -> None:
+    for text in ("tinker://s1:train:0/weights/a.b-c_9", "tinker://s1:train:0/sampler_weights/A"):
+        assert str(parse_path(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "tinker://",
+        "tinker://a",
+        "tinker://a/weights",
+        "tinker://a/weights/",
+        "tinker://a/weights/b/c",
+        "tinker://a/other/b",
+        "tinker:///weights/b",
+        "http://a/weights/b",
+        "tinker://a/weights/..",
+        "tinker://a/weights/b\n",
+        "/a/weights/b",
+    ],
+)
+def test_other_texts_are_no_path(text: str) -> None:
+    with pytest.raises(RequestError, match="no path of a checkpoint"):
+        parse_path(text)
+
+
+def test_a_name_is_letters_digits_and_three_signs() -> None:
+    assert check_name("step-1_a.B") == "step-1_a.B"
+    with pytest.raises(RequestError, match="128 letters"):
+        check_name("a\n")
+
+
+# ---------------------------------------------------------------------- whose folder it is
+
+
+def test_a_second_server_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    with served(tmp_path):
+        assert "used by another server" in refusal(tmp_path)
+    with served(tmp_path):
+        pass
+
+
+@pytest.mark.full
+def test_a_second_server_in_another_process_is_refused(tmp_path: Path) -> None:
+    script = "import sys, pathlib, vlmpack.service.checkpoints as c; c.StateFolder(pathlib.Path(sys.argv[1]))"
+    with served(tmp_path):
+        other = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
+        assert "used by another server" in other.stderr
+
+
+def test_a_folder_of_other_things_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "holiday.jpg").touch()
+    assert "holiday.jpg" in refusal(tmp_path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["holiday.jpg"]
+
+
+def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "state").touch()
+    assert "cannot be written" in refusal(tmp_path / "state")
+
+
+def test_states_without_a_journal_are_refused_and_kept(tmp_path: Path) -> None:
+    with served(tmp_path) as (client, _):
+        client.call(save(client.model(), 1, "a"))
+    (tmp_path / "journal.sqlite3").unlink()
+    assert "restore that file" in refusal(tmp_path)
+    assert len([*(tmp_path / "weights").iterdir()]) == 1
+
+
+@pytest.mark.parametrize("damage", ["text", "holes", "short"])
+def test_a_damaged_journal_is_refused(tmp_path: Path, damage: str) -> None:
+    with served(tmp_path) as (client, _):
+        client.model()
+    journal = tmp_path / "journal.sqlite3"
+    content = journal.read_bytes()
+    if damage == "text":
+        journal.write_text("not a journal " * 1000)
+    elif damage == "short":
+        journal.write_bytes(content[: len(content) // 2])
+    else:
+        page = 4096
+        journal.write_bytes(content[:page] + b"\xff" * (len(content) - page))
+    assert "damaged" in refusal(tmp_path)
+    assert "another" in refusal(tmp_path)  # the lock was given back
+
+
+def test_a_database_of_others_is_refused(tmp_path: Path) -> None:
+    import sqlite3
+
+    with sqlite3.connect(tmp_path / "journal.sqlite3") as other:
+        other.execute("CREATE TABLE notes (text TEXT)")
+    other.close()
+    assert "no journal of vlmpack" in refusal(tmp_path)
+
+
+def test_a_folder_of_another_base_model_is_refused(tmp_path: Path) -> None:
+    with served(tmp_path):
+        pass
+    engine = FakeEngine()
+    engine.base = FakeBase(name="other/model")
+    assert "belongs to the base model 'base/fake'" in refusal(tmp_path, engine)
+
+
+def test_a_folder_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    with served(tmp_path) as (client, _):
+        client.queue._ledger.journal._writer.execute("PRAGMA user_version = 99")
+    assert "version 99" in refusal(tmp_path)
+
+
+# ---------------------------------------------------------------------- folders of states
+
+
+def test_a_folder_has_no_name_until_it_is_published(tmp_path: Path) -> None:
+    state = StateFolder(tmp_path)
+    with state.new("a") as folder:
+        (folder / "part").mkdir()
+        (folder / "part" / "file").write_text("text")
+        assert folder.name.startswith(".a-")
+    name = state.publish(folder)
+    assert (state.folder(name) / "part" / "file").read_text() == "text"
+    assert state.sweep({name}) == []
+    assert state.sweep(set()) == [name]
+    with pytest.raises(RequestError, match="is gone"):
+        state.folder(name)
+    state.close()
+
+
+def test_what_cannot_be_written_leaves_nothing_and_names_the_remedy(tmp_path: Path) -> None:
+    state = StateFolder(tmp_path)
+    with pytest.raises(ConfigError, match="Make room"), state.new("a") as folder:
+        (folder / "half").write_text("half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(KeyError), state.new("a"):
+        raise KeyError
+    assert [*(tmp_path / "weights").iterdir()] == []
+    state.close()

@@ -1,0 +1,395 @@
+"""The engine: a batch equals its datums, gradients add up, failures leave nothing, models do not disturb each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from step_service import (
+    ADAM,
+    FAMILY_NAMES,
+    gradients,
+    largest_difference,
+    lora,
+    plain_model,
+    request,
+    run,
+    run_one,
+    set_adapter,
+    some_data,
+    tiny_engine,
+    weights,
+)
+
+from vlmpack.errors import RequestError
+from vlmpack.model import PackedStep
+from vlmpack.service import row_work, rows
+from vlmpack.service.engine import Engine
+from vlmpack.service.messages import Datum, Failure, ForwardBackwardResult
+
+RATED = ("weights", "logprobs", "advantages")
+
+
+def engine_with(*names: str, family: str = "qwen3_vl", **settings: object) -> Engine:
+    engine = tiny_engine(family, **settings)
+    for at, name in enumerate(names or ("a",)):
+        engine.create(name, lora(family, seed=at, rank=2 + at))
+        set_adapter(engine, name, seed=at)
+    return engine
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---------------------------------------------------------------------- a batch and its datums
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"])
+def test_a_batch_equals_single_calls(family: str, loss: str) -> None:
+    engine = engine_with(family=family)
+    data = some_data(engine, inputs=("weights",) if loss == "cross_entropy" else RATED)
+    together = run_one(engine, data, loss_fn=loss)
+    batch = gradients(engine)
+    engine.client("a").gradients = None
+    alone = [run_one(engine, [datum], loss_fn=loss) for datum in data]
+    for ours, single in zip(together.logprobs, alone, strict=True):
+        np.testing.assert_allclose(ours, single.logprobs[0], atol=1e-5)
+    total = sum(single.metrics["loss:sum"] for single in alone)
+    assert together.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
+    assert largest_difference(batch, gradients(engine)) < 1e-5
+
+
+def test_every_token_has_a_logprob_whatever_its_weight() -> None:
+    engine = engine_with()
+    data = some_data(engine)
+    silent = [replace(datum, inputs={**datum.inputs, "weights": datum.inputs["weights"] * 0}) for datum in data]
+    result, weighted = run_one(engine, silent), run_one(engine, data)
+    for datum, ours, theirs in zip(data, result.logprobs, weighted.logprobs, strict=True):
+        assert ours.dtype == np.float32
+        assert ours.shape == datum.inputs["target_tokens"].shape
+        assert np.array_equal(ours, theirs)
+    assert result.metrics["loss:sum"] == 0
+
+
+def test_metrics_have_a_reduction_each() -> None:
+    engine = engine_with()
+    metrics = run_one(engine, some_data(engine)).metrics
+    assert "loss:sum" in metrics
+    assert all(name.rpartition(":")[2] in ("sum", "mean", "min", "max") for name in metrics)
+
+
+def test_a_custom_loss_of_the_client_is_cross_entropy_with_its_derivatives_as_weights() -> None:
+    """As `forward_backward_custom` does it: log-probabilities first, then weights of -dC / dlogprob."""
+    engine = engine_with()
+    data = [replace(datum, inputs={"target_tokens": datum.inputs["target_tokens"]}) for datum in some_data(engine)]
+    forward = run_one(engine, data, forward_only=True)
+    assert gradients(engine) == {}
+    leaves = [torch.tensor(part, requires_grad=True) for part in forward.logprobs]
+    custom = sum(((leaf.exp() - 0.3) ** 2).sum() * (1 + at) for at, leaf in enumerate(leaves))
+    custom.backward()
+    with_weights = [
+        replace(datum, inputs={**datum.inputs, "weights": -leaf.grad.numpy()})
+        for datum, leaf in zip(data, leaves, strict=True)
+        if leaf.grad is not None
+    ]
+    run_one(engine, with_weights)
+
+    client = engine.client("a")
+    items = [rows.RowItem(client=client, datum=d, loss=e.loss) for e in [engine.encode(request(data))] for d in e.data]
+    spans = [rows.Span(adapter=client.adapter, length=sum(len(part) for part in forward.logprobs))]
+    with engine.adapters.applied(*spans):
+        hidden = rows.last_hidden(client.model, [item.datum.sequence for item in items])
+        targets = torch.from_numpy(np.concatenate([item.datum.targets for item in items]))
+        logprobs = rows.span_logprobs(client.model, hidden, targets, spans, engine.adapters)
+        parts = logprobs.split([len(part) for part in forward.logprobs])
+        direct = sum(((part.exp() - 0.3) ** 2).sum() * (1 + at) for at, part in enumerate(parts))
+        expected = torch.autograd.grad(direct, client.parameters)
+    assert largest_difference(gradients(engine), dict(zip(client.names, expected, strict=True))) < 1e-5
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def test_rows_keep_both_budgets_and_their_work_is_counted() -> None:
+    engine = engine_with(limits={"row_tokens": 24, "row_patches": 40})
+    data = some_data(engine)
+    encoded = engine.encode(request(data))
+    work = engine.forward_backward([encoded])
+    seen = []
+    with patch.object(row_work, "compute_row", wraps=rows.compute_row) as computed:
+        while work.rows_left:
+            left = work.rows_left
+            work.run_row()
+            assert work.rows_left == left - 1
+    for call in computed.call_args_list:
+        sequences = [item.datum.sequence for item in call.args[0]]
+        assert len(sequences) == 1 or sum(s.length for s in sequences) <= 24
+        assert len(sequences) == 1 or sum(s.patches for s in sequences) <= 40
+        seen += sequences
+    assert len(seen) == len(data)
+    tokens = sum(datum.sequence.length for datum in encoded.data)
+    patches = sum(datum.sequence.patches for datum in encoded.data)
+    assert (work.work.rows, work.work.tokens, work.work.patches) == (computed.call_count, tokens, patches)
+    assert work.work.capacity >= 24 * computed.call_count
+
+
+def test_several_requests_share_rows_and_get_their_own_results() -> None:
+    engine = engine_with()
+    data = some_data(engine)
+    encoded = [engine.encode(request(data[:2])), engine.encode(request(data[2:]))]
+    work = engine.forward_backward(encoded)
+    assert work.rows_left == 1
+    work.run_row()
+    first, second = work.results()
+    assert isinstance(first, ForwardBackwardResult)
+    assert isinstance(second, ForwardBackwardResult)
+    together = gradients(engine)
+    engine.client("a").gradients = None
+    whole = run_one(engine, data)
+    for ours, theirs in zip((*first.logprobs, *second.logprobs), whole.logprobs, strict=True):
+        assert np.array_equal(ours, theirs)
+    assert equal(together, gradients(engine))
+
+
+def test_gradients_add_up_over_requests_until_a_step() -> None:
+    engine = engine_with()
+    data = some_data(engine)
+    run_one(engine, data)
+    whole = gradients(engine)
+    engine.client("a").gradients = None
+    for part in (data[:1], data[1:3], data[3:]):
+        run_one(engine, part)
+    assert largest_difference(gradients(engine), whole) < 1e-5
+
+
+def test_forward_only_adds_none_and_gives_the_same() -> None:
+    engine = engine_with()
+    data = some_data(engine)
+    forward = run_one(engine, data, forward_only=True)
+    assert gradients(engine) == {}
+    full = run_one(engine, data)
+    for ours, theirs in zip(forward.logprobs, full.logprobs, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    assert forward.metrics["loss:sum"] == pytest.approx(full.metrics["loss:sum"], rel=1e-6)
+
+
+def test_forward_only_beside_training_adds_none() -> None:
+    engine = engine_with()
+    data = some_data(engine)
+    run(engine, request(data[:2]), request(data[2:], forward_only=True))
+    mixed = gradients(engine)
+    engine.client("a").gradients = None
+    run_one(engine, data[:2])
+    assert equal(mixed, gradients(engine))
+
+
+def test_routers_add_nothing_to_a_gradient() -> None:
+    """Though the model's configuration asks for their load-balancing loss, which a batch would share."""
+    model = plain_model("qwen3_5_moe")
+    model.config.text_config.output_router_logits = True
+    model.config.text_config.router_aux_loss_coef = 100.0
+    engine, plain = engine_with(family="qwen3_5_moe", model=model), engine_with(family="qwen3_5_moe")
+    for each in (engine, plain):
+        run_one(each, some_data(each))
+    assert equal(gradients(engine), gradients(plain))
+
+
+def test_checkpointed_layers_give_the_same() -> None:
+    engine, plain = engine_with(gradient_checkpointing=True), engine_with()
+    data = some_data(plain)
+    for each in (engine, plain):
+        result = run_one(each, data)
+    assert largest_difference(gradients(engine), gradients(plain)) < 1e-6
+    assert not any(module.training for module in engine.model.modules() if type(module).__name__ == "Dropout")
+    assert result.metrics["loss:sum"] == pytest.approx(run_one(plain, data, forward_only=True).metrics["loss:sum"])
+
+
+# ---------------------------------------------------------------------- failures
+
+
+def rated(engine: Engine, *, seed: int = 0) -> list[Datum]:
+    return some_data(engine, seed=seed, inputs=RATED)
+
+
+def with_overflow(data: Sequence[Datum], at: int) -> list[Datum]:
+    """One datum whose importance ratio is infinite."""
+    logprobs = np.full_like(data[at].inputs["logprobs"], -1000.0)
+    bad = replace(data[at], inputs={**data[at].inputs, "logprobs": logprobs})
+    return [*data[:at], bad, *data[at + 1 :]]
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo"])
+@pytest.mark.parametrize("row_tokens", [8192, 24])
+def test_a_loss_that_is_not_finite_fails_its_request_alone(loss: str, row_tokens: int) -> None:
+    """Also where other requests share its row, and rows of it ran before."""
+    engine = engine_with(limits={"row_tokens": row_tokens})
+    good, bad = rated(engine), with_overflow(rated(engine, seed=1), 3)
+    bad_result, good_result = run(engine, request(bad, loss_fn=loss), request(good, loss_fn=loss))
+    if loss == "cispo":  # whose ratio is clipped and fixed
+        assert isinstance(bad_result, ForwardBackwardResult)
+        return
+    assert isinstance(bad_result, Failure)
+    assert bad_result.category == "user"
+    assert bad_result.message.startswith("datum 3: its loss or gradient is not finite")
+    assert isinstance(good_result, ForwardBackwardResult)
+    left = gradients(engine)
+    engine.client("a").gradients = None
+    alone = run_one(engine, good, loss_fn=loss)
+    assert equal(left, gradients(engine))
+    assert good_result.metrics == alone.metrics
+
+
+def test_a_request_that_fails_alone_leaves_no_gradient() -> None:
+    engine = engine_with()
+    (failure,) = run(engine, request(with_overflow(rated(engine), 0), loss_fn="importance_sampling"))
+    assert isinstance(failure, Failure)
+    assert gradients(engine) == {}
+
+
+@pytest.mark.parametrize("failing_row", [0, 1])
+def test_after_an_error_in_a_row_nothing_has_changed(failing_row: int) -> None:
+    """A step of the model raises in the middle, as it does when memory runs out."""
+    engine = engine_with(limits={"row_tokens": 24})
+    data = some_data(engine)
+    run_one(engine, data[:1])
+    before = gradients(engine)
+    work = engine.forward_backward([engine.encode(request(data))])
+    for _ in range(failing_row):
+        work.run_row()
+    with patch.object(torch.autograd, "backward", side_effect=torch.OutOfMemoryError("out of memory")):
+        with pytest.raises(torch.OutOfMemoryError):
+            work.run_row()
+        work.cancel()
+    assert equal(gradients(engine), before)
+    assert all(parameter.grad is None for parameter in engine.client("a").parameters)
+    run_one(engine, data)
+
+
+def test_an_unknown_model_is_refused() -> None:
+    engine = engine_with()
+    encoded = engine.encode(request(some_data(engine), model_id="nobody"))
+    for call in (lambda: engine.forward_backward([encoded]), lambda: engine.optim_step("nobody", ADAM)):
+        with pytest.raises(RequestError, match="there is no model 'nobody'"):
+            call()
+
+
+def test_there_are_no_more_models_than_the_limit() -> None:
+    engine = engine_with("a", "b", limits={"models": 2})
+    with pytest.raises(RequestError, match="there are 2 models"):
+        engine.create("c", lora())
+    engine.free("a")
+    engine.create("c", lora())
+    assert engine.models() == ("b", "c")
+
+
+# ---------------------------------------------------------------------- several models
+
+
+def test_models_interleaved_row_by_row_are_bit_for_bit_as_alone() -> None:
+    """Two adapters of other ranks and one model of its own, whose rows and steps take turns."""
+    names = ("a", "b", "full")
+
+    def prepared() -> Engine:
+        engine = engine_with("a", "b", limits={"row_tokens": 24})
+        engine.create("full", None)
+        return engine
+
+    together = prepared()
+    for step in range(3):
+        works = {
+            name: together.forward_backward(
+                [together.encode(request(some_data(together, seed=10 * at + step), model_id=name))]
+            )
+            for at, name in enumerate(names)
+        }
+        while any(work.rows_left for work in works.values()):
+            for work in works.values():
+                if work.rows_left:
+                    work.run_row()
+        for name in reversed(names):
+            together.optim_step(name, ADAM)
+    for at, name in enumerate(names):
+        alone = prepared()
+        for step in range(3):
+            run_one(alone, some_data(alone, seed=10 * at + step), model_id=name)
+            alone.optim_step(name, ADAM)
+        assert equal(weights(together, name), weights(alone, name))
+
+
+# ---------------------------------------------------------------------- all weights
+
+
+def test_all_weights_are_trained_on_a_copy_as_the_plain_model_would_be() -> None:
+    """Vision tower included; the base model and adapters over it stay as they were."""
+    engine = engine_with()
+    base = {name: p.clone() for name, p in engine.model.named_parameters()}
+    engine.create("full", None)
+    data = some_data(engine)
+    run_one(engine, data, model_id="full")
+    ours = gradients(engine, "full")
+    plain = plain_model()
+    loss = torch.zeros(())
+    for datum in engine.encode(request(data)).data:
+        row = rows.row_of([datum.sequence], engine.family, engine.model.config)
+        labelled = replace(row, shift_labels=torch.from_numpy(datum.targets)[None], metadata=None)
+        logprobs = PackedStep(plain)(labelled).target_logprobs
+        loss = loss - (torch.from_numpy(datum.inputs["weights"]) * logprobs).sum()
+    loss.backward()
+    theirs = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    assert any("visual" in name for name in ours)
+    # the largest entries of some gradients are rounding: a bias before softmax has none
+    scale = max(float(g.abs().max()) for g in theirs.values())
+    assert all((ours[name] - theirs[name]).abs().max() < 1e-5 * scale for name in theirs)
+    engine.optim_step("full", ADAM)
+    assert equal({name: p.detach() for name, p in engine.model.named_parameters()}, base)
+    assert any(not torch.equal(base[name], tensor) for name, tensor in weights(engine, "full").items())
+
+
+def test_weights_that_are_tied_stay_tied(tmp_path: Path) -> None:
+    model = plain_model()
+    model.lm_head.weight = model.model.language_model.embed_tokens.weight
+    engine = tiny_engine(model=model)
+    engine.create("full", None)
+    data = some_data(engine)
+    run_one(engine, data, model_id="full")
+    engine.optim_step("full", ADAM)
+    engine.save("full", tmp_path, optimizer=True)
+    engine.create_from("again", tmp_path, optimizer=True)
+    first, second = (run_one(engine, data, model_id=name, forward_only=True) for name in ("full", "again"))
+    assert all(np.array_equal(a, b) for a, b in zip(first.logprobs, second.logprobs, strict=True))
+    copied: Any = engine.client("again").model
+    assert copied.lm_head.weight is copied.model.language_model.embed_tokens.weight
+
+
+def test_adapters_over_16_bit_weights_are_float32_and_a_batch_equals_its_datums() -> None:
+    """To the rounding of the low-rank products, which are in float32."""
+    engine = engine_with(model=plain_model(dtype=torch.bfloat16))
+    assert {p.dtype for p in engine.client("a").parameters} == {torch.float32}
+    data = some_data(engine)
+    together = run_one(engine, data)
+    batch = gradients(engine)
+    engine.client("a").gradients = None
+    for datum, ours in zip(data, together.logprobs, strict=True):
+        np.testing.assert_allclose(ours, run_one(engine, [datum]).logprobs[0], atol=0.05)
+    assert largest_difference(batch, gradients(engine)) < 0.05
+
+
+def test_full_fine_tuning_can_be_switched_off() -> None:
+    with pytest.raises(RequestError, match="trains LoRA adapters only"):
+        engine_with(lora_only=True).create("full", None)
+
+
+def test_the_base_model_is_described() -> None:
+    base = tiny_engine(limits={"context": 100}).base
+    assert (base.name, base.arch, base.max_context, base.is_vision) == ("tiny", "qwen3_vl", 100, True)
+    assert base.eos
+    assert not tiny_engine("qwen3").base.is_vision

@@ -1,0 +1,435 @@
+"""The HTTP face on a queue that makes results up: statuses, names, refusals, limits, the key."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from service.asgi import KEY, Client
+from service.fake_queue import BASE
+from service.test_protobuf import REQUEST
+from service.test_wire import ADAM, SAMPLE
+
+from vlmpack.service import protobuf
+from vlmpack.service.limits import ServiceLimits
+from vlmpack.service.messages import CreateFromCheckpoint, ForwardBackward, LoadWeights, Sample
+
+
+def training(model_id: str, seq_id: int = 1, *, datums: int = 1, **fields: Any) -> bytes:
+    """A training request of short datums."""
+    message = protobuf.message("ForwardBackwardRequest")(
+        model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy", **fields
+    )
+    for _ in range(datums):
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.array([1, 2], "<i4").tobytes()
+        targets = datum.loss_fn_inputs.add(key="target_tokens").value
+        targets.dense, targets.dtype = np.array([2, 3], "<i8").tobytes(), protobuf.INT64
+    return message.SerializeToString()
+
+
+def error_of(client: Client, request_id: str) -> str:
+    """Text of a request that failed by its client's fault."""
+    reply = client.retrieve(request_id)
+    assert reply.status == 200
+    assert reply.json()["category"] == "user"
+    return reply.json()["error"]
+
+
+# ---------------------------------------------------------------------- the key
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"x-api-key": "tml-other"}, {"authorization": "Bearer tml-x"}, {"x-api-key": "é"}]
+)
+def test_without_the_key_nothing_is_served(headers: dict[str, str]) -> None:
+    client = Client()
+    for method, path in [("POST", "/api/v1/create_session"), ("GET", "/api/v1/sessions"), ("GET", "/anything")]:
+        answer = client.send(method, path, b"{}", headers=headers, key=None)
+        assert answer.status == 401
+        assert "X-API-Key" in answer.json()["detail"]
+    assert client.queue.session_ids == []
+
+
+@pytest.mark.parametrize("headers", [{"x-api-key": KEY}, {"authorization": f"Bearer {KEY}"}])
+def test_the_key_opens(headers: dict[str, str]) -> None:
+    assert Client().send("GET", "/api/v1/sessions", headers=headers, key=None).status == 200
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/api/v1/healthz"])
+def test_health_needs_no_key(path: str) -> None:
+    answer = Client().send("GET", path, key=None)
+    assert (answer.status, answer.json()) == (200, {"status": "ok"})
+
+
+def test_the_log_has_one_line_a_request_and_no_key(caplog: pytest.LogCaptureFixture) -> None:
+    client = Client()
+    with caplog.at_level(logging.INFO, logger="vlmpack.service"):
+        client.get("sessions", access=KEY)
+        client.send("GET", "/api/v1/a\nb", key="tml-wrong")
+    first, second = caplog.messages
+    assert first.startswith("GET /api/v1/sessions 200 ")
+    assert second.startswith(r"GET /api/v1/a\nb 401 ")
+    assert KEY not in caplog.text and "tml-wrong" not in caplog.text
+
+
+# ---------------------------------------------------------------------- sessions and clients
+
+
+def test_flags_of_a_client() -> None:
+    flags = Client().post("client/config", sdk_version="0.38.0").json()
+    assert flags["pjwt_auth_enabled"] is False
+    assert flags["proto_compress_fwdbwd"] is False
+    assert flags["create_model_via_load_weights"] is True
+    assert flags["fwdbwd_max_chunk_len"] == 1024
+
+
+@pytest.mark.parametrize("path", ["client/config", "create_session"])
+def test_a_client_that_is_too_old_is_refused_in_words(path: str) -> None:
+    answer = Client().post(path, sdk_version="0.24.1", tags=[])
+    assert answer.status == 400
+    assert answer.json()["detail"] == "tinker 0.24.1: this service needs 0.25 or newer; pip install -U tinker"
+
+
+@pytest.mark.parametrize("version", ["0.25.0", "0.38.0", "1.0.0", "unknown", ""])
+def test_other_clients_are_served(version: str) -> None:
+    assert Client().post("client/config", sdk_version=version).status == 200
+
+
+def test_capabilities() -> None:
+    (model,) = Client().get("get_server_capabilities").json()["supported_models"]
+    assert model == {"model_name": BASE, "max_context_length": 4096, "trainable": True, "sampleable": True}
+
+
+def test_a_session_from_beginning_to_end() -> None:
+    client = Client()
+    session_id = client.session()
+    assert client.post("session_heartbeat", session_id=session_id).json() == {"type": "session_heartbeat"}
+    assert client.post("telemetry", events=[]).json() == {"status": "accepted"}
+    assert client.get(f"sessions/{session_id}").json() == {"training_run_ids": [], "sampler_ids": []}
+    finished = client.post(f"sessions/{session_id}/finish", reason={"type": "success"})
+    assert (finished.status, finished.body) == (204, b"")
+    assert client.post("session_heartbeat", session_id=session_id).status == 410
+    assert client.post("session_heartbeat", session_id="other").status == 404
+
+
+def test_a_models_settings() -> None:
+    client = Client()
+    info = client.post("get_info", model_id=client.model()).json()
+    assert info == {
+        "type": "get_info",
+        "model_id": "s0:train:0",
+        "is_lora": True,
+        "lora_rank": 4,
+        "model_name": BASE,
+        "model_data": {"arch": "fake", "model_name": BASE, "tokenizer_id": "/nowhere"},
+    }
+    assert client.post("get_info", model_id="other").status == 404
+
+
+# ---------------------------------------------------------------------- requests and results
+
+
+def test_a_training_request_and_its_result() -> None:
+    client = Client()
+    model_id = client.model()
+    posted = client.protobuf(training(model_id, 1, datums=2))
+    assert posted.json() == {"request_id": f"{model_id}:1", "model_id": model_id}
+    reply = client.retrieve(f"{model_id}:1")
+    assert reply.headers["content-type"] == "application/x-protobuf"
+    output = protobuf.message("ForwardBackwardOutput").FromString(reply.body)
+    assert output.loss_fn_outputs[0].num_datums == 2
+    assert int(reply.headers["content-length"]) == len(reply.body)
+
+
+def test_a_compressed_training_request() -> None:
+    client = Client()
+    body = zstandard.ZstdCompressor().compress(training(client.model(), 1))
+    assert client.protobuf(body, **{"content-encoding": "zstd"}).status == 200
+    assert isinstance(client.queue.submitted[-1], ForwardBackward)
+
+
+def test_a_sampling_request_names_every_sequence() -> None:
+    client = Client()
+    session_id = client.session()
+    created = client.post("create_sampling_session", session_id=session_id, sampling_session_seq_id=3, base_model=BASE)
+    sampler = created.json()["sampling_session_id"]
+    posted = client.post("asample", **{**SAMPLE, "sampling_session_id": sampler, "num_samples": 3}).json()
+    assert len(set(posted["sample_sequence_ids"])) == 3
+    assert client.retrieve(posted["request_id"]).headers["content-type"] == "application/x-protobuf"
+    assert isinstance(client.queue.submitted[-1], Sample)
+
+
+def test_loading_into_a_model_and_into_a_new_one() -> None:
+    client = Client()
+    model_id = client.model()
+    path = f"tinker://{model_id}/weights/a"
+    client.post("load_weights", model_id=model_id, seq_id=1, path=path, optimizer=False)
+    assert isinstance(client.queue.submitted[-1], LoadWeights)
+    client.post("load_weights", session_id="s0", model_seq_id=1, path=path, optimizer=True)
+    assert isinstance(client.queue.submitted[-1], CreateFromCheckpoint)
+    both = client.post("load_weights", session_id="s0", model_id=model_id, model_seq_id=1, seq_id=2, path=path)
+    assert both.status == 400
+
+
+def test_a_result_that_is_not_there_yet() -> None:
+    client = Client()
+    client.queue.pending.add("a")
+    reply = client.retrieve("a")
+    assert reply.status == 408
+    assert reply.json() == {
+        "type": "try_again",
+        "request_id": "a",
+        "queue_state": "paused_capacity",
+        "queue_state_reason": "busy",
+    }
+
+
+def test_a_result_that_is_lost() -> None:
+    client = Client()
+    assert client.retrieve("s0:sample:1:5").status == 410  # the client samples again
+    reply = client.retrieve("s0:train:1:5")
+    assert reply.status == 200
+    assert reply.json()["category"] == "server"
+    assert "not known" in reply.json()["error"]
+
+
+# ---------------------------------------------------------------------- refusals use the number up
+
+
+def test_a_refused_datum_fails_in_the_future() -> None:
+    client = Client()
+    model_id = client.model()
+    message = protobuf.message("ForwardBackwardRequest").FromString(training(model_id, 1, datums=3))
+    message.data[2].model_input[0].dmel.dmel = b"sound"
+    posted = client.protobuf(message.SerializeToString())
+    assert posted.status == 200
+    assert (
+        error_of(client, posted.json()["request_id"])
+        == "datum 2: a dmel chunk: this service takes text and images, no audio"
+    )
+    assert client.queue.refused[-1][:2] == (model_id, 1)
+
+
+@pytest.mark.parametrize(
+    ("limits", "datums", "message"),
+    [
+        (ServiceLimits(datums=2), 3, "3 datums in a request: send at most 2"),
+        (ServiceLimits(), 0, "a request without datums"),
+        (ServiceLimits(fields=20), 3, "more than 20 fields"),
+    ],
+)
+def test_limits_of_a_training_request(limits: ServiceLimits, datums: int, message: str) -> None:
+    client = Client(limits=limits)
+    posted = client.protobuf(training(client.model(), 1, datums=datums))
+    assert message in error_of(client, posted.json()["request_id"])
+
+
+def test_limits_of_images() -> None:
+    client = Client(limits=ServiceLimits(images=1, image_bytes=5))
+    model_id = client.model()
+    message = protobuf.message("ForwardBackwardRequest").FromString(training(model_id, 1, datums=2))
+    for datum in message.data:
+        datum.model_input.add().image.data = b"12345"
+    assert "2 images in a request" in error_of(
+        client, client.protobuf(message.SerializeToString()).json()["request_id"]
+    )
+    message.seq_id = 2
+    message.data[1].model_input[1].image.data = b"123456"
+    text = error_of(client, client.protobuf(message.SerializeToString()).json()["request_id"])
+    assert text == "datum 1: an image of 6 bytes; at most 5, so make it smaller"
+
+
+def test_a_datum_without_tokens() -> None:
+    client = Client()
+    message = protobuf.message("ForwardBackwardRequest")(model_id=client.model(), seq_id=1, data=[{}])
+    assert "datum 0: no tokens" in error_of(client, client.protobuf(message.SerializeToString()).json()["request_id"])
+
+
+def test_a_refused_operation_fails_in_the_future() -> None:
+    client = Client()
+    model_id = client.model()
+    adam = {**ADAM, "learning_rate": None}
+    posted = client.post("optim_step", model_id=model_id, seq_id=1, adam_params=adam)
+    assert "learning_rate" in error_of(client, posted.json()["request_id"])
+
+
+def test_another_base_model_fails_in_the_future() -> None:
+    client = Client()
+    session_id = client.session()
+    posted = client.post(
+        "create_model", session_id=session_id, model_seq_id=0, base_model="gpt", lora_config={"rank": 4}
+    )
+    assert error_of(client, posted.json()["request_id"]) == f"base_model 'gpt': this service has '{BASE}' alone"
+    answer = client.post("create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model="gpt")
+    assert answer.status == 400
+
+
+def test_a_refused_sampling_request_names_its_sequences_too() -> None:
+    client = Client()
+    posted = client.post("asample", **{**SAMPLE, "topk_sample_logprobs": 4}).json()
+    assert len(posted["sample_sequence_ids"]) == 2
+    assert "topk_sample_logprobs" in error_of(client, posted["request_id"])
+
+
+def test_a_body_without_a_name_is_refused_at_once() -> None:
+    client = Client()
+    client.model()
+    before = list(client.queue.replies)
+    assert client.protobuf(b"\xff\xff").status == 400
+    assert client.post("optim_step", seq_id=1, adam_params=ADAM).status == 400
+    assert client.post("optim_step", model_id="s0:train:0", seq_id="1", adam_params=ADAM).status == 400
+    assert client.post("asample", **{**SAMPLE, "num_samples": 10**9}).status == 400
+    assert client.send("POST", "/api/v1/optim_step", b"not json").status == 400
+    assert list(client.queue.replies) == before
+
+
+def test_what_the_queue_rejects_is_answered_with_its_status() -> None:
+    client = Client()
+    answer = client.protobuf(training("nobody", 1))
+    assert answer.status == 404
+    assert "nobody" in answer.json()["detail"]
+
+
+# ---------------------------------------------------------------------- bodies
+
+
+def test_a_body_that_is_too_large_uses_its_number_up() -> None:
+    client = Client(limits=ServiceLimits(body_bytes=200))
+    model_id = client.model()
+    answer = client.send(
+        "POST",
+        "/api/v1/forward_backward",
+        [training(model_id, 1, datums=3), b"x" * 1000],
+        headers={"content-type": "application/x-protobuf"},
+    )
+    assert answer.status == 413
+    assert client.queue.refused[-1][:2] == (model_id, 1)
+
+
+def test_a_bomb_uses_its_number_up() -> None:
+    client = Client(limits=ServiceLimits(decoded_bytes=10_000))
+    model_id = client.model()
+    bomb = zstandard.ZstdCompressor().compress(training(model_id, 1) + b"\x7a\xff\xff\xff\x07" + bytes(10**7))
+    assert client.protobuf(bomb, **{"content-encoding": "zstd"}).status == 413
+    assert client.queue.refused[-1][:2] == (model_id, 1)
+
+
+def test_training_in_json_is_refused_in_words() -> None:
+    client = Client()
+    answer = client.post("forward_backward", model_id="m")
+    assert answer.status == 415
+    assert "tinker 0.25 or newer" in answer.json()["detail"]
+
+
+def test_a_client_that_leaves_within_a_body_changes_nothing() -> None:
+    client = Client()
+    model_id = client.model()
+    body = training(model_id, 1)
+    client.send(
+        "POST", "/api/v1/forward_backward", body, headers={"content-type": "application/x-protobuf"}, leaves=True
+    )
+    assert f"{model_id}:1" not in client.queue.replies
+    assert client.bodies.held == 0
+
+
+def test_a_service_that_stops_takes_no_requests_but_gives_results() -> None:
+    client = Client()
+    model_id = client.model()
+    client.protobuf(training(model_id, 1))
+    client.draining = True
+    answer = client.protobuf(training(model_id, 2))
+    assert answer.status == 503
+    assert float(answer.headers["retry-after"]) > 0
+    assert client.retrieve(f"{model_id}:1").status == 200
+
+
+# ---------------------------------------------------------------------- lists
+
+
+def test_training_runs() -> None:
+    client = Client()
+    model_id = client.model()
+    answer = client.get("training_runs", limit=5, offset=0).json()
+    assert answer["cursor"] == {"offset": 0, "limit": 5, "total_count": 1}
+    (run,) = answer["training_runs"]
+    assert run["training_run_id"] == model_id
+    assert run["last_request_time"] == "2001-09-09T01:46:40+00:00"
+    assert client.get(f"training_runs/{model_id}").json() == run
+    assert client.get("training_runs/other").status == 404
+
+
+def test_checkpoints() -> None:
+    client = Client()
+    first, second = client.get("checkpoints").json()["checkpoints"]
+    assert (first["checkpoint_id"], first["checkpoint_type"]) == ("weights/one", "training")
+    assert (second["checkpoint_id"], second["checkpoint_type"]) == ("sampler_weights/two", "sampler")
+    assert client.get("training_runs/s0:train:0/checkpoints").json()["checkpoints"] == [first, second]
+    assert len(client.get("checkpoints", limit=1, offset=1).json()["checkpoints"]) == 1
+    path = "/api/v1/training_runs/s0:train:0/checkpoints/weights/one"
+    assert client.send("DELETE", path).status == 204
+    assert client.queue.deleted == ["tinker://s0:train:0/weights/one"]
+    assert client.send("DELETE", path).status == 404
+
+
+def test_what_a_model_is_created_with_from_a_checkpoint() -> None:
+    client = Client()
+    info = client.post("weights_info", tinker_path="tinker://s0:train:0/weights/one").json()
+    assert info == {
+        "base_model": BASE,
+        "is_lora": True,
+        "lora_rank": 4,
+        "train_unembed": True,
+        "train_mlp": True,
+        "train_attn": True,
+    }
+    assert client.post("weights_info", tinker_path="nonsense").status == 400
+
+
+@pytest.mark.parametrize("number", ["-1", "x", "9999999999", "١", "1e3", ""])
+def test_pages_have_numbers(number: str) -> None:
+    client = Client()
+    answer = client.send(
+        "GET", "/api/v1/checkpoints", parameters={"limit": number.encode().hex() if not number.isascii() else number}
+    )
+    assert answer.status == 400
+
+
+# ---------------------------------------------------------------------- what is not there
+
+
+@pytest.mark.parametrize(
+    "path", ["forward", "copy_weights", "retrieve_futures", "unload_model", "auth/token", "nonsense"]
+)
+def test_an_endpoint_that_is_not_there_is_404_and_never_501(path: str) -> None:
+    answer = Client().post(path)
+    assert answer.status == 404
+    assert answer.json()["detail"]
+
+
+def test_another_method_is_405() -> None:
+    assert Client().get("optim_step").status == 405
+
+
+def test_an_error_of_ours_is_500_without_a_word_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    client = Client()
+
+    def broken() -> list[str]:
+        raise ZeroDivisionError("secret")
+
+    client.queue.sessions = broken
+    answer = client.get("sessions")
+    assert answer.status == 500
+    assert b"secret" not in answer.body
+    assert json.loads(answer.body)["detail"]
+    assert "secret" in caplog.text  # in the log
+
+
+def test_a_captured_request_is_served() -> None:
+    client = Client()
+    client.queue.adapters["s77cc1b450bab:train:0"] = None
+    assert client.protobuf(REQUEST).json()["request_id"] == "s77cc1b450bab:train:0:3"

@@ -1,0 +1,157 @@
+"""The journal: a transaction is on the disk as a whole, or not at all."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from vlmpack.service.journal import Journal, JournalError
+from vlmpack.service.messages import LoraConfig
+from vlmpack.service.records import CheckpointRow, ModelRow, RequestRow, SamplingRow, SessionRow, StoredReply
+
+MODEL = "s:train:0"
+LORA = LoraConfig(rank=4, seed=2**31 - 1, train_mlp=False)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    return Journal(tmp_path / "journal.sqlite3", base_model="b")
+
+
+def again(journal: Journal) -> Journal:
+    """The journal as the next server reads it."""
+    return Journal(journal.path, base_model="b")
+
+
+def request(seq: int, owner: str = MODEL) -> RequestRow:
+    return RequestRow(owner=owner, seq=seq, session="s", kind="OptimStep", digest=b"d")
+
+
+def model(**changes) -> ModelRow:
+    return ModelRow(id=MODEL, session="s", created=1.0, last_request=1.0, base_model="b", lora=LORA, **changes)
+
+
+def test_what_is_entered_is_read_back(journal: Journal) -> None:
+    session = SessionRow(id="s", created=1.5, tags=["x"], user_metadata={"ü": "\n"}, sdk_version="0.38.0")
+    sampler = SamplingRow(id="s:sample:0", session="s", created=2.0, model=MODEL, folder="f")
+    checkpoint = CheckpointRow(
+        model=MODEL, kind="weights", name="n", folder="g", created=3.0, size=2**40, base_model="b", lora=None
+    )
+    journal.add_session(session)
+    journal.add_model(model(user_metadata={"a": "b"}))
+    journal.add_sampling_session(sampler)
+    journal.put_checkpoint(checkpoint)
+    journal.add_request(request(1), body=b"body", now=9.0)
+    read = again(journal)
+    assert read.sessions() == [session]
+    assert read.models() == [
+        ModelRow(
+            id=MODEL, session="s", created=1.0, last_request=9.0, base_model="b", lora=LORA, user_metadata={"a": "b"}
+        )
+    ]
+    assert read.sampling_sessions() == [sampler]
+    assert read.checkpoints() == [checkpoint]
+    (row,) = read.requests()
+    assert (row.owner, row.seq, row.state, row.size) == (MODEL, 1, "queued", 4)
+    assert read.body(MODEL, 1) == b"body"
+    assert read.folders() == {"f", "g"}
+
+
+def test_numbers_of_64_bits_fit(journal: Journal) -> None:
+    journal.add_request(request(2**62, "s:sample:0"), body=b"x", now=0.0)
+    assert journal.requests("s:sample:0")[0].seq == 2**62
+
+
+def test_a_transaction_that_fails_leaves_nothing(journal: Journal) -> None:
+    with pytest.raises(KeyError), journal.transaction():
+        journal.add_request(request(1), body=b"x", now=0.0)
+        with journal.transaction():
+            journal.add_request(request(2), body=b"x", now=0.0)
+        raise KeyError
+    assert again(journal).requests() == []
+    with pytest.raises(JournalError, match="make room"):
+        journal._write("INSERT INTO nowhere VALUES (1)")
+    journal.add_request(request(1), body=b"x", now=0.0)
+    assert len(again(journal).requests()) == 1
+
+
+def test_a_number_is_entered_once(journal: Journal) -> None:
+    journal.add_request(request(1), body=b"x", now=0.0)
+    with pytest.raises(JournalError):
+        journal.add_request(request(1), body=b"y", now=0.0)
+    assert journal.body(MODEL, 1) == b"x"
+
+
+def test_a_snapshot_replaces_the_bodies_that_it_covers(journal: Journal) -> None:
+    journal.add_session(SessionRow(id="s", created=0.0))
+    journal.add_model(model())
+    for seq in (1, 2, 3):
+        journal.add_request(request(seq), body=b"x", now=0.0)
+        reply = StoredReply(content_type="t", body=b"r")
+        journal.finish_request(MODEL, seq, state="done", reply=reply, group=1, keep_body=True)
+    journal.cover(MODEL, snapshot="f", covered=2)
+    assert [(row.seq, row.is_replayed, row.group) for row in journal.requests(MODEL)] == [
+        (1, False, 1),
+        (2, False, 1),
+        (3, True, 1),
+    ]
+    assert journal.models()[0].snapshot == "f"
+    assert journal.folders() == {"f"}
+    assert journal.reply(MODEL, 1) == StoredReply(content_type="t", body=b"r")
+
+
+def test_an_ended_session_keeps_its_checkpoints_alone(journal: Journal) -> None:
+    for session in ("s", "other"):
+        journal.add_session(SessionRow(id=session, created=0.0))
+    journal.add_model(model(snapshot="f"))
+    journal.add_request(request(1), body=b"x", now=0.0)
+    journal.add_sampling_session(SamplingRow(id="s:sample:0", session="s", created=0.0, folder="g"))
+    journal.add_sampling_session(SamplingRow(id="other:sample:0", session="other", created=0.0, folder="h"))
+    journal.put_checkpoint(
+        CheckpointRow(model=MODEL, kind="weights", name="n", folder="k", created=0.0, size=1, base_model="b", lora=LORA)
+    )
+    journal.end_session("s", now=7.0)
+    assert journal.folders() == {"h", "k"}
+    assert journal.requests() == []
+    assert [session.ended for session in journal.sessions()] == [7.0, None]
+    journal.cover(MODEL, snapshot="late", covered=1)  # the engine was just writing it
+    assert journal.folders() == {"h", "k"}
+
+
+def test_replies_are_dropped_and_their_numbers_stay(journal: Journal) -> None:
+    journal.add_request(request(1), body=b"x", now=0.0)
+    assert journal.reply(MODEL, 1) is None
+    reply = StoredReply(content_type="t", body=b"")
+    journal.finish_request(MODEL, 1, state="failed", reply=reply, keep_body=False)
+    journal.note_retrieved([(MODEL, 1)], now=5.0)
+    assert journal.reply(MODEL, 1) == reply
+    journal.drop_replies([(MODEL, 1)])
+    assert journal.reply(MODEL, 1) is None
+    assert [(row.state, row.retrieved) for row in journal.requests()] == [("failed", 5.0)]
+
+
+def test_threads_write_in_turn_and_readers_do_not_wait(journal: Journal) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def write_slowly() -> None:
+        with journal.transaction():
+            journal.add_request(request(1), body=b"x", now=0.0)
+            inside.set()
+            leave.wait(20)
+
+    slow = threading.Thread(target=write_slowly)
+    slow.start()
+    inside.wait(20)
+    assert journal.requests() == []  # what is not committed is not seen
+    others = [
+        threading.Thread(target=journal.add_request, args=(request(seq),), kwargs={"body": b"y", "now": 0.0})
+        for seq in range(2, 10)
+    ]
+    for other in others:
+        other.start()
+    leave.set()
+    for thread in (slow, *others):
+        thread.join(20)
+    assert [row.seq for row in journal.requests(MODEL)] == [*range(1, 10)]

@@ -1,0 +1,164 @@
+"""The losses, written out in numpy; and what a datum's inputs have to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlmpack.errors import RequestError
+from vlmpack.service.losses import LOSSES, bind_loss, check_inputs
+
+Array = np.ndarray
+EPS = 1e-4
+
+
+def in_numpy(name: str, lp: Array, q: Array, a: Array, w: Array, **settings: float) -> float:
+    """The table of the losses, in float64."""
+    r = np.exp(lp - q)
+    if name == "cross_entropy":
+        return float(-(w * lp).sum())
+    if name == "importance_sampling":
+        return float(-(w * r * a).sum())
+    if name == "dro":
+        return float(-(w * (lp * a - settings["beta"] / 2 * (lp - q) ** 2)).sum())
+    clipped = np.clip(r, settings["clip_low_threshold"], settings["clip_high_threshold"])
+    if name == "ppo":
+        return float(-(w * np.minimum(r * a, clipped * a)).sum())
+    raise AssertionError(name)
+
+
+def cispo_in_numpy(lp: Array, fixed: Array, q: Array, a: Array, w: Array, low: float, high: float) -> float:
+    """`fixed`: log-probabilities whose ratio is not derived."""
+    return float(-(w * np.clip(np.exp(fixed - q), low, high) * lp * a).sum())
+
+
+def drawn(seed: int, n: int = 12) -> tuple[Array, Array, Array, Array]:
+    """lp, q, A, w; ratios from about 0.3 to 3, none within rounding of a threshold."""
+    rng = np.random.default_rng(seed)
+    lp = rng.uniform(-6, -0.5, n)
+    ratio = rng.choice([0.3, 0.7, 0.9, 1.0, 1.1, 1.4, 3.0, 4.5], n)
+    return tuple(x.astype(np.float32).astype(np.float64) for x in (lp, lp - np.log(ratio), *rng.normal(size=(2, n))))
+
+
+def computed(name: str, config: dict[str, float], lp: Array, q: Array, a: Array, w: Array) -> tuple[float, Array]:
+    """Our loss and its derivatives."""
+    leaf = torch.tensor(lp, dtype=torch.float32, requires_grad=True)
+    inputs = {"logprobs": q, "advantages": a, "weights": w}
+    losses = bind_loss(name, config)(leaf, {k: torch.tensor(v, dtype=torch.float32) for k, v in inputs.items()})
+    assert losses.shape == leaf.shape
+    losses.sum().backward()
+    assert leaf.grad is not None
+    return losses.detach().double().sum().item(), leaf.grad.numpy()
+
+
+def derivatives(function: Callable[[Array], float], lp: Array) -> Array:
+    steps = np.eye(len(lp)) * EPS
+    return np.array([(function(lp + step) - function(lp - step)) / (2 * EPS) for step in steps])
+
+
+DEFAULTS = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+    "dro": {"beta": 0.05},
+}
+CHANGED = {
+    "ppo": {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0},
+    "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "dro": {"beta": 0.7},
+}
+
+
+def test_there_are_the_losses_of_the_api() -> None:
+    assert sorted(LOSSES) == sorted(DEFAULTS)
+
+
+@pytest.mark.parametrize("name", sorted(DEFAULTS))
+@given(seed=st.integers(0, 10_000))
+def test_a_loss_and_its_derivatives_are_those_of_numpy(name: str, seed: int) -> None:
+    lp, q, a, w = drawn(seed)
+    for config in ({}, CHANGED.get(name, {})):
+        settings = {**DEFAULTS[name], **config}
+        if name == "cispo":
+            low, high = settings.values()
+
+            def expected(x: Array, low: float = low, high: float = high) -> float:
+                return cispo_in_numpy(x, lp, q, a, w, low, high)
+        else:
+
+            def expected(x: Array, settings: dict[str, float] = settings) -> float:
+                return in_numpy(name, x, q, a, w, **settings)
+
+        loss, slopes = computed(name, config, lp, q, a, w)
+        assert loss == pytest.approx(expected(lp), rel=1e-5, abs=1e-5)
+        np.testing.assert_allclose(slopes, derivatives(expected, lp), rtol=1e-3, atol=1e-4)
+
+
+# ---------------------------------------------------------------------- settings
+
+BAD_SETTINGS = [
+    ("nothing", {}, "loss_fn 'nothing' is not known here; use one of cross_entropy"),
+    ("", {}, "loss_fn '' is not known"),
+    ("custom", {}, "loss_fn 'custom' is not known"),
+    ("cross_entropy", {"beta": 1.0}, "cross_entropy has no setting 'beta'; it has no settings"),
+    ("ppo", {"clip": 0.2}, "ppo has no setting 'clip'; it has clip_low_threshold"),
+    ("ppo", {"clip_low_threshold": float("nan")}, "clip_low_threshold is nan"),
+    ("ppo", {"clip_low_threshold": "0.8"}, "clip_low_threshold is '0.8'"),
+    ("ppo", {"clip_low_threshold": 1.5}, "thresholds are 1.5 and 1.2"),
+    ("cispo", {"clip_low_threshold": -0.1}, "thresholds are -0.1 and 4"),
+    ("dro", {"beta": -1.0}, "beta is -1"),
+    ("dro", {"beta": float("inf")}, "beta is inf"),
+]
+
+
+@pytest.mark.parametrize(("name", "config", "message"), BAD_SETTINGS)
+def test_unknown_losses_and_settings_are_refused(name: str, config: dict, message: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        bind_loss(name, config)
+    assert message in str(raised.value)
+
+
+# ---------------------------------------------------------------------- inputs
+
+TARGETS = np.array([1, 2, 3])
+ONES = np.ones(3, np.float32)
+BAD_INPUTS = [
+    ("cross_entropy", {}, "cross_entropy needs target_tokens"),
+    ("ppo", {"target_tokens": TARGETS, "advantages": ONES}, "ppo needs logprobs"),
+    ("cross_entropy", {"target_tokens": TARGETS, "mask": ONES}, "does not read the input 'mask'"),
+    ("cross_entropy", {"target_tokens": TARGETS, "logprobs": ONES}, "does not read the input 'logprobs'"),
+    ("cross_entropy", {"target_tokens": TARGETS[:2]}, "target_tokens has shape [2], but the datum has 3 tokens"),
+    ("cross_entropy", {"target_tokens": np.ones((3, 2), int)}, "target_tokens has shape [3, 2]"),
+    ("cross_entropy", {"target_tokens": TARGETS, "weights": ONES[:, None]}, "weights has shape [3, 1]"),
+    ("cross_entropy", {"target_tokens": TARGETS, "weights": np.float32(1)}, "weights has shape []"),
+    ("cross_entropy", {"target_tokens": ONES}, "target_tokens is float32; send token ids as int64"),
+    ("cross_entropy", {"target_tokens": TARGETS, "weights": ONES * np.nan}, "weights is nan at token 0"),
+    ("cross_entropy", {"target_tokens": TARGETS, "weights": ONES.astype(complex)}, "weights is complex128"),
+    ("cross_entropy", {"target_tokens": TARGETS, "weights": np.full(3, 1e300)}, "weights is 1e+300 at token 0"),
+    (
+        "dro",
+        {"target_tokens": TARGETS, "logprobs": np.full(3, -np.inf), "advantages": ONES},
+        "logprobs is -inf at token 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("loss", "inputs", "message"), BAD_INPUTS)
+def test_inputs_that_a_loss_cannot_use_are_refused(loss: str, inputs: dict, message: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        check_inputs(loss, inputs, 3)
+    assert message in str(raised.value)
+
+
+def test_weights_are_1_where_there_are_none_and_may_be_anything_finite() -> None:
+    assert check_inputs("cross_entropy", {"target_tokens": TARGETS}, 3)["weights"].tolist() == [1, 1, 1]
+    weights = np.array([-2.5, 0, 7])
+    checked = check_inputs("cross_entropy", {"target_tokens": TARGETS, "weights": weights}, 3)["weights"]
+    assert checked.dtype == np.float32
+    assert checked.tolist() == weights.tolist()

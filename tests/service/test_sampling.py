@@ -1,0 +1,564 @@
+"""The built-in sampling engine: the same tokens whatever else runs, bounded slices, snapshots, failures alone."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sampled import (
+    SESSION,
+    finish,
+    model_of,
+    plain_logprobs,
+    prompt_of,
+    prompts_of,
+    run,
+    run_one,
+    sample,
+    sampler_of,
+    tokens_of,
+)
+from step_service import ADAM, lora, plain_model, set_adapter, some_data, tiny_engine
+from step_service import run_one as train
+from tiers import tiers
+
+from vlmpack.families import FAMILIES
+from vlmpack.service import sampling
+from vlmpack.service.datums import EncodedSequence
+from vlmpack.service.engine import Engine
+from vlmpack.service.generation import Reader
+from vlmpack.service.messages import Failure, Sample, SampleResult
+
+Requests = dict[str, tuple[EncodedSequence, Sample]]
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 1.3, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 50, "top_p": 0.8, "num_samples": 3},
+)
+
+
+def requests_of(engine: Engine, *, count: int = 16) -> Requests:
+    """Requests of every kind: lengths, images, settings, numbers of samples."""
+    prompts = prompts_of(engine, count=count)
+    return {
+        f"request {i}": (p, sample(seed=100 * i, max_tokens=4 + i % 7 * 3, prompt_logprobs=i % 4 == 0, **KINDS[i % 5]))
+        for i, p in enumerate(prompts)
+    }
+
+
+def all_tokens(results: dict[str, SampleResult | Failure]) -> dict[str, list[list[int]]]:
+    return {key: tokens_of(result) for key, result in sorted(results.items())}
+
+
+# ---------------------------------------------------------------------- the same tokens whatever else runs
+
+
+@pytest.mark.parametrize("family", tiers(tuple(FAMILIES), ("qwen3_vl", "qwen3_5")))
+def test_a_request_has_the_same_tokens_alone_among_others_and_in_another_order(family: str) -> None:
+    engine = tiny_engine(family)
+    requests = requests_of(engine)
+    together = all_tokens(run(sampler_of(engine), requests))
+    backwards = dict(reversed(requests.items()))
+    assert all_tokens(run(sampler_of(engine, decode_steps=1, prefill_tokens=50), backwards)) == together
+    assert all_tokens(run(sampler_of(engine, max_sequences=3), requests)) == together
+    for key, request in list(requests.items())[1:5]:
+        assert all_tokens(run(sampler_of(engine), {key: request})) == {key: together[key]}
+
+
+def test_requests_that_come_while_others_run_change_nothing() -> None:
+    engine = tiny_engine()
+    requests = requests_of(engine)
+    sampler, results = sampler_of(engine, decode_steps=2), {}
+    for key, (prompt, request) in requests.items():
+        sampler.add(key, SESSION, prompt, request)
+        results |= dict(sampler.step())
+    results |= finish(sampler)
+    assert all_tokens(results) == all_tokens(run(sampler_of(engine), requests))
+
+
+def noisy(monkeypatch: pytest.MonkeyPatch, *, size: float) -> None:
+    """Let logits of batches be off by up to `size` of the largest one's, and differently in each call."""
+    generator = torch.Generator().manual_seed(5)
+
+    def shaken(logits_BV: torch.Tensor) -> torch.Tensor:
+        errors = torch.rand(logits_BV.shape, generator=generator) * 2 - 1
+        return logits_BV + errors * size * 0.99 * logits_BV.abs().amax(1, keepdim=True)
+
+    prefill, decode, score = Reader.prefill, Reader.decode, Reader.score
+
+    def noisy_prefill(self: Reader, prompts: Any) -> Any:
+        logits, cache = prefill(self, prompts)
+        return shaken(logits), cache
+
+    def noisy_score(self: Reader, prompts: Any) -> Any:
+        logprobs, logits = score(self, prompts)
+        return logprobs, shaken(logits)
+
+    monkeypatch.setattr(Reader, "prefill", noisy_prefill)
+    monkeypatch.setattr(Reader, "decode", lambda self, *args: shaken(decode(self, *args)))
+    monkeypatch.setattr(Reader, "score", noisy_score)
+
+
+@pytest.mark.parametrize("family", tiers(tuple(FAMILIES), ("qwen3_vl", "qwen3_5")))
+def test_rounding_a_thousand_times_as_large_changes_no_token(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine(family)
+    requests = requests_of(engine, count=6)
+    canonical = all_tokens(run(sampler_of(engine, rounding=float("inf")), requests))
+    assert all_tokens(run(sampler_of(engine), requests)) == canonical
+    noisy(monkeypatch, size=2.0**-7)
+    sampler = sampler_of(engine, rounding=2.0**-7)
+    assert all_tokens(run(sampler, requests)) == canonical
+    assert sampler.canonical_tokens > 0
+
+
+def test_the_noise_of_these_tests_does_change_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine()
+    requests = requests_of(engine, count=8)
+    canonical = all_tokens(run(sampler_of(engine), requests))
+    noisy(monkeypatch, size=2.0**-7)
+    assert all_tokens(run(sampler_of(engine, rounding=0.0), requests)) != canonical
+
+
+def test_products_in_low_precision_have_a_larger_rounding() -> None:
+    settings, model = sampling.SamplingSettings(), plain_model()
+    assert settings.rounding_of(model) == 2.0**-13
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert settings.rounding_of(model) == 2.0**-7
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert settings.rounding_of(model.half()) == 2.0**-8
+    assert settings.rounding_of(model.bfloat16()) == 2.0**-5
+    assert sampling.SamplingSettings(rounding=0.5).rounding_of(model) == 0.5
+
+
+def test_rounding_of_this_machine_is_far_within_the_default() -> None:
+    """Logits of batches against the canonical ones, in float32 and in bfloat16."""
+    for dtype, least in ((torch.float32, 8.0), (torch.bfloat16, 1.5)):
+        engine = tiny_engine(model=plain_model().to(dtype))
+        seen: list[float] = []
+        default = sampling.SamplingSettings().rounding_of(model_of(engine))
+        reader = Reader(model_of(engine), rounding=default)
+        with torch.no_grad():
+            prompts = prompts_of(engine, count=12)
+            batched = reader.prefill(prompts)[0].float()
+            for prompt, logits in zip(prompts, batched, strict=True):
+                alone = reader.score([prompt])[1][0].float()
+                seen.append(float((alone - logits).abs().max() / logits.abs().max()))
+        assert max(seen) * least < default, (dtype, max(seen))
+
+
+# ---------------------------------------------------------------------- samples of a request
+
+
+def test_sample_i_is_that_of_seed_plus_i_and_they_share_the_prompts_computation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = tiny_engine()
+    prompt = prompts_of(engine, count=2)[1]
+    calls: list[int] = []
+    prefill = Reader.prefill
+
+    def counting(self: Reader, prompts: Sequence[EncodedSequence]) -> Any:
+        calls.append(len(prompts))
+        return prefill(self, prompts)
+
+    monkeypatch.setattr(Reader, "prefill", counting)
+    together = tokens_of(run_one(sampler_of(engine), prompt, sample(num_samples=5, seed=40)))
+    assert calls == [1]
+    alone = [tokens_of(run_one(sampler_of(engine), prompt, sample(seed=40 + i)))[0] for i in range(5)]
+    assert together == alone
+    assert len({tuple(tokens) for tokens in together}) == 5
+
+
+def test_without_a_seed_each_request_is_another() -> None:
+    engine = tiny_engine()
+    prompt = prompts_of(engine, count=1)[0]
+    drawn = [tokens_of(run_one(sampler_of(engine), prompt, sample(seed=None)))[0] for _ in range(2)]
+    assert drawn[0] != drawn[1]
+
+
+def test_log_probabilities_of_tokens_are_the_unmodified_models_whatever_was_left_to_choose_from() -> None:
+    engine, plain = tiny_engine(), plain_model()
+    for prompt, kind in zip(prompts_of(engine, count=5), KINDS, strict=True):
+        result = run_one(sampler_of(engine), prompt, sample(**kind))
+        for sequence in result.sequences:
+            expected = plain_logprobs(plain, prompt, sequence)[prompt.length - 1 :]
+            np.testing.assert_allclose(sequence.logprobs, expected, atol=2e-5)
+
+
+# ---------------------------------------------------------------------- endings
+
+
+def test_stop_tokens_end_a_sequence_and_are_part_of_it() -> None:
+    engine = tiny_engine()
+    prompt = prompts_of(engine, count=1)[0]
+    (free,) = tokens_of(run_one(sampler_of(engine), prompt, sample(max_tokens=30)))
+    result = run_one(sampler_of(engine), prompt, sample(max_tokens=30, stop_tokens=(free[9], free[9], 3)))
+    end = min(free.index(free[9]), (3 in free and free.index(3)) or 99)
+    assert tokens_of(result) == [free[: end + 1]]
+    assert result.sequences[0].stop_reason == "stop"
+    assert len(result.sequences[0].logprobs) == end + 1
+
+
+def test_no_stop_tokens_are_the_models_own_and_an_empty_list_is_none_at_all() -> None:
+    engine = tiny_engine()
+    prompt = prompts_of(engine, count=1)[0]
+    (free,) = tokens_of(run_one(sampler_of(engine), prompt, sample(max_tokens=20)))
+    engine.base = replace(engine.base, eos=(free[7],))
+    by_itself = run_one(sampler_of(engine), prompt, sample(max_tokens=20, stop_tokens=None))
+    assert tokens_of(by_itself) == [free[: free.index(free[7]) + 1]]
+    assert by_itself.sequences[0].stop_reason == "stop"
+    endless = run_one(sampler_of(engine), prompt, sample(max_tokens=20, stop_tokens=()))
+    assert tokens_of(endless) == [free]
+    assert endless.sequences[0].stop_reason == "length"
+
+
+def test_stop_strings_end_a_sequence_with_the_token_that_completes_them() -> None:
+    from step_service import processor_for
+
+    engine, decode = tiny_engine(), processor_for("qwen3_vl").tokenizer.decode
+    prompt = prompts_of(engine, count=1)[0]
+    (free,) = tokens_of(run_one(sampler_of(engine), prompt, sample(max_tokens=20)))
+    stop = decode(free[8:10])[-3:]
+    end = next(n for n in range(1, 21) if stop in decode(free[:n]))
+    result = run_one(sampler_of(engine), prompt, sample(max_tokens=20, stop_strings=("never this", stop)))
+    assert tokens_of(result) == [free[:end]]
+    assert result.sequences[0].stop_reason == "stop"
+
+
+def test_without_max_tokens_a_sequence_goes_on_to_the_end_of_the_context() -> None:
+    engine = tiny_engine()
+    prompt = prompt_of(engine, np.random.default_rng(0), length=20)
+    result = run_one(sampler_of(engine, context=50), prompt, sample(max_tokens=None))
+    assert len(result.sequences[0].tokens) == 30
+    assert result.sequences[0].stop_reason == "length"
+    full = run_one(sampler_of(engine, context=20), prompt, sample(max_tokens=None, prompt_logprobs=True))
+    assert len(full.sequences[0].tokens) == 1  # the log-probabilities of a prompt that fills the context
+
+
+# ---------------------------------------------------------------------- failures
+
+
+BAD: dict[str, dict[str, Any]] = {
+    "temperature is -0.1": {"temperature": -0.1},
+    "temperature is nan": {"temperature": float("nan")},
+    "temperature is inf": {"temperature": float("inf")},
+    "top_k is 0": {"top_k": 0},
+    "top_k is -2": {"top_k": -2},
+    "top_p is 0": {"top_p": 0.0},
+    "top_p is 1.5": {"top_p": 1.5},
+    "top_p is nan": {"top_p": float("nan")},
+    "num_samples is 0": {"num_samples": 0},
+    "max_tokens is 0": {"max_tokens": 0},
+    "max_tokens is -1": {"max_tokens": -1},
+    "max_tokens is 500, but the model reads 512 tokens": {"max_tokens": 500},
+    "a stop string is empty": {"stop_strings": ("a", "")},
+}
+
+
+def test_a_request_that_cannot_be_served_fails_alone_by_name() -> None:
+    engine = tiny_engine()
+    prompt = prompt_of(engine, np.random.default_rng(0), length=30)
+    sampler = sampler_of(engine)
+    requests: Requests = {message: (prompt, sample(**bad)) for message, bad in BAD.items()}
+    long = prompt_of(engine, np.random.default_rng(0), length=513)
+    requests["513 tokens, but the model reads 512"] = (long, sample())
+    requests["no tokens"] = (EncodedSequence(input_ids=np.zeros(0, np.int64)), sample())
+    requests["good"] = (prompt, sample())
+    results = run(sampler, requests)
+    good = results.pop("good")
+    assert tokens_of(good) == tokens_of(run_one(sampler_of(engine), prompt, sample()))
+    for message, result in results.items():
+        assert isinstance(result, Failure), message
+        assert message in result.message
+        assert result.category == "user"
+
+
+def test_sessions_that_are_closed_or_unknown_fail_by_name() -> None:
+    engine = tiny_engine()
+    sampler = sampler_of(engine)
+    prompt = prompts_of(engine, count=1)[0]
+    sampler.open("other", None)
+    sampler.add("stays", "other", prompt, sample(max_tokens=30))
+    sampler.add("goes", SESSION, prompt, sample(max_tokens=30, num_samples=2))
+    sampler.add("waits", SESSION, prompt, sample(max_tokens=30))
+    sampler.step()
+    sampler.step()  # both run, in one batch
+    sampler.add("comes", SESSION, prompt, sample())
+    sampler.close(SESSION)
+    sampler.add("late", SESSION, prompt, sample())
+    results = finish(sampler)
+    assert tokens_of(results.pop("stays")) == tokens_of(run_one(sampler_of(engine), prompt, sample(max_tokens=30)))
+    messages = {key: result.message for key, result in results.items() if isinstance(result, Failure)}
+    assert messages.keys() == {"goes", "waits", "comes", "late"}
+    assert "was closed" in messages["goes"]
+    assert "is not open" in messages["late"]
+
+
+def test_a_prompt_that_the_model_cannot_read_fails_alone() -> None:
+    """Pixels for more tokens than it has placeholders: what a mistake in the encoding would look like."""
+    engine = tiny_engine()
+    prompts = prompts_of(engine, count=4)
+    broken = replace(prompts[1], input_ids=prompts[1].input_ids[:-8])
+    requests = {str(i): (p, sample()) for i, p in enumerate((prompts[0], broken, *prompts[2:]))}
+    results = run(sampler_of(engine), requests)
+    failure = results.pop("1")
+    assert isinstance(failure, Failure)
+    assert failure.category == "server"
+    alone = run(sampler_of(engine), {key: requests[key] for key in results})
+    assert all_tokens(results) == all_tokens(alone)
+
+
+def test_requests_that_fail_while_they_run_together_begin_again_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a batch does not fit into memory; and one sequence never does."""
+    engine, decode = tiny_engine(), Reader.decode
+    requests = {key: one for key, one in requests_of(engine, count=6).items() if one[1].params.max_tokens != 1}
+    expected = all_tokens(run(sampler_of(engine), requests))
+
+    def failing(self: Reader, tokens: Sequence[int], positions: Sequence[int], cache: Any, mask: Any) -> torch.Tensor:
+        if len(tokens) > 3 or max(positions) > 300:
+            raise MemoryError(f"{len(tokens)} sequences")
+        return decode(self, tokens, positions, cache, mask)
+
+    monkeypatch.setattr(Reader, "decode", failing)
+    long = prompt_of(engine, np.random.default_rng(0), length=320)
+    results = run(sampler_of(engine, context=1000), {**requests, "long": (long, sample())})
+    failure = results.pop("long")
+    assert isinstance(failure, Failure)
+    assert failure.message == "MemoryError: 1 sequences"
+    assert all_tokens(results) == expected
+
+
+def test_logits_that_are_not_finite_are_a_failure() -> None:
+    engine = tiny_engine()
+    with torch.no_grad():
+        model_of(engine).lm_head.weight[3, 3] = torch.nan
+    (result,) = run(sampler_of(engine), {"a": (prompts_of(engine, count=1)[0], sample())}).values()
+    assert isinstance(result, Failure)
+    assert "not finite" in result.message
+
+
+# ---------------------------------------------------------------------- slices
+
+
+@contextmanager
+def counted(engine: Engine) -> Iterator[list[int]]:
+    """Tokens that each forward pass of the text model computes."""
+    found: list[int] = []
+
+    def count(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        found.append(kwargs["inputs_embeds"].shape[:2].numel())
+
+    handle = model_of(engine).model.language_model.register_forward_pre_hook(count, with_kwargs=True)
+    yield found
+    handle.remove()
+
+
+@pytest.mark.parametrize("rounding", [None, float("inf")], ids=["cached", "canonical"])
+def test_one_slice_of_work_is_bounded(rounding: float | None) -> None:
+    engine = tiny_engine()
+    sampler = sampler_of(engine, rounding=rounding, prefill_tokens=40, decode_steps=2, max_sequences=16)
+    requests = requests_of(engine, count=10)
+    longest = max(prompt.length for prompt, _ in requests.values()) + 30
+    for key, (prompt, request) in requests.items():
+        sampler.add(key, SESSION, prompt, request)
+    slices: list[int] = []
+    while not sampler.is_idle:
+        with counted(engine) as tokens:
+            sampler.step()
+        slices.append(sum(tokens))
+    # A prompt is read twice if its log-probabilities are wanted; a fifth may be padding.
+    assert max(slices) <= 2.25 * (40 + longest) + 2 * 16
+    assert len(slices) > 10
+
+
+def test_prompts_and_running_sequences_take_turns() -> None:
+    """A long answer does not keep a short one waiting, nor does a stream of requests stop one that runs."""
+    engine = tiny_engine()
+    sampler = sampler_of(engine, decode_steps=2)
+    prompt = prompts_of(engine, count=1)[0]
+    sampler.add("long", SESSION, prompt, sample(max_tokens=60))
+    done: list[str] = []
+    for i in range(200):
+        if "long" in done:
+            break
+        sampler.add(f"short {i}", SESSION, prompt, sample(max_tokens=4, seed=i))
+        done += [key for key, _ in sampler.step()]
+    assert 20 < done.index("long") < 150
+    assert done[0] == "short 0"
+
+
+def test_more_sequences_than_run_at_once_and_than_the_cache_holds_wait() -> None:
+    engine = tiny_engine()
+    requests = requests_of(engine)
+    expected = all_tokens(run(sampler_of(engine), requests))
+    many = {"many": (requests["request 0"][0], sample(num_samples=11))}
+    assert all_tokens(run(sampler_of(engine, max_cached_tokens=70), requests)) == expected
+    together = tokens_of(run(sampler_of(engine, max_sequences=3), many)["many"])
+    assert together == tokens_of(run(sampler_of(engine), many)["many"])
+    assert len(together) == 11
+
+
+# ---------------------------------------------------------------------- snapshots
+
+
+def snapshots(engine: Engine, folder: Path, *, count: int) -> list[Path]:
+    """Snapshots of one model as it is trained."""
+    folders = [folder / f"step {i}" for i in range(count)]
+    for path in folders:
+        train(engine, some_data(engine))
+        engine.optim_step("a", ADAM)
+        path.mkdir(parents=True)
+        engine.save("a", path, optimizer=False)
+    return folders
+
+
+@pytest.fixture
+def engine() -> Engine:
+    engine = tiny_engine()
+    engine.create("a", lora())
+    set_adapter(engine)
+    return engine
+
+
+def sessions(engine: Engine, folders: Sequence[Path | None], **settings: Any) -> Any:
+    sampler = sampler_of(engine, **settings)
+    for i, folder in enumerate(folders):
+        sampler.open(f"of {i}", folder)
+    return sampler
+
+
+def test_many_snapshots_and_the_base_are_sampled_from_at_once_each_as_if_alone(engine: Engine, tmp_path: Path) -> None:
+    folders = [None, *snapshots(engine, tmp_path, count=4)]
+    prompts = prompts_of(engine, count=3)
+    sampler = sessions(engine, folders, max_snapshots=2, decode_steps=2)
+    for i in range(len(folders)):
+        for j, prompt in enumerate(prompts):
+            sampler.add(f"{i} {j}", f"of {i}", prompt, sample(prompt_logprobs=True))
+    together = finish(sampler)
+    assert len(sampler._loaded) == 2
+    for i, folder in enumerate(folders):
+        alone = run(sampler_of(engine, folder=folder), {f"{i} {j}": (p, sample()) for j, p in enumerate(prompts)})
+        assert all_tokens(alone) == {key: tokens_of(together[key]) for key in alone}
+    assert len({str(tokens_of(together[f"{i} 0"])) for i in range(len(folders))}) == len(folders)
+
+
+def test_snapshots_take_turns(engine: Engine, tmp_path: Path) -> None:
+    (folder,) = snapshots(engine, tmp_path, count=1)
+    sampler = sessions(engine, [None, folder], decode_steps=2)
+    prompt = prompts_of(engine, count=1)[0]
+    sampler.add("long", "of 0", prompt, sample(max_tokens=40))
+    sampler.add("short", "of 1", prompt, sample(max_tokens=4))
+    assert list(finish(sampler)) == ["short", "long"]
+
+
+def test_training_on_does_not_change_a_snapshot_and_sampling_does_not_change_training(
+    engine: Engine, tmp_path: Path
+) -> None:
+    (folder,) = snapshots(engine, tmp_path, count=1)
+    prompt, request = prompts_of(engine, count=2)[1], sample(prompt_logprobs=True, max_tokens=40)
+    sampler = sampler_of(engine, folder=folder, decode_steps=1)
+    before = run_one(sampler, prompt, request)
+    undisturbed = tiny_engine()
+    undisturbed.create("a", lora())
+    set_adapter(undisturbed)
+    snapshots(undisturbed, tmp_path / "other", count=1)
+    sampler.add("during", SESSION, prompt, request)
+    for _ in range(5):
+        sampler.step()
+        for one in (engine, undisturbed):
+            result = train(one, some_data(one))
+            one.optim_step("a", ADAM)
+        sampler.step()
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(
+            train(engine, some_data(engine)).logprobs, train(undisturbed, some_data(undisturbed)).logprobs, strict=True
+        )
+    )
+    during = finish(sampler)["during"]
+    assert tokens_of(during) == tokens_of(before)
+    assert isinstance(during, SampleResult)
+    np.testing.assert_array_equal(during.prompt_logprobs, before.prompt_logprobs)
+    assert any(p.requires_grad for p in engine.client("a").parameters)
+    assert result is not None
+
+
+def test_log_probabilities_of_a_snapshot_are_those_of_training(engine: Engine, tmp_path: Path) -> None:
+    (folder,) = snapshots(engine, tmp_path, count=1)
+    data = some_data(engine)
+    prompts = [engine.encode_chunks(datum.chunks) for datum in data]
+    # Each token's target is the one that follows it, as in training on a conversation.
+    shifted = [
+        replace(d, inputs={"target_tokens": np.append(p.input_ids[1:], 0)}) for d, p in zip(data, prompts, strict=True)
+    ]
+    trained = train(engine, shifted, forward_only=True)
+    wanted = {str(i): (p, sample(max_tokens=1, prompt_logprobs=True)) for i, p in enumerate(prompts)}
+    results = run(sampler_of(engine, folder=folder), wanted)
+    for i, expected in enumerate(trained.logprobs):
+        result = results[str(i)]
+        assert isinstance(result, SampleResult)
+        assert result.prompt_logprobs is not None
+        np.testing.assert_allclose(result.prompt_logprobs[1:], expected[:-1], atol=1e-5)
+
+
+def test_snapshots_are_read_when_needed_and_the_least_recently_used_goes(engine: Engine, tmp_path: Path) -> None:
+    folders = snapshots(engine, tmp_path, count=3)
+    prompt = prompts_of(engine, count=1)[0]
+    read: list[Path | None] = []
+    open_weights = engine.open_weights
+    engine.open_weights = lambda folder: (read.append(folder), open_weights(folder))[1]  # pyright: ignore
+    sampler = sessions(engine, folders, max_snapshots=2)
+    assert read == []
+    for i in (0, 1, 0, 2, 0, 1):
+        sampler.add("one", f"of {i}", prompt, sample(max_tokens=2))
+        finish(sampler)
+    assert read == [folders[0], folders[1], folders[2], folders[1]]
+    sampler.close("of 1")
+    assert len(sampler._loaded) == 1
+
+
+def test_a_snapshot_that_was_deleted_fails_its_own_requests(engine: Engine, tmp_path: Path) -> None:
+    folders = snapshots(engine, tmp_path, count=2)
+    sampler = sessions(engine, folders)
+    shutil.rmtree(folders[0])
+    prompt = prompts_of(engine, count=1)[0]
+    for i in range(4):
+        sampler.add(str(i), f"of {i % 2}", prompt, sample())
+    results = finish(sampler)
+    for i in (0, 2):
+        failure = results[str(i)]
+        assert isinstance(failure, Failure)
+        assert failure.message == "the snapshot 'step 0' was deleted; sample from another one"
+    assert len({str(tokens_of(results[str(i)])) for i in (1, 3)}) == 1
+
+
+def test_a_whole_model_is_sampled_from_too(tmp_path: Path) -> None:
+    engine = tiny_engine()
+    engine.create("a", None)
+    (folder,) = snapshots(engine, tmp_path, count=1)
+    prompt = prompts_of(engine, count=1)[0]
+    of_snapshot = run_one(sampler_of(engine, folder=folder), prompt, sample())
+    assert tokens_of(of_snapshot) != tokens_of(run_one(sampler_of(engine), prompt, sample()))
+
+
+def test_layers_that_are_recomputed_in_training_cache_in_sampling(tmp_path: Path) -> None:
+    engine = tiny_engine(gradient_checkpointing=True)
+    training = [module.training for module in model_of(engine).modules()]
+    prompt = prompts_of(engine, count=1)[0]
+    assert tokens_of(run_one(sampler_of(engine), prompt, sample())) == tokens_of(
+        run_one(sampler_of(tiny_engine()), prompt, sample())
+    )
+    assert [module.training for module in model_of(engine).modules()] == training

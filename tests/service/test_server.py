@@ -1,0 +1,319 @@
+"""The unmodified client on a whole service in this process; the oracle is plain transformers and numpy."""
+
+from __future__ import annotations
+
+import gc
+import io
+import socket
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import uvicorn
+from PIL import Image
+
+from vlmpack.service import Base, Service, ServiceLimits, ServiceSettings, bind
+from vlmpack.testing import tiny_model, tiny_processor
+
+tinker = pytest.importorskip("tinker", reason="the client needs Python 3.11")
+types: Any = tinker.types
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # of the client: a future stands for its result
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # the client leaves connections open
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+NAME = "vlmpack/tiny"
+KEY = "tml-a-key-of-the-tests"
+WAIT = 60.0
+TEXT = [20, 21, 22, 23, 24, 25]
+
+
+@dataclass
+class Running:
+    address: str
+    base: Base
+    plain: Any
+    service: Service
+
+
+@pytest.fixture(name="running", scope="module")
+def _running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("service")
+    processor = tiny_processor(max_pixels=64 * 32 * 32)
+    model = tiny_model(processor=processor)
+    model.save_pretrained(folder / "model")
+    processor.save_pretrained(folder / "model")
+    base = Base(name=NAME, source=str(folder / "model"), model=model, processor=processor)
+    limits = ServiceLimits(gap_seconds=0.5, chunk_bytes=20_000, row_tokens=256)
+    service = Service(base, ServiceSettings(state=folder / "state", key=KEY, limits=limits))
+    listening = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(service.app(), log_config=None, access_log=False, lifespan="on"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    plain = tiny_model(processor=processor).eval()
+    yield Running(f"http://127.0.0.1:{listening.getsockname()[1]}", base, plain, service)
+    server.should_exit = True
+    thread.join(WAIT)
+    assert not thread.is_alive()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # clients leave connections open
+        gc.collect()
+
+
+@pytest.fixture(name="client", scope="module")
+def _client(running: Running) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_TELEMETRY", "0")
+        client = tinker.ServiceClient(base_url=running.address, api_key=KEY)
+        yield client
+        client.close("success").result(WAIT)
+
+
+@pytest.fixture(name="model")
+def _model(client: Any) -> Any:
+    return client.create_lora_training_client(base_model=NAME, rank=4, seed=1).result(WAIT)
+
+
+def png(width: int = 64, height: int = 64, seed: int = 0) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def tensor(values: Any, dtype: Any) -> Any:
+    return types.TensorData.from_numpy(np.array(values, dtype))
+
+
+def text_datum(tokens: list[int] = TEXT, weights: list[float] | None = None) -> Any:
+    inputs = {
+        "target_tokens": tensor([*tokens[1:], 9], np.int64),
+        "weights": tensor(weights or [1.0] * len(tokens), np.float32),
+    }
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+
+
+def image_datum(running: Running, image: bytes, *, count: int = 4) -> Any:
+    config = running.plain.config
+    chunks = [
+        types.EncodedTextChunk(tokens=[5, config.vision_start_token_id]),
+        types.ImageChunk(data=image, format="png", expected_tokens=count),
+        types.EncodedTextChunk(tokens=[config.vision_end_token_id, *TEXT]),
+    ]
+    length = 2 + count + 1 + len(TEXT)
+    targets = [0] * (length - len(TEXT)) + [*TEXT[1:], 9]
+    weights = [0.0] * (length - len(TEXT)) + [1.0] * len(TEXT)
+    inputs = {"target_tokens": tensor(targets, np.int64), "weights": tensor(weights, np.float32)}
+    return types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs=inputs)
+
+
+@torch.no_grad()
+def plain_logprobs(running: Running, tokens: list[int], targets: list[int], image: bytes | None = None) -> np.ndarray:
+    """Log-probabilities by transformers alone; `tokens` hold the placeholders."""
+    ids = torch.tensor([tokens])
+    media: dict[str, Any] = {}
+    if image is not None:
+        media = dict(running.base.processor.image_processor([Image.open(io.BytesIO(image))], return_tensors="pt"))
+        media["mm_token_type_ids"] = (ids == running.plain.config.image_token_id).int()
+    logits = running.plain(input_ids=ids, attention_mask=torch.ones_like(ids), **media).logits[0].double()
+    return torch.log_softmax(logits, -1)[torch.arange(len(tokens)), targets].numpy()
+
+
+# ---------------------------------------------------------------------- training
+
+
+def test_logprobs_and_loss_are_those_of_transformers(running: Running, model: Any) -> None:
+    config, image = running.plain.config, png()
+    placeholders = [5, config.vision_start_token_id, *[config.image_token_id] * 4, config.vision_end_token_id, *TEXT]
+    text = plain_logprobs(running, TEXT, [*TEXT[1:], 9])
+    both = plain_logprobs(running, placeholders, [0] * 7 + [*TEXT[1:], 9], image)
+    result = model.forward([text_datum(), image_datum(running, image)], "cross_entropy").result(WAIT)
+    first, second = (entry["logprobs"].to_numpy() for entry in result.loss_fn_outputs)
+    np.testing.assert_allclose(first, text, atol=1e-5)
+    np.testing.assert_allclose(second, both, atol=1e-5)
+    assert result.metrics["loss:sum"] == pytest.approx(-text.sum() - both[7:].sum(), rel=1e-5)
+
+
+def test_a_few_steps_teach_it_a_text_and_an_image(running: Running, model: Any) -> None:
+    datums = [text_datum(), image_datum(running, png())]
+    losses = []
+    for _ in range(6):
+        step = model.forward_backward(datums, "cross_entropy")
+        model.optim_step(types.AdamParams(learning_rate=1e-2)).result(WAIT)
+        losses.append(step.result(WAIT).metrics["loss:sum"])
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] / 2
+
+
+def test_a_call_of_many_requests_is_one_sum(running: Running, model: Any) -> None:
+    """The client cuts it by size, posts number 1 last, and puts the answers together."""
+    datums = [image_datum(running, png(seed=seed)) for seed in range(6)]
+    requests = count(running, "POST /api/v1/forward_backward")
+    result = model.forward_backward(datums, "cross_entropy").result(WAIT)
+    assert count(running, "POST /api/v1/forward_backward") - requests > 2
+    alone = [model.forward([datum], "cross_entropy").result(WAIT).metrics["loss:sum"] for datum in datums]
+    assert result.metrics["loss:sum"] == pytest.approx(sum(alone), rel=1e-5)
+    assert len(result.loss_fn_outputs) == 6
+
+
+def count(running: Running, what: str) -> int:
+    """Training requests that the service has done."""
+    assert what.endswith("forward_backward")
+    return running.service.queue.stats().requests_done.get("ForwardBackward", 0)
+
+
+def test_a_loss_of_the_client(model: Any) -> None:
+    def loss(_: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        value = sum((entry**2).sum() for entry in logprobs)
+        return value, {"squares": float(value.detach())}
+
+    before = model.forward([text_datum()], "cross_entropy").result(WAIT).loss_fn_outputs[0]["logprobs"].to_numpy()
+    result = model.forward_backward_custom([text_datum()], loss).result(WAIT)
+    assert result.metrics["squares"] == pytest.approx(float((before**2).sum()), rel=1e-4)
+
+
+def test_saving_training_on_and_going_back(client: Any, model: Any) -> None:
+    datum = text_datum()
+    model.forward_backward([datum], "cross_entropy")
+    model.optim_step(types.AdamParams(learning_rate=1e-2)).result(WAIT)
+    saved = model.forward([datum], "cross_entropy").result(WAIT).metrics["loss:sum"]
+    path = model.save_state("here").result(WAIT).path
+    again = client.create_training_client_from_state_with_optimizer(path)
+    again = again if isinstance(again, tinker.TrainingClient) else again.result(WAIT)
+    assert again.forward([datum], "cross_entropy").result(WAIT).metrics["loss:sum"] == saved
+    after = []
+    for trained in (model, again):
+        trained.forward_backward([datum], "cross_entropy")
+        trained.optim_step(types.AdamParams(learning_rate=1e-2)).result(WAIT)
+        after.append(trained.forward([datum], "cross_entropy").result(WAIT).metrics["loss:sum"])
+    assert after[0] == after[1] < saved
+
+
+# ---------------------------------------------------------------------- sampling
+
+
+def test_greedy_sampling_is_that_of_transformers(running: Running, client: Any) -> None:
+    sampler = client.create_sampling_client(base_model=NAME).result(WAIT)
+    params = types.SamplingParams(max_tokens=6, temperature=0.0, stop=[])
+    sampled = sampler.sample(types.ModelInput.from_ints(TEXT), 1, params).result(WAIT).sequences[0]
+    tokens = list(TEXT)
+    for _ in range(6):
+        with torch.no_grad():
+            tokens.append(int(running.plain(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+    assert list(sampled.tokens) == tokens[6:]
+    expected = plain_logprobs(running, tokens[:-1], tokens[1:])[5:]
+    np.testing.assert_allclose(sampled.logprobs, expected, atol=1e-4)
+
+
+def test_logprobs_of_a_prompt_are_those_of_training(running: Running, client: Any) -> None:
+    sampler = client.create_sampling_client(base_model=NAME).result(WAIT)
+    scores = sampler.compute_logprobs(types.ModelInput.from_ints(TEXT)).result(WAIT)
+    assert scores[0] is None
+    np.testing.assert_allclose(scores[1:], plain_logprobs(running, TEXT[:-1], TEXT[1:]), atol=1e-5)
+
+
+def test_a_seed_gives_the_same_whatever_else_runs(client: Any, model: Any) -> None:
+    sampler = model.save_weights_and_get_sampling_client().result(WAIT)
+    prompt, params = types.ModelInput.from_ints(TEXT), types.SamplingParams(max_tokens=8, seed=3, stop=[])
+    alone = sampler.sample(prompt, 2, params).result(WAIT)
+    crowd = [
+        sampler.sample(types.ModelInput.from_ints(TEXT[:length]), 1, types.SamplingParams(max_tokens=20))
+        for length in range(1, 6)
+    ]
+    among = sampler.sample(prompt, 2, params).result(WAIT)
+    assert [list(s.tokens) for s in among.sequences] == [list(s.tokens) for s in alone.sequences]
+    assert alone.sequences[0].tokens != alone.sequences[1].tokens
+    for other in crowd:
+        other.result(WAIT)
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def test_a_bad_datum_is_named_and_leaves_nothing(running: Running, model: Any) -> None:
+    good, bad = text_datum(), image_datum(running, png(), count=5)
+    clean = model.forward([good], "cross_entropy").result(WAIT).metrics["loss:sum"]
+    with pytest.raises(tinker.RequestFailedError, match=r"datum 1: .*expected_tokens is 5") as failed:
+        model.forward_backward([good, bad], "cross_entropy").result(WAIT)
+    assert str(failed.value.category).endswith("user") or failed.value.category == "user"
+    model.optim_step(types.AdamParams(learning_rate=1.0)).result(WAIT)  # on no gradient
+    assert model.forward([good], "cross_entropy").result(WAIT).metrics["loss:sum"] == clean
+
+
+@pytest.mark.parametrize(
+    ("datum", "loss", "message"),
+    [
+        (text_datum([1, -2, 3]), "cross_entropy", "datum 0"),
+        (text_datum([1, 10**6, 3]), "cross_entropy", "datum 0"),
+        (text_datum([1, 2, 3], [1.0, float("nan"), 1.0]), "cross_entropy", "datum 0"),
+        (text_datum([1, 2, 3], [1.0, 1.0]), "cross_entropy", "datum 0"),
+        (text_datum(), "gspo", "gspo"),
+    ],
+)
+def test_bad_input_fails_with_words(model: Any, datum: Any, loss: str, message: str) -> None:
+    with pytest.raises(tinker.RequestFailedError, match=message):
+        model.forward_backward([datum], loss).result(WAIT)
+
+
+def test_an_unknown_base_model(client: Any) -> None:
+    with pytest.raises(tinker.RequestFailedError, match=f"this service has '{NAME}' alone"):
+        client.create_lora_training_client(base_model="other", rank=4).result(WAIT)
+
+
+def test_another_key(running: Running) -> None:
+    with pytest.raises(tinker.AuthenticationError, match="key"):
+        tinker.ServiceClient(base_url=running.address, api_key="tml-another-key").create_lora_training_client(
+            base_model=NAME
+        ).result(WAIT)
+
+
+# ---------------------------------------------------------------------- lists and pages
+
+
+def test_what_the_client_lists(client: Any, model: Any) -> None:
+    path = model.save_state("listed", ttl_seconds=None).result(WAIT).path
+    rest = client.create_rest_client()
+    run = rest.get_training_run(path.split("/")[2]).result(WAIT)
+    assert (run.base_model, run.is_lora, run.lora_rank) == (NAME, True, 4)
+    assert path in [entry.tinker_path for entry in rest.list_user_checkpoints().result(WAIT).checkpoints]
+    rest.delete_checkpoint_from_tinker_path(path).result(WAIT)
+    assert path not in [entry.tinker_path for entry in rest.list_user_checkpoints().result(WAIT).checkpoints]
+
+
+def test_pages_without_a_key(running: Running) -> None:
+    import httpx
+
+    page = httpx.get(running.address)
+    assert page.status_code == 200
+    assert NAME in page.text and "<svg" in page.text
+    assert "<script" not in page.text and "http://" not in page.text.replace(running.address, "")
+    metrics = httpx.get(f"{running.address}/metrics").text
+    assert "vlmpack_trained_tokens_total" in metrics
+    assert "vlmpack_fill_ratio" in metrics
+
+
+def test_a_port_that_is_taken() -> None:
+    from vlmpack.errors import ConfigError
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="cannot be served"):
+            bind("127.0.0.1", taken.getsockname()[1])
+
+
+def test_the_key_file_is_for_its_owner_alone(tmp_path: Path) -> None:
+    from vlmpack.service import read_key
+
+    key = read_key(tmp_path / "new" / "key")
+    assert key.startswith("tml-") and len(key) > 40
+    assert read_key(tmp_path / "new" / "key") == key
+    assert (tmp_path / "new" / "key").stat().st_mode & 0o077 == 0

@@ -1,0 +1,234 @@
+"""Sessions end and give back what they held; sampling sessions, models and checkpoints are listed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from service.clients import (
+    create,
+    create_from,
+    forward_backward,
+    is_failure,
+    load,
+    optim_step,
+    sample,
+    save,
+    save_for_sampler,
+    served,
+    until,
+)
+
+from vlmpack.service.queue import QueueSettings, Rejected
+
+
+def status(call, *args, **kwargs) -> int:
+    """Status of a refusal."""
+    with pytest.raises(Rejected) as refusal:
+        call(*args, **kwargs)
+    return refusal.value.status
+
+
+# ---------------------------------------------------------------------- sessions
+
+
+def test_a_finished_session_gives_everything_back_but_its_checkpoints(tmp_path: Path) -> None:
+    with served(tmp_path) as (client, engine):
+        model = client.model()
+        session = model.split(":")[0]
+        done = client.post(forward_backward(model, 1))
+        client.outcome(done)
+        client.call(save(model, 2, "kept"))
+        client.call(save_for_sampler(model, 3, number=0))
+        early = client.post(forward_backward(model, 9))
+        client.queue.finish(session)
+        client.queue.finish(session)
+        until(lambda: engine.models() == ())
+        assert client.reply(done) is None
+        assert client.reply(early) is None
+        assert status(client.queue.heartbeat, session) == 410
+        assert status(client.post, forward_backward(model, 4)) == 410
+        assert status(client.post, sample(f"{session}:sample:0", 0)) == 410
+        assert status(client.post, create(session, 1)) == 410
+        assert client.queue.stats().queued == 0
+        assert client.queue.stats().queued_bytes == 0
+        until(lambda: len([*(tmp_path / "weights").iterdir()]) == 1)
+        assert [info.name for info in client.queue.checkpoints(model)] == ["kept"]
+    with served(tmp_path) as (client, engine):
+        until(lambda: client.queue.stats().is_restored)
+        assert engine.models() == ()
+        assert status(client.queue.heartbeat, session) == 410
+
+
+def test_a_silent_session_ends_and_heartbeats_keep_one(tmp_path: Path) -> None:
+    with served(tmp_path, settings=QueueSettings(session_timeout=1.0)) as (client, engine):
+        silent, kept = client.model(), client.model()
+        end = time.monotonic() + 20
+        while silent in engine.models() and time.monotonic() < end:
+            client.queue.heartbeat(kept.split(":")[0])
+            time.sleep(0.02)
+        assert engine.models() == (kept,)
+        assert status(client.queue.heartbeat, silent.split(":")[0]) == 410
+
+
+def test_a_poll_keeps_a_session(tmp_path: Path) -> None:
+    with served(tmp_path, settings=QueueSettings(session_timeout=1.0)) as (client, _):
+        model = client.model()
+        for _ in range(15):
+            client.reply(f"{model}:1", 0.0)
+            time.sleep(0.1)
+        assert client.call(optim_step(model, 1))
+
+
+def test_there_are_only_so_many_sessions_at_once(tmp_path: Path) -> None:
+    with served(tmp_path, settings=QueueSettings(sessions=2)) as (client, _):
+        first = client.queue.create_session()
+        client.queue.create_session()
+        assert status(client.queue.create_session) == 429
+        client.queue.finish(first)
+        assert client.queue.create_session()
+
+
+def test_a_session_lists_its_models_and_samplers(tmp_path: Path) -> None:
+    with served(tmp_path) as (client, _):
+        session = client.queue.create_session(tags=["a"], user_metadata={"who": "me"})
+        client.call(create(session))
+        sampler = client.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
+        info = client.queue.session(session)
+        assert (info.model_ids, info.sampler_ids) == ((f"{session}:train:0",), (sampler,))
+        assert info.user_metadata == {"who": "me"}
+        assert client.queue.sessions() == [session]
+        assert status(client.queue.session, "nobody") == 404
+        assert status(client.queue.finish, "nobody") == 404
+
+
+# ---------------------------------------------------------------------- sampling sessions
+
+
+def test_a_sampling_session_is_begun_once_a_number(tmp_path: Path) -> None:
+    with served(tmp_path) as (client, _):
+        model = client.model()
+        session = model.split(":")[0]
+        path = client.call(save_for_sampler(model, 1, "a")).path
+        begin = client.queue.create_sampling_session
+        sampler = begin(session, 0, path=path, base_model=None)
+        assert begin(session, 0, path=path, base_model=None) == sampler
+        assert client.queue.sampler(sampler).model_path == path
+        assert status(begin, session, 0, path=None, base_model="base/fake") == 400
+        assert status(begin, session, 1, path=None, base_model="another") == 400
+        assert status(begin, session, 1, path=None, base_model=None) == 400
+        assert status(begin, session, 1, path=f"tinker://{model}/weights/none", base_model=None) == 404
+        assert status(begin, session, 1, path="/etc/passwd", base_model=None) == 400
+        assert status(begin, "nobody", 1, path=path, base_model=None) == 404
+        assert status(client.queue.sampler, f"{session}:sample:1") == 404
+
+
+def test_a_sampling_session_outlives_its_checkpoint(tmp_path: Path) -> None:
+    with served(tmp_path) as (client, _):
+        model = client.model()
+        session = model.split(":")[0]
+        path = client.call(save_for_sampler(model, 1, "a")).path
+        sampler = client.queue.create_sampling_session(session, 0, path=path, base_model=None)
+        before = client.call(sample(sampler, 0)).sequences[0].logprobs
+        client.queue.delete_checkpoint(path)
+    with served(tmp_path) as (client, _):
+        assert np.array_equal(client.call(sample(sampler, 1)).sequences[0].logprobs, before)
+        client.queue.finish(session)
+        until(lambda: not [*(tmp_path / "weights").iterdir()])
+
+
+# ---------------------------------------------------------------------- models and checkpoints
+
+
+def test_a_model_is_known_once_it_is_created(tmp_path: Path) -> None:
+    with served(tmp_path, start=False) as (client, _):
+        session = client.queue.create_session()
+        name = client.post(create(session))
+        assert status(client.queue.get_info, f"{session}:train:0") == 404
+        client.queue.start()
+        client.outcome(name)
+        info = client.queue.get_info(f"{session}:train:0")
+        assert (info.base_model, info.arch, info.lora and info.lora.rank) == ("base/fake", "fake", 4)
+
+
+def test_models_are_listed_newest_first_and_stay_while_they_have_checkpoints(tmp_path: Path) -> None:
+    with served(tmp_path) as (client, _):
+        models = [client.model() for _ in range(3)]
+        client.call(save(models[0], 1, "a"))
+        assert [info.model_id for info in client.queue.models()] == models[::-1]
+        for model in models:
+            client.queue.finish(model.split(":")[0])
+        assert [info.model_id for info in client.queue.models()] == [models[0]]
+    with served(tmp_path) as (client, _):
+        assert [info.model_id for info in client.queue.models()] == [models[0]]
+
+
+def test_checkpoints_are_saved_listed_loaded_overwritten_and_deleted(tmp_path: Path) -> None:
+    with served(tmp_path) as (client, engine):
+        model = client.model()
+        client.call(forward_backward(model, 1))
+        client.call(optim_step(model, 2))
+        path = client.call(save(model, 3, "a")).path
+        saved = engine.all[model].weights
+        client.call(forward_backward(model, 4))
+        client.call(optim_step(model, 5))
+        assert is_failure(client.call(save(model, 6, "a")), "exists", "another name")
+        assert client.call(load(model, 7, path)).path == path
+        assert np.array_equal(engine.all[model].weights, saved)
+        client.call(forward_backward(model, 8))
+        client.call(optim_step(model, 9))
+        assert client.call(save(model, 10, "a", overwrite=True)).path == path
+        session = client.queue.create_session()
+        made = client.call(create_from(session, 0, path))
+        assert (made.model_id, made.path) == (f"{session}:train:0", path)
+        assert np.array_equal(engine.all[made.model_id].weights, engine.all[model].weights)
+        assert np.array_equal(engine.all[made.model_id].moment, engine.all[model].moment)
+        (info,) = client.queue.checkpoints()
+        assert (info.path, info.kind, info.model_id) == (path, "weights", model)
+        assert info.size_bytes > 100
+        client.queue.delete_checkpoint(path)
+        assert status(client.queue.delete_checkpoint, path) == 404
+        assert status(client.queue.checkpoint, path) == 404
+        assert is_failure(client.call(load(model, 11, path)), "no checkpoint")
+        assert client.queue.checkpoints(model) == []
+        assert status(client.queue.checkpoints, "nobody") == 404
+
+
+def test_a_save_in_the_middle_keeps_the_gradients(tmp_path: Path) -> None:
+    def train(client, *, saves: bool) -> None:
+        model = client.model()
+        client.call(forward_backward(model, 1))
+        client.call(save(model, 2, "a") if saves else forward_backward(model, 2, forward_only=True))
+        client.call(optim_step(model, 3))
+
+    weights = []
+    for saves in (False, True):
+        with served(tmp_path / str(saves)) as (client, engine):
+            train(client, saves=saves)
+            weights += [model.weights for model in engine.all.values()]
+    assert np.array_equal(*weights)
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "/etc", ".hidden", "a\0", "x" * 129, "é", "a b", "-"])
+def test_a_name_that_could_leave_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+    with served(tmp_path) as (client, _):
+        model = client.model()
+        assert is_failure(client.call(save(model, 1, name)), "cannot be named", "user")
+        assert is_failure(client.call(save_for_sampler(model, 2, name)), "cannot be named", "user")
+        path = f"tinker://{model}/weights/{name}"
+        assert is_failure(client.call(load(model, 3, path)), "no path of a checkpoint")
+        assert [*(tmp_path / "weights").iterdir()] == []
+
+
+def test_a_snapshot_to_sample_from_has_no_optimiser_to_load(tmp_path: Path) -> None:
+    with served(tmp_path) as (client, engine):
+        model = client.model()
+        path = client.call(save_for_sampler(model, 1, "a")).path
+        assert is_failure(client.call(load(model, 2, path, optimizer=True)), "no optimiser")
+        saved = engine.all[model].weights
+        client.call(forward_backward(model, 3))
+        client.call(optim_step(model, 4))
+        client.call(load(model, 5, path, optimizer=False))
+        assert np.array_equal(engine.all[model].weights, saved)

@@ -1,0 +1,339 @@
+"""vLLM behind the sampling interface, against a fake of its documented API (it needs a GPU of its own).
+
+The fake refuses arguments that `SamplingParams`, `LLM` and `LoRARequest` do not have, writes placeholders of images
+out, and samples from a distribution that depends on the adapter and on the tokens so far.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from step_service import lora, png, text, tiny_engine
+
+from vlmpack.errors import ConfigError
+from vlmpack.service.engine import Engine
+from vlmpack.service.messages import Chunk, Failure, ImageChunk, Sample, SampleResult, SamplingParams
+from vlmpack.service.sampling import BatchedSampling, Finished, SampledModel
+from vlmpack.service.vllm import SAMPLERS, VllmSampling, VllmSettings, open_vllm, set_sampler
+
+VOCABULARY, EOS = 1000, 7
+
+
+@dataclass
+class FakeParams:
+    n: int = 1
+    seed: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_tokens: int | None = 16
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+
+    def __post_init__(self) -> None:
+        assert self.temperature >= 0
+        assert self.top_k >= -1
+        assert self.max_tokens is None or self.max_tokens > 0
+        assert self.detokenize or not self.stop
+        assert all(-100 <= bias <= 100 for bias in (self.logit_bias or {}).values())
+
+
+@dataclass(frozen=True)
+class FakeAdapter:
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+@dataclass
+class FakeLogprob:
+    logprob: float
+
+
+@dataclass
+class FakeCompletion:
+    token_ids: list[int]
+    logprobs: list[dict[int, FakeLogprob]] | None
+    finish_reason: str
+
+
+@dataclass
+class FakeOutput:
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, FakeLogprob] | None] | None
+    outputs: list[FakeCompletion]
+
+
+def distribution(ids: Sequence[int], adapter: int) -> np.ndarray:
+    return np.random.default_rng([len(ids), ids[-1], adapter]).normal(size=VOCABULARY)
+
+
+def logprobs_of(logits: np.ndarray) -> np.ndarray:
+    return logits - np.log(np.exp(logits).sum())
+
+
+def letter(token: int) -> str:
+    return chr(97 + token % 26)
+
+
+@dataclass
+class FakeLLM:
+    """`vllm.LLM`."""
+
+    arguments: dict[str, Any]
+    image_token_id: int = 0
+    tokens_per_image: int = 0
+    calls: list[int] = field(default_factory=list)
+    threads: set[int] = field(default_factory=set)
+
+    def generate(
+        self, prompts: Sequence[Mapping[str, Any]], sampling_params: Any = None, *, use_tqdm: bool, lora_request: Any
+    ) -> list[FakeOutput]:
+        self.calls.append(len(prompts))
+        self.threads.add(threading.get_ident())
+        return [self._one(*one) for one in zip(prompts, sampling_params, lora_request, strict=True)]
+
+    def _one(self, prompt: Mapping[str, Any], params: FakeParams, adapter: FakeAdapter | None) -> FakeOutput:
+        pictures = prompt.get("multi_modal_data", {}).get("image", [])
+        assert all(picture.mode == "RGB" for picture in pictures)
+        assert prompt["prompt_token_ids"].count(self.image_token_id) == len(pictures)
+        ids: list[int] = []
+        for token in prompt["prompt_token_ids"]:
+            ids += [token] * (self.tokens_per_image if token == self.image_token_id else 1)
+        if 13 in ids:
+            raise ValueError("this prompt cannot be read")
+        number = 0 if adapter is None else adapter.lora_int_id
+        of_prompt = None
+        if params.prompt_logprobs is not None:
+            of_prompt = [None] + [self._entry(ids[:i], ids[i], number) for i in range(1, len(ids))]
+        return FakeOutput(ids, of_prompt, [self._completion(ids, params, number)])
+
+    def _completion(self, ids: list[int], params: FakeParams, adapter: int) -> FakeCompletion:
+        rng = np.random.default_rng(params.seed)
+        tokens: list[int] = []
+        entries = []
+        assert params.max_tokens is not None
+        reason = "length"
+        while len(tokens) < params.max_tokens and reason == "length":
+            logits = distribution([*ids, *tokens], adapter)
+            for token, bias in (params.logit_bias or {}).items():
+                logits[token] += bias
+            noise = rng.gumbel(size=VOCABULARY) if params.temperature else 0
+            token = int((logits / (params.temperature or 1) + noise).argmax())
+            entries.append(self._entry([*ids, *tokens], token, adapter))
+            tokens.append(token)
+            said = "".join(map(letter, tokens))
+            if token in (params.stop_token_ids or ()) or any(stop in said for stop in params.stop or ()):
+                reason = "stop"
+            if token == EOS and not params.ignore_eos:
+                reason = "stop"
+        return FakeCompletion(tokens, entries if params.logprobs is not None else None, reason)
+
+    @staticmethod
+    def _entry(before: Sequence[int], token: int, adapter: int) -> dict[int, FakeLogprob]:
+        logprobs = logprobs_of(distribution(before, adapter))
+        return {int(logprobs.argmax()): FakeLogprob(9.9), token: FakeLogprob(float(logprobs[token]))}
+
+
+@pytest.fixture(autouse=True)
+def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, lora_module, request = ModuleType("vllm"), ModuleType("vllm.lora"), ModuleType("vllm.lora.request")
+    known = {"max_model_len", "gpu_memory_utilization", "enable_lora", "max_lora_rank", "max_loras", "enforce_eager"}
+    known |= {"model", "limit_mm_per_prompt", "logprobs_mode"}
+
+    def make(**arguments: Any) -> FakeLLM:
+        assert arguments.keys() <= known
+        return FakeLLM(arguments)
+
+    module.__dict__.update(LLM=make, SamplingParams=FakeParams, __path__=[], __spec__=None)
+    request.__dict__.update(LoRARequest=FakeAdapter)
+    for name, fake in (("vllm", module), ("vllm.lora", lora_module), ("vllm.lora.request", request)):
+        monkeypatch.setitem(sys.modules, name, fake)
+    monkeypatch.setattr("vlmpack.errors._is_installed", lambda package: package == "vllm")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return tiny_engine()
+
+
+def sampler_of(engine: Engine) -> VllmSampling:
+    llm = open_vllm("model", VllmSettings(max_context=200), enforce_eager=True)
+    config = engine.model.config
+    llm.image_token_id, llm.tokens_per_image = config.image_token_id, 6  # 64 x 96 pixels
+    model = SampledModel(max_context=200, eos_token_ids=(EOS,), decode=lambda ids: "".join(map(letter, ids)))
+    sampler = VllmSampling(llm, model, image_token_id=config.image_token_id, forbidden=(config.image_token_id,))
+    sampler.open("base", None)
+    return sampler
+
+
+PROMPT: tuple[Chunk, ...] = (text(20, 21, 22),)
+PICTURE: tuple[Chunk, ...] = (text(20), ImageChunk(data=png(64, 96), format="png"), text(22, 23))
+
+
+def sample(
+    chunks: tuple[Chunk, ...] = PROMPT, *, num_samples: int = 1, logprobs: bool = False, **params: Any
+) -> Sample:
+    settings = SamplingParams(**{"max_tokens": 6, "seed": 3, "stop_tokens": (), **params})
+    return Sample(
+        sampling_session_id="x",
+        seq_id=0,
+        prompt=chunks,
+        num_samples=num_samples,
+        params=settings,
+        prompt_logprobs=logprobs,
+    )
+
+
+def run(
+    sampler: VllmSampling, engine: Engine, requests: Mapping[str, Sample], session: str | None = "base"
+) -> dict[str, Any]:
+    if session is None:
+        session = "opened here"
+        sampler.open(session, None)
+    for key, request in requests.items():
+        sampler.add(key, session, engine.encode_chunks(request.prompt), request)
+    found: list[Finished] = []
+    while not sampler.is_idle:
+        found += sampler.step()
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def test_the_model_is_loaded_with_what_the_service_promises() -> None:
+    arguments = open_vllm("some/model", VllmSettings(max_context=100, max_rank=32), max_loras=4).arguments
+    assert arguments["model"] == "some/model"
+    assert arguments["max_model_len"] > 100
+    assert (arguments["enable_lora"], arguments["max_lora_rank"], arguments["max_loras"]) == (True, 32, 4)
+    assert arguments["logprobs_mode"] == "raw_logprobs"
+
+
+def test_an_engine_samples_as_it_is_told() -> None:
+    engine = tiny_engine()
+    for kind in SAMPLERS:
+        set_sampler(engine, kind, source="some/model")
+        assert isinstance(engine.sampler, VllmSampling) == (kind == "vllm")
+    assert isinstance(engine.sampler, VllmSampling)
+    assert engine.sampler._llm.arguments["model"] == "some/model"
+    assert engine.sampler._forbidden == (engine.model.config.image_token_id, engine.model.config.video_token_id)
+    for kind, rounding in (("exact", 2.0**-13), ("fast", 0.0)):
+        set_sampler(engine, kind, source="some/model")
+        assert isinstance(engine.sampler, BatchedSampling)
+        assert engine.sampler._settings.rounding_of(engine.model) == rounding
+    text_model = tiny_engine("qwen3")
+    set_sampler(text_model, "vllm", source="some/model")
+    assert isinstance(text_model.sampler, VllmSampling)
+    assert run(text_model.sampler, text_model, {"a": sample()}, session=None)["a"].sequences[0].tokens.shape == (6,)
+
+
+def test_without_vllm_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlmpack.errors._is_installed", lambda package: False)
+    with pytest.raises(ConfigError, match=r"sampling by vLLM needs vllm.*vlmpack\[vllm\]"):
+        open_vllm("model", VllmSettings(max_context=100))
+
+
+def test_waiting_requests_go_together_in_another_thread(engine: Engine) -> None:
+    sampler = sampler_of(engine)
+    results = run(sampler, engine, {"a": sample(num_samples=3), "b": sample(PICTURE, seed=9), "c": sample(seed=5)})
+    llm = sampler._llm
+    assert llm.calls == [5]
+    assert threading.get_ident() not in llm.threads
+    assert [len(results[key].sequences) for key in "abc"] == [3, 1, 1]
+    again = [run(sampler, engine, {"a": sample(seed=3 + i)})["a"].sequences[0].tokens.tolist() for i in range(3)]
+    assert [sequence.tokens.tolist() for sequence in results["a"].sequences] == again
+    assert results["c"].sequences[0].tokens.tolist() == again[2]
+    assert sampler.sampled_tokens == 6 * (5 + 3)
+
+
+def test_log_probabilities_are_of_the_tokens_by_the_whole_distribution(engine: Engine) -> None:
+    result = run(sampler_of(engine), engine, {"a": sample(PICTURE, logprobs=True, temperature=0.5, top_k=5)})["a"]
+    assert isinstance(result, SampleResult)
+    ids = engine.encode_chunks(PICTURE).input_ids.tolist()
+    (sequence,) = result.sequences
+    whole = [*ids, *sequence.tokens.tolist()]
+    expected = [logprobs_of(distribution(whole[:i], 0))[whole[i]] for i in range(1, len(whole))]
+    assert result.prompt_logprobs is not None
+    assert np.isnan(result.prompt_logprobs[0])
+    seen = np.concatenate((result.prompt_logprobs[1:], sequence.logprobs))
+    np.testing.assert_allclose(seen, expected, rtol=1e-6)
+    assert sequence.tokens.dtype == np.int32
+    assert sequence.stop_reason == "length"
+
+
+def test_stop_tokens_and_strings(engine: Engine) -> None:
+    sampler = sampler_of(engine)
+    free = run(sampler, engine, {"a": sample(max_tokens=50)})["a"].sequences[0].tokens.tolist()
+    first = free.index(free[9])
+    stopped = run(sampler, engine, {"a": sample(max_tokens=50, stop_tokens=(free[9],))})["a"].sequences[0]
+    assert (stopped.tokens.tolist(), stopped.stop_reason) == (free[: first + 1], "stop")
+    said = "".join(map(letter, free))
+    text_stopped = run(sampler, engine, {"a": sample(max_tokens=50, stop_strings=(said[4:7],))})["a"].sequences[0]
+    assert (text_stopped.tokens.tolist(), text_stopped.stop_reason) == (free[: said.index(said[4:7]) + 3], "stop")
+    whole = run(sampler, engine, {"a": sample(max_tokens=None)})["a"].sequences[0]
+    assert len(whole.tokens) == 200 - 3
+    own = run(sampler, engine, {"a": sample(max_tokens=None, stop_tokens=None)})["a"].sequences[0]
+    assert (EOS in whole.tokens.tolist()) == (own.stop_reason == "stop")
+
+
+def test_each_snapshot_is_an_adapter_of_its_own(engine: Engine, tmp_path: Path) -> None:
+    engine.create("a", lora())
+    sampler = sampler_of(engine)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        engine.save("a", tmp_path / name, optimizer=False)
+        sampler.open(name, tmp_path / name)
+    sampler.open("one again", tmp_path / "one")
+    engine.free("a")
+    names = ("base", "one", "two", "one again")
+    tokens = [run(sampler, engine, {"a": sample()}, session=n)["a"].sequences[0].tokens.tolist() for n in names]
+    assert tokens[1] == tokens[3]
+    assert len({str(t) for t in tokens}) == 3
+    assert sampler._adapter(tmp_path / "two") == FakeAdapter("snapshot_2", 2, str(tmp_path / "two"))
+
+
+def test_what_fails_fails_alone(engine: Engine, tmp_path: Path) -> None:
+    sampler = sampler_of(engine)
+    sampler.open("whole model", tmp_path)
+    whole = run(sampler, engine, {"whole": sample()}, session="whole model")["whole"]
+    requests = {
+        "good": sample(),
+        "unreadable": sample((text(12, 13, 14),)),
+        "hot": sample(temperature=-1.0),
+        "long": sample(max_tokens=999),
+        "other image": sample((text(20), ImageChunk(data=png(64, 64), format="png"), text(22))),
+    }
+    results = run(sampler, engine, requests)
+    assert isinstance(results.pop("good"), SampleResult)
+    messages = {key: result.message for key, result in {**results, "whole": whole}.items()}
+    assert all(isinstance(result, Failure) for result in results.values())
+    assert "vLLM: ValueError: this prompt cannot be read" in messages["unreadable"]
+    assert "temperature is -1.0" in messages["hot"]
+    assert "max_tokens is 999" in messages["long"]
+    assert "vLLM makes 8 tokens of the prompt, the model's processor 6" in messages["other image"]
+    assert "not an adapter" in messages["whole"]
+
+
+def test_requests_of_a_closed_session_that_have_not_begun_fail(engine: Engine) -> None:
+    sampler = sampler_of(engine)
+    sampler.add("a", "base", engine.encode_chunks(PROMPT), sample())
+    sampler.close("base")
+    sampler.add("b", "base", engine.encode_chunks(PROMPT), sample())
+    results = dict(sampler.step())
+    assert "was closed" in results["a"].message  # pyright: ignore
+    assert "is not open" in results["b"].message  # pyright: ignore
+    assert sampler.is_idle

@@ -1,0 +1,312 @@
+"""JSON bodies to requests, outcomes to bodies."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import pytest
+
+from vlmpack.errors import RequestError
+from vlmpack.service import wire
+from vlmpack.service.messages import (
+    AdamParams,
+    CreatedModel,
+    CreateFromCheckpoint,
+    CreateModel,
+    Failure,
+    ImageChunk,
+    LoadedWeights,
+    LoadWeights,
+    LoraConfig,
+    OptimStep,
+    OptimStepResult,
+    Sample,
+    SamplingParams,
+    SavedForSampler,
+    SavedWeights,
+    SaveForSampler,
+    SaveWeights,
+    TextChunk,
+)
+
+MODEL = "s77cc1b450bab:train:0"
+ADAM = {"learning_rate": 0.001, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 1.0}
+SAMPLE = {
+    "num_samples": 2,
+    "prompt": {
+        "chunks": [
+            {"tokens": [20, 21, 809], "type": "encoded_text"},
+            {"data": base64.b64encode(b"png").decode(), "format": "png", "expected_tokens": 4, "type": "image"},
+            {"tokens": [810, 22, 23], "type": "encoded_text"},
+        ]
+    },
+    "sampling_params": {"max_tokens": 4, "seed": 7, "stop": [5], "temperature": 1.0, "top_k": -1, "top_p": 1.0},
+    "sampling_session_id": "s77cc1b450bab:sample:0",
+    "seq_id": 0,
+    "prompt_logprobs": False,
+    "topk_prompt_logprobs": 0,
+    "topk_sample_logprobs": 0,
+    "prompt_alt_tokens_k": 0,
+    "record_stability_info": False,
+    "type": "sample",
+}
+"""As captured from the client."""
+
+
+def decode(kind: str, /, **fields: Any) -> Any:
+    return wire.decode(kind, json.dumps(fields).encode())
+
+
+def sample(**changes: Any) -> Any:
+    return decode("Sample", **{**SAMPLE, **changes})
+
+
+def sampling(**params: Any) -> SamplingParams:
+    return sample(sampling_params=params).params
+
+
+# ---------------------------------------------------------------------- what the client sends
+
+
+def test_a_step_of_the_optimiser() -> None:
+    step = decode("OptimStep", model_id=MODEL, seq_id=2, type="optim_step", adam_params=ADAM)
+    assert step == OptimStep(model_id=MODEL, seq_id=2, adam=AdamParams(**ADAM))
+
+
+def test_clipping_by_a_norm_below_0_is_off() -> None:
+    step = decode("OptimStep", model_id=MODEL, seq_id=2, adam_params={**ADAM, "grad_clip_norm": -1})
+    assert step.adam.grad_clip_norm == 0
+
+
+def test_checkpoints() -> None:
+    saved = decode("SaveWeights", model_id=MODEL, path="step1", seq_id=5, overwrite=False, user_metadata={"a": "b"})
+    assert saved == SaveWeights(model_id=MODEL, seq_id=5, name="step1", user_metadata={"a": "b"})
+    path = f"tinker://{MODEL}/weights/step1"
+    loaded = decode("LoadWeights", model_id=MODEL, seq_id=6, path=path, optimizer=False)
+    assert loaded == LoadWeights(model_id=MODEL, seq_id=6, path=path, optimizer=False)
+    created = decode("CreateFromCheckpoint", session_id="s", model_seq_id=1, path=path, optimizer=True)
+    assert created == CreateFromCheckpoint(session_id="s", model_seq_id=1, path=path, optimizer=True)
+
+
+def test_snapshots_have_a_name_or_belong_to_a_session() -> None:
+    named = decode("SaveForSampler", model_id=MODEL, path="s1", kind="snapshot", seq_id=7)
+    assert named == SaveForSampler(model_id=MODEL, seq_id=7, name="s1")
+    ephemeral = decode("SaveForSampler", model_id=MODEL, sampling_session_seq_id=0, kind="inflight", seq_id=8)
+    assert ephemeral == SaveForSampler(model_id=MODEL, seq_id=8, sampling_session_seq_id=0)
+    with pytest.raises(RequestError, match="neither path nor sampling_session_seq_id"):
+        decode("SaveForSampler", model_id=MODEL, seq_id=8)
+
+
+def test_new_models() -> None:
+    lora = {"rank": 8, "seed": 1, "train_unembed": True, "train_mlp": False, "train_attn": True}
+    fields = {"session_id": "s", "model_seq_id": 0, "base_model": "b", "optimizer_config": {"type": "adamw"}}
+    model = decode("CreateModel", **fields, lora_config=lora, user_metadata={"n": 3, "t": "x"})
+    notes = {"n": "3", "t": "x"}
+    assert model == CreateModel(
+        session_id="s", model_seq_id=0, base_model="b", lora=LoraConfig(**lora), user_metadata=notes
+    )
+    assert decode("CreateModel", **fields).lora is None
+    assert decode("CreateModel", **fields, lora_config={"rank": 8}).lora == LoraConfig(rank=8)
+
+
+def test_a_prompt() -> None:
+    request = sample()
+    assert isinstance(request, Sample)
+    first, image, last = request.prompt
+    assert isinstance(first, TextChunk) and first.tokens.tolist() == [20, 21, 809]
+    assert image == ImageChunk(data=b"png", format="png", expected_tokens=4)
+    assert isinstance(last, TextChunk) and last.tokens.tolist() == [810, 22, 23]
+    assert request.params == SamplingParams(max_tokens=4, seed=7, stop_tokens=(5,))
+    assert (request.num_samples, request.seq_id, request.prompt_logprobs) == (2, 0, False)
+    assert sample(seq_id=3 * 10**9).seq_id == 3 * 10**9  # clones of a client start there
+
+
+@pytest.mark.parametrize(
+    ("sent", "tokens", "texts"),
+    [
+        ({}, None, ()),
+        ({"stop": None}, None, ()),
+        ({"stop": []}, (), ()),
+        ({"stop": [3, 4]}, (3, 4), ()),
+        ({"stop": "end"}, (), ("end",)),
+        ({"stop": ["a", "b"]}, (), ("a", "b")),
+    ],
+)
+def test_stops(sent: dict[str, Any], tokens: tuple[int, ...] | None, texts: tuple[str, ...]) -> None:
+    params = sampling(**sent)
+    assert (params.stop_tokens, params.stop_strings) == (tokens, texts)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learning_rate": None}, "adam_params.learning_rate: absent or null; .*NaN and infinity arrive as null"),
+        ({"eps": None}, "adam_params.eps: absent or null"),
+        ({"learning_rate": "0.1"}, "adam_params.learning_rate: '0.1'; a finite number"),
+        ({"learning_rate": 10**400}, "adam_params.learning_rate: 1000.*a finite number"),
+        ({"learning_rate": True}, "adam_params.learning_rate: True; a finite number"),
+        ({"learning_rate": -1}, "adam_params.learning_rate: -1; a number from 0"),
+        ({"beta2": 1.0}, "adam_params.beta2: 1.0; a number below 1"),
+        ({"nesterov": 1}, "adam_params.nesterov: not a setting of this service"),
+    ],
+)
+def test_settings_of_a_step(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        decode("OptimStep", model_id=MODEL, seq_id=2, adam_params={**ADAM, **changes})
+
+
+def test_numbers_that_json_does_not_have() -> None:
+    for number in ("NaN", "Infinity", "-Infinity", "1e999"):
+        body = f'{{"model_id": "m", "seq_id": 1, "adam_params": {{"learning_rate": {number}}}}}'
+        with pytest.raises(RequestError):
+            wire.decode("OptimStep", body.encode())
+
+
+def test_other_optimisers() -> None:
+    with pytest.raises(RequestError, match=r"dimuon.*AdamW alone"):
+        decode("OptimStep", model_id=MODEL, seq_id=2, optimizer_params={"type": "dimuon"})
+    fields = {"session_id": "s", "model_seq_id": 0, "base_model": "b", "optimizer_config": {"type": "dimuon"}}
+    with pytest.raises(RequestError, match=r"optimizer_config.type 'dimuon'"):
+        decode("CreateModel", **fields)
+    with pytest.raises(RequestError, match=r"optimizer_config.type 'dimuon'"):
+        decode("CreateFromCheckpoint", **fields, path="p", optimizer=False)
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"rank": 0}, "lora_config.rank: 0; a whole number from 1"),
+        ({"rank": 2.5}, "lora_config.rank: 2.5"),
+        ({"rank": True}, "lora_config.rank: True"),
+        ({"rank": 8, "alpha": 16}, "lora_config.alpha: not a setting"),
+        ({"rank": 8, "seed": 2**63}, "lora_config.seed"),
+        ({"rank": 8, "train_mlp": "no"}, "lora_config.train_mlp: 'no'; true or false"),
+        ({"rank": 8, "train_mlp": False, "train_attn": False, "train_unembed": False}, "no part of the model"),
+        ([8], r"lora_config: \[8\]; an object"),
+    ],
+)
+def test_settings_of_an_adapter(lora: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        decode("CreateModel", session_id="s", model_seq_id=0, base_model="b", lora_config=lora)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("topk_prompt_logprobs", 3),
+        ("topk_sample_logprobs", 1),
+        ("target_prompt_logprobs", {"data": []}),
+        ("prompt_alt_tokens_k", 1),
+        ("prompt_logprobs_last_n", 2),
+        ("record_stability_info", True),
+    ],
+)
+def test_what_is_not_computed_is_not_ignored(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"{name}.*does not compute"):
+        sample(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temperature": -0.1}, "temperature: -0.1; a number from 0"),
+        ({"top_p": 0}, "top_p 0: no token is left"),
+        ({"top_p": 1.5}, "top_p: 1.5"),
+        ({"top_k": -2}, "top_k: -2"),
+        ({"max_tokens": 0}, "max_tokens: 0; a whole number from 1"),
+        ({"stop": [3, "a"]}, "stop: token ids, or texts, but not both"),
+        ({"stop": [-1]}, "stop: token ids"),
+        ({"stop": [True]}, "stop: token ids"),
+        ({"stop": {"a": 1}}, "stop: .*a list is needed"),
+        ({"stop": ""}, "stop: an empty text"),
+        ({"stop": "\ud800"}, "half a character"),
+        ({"min_p": 0.1}, "sampling_params.min_p: not a setting"),
+    ],
+)
+def test_settings_of_sampling(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        sampling(**params)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "message"),
+    [
+        ({"type": "encoded_text", "tokens": [1.5]}, "prompt chunk 0.tokens: something else than token ids"),
+        ({"type": "encoded_text", "tokens": [2**31]}, "prompt chunk 0.tokens"),
+        ({"type": "encoded_text", "tokens": [True]}, "prompt chunk 0.tokens"),
+        ({"type": "encoded_text"}, "prompt chunk 0.tokens: absent or null"),
+        ({"type": "image", "data": "***", "format": "png"}, "prompt chunk 0.data: not base64"),
+        ({"type": "image", "data": "é", "format": "png"}, "prompt chunk 0.data: not base64"),
+        ({"type": "image_asset_pointer", "location": "file:///etc/passwd", "format": "png"}, "fetches nothing"),
+        ({"type": "dmel"}, "prompt chunk 0.type 'dmel'"),
+        ([], r"prompt chunk 0: \[\]; an object"),
+    ],
+)
+def test_chunks_of_a_prompt(chunk: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        sample(prompt={"chunks": [chunk]})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"3",
+        b'{"a": 1} x',
+        b"\xff\xfe{}",
+        b"\xef\xbb\xbf{}",
+        b"[" * 100_000,
+        b'{"a":' * 50_000,
+    ],
+)
+def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
+    with pytest.raises(RequestError):
+        wire.decode("OptimStep", body)
+
+
+def test_a_number_of_many_digits_is_refused() -> None:
+    with pytest.raises(RequestError):
+        wire.decode("OptimStep", b'{"seq_id": ' + b"9" * 10_000 + b"}")
+
+
+def test_notes_are_short() -> None:
+    with pytest.raises(RequestError, match="more than 16384 characters"):
+        decode("SaveWeights", model_id=MODEL, path="a", seq_id=5, user_metadata={"a": "b" * 20_000})
+
+
+# ---------------------------------------------------------------------- outcomes
+
+
+@pytest.mark.parametrize(
+    ("outcome", "body"),
+    [
+        (Failure(message="datum 3: no", category="user"), {"error": "datum 3: no", "category": "user"}),
+        (OptimStepResult(metrics={"a:mean": 1.5}), {"metrics": {"a:mean": 1.5}, "type": "optim_step"}),
+        (CreatedModel(model_id="m"), {"model_id": "m", "type": "create_model"}),
+        (SavedWeights(path="p"), {"path": "p", "type": "save_weights"}),
+        (SavedForSampler(path="p"), {"path": "p", "type": "save_weights_for_sampler"}),
+        (
+            SavedForSampler(sampling_session_id="s"),
+            {"path": None, "sampling_session_id": "s", "type": "save_weights_for_sampler"},
+        ),
+        (LoadedWeights(path="p"), {"path": "p", "type": "load_weights"}),
+        (LoadedWeights(path="p", model_id="m"), {"path": "p", "model_id": "m", "type": "load_weights"}),
+    ],
+)
+def test_outcomes(outcome: Any, body: dict[str, Any]) -> None:
+    encoded = wire.encode(outcome)
+    assert encoded.content_type == "application/json"
+    assert json.loads(encoded.body) == body
+
+
+def test_a_metric_that_json_does_not_have_is_left_out() -> None:
+    encoded = wire.encode(OptimStepResult(metrics={"a:mean": float("nan"), "b:mean": 1.0}))
+    assert json.loads(encoded.body)["metrics"] == {"b:mean": 1.0}

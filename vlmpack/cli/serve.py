@@ -1,0 +1,216 @@
+"""`vlmpack serve`: the model-step service."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, final
+
+import typer
+
+from vlmpack.cli import options
+from vlmpack.cli.inputs import quiet_transformers
+from vlmpack.errors import ConfigError, check_extra
+
+if TYPE_CHECKING:
+    from vlmpack.service import Base, Service, ServiceSettings
+
+DEMO_NAME = "vlmpack/tiny-qwen3-vl"
+DEMO_PIXELS = 256 * 32 * 32
+"""Largest image of the demo: 256 tokens."""
+SAMPLERS = ("exact", "fast", "vllm")
+DEMO_FOLDER = "demo-model"
+KEY_VARIABLE = "VLMPACK_API_KEY"
+NO_KEY = ""
+"""Of settings whose key is not read yet."""
+
+
+def serve(
+    model: Annotated[
+        str | None, typer.Argument(help="Hub id or folder of a Qwen-VL or Qwen model.", show_default=False)
+    ] = None,
+    demo: Annotated[bool, typer.Option("--demo", help="Serve a tiny random Qwen3-VL, made in seconds.")] = False,
+    host: Annotated[str, typer.Option(help="Address; 0.0.0.0: all, for a proxy that speaks TLS.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any that is free.")] = 8000,
+    state: Annotated[
+        Path | None,
+        typer.Option(help="Folder of journal and weights; by default one a model in ~/.local/share/vlmpack."),
+    ] = None,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"File with the key, made if it is not there; by default STATE/key. {KEY_VARIABLE} goes first."
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; by default its own name.")] = None,
+    device: options.Device = None,
+    dtype: Annotated[
+        str | None,
+        options.word(*options.DTYPES, help="float32 or bfloat16; by default float32 on cpu, bfloat16 on cuda."),
+    ] = None,
+    lora_only: Annotated[bool, typer.Option("--lora-only", help="Refuse training of all weights.")] = False,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Less memory: layers are computed again for gradients.")
+    ] = False,
+    share_rows: Annotated[bool, typer.Option("--share-rows", help="Datums of several adapters share rows.")] = False,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Most tokens of a datum or prompt; by default the model's context.")
+    ] = None,
+    row_tokens: Annotated[int, typer.Option(min=2, help="Token budget of a packed row.")] = 8192,
+    max_patches: options.MaxPatches = None,
+    max_models: Annotated[int, typer.Option(min=1, help="Most models of all clients at one time.")] = 64,
+    sampler: Annotated[
+        str,
+        options.word(*SAMPLERS, help="exact; fast: rounding may change tokens of a seed; vllm: fast on a GPU."),
+    ] = "exact",
+    workers: Annotated[int, typer.Option(min=1, help="Data-parallel processes on this machine.")] = 1,
+) -> None:
+    """Serve packed training steps and sampling to the tinker client, on one base model.
+
+    Clients train LoRA adapters or all weights, sample and save; see vlmpack/service/README.md.
+    """
+    check_extra("serve", "starlette", "uvicorn", "google.protobuf", "zstandard", needed_by="`vlmpack serve`")
+    if demo == (model is not None):
+        raise ConfigError("vlmpack serve needs a MODEL, or --demo without one")
+    if model is not None:
+        options.refuse_file("MODEL", model)
+    # Read when torch is first imported: threads that spin at a barrier slow down other work on the machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from vlmpack.service import ServiceLimits, ServiceSettings, launch
+
+    if workers > 1 and "LOCAL_RANK" not in os.environ:
+        launch(workers, sys.argv[1:])
+    served = name or (DEMO_NAME if model is None else Path(model).resolve().name if Path(model).is_dir() else model)
+    folder = (state or default_state(served)).expanduser()
+    options.make_folder("--state", folder)
+    settings = ServiceSettings(
+        state=folder,
+        key=NO_KEY,
+        limits=ServiceLimits(context=max_length, row_tokens=row_tokens, row_patches=max_patches, models=max_models),
+        lora_only=lora_only,
+        gradient_checkpointing=gradient_checkpointing,
+        share_rows=share_rows,
+        sampler=sampler,
+    )
+    chosen = str(options.torch_device(device))
+    source = ModelSource(model=model, folder=folder / DEMO_FOLDER, name=served, device=chosen, dtype=dtype)
+    _serve(source, settings, key_file=(key_file or folder / "key").expanduser(), host=host, port=port)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Where the base model comes from."""
+
+    model: str | None
+    """Hub id or folder; None: the demo's."""
+    folder: Path
+    """Of the demo's model."""
+    name: str
+    """What clients call it."""
+    device: str
+    """Of torch."""
+    dtype: str | None
+    """Of the weights; None: float32 on a CPU, bfloat16 elsewhere."""
+
+    def load(self) -> Base:
+        """Load model and processor."""
+        from vlmpack.service import load_base
+
+        dtype = self.dtype or ("float32" if self.device == "cpu" else "bfloat16")
+        with quiet_transformers():
+            return load_base(self.model or str(self.folder), name=self.name, device=self.device, dtype=dtype)
+
+
+def _serve(source: ModelSource, settings: ServiceSettings, *, key_file: Path, host: str, port: int) -> None:
+    """Serve on this process, or follow rank 0 where it is another one."""
+    from vlmpack.service import Service, bind, check_key, follow_rank_0, join, read_key
+
+    ranks = join()
+    if ranks is not None and ranks.rank > 0:
+        ranks.receive()  # when rank 0 has made the demo's model
+        follow_rank_0(source.load(), settings, ranks)
+        return
+    given = os.environ.get(KEY_VARIABLE)
+    settings = replace(settings, key=check_key(given, KEY_VARIABLE) if given else read_key(key_file))
+    with bind(host, port) as listening:
+        _log_to_stderr()
+        if source.model is None:
+            with quiet_transformers():
+                make_demo(source.folder)
+        if ranks is not None:
+            ranks.send(None)
+        service = Service(source.load(), settings, ranks=ranks)
+        address = f"http://{_shown(host)}:{listening.getsockname()[1]}"
+        text = announcement(service, address, None if given else key_file)
+        service.run(listening, on_start=lambda: _print(text))
+    logging.shutdown()
+    os._exit(0)  # all is on the disk; taking an interpreter apart that has torch loaded takes seconds
+
+
+def default_state(name: str) -> Path:
+    """Return the state folder of a model: one each, as a journal belongs to its base model."""
+    home = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(home) / "vlmpack" / name.strip("/").replace("/", "--")
+
+
+def make_demo(folder: Path) -> None:
+    """Write the tiny Qwen3-VL of the demo with its processor, unless it is there; the same weights each time."""
+    if (folder / "complete").exists():
+        return
+    from vlmpack.testing import tiny_model, tiny_processor
+
+    processor = tiny_processor(max_pixels=DEMO_PIXELS)
+    model = tiny_model(processor=processor)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    (folder / "complete").touch()
+
+
+def announcement(service: Service, address: str, key_file: Path | None) -> str:
+    """Return what is printed when the service is up.
+
+    Args:
+        service: it.
+        address: of the service.
+        key_file: where the key is; None: in the environment.
+    """
+    base, limits, key = service.engine.base, service.settings.limits, service.settings.key
+    source = f'open("{key_file.resolve()}").read().strip()' if key_file else f'os.environ["{KEY_VARIABLE}"]'
+    imports = "import tinker" if key_file else "import os, tinker"
+    place = [f"key file  {key_file.resolve()}", f"key       {key}"] if key_file else [f"key       {KEY_VARIABLE}"]
+    lines = [
+        f"address   {address}",
+        *place,
+        f"model     {base.name} ({base.arch}{', text and images' if base.is_vision else ', text'})",
+        f"state     {service.settings.state.resolve()}",
+        f"limits    {base.max_context:,} tokens a datum, rows of {limits.row_tokens:,} tokens and {limits.patches:,} "
+        f"patches, {limits.models} models of rank {limits.rank} at most, bodies of {limits.body_bytes >> 20} MiB",
+        "",
+        imports,
+        f'client = tinker.ServiceClient(base_url="{address}", api_key={source})',
+        f'training = client.create_lora_training_client(base_model="{base.name}").result()',
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _shown(host: str) -> str:
+    """Return the host of an address that a client on this machine can use."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+
+
+def _print(text: str) -> None:
+    typer.echo(text)
+    sys.stdout.flush()
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    for logger in (logging.getLogger("vlmpack.service"), logging.getLogger("uvicorn.error")):
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO if logger.name.startswith("vlmpack") else logging.WARNING)

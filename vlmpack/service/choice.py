@@ -1,0 +1,214 @@
+"""Choose a token: greedy or seeded, and whether rounding could have changed the choice.
+
+A token is chosen as the largest of `logit + temperature * noise` (Gumbel-max: Gumbel, 1954; Maddison et al., 2014),
+which has the distribution softmax(logit / temperature). The noise of a token is a hash of the sequence's seed, of the
+number of tokens sampled before, and of the token's id; so it depends on nothing that runs at the same time.
+
+Logits of one sequence differ in their last digits with what shares its batch. Of logits that are off by at most `e`,
+the choice is still the same if the winner leads by more than `2 e`, and belongs to what top-k and top-p leave whatever
+the errors are. Otherwise it is not decided here, and `Choice.is_sure` is False.
+
+    z        5.1    5.0999   4.2   1.3           top_k = 1, e = 0.001: the first two may be the first
+    surely in    -      -      -     -
+    perhaps in   yes    yes    -     -           a winner that is not surely in is not sure
+
+B sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from vlmpack.service.messages import SamplingParams
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """One token to choose."""
+
+    params: SamplingParams
+    """Settings of the sequence."""
+    seed: int
+    """Of the sequence."""
+    place: int
+    """Tokens sampled before."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One chosen token."""
+
+    token: int
+    """Its id."""
+    logprob: float
+    """Its log-probability by the whole distribution."""
+    is_sure: bool
+    """Whether logits within rounding of these give the same token."""
+
+
+@torch.no_grad()
+def choose(
+    logits_BV: torch.Tensor, draws: Sequence[Draw], *, rounding: float, forbidden: Sequence[int] = ()
+) -> list[Choice]:
+    """Choose one token for each sequence.
+
+    Args:
+        logits_BV: logits as the model gives them.
+        draws: what is wanted of each.
+        rounding: largest error of a logit, as a part of the largest logit's size; 0: the logits are exact.
+        forbidden: ids that are never chosen.
+
+    Returns:
+        The choices. A log-probability that is not finite says that the logits are not.
+    """
+    if logits_BV.device.type != "cuda":  # the same numbers everywhere, and float64
+        logits_BV = logits_BV.cpu()
+    logits_BV = logits_BV.float()
+    error_B = rounding * logits_BV.abs().amax(1).double()
+    logprobs_BV = logits_BV.log_softmax(1)
+    exact_BV = logits_BV.double()
+    exact_BV[:, list(forbidden)] = -torch.inf
+    scores_BV = exact_BV + _noise(draws, logits_BV.shape[1], logits_BV.device)
+    sure_B = torch.ones_like(error_B, dtype=torch.bool)
+    limits: dict[int, torch.Tensor] = {}
+    for row, draw in enumerate(draws):
+        if draw.params.temperature and is_limited(draw.params):
+            sure_V, perhaps_V = kept(exact_BV[row], draw.params, error=float(error_B[row]))
+            scores_BV[row].masked_fill_(~perhaps_V, -torch.inf)
+            limits[row] = sure_V
+    token_B = scores_BV.argmax(1)  # the first of equals
+    best = scores_BV.topk(min(2, scores_BV.shape[1]), dim=1).values
+    for row, sure_V in limits.items():
+        sure_B[row] = sure_V[token_B[row]]
+    if rounding:
+        sure_B &= best[:, 0] - best[:, -1] > 2 * error_B
+    else:
+        sure_B.fill_(True)
+    logprob_B = logprobs_BV.gather(1, token_B[:, None])[:, 0]
+    columns = torch.stack((token_B.double(), logprob_B.double(), sure_B.double())).tolist()  # one host-device sync
+    return [Choice(token=int(t), logprob=p, is_sure=bool(s)) for t, p, s in zip(*columns, strict=True)]
+
+
+def is_limited(params: SamplingParams) -> bool:
+    """Return whether top-k or top-p leave tokens out."""
+    return params.top_k > 0 or params.top_p < 1
+
+
+# ---------------------------------------------------------------------- what top-k and top-p leave
+
+
+def kept(logits_V: torch.Tensor, params: SamplingParams, *, error: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which tokens top-k and then top-p surely leave, and which ones perhaps: bool [V] each.
+
+    Top-k leaves the k most likely tokens; top-p, of these, the fewest most likely ones that together have at least
+    that probability. Of equals the first ids.
+
+    Args:
+        logits_V: float64.
+        params: settings, the temperature not 0.
+        error: largest error of a logit; 0: both results are the same.
+    """
+    sorted_V, order_V = logits_V.sort(descending=True, stable=True)
+    sorted_V, error = (sorted_V - sorted_V[0]) / params.temperature, error / params.temperature
+    sure, perhaps = _top_k(sorted_V, params.top_k, error)
+    sure_V, perhaps_V = _top_p(sorted_V, params.top_p, error, sure=sure, perhaps=perhaps)
+    back = order_V.argsort()
+    return sure_V[back], perhaps_V[back]
+
+
+def _top_k(sorted_V: torch.Tensor, k: int, error: float) -> tuple[int, int]:
+    """How many of the first tokens surely are in the top k, and how many perhaps."""
+    size = len(sorted_V)
+    if not 0 < k < size:
+        return size, size
+    if not error:
+        return k, k
+    sure = int((sorted_V > sorted_V[k] + 2 * error).sum())
+    return sure, int((sorted_V >= sorted_V[k - 1] - 2 * error).sum())
+
+
+_SUMS = 1e-9
+"""Error of sums of probabilities in float64, generously."""
+
+
+def _top_p(
+    sorted_V: torch.Tensor, p: float, error: float, *, sure: int, perhaps: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens have less than `p` above them: surely, and perhaps.
+
+    Each weight exp(z) is off by a factor of at most exp(error), and only tokens within 2 * error change places.
+    """
+    places_V = torch.arange(len(sorted_V), device=sorted_V.device)
+    if p >= 1:
+        return places_V < sure, places_V < perhaps
+    weight_V = sorted_V.exp()
+    sums_V = torch.cat((weight_V.new_zeros(1), weight_V.cumsum(0)))
+    if not error:
+        above_V = sums_V[:-1] / sums_V[sure]
+        inside_V = (above_V < p) & (places_V < sure)
+        return inside_V, inside_V
+    rising_V = -sorted_V
+    # Tokens with z >= z_i - 2 error, and with z > z_i + 2 error.
+    reach_V = torch.searchsorted(rising_V, rising_V + 2 * error, right=True).clamp(max=perhaps)
+    clear_V = torch.searchsorted(rising_V, rising_V - 2 * error, right=False).clamp(max=sure)
+    factor = math.exp(min(error, 300.0))  # finite: 0 times it is 0
+    most_V = (sums_V[reach_V] - weight_V).clamp(min=0) * factor
+    below_V = (weight_V + (sums_V[sure] - sums_V[reach_V]).clamp(min=0)) / factor
+    least_V = sums_V[clear_V] / factor
+    others_V = (sums_V[perhaps] - sums_V[clear_V]) * factor
+    sure_V = (most_V / (most_V + below_V) < p - _SUMS) & (places_V < sure)
+    return sure_V, (least_V / (least_V + others_V) < p + _SUMS) & (places_V < perhaps)
+
+
+# ---------------------------------------------------------------------- noise
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
+_BITS = 52
+"""Bits of a uniform number; with more, the largest would be rounded to 1."""
+
+
+def _noise(draws: Sequence[Draw], size: int, device: torch.device) -> torch.Tensor:
+    """Gumbel noise times temperature, float64 [B, V]; 0 for greedy sequences."""
+    keys = [_signed(_mixed(_mixed(draw.seed) + draw.place * _GOLDEN)) for draw in draws]
+    key_B1 = torch.tensor(keys, dtype=torch.int64, device=device)[:, None]
+    ids_V = torch.arange(1, size + 1, device=device) * _signed(_GOLDEN)
+    uniform_BV = (_logical_shift(_hashed(key_B1 + ids_V), 64 - _BITS).double() + 0.5) * 2.0**-_BITS
+    heat_B = torch.tensor([draw.params.temperature for draw in draws], dtype=torch.float64, device=device)
+    return -(-uniform_BV.log()).log() * heat_B[:, None]
+
+
+def _hashed(x: torch.Tensor) -> torch.Tensor:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014) of int64 numbers, whose products wrap around."""
+    x = x ^ _logical_shift(x, _SHIFTS[0])
+    x = x * _signed(_FACTORS[0])
+    x = x ^ _logical_shift(x, _SHIFTS[1])
+    x = x * _signed(_FACTORS[1])
+    return x ^ _logical_shift(x, _SHIFTS[2])
+
+
+def _logical_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift to the right with zeros coming in, whatever the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mixed(x: int) -> int:
+    """The same of one number, modulo 2**64."""
+    x = (x + _GOLDEN) % 2**64
+    for shift, factor in zip(_SHIFTS[:2], _FACTORS, strict=True):
+        x = ((x ^ (x >> shift)) * factor) % 2**64
+    return x ^ (x >> _SHIFTS[2])
+
+
+def _signed(x: int) -> int:
+    """The int64 number of the same bits."""
+    x %= 2**64
+    return x - 2**64 if x >= 2**63 else x

@@ -1,0 +1,302 @@
+"""The engine on several ranks: rank 0 has the queue and the clients, every other rank does what it does.
+
+    rank 0    HTTP ─ queue ─ DistributedEngine ──┬── its own engine
+                                 commands        │
+    rank 1    follow ◀───────────────────────────┴── an engine with the same models
+
+Each rank has the base model and all client models. Rows are dealt to ranks, their gradients are summed when a work is
+done, and every rank takes the same step. Sampling and files are rank 0's; `load` reads the state folder on every rank.
+
+Commands are objects that rank 0 pickles and its own workers unpickle, over gloo on 127.0.0.1 or the address that
+torchrun gives them; nothing that a client sends is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import distributed as dist
+
+from vlmpack.errors import ConfigError, RequestError
+from vlmpack.service.datums import EncodedRequest, EncodedSequence
+from vlmpack.service.engine import BaseModel, Engine, EngineConfig, Weights
+from vlmpack.service.messages import (
+    AdamParams,
+    Failure,
+    ForwardBackward,
+    ForwardBackwardResult,
+    LoraConfig,
+    OptimStepResult,
+    Sample,
+)
+from vlmpack.service.ranks import Ranks
+from vlmpack.service.row_work import RowWork
+from vlmpack.service.rows import WorkCount
+from vlmpack.service.sampling import SamplingEngine
+
+log = logging.getLogger(__name__)
+
+
+def launch(workers: int, arguments: Sequence[str]) -> None:
+    """Start the other ranks of this machine; this process goes on as rank 0.
+
+    Args:
+        workers: ranks, this one included.
+        arguments: of the `vlmpack` command that the others run too, such as `sys.argv[1:]`.
+    """
+    threads = str(max(1, (os.cpu_count() or 1) // workers))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(int(threads))
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(workers)}
+    others = []
+    for rank in range(1, workers):
+        of_rank = {"OMP_NUM_THREADS": threads, **os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        command = [sys.executable, "-m", "vlmpack.cli", *arguments]
+        # a session of its own: Ctrl-C is for rank 0, which stops the others
+        others.append(subprocess.Popen(command, env=of_rank, stdin=subprocess.DEVNULL, start_new_session=True))
+    os.environ.update(shared, RANK="0", LOCAL_RANK="0")
+    atexit.register(_terminate, others)
+
+
+def _terminate(others: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End ranks that rank 0 leaves behind before it leads them."""
+    for other in others:
+        other.terminate()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def join() -> Ranks | None:
+    """Join the other ranks, if `launch` or torchrun made this process one of several; None: it is alone.
+
+    A GPU is chosen by the local rank.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    has_gpus = torch.cuda.is_available()
+    if has_gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo")
+    return Ranks()
+
+
+# ---------------------------------------------------------------------- commands
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Command:
+    """A call of the engine that every rank makes."""
+
+    method: str
+    """Its name: a method of `Engine`, "run_row" or "cancel" of a work, or "stop"."""
+    arguments: dict[str, Any]
+    """Its arguments by name; of a work's methods `work`, its number."""
+
+
+@final
+class Rank:
+    """The engine and the works of one rank."""
+
+    def __init__(self, engine: Engine, ranks: Ranks) -> None:
+        if engine.config.share_rows:
+            raise ConfigError("share_rows: adapters share rows on one rank only; leave it out, or use one worker")
+        self.engine, self.ranks = engine, ranks
+        self.works: dict[int, RowWork] = {}
+        engine.ranks = ranks
+
+    def run(self, command: Command) -> Any:
+        """Make a call on this rank.
+
+        Raises:
+            RequestError: a client's mistake, which every rank has found.
+            RuntimeError: it failed on some ranks.
+        """
+        result, error = None, None
+        try:
+            result = self._call(command)
+        except Exception as raised:
+            error = raised
+        found = self.ranks.gather(None if error is None else f"{type(error).__name__}: {error}")
+        if all(message is None for message in found):
+            return result
+        if error is not None and all(message == found[0] for message in found):
+            raise error
+        raise RuntimeError(f"{command.method} failed: " + "; ".join(f"rank {r}: {m}" for r, m in enumerate(found) if m))
+
+    def _call(self, command: Command) -> Any:
+        engine, given = self.engine, command.arguments
+        match command.method:
+            case "create":
+                return engine.create(**given)
+            case "create_from":
+                return engine.create_from(**given)
+            case "free":
+                return engine.free(**given)
+            case "load":
+                return engine.load(**given)
+            case "optim_step":
+                return engine.optim_step(**given)
+            case "forward_backward":
+                self.works[given["work"]] = work = engine.forward_backward(given["requests"])
+                return work
+            case "run_row":
+                (work := self.works[given["work"]]).run_row()
+                if not work.rows_left:
+                    del self.works[given["work"]]
+                return None
+            case "cancel":
+                return self.works.pop(given["work"]).cancel()
+            case other:
+                raise AssertionError(other)
+
+
+def follow(engine: Engine, ranks: Ranks) -> None:
+    """Do what rank 0 does until it stops; for every rank but that one."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all: rank 0 drains, and stops the others then
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    rank = Rank(engine, ranks)
+    while True:
+        try:
+            command: Command = ranks.receive()
+        except RuntimeError:
+            log.info("rank 0 is gone")
+            return
+        if command.method == "stop":
+            return
+        try:
+            rank.run(command)
+        except (RequestError, RuntimeError, OSError):
+            continue  # rank 0 tells its queue
+
+
+# ---------------------------------------------------------------------- rank 0
+
+
+@final
+class DistributedWork:
+    """A work whose rows are dealt to the ranks."""
+
+    def __init__(self, engine: DistributedEngine, number: int, work: RowWork) -> None:
+        self._engine, self._number, self._work = engine, number, work
+
+    @property
+    def rows_left(self) -> int:
+        """Rows that have not run."""
+        return self._work.rows_left
+
+    @property
+    def work(self) -> WorkCount:
+        """What was computed."""
+        return self._work.work
+
+    def run_row(self) -> None:
+        """Compute the next rows, one on each rank."""
+        self._engine.call("run_row", work=self._number)
+
+    def cancel(self) -> None:
+        """Forget everything: no model has changed."""
+        if self._work.rows_left:
+            self._engine.call("cancel", work=self._number)
+
+    def results(self) -> list[ForwardBackwardResult | Failure]:
+        """One for each request, in order."""
+        return self._work.results()
+
+
+@final
+class DistributedEngine:
+    """`Engine` for the queue of rank 0: what changes a model is done by every rank."""
+
+    def __init__(self, engine: Engine, ranks: Ranks) -> None:
+        """Lead the other ranks, which call `follow`."""
+        self._rank, self._ranks, self._engine = Rank(engine, ranks), ranks, engine
+        self._numbers = 0
+        self.base: BaseModel = engine.base
+        """The base model, as clients see it."""
+        self.config: EngineConfig = engine.config
+        """Settings."""
+        self.sampler: SamplingEngine = engine.sampler
+        """What samples, on this rank."""
+
+    @property
+    def counts(self) -> WorkCount:
+        """What rows have computed on all ranks since the engine began."""
+        return self._engine.counts
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        """Make a call on every rank; returns this rank's result."""
+        command = Command(method=method, arguments=arguments)
+        self._ranks.send(command)
+        return self._rank.run(command)
+
+    def stop(self) -> None:
+        """Let the other ranks end."""
+        self._ranks.send(Command(method="stop", arguments={}))
+
+    # ------------------------------------------------------------------ this rank's own
+
+    def encode(self, request: ForwardBackward) -> EncodedRequest:
+        """As `Engine.encode`; any thread."""
+        return self._engine.encode(request)
+
+    def encode_prompt(self, request: Sample) -> EncodedSequence:
+        """As `Engine.encode_prompt`; any thread."""
+        return self._engine.encode_prompt(request)
+
+    def models(self) -> tuple[str, ...]:
+        """Ids of the client models."""
+        return self._engine.models()
+
+    def save(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
+        """As `Engine.save`: all ranks have the same weights and moments."""
+        self._engine.save(model_id, folder, optimizer=optimizer)
+
+    def open_weights(self, folder: Path | None) -> Weights:
+        """As `Engine.open_weights`."""
+        return self._engine.open_weights(folder)
+
+    # ------------------------------------------------------------------ every rank's
+
+    def create(self, model_id: str, lora: LoraConfig | None) -> None:
+        """As `Engine.create`; a random seed is drawn once."""
+        if lora is not None and lora.seed is None:
+            lora = replace(lora, seed=secrets.randbits(63))
+        self.call("create", model_id=model_id, lora=lora)
+
+    def create_from(self, model_id: str, folder: Path, *, optimizer: bool) -> LoraConfig | None:
+        """As `Engine.create_from`."""
+        return self.call("create_from", model_id=model_id, folder=folder, optimizer=optimizer)
+
+    def free(self, model_id: str) -> None:
+        """As `Engine.free`."""
+        self.call("free", model_id=model_id)
+
+    def load(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
+        """As `Engine.load`."""
+        self.call("load", model_id=model_id, folder=folder, optimizer=optimizer)
+
+    def forward_backward(self, requests: Sequence[EncodedRequest]) -> DistributedWork:
+        """As `Engine.forward_backward`."""
+        number, self._numbers = self._numbers, self._numbers + 1
+        return DistributedWork(self, number, self.call("forward_backward", work=number, requests=list(requests)))
+
+    def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResult:
+        """As `Engine.optim_step`."""
+        return self.call("optim_step", model_id=model_id, adam=adam)

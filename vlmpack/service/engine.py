@@ -1,0 +1,330 @@
+"""The engine: one base model, any number of client models over it, and the steps that clients ask for.
+
+It knows requests and results alone, no HTTP and no queue. `encode` and `encode_prompt` may be called by any thread;
+everything else by one thread, which owns the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+from torch import nn
+
+from vlmpack.collate import parts_of
+from vlmpack.errors import ConfigError, RequestError
+from vlmpack.families import family_of
+from vlmpack.model import enable_packing
+from vlmpack.service import shared_rows
+from vlmpack.service.adapters import Adapter, Adapters, Span, new_adapter
+from vlmpack.service.clients import ClientModel, read_settings
+from vlmpack.service.datums import EncodedRequest, EncodedSequence, Encoder, ModelLimits
+from vlmpack.service.limits import ServiceLimits
+from vlmpack.service.messages import AdamParams, Chunk, ForwardBackward, LoraConfig, OptimStepResult, Sample
+from vlmpack.service.ranks import Ranks
+from vlmpack.service.row_work import RowWork, SharedRows
+from vlmpack.service.rows import RowSettings, WorkCount
+from vlmpack.service.sampling import BatchedSampling, SampledModel, SamplingEngine
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of an engine."""
+
+    limits: ServiceLimits = field(default_factory=ServiceLimits)
+    """Limits of the service."""
+    lora_only: bool = False
+    """Refuse models that are trained as a whole."""
+    gradient_checkpointing: bool = False
+    """Compute layers again in the backward pass instead of keeping what they computed."""
+    share_rows: bool = False
+    """Let datums of several adapters share rows, each segment through its own adapter."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class BaseModel:
+    """The base model, as clients see it."""
+
+    name: str
+    """Its name."""
+    arch: str
+    """Its family (`config.model_type`)."""
+    tokenizer_id: str
+    """Where the client's `AutoTokenizer` finds the tokenizer: a folder, or a hub name."""
+    max_context: int
+    """Most tokens of a datum."""
+    is_vision: bool
+    """Whether it takes images."""
+    eos: tuple[int, ...]
+    """Ids that end a sequence."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Weights:
+    """Weights to sample with: those of the base model, or of a snapshot, which later training does not change."""
+
+    model: nn.Module
+    """The module to call, inside `applied`."""
+    adapter: Adapter | None
+    """Its adapter; None: there is none."""
+    adapters: Adapters
+    """The hooks on the base model."""
+
+    @contextmanager
+    def applied(self) -> Iterator[nn.Module]:
+        """Yield the module; calls inside the block, of whatever shape, compute with these weights."""
+        with self.adapters.applied(Span(adapter=self.adapter, length=0)):
+            yield self.model
+
+
+@final
+class Engine:
+    """Client models over one base model."""
+
+    def __init__(
+        self, model: nn.Module, processor: Any, *, name: str, tokenizer_id: str, config: EngineConfig | None = None
+    ) -> None:
+        """Take a model over: it is frozen, packing is enabled on it, and dropout is off.
+
+        Args:
+            model: a `...ForConditionalGeneration` or `...ForCausalLM`, on its device.
+            processor: its processor; of a text model its tokenizer.
+            name: what clients call it.
+            tokenizer_id: where clients find its tokenizer.
+            config: settings; None: the defaults.
+
+        Raises:
+            FamilyError: the model's family cannot be packed exactly.
+            ConfigError: rows cannot be shared in this family.
+        """
+        self.config = config or EngineConfig()
+        self.model: Any = enable_packing(model)
+        """The base model."""
+        self.family = family_of(self.model)
+        """Its family."""
+        self._freeze()
+        self.adapters = Adapters(self.model, self.family)
+        """The hooks on the base model."""
+        self._shared = SharedRows() if self.config.share_rows else None
+        self.ranks: Ranks | None = None
+        """Ranks that compute rows together with this one; None: there are none."""
+        self.counts = WorkCount()
+        """What rows have computed since the engine began."""
+        self._check_sharing()
+        if self.config.share_rows:
+            shared_rows.attach(self.adapters, self.model, self.family)
+        self._clients: dict[str, ClientModel] = {}
+        text, limits = self.family.text_config(self.model.config), self.config.limits
+        context = min(limits.context or text.max_position_embeddings, text.max_position_embeddings)
+        self.base = BaseModel(
+            name=name,
+            arch=self.family.model_type,
+            tokenizer_id=tokenizer_id,
+            max_context=context,
+            is_vision=self.family.has_vision,
+            eos=_eos(self.model, parts_of(processor).tokenizer),
+        )
+        tokenizer = parts_of(processor).tokenizer
+        self.sampled = SampledModel(
+            max_context=context,
+            eos_token_ids=self.base.eos,
+            decode=partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+        )
+        """The model as sampling engines know it."""
+        self.sampler: SamplingEngine = BatchedSampling(self.open_weights, self.sampled)
+        """What samples; another engine may be set in its place."""
+        limited = ModelLimits(family=self.family, config=self.model.config, context=context)
+        self._encoder = Encoder(limited, parts_of(processor).image_processor, limits)
+
+    # ------------------------------------------------------------------ any thread
+
+    def encode(self, request: ForwardBackward) -> EncodedRequest:
+        """Check all datums of a training request, and cut their images into patches.
+
+        Raises:
+            RequestError: names the datum, what was seen, and the remedy.
+        """
+        return self._encoder.encode(request)
+
+    def encode_prompt(self, request: Sample) -> EncodedSequence:
+        """Check a prompt, and cut its images into patches.
+
+        Raises:
+            RequestError: it cannot be used.
+        """
+        return self._encoder.encode_prompt(request)
+
+    def encode_chunks(self, chunks: Sequence[Chunk]) -> EncodedSequence:
+        """Check and encode the chunks of a datum or a prompt.
+
+        Raises:
+            RequestError: they cannot be used.
+        """
+        return self._encoder.encode_chunks(chunks)
+
+    # ------------------------------------------------------------------ models
+
+    def models(self) -> tuple[str, ...]:
+        """Ids of the client models."""
+        return tuple(self._clients)
+
+    def client(self, model_id: str) -> ClientModel:
+        """The weights, gradient and optimiser of a client model.
+
+        Raises:
+            RequestError: there is no such model.
+        """
+        if model_id not in self._clients:
+            raise RequestError(f"there is no model {model_id!r:.80} here; create it first")
+        return self._clients[model_id]
+
+    def create(self, model_id: str, lora: LoraConfig | None) -> None:
+        """Create a client model.
+
+        Raises:
+            RequestError: a rank, seed or targets that cannot be; too many models; all weights where they are not
+                trained.
+        """
+        self._clients[model_id] = self._new(lora)
+
+    def create_from(self, model_id: str, folder: Path, *, optimizer: bool) -> LoraConfig | None:
+        """Create a client model from a checkpoint, with its rank and targets, which are returned.
+
+        Raises:
+            RequestError: the checkpoint cannot be used.
+        """
+        lora = read_settings(folder, model_type=self.base.arch)
+        client = self._new(lora)
+        client.load(folder, optimizer=optimizer)
+        self._clients[model_id] = client
+        return lora
+
+    def free(self, model_id: str) -> None:
+        """Forget a client model, if there is one."""
+        self._clients.pop(model_id, None)
+
+    def save(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
+        """Write a client model into an existing empty folder; accumulated gradients are not saved."""
+        client = self.client(model_id)
+        client.save(folder, optimizer=optimizer, base_name=self.base.name, model_type=self.base.arch)
+
+    def load(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
+        """Read a client model back; accumulated gradients are dropped.
+
+        Args:
+            model_id: of the model.
+            folder: that `save` wrote.
+            optimizer: read moments and step counts too; False: the optimiser starts anew.
+
+        Raises:
+            RequestError: the checkpoint is missing, damaged, or of another rank or other targets.
+        """
+        client = self.client(model_id)
+        lora = read_settings(folder, model_type=self.base.arch)
+        if (lora is None) != (client.lora is None):
+            raise RequestError("one of the checkpoint and the model is an adapter, the other is trained as a whole")
+        client.load(folder, optimizer=optimizer)
+
+    # ------------------------------------------------------------------ training
+
+    def forward_backward(self, requests: Sequence[EncodedRequest]) -> RowWork:
+        """The rows of requests that run together, all up to the next barrier of their models."""
+        clients = {request.model_id: self.client(request.model_id) for request in requests}
+        limits = self.config.limits
+        settings = RowSettings(
+            tokens=limits.row_tokens,
+            patches=limits.patches,
+            recomputes=self.config.gradient_checkpointing,
+        )
+        return RowWork(
+            requests, clients, self.adapters, settings, count=self._count, shared=self._shared, ranks=self.ranks
+        )
+
+    def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResult:
+        """Take a step with the accumulated gradient and clear it; without one nothing changes, as the metrics say.
+
+        Raises:
+            RequestError: settings out of range; a gradient that is not finite, which is dropped.
+        """
+        return self.client(model_id).step(adam)
+
+    # ------------------------------------------------------------------ sampling
+
+    def open_weights(self, folder: Path | None) -> Weights:
+        """Weights to sample with: of a saved model, or of the base model. They are freed with the object.
+
+        Raises:
+            RequestError: the saved model cannot be read.
+        """
+        if folder is None:
+            return Weights(model=self.model, adapter=None, adapters=self.adapters)
+        lora = read_settings(folder, model_type=self.base.arch)
+        client = ClientModel(_copy(self.model), None) if lora is None else self._adapted(lora)
+        client.load(folder, optimizer=False)
+        for parameter in client.parameters:
+            parameter.requires_grad_(False)
+        return Weights(model=client.model, adapter=client.adapter, adapters=self.adapters)
+
+    # ------------------------------------------------------------------ inside
+
+    def _new(self, lora: LoraConfig | None) -> ClientModel:
+        if len(self._clients) >= self.config.limits.models:
+            raise RequestError(f"there are {len(self._clients)} models, as many as this server has; finish sessions")
+        if lora is None:
+            if self.config.lora_only:
+                raise RequestError("this server trains LoRA adapters only; send a lora_config")
+            return ClientModel(_copy(self.model), None)
+        return self._adapted(_checked(lora, self.config.limits.rank))
+
+    def _adapted(self, lora: LoraConfig) -> ClientModel:
+        names = self.adapters.targets.chosen(lora)
+        return ClientModel(self.model, new_adapter(lora, names, self.model))
+
+    def _count(self, work: WorkCount) -> None:
+        self.counts += work
+
+    def _freeze(self) -> None:
+        self.model.requires_grad_(False)
+        self.model.eval()
+        if self.config.gradient_checkpointing:  # of layers that are in training mode: `rows` decides which those are
+            with warnings.catch_warnings():
+                # transformers 6 gives it another name, which 5.17 has not
+                warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable", category=FutureWarning)
+                self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            self.model.disable_input_require_grads()  # or the vision tower would have a backward pass, for nothing
+
+    def _check_sharing(self) -> None:
+        if self.config.share_rows and self.family.has("per_sample"):
+            raise ConfigError(
+                f"share_rows: {self.family.model_type} has layers that compute each sample by itself, for which "
+                "adapters cannot share rows; leave it out"
+            )
+
+
+def _copy(base: nn.Module) -> nn.Module:
+    model = copy.deepcopy(base)
+    return model.requires_grad_(True)
+
+
+def _checked(lora: LoraConfig, most: int) -> LoraConfig:
+    if not 1 <= lora.rank <= most:
+        raise RequestError(f"lora_config: rank is {lora.rank}; it is a number from 1 to {most}")
+    if lora.seed is not None and not -(2**63) <= lora.seed < 2**64:
+        raise RequestError(f"lora_config: seed is {lora.seed}; it has to fit 64 bits")
+    return lora
+
+
+def _eos(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end a sequence: of the generation configuration, and of the tokenizer."""
+    ids = model.generation_config.eos_token_id
+    listed = ids if isinstance(ids, list) else [ids]
+    return tuple(dict.fromkeys(int(i) for i in (*listed, tokenizer.eos_token_id) if i is not None))

@@ -1,0 +1,487 @@
+"""The thread that owns the engine: one row, operation or sampling slice at a time, models and sampling in turn.
+
+models       A ▣▣▣   B ▣   C ▣▣          rows of the groups they are in, or their next operation
+turns        A B C sample A C sample ...  the model that was served longest ago; a sampling slice between two rows
+
+a group      forward_backwards of a model that wait one after another, up to its next other operation: they share
+             rows. Their replies are committed together.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, cast, final
+
+from vlmpack.errors import RequestError, VlmpackError
+from vlmpack.service.checkpoints import StateFolder
+from vlmpack.service.journal import JournalError
+from vlmpack.service.ledger import Entry, Lane, Ledger
+from vlmpack.service.messages import (
+    CreateFromCheckpoint,
+    CreateModel,
+    Failure,
+    ForwardBackward,
+    LoadWeights,
+    OptimStep,
+    Outcome,
+    Sample,
+)
+from vlmpack.service.operations import Done, Operations, describe_failure
+from vlmpack.service.protocols import Codec, ModelEngine
+from vlmpack.service.records import StoredReply
+from vlmpack.service.samples import SampleLane
+
+TIDY_SECONDS = 0.5
+"""Time between two looks at what has run out."""
+CREATIONS = (CreateModel.__name__, CreateFromCheckpoint.__name__)
+CHANGES = (OptimStep.__name__, LoadWeights.__name__)
+"""Operations that leave a model undefined when the engine fails in them."""
+
+log = logging.getLogger("vlmpack.service")
+
+
+@final
+class Stopped(Exception):  # noqa: N818 (never leaves this file)
+    """The thread was told to stop while it waited for the disk."""
+
+
+@final
+class EngineThread:
+    """See the top of the file.
+
+    Args:
+        engine: computes; belongs to this thread from `start` on.
+        ledger: what was accepted.
+        codec: parses bodies and encodes replies.
+        state: where states of models lie.
+        operations: carries out what is no forward_backward.
+        tidy: called about twice a second.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: ModelEngine,
+        ledger: Ledger,
+        codec: Codec,
+        state: StateFolder,
+        operations: Operations,
+        tidy: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._ledger = ledger
+        self._codec = codec
+        self._state = state
+        self._operations = operations
+        self._tidy = tidy
+        self._pool = ThreadPoolExecutor(ledger.settings.encode_threads, "vlmpack-encode")
+        self._samples = SampleLane(
+            sampler=engine.sampler, ledger=ledger, state=state, parse=self._sample_of, finish=self._finish_samples
+        )
+        self._thread = threading.Thread(target=self._main, name="vlmpack-engine", daemon=True)
+        self._turn = 0
+        self._tidied = 0.0
+        self._is_short = False
+        """Whether a model waits for room to encode, so that those behind it may not take it."""
+        self._stop = False
+        self._drain_until: float | None = None
+        self.paused: str | None = None
+        """Why nothing can be committed now."""
+        self.fault: str | None = None
+        """Why the thread ended."""
+        self.is_restored = False
+        """Whether the models of the journal are in the engine."""
+        self.counts: Counter[str] = Counter()
+        """Rows, and requests by kind and by failure."""
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        """Time in the engine by use."""
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self, *, drain: float | None = None) -> None:
+        """End after the unit of work that runs, or after the groups that run; returns when it has.
+
+        Args:
+            drain: seconds for the groups that run, after which snapshots are written; None: end at once.
+        """
+        with self._ledger.lock:
+            if drain is None:
+                self._stop = True
+            else:
+                self._drain_until = time.monotonic() + drain
+            self._ledger.changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    # ------------------------------------------------------------------ the loop
+
+    def _main(self) -> None:
+        try:
+            self._restore_all()
+            while not self._stop and not self._is_drained():
+                self._turn_once()
+            if not self._stop:
+                self._snapshot_all()
+        except Stopped:
+            pass
+        except BaseException as error:
+            log.exception("the engine thread ended")
+            self.fault = describe_failure(error)
+
+    def _is_drained(self) -> bool:
+        if self._drain_until is None:
+            return False
+        return time.monotonic() >= self._drain_until or all(lane.work is None for lane in self._lanes())
+
+    def _turn_once(self) -> None:
+        self._free_closed()
+        if (now := time.monotonic()) - self._tidied >= TIDY_SECONDS:
+            self._tidied = now
+            self._tidy()
+            if not self._ledger.is_swept:
+                self.sweep()
+        with self._ledger.lock:
+            self.encode_samples()
+            lane, unit = self._next_unit()
+            samples = self._drain_until is None and self._samples.has_work
+            if unit is None and not samples:
+                self._ledger.changed.wait(TIDY_SECONDS)
+                return
+        if unit is not None and lane is not None:
+            self._guarded(lane, unit)
+        if samples:
+            begin = time.perf_counter()
+            self._samples.run_slice()
+            self.seconds["sampling"] += time.perf_counter() - begin
+
+    def _guarded(self, lane: Lane, unit: Callable[[], None]) -> None:
+        """Run a unit; a fault of ours stops its model alone, which the next start restores."""
+        try:
+            unit()
+        except Stopped:
+            raise
+        except Exception as error:
+            log.exception("%s is stopped", lane.id)
+            lane.work, lane.group = None, []
+            lane.failure = (
+                f"{describe_failure(error)}; the state of {lane.id} comes back when the server is started anew"
+            )
+
+    def _lanes(self) -> list[Lane]:
+        with self._ledger.lock:
+            return [*self._ledger.lanes.values()]
+
+    def _next_unit(self) -> tuple[Lane | None, Callable[[], None] | None]:
+        self._is_short = False
+        for lane in sorted(self._ledger.lanes.values(), key=lambda lane: lane.turn):
+            if (lane.open or lane.work) and (unit := self._unit_of(lane)) is not None:
+                self._turn += 1
+                lane.turn = self._turn
+                return lane, unit
+        return None, None
+
+    def _unit_of(self, lane: Lane) -> Callable[[], None] | None:
+        if lane.work is not None:
+            return lambda: self._run_row(lane)
+        head = lane.entries.get(lane.next)
+        if head is None or not head.accepted or self._drain_until is not None:
+            return None
+        if lane.failure is None and lane.next > 0 and lane.id not in self._ledger.models:
+            lane.failure = f"{lane.id} was not created: its creation failed"
+        if lane.failure is not None:
+            message = lane.failure
+            return lambda: self._finish(lane, [(head, Failure(message=message, category="server"))])
+        if not head.is_forward_backward:
+            return lambda: self._operate(lane, head)
+        group = self.encode_ahead(lane)
+        encoded = [entry.encoded for entry in group if entry.encoded is not None and entry.encoded.done()]
+        return (lambda: self._begin_group(lane, group, encoded)) if len(encoded) == len(group) else None
+
+    def _free_closed(self) -> None:
+        with self._ledger.lock:
+            closed, self._ledger.closed = self._ledger.closed, []
+        for lane in closed:
+            try:
+                if lane.work is not None:
+                    lane.work.cancel()
+                if lane.id in self._engine.models():
+                    self._engine.free(lane.id)
+            except Exception:
+                log.exception("the model %s could not be released", lane.id)
+        if closed:
+            self._ledger.is_swept = False
+
+    def sweep(self) -> None:
+        """Remove the folders that nothing refers to; called in the engine thread."""
+        self._ledger.is_swept = True
+        try:
+            wanted = self._ledger.journal.folders()
+            self._samples.close_unwanted(wanted)
+            self._state.sweep(wanted | self._samples.folders_in_use)
+        except Exception:
+            log.exception("folders that nothing refers to could not be removed")
+
+    # ------------------------------------------------------------------ encoding
+
+    def encode_ahead(self, lane: Lane) -> list[Entry]:
+        """Return the forward_backwards that go through the model next, and begin to encode them; under the lock."""
+        settings = self._ledger.settings
+        group: list[Entry] = []
+        size = 0
+        for entry in lane.waiting():
+            size += entry.row.size
+            full = size > settings.group_bytes or len(group) >= (1 if lane.alone else settings.group_requests)
+            if not entry.is_forward_backward or (group and full):
+                break
+            group.append(entry)
+        new = [entry for entry in group if entry.encoded is None]
+        has_begun = any(entry.encoded is not None for entry in group if entry not in lane.group)
+        has_room = self._ledger.has_room_for(sum(entry.row.size for entry in new), samples=False)
+        if has_begun or (has_room and not self._is_short):
+            for entry in new:
+                self._submit(self._encode, entry)
+        elif new:
+            self._is_short = True
+        return group
+
+    def encode_samples(self) -> None:
+        """Begin to encode the prompts that there is room for; under the lock."""
+        for entry in self._ledger.new_samples:
+            if entry.encoded is None:
+                if not self._ledger.has_room_for(entry.row.size, samples=True):
+                    break
+                self._submit(self._encode_prompt, entry)
+
+    def _submit(self, call: Callable[[Entry], Any], entry: Entry) -> None:
+        with suppress(RuntimeError):  # the pool is closed: it is encoded after the next start
+            future = self._pool.submit(call, entry)
+            self._ledger.note_encoded(entry, future)
+            future.add_done_callback(lambda _: self._notify())
+
+    def _notify(self) -> None:
+        with self._ledger.lock:
+            self._ledger.changed.notify_all()
+
+    def _encode(self, entry: Entry) -> Any:
+        request = cast("ForwardBackward", entry.request or self._operations.parse(entry.row))
+        entry.forward_only = request.forward_only
+        encoded = self._engine.encode(request)
+        entry.request = None
+        return encoded
+
+    def _encode_prompt(self, entry: Entry) -> Any:
+        return self._engine.encode_prompt(self._sample_of(entry))
+
+    def _sample_of(self, entry: Entry) -> Sample:
+        if entry.request is None:
+            entry.request = self._operations.parse(entry.row)
+        return cast("Sample", entry.request)
+
+    # ------------------------------------------------------------------ forward_backwards
+
+    def _begin_group(self, lane: Lane, group: list[Entry], encoded: list[Future[Any]]) -> None:
+        lane.alone = max(lane.alone - len(group), 0)
+        errors = [future.exception() for future in encoded]
+        bad = [(entry, _failure(error)) for entry, error in zip(group, errors, strict=True) if error is not None]
+        if bad:
+            self._finish(lane, [*bad])
+        lane.group = [entry for entry, error in zip(group, errors, strict=True) if error is None]
+        if lane.group:
+            requests = [future.result() for future, error in zip(encoded, errors, strict=True) if error is None]
+            try:
+                lane.work = self._engine.forward_backward(requests)
+            except Exception as error:
+                self._break_group(lane, error)
+
+    def _run_row(self, lane: Lane) -> None:
+        work, begin = lane.work, time.perf_counter()
+        assert work is not None
+        try:
+            if work.rows_left:
+                work.run_row()
+                self.counts["rows"] += 1
+            if work.rows_left:
+                return
+            outcomes = work.results()
+        except Exception as error:
+            self._break_group(lane, error)
+            return
+        finally:
+            lane.seconds += time.perf_counter() - begin
+            self.seconds["training"] += time.perf_counter() - begin
+        group, lane.group, lane.work = lane.group, [], None
+        adds = any(not entry.forward_only for entry in group)
+        lane.has_gradients |= adds
+        if adds:
+            lane.replayed_bytes += sum(entry.row.size for entry in group)
+        self._finish(lane, [*zip(group, outcomes, strict=True)], group=group[0].row.seq if adds else None)
+
+    def _break_group(self, lane: Lane, error: Exception) -> None:
+        """Take a group back whose rows failed; its requests run again one by one, so that one fails alone."""
+        group, lane.group = lane.group, []
+        work, lane.work = lane.work, None
+        if not isinstance(error, RequestError):
+            log.error("rows of %s failed", lane.id, exc_info=error)
+        try:
+            if work is not None:
+                work.cancel()
+        except Exception:
+            log.exception("gradients of %s could not be taken back", lane.id)
+            self._restore(lane)
+        if len(group) > 1:
+            lane.alone = len(group)
+        else:
+            self._finish(lane, [(entry, _failure(error)) for entry in group])
+
+    # ------------------------------------------------------------------ other operations
+
+    def _operate(self, lane: Lane, entry: Entry) -> None:
+        begin = time.perf_counter()
+        try:
+            done = self._operations.run(lane, entry)
+        except Exception as error:
+            done = Done(outcome=_failure(error))
+            self._clean_up(lane, entry, error)
+        lane.seconds += time.perf_counter() - begin
+        self.seconds["training"] += time.perf_counter() - begin
+        if done.is_replayed:
+            lane.replayed_bytes += entry.row.size
+        self._finish(lane, [(entry, done.outcome)], done=done)
+        if entry.row.kind in CREATIONS:
+            if isinstance(done.outcome, Failure):
+                lane.failure = f"{lane.id} was not created: {done.outcome.message}"
+        elif done.is_replayed:
+            self._snapshot_if_due(lane)
+        self._ledger.is_swept = False
+
+    def _clean_up(self, lane: Lane, entry: Entry, error: Exception) -> None:
+        if not isinstance(error, VlmpackError):
+            log.error("%s %d of %s failed", entry.row.kind, entry.row.seq, lane.id, exc_info=error)
+        if entry.row.kind in CREATIONS and lane.id in self._engine.models():
+            self._engine.free(lane.id)
+        elif entry.row.kind in CHANGES and not isinstance(error, RequestError):
+            self._restore(lane)
+
+    def _snapshot_if_due(self, lane: Lane) -> None:
+        if not lane.is_closed and self._operations.snapshot_is_due(lane):
+            self._snapshot(lane)
+
+    def _snapshot(self, lane: Lane) -> None:
+        try:
+            self._operations.snapshot(lane)
+        except Exception:
+            lane.seconds = 0.0  # tried again after as much work as would have paid for it
+            log.exception("the state of %s could not be written; the one before it stays", lane.id)
+        else:
+            self.counts["snapshots"] += 1
+            self.seconds["snapshots"] += lane.snapshot_seconds or 0.0
+            self._ledger.is_swept = False
+
+    def _snapshot_all(self) -> None:
+        for lane in self._lanes():
+            if lane.work is None and not lane.has_gradients and lane.failure is None and lane.seconds > 0:
+                self._snapshot(lane)
+
+    def _restore_all(self) -> None:
+        self.sweep()
+        for lane in self._lanes():
+            if lane.id in self._ledger.models:
+                self._restore(lane)
+            if self._stop or self._drain_until is not None:
+                raise Stopped
+        self.is_restored = True
+
+    def _restore(self, lane: Lane) -> None:
+        try:
+            self._operations.restore(lane)
+        except Exception as error:
+            log.exception("%s could not be restored", lane.id)
+            lane.failure = f"the state of {lane.id} could not be restored ({error}): create a model from a checkpoint"
+
+    # ------------------------------------------------------------------ commit
+
+    def _finish(
+        self, lane: Lane, outcomes: list[tuple[Entry, Any]], *, group: int | None = None, done: Done | None = None
+    ) -> None:
+        if lane.is_closed:
+            return
+        is_replayed = group is not None if done is None else done.is_replayed
+        replies = [self._encoded(entry, outcome) for entry, outcome in outcomes]
+
+        def write() -> None:
+            for entry, outcome, reply in replies:
+                is_good = not isinstance(outcome, Failure)
+                self._ledger.journal.finish_request(
+                    entry.row.owner, entry.row.seq, state="done" if is_good else "failed", reply=reply,
+                    group=group, keep_body=is_replayed,
+                )  # fmt: skip
+            if done is not None and done.write is not None:
+                done.write()
+
+        self._commit(write)
+        if done is not None and done.take_in is not None:
+            with self._ledger.lock:
+                done.take_in()
+        self._take_in(replies, group)
+
+    def _finish_samples(self, outcomes: list[tuple[Entry, Outcome]]) -> None:
+        replies = [self._encoded(entry, outcome) for entry, outcome in outcomes if not entry.is_done]
+
+        def write() -> None:
+            for entry, outcome, reply in replies:
+                state = "failed" if isinstance(outcome, Failure) else "done"
+                self._ledger.journal.finish_request(
+                    entry.row.owner, entry.row.seq, state=state, reply=reply, keep_body=False
+                )
+
+        self._commit(write)
+        self._take_in(replies, None)
+
+    def _encoded(self, entry: Entry, outcome: Outcome) -> tuple[Entry, Outcome, StoredReply]:
+        try:
+            reply = self._codec.encode(outcome)
+        except Exception as error:  # a number that the wire has no form for
+            log.exception("a reply could not be encoded")
+            outcome = Failure(message=describe_failure(error), category="server")
+            reply = self._codec.encode(outcome)
+        return entry, outcome, StoredReply(content_type=reply.content_type, body=reply.body)
+
+    def _take_in(self, replies: list[tuple[Entry, Any, StoredReply]], group: int | None) -> None:
+        for entry, outcome, reply in replies:
+            failed = isinstance(outcome, Failure)
+            self.counts[f"{entry.row.kind}.{'failed' if failed else 'done'}"] += 1
+            self._ledger.done(entry, "failed" if failed else "done", reply, group=group)
+
+    def _commit(self, write: Callable[[], None]) -> None:
+        """Commit, however long the disk is full: what the engine did cannot be taken back, nor told before."""
+        while True:
+            try:
+                with self._ledger.journal.transaction():
+                    write()
+                self.paused = None
+                return
+            except JournalError as error:
+                if self.paused is None:
+                    log.exception("waiting for the disk")
+                self.paused = str(error)
+                with self._ledger.lock:
+                    if self._stop or self._drain_until is not None:
+                        raise Stopped from error
+                    self._ledger.changed.wait(TIDY_SECONDS)
+
+
+def _failure(error: BaseException) -> Failure:
+    if isinstance(error, RequestError):
+        return Failure(message=str(error), category="user")
+    if isinstance(error, VlmpackError):
+        return Failure(message=str(error), category="server")
+    return Failure(message=describe_failure(error), category="server")

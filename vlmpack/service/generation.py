@@ -1,0 +1,382 @@
+"""Sequences that grow together: prefill, decode steps with a key-value cache, and the canonical computation.
+
+    prompts ──prefill──▶ Batch ──settle──▶ tokens chosen ──step──▶ logits ──settle──▶ ...
+                           │ join: batches merge        └─ finished sequences leave
+
+What a sequence's logits are depends in the last digits on what shares its batch. So a choice that rounding could change
+is not taken from them, but from the *canonical computation*: the sequence alone in one packed row, without a cache.
+That one depends on the sequence and the weights alone, and so then does every token.
+
+B sequences, S cached tokens with padding, N tokens of a prompt, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
+from typing import Any, final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vlmpack.families import Family, family_of
+from vlmpack.layout import Segments
+from vlmpack.model import find_model, target_logprobs
+from vlmpack.service import caches
+from vlmpack.service.choice import Choice, Draw, choose
+from vlmpack.service.datums import EncodedSequence
+from vlmpack.service.messages import SampledSequence, SamplingParams, StopReason
+from vlmpack.service.rows import last_hidden
+
+HEAD_CHUNK = 2048
+"""Rows of logits alive at a time where each token of a prompt gets its log-probability."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """When a sequence ends."""
+
+    stop_tokens: frozenset[int]
+    """Ids that end it."""
+    stop_strings: tuple[str, ...]
+    """Texts that end it."""
+    max_tokens: int
+    """Most tokens."""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """Token ids to text; None: there are no stop strings."""
+
+    def reason(self, tokens: Sequence[int]) -> StopReason | None:
+        """Return why a sequence ends after these tokens; None: it goes on. It did not end at an earlier one."""
+        if tokens[-1] in self.stop_tokens or self._has_stop_string(tokens):
+            return "stop"
+        return "length" if len(tokens) >= self.max_tokens else None
+
+    def _has_stop_string(self, tokens: Sequence[int]) -> bool:
+        if self.decode is None or not self.stop_strings:
+            return False
+        # A token is a byte at least; a few more, for a character that the cut splits.
+        longest = max(len(text.encode()) for text in self.stop_strings)
+        text = self.decode(tokens[-(longest + 8) :])
+        return any(stop in text for stop in self.stop_strings)
+
+
+@final
+class Growing:
+    """One sequence that is being sampled."""
+
+    def __init__(
+        self,
+        prompt: EncodedSequence,
+        params: SamplingParams,
+        ending: Ending,
+        *,
+        seed: int,
+        key: str = "",
+        is_alone: bool = False,
+    ) -> None:
+        self.key = key
+        """Of its request."""
+        self.is_alone = is_alone
+        """Whether it runs with sequences of its own request only."""
+        self.prompt = prompt
+        """Its prompt."""
+        self.params = params
+        """Its settings."""
+        self.ending = ending
+        """When it ends."""
+        self.seed = seed
+        """Its own seed."""
+        self.tokens: list[int] = []
+        """Tokens sampled so far."""
+        self.logprobs: list[float] = []
+        """Their log-probabilities."""
+        self.stop_reason: StopReason | None = None
+        """Why it ended; None: it goes on."""
+        self.error: str | None = None
+        """Why it failed; None: it did not."""
+
+    @property
+    def reserved(self) -> int:
+        """Tokens that it may grow to."""
+        return self.prompt.length + self.ending.max_tokens
+
+    @property
+    def draw(self) -> Draw:
+        """What is chosen next."""
+        return Draw(params=self.params, seed=self.seed, place=len(self.tokens))
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether it ended or failed."""
+        return self.error is not None or self.stop_reason is not None
+
+    def append(self, choice: Choice) -> None:
+        """Add a token."""
+        if not np.isfinite(choice.logprob):
+            self.error = "the model's logits are not finite: its weights, or the prompt's images, hold NaN or infinity"
+        self.tokens.append(choice.token)
+        self.logprobs.append(choice.logprob)
+        self.stop_reason = self.ending.reason(self.tokens)
+
+    def result(self) -> SampledSequence:
+        """What it has become."""
+        return SampledSequence(
+            tokens=np.asarray(self.tokens, np.int32),
+            logprobs=np.asarray(self.logprobs, np.float32),
+            stop_reason=self.stop_reason or "length",
+        )
+
+
+# ---------------------------------------------------------------------- calls of the model
+
+
+@final
+class Reader:
+    """Calls of one model with packing enabled, in evaluation mode."""
+
+    def __init__(self, model: nn.Module, *, rounding: float) -> None:
+        self.core: Any = find_model(model)
+        """The model with its head."""
+        self.family: Family = family_of(self.core)
+        """Its family."""
+        self.rounding = rounding
+        """Largest error of a logit as a part of the largest one's size; infinity: every choice is canonical."""
+        self.device = next(self.core.parameters()).device
+        """Where it lies."""
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """Ids that stand for images and videos, which are never sampled."""
+        config = self.core.config
+        return (config.image_token_id, config.video_token_id) if self.family.has_vision else ()
+
+    def positions(self, prompt: EncodedSequence) -> torch.Tensor:
+        """Rotary positions of a prompt, [3, 1, N] or [1, N], on the host."""
+        config = self.core.config
+        types = self.family.media_types(torch.from_numpy(prompt.input_ids)[None], config)
+        grids = [image.grid for image in prompt.images]
+        found = self.family.positions(types, Segments.from_lengths([prompt.length]), image_grids=grids, config=config)
+        return self.family.rotary_ids(found)
+
+    def prefill(self, prompts: Sequence[EncodedSequence]) -> tuple[torch.Tensor, Any]:
+        """Return the logits [B, V] after each prompt, and a cache that holds the prompts, padded on the left."""
+        inputs = self._padded(prompts)
+        width = inputs["input_ids"].shape[1]
+        positions = [F.pad(self.positions(prompt), (width - prompt.length, 0)) for prompt in prompts]
+        if all(prompt.length == width for prompt in prompts):
+            del inputs["attention_mask"]
+        output = self.core(
+            **inputs, position_ids=torch.cat(positions, -2).to(self.device), use_cache=True, logits_to_keep=1
+        )
+        caches.check_cache(output.past_key_values)
+        return output.logits[:, -1], output.past_key_values
+
+    def decode(
+        self, tokens: Sequence[int], positions: Sequence[int], cache: Any, mask_BS: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return logits [B, V] after one more token of each sequence, which the cache then holds.
+
+        Args:
+            tokens: the tokens.
+            positions: their rotary positions.
+            cache: what came before.
+            mask_BS: 1 on cached tokens and on this one, 0 on padding; None: there is no padding.
+        """
+        place_B1 = torch.tensor(positions, device=self.device)[:, None]
+        output = self.core(
+            input_ids=torch.tensor(tokens, device=self.device)[:, None],
+            position_ids=place_B1.expand(3, -1, -1) if self.family.has_vision else place_B1,
+            attention_mask=None if mask_BS is None else mask_BS.to(self.device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]
+
+    def score(self, prompts: Sequence[EncodedSequence]) -> tuple[list[np.ndarray], torch.Tensor]:
+        """Run prompts as one packed row, as in training.
+
+        Returns:
+            The log-probability of each token of each prompt after those before it, float32 [N], NaN at the first; and
+            the logits [B, V] after each prompt.
+        """
+        lengths = [prompt.length for prompt in prompts]
+        hidden_TD, head, found = last_hidden(self.core, prompts), self.family.head(self.core), []
+        for hidden_ND, prompt in zip(hidden_TD.split(lengths), prompts, strict=True):
+            targets = torch.from_numpy(prompt.input_ids[1:]).to(self.device)
+            logprobs = target_logprobs(hidden_ND[:-1], targets, head, chunk=HEAD_CHUNK).cpu().numpy()
+            found.append(np.concatenate((np.full(1, np.nan, np.float32), logprobs)))
+        return found, head(hidden_TD[[end - 1 for end in accumulate(lengths)]])
+
+    def canonical(self, sequence: Growing) -> torch.Tensor:
+        """Return the logits [1, V] after a sequence: it alone, one packed row, no cache."""
+        ids = np.concatenate((sequence.prompt.input_ids, np.asarray(sequence.tokens, np.int64)))
+        hidden_TD = last_hidden(self.core, [replace(sequence.prompt, input_ids=ids)])
+        return self.family.head(self.core)(hidden_TD[-1:])
+
+    def _padded(self, prompts: Sequence[EncodedSequence]) -> dict[str, torch.Tensor]:
+        """Prompts as a batch [B, S], padded on the left, on the model's device."""
+        width = max(prompt.length for prompt in prompts)
+        pad = next(id_ for id_ in range(3) if id_ not in self.placeholders)
+        rows = [torch.from_numpy(prompt.input_ids) for prompt in prompts]
+        ids = torch.stack([F.pad(row, (width - len(row), 0), value=pad) for row in rows])
+        mask = torch.stack([F.pad(torch.ones_like(row), (width - len(row), 0)) for row in rows])
+        tensors = {"input_ids": ids, "attention_mask": mask}
+        if self.family.has_vision:
+            tensors["mm_token_type_ids"] = self.family.media_types(ids, self.core.config)
+        if images := [image for prompt in prompts for image in prompt.images]:
+            tensors["pixel_values"] = torch.cat([image.pixel_values for image in images])
+            tensors["image_grid_thw"] = torch.tensor([image.grid for image in images])
+        return {name: tensor.to(self.device) for name, tensor in tensors.items()}
+
+
+# ---------------------------------------------------------------------- a running batch
+
+
+@final
+class Batch:
+    """Sequences that are decoded together.
+
+    After each forward pass the choices of some may be open. The batch goes on when all are settled.
+    """
+
+    def __init__(self, sequences: Sequence[Growing], cache: Any, *, offsets: Sequence[int]) -> None:
+        self.sequences = list(sequences)
+        """In the order of the cache's rows."""
+        self.cache = cache
+        """What the model keeps of them, their prompts so far; None: they end at their first token."""
+        self.lengths = [sequence.prompt.length for sequence in sequences]
+        """Cached tokens of each."""
+        self.offsets = list(offsets)
+        """What the rotary position of a token is above its place in the sequence."""
+        self.open: dict[int, Draw] = {}
+        """Sequences whose last choice rounding could change, by row."""
+        self._chosen: list[Choice] = []
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether every sequence has its next token."""
+        return not self.open and not self._chosen
+
+    def take(self, logits_BV: torch.Tensor, reader: Reader) -> None:
+        """Choose the next token of each sequence as far as these logits decide it."""
+        draws = [sequence.draw for sequence in self.sequences]
+        self._chosen = choose(logits_BV, draws, rounding=reader.rounding, forbidden=reader.placeholders)
+        unsure = (row for row, choice in enumerate(self._chosen) if not choice.is_sure)
+        self.open = {row: draws[row] for row in unsure if np.isfinite(self._chosen[row].logprob)}
+
+    def settle(self, reader: Reader, *, tokens: int) -> int:
+        """Settle open choices by the canonical computation, then let every sequence grow by one.
+
+        Args:
+            reader: the model.
+            tokens: stop before the next computation once so many have been computed.
+
+        Returns:
+            Tokens computed.
+        """
+        used, known = 0, {}
+        while self.open and used < tokens:
+            row, draw = self.open.popitem()
+            sequence = self.sequences[row]
+            key = (id(sequence.prompt), *sequence.tokens)  # samples of one prompt begin alike
+            if key not in known:
+                known = {key: reader.canonical(sequence).cpu()}
+                used += sequence.prompt.length + len(sequence.tokens)
+            self._chosen[row] = choose(known[key], [draw], rounding=0, forbidden=reader.placeholders)[0]
+        if not self.open:
+            for sequence, choice in zip(self.sequences, self._chosen, strict=True):
+                sequence.append(choice)
+            self._chosen = []
+        return used
+
+    def leave(self) -> list[Growing]:
+        """Take finished sequences out."""
+        kept = [row for row, sequence in enumerate(self.sequences) if not sequence.is_done]
+        done = [sequence for sequence in self.sequences if sequence.is_done]
+        if done:
+            self.keep(kept)
+        return done
+
+    def drop(self, rows: Sequence[int]) -> None:
+        """Take sequences out wherever they are, also while choices are open."""
+        if rows:
+            kept = [row for row in range(len(self.sequences)) if row not in rows]
+            if self._chosen:
+                self._chosen = [self._chosen[row] for row in kept]
+                self.open = {place: self.open[row] for place, row in enumerate(kept) if row in self.open}
+            self.keep(kept)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep the sequences of these rows alone, and no padding that all of them have."""
+        before = max(self.lengths, default=0)
+        self.sequences = [self.sequences[row] for row in rows]
+        self.offsets = [self.offsets[row] for row in rows]
+        self.lengths = [self.lengths[row] for row in rows]
+        if not rows:
+            self.cache = None
+        elif self.cache is not None:
+            caches.select(self.cache, torch.tensor(rows))
+            caches.trim_left(self.cache, before - max(self.lengths))
+
+    def step(self, reader: Reader) -> torch.Tensor:
+        """Run each sequence's last token through the model and return logits [B, V]."""
+        positions = [length + offset for length, offset in zip(self.lengths, self.offsets, strict=True)]
+        width, mask = max(self.lengths), None
+        if min(self.lengths) < width:
+            starts = torch.tensor([width - length for length in self.lengths])
+            mask = (torch.arange(width + 1) >= starts[:, None]).long()
+        logits_BV = reader.decode([s.tokens[-1] for s in self.sequences], positions, self.cache, mask)
+        self.lengths = [length + 1 for length in self.lengths]
+        return logits_BV
+
+    def can_join(self, other: Batch) -> bool:
+        """Return whether both are settled, and padding would be at most half of what they cache together."""
+        if self.cache is None or other.cache is None or not (self.is_settled and other.is_settled):
+            return False
+        if any(sequence.is_alone for sequence in (*self.sequences, *other.sequences)):
+            return False
+        lengths = (*self.lengths, *other.lengths)
+        return len(lengths) * max(lengths) <= 2 * sum(lengths)
+
+    def join(self, other: Batch) -> None:
+        """Take in the sequences of another batch, which is used up."""
+        mine, its = max(self.lengths), max(other.lengths)
+        caches.pad_left(self.cache, max(its - mine, 0))
+        caches.pad_left(other.cache, max(mine - its, 0))
+        caches.join(self.cache, other.cache)
+        self.sequences += other.sequences
+        self.lengths += other.lengths
+        self.offsets += other.offsets
+
+
+def begin(sequences: Sequence[Growing], reader: Reader) -> Batch:
+    """Prefill the prompts of sequences, each once, and take their first choices. Sequences of a prompt are adjacent."""
+    groups = [list(group) for _, group in groupby(sequences, key=lambda sequence: id(sequence.prompt))]
+    prompts = [group[0].prompt for group in groups]
+    logits, cache = reader.prefill(prompts)
+    rows = torch.tensor([index for index, group in enumerate(groups) for _ in group])
+    if len(rows) > len(groups):
+        caches.select(cache, rows)
+    offsets = [int(reader.positions(prompt).max()) + 1 - prompt.length for prompt in prompts]
+    batch = Batch(sequences, cache, offsets=[offsets[row] for row in rows])
+    batch.take(logits[rows.to(logits.device)], reader)
+    return batch
+
+
+def groups_by_length(prompts: Sequence[EncodedSequence]) -> list[list[int]]:
+    """Indices of prompts that are prefilled together, with a fifth of padding at most."""
+    groups: list[list[int]] = []
+    for index in sorted(range(len(prompts)), key=lambda index: -prompts[index].length):
+        length, group = prompts[index].length, groups[-1] if groups else []
+        longest = prompts[group[0]].length if group else 0
+        real = sum(prompts[other].length for other in group) + length
+        if group and 5 * real >= 4 * longest * (len(group) + 1):
+            group.append(index)
+        else:
+            groups.append([index])
+    return groups

@@ -1,0 +1,445 @@
+"""All that the server has accepted, in memory: sessions, models with their numbered operations, samples, checkpoints.
+
+    Ledger ── Session ── Lane              operations of one model, in the order of their numbers
+                 │         └─ Entry        one request, from its POST until its session ends
+                 └────── SamplingSession
+                           └─ Entry        one sample
+
+    numbers of a lane     1 2 3 4 5 . 7 8     5 is next; 7 and 8 are early: they wait for 6
+                          done  ▲     early
+
+The journal holds the same and is written first; a start reads it. One lock guards all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, final
+
+import numpy as np
+
+from vlmpack.service.journal import Journal
+from vlmpack.service.messages import (
+    CreateFromCheckpoint,
+    CreateModel,
+    ForwardBackward,
+    Request,
+    Sample,
+)
+from vlmpack.service.protocols import QueueSettings, RowWork
+from vlmpack.service.records import CheckpointRow, ModelRow, RequestRow, SamplingRow, SessionRow, State, StoredReply
+
+NOT_CONTENT = ("sampling_session_seq_id",)
+"""Fields that an honest repetition changes: after a lost reply the client draws the next number."""
+
+
+def owner_of(request: Request) -> tuple[str, int]:
+    """Return the id of the model or sampling session, and the number within it."""
+    if isinstance(request, CreateModel | CreateFromCheckpoint):
+        return f"{request.session_id}:train:{request.model_seq_id}", 0
+    if isinstance(request, Sample):
+        return request.sampling_session_id, request.seq_id
+    return request.model_id, request.seq_id
+
+
+def content_digest(request: Request) -> bytes:
+    """Return a digest of what a request says, whatever the bytes it came in."""
+    digest = hashlib.sha256()
+    for part in _parts(request):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    if isinstance(value, np.ndarray):
+        yield f"{value.dtype.str}{value.shape}".encode()
+        yield np.ascontiguousarray(value).tobytes()
+    elif is_dataclass(value):
+        yield type(value).__name__.encode()
+        for part in fields(value):
+            if part.name not in NOT_CONTENT:
+                yield part.name.encode()
+                yield from _parts(value.__dict__[part.name])
+    elif isinstance(value, Mapping):
+        yield f"{{{len(value)}".encode()
+        for key in sorted(value):
+            yield from _parts(key)
+            yield from _parts(value[key])
+    elif isinstance(value, tuple | list):
+        yield f"[{len(value)}".encode()
+        for part in value:
+            yield from _parts(part)
+    elif isinstance(value, bytes):
+        yield b"b"
+        yield value
+    else:
+        yield f"{type(value).__name__} {value!r}".encode()
+
+
+ARRIVED = threading.Event()
+"""Of every request that was accepted: an event each would be most of its memory."""
+ARRIVED.set()
+
+
+@final
+@dataclass(kw_only=True, eq=False, slots=True)
+class Entry:
+    """One request."""
+
+    row: RequestRow
+    """As the journal has it."""
+    request: Request | None = None
+    """Parsed; None once it is encoded or done, or not read from the journal yet."""
+    encoded: Future[Any] | None = None
+    """Being encoded, or encoded."""
+    journaled: threading.Event = field(default_factory=threading.Event)
+    """Set when it is accepted, or was not."""
+    accepted: bool = False
+    """Whether it is in the journal."""
+    forward_only: bool = False
+    """Whether it is a forward_backward without gradient; known once it is parsed."""
+    waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = field(default_factory=list)
+    """Long polls."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is a reply."""
+        return self.row.state != "queued"
+
+    @property
+    def is_forward_backward(self) -> bool:
+        """Whether it shares rows with its neighbours."""
+        return self.row.kind == ForwardBackward.__name__
+
+    @property
+    def is_sample(self) -> bool:
+        """Whether it is a sample, which has no place in an order."""
+        return self.row.kind == Sample.__name__
+
+    def wake(self) -> None:
+        """Wake the long polls."""
+        for loop, waiter in self.waiters:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_release, waiter)
+        self.waiters.clear()
+
+
+def _release(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+@final
+@dataclass(kw_only=True, eq=False)
+class Lane:
+    """The operations of one model, carried out in the order of their numbers."""
+
+    id: str
+    """Of the model."""
+    session: str
+    """Of the client."""
+    entries: dict[int, Entry] = field(default_factory=dict)
+    """By number."""
+    open: dict[int, Entry] = field(default_factory=dict)
+    """Those of them that are not done, by number."""
+    next: int = 0
+    """First number that is not done."""
+    last_arrival: float = 0.0
+    """Monotonic seconds."""
+    group: list[Entry] = field(default_factory=list)
+    """Requests that are in rows now."""
+    work: RowWork | None = None
+    """Their rows."""
+    failure: str | None = None
+    """Why the model is of no use."""
+    alone: int = 0
+    """Next requests that go through the model one by one: one of them broke the group that they were in."""
+    turn: int = 0
+    """When it was last served."""
+    is_closed: bool = False
+    """Whether its session ended."""
+    has_gradients: bool = False
+    """Whether there are gradients that no snapshot holds."""
+    seconds: float = 0.0
+    """Time of its operations since its last snapshot."""
+    snapshot_seconds: float | None = None
+    """Time that its last snapshot took; None: none was taken yet."""
+    replayed_bytes: int = 0
+    """Bytes of bodies kept for a replay."""
+
+    def waiting(self) -> list[Entry]:
+        """Accepted requests in their order, from the next number up to the first that is missing."""
+        waiting, number = [], self.next
+        while (entry := self.entries.get(number)) is not None and entry.accepted:
+            if not entry.is_done:
+                waiting.append(entry)
+            number += 1
+        return waiting
+
+    def early(self) -> list[Entry]:
+        """Requests beyond a number that is missing."""
+        missing = self.missing
+        return [entry for number, entry in sorted(self.open.items()) if number > missing and entry.accepted]
+
+    @property
+    def missing(self) -> int:
+        """First number that has not arrived."""
+        number = self.next
+        while number in self.entries:
+            number += 1
+        return number
+
+    def add(self, entry: Entry) -> None:
+        """Take a request in."""
+        self.entries[entry.row.seq] = entry
+        if not entry.is_done:
+            self.open[entry.row.seq] = entry
+
+    def remove(self, entry: Entry) -> None:
+        """Give the number of a request back that was not accepted."""
+        self.entries.pop(entry.row.seq, None)
+        self.open.pop(entry.row.seq, None)
+
+    def advance(self) -> None:
+        """Move on past what is done."""
+        while (entry := self.entries.get(self.next)) is not None and entry.is_done:
+            self.open.pop(self.next, None)
+            self.next += 1
+
+
+@final
+@dataclass(kw_only=True, eq=False)
+class SamplingSession:
+    """A sampling session and its samples, in any order."""
+
+    row: SamplingRow
+    """As the journal has it."""
+    entries: dict[int, Entry] = field(default_factory=dict)
+    """By number."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether samples wait."""
+        return any(not entry.is_done for entry in self.entries.values())
+
+
+@final
+@dataclass(kw_only=True, eq=False)
+class Session:
+    """A session of a client."""
+
+    row: SessionRow
+    """As the journal has it."""
+    last_seen: float
+    """Monotonic seconds."""
+    lanes: list[Lane] = field(default_factory=list)
+    """Of its models."""
+    samplers: list[SamplingSession] = field(default_factory=list)
+    """Its sampling sessions."""
+
+
+@final
+class Ledger:
+    """See the top of the file."""
+
+    def __init__(self, journal: Journal, settings: QueueSettings) -> None:
+        self.journal = journal
+        self.settings = settings
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.sessions: dict[str, Session] = {}
+        self.ended: set[str] = set()
+        self.lanes: dict[str, Lane] = {}
+        self.closed: list[Lane] = []
+        """Of ended sessions, not yet freed in the engine."""
+        self.samplers: dict[str, SamplingSession] = {}
+        self.models: dict[str, ModelRow] = {}
+        self.checkpoints: dict[tuple[str, str, str], CheckpointRow] = {}
+        self.last_requests: dict[str, float] = {}
+        """Unix seconds, by model."""
+        self.is_swept = True
+        """Whether no folder lost its last reference since the folders were last swept."""
+        self.new_samples: list[Entry] = []
+        """Accepted, not yet in the sampling engine."""
+        self.encoded_bytes = {False: 0, True: 0}
+        """Bytes of the bodies that are encoded: of training, and of samples."""
+        self.waiting = 0
+        """Requests that wait, samples too."""
+        self.waiting_bytes = 0
+        self.waiting_samples = 0
+        self.retrieved: dict[tuple[str, int], float] = {}
+        """Replies that were fetched, and when (Unix seconds)."""
+        self.retrieved_now: list[tuple[str, int]] = []
+        """Those of them that are not in the journal."""
+        self._replies: OrderedDict[tuple[str, int], StoredReply] = OrderedDict()
+        self._reply_bytes = 0
+        self._read()
+
+    # ------------------------------------------------------------------ from the journal
+
+    def _read(self) -> None:
+        now = time.monotonic()
+        self.journal.forget_ended()
+        for row in self.journal.sessions():
+            if row.ended is None:
+                self.sessions[row.id] = Session(row=row, last_seen=now)
+            else:
+                self.ended.add(row.id)
+        self.models = {row.id: row for row in reversed(self.journal.models())}
+        self.checkpoints = {(row.model, row.kind, row.name): row for row in self.journal.checkpoints()}
+        for row in self.journal.sampling_sessions():
+            if row.session in self.sessions:
+                self.add_sampler(row)
+        for row in self.journal.requests():
+            if row.session in self.sessions:
+                self._read_request(row, now)
+        for lane in self.lanes.values():
+            lane.advance()
+
+    def _read_request(self, row: RequestRow, now: float) -> None:
+        entry = Entry(row=row, accepted=True, journaled=ARRIVED)
+        if row.retrieved is not None:
+            self.retrieved[row.owner, row.seq] = row.retrieved
+        sampler = self.samplers.get(row.owner)
+        if sampler is None:
+            lane = self.lanes.get(row.owner) or self.add_lane(row.owner, row.session)
+            lane.add(entry)
+            lane.last_arrival = now
+        else:
+            sampler.entries[row.seq] = entry
+            if not entry.is_done:
+                self.new_samples.append(entry)
+        if not entry.is_done:
+            self._count(entry, 1)
+
+    # ------------------------------------------------------------------ changes, under the lock
+
+    def add_lane(self, model: str, session: str) -> Lane:
+        """Begin the operations of a model."""
+        lane = self.lanes[model] = Lane(id=model, session=session)
+        self.sessions[session].lanes.append(lane)
+        return lane
+
+    def add_sampler(self, row: SamplingRow) -> SamplingSession:
+        """Begin a sampling session."""
+        sampler = self.samplers[row.id] = SamplingSession(row=row)
+        self.sessions[row.session].samplers.append(sampler)
+        return sampler
+
+    def drop_sampler(self, sampling_session: str) -> None:
+        """Forget a sampling session."""
+        sampler = self.samplers.pop(sampling_session)
+        self.sessions[sampler.row.session].samplers.remove(sampler)
+        self._forget(sampler.entries)
+
+    def arrive(self, entry: Entry) -> None:
+        """Take a request in that the journal has."""
+        entry.accepted = True
+        if not entry.is_done:
+            self._count(entry, 1)
+            if entry.is_sample:
+                self.new_samples.append(entry)
+        if (lane := self.lanes.get(entry.row.owner)) is not None:
+            lane.last_arrival = time.monotonic()
+            self.last_requests[lane.id] = time.time()
+            lane.advance()
+        entry.journaled.set()
+        entry.journaled = ARRIVED
+        self.changed.notify_all()
+
+    def done(self, entry: Entry, state: State, reply: StoredReply, *, group: int | None = None) -> None:
+        """Take the reply of a request in, which the journal has."""
+        with self.lock:
+            if not entry.is_done:
+                self._count(entry, -1)
+            self._release(entry)
+            entry.row = replace(entry.row, state=state, group=group)
+            self._cache((entry.row.owner, entry.row.seq), reply)
+            if (lane := self.lanes.get(entry.row.owner)) is not None:
+                lane.open.pop(entry.row.seq, None)
+                lane.advance()
+            entry.wake()
+
+    def end(self, session: Session) -> None:
+        """Forget a session that the journal has ended; its long polls return."""
+        self.sessions.pop(session.row.id, None)
+        self.ended.add(session.row.id)
+        for lane in session.lanes:
+            lane.is_closed = True
+            self.lanes.pop(lane.id, None)
+            self.closed.append(lane)
+            self._forget(lane.entries)
+        for sampler in session.samplers:
+            self.samplers.pop(sampler.row.id, None)
+            self._forget(sampler.entries)
+        self.new_samples = [entry for entry in self.new_samples if entry.row.session != session.row.id]
+        self.changed.notify_all()
+
+    def _forget(self, entries: dict[int, Entry]) -> None:
+        for entry in entries.values():
+            key = (entry.row.owner, entry.row.seq)
+            self.retrieved.pop(key, None)
+            self.uncache(key)
+            if entry.accepted and not entry.is_done:
+                self._count(entry, -1)
+                entry.row = replace(entry.row, state="failed")
+            if entry.encoded is not None:
+                entry.encoded.cancel()
+            self._release(entry)
+            entry.wake()
+
+    def has_room_for(self, size: int, *, samples: bool) -> bool:
+        """Whether bodies of this size may be encoded now."""
+        used = self.encoded_bytes[samples]
+        return used == 0 or used + size <= self.settings.encoded_bytes
+
+    def note_encoded(self, entry: Entry, encoded: Future[Any] | None) -> None:
+        """Take in that a request is being encoded."""
+        entry.encoded = encoded
+        if encoded is not None:
+            self.encoded_bytes[entry.is_sample] += entry.row.size
+
+    def _release(self, entry: Entry) -> None:
+        if entry.encoded is not None:
+            self.encoded_bytes[entry.is_sample] -= entry.row.size
+        entry.request = entry.encoded = None
+
+    def _count(self, entry: Entry, sign: int) -> None:
+        self.waiting += sign
+        self.waiting_bytes += sign * entry.row.size
+        if entry.is_sample:
+            self.waiting_samples += sign
+
+    # ------------------------------------------------------------------ look up, under the lock
+
+    def find(self, owner: str, seq: int) -> Entry | None:
+        """Request of this number; None: there is none."""
+        lane = self.lanes.get(owner) or self.samplers.get(owner)
+        return None if lane is None else lane.entries.get(seq)
+
+    # ------------------------------------------------------------------ replies
+
+    def cached(self, key: tuple[str, int]) -> StoredReply | None:
+        """Reply in memory."""
+        return self._replies.get(key)
+
+    def _cache(self, key: tuple[str, int], reply: StoredReply) -> None:
+        self.uncache(key)
+        self._replies[key] = reply
+        self._reply_bytes += len(reply.body)
+        while self._reply_bytes > self.settings.replies_cached and len(self._replies) > 1:
+            self.uncache(next(iter(self._replies)))
+
+    def uncache(self, key: tuple[str, int]) -> None:
+        """Drop a reply from memory."""
+        if (reply := self._replies.pop(key, None)) is not None:
+            self._reply_bytes -= len(reply.body)

@@ -1,0 +1,333 @@
+"""Operations of a model in the engine, and its state on the disk: snapshots, and their replay after a restart.
+
+    snapshot (covers 1..4)      5 forward_backward   6 forward_backward   7 optim_step   8 forward_backward (queued)
+    └────────── restored ──────────────── replayed, in the same groups ───────────┘      carried out as ever
+
+A model is always: its last snapshot, and what the journal says was done after it. An operation counts when its reply is
+in the journal; what the engine did for one that is not there dies with the process. So nothing is applied twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import final
+
+from vlmpack.errors import RequestError
+from vlmpack.service.checkpoints import (
+    CheckpointPath,
+    Kind,
+    StateFolder,
+    check_name,
+    describe,
+    label_of,
+    parse_path,
+    size_of,
+)
+from vlmpack.service.journal import Journal
+from vlmpack.service.ledger import Entry, Lane, Ledger
+from vlmpack.service.messages import (
+    CreatedModel,
+    CreateFromCheckpoint,
+    CreateModel,
+    Failure,
+    ForwardBackward,
+    LoadedWeights,
+    LoadWeights,
+    LoraConfig,
+    OptimStep,
+    Outcome,
+    Request,
+    Sample,
+    SavedForSampler,
+    SavedWeights,
+    SaveForSampler,
+    SaveWeights,
+)
+from vlmpack.service.protocols import Codec, ModelEngine
+from vlmpack.service.records import CheckpointRow, ModelRow, RequestRow, SamplingRow
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """What came of an operation, before it is committed."""
+
+    outcome: Outcome
+    """For the client."""
+    write: Callable[[], None] | None = None
+    """Goes into the journal with the reply."""
+    take_in: Callable[[], None] | None = None
+    """Goes into the ledger once it is committed, under its lock."""
+    is_replayed: bool = False
+    """Whether a restart has to do it again."""
+
+
+@final
+class Operations:
+    """Carries out one operation at a time, in the engine thread."""
+
+    def __init__(self, *, engine: ModelEngine, ledger: Ledger, codec: Codec, state: StateFolder) -> None:
+        self._engine = engine
+        self._ledger = ledger
+        self._codec = codec
+        self._state = state
+        self._base_model = engine.base.name
+
+    @property
+    def _journal(self) -> Journal:
+        return self._ledger.journal
+
+    def parse(self, row: RequestRow) -> Request:
+        """Parse a request out of the journal, with the seed that was drawn for it."""
+        return with_seed(self._codec.decode(row.kind, self._journal.body(row.owner, row.seq)), row.seed)
+
+    def run(self, lane: Lane, entry: Entry) -> Done:
+        """Carry out an operation that is not a forward_backward.
+
+        Raises:
+            RequestError: it cannot be; the model is as before.
+            Exception: the engine or the disk failed.
+        """
+        request = entry.request or self.parse(entry.row)
+        match request:
+            case CreateModel():
+                return self._create(lane, request)
+            case CreateFromCheckpoint():
+                return self._create_from(lane, request)
+            case OptimStep():
+                return self._step(lane, request)
+            case SaveWeights():
+                return self._save(lane, request, "weights", request.name)
+            case SaveForSampler(name=None):
+                return self._save_unnamed(lane, request)
+            case SaveForSampler():
+                return self._save(lane, request, "sampler_weights", request.name or "")
+            case LoadWeights():
+                return self._load(lane, entry, request)
+            case _:
+                raise RequestError(f"{type(request).__name__} is no operation of a model")
+
+    def _step(self, lane: Lane, request: OptimStep) -> Done:
+        try:
+            outcome = self._engine.optim_step(lane.id, request.adam)
+        except RequestError as error:  # the gradient is dropped, which a replay has to do too
+            outcome = Failure(message=str(error), category="user")
+        lane.has_gradients = False
+        return Done(outcome=outcome, is_replayed=True)
+
+    # ------------------------------------------------------------------ new models
+
+    def _create(self, lane: Lane, request: CreateModel) -> Done:
+        if request.base_model != self._base_model:
+            raise RequestError(f"this server has the base model {self._base_model!r}, not {request.base_model!r}")
+        self._engine.create(lane.id, request.lora)
+        row = self._model_row(lane, request, request.lora)
+        return self._created(row, CreatedModel(model_id=lane.id))
+
+    def _create_from(self, lane: Lane, request: CreateFromCheckpoint) -> Done:
+        checkpoint = self.checkpoint(request.path)
+        if request.base_model not in (None, checkpoint.base_model):
+            raise RequestError(
+                f"{request.path} is of the base model {checkpoint.base_model!r}, not {request.base_model!r}"
+            )
+        folder = self._training_folder(checkpoint, optimizer=request.optimizer)
+        lora = self._engine.create_from(lane.id, folder, optimizer=request.optimizer)
+        row = replace(self._model_row(lane, request, lora), snapshot=self._write_state(lane))
+        return self._created(row, LoadedWeights(path=request.path, model_id=lane.id))
+
+    def _model_row(self, lane: Lane, request: CreateModel | CreateFromCheckpoint, lora: LoraConfig | None) -> ModelRow:
+        now = time.time()
+        return ModelRow(
+            id=lane.id, session=lane.session, created=now, last_request=now, base_model=self._base_model, lora=lora,
+            user_metadata=request.user_metadata,
+        )  # fmt: skip
+
+    def _created(self, row: ModelRow, outcome: Outcome) -> Done:
+        def take_in() -> None:
+            self._ledger.models[row.id] = row
+
+        return Done(outcome=outcome, write=lambda: self._journal.add_model(row), take_in=take_in)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def checkpoint(self, path: str) -> CheckpointRow:
+        """Look up a checkpoint.
+
+        Raises:
+            RequestError: there is none of this path.
+        """
+        parts = parse_path(path)
+        with self._ledger.lock:
+            row = self._ledger.checkpoints.get((parts.model, parts.kind, parts.name))
+        if row is None:
+            raise RequestError(f"there is no checkpoint {path}: it was never saved here, or deleted")
+        return row
+
+    def _training_folder(self, checkpoint: CheckpointRow, *, optimizer: bool) -> Path:
+        if optimizer and checkpoint.kind != "weights":
+            raise RequestError(
+                f"{checkpoint.name!r} of {checkpoint.model} is for sampling and has no optimiser state: load one of "
+                "save_state, or load it without the optimiser"
+            )
+        return self._state.folder(checkpoint.folder)
+
+    def _save(self, lane: Lane, request: SaveWeights | SaveForSampler, kind: Kind, name: str) -> Done:
+        path = CheckpointPath(model=lane.id, kind=kind, name=check_name(name))
+        with self._ledger.lock:
+            exists = (lane.id, kind, name) in self._ledger.checkpoints
+        if exists and not (isinstance(request, SaveWeights) and request.overwrite):
+            raise RequestError(f"{path} exists: choose another name, or delete it first")
+        with self._state.new(label_of(lane.id, name)) as folder:
+            self._engine.save(lane.id, folder, optimizer=kind == "weights")
+            row = CheckpointRow(
+                model=lane.id, kind=kind, name=name, folder=folder.name.removeprefix("."), created=time.time(),
+                size=size_of(folder), base_model=self._base_model, lora=self._ledger.models[lane.id].lora,
+                user_metadata=request.user_metadata,
+            )  # fmt: skip
+            describe(folder, row)
+        self._state.publish(folder)
+
+        def take_in() -> None:
+            self._ledger.checkpoints[lane.id, kind, name] = row
+
+        outcome = SavedWeights(path=str(path)) if kind == "weights" else SavedForSampler(path=str(path))
+        return Done(outcome=outcome, write=lambda: self._journal.put_checkpoint(row), take_in=take_in)
+
+    def _save_unnamed(self, lane: Lane, request: SaveForSampler) -> Done:
+        sampler = f"{lane.session}:sample:{request.sampling_session_seq_id}"
+        with self._ledger.lock:
+            if sampler in self._ledger.samplers:
+                raise RequestError(f"the sampling session {sampler} exists: save with the next sampling_session_seq_id")
+        with self._state.new(label_of(sampler, "unnamed")) as folder:
+            self._engine.save(lane.id, folder, optimizer=False)
+        row = SamplingRow(
+            id=sampler, session=lane.session, created=time.time(), model=lane.id, folder=self._state.publish(folder)
+        )
+        with self._ledger.lock:
+            unnamed = [other for other in self._ledger.samplers.values() if other.row.model == lane.id]
+        kept = self._ledger.settings.unnamed_saves - 1
+        dropped = [old.row.id for old in unnamed[: max(len(unnamed) - kept, 0)] if not old.is_busy]
+
+        def write() -> None:
+            self._journal.add_sampling_session(row)
+            for old in dropped:
+                self._journal.drop_sampling_session(old)
+
+        def take_in() -> None:
+            for old in dropped:
+                self._ledger.drop_sampler(old)
+            if not lane.is_closed:
+                self._ledger.add_sampler(row)
+
+        return Done(outcome=SavedForSampler(sampling_session_id=sampler), write=write, take_in=take_in)
+
+    def _load(self, lane: Lane, entry: Entry, request: LoadWeights) -> Done:
+        checkpoint = self.checkpoint(request.path)
+        folder = self._training_folder(checkpoint, optimizer=request.optimizer)
+        self._engine.load(lane.id, folder, optimizer=request.optimizer)
+        lane.has_gradients = False
+        snapshot = self._write_state(lane)  # the checkpoint may be gone when a replay would need it
+        return Done(
+            outcome=LoadedWeights(path=request.path),
+            write=lambda: self._journal.cover(lane.id, snapshot=snapshot, covered=entry.row.seq),
+        )
+
+    # ------------------------------------------------------------------ the state of a model
+
+    def _write_state(self, lane: Lane) -> str:
+        begin = time.perf_counter()
+        with self._state.new(label_of(lane.id, "state")) as folder:
+            self._engine.save(lane.id, folder, optimizer=True)
+        name = self._state.publish(folder)
+        lane.snapshot_seconds = time.perf_counter() - begin
+        lane.seconds = lane.replayed_bytes = 0
+        return name
+
+    def snapshot_is_due(self, lane: Lane) -> bool:
+        """Whether a snapshot can be taken, and is worth the time."""
+        settings = self._ledger.settings
+        if lane.failure is not None or lane.seconds == 0:
+            return False
+        if lane.snapshot_seconds is None or lane.replayed_bytes > settings.replayed_bytes:
+            return True
+        return lane.seconds * settings.snapshot_share >= lane.snapshot_seconds
+
+    def snapshot(self, lane: Lane) -> None:
+        """Write the state of a model after its last operation, which no replay has to go back beyond.
+
+        Raises:
+            VlmpackError: the disk is full or fails; the snapshot before stays.
+        """
+        assert not lane.has_gradients, "a snapshot holds no gradients"
+        self._journal.cover(lane.id, snapshot=self._write_state(lane), covered=lane.next - 1)
+
+    def restore(self, lane: Lane) -> None:
+        """Bring a model to what the journal says: its snapshot, and what was done after it.
+
+        Raises:
+            Exception: it cannot be.
+        """
+        if lane.id in self._engine.models():
+            self._engine.free(lane.id)
+        (row,) = [row for row in self._journal.models() if row.id == lane.id]
+        if row.snapshot is None:
+            self._engine.create(lane.id, row.lora)
+        else:
+            self._engine.create_from(lane.id, self._state.folder(row.snapshot), optimizer=True)
+        lane.has_gradients = False
+        begin = time.perf_counter()
+        done = [row for row in self._journal.requests(lane.id, after=row.covered) if row.is_replayed]
+        for group, rows in groupby(done, key=lambda row: row.seq if row.group is None else row.group):
+            self._replay(lane, group, [*rows])
+        lane.seconds = time.perf_counter() - begin if done else 0.0
+
+    def _replay(self, lane: Lane, group: int, rows: list[RequestRow]) -> None:
+        requests = [self.parse(row) for row in rows]
+        lane.replayed_bytes += sum(row.size for row in rows)
+        match requests[0]:
+            case OptimStep(adam=adam):
+                with suppress(RequestError):  # as when it was carried out
+                    self._engine.optim_step(lane.id, adam)
+                lane.has_gradients = False
+            case ForwardBackward():
+                work = self._engine.forward_backward([self._engine.encode(request) for request in requests])  # type: ignore
+                while work.rows_left:
+                    work.run_row()
+                work.results()
+                lane.has_gradients |= any(not request.forward_only for request in requests)  # type: ignore
+            case other:
+                raise AssertionError(f"operation {group} of {lane.id} is a {type(other).__name__}, and has a body")
+
+
+def with_seed(request: Request, seed: int | None) -> Request:
+    """Return a request with the seed that was drawn for it; None: it has its own."""
+    if seed is None:
+        return request
+    match request:
+        case CreateModel(lora=LoraConfig() as lora):
+            return replace(request, lora=replace(lora, seed=seed))
+        case Sample():
+            return replace(request, params=replace(request.params, seed=seed))
+        case _:
+            return request
+
+
+def lacks_seed(request: Request) -> bool:
+    """Whether a seed has to be drawn for a request."""
+    match request:
+        case CreateModel(lora=LoraConfig(seed=None)):
+            return True
+        case Sample(params=params):
+            return params.seed is None
+        case _:
+            return False
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return what a client is told of an error that is not its own."""
+    return f"the server failed: {type(error).__name__}: {error}"

@@ -1,0 +1,320 @@
+"""The binary messages of the wire: training requests in, results of training and sampling out.
+
+The schema is built in a descriptor pool of its own, so that a `tinker` imported beside it does not clash. A map is
+encoded as what it is on the wire: repeated entries of key and value, of which the last one counts.
+
+    body ──identify──▶ model_id, seq_id ──check_fields──▶ few enough ──decode──▶ ForwardBackward
+    ForwardBackwardResult, SampleResult ──encode──▶ body
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any, final
+
+import numpy as np
+
+from vlmpack.errors import RequestError
+from vlmpack.service.messages import (
+    Chunk,
+    Datum,
+    ForwardBackward,
+    ForwardBackwardResult,
+    ImageChunk,
+    SampledSequence,
+    SampleResult,
+    TextChunk,
+)
+
+PACKAGE = "vlmpack_service"
+
+SCHEMA = {
+    "NumberEntry": "string key=1; double value=2",
+    "LossConfigValue": "oneof double number=1; oneof string text=2",
+    "LossConfigEntry": "string key=1; LossConfigValue value=2",
+    "SparseCsr": "bytes values=1; bytes crow_indices=2; bytes col_indices=3",
+    "Tensor": "oneof bytes dense=1; oneof SparseCsr sparse_csr=2; int32 dtype=3; repeated int64 shape=4",
+    "TensorEntry": "string key=1; Tensor value=2",
+    "EncodedTextChunk": "bytes tokens=1",
+    "ImageChunk": "bytes data=1; string format=2; optional int32 expected_tokens=3; optional bytes dimensions=4",
+    "DmelChunk": "bytes dmel=1",
+    "Chunk": "oneof EncodedTextChunk encoded_text=1; oneof ImageChunk image=2; oneof DmelChunk dmel=3",
+    "Datum": "repeated Chunk model_input=1; repeated TensorEntry loss_fn_inputs=2",
+    "ForwardBackwardRequest": (
+        "string model_id=1; int32 seq_id=2; repeated Datum data=3; string loss_fn=4; "
+        "repeated NumberEntry loss_fn_config=5; bool forward_only=6; repeated LossConfigEntry loss_fn_config_v2=7"
+    ),
+    "BatchedTensor": "bytes data=1; bytes offsets=2; int32 dtype=3; repeated int64 trailing_shape=4",
+    "BatchedTensorEntry": "string key=1; BatchedTensor value=2",
+    "ArrayRecord": "string type_tag=1; repeated BatchedTensorEntry fields=2; int64 num_datums=3",
+    "ForwardBackwardOutput": (
+        "string loss_fn_output_type=1; repeated ArrayRecord loss_fn_outputs=2; repeated NumberEntry metrics=3"
+    ),
+    "SampledSequence": "int32 stop_reason=1; bytes tokens=2; optional bytes logprobs=3",
+    "SampleResponse": "repeated SampledSequence sequences=1; optional bytes prompt_logprobs=2",
+}
+"""Fields of each message; those of one `oneof` exclude each other. Enumerations are int32, which has their encoding."""
+
+FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
+DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4", BFLOAT16: "<u2"}
+STOP_REASONS = {"stop": 0, "length": 1}
+
+NESTED = {("Request", 3): "Datum", ("Datum", 1): "Chunk", ("Datum", 2): "Entry", ("Entry", 2): "Tensor"}
+"""Fields that are messages in turn, by message and field number; two kinds of entries have their tensor at 2."""
+
+SHAPE_BYTES = 100
+"""Longest encoded shape: each byte of it can be a dimension."""
+
+
+# ---------------------------------------------------------------------- the schema
+
+
+@cache
+def message(name: str) -> Any:
+    """Return the class of a message."""
+    from google.protobuf import message_factory
+
+    return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"{PACKAGE}.{name}"))
+
+
+@cache
+def _pool() -> Any:
+    from google.protobuf import descriptor_pb2, descriptor_pool
+
+    file = descriptor_pb2.FileDescriptorProto(name=f"{PACKAGE}.proto", package=PACKAGE, syntax="proto3")
+    for name, fields in SCHEMA.items():
+        _add_fields(file.message_type.add(name=name), [field.split() for field in fields.split("; ")])
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return pool
+
+
+def _add_fields(described: Any, fields: Sequence[list[str]]) -> None:
+    kinds = type(described.field.add())
+    described.ClearField("field")
+    if any(words[0] == "oneof" for words in fields):
+        described.oneof_decl.add(name="kind")
+    for words in fields:
+        name, number = words[-1].split("=")
+        label = kinds.LABEL_REPEATED if words[0] == "repeated" else kinds.LABEL_OPTIONAL
+        field = described.field.add(name=name, number=int(number), label=label)
+        if words[-2] in SCHEMA:
+            field.type, field.type_name = kinds.TYPE_MESSAGE, f".{PACKAGE}.{words[-2]}"
+        else:
+            field.type = kinds.Type.Value(f"TYPE_{words[-2].upper()}")
+        if words[0] == "oneof":
+            field.oneof_index = 0
+        elif words[0] == "optional":
+            field.proto3_optional = True
+            field.oneof_index = len(described.oneof_decl)
+            described.oneof_decl.add(name=f"_{name}")
+
+
+# ---------------------------------------------------------------------- requests
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """The name of a training request, which stands before the rest of it."""
+
+    model_id: str
+    """Of the model."""
+    seq_id: int
+    """Place among the operations of its model."""
+
+
+def identify(body: bytes) -> Identity:
+    """Read the name of a training request, whatever comes after it.
+
+    Raises:
+        RequestError: there is no model_id and seq_id, or something before them is no protobuf message.
+    """
+    model_id, seq_id = "", 0
+    for number, value in _fields(body, 0, len(body)):
+        if number == 1 and isinstance(value, slice):
+            model_id = body[value].decode("utf-8", errors="replace")
+        elif number == 2 and isinstance(value, int):
+            seq_id = value
+        if model_id and seq_id:
+            break
+    if not model_id or not 1 <= seq_id < 2**31:
+        raise RequestError(f"model_id {model_id!r}, seq_id {seq_id}: a training request has both, numbers from 1")
+    return Identity(model_id=model_id, seq_id=seq_id)
+
+
+def check_fields(body: bytes, *, most: int) -> None:
+    """Count the fields of a training request without building anything; a message of 2 bytes takes 100 in memory.
+
+    Args:
+        body: the message.
+        most: fields of all nested messages together.
+
+    Raises:
+        RequestError: more fields, a shape of many dimensions, or no protobuf message.
+    """
+    count, waiting = 0, [("Request", 0, len(body))]
+    while waiting:
+        kind, start, end = waiting.pop()
+        for number, value in _fields(body, start, end):
+            count += 1
+            if count > most:
+                raise RequestError(f"more than {most:,} fields in a request: send fewer datums at a time")
+            if not isinstance(value, slice):
+                continue
+            if (kind, number) in NESTED:
+                waiting.append((NESTED[kind, number], value.start, value.stop))
+            elif (kind, number) == ("Tensor", 4) and value.stop - value.start > SHAPE_BYTES:
+                raise RequestError("a tensor with a shape of many dimensions: send one number for each token")
+
+
+def _fields(body: bytes, start: int, end: int) -> Iterator[tuple[int, int | slice]]:
+    """Yield (field number, varint or place of the bytes) of a message at body[start:end]."""
+    while start < end:
+        tag, start = _varint(body, start, end)
+        number, wire = tag >> 3, tag & 7
+        if wire == 0:
+            value, start = _varint(body, start, end)
+            yield number, value
+            continue
+        if wire == 2:
+            size, start = _varint(body, start, end)
+        elif wire in (1, 5):
+            size = 8 if wire == 1 else 4
+        else:
+            raise RequestError("the body is not a protobuf message of this service: send it again")
+        if size > end - start:
+            raise RequestError("the body ends within a field: send it again, whole")
+        yield number, slice(start, start + size)
+        start += size
+
+
+def _varint(body: bytes, start: int, end: int) -> tuple[int, int]:
+    """Return (value, place after it)."""
+    value = 0
+    for index in range(start, min(end, start + 10)):
+        byte = body[index]
+        value |= (byte & 0x7F) << 7 * (index - start)
+        if byte < 0x80:
+            return value & (2**64 - 1), index + 1
+    raise RequestError("the body ends within a number, or is not a protobuf message: send it again, whole")
+
+
+def decode_forward_backward(body: bytes) -> ForwardBackward:
+    """Parse a training request.
+
+    Raises:
+        RequestError: a damaged message, or inputs that this service does not take; the message names the datum.
+    """
+    from google.protobuf.message import DecodeError
+
+    parsed = message("ForwardBackwardRequest")()
+    try:
+        parsed.ParseFromString(body)
+    except (DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body is not a protobuf message of this service ({error}): send it again") from error
+    return ForwardBackward(
+        model_id=parsed.model_id,
+        seq_id=parsed.seq_id,
+        data=tuple(_datum(index, datum) for index, datum in enumerate(parsed.data)),
+        loss_fn=parsed.loss_fn,
+        loss_config=_loss_config(parsed),
+        forward_only=parsed.forward_only,
+    )
+
+
+def _loss_config(parsed: Any) -> Mapping[str, float | str]:
+    """Read the settings of a loss; floats are sent twice, texts in version 2 alone."""
+    if not parsed.loss_fn_config_v2:
+        return {entry.key: entry.value for entry in parsed.loss_fn_config}
+    settings: dict[str, float | str] = {}
+    for entry in parsed.loss_fn_config_v2:
+        kind = entry.value.WhichOneof("kind")
+        if kind is None:
+            raise RequestError(f"loss_fn_config {entry.key!r}: neither a number nor a text")
+        settings[entry.key] = entry.value.number if kind == "number" else entry.value.text
+    return settings
+
+
+def _datum(index: int, parsed: Any) -> Datum:
+    try:
+        chunks = tuple(_chunk(chunk) for chunk in parsed.model_input)
+        inputs = {entry.key: _tensor(entry.key, entry.value) for entry in parsed.loss_fn_inputs}
+    except RequestError as error:
+        raise RequestError(f"datum {index}: {error}") from error
+    return Datum(chunks=chunks, inputs=inputs)
+
+
+def _chunk(parsed: Any) -> Chunk:
+    kind = parsed.WhichOneof("kind")
+    if kind == "encoded_text":
+        return TextChunk(tokens=_array("tokens", parsed.encoded_text.tokens, "<i4"))
+    if kind == "image":
+        image = parsed.image
+        if image.HasField("dimensions"):
+            raise RequestError("an image with override_dimensions: the model's image processor decides its size")
+        expected = image.expected_tokens if image.HasField("expected_tokens") else None
+        return ImageChunk(data=image.data, format=image.format, expected_tokens=expected)
+    if kind == "dmel":
+        raise RequestError("a dmel chunk: this service takes text and images, no audio")
+    raise RequestError("a chunk of an unknown kind: this service takes text and images")
+
+
+def _tensor(name: str, parsed: Any) -> np.ndarray:
+    """Read a tensor, bfloat16 as float32. Without a shape it has one dimension."""
+    if parsed.WhichOneof("kind") == "sparse_csr":
+        raise RequestError(f"{name}: a sparse tensor; send a dense one, with one number for each token")
+    if parsed.dtype not in DTYPES:
+        raise RequestError(f"{name}: dtype {parsed.dtype}; send float32 or int64")
+    values = _array(name, parsed.dense, DTYPES[parsed.dtype])
+    if parsed.dtype == BFLOAT16:
+        values = (values.astype("<u4") << 16).view("<f4")
+    shape = tuple(parsed.shape) or (len(values),)
+    if min(shape) < 0 or prod(shape) != len(values):
+        raise RequestError(f"{name}: {len(values)} numbers, but shape {list(shape)}")
+    return values.reshape(shape)
+
+
+def _array(name: str, data: bytes, dtype: str) -> np.ndarray:
+    if len(data) % np.dtype(dtype).itemsize:
+        raise RequestError(f"{name}: {len(data)} bytes are no whole number of {np.dtype(dtype).name}")
+    return np.frombuffer(data, dtype=dtype)
+
+
+# ---------------------------------------------------------------------- results
+
+
+def encode_result(result: ForwardBackwardResult | SampleResult) -> bytes:
+    """Encode the result of a training or sampling request."""
+    return _output(result) if isinstance(result, ForwardBackwardResult) else _response(result)
+
+
+def _output(result: ForwardBackwardResult) -> bytes:
+    output = message("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
+    record = output.loss_fn_outputs.add(num_datums=len(result.logprobs))
+    tensor = record.fields.add(key="logprobs").value
+    pieces = [np.ascontiguousarray(logprobs, dtype="<f4") for logprobs in result.logprobs]
+    tensor.data = b"".join(piece.tobytes() for piece in pieces)
+    tensor.offsets = np.cumsum([0, *(piece.nbytes for piece in pieces)]).astype("<i8").tobytes()
+    tensor.dtype = FLOAT32
+    for name, value in sorted(result.metrics.items()):
+        output.metrics.add(key=name, value=value)
+    return output.SerializeToString()
+
+
+def _response(result: SampleResult) -> bytes:
+    response = message("SampleResponse")(sequences=[_sequence(sequence) for sequence in result.sequences])
+    if result.prompt_logprobs is not None:
+        response.prompt_logprobs = np.asarray(result.prompt_logprobs, dtype="<f4").tobytes()
+    return response.SerializeToString()
+
+
+def _sequence(sequence: SampledSequence) -> Any:
+    return message("SampledSequence")(
+        stop_reason=STOP_REASONS[sequence.stop_reason],
+        tokens=np.asarray(sequence.tokens, dtype="<i4").tobytes(),
+        logprobs=np.asarray(sequence.logprobs, dtype="<f4").tobytes(),
+    )

@@ -1,0 +1,84 @@
+"""Ranks that compute rows of one work: every rank has the same plan, each computes its rows, gradients are summed.
+
+    rank 0   row 0   row 2   row 4 ┐
+    rank 1   row 1   row 3         ┘ one sum of the gradients, when the last row has run; results go to all ranks
+
+All of it goes over a process group of its own: gloo for objects, whatever the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+from torch import distributed as dist
+
+from vlmpack.service.clients import Gradients
+
+IDLE = timedelta(days=3650)
+"""How long a rank waits for work."""
+BUCKET = 2**24
+"""Numbers that are summed in one call."""
+
+
+@final
+class Ranks:
+    """The ranks of a data-parallel engine, of which this is one."""
+
+    def __init__(self) -> None:
+        """Join the default process group, which has been initialised."""
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._control: Any = dist.new_group(backend="gloo", timeout=IDLE)
+
+    def send(self, value: Any) -> None:
+        """Send an object from rank 0 to all others, which call `receive`."""
+        dist.broadcast_object_list([value], src=0, group=self._control)
+
+    def receive(self) -> Any:
+        """Receive what rank 0 sends; blocks until then."""
+        values = [None]
+        dist.broadcast_object_list(values, src=0, group=self._control)
+        return values[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The objects of all ranks, on every rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._control)
+        return values
+
+    def sum(self, gradients: Gradients | None, parameters: Sequence[torch.Tensor]) -> Gradients | None:
+        """The sum of a gradient over the ranks; of a parameter without one on every rank there is none.
+
+        Args:
+            gradients: this rank's; None: it computed none.
+            parameters: of the model, whose shapes gradients have.
+        """
+        mine = [gradient is not None for gradient in gradients or [None] * len(parameters)]
+        there = [any(rank) for rank in zip(*self.gather(mine), strict=True)]
+        if not any(there):
+            return None
+        ours = gradients or [None] * len(parameters)
+        summed: Gradients = [
+            (torch.zeros_like(parameter) if gradient is None else gradient) if is_there else None
+            for gradient, parameter, is_there in zip(ours, parameters, there, strict=True)
+        ]
+        for bucket in _buckets([gradient for gradient in summed if gradient is not None]):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            dist.all_reduce(flat)
+            for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(total.view_as(gradient))
+        return summed
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Neighbours of one type, of about `BUCKET` numbers."""
+    buckets: list[list[torch.Tensor]] = []
+    for tensor in tensors:
+        last = buckets[-1] if buckets else []
+        if last and last[0].dtype == tensor.dtype and sum(t.numel() for t in last) + tensor.numel() <= BUCKET:
+            last.append(tensor)
+        else:
+            buckets.append([tensor])
+    return buckets

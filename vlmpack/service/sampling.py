@@ -1,0 +1,476 @@
+"""Sampling as the queue sees it: an interface for engines, and the built-in one, which batches continuously.
+
+    add ──▶ waiting requests of each snapshot ──prefill──▶ running batches ──decode──▶ results
+                 └── one slice of work a `step`: some prompts, or a few tokens of one batch ──┘
+
+Snapshots take turns. Within one, prompts and decoding take turns, so that requests join while others run. A snapshot is
+read when its turn comes, and the least recently used one goes when there are too many.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from secrets import randbits
+from typing import Protocol, final
+
+import numpy as np
+import torch
+from torch import nn
+
+from vlmpack.errors import RequestError, VlmpackError
+from vlmpack.service.datums import EncodedSequence
+from vlmpack.service.generation import Batch, Ending, Growing, Reader, begin, groups_by_length
+from vlmpack.service.messages import Failure, Sample, SampleResult, SamplingParams
+
+Finished = tuple[str, SampleResult | Failure]
+"""Key of a request, and what has become of it."""
+
+
+class SamplingEngine(Protocol):
+    """What samples. Its methods are called by one thread."""
+
+    sampled_tokens: int
+    """Tokens sampled so far; any thread reads it."""
+
+    def open(self, session_id: str, folder: Path | None) -> None:
+        """Begin a sampling session on a snapshot; None: on the base model. Nothing is read before its first request."""
+        ...
+
+    def close(self, session_id: str) -> None:
+        """End a sampling session; its requests that are not done fail."""
+        ...
+
+    def add(self, key: str, session_id: str, prompt: EncodedSequence, request: Sample) -> None:
+        """Take up a request. If it cannot be served, the next `step` returns its failure."""
+        ...
+
+    def step(self) -> list[Finished]:
+        """Do one slice of work and return what is finished."""
+        ...
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether there is nothing to do and nothing to return."""
+        ...
+
+
+class Weights(Protocol):
+    """Weights that the built-in engine samples with, of a snapshot or of the base model; they do not change."""
+
+    def applied(self) -> AbstractContextManager[nn.Module]:
+        """Yield the model, packing enabled, which computes with these weights until the context ends."""
+        ...
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SampledModel:
+    """What the built-in engine knows of the model beside its weights."""
+
+    max_context: int
+    """Longest sequence that the model reads."""
+    eos_token_ids: tuple[int, ...]
+    """Ids that end a sequence unless a request says otherwise."""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """Token ids to text, special tokens included; None: stop strings are refused."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """Settings of the built-in engine."""
+
+    prefill_tokens: int = 8192
+    """Tokens of prompts, and of canonical computations, in one slice; one prompt at least."""
+    decode_steps: int = 8
+    """Tokens of each sequence of a batch in one slice."""
+    max_sequences: int = 64
+    """Most sequences of a snapshot that run at once."""
+    max_cached_tokens: int = 131072
+    """Most tokens in the key-value caches of a snapshot, with those that running sequences may still grow by; one
+    request runs whatever it takes."""
+    max_snapshots: int = 16
+    """Most snapshots in memory."""
+    rounding: float | None = None
+    """Largest error of a logit, as a part of the largest one's size: choices that are closer are canonical. 0: none
+    is, infinity: all are. None: 2**-13 for float32, 2**-7 where its products are rounded (TF32), 2**-8 for float16,
+    2**-5 for bfloat16."""
+
+    def rounding_of(self, model: nn.Module) -> float:
+        """The setting, or its default for this model's weights."""
+        if self.rounding is not None:
+            return self.rounding
+        dtype = next(model.parameters()).dtype
+        if dtype.itemsize < 4:
+            return 4 * torch.finfo(dtype).eps
+        return 2.0**-13 if torch.get_float32_matmul_precision() == "highest" else 2.0**-7
+
+
+# ---------------------------------------------------------------------- requests
+
+
+@final
+class Job:
+    """One request and its sequences."""
+
+    def __init__(self, key: str, session_id: str, prompt: EncodedSequence, request: Sample) -> None:
+        self.key = key
+        """Of the request."""
+        self.session_id = session_id
+        """Of its sampling session."""
+        self.prompt = prompt
+        """What it samples after."""
+        self.request = request
+        """What is wanted."""
+        self.waiting: deque[Growing] = deque()
+        """Sequences that have not begun."""
+        self.sequences: tuple[Growing, ...] = ()
+        """All of them, in the order of their seeds."""
+        self.prompt_logprobs: np.ndarray | None = None
+        """float32 [N]; None: not wanted, or not yet computed."""
+        self.unfinished = 0
+        """Sequences that are not done."""
+        self.is_alone = False
+        """Whether it runs by itself, as it failed together with others."""
+
+    @property
+    def needs_scores(self) -> bool:
+        """Return whether the log-probabilities of its prompt are still to be computed."""
+        return self.request.prompt_logprobs and self.prompt_logprobs is None
+
+    @property
+    def ends_at_once(self) -> bool:
+        """Return whether each sequence is one token."""
+        return self.sequences[0].ending.max_tokens == 1
+
+    def begin(self, ending: Ending) -> None:
+        """Make its sequences anew, none of them begun."""
+        params = self.request.params
+        seed = randbits(63) if params.seed is None else params.seed
+        self.sequences = tuple(
+            Growing(self.prompt, params, ending, seed=seed + i, key=self.key, is_alone=self.is_alone)
+            for i in range(self.request.num_samples)
+        )
+        self.waiting = deque(self.sequences)
+        self.unfinished = len(self.sequences)
+
+    def outcome(self) -> SampleResult | Failure:
+        """Its result."""
+        for sequence in self.sequences:
+            if sequence.error is not None:
+                return Failure(message=sequence.error, category="server")
+        results = tuple(sequence.result() for sequence in self.sequences)
+        return SampleResult(sequences=results, prompt_logprobs=self.prompt_logprobs)
+
+
+def ending_of(prompt: EncodedSequence, request: Sample, model: SampledModel) -> Ending:
+    """Return when sequences of a request end.
+
+    Raises:
+        RequestError: settings that cannot be, or that the model's context has no room for.
+    """
+    params, room = request.params, model.max_context - prompt.length + 1  # the last token is not read again
+    check_params(params, request.num_samples)
+    if not prompt.length:
+        raise RequestError("the prompt has no tokens; begin with one at least")
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {prompt.length} tokens, but the model reads {model.max_context}; shorten it"
+        )
+    if params.max_tokens is not None and params.max_tokens > room:
+        raise RequestError(
+            f"the prompt has {prompt.length} tokens and max_tokens is {params.max_tokens}, but the model reads "
+            f"{model.max_context} tokens; leave max_tokens out, or set it to {room} at most"
+        )
+    if params.stop_strings and model.decode is None:
+        raise RequestError("this server has no tokenizer for stop strings; give the ids of tokens in stop")
+    return Ending(
+        stop_tokens=frozenset(model.eos_token_ids if params.stop_tokens is None else params.stop_tokens),
+        stop_strings=params.stop_strings,
+        max_tokens=params.max_tokens or max(room - 1, 1),
+        decode=model.decode,
+    )
+
+
+def check_params(params: SamplingParams, num_samples: int) -> None:
+    """Check the settings of a request by themselves.
+
+    Raises:
+        RequestError: one that cannot be.
+    """
+    wrong = {
+        f"num_samples is {num_samples}; it is 1 or more": num_samples < 1,
+        f"max_tokens is {params.max_tokens}; it is 1 or more, or left out": (params.max_tokens or 1) < 1
+        or params.max_tokens == 0,
+        f"temperature is {params.temperature}; it is 0 (greedy) or a positive number": not isfinite(params.temperature)
+        or params.temperature < 0,
+        f"top_k is {params.top_k}; it is -1 (all) or the number of tokens to choose among": params.top_k < -1
+        or params.top_k == 0,
+        f"top_p is {params.top_p}; it is above 0 and at most 1": not 0 < params.top_p <= 1,
+        "a stop string is empty; leave it out": "" in params.stop_strings,
+    }
+    for message, is_wrong in wrong.items():
+        if is_wrong:
+            raise RequestError(message)
+
+
+# ---------------------------------------------------------------------- the built-in engine
+
+
+@final
+@dataclass(kw_only=True, eq=False)
+class _Lane:
+    """The requests of one snapshot."""
+
+    folder: Path | None
+    """Of the snapshot; None: the base model."""
+    waiting: deque[Job] = field(default_factory=deque)
+    """Requests of which sequences have not begun, in order of arrival."""
+    batches: deque[Batch] = field(default_factory=deque)
+    """Running sequences."""
+    decodes_next: bool = False
+    """Whether it is the running sequences' turn."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether it has nothing to do."""
+        return not self.waiting and not self.batches
+
+    @property
+    def running(self) -> int:
+        """Sequences that run."""
+        return sum(len(batch.sequences) for batch in self.batches)
+
+
+@final
+class BatchedSampling:
+    """The built-in engine: continuous batching on the model that is trained."""
+
+    def __init__(
+        self,
+        open_weights: Callable[[Path | None], Weights],
+        model: SampledModel,
+        settings: SamplingSettings | None = None,
+    ) -> None:
+        """Sample from weights that `open_weights` reads out of a snapshot's folder; None: those of the base model."""
+        self._open_weights = open_weights
+        self._model = model
+        self._settings = settings or SamplingSettings()
+        self._folders: dict[str, Path | None] = {}
+        self._lanes: OrderedDict[Path | None, _Lane] = OrderedDict()  # the first one's turn is next
+        self._loaded: OrderedDict[Path | None, Weights] = OrderedDict()  # the first one goes first
+        self._jobs: dict[str, Job] = {}
+        self._finished: list[Finished] = []
+        self.sampled_tokens = 0
+        """Tokens sampled so far."""
+        self.canonical_tokens = 0
+        """Tokens that canonical computations have read so far."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether there is nothing to do and nothing to return."""
+        return not self._jobs and not self._finished
+
+    def open(self, session_id: str, folder: Path | None) -> None:
+        """Begin a sampling session; sessions of one folder share its weights and its batches."""
+        self._folders[session_id] = folder
+
+    def close(self, session_id: str) -> None:
+        """End a sampling session, and free its snapshot if no other session has it."""
+        folder = self._folders.pop(session_id, None)
+        closed = RequestError("the sampling session was closed before the request was done; open another one")
+        self._fail([job for job in self._jobs.values() if job.session_id == session_id], closed)
+        if folder not in self._folders.values():
+            self._loaded.pop(folder, None)
+
+    def add(self, key: str, session_id: str, prompt: EncodedSequence, request: Sample) -> None:
+        """Take up a request."""
+        job = Job(key, session_id, prompt, request)
+        try:
+            if session_id not in self._folders:
+                raise RequestError(f"sampling session {session_id!r} is not open; create one")
+            ending = ending_of(prompt, request, self._model)
+        except RequestError as error:
+            self._finished.append((key, Failure(message=str(error), category="user")))
+            return
+        job.begin(ending)
+        folder = self._folders[session_id]
+        self._jobs[key] = job
+        self._lanes.setdefault(folder, _Lane(folder=folder)).waiting.append(job)
+
+    @torch.no_grad()
+    def step(self) -> list[Finished]:
+        """Do one slice of work: prompts of one snapshot, or a few tokens of one of its batches."""
+        for folder in [folder for folder, lane in self._lanes.items() if lane.is_idle]:
+            del self._lanes[folder]
+        if self._lanes:
+            lane = next(iter(self._lanes.values()))
+            self._lanes.move_to_end(lane.folder)
+            self._slice(lane)
+        finished, self._finished = self._finished, []
+        return finished
+
+    # ------------------------------------------------------------------ one slice
+
+    def _slice(self, lane: _Lane) -> None:
+        taken = [] if lane.decodes_next and lane.batches else self._admitted(lane)
+        lane.decodes_next = bool(taken)
+        batch = None if taken else lane.batches[0]
+        try:
+            with self._weights(lane.folder) as reader:
+                if batch is None:
+                    self._prefill(lane, taken, reader)
+                else:
+                    self._decode(lane, batch, reader)
+        except Exception as error:  # whatever it is, other requests go on
+            keys = dict.fromkeys(job.key for job, _ in taken)
+            if batch is not None:
+                keys = dict.fromkeys(sequence.key for sequence in batch.sequences)
+                lane.batches.remove(batch)
+            jobs = [self._jobs[key] for key in keys if key in self._jobs]
+            if len(jobs) > 1:
+                self._again(lane, jobs)
+            else:
+                self._fail(jobs, error)
+
+    def _admitted(self, lane: _Lane) -> list[tuple[Job, list[Growing]]]:
+        """Take sequences that wait, in order of arrival, as far as there is room."""
+        settings, taken, tokens = self._settings, [], 0
+        running = lane.running
+        cached = sum(sequence.reserved for batch in lane.batches for sequence in batch.sequences)
+        while lane.waiting:
+            job = lane.waiting[0]
+            reserved = job.sequences[0].reserved
+            room = min(settings.max_sequences - running, (settings.max_cached_tokens - cached) // reserved)
+            room = room if running else max(room, 1)
+            is_next = not taken or not (job.is_alone or tokens + job.prompt.length > settings.prefill_tokens)
+            if room < 1 or not is_next:
+                break
+            group = [job.waiting.popleft() for _ in range(min(room, len(job.waiting)))]
+            taken.append((job, group))
+            tokens += job.prompt.length
+            running += len(group)
+            cached += reserved * len(group)
+            if job.waiting:
+                break
+            lane.waiting.popleft()
+            if job.is_alone:
+                break
+        return taken
+
+    def _prefill(self, lane: _Lane, taken: Sequence[tuple[Job, list[Growing]]], reader: Reader) -> None:
+        """Compute prompts: in packed rows what is scored or ends at once, with a cache what goes on."""
+        scored = [(job, group) for job, group in taken if job.needs_scores or job.ends_at_once]
+        if scored:
+            found, logits_BV = reader.score([job.prompt for job, _ in scored])
+            for (job, _), logprobs in zip(scored, found, strict=True):
+                job.prompt_logprobs = logprobs if job.request.prompt_logprobs else None
+            rows = [row for row, (job, group) in enumerate(scored) if job.ends_at_once for _ in group]
+            if rows:
+                sequences = [sequence for job, group in scored if job.ends_at_once for sequence in group]
+                batch = Batch(sequences, None, offsets=[0] * len(rows))
+                batch.take(logits_BV[rows], reader)
+                self._started(lane, batch, reader)
+        going_on = [(job, group) for job, group in taken if not job.ends_at_once]
+        prompts = [job.prompt for job, _ in going_on]
+        for indices in groups_by_length(prompts):
+            batch = begin([sequence for index in indices for sequence in going_on[index][1]], reader)
+            self._started(lane, batch, reader)
+
+    def _started(self, lane: _Lane, batch: Batch, reader: Reader) -> None:
+        lane.batches.append(batch)
+        if not batch.open:
+            self._settle(lane, batch, reader)
+
+    def _decode(self, lane: _Lane, batch: Batch, reader: Reader) -> None:
+        """A few tokens of a batch, or the choices that are open in it."""
+        lane.batches.rotate(-1)
+        used, budget = 0, self._settings.prefill_tokens
+        for _ in range(self._settings.decode_steps):
+            if batch.is_settled:
+                self._join(lane, batch)
+                batch.take(batch.step(reader), reader)
+            used += self._settle(lane, batch, reader, tokens=budget - used)
+            if not batch.sequences or not batch.is_settled or used >= budget:
+                return
+
+    @staticmethod
+    def _join(lane: _Lane, batch: Batch) -> None:
+        """Take in other batches of the snapshot."""
+        for other in [other for other in lane.batches if other is not batch]:
+            if batch.can_join(other):
+                batch.join(other)
+                lane.batches.remove(other)
+
+    def _settle(self, lane: _Lane, batch: Batch, reader: Reader, *, tokens: int = 0) -> int:
+        """Settle open choices, at most about so many tokens of them; finished sequences leave."""
+        used = batch.settle(reader, tokens=tokens)
+        self.canonical_tokens += used
+        if batch.is_settled:
+            self.sampled_tokens += len(batch.sequences)
+            for sequence in batch.leave():
+                job = self._jobs[sequence.key]
+                job.unfinished -= 1
+                if not job.unfinished:
+                    self._finished.append((job.key, self._jobs.pop(job.key).outcome()))
+            if not batch.sequences:
+                lane.batches.remove(batch)
+        return used
+
+    # ------------------------------------------------------------------ failures and weights
+
+    def _fail(self, jobs: Sequence[Job], error: Exception) -> None:
+        """Report requests as failed."""
+        message = str(error) if isinstance(error, VlmpackError) else f"{type(error).__name__}: {error}"
+        failure = Failure(message=message, category="user" if isinstance(error, RequestError) else "server")
+        self._withdraw(jobs)
+        for job in jobs:
+            del self._jobs[job.key]
+            self._finished.append((job.key, failure))
+
+    def _again(self, lane: _Lane, jobs: Sequence[Job]) -> None:
+        """Let requests that failed together begin again, each alone, so that only the one whose fault it is fails."""
+        self._withdraw(jobs)
+        for job in reversed(jobs):
+            job.is_alone = True
+            job.begin(job.sequences[0].ending)
+            lane.waiting.appendleft(job)
+
+    def _withdraw(self, jobs: Sequence[Job]) -> None:
+        """Take requests out of whatever they are in."""
+        keys = {job.key for job in jobs}
+        for lane in self._lanes.values():
+            lane.waiting = deque(job for job in lane.waiting if job.key not in keys)
+            for batch in list(lane.batches):
+                batch.drop([row for row, sequence in enumerate(batch.sequences) if sequence.key in keys])
+                if not batch.sequences:
+                    lane.batches.remove(batch)
+
+    @contextmanager
+    def _weights(self, folder: Path | None) -> Iterator[Reader]:
+        """The model with a snapshot's weights, in evaluation mode."""
+        with self._weights_of(folder).applied() as model:
+            training = [module for module in model.modules() if module.training]  # single layers may be
+            try:
+                for module in training:
+                    module.training = False
+                yield Reader(model, rounding=self._settings.rounding_of(model))
+            finally:
+                for module in training:
+                    module.training = True
+
+    def _weights_of(self, folder: Path | None) -> Weights:
+        """The weights of a snapshot; they are read if they are not in memory."""
+        if folder not in self._loaded:
+            if folder is not None and not folder.is_dir():
+                raise RequestError(f"the snapshot {folder.name!r} was deleted; sample from another one")
+            while len(self._loaded) >= self._settings.max_snapshots:
+                self._loaded.popitem(last=False)
+            self._loaded[folder] = self._open_weights(folder)
+        self._loaded.move_to_end(folder)
+        return self._loaded[folder]

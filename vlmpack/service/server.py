@@ -1,0 +1,373 @@
+"""The service put together: base model, engine, queue, app, and the process that serves them.
+
+load_base ──▶ BaseFiles ──Service──▶ engine, queue, routes ──run──▶ uvicorn, until SIGTERM
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import uvicorn
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp
+
+from vlmpack.data import load_processor
+from vlmpack.errors import ConfigError
+from vlmpack.families import family_named
+from vlmpack.service import wire
+from vlmpack.service.app import make_app
+from vlmpack.service.bodies import BodyReader
+from vlmpack.service.distributed import DistributedEngine, follow
+from vlmpack.service.engine import Engine, EngineConfig
+from vlmpack.service.http import Endpoints, Served
+from vlmpack.service.limits import ServiceLimits
+from vlmpack.service.queue import QueueSettings, RequestQueue
+from vlmpack.service.ranks import Ranks
+from vlmpack.service.rest import Lists
+from vlmpack.service.status import INTERVAL, Metric, Snapshot, Status
+from vlmpack.service.vllm import set_sampler
+
+log = logging.getLogger("vlmpack.service")
+
+KEY_PREFIX = "tml-"
+"""The client takes no key that begins otherwise."""
+KEEP_ALIVE = 75
+"""Seconds that an idle connection stays open; the client's heartbeats come every 10 s."""
+LAST_ANSWERS = 10
+"""Seconds that answers under way get when the service stops."""
+BACKLOG = 2048
+"""Connections that wait to be accepted: a call of many requests opens one for each."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Base:
+    """A base model and what belongs to it."""
+
+    name: str
+    """What clients call it."""
+    source: str
+    """Hub name or folder, where clients find its tokenizer."""
+    model: Any
+    """On its device."""
+    processor: Any
+    """Its processor; of a text model its tokenizer."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ServiceSettings:
+    """Settings of a service."""
+
+    state: Path
+    """The state folder."""
+    key: str
+    """Clients send it with each request."""
+    limits: ServiceLimits = ServiceLimits()  # noqa: RUF009 (frozen)
+    """Of requests."""
+    lora_only: bool = False
+    """Refuse models that are trained as a whole."""
+    gradient_checkpointing: bool = False
+    """Compute layers again in the backward pass instead of keeping what they computed."""
+    share_rows: bool = False
+    """Let datums of several adapters share rows."""
+    sampler: str = "exact"
+    """One of `SAMPLERS` of vllm.py."""
+    drain_seconds: float = 60.0
+    """Time for work under way when the service stops; what is left is done after the next start."""
+
+
+def load_base(source: str, *, name: str | None = None, device: str = "cpu", dtype: str = "float32") -> Base:
+    """Load a base model and its processor.
+
+    Args:
+        source: hub name or folder.
+        name: what clients call it; None: the hub name, or the folder's name.
+        device: of torch.
+        dtype: of the weights.
+
+    Raises:
+        ConfigError: nothing readable is there. FamilyError: the family is not supported.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+
+    try:
+        has_vision = family_named(AutoConfig.from_pretrained(source).model_type).has_vision
+        auto = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+        model: Any = auto.from_pretrained(source, dtype=torch.__dict__[dtype], attn_implementation="sdpa")
+        processor = load_processor(source) if has_vision else AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{source}: no model can be read there ({reason}); give a hub name or a model's folder"
+        ) from error
+    folder = Path(source)
+    is_folder = folder.is_dir()
+    return Base(
+        name=name or (folder.resolve().name if is_folder else source),
+        source=str(folder.resolve()) if is_folder else source,
+        model=model.to(torch.device(device)),
+        processor=processor,
+    )
+
+
+def read_key(file: Path) -> str:
+    """Return the key in a file, which is made with a random key if there is none; only its owner may read it.
+
+    Raises:
+        ConfigError: the file holds no key that the client takes, or cannot be read or written.
+    """
+    try:
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
+                opened.write(KEY_PREFIX + secrets.token_urlsafe(32) + "\n")
+        key = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"key file {file}: {error}; name another with --key-file") from error
+    return check_key(key, f"key file {file}")
+
+
+def check_key(key: str, place: str) -> str:
+    """Return a key that the client takes.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if not key.startswith((KEY_PREFIX, "eyJ")) or not key.isascii() or not key.isprintable():
+        raise ConfigError(f'{place}: the client takes keys that begin with "{KEY_PREFIX}", in ASCII; choose such a one')
+    return key
+
+
+# ---------------------------------------------------------------------- the service
+
+
+def make_engine(base: Base, settings: ServiceSettings) -> Engine:
+    """Make the engine of one process.
+
+    Raises:
+        ConfigError: settings that the model's family does not have. FamilyError: it cannot be packed exactly.
+    """
+    config = EngineConfig(
+        limits=settings.limits,
+        lora_only=settings.lora_only,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        share_rows=settings.share_rows,
+    )
+    return Engine(base.model, base.processor, name=base.name, tokenizer_id=base.source, config=config)
+
+
+@final
+class Service:
+    """Engine, queue and app of one base model.
+
+    Args:
+        base: the model.
+        settings: of the service.
+        ranks: rank 0 of several; None: this process alone.
+
+    Raises:
+        ConfigError: the state folder cannot be used. FamilyError: the model cannot be packed exactly.
+    """
+
+    def __init__(self, base: Base, settings: ServiceSettings, *, ranks: Ranks | None = None) -> None:
+        self.settings = settings
+        limits = settings.limits
+        engine = make_engine(base, settings)
+        set_sampler(engine, settings.sampler, source=base.source)
+        if settings.sampler == "exact" and base.model.dtype.itemsize < 4:
+            log.info("exact sampling in 16 bits: about a fifth of the tokens takes a whole pass each; --sampler fast")
+        self.engine = engine if ranks is None else DistributedEngine(engine, ranks)
+        """Computes."""
+        self.queue = RequestQueue(self.engine, settings.state, codec=wire, settings=_queue_settings(limits))
+        """Orders and remembers."""
+        self.status = Status(snapshot=self._snapshot)
+        """Shows."""
+        self._draining = threading.Event()
+        self._drainer: threading.Thread | None = None
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the service is about to stop."""
+        return self._draining.is_set()
+
+    def app(self) -> ASGIApp:
+        """Make the ASGI app; it starts the queue with itself, and stops it."""
+        served = Served(name=self.engine.base.name, context=self.engine.base.max_context)
+        limits = self.settings.limits
+        endpoints = Endpoints(
+            queue=self.queue,
+            served=served,
+            limits=limits,
+            bodies=BodyReader(limits=limits),
+            is_draining=self._draining.is_set,
+        )
+        lists = Lists(queue=self.queue, endpoints=endpoints)
+        routes: list[BaseRoute] = [*endpoints.routes(), *lists.routes(), *self.status.routes()]
+        return make_app(routes, key=self.settings.key, lifespan=self._lifespan)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Any) -> AsyncIterator[None]:
+        self.queue.start()
+        ticks = asyncio.create_task(self._tick())
+        try:
+            yield
+        finally:
+            ticks.cancel()
+            self.drain()
+            assert self._drainer is not None
+            await asyncio.to_thread(self._drainer.join)
+
+    async def _tick(self) -> None:
+        while True:
+            self.status.tick()
+            await asyncio.sleep(INTERVAL)
+
+    def drain(self) -> None:
+        """Take no more requests, let the work under way finish, and save the state; returns at once."""
+        if self._draining.is_set():
+            return
+        self._draining.set()
+        self._drainer = threading.Thread(target=self._drain, name="vlmpack-drain")
+        self._drainer.start()
+
+    def _drain(self) -> None:
+        log.info("stopping: work under way has %g s", self.settings.drain_seconds)
+        self.queue.drain(self.settings.drain_seconds)
+        if isinstance(self.engine, DistributedEngine):
+            self.engine.stop()
+        log.info("stopped")
+
+    def run(self, listening: socket.socket, *, on_start: Callable[[], None] | None = None) -> None:
+        """Serve until SIGTERM or SIGINT, then drain.
+
+        Args:
+            listening: a bound socket.
+            on_start: called when requests are served.
+        """
+        config = uvicorn.Config(
+            self.app(),
+            access_log=False,
+            log_config=None,
+            lifespan="on",
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=LAST_ANSWERS,
+            backlog=BACKLOG,
+        )
+        _Server(config, on_start=on_start, on_exit=self.drain).run(sockets=[listening])
+
+    def _snapshot(self) -> Snapshot:
+        stats, counts = self.queue.stats(), self.engine.counts
+        metrics = (
+            Metric(name="uptime_seconds", help="Seconds since the start.", value=stats.uptime),
+            Metric(name="up", help="1 while the engine runs, 0 after a fault.", value=float(stats.fault is None)),
+            Metric(name="sessions", help="Open sessions.", value=stats.sessions),
+            Metric(name="models", help="Models of open sessions.", value=stats.models),
+            Metric(name="samplers", help="Sampling sessions.", value=stats.samplers),
+            Metric(name="checkpoints", help="Checkpoints.", value=stats.checkpoints),
+            Metric(name="queued_requests", help="Requests that wait.", value=stats.queued),
+            Metric(name="queued_bytes", help="Bytes of the bodies of requests that wait.", value=stats.queued_bytes),
+            Metric(name="queued_samples", help="Samples that wait or run.", value=stats.samples_waiting),
+            Metric(name="requests_total", help="Requests carried out.", value=stats.requests_done),
+            Metric(name="requests_failed_total", help="Requests that failed.", value=stats.requests_failed),
+            Metric(name="engine_seconds_total", help="Time of the engine.", value=stats.seconds, label="use"),
+            Metric(name="snapshots_total", help="States of models written.", value=stats.snapshots),
+            Metric(name="rows_total", help="Packed rows.", value=counts.rows),
+            Metric(name="trained_tokens_total", help="Tokens of datums.", value=counts.tokens),
+            Metric(name="row_tokens_total", help="Tokens that the rows had room for.", value=counts.capacity),
+            Metric(name="patches_total", help="Patches of images.", value=counts.patches),
+            Metric(name="fill_ratio", help="Tokens over room.", value=counts.tokens / max(counts.capacity, 1)),
+            Metric(name="sampled_tokens_total", help="Tokens sampled.", value=self.engine.sampler.sampled_tokens),
+        )
+        tokens = counts.tokens + self.engine.sampler.sampled_tokens
+        fault = stats.fault or stats.paused
+        return Snapshot(title=self.engine.base.name, metrics=metrics, tokens=tokens, fault=fault)
+
+
+def _queue_settings(limits: ServiceLimits) -> QueueSettings:
+    return QueueSettings(
+        gap_timeout=limits.gap_seconds,
+        session_timeout=limits.idle_seconds,
+        reply_kept=limits.result_seconds,
+        queued_requests=limits.queued_requests,
+        queued_bytes=limits.queued_bytes,
+        numbers_ahead=limits.numbers_ahead,
+        sessions=limits.sessions,
+    )
+
+
+# ---------------------------------------------------------------------- the process
+
+
+def follow_rank_0(base: Base, settings: ServiceSettings, ranks: Ranks) -> None:
+    """Compute what rank 0 says, until it stops."""
+    follow(make_engine(base, settings), ranks)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket bound to an address; port 0: any that is free.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    bound = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        if bound is not None:
+            bound.close()
+        remedy = "name another --host or --port"
+        raise ConfigError(f"{host}:{port} cannot be served ({error.strerror}); {remedy}") from error
+    return bound
+
+
+@final
+class _Server(uvicorn.Server):
+    """uvicorn, which begins to drain as soon as a signal comes, and ends with status 0."""
+
+    def __init__(
+        self, config: uvicorn.Config, *, on_start: Callable[[], None] | None, on_exit: Callable[[], None]
+    ) -> None:
+        super().__init__(config)
+        self._on_start = on_start
+        self._on_exit = on_exit
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and self._on_start is not None:
+            self._on_start()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        self.should_exit = True
+        self._on_exit()

@@ -1,0 +1,298 @@
+"""Sampling by vLLM, behind the interface of the built-in engine: `LLM.generate` with a `LoRARequest` a snapshot.
+
+    add ──▶ waiting ──all of them──▶ LLM.generate, in a thread of its own ──▶ step
+
+vLLM is faster, and has its own memory, kernels and image processor. So two promises of the built-in engine do not hold:
+tokens of a seed may change with what runs beside, and log-probabilities differ from training's by what two sets of
+kernels differ. An image of which vLLM makes another number of tokens is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from secrets import randbits
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from vlmpack.data import ImageLimits, load_image
+from vlmpack.errors import RequestError, VlmpackError, check_extra
+from vlmpack.service.datums import EncodedSequence
+from vlmpack.service.generation import Ending
+from vlmpack.service.messages import Failure, ImageChunk, Sample, SampledSequence, SampleResult, TextChunk
+from vlmpack.service.sampling import BatchedSampling, Finished, SampledModel, SamplingSettings, ending_of
+
+if TYPE_CHECKING:
+    from vlmpack.service.engine import Engine
+
+ADAPTER = "adapter_config.json"
+"""The file by which a folder is an adapter's."""
+
+SAMPLERS = ("exact", "fast", "vllm")
+"""Ways to sample: the built-in engine, with every choice as alone or without; vLLM."""
+
+PATIENCE = 0.005
+"""Seconds that a `step` waits for vLLM."""
+
+NEVER = -100.0
+"""Added to logits of tokens that are never sampled: the least that vLLM takes."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class VllmSettings:
+    """Settings of vLLM."""
+
+    max_context: int
+    """Longest sequence."""
+    max_rank: int = 64
+    """Largest rank of an adapter."""
+    max_snapshots: int = 16
+    """Most adapters in memory."""
+    max_images: int = 16
+    """Most images of a prompt."""
+    memory: float = 0.4
+    """Share of the device's memory, beside the model that is trained."""
+
+
+def open_vllm(model: str, settings: VllmSettings, **more: Any) -> Any:
+    """Load a model into vLLM.
+
+    Args:
+        model: a folder, or a name on the hub.
+        settings: settings.
+        **more: further arguments of `vllm.LLM`, which win.
+
+    Raises:
+        ConfigError: vLLM is not installed.
+    """
+    check_extra("vllm", "vllm", needed_by="sampling by vLLM")
+    arguments = {
+        "max_model_len": settings.max_context + 1,  # what is sampled last is not read again
+        "gpu_memory_utilization": settings.memory,
+        "enable_lora": True,
+        "max_lora_rank": settings.max_rank,
+        "max_loras": settings.max_snapshots,
+        "limit_mm_per_prompt": {"image": settings.max_images},
+        "logprobs_mode": "raw_logprobs",  # of the whole distribution, before temperature, top-k and top-p
+    }
+    return import_module("vllm").LLM(model=model, **(arguments | more))
+
+
+def set_sampler(engine: Engine, kind: str, *, source: str) -> None:
+    """Let an engine sample in one of the ways of `SAMPLERS`.
+
+    Args:
+        engine: of the service, which has just been made.
+        kind: "exact": the same tokens whatever else runs. "fast": without that promise, and in 16 bits several times
+            faster. "vllm": by vLLM, which loads the model a second time.
+        source: folder or hub name of the model, for vLLM.
+
+    Raises:
+        ConfigError: vLLM is not installed.
+    """
+    config, base, family = engine.model.config, engine.base, engine.family
+    model = engine.sampled
+    if kind == "vllm":
+        llm = open_vllm(source, VllmSettings(max_context=base.max_context))
+        placeholders = (config.image_token_id, config.video_token_id) if family.has_vision else ()
+        image_token_id = config.image_token_id if family.has_vision else None
+        engine.sampler = VllmSampling(llm, model, image_token_id=image_token_id, forbidden=placeholders)
+    else:
+        rounding = None if kind == "exact" else 0.0
+        engine.sampler = BatchedSampling(engine.open_weights, model, SamplingSettings(rounding=rounding))
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Job:
+    """One request."""
+
+    key: str
+    """Of the request."""
+    session_id: str
+    """Of its sampling session."""
+    prompt: EncodedSequence
+    """Its prompt as the model that is trained reads it."""
+    request: Sample
+    """What is wanted."""
+    ending: Ending
+    """When its sequences end."""
+    folder: Path | None
+    """Of its snapshot."""
+
+
+@final
+class VllmSampling:
+    """A sampling engine that hands everything to vLLM."""
+
+    def __init__(
+        self, llm: Any, model: SampledModel, *, image_token_id: int | None, forbidden: Sequence[int] = ()
+    ) -> None:
+        """Sample with `open_vllm`'s model.
+
+        Args:
+            llm: what `open_vllm` returned.
+            model: what else is known of the model.
+            image_token_id: placeholder of an image, of which vLLM makes as many as it needs; None: a text model.
+            forbidden: ids that are never sampled, such as placeholders.
+        """
+        self._llm = llm
+        self._model = model
+        self._image_token_id = image_token_id
+        self._forbidden = tuple(forbidden)
+        self._folders: dict[str, Path | None] = {}
+        self._numbers: dict[Path, int] = {}
+        self._waiting: list[_Job] = []
+        self._running: Future[list[Finished]] | None = None
+        self._finished: list[Finished] = []
+        self.sampled_tokens = 0
+        """Tokens sampled so far."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether there is nothing to do and nothing to return."""
+        return not (self._waiting or self._running or self._finished)
+
+    def open(self, session_id: str, folder: Path | None) -> None:
+        """Begin a sampling session."""
+        self._folders[session_id] = folder
+
+    def close(self, session_id: str) -> None:
+        """End a sampling session; those of its requests that have not begun fail."""
+        self._folders.pop(session_id, None)
+        for job in [job for job in self._waiting if job.session_id == session_id]:
+            self._waiting.remove(job)
+            message = "the sampling session was closed before the request was done; open another one"
+            self._finished.append((job.key, Failure(message=message, category="user")))
+
+    def add(self, key: str, session_id: str, prompt: EncodedSequence, request: Sample) -> None:
+        """Take up a request."""
+        try:
+            if session_id not in self._folders:
+                raise RequestError(f"sampling session {session_id!r} is not open; create one")
+            ending = ending_of(prompt, request, self._model)
+            folder = self._folders[session_id]
+            if folder is not None and not (folder / ADAPTER).is_file():
+                raise RequestError(
+                    f"the snapshot {folder.name!r} is not there, or is not an adapter; vLLM samples from adapters and "
+                    "from the base model"
+                )
+        except RequestError as error:
+            self._finished.append((key, Failure(message=str(error), category="user")))
+            return
+        job = _Job(key=key, session_id=session_id, prompt=prompt, request=request, ending=ending, folder=folder)
+        self._waiting.append(job)
+
+    def step(self) -> list[Finished]:
+        """Hand waiting requests over if vLLM is free, and return what is finished."""
+        if self._running is None and self._waiting:
+            jobs, self._waiting = self._waiting, []
+            self._running = self._thread.submit(self._generate, jobs)
+        if self._running is not None and not self._finished:
+            wait([self._running], PATIENCE)
+        if self._running is not None and self._running.done():
+            found, self._running = self._running.result(), None
+            self._finished += found
+            results = (result for _, result in found if isinstance(result, SampleResult))
+            self.sampled_tokens += sum(len(one.tokens) for result in results for one in result.sequences)
+        finished, self._finished = self._finished, []
+        return finished
+
+    # ------------------------------------------------------------------ in the thread
+
+    def _generate(self, jobs: Sequence[_Job]) -> list[Finished]:
+        """Run requests together; if vLLM refuses them, each alone, so that only the one whose fault it is fails."""
+        try:
+            return self._together(jobs)
+        except Exception as error:  # whatever vLLM raises
+            if len(jobs) > 1:
+                return [finished for job in jobs for finished in self._generate([job])]
+            message = str(error) if isinstance(error, VlmpackError) else f"vLLM: {type(error).__name__}: {error}"
+            category = "user" if isinstance(error, RequestError) else "server"
+            return [(jobs[0].key, Failure(message=message, category=category))]
+
+    def _together(self, jobs: Sequence[_Job]) -> list[Finished]:
+        prompts, params, adapters = [], [], []
+        for job in jobs:
+            prompt, count = self._prompt(job), job.request.num_samples
+            prompts += [prompt] * count
+            params += [self._params(job, index) for index in range(count)]
+            adapters += [self._adapter(job.folder)] * count
+        outputs = iter(self._llm.generate(prompts, params, lora_request=adapters, use_tqdm=False))
+        return [(job.key, self._result(job, [next(outputs) for _ in range(job.request.num_samples)])) for job in jobs]
+
+    def _prompt(self, job: _Job) -> dict[str, Any]:
+        """The prompt as vLLM takes it: one placeholder for each image, beside the pictures."""
+        ids: list[int] = []
+        pictures = []
+        for chunk in job.request.prompt:
+            if isinstance(chunk, ImageChunk) and self._image_token_id is not None:
+                ids.append(self._image_token_id)
+                pictures.append(load_image(chunk.data, limits=ImageLimits(formats=("PNG", "JPEG"))))
+            elif isinstance(chunk, TextChunk):
+                ids += chunk.tokens.tolist()
+        return {"prompt_token_ids": ids} | ({"multi_modal_data": {"image": pictures}} if pictures else {})
+
+    def _params(self, job: _Job, index: int) -> Any:
+        """Settings of sequence `index` of a request."""
+        params, first = job.request.params, index == 0
+        seed = None if params.seed is None else (params.seed + index) % 2**63
+        return import_module("vllm").SamplingParams(
+            seed=randbits(63) if seed is None else seed,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            max_tokens=job.ending.max_tokens,
+            stop=list(params.stop_strings) or None,
+            stop_token_ids=sorted(job.ending.stop_tokens),
+            ignore_eos=True,  # the ids that end a sequence are all in stop_token_ids
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
+            detokenize=bool(params.stop_strings),
+            logprobs=0,  # of the sampled token
+            prompt_logprobs=0 if first and job.request.prompt_logprobs else None,
+            logit_bias=dict.fromkeys(self._forbidden, NEVER) or None,
+        )
+
+    def _adapter(self, folder: Path | None) -> Any:
+        if folder is None:
+            return None
+        number = self._numbers.setdefault(folder, len(self._numbers) + 1)
+        return import_module("vllm.lora.request").LoRARequest(f"snapshot_{number}", number, str(folder))
+
+    @staticmethod
+    def _result(job: _Job, outputs: Sequence[Any]) -> SampleResult | Failure:
+        read = len(outputs[0].prompt_token_ids)
+        if read != job.prompt.length:
+            return Failure(
+                message=f"vLLM makes {read} tokens of the prompt, the model's processor {job.prompt.length}: its image "
+                "settings differ; start it with the processor's own (mm_processor_kwargs)",
+                category="server",
+            )
+        ids, logprobs = outputs[0].prompt_token_ids, None
+        if job.request.prompt_logprobs:
+            logprobs = np.full(len(ids), np.nan, np.float32)
+            logprobs[1:] = _of_tokens(ids[1:], outputs[0].prompt_logprobs[1:])
+        sequences = tuple(_sequence(output.outputs[0]) for output in outputs)
+        return SampleResult(sequences=sequences, prompt_logprobs=logprobs)
+
+
+def _sequence(completion: Any) -> SampledSequence:
+    """What vLLM says of one sequence."""
+    ids = list(completion.token_ids)
+    return SampledSequence(
+        tokens=np.asarray(ids, np.int32),
+        logprobs=np.asarray(_of_tokens(ids, completion.logprobs), np.float32),
+        stop_reason="stop" if completion.finish_reason == "stop" else "length",
+    )
+
+
+def _of_tokens(ids: Sequence[int], tables: Sequence[Mapping[int, Any]]) -> list[float]:
+    """The log-probability of each token out of what vLLM says of each place."""
+    return [table[token].logprob for token, table in zip(ids, tables, strict=True)]
