@@ -34,7 +34,7 @@ base_model = service.get_server_capabilities().supported_models[0].model_name
 assert base_model is not None
 client = service.create_lora_training_client(base_model=base_model, rank=16, seed=0)
 tokenizer = client.get_tokenizer()
-end_of_turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
+(end_of_turn,) = tokenizer.encode("<|im_end|>", add_special_tokens=False)
 
 
 def encode(text: str) -> list[int]:
@@ -68,7 +68,8 @@ def digits_right(answer: str, total: str) -> float:
     return sum(a == b for a, b in zip(answer, total, strict=False)) / max(len(answer), len(total), 1)
 
 
-receipts = list(SyntheticReceipts(num=args.receipts, scale=0.35))
+drawn = SyntheticReceipts(num=args.receipts, scale=0.35)
+receipts = [drawn[i] for i in range(len(drawn))]
 prompts = [question(receipt) for receipt in receipts]
 parses = [json.loads(receipt["ground_truth"])["gt_parse"] for receipt in receipts]
 totals = ["".join(filter(str.isdigit, parse["total"]["total_price"])) for parse in parses]
@@ -89,7 +90,7 @@ for step in range(args.rounds):
     data, rewards = [], []
     for prompt, total, future in zip(prompts, totals, samples, strict=True):
         group = [(list(s.tokens), list(s.logprobs or [])) for s in future.result().sequences]
-        scores = np.array([digits_right(tokenizer.decode(t, skip_special_tokens=True), total) for t, _ in group])
+        scores = np.array([digits_right(str(tokenizer.decode(t, skip_special_tokens=True)), total) for t, _ in group])
         rewards.extend(scores)
         for (tokens, logprobs), advantage in zip(group, (scores - scores.mean()) / (scores.std() + 1e-6), strict=True):
             if advantage:

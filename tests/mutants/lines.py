@@ -1045,8 +1045,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "counts of a state are whole numbers",
             "state.py",
-            'return check_whole_number(f"the state\'s {name}", state[name], at_least=0, at_most=most, remedy=LOAD_ANOTHER)',
-            "return state[name]",
+            "state[name], at_least=0, at_most=most, remedy=LOAD_ANOTHER)",
+            "int(state[name]), at_least=-(2**40), remedy=LOAD_ANOTHER)",
             "loading/test_states.py -k checked",
         ),
         (
