@@ -108,6 +108,11 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(VENV)/constraints.txt py
 	$(VENV)/bin/python $(PIP) install -c $< --no-build-isolation -e '.[$*]'
 	@touch $@
 
+# The oldest client that the service serves, beside the newest, which is installed: both cannot be in one environment.
+$(VENV)/.test: | $(VENV)/tinker-0.25.0
+$(VENV)/tinker-0.25.0: | $(VENV)/.torch
+	$(VENV)/bin/python $(PIP) install --no-deps --ignore-requires-python --target $@ tinker==0.25.0
+
 $(OLDEST)/.test: $(OLDEST)/constraints.txt pyproject.toml
 	$(OLDEST)/bin/python $(PIP) install -c $< --no-build-isolation -e '.[test]'
 	@touch $@

@@ -28,10 +28,13 @@ NAME = "vlmpack/tiny"
 
 
 def serve(folder: Path, lives: int, seed: int) -> None:
-    from vlmpack.cli.serve import make_demo
     from vlmpack.service import ServiceLimits, bind, load_base
+    from vlmpack.testing import tiny_model, tiny_processor
 
-    base = load_base(str(make_demo(folder / "model")), name=NAME)
+    processor = tiny_processor()
+    for part in (processor, tiny_model(processor=processor)):
+        part.save_pretrained(folder / "model")
+    base = load_base(str(folder / "model"), name=NAME)
     listening = bind("127.0.0.1", 0)
     listening.listen(128)
     (folder / "port.new").write_text(str(listening.getsockname()[1]))

@@ -24,6 +24,7 @@ from tests.service.faulty_proxy import FaultyProxy
 
 KEY = "tml-acceptance"
 PROGRAM = Path(__file__).parent / "client_program.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tinker_client.py"
 OLDEST_CLIENT = Path(sys.prefix) / "tinker-0.25.0"
 CHECKS = 9
 STARTED_WITHIN, FINISHED_WITHIN = 90.0, 500.0
@@ -129,6 +130,18 @@ def test_a_server_that_is_killed_meanwhile(server: Server) -> None:
             "bad_requests_leave_no_trace",
         )
     assert kills, "the client was done before the first kill"
+
+
+def test_the_example_trains_on_receipts(server: Server) -> None:
+    command = [sys.executable, "-W", "ignore", str(EXAMPLE), "--url", f"http://127.0.0.1:{server.port}"]
+    command += ["--receipts", "4", "--epochs", "4", "--rounds", "2", "--group", "4"]
+    environment = {**os.environ, "TINKER_API_KEY": KEY}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=FINISHED_WITHIN)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    losses = [float(line.split()[3]) for line in ended.stdout.splitlines() if line.startswith("supervised")]
+    assert losses[-1] < losses[0] / 1.5
+    assert ended.stdout.count("mean reward") == 2
+    assert "saved: tinker://" in ended.stdout
 
 
 @contextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -350,6 +352,35 @@ def test_all_weights_are_trained_on_a_copy_as_the_plain_model_would_be() -> None
     engine.optim_step("full", ADAM)
     assert equal({name: p.detach() for name, p in engine.model.named_parameters()}, base)
     assert any(not torch.equal(base[name], tensor) for name, tensor in weights(engine, "full").items())
+
+
+def test_weights_that_are_tied_stay_tied(tmp_path: Path) -> None:
+    model = plain_model()
+    model.lm_head.weight = model.model.language_model.embed_tokens.weight
+    engine = tiny_engine(model=model)
+    engine.create("full", None)
+    data = some_data(engine)
+    run_one(engine, data, model_id="full")
+    engine.optim_step("full", ADAM)
+    engine.save("full", tmp_path, optimizer=True)
+    engine.create_from("again", tmp_path, optimizer=True)
+    first, second = (run_one(engine, data, model_id=name, forward_only=True) for name in ("full", "again"))
+    assert all(np.array_equal(a, b) for a, b in zip(first.logprobs, second.logprobs, strict=True))
+    copied: Any = engine.client("again").model
+    assert copied.lm_head.weight is copied.model.language_model.embed_tokens.weight
+
+
+def test_adapters_over_16_bit_weights_are_float32_and_a_batch_equals_its_datums() -> None:
+    """To the rounding of the low-rank products, which are in float32."""
+    engine = engine_with(model=plain_model(dtype=torch.bfloat16))
+    assert {p.dtype for p in engine.client("a").parameters} == {torch.float32}
+    data = some_data(engine)
+    together = run_one(engine, data)
+    batch = gradients(engine)
+    engine.client("a").gradients = None
+    for datum, ours in zip(data, together.logprobs, strict=True):
+        np.testing.assert_allclose(ours, run_one(engine, [datum]).logprobs[0], atol=0.05)
+    assert largest_difference(batch, gradients(engine)) < 0.05
 
 
 def test_full_fine_tuning_can_be_switched_off() -> None:

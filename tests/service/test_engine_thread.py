@@ -63,6 +63,45 @@ def test_a_group_holds_no_more_bytes_and_requests_than_its_limits(tmp_path: Path
             assert sum(groups) == 5
 
 
+def test_only_so_much_is_encoded_ahead_and_all_of_it_runs(tmp_path: Path) -> None:
+    gate = threading.Semaphore(0)
+    settings = QueueSettings(encoded_bytes=1)  # of one model, and of one sample, at a time
+    with served(tmp_path, FakeEngine(gate), settings=settings) as (client, _):
+        models = [client.model() for _ in range(4)]
+        session = models[0].split(":")[0]
+        sampler = client.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
+        names = [client.post(forward_backward(model, seq)) for seq in (2, 1) for model in models]
+        names += [client.post(sample(sampler, seq)) for seq in range(4)]
+        until(lambda: any(lane.work for lane in client.queue._ledger.lanes.values()))
+        entries = [entry for lane in client.queue._ledger.lanes.values() for entry in lane.open.values()]
+        assert len({entry.row.owner for entry in entries if entry.encoded is not None}) == 1
+        assert sum(entry.encoded is not None for entry in client.queue._ledger.samplers[sampler].entries.values()) == 1
+        gate.release(1000)
+        for name in names:
+            client.outcome(name)
+        assert client.queue._ledger.encoded_bytes == {False: 0, True: 0}
+
+
+def test_a_large_request_is_not_kept_waiting_by_small_ones_that_fit_beside_others(tmp_path: Path) -> None:
+    gate = threading.Semaphore(0)
+    with served(tmp_path, FakeEngine(gate), settings=QueueSettings(encoded_bytes=10_800)) as (client, engine):
+        small, large = [client.model() for _ in range(4)], client.model()
+        names = [client.post(forward_backward(model, 1)) for model in small]
+        until(lambda: sum(what == "group" for what, *_ in engine.log) == 1)
+        running = engine.log[0][1]
+        names += [
+            client.post(forward_backward(model, seq)) for seq in range(2, 8) for model in small if model != running
+        ]
+        assert client.queue._ledger.encoded_bytes[False] > 8000
+        names.append(client.post(forward_backward(large, 1, datum(*range(600)))))  # 2,800 bytes: no room
+        names += [client.post(forward_backward(running, seq)) for seq in range(2, 8)]  # 2,400 bytes, which has to wait
+        gate.release(1000)
+        for name in names:
+            client.outcome(name)
+        rows = order(engine, "row")
+        assert rows.index(large) < [place for place, owner in enumerate(rows) if owner == running][1]
+
+
 def test_two_clients_at_once_get_bit_for_bit_what_each_gets_alone(tmp_path: Path) -> None:
     def train(client, model: str) -> list[str]:
         outcomes = []

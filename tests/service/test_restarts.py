@@ -217,6 +217,18 @@ def test_seeds_that_were_drawn_stay(tmp_path: Path) -> None:
         assert np.array_equal(engine.all[model].weights, drawn)
 
 
+def test_seeds_are_drawn_when_a_request_is_accepted(tmp_path: Path) -> None:
+    with served(tmp_path, start=False) as (client, _):
+        session = client.queue.create_session()
+        client.post(create(session, seed=None))
+        (row,) = client.queue._ledger.journal.requests()
+        assert row.seed is not None
+    with served(tmp_path) as (client, engine):
+        client.call(create(session, seed=None))
+        expected = np.random.default_rng(row.seed).normal(size=5)
+        assert np.array_equal(engine.all[f"{session}:train:0"].weights, expected)
+
+
 def test_a_sample_without_a_seed_is_drawn_once(tmp_path: Path) -> None:
     with served(tmp_path) as (client, _):
         session = client.queue.create_session()
@@ -313,3 +325,23 @@ def test_folders_that_a_killed_server_left_are_removed(tmp_path: Path) -> None:
     with served(tmp_path) as (client, _):
         until(lambda: client.queue.stats().is_restored)
         assert [entry.name.split("-")[1] for entry in (tmp_path / "weights").iterdir()] == ["kept"]
+
+
+def test_a_server_that_is_stopped_while_it_restores_stops_and_loses_nothing(tmp_path: Path) -> None:
+    with served(tmp_path, settings=ONCE) as (client, engine):
+        models = [client.model() for _ in range(2)]
+        for model in models:
+            client.call(forward_backward(model, 1))
+        before = weights(engine)
+    gate = threading.Semaphore(0)
+    with served(tmp_path, FakeEngine(gate), settings=ONCE) as (client, engine):
+        until(lambda: engine.log)  # the replay of the first model is held in its row
+        drain = threading.Thread(target=client.queue.drain, args=(30.0,))
+        drain.start()
+        until(lambda: client.queue._thread._drain_until is not None)
+        gate.release()
+        drain.join(20)
+        assert len(engine.models()) == 1
+    with served(tmp_path, settings=ONCE) as (client, engine):
+        until(lambda: client.queue.stats().is_restored)
+        assert weights(engine) == before

@@ -10,6 +10,7 @@ import pytest
 import torch
 from step_service import (
     ADAM,
+    FAMILY_NAMES,
     gradients,
     largest_difference,
     lora,
@@ -21,9 +22,13 @@ from step_service import (
     weights,
 )
 
+from vlmpack.errors import ConfigError
+from vlmpack.layout import Buckets, Segments, Spaced
 from vlmpack.service import row_work, rows
+from vlmpack.service.adapters import Adapter, Span
 from vlmpack.service.engine import Engine
 from vlmpack.service.messages import Datum, Failure, ForwardBackwardResult
+from vlmpack.service.shared_rows import part_spans
 
 ADAPTERS = {
     "a": {"rank": 3},
@@ -73,9 +78,10 @@ def alone(
     return result, gradients(engine, name)
 
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3")
+FAMILIES = tuple(name for name in FAMILY_NAMES if name != "qwen4_exp")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_each_adapter_gets_what_it_gets_alone(family: str, *, gradient_checkpointing: bool) -> None:
@@ -90,6 +96,30 @@ def test_each_adapter_gets_what_it_gets_alone(family: str, *, gradient_checkpoin
             np.testing.assert_allclose(a, b, atol=1e-5)
         assert ours.metrics["loss:sum"] == pytest.approx(theirs.metrics["loss:sum"], rel=1e-5)
         assert largest_difference(gradients(engine, name), gradient) < 1e-5
+
+
+def test_a_family_that_computes_samples_one_by_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="share_rows: qwen4_exp"):
+        tiny_engine("qwen4_exp", share_rows=True)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_spans_of_parts_are_those_of_the_layers_own_cut(seed: int) -> None:
+    """Whether it cuts the row into batches of like length, or lays zeros between its samples."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 12, 9).tolist()
+    segments = Segments.from_lengths(lengths)
+    adapters = [
+        Span(adapter=Adapter(lora(rank=1 + at), {}), length=sum(lengths[3 * at : 3 * at + 3])) for at in range(3)
+    ]
+    of_token = np.repeat(np.arange(3), [span.length for span in adapters])
+    row = torch.arange(1, sum(lengths) + 1)[None, :, None]
+    for cut in (Buckets.cheapest(segments, call_cost=50.0), Spaced(segments=segments, reach=3)):
+        for part, spans in zip(cut.split(row), part_spans(cut, adapters), strict=True):
+            ranks = [span.adapter.lora.rank - 1 for span in spans if span.adapter for _ in range(span.length)]
+            tokens = part.flatten().tolist()
+            assert len(ranks) == len(tokens)
+            assert all(of_token[token - 1] == rank for token, rank in zip(tokens, ranks, strict=True) if token)
 
 
 @pytest.mark.parametrize("limits", [{"row_tokens": 200}, {"row_patches": 160}])

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 DEMO_NAME = "vlmpack/tiny-qwen3-vl"
 DEMO_PIXELS = 256 * 32 * 32
 """Largest image of the demo: 256 tokens."""
+SAMPLERS = ("exact", "fast", "vllm")
 DEMO_FOLDER = "demo-model"
 KEY_VARIABLE = "VLMPACK_API_KEY"
 NO_KEY = ""
@@ -61,6 +62,10 @@ def serve(
     row_tokens: Annotated[int, typer.Option(min=2, help="Token budget of a packed row.")] = 8192,
     max_patches: options.MaxPatches = None,
     max_models: Annotated[int, typer.Option(min=1, help="Most models of all clients at one time.")] = 64,
+    sampler: Annotated[
+        str,
+        options.word(*SAMPLERS, help="exact; fast: rounding may change tokens of a seed; vllm: fast on a GPU."),
+    ] = "exact",
     workers: Annotated[int, typer.Option(min=1, help="Data-parallel processes on this machine.")] = 1,
 ) -> None:
     """Serve packed training steps and sampling to the tinker client, on one base model.
@@ -88,6 +93,7 @@ def serve(
         lora_only=lora_only,
         gradient_checkpointing=gradient_checkpointing,
         share_rows=share_rows,
+        sampler=sampler,
     )
     chosen = str(options.torch_device(device))
     source = ModelSource(model=model, folder=folder / DEMO_FOLDER, name=served, device=chosen, dtype=dtype)
@@ -130,17 +136,17 @@ def _serve(source: ModelSource, settings: ServiceSettings, *, key_file: Path, ho
         return
     given = os.environ.get(KEY_VARIABLE)
     settings = replace(settings, key=check_key(given, KEY_VARIABLE) if given else read_key(key_file))
-    listening = bind(host, port)
-    _log_to_stderr()
-    if source.model is None:
-        with quiet_transformers():
-            make_demo(source.folder)
-    if ranks is not None:
-        ranks.send(None)
-    service = Service(source.load(), settings, ranks=ranks)
-    address = f"http://{_shown(host)}:{listening.getsockname()[1]}"
-    text = announcement(service, address, None if given else key_file)
-    service.run(listening, on_start=lambda: _print(text))
+    with bind(host, port) as listening:
+        _log_to_stderr()
+        if source.model is None:
+            with quiet_transformers():
+                make_demo(source.folder)
+        if ranks is not None:
+            ranks.send(None)
+        service = Service(source.load(), settings, ranks=ranks)
+        address = f"http://{_shown(host)}:{listening.getsockname()[1]}"
+        text = announcement(service, address, None if given else key_file)
+        service.run(listening, on_start=lambda: _print(text))
     logging.shutdown()
     os._exit(0)  # all is on the disk; taking an interpreter apart that has torch loaded takes seconds
 
@@ -208,4 +214,3 @@ def _log_to_stderr() -> None:
     for logger in (logging.getLogger("vlmpack.service"), logging.getLogger("uvicorn.error")):
         logger.addHandler(handler)
         logger.setLevel(logging.INFO if logger.name.startswith("vlmpack") else logging.WARNING)
-        logger.propagate = False

@@ -12,13 +12,14 @@ from vlmpack.model.enable import (
 )
 from vlmpack.model.engine import PackingState, StepConfig, target_logprobs
 from vlmpack.model.forward import STEP, StepCall
-from vlmpack.model.mechanisms import ModelParts
+from vlmpack.model.mechanisms import CONTEXT, ModelParts
 from vlmpack.model.mechanisms.experts import RouterStatistics, expert_layers
 from vlmpack.model.mechanisms.gated_delta import FlaCall, uses_fla
 from vlmpack.model.plain import compile_layers, find_model
 from vlmpack.model.result import LossCount, PackedOutput, StepResult, Work
 
 __all__ = [
+    "CONTEXT",
     "STEP",
     "FlaCall",
     "LossCount",

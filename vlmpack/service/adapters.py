@@ -193,7 +193,9 @@ class Adapters:
     def __init__(self, model: nn.Module, family: Family) -> None:
         self.targets = find_targets(model, family)
         """What adapters can adapt."""
-        self._spans: tuple[Span, ...] = ()
+        self.spans: tuple[Span, ...] = ()
+        """The adapters in use; several share a row."""
+        self._parts: dict[str, Iterator[Sequence[Span]]] = {}
         names = (*self.targets.attention, *self.targets.mlp, self.targets.unembed)
         for name in names:
             model.get_submodule(name).register_forward_hook(_Hook(self, name))
@@ -201,15 +203,22 @@ class Adapters:
     @contextmanager
     def applied(self, *spans: Span) -> Iterator[None]:
         """Let the base model compute with adapters: one span, any number of tokens; or several, a row of them."""
-        before, self._spans = self._spans, spans
+        before, self.spans = self.spans, spans
         try:
             yield
         finally:
-            self._spans = before
+            self.spans = before
+            self._parts.clear()
+
+    def lay_out(self, names: Sequence[str], parts: Sequence[Sequence[Span]]) -> None:
+        """Set the spans of the next calls of some targets, of a layer that computes a shared row in parts."""
+        self._parts |= {name: iter(parts) for name in names}
 
     def adapted(self, name: str, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """The output of a target with what the adapters in use add to it."""
-        spans = self._spans
+        spans = self.spans
+        if len(spans) > 1 and name in self._parts:
+            spans = next(self._parts[name])
         if len(spans) == 1:
             return self.added(output, x, spans[0], name)
         if not spans or (name == self.targets.unembed and x.shape[:-1].numel() == 1):

@@ -84,7 +84,8 @@ class ClientModel:
         if self.gradients is None:
             return OptimStepResult(metrics={"grad_norm:mean": 0.0, "no_gradient:sum": 1.0})
         gradients, self.gradients = self.gradients, None
-        norm = torch.nn.utils.get_total_norm([g for g in gradients if g is not None])
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients if g is not None]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
         if not math.isfinite(norm.item()):
             raise RequestError(
                 "the accumulated gradient is not finite, so the step was not taken and the gradient was dropped; look "

@@ -7,20 +7,24 @@
 Each rank has the base model and all client models. Rows are dealt to ranks, their gradients are summed when a work is
 done, and every rank takes the same step. Sampling and files are rank 0's; `load` reads the state folder on every rank.
 
-Commands are objects that rank 0 pickles and its own workers unpickle, over gloo on the addresses that torchrun gives
-them; nothing that a client sends is ever unpickled.
+Commands are objects that rank 0 pickles and its own workers unpickle, over gloo on 127.0.0.1 or the address that
+torchrun gives them; nothing that a client sends is ever unpickled.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import secrets
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import torch
 from torch import distributed as dist
@@ -42,20 +46,44 @@ from vlmpack.service.row_work import RowWork
 from vlmpack.service.rows import WorkCount
 from vlmpack.service.sampling import SamplingEngine
 
+log = logging.getLogger(__name__)
 
-def launch(workers: int, arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by torchrun, which starts `vlmpack` with these arguments on so many ranks.
+
+def launch(workers: int, arguments: Sequence[str]) -> None:
+    """Start the other ranks of this machine; this process goes on as rank 0.
 
     Args:
-        workers: ranks on this machine.
-        arguments: of the command, such as `sys.argv[1:]`.
+        workers: ranks, this one included.
+        arguments: of the `vlmpack` command that the others run too, such as `sys.argv[1:]`.
     """
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
-    os.execv(sys.executable, [*run, "-m", "vlmpack.cli", *arguments])
+    threads = str(max(1, (os.cpu_count() or 1) // workers))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(int(threads))
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(workers)}
+    others = []
+    for rank in range(1, workers):
+        of_rank = {"OMP_NUM_THREADS": threads, **os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        command = [sys.executable, "-m", "vlmpack.cli", *arguments]
+        # a session of its own: Ctrl-C is for rank 0, which stops the others
+        others.append(subprocess.Popen(command, env=of_rank, stdin=subprocess.DEVNULL, start_new_session=True))
+    os.environ.update(shared, RANK="0", LOCAL_RANK="0")
+    atexit.register(_terminate, others)
+
+
+def _terminate(others: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End ranks that rank 0 leaves behind before it leads them."""
+    for other in others:
+        other.terminate()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def join() -> Ranks | None:
-    """Join the other ranks, if torchrun started this process as one of several; None: it is alone.
+    """Join the other ranks, if `launch` or torchrun made this process one of several; None: it is alone.
 
     A GPU is chosen by the local rank.
     """
@@ -141,11 +169,15 @@ class Rank:
 
 def follow(engine: Engine, ranks: Ranks) -> None:
     """Do what rank 0 does until it stops; for every rank but that one."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all: rank 0 drains, and then stops the others
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all: rank 0 drains, and stops the others then
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank = Rank(engine, ranks)
     while True:
-        command: Command = ranks.receive()
+        try:
+            command: Command = ranks.receive()
+        except RuntimeError:
+            log.info("rank 0 is gone")
+            return
         if command.method == "stop":
             return
         try:

@@ -21,6 +21,7 @@ from vlmpack.collate import parts_of
 from vlmpack.errors import ConfigError, RequestError
 from vlmpack.families import family_of
 from vlmpack.model import enable_packing
+from vlmpack.service import shared_rows
 from vlmpack.service.adapters import Adapter, Adapters, Span, new_adapter
 from vlmpack.service.clients import ClientModel, read_settings
 from vlmpack.service.datums import EncodedRequest, EncodedSequence, Encoder, ModelLimits
@@ -119,6 +120,8 @@ class Engine:
         self.counts = WorkCount()
         """What rows have computed since the engine began."""
         self._check_sharing()
+        if self.config.share_rows:
+            shared_rows.attach(self.adapters, self.model, self.family)
         self._clients: dict[str, ClientModel] = {}
         text, limits = self.family.text_config(self.model.config), self.config.limits
         context = min(limits.context or text.max_position_embeddings, text.max_position_embeddings)
@@ -300,11 +303,10 @@ class Engine:
             self.model.disable_input_require_grads()  # or the vision tower would have a backward pass, for nothing
 
     def _check_sharing(self) -> None:
-        reshaped = [name for name in ("gated_delta", "per_sample") if self.family.has(name)]
-        if self.config.share_rows and reshaped:
+        if self.config.share_rows and self.family.has("per_sample"):
             raise ConfigError(
-                f"share_rows: {self.family.model_type} has {', '.join(reshaped)} layers, which compute a row in "
-                "parts; adapters cannot share rows of it"
+                f"share_rows: {self.family.model_type} has layers that compute each sample by itself, for which "
+                "adapters cannot share rows; leave it out"
             )
 
 

@@ -15,6 +15,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, cast, final
 
 from vlmpack.errors import RequestError, VlmpackError
@@ -86,6 +87,8 @@ class EngineThread:
         self._thread = threading.Thread(target=self._main, name="vlmpack-engine", daemon=True)
         self._turn = 0
         self._tidied = 0.0
+        self._is_short = False
+        """Whether a model waits for room to encode, so that those behind it may not take it."""
         self._stop = False
         self._drain_until: float | None = None
         self.paused: str | None = None
@@ -147,6 +150,7 @@ class EngineThread:
             if not self._ledger.is_swept:
                 self.sweep()
         with self._ledger.lock:
+            self.encode_samples()
             lane, unit = self._next_unit()
             samples = self._drain_until is None and self._samples.has_work
             if unit is None and not samples:
@@ -177,6 +181,7 @@ class EngineThread:
             return [*self._ledger.lanes.values()]
 
     def _next_unit(self) -> tuple[Lane | None, Callable[[], None] | None]:
+        self._is_short = False
         for lane in sorted(self._ledger.lanes.values(), key=lambda lane: lane.turn):
             if (lane.open or lane.work) and (unit := self._unit_of(lane)) is not None:
                 self._turn += 1
@@ -198,9 +203,8 @@ class EngineThread:
         if not head.is_forward_backward:
             return lambda: self._operate(lane, head)
         group = self.encode_ahead(lane)
-        if all(entry.encoded is not None and entry.encoded.done() for entry in group):
-            return lambda: self._begin_group(lane, group)
-        return None
+        encoded = [entry.encoded for entry in group if entry.encoded is not None and entry.encoded.done()]
+        return (lambda: self._begin_group(lane, group, encoded)) if len(encoded) == len(group) else None
 
     def _free_closed(self) -> None:
         with self._ledger.lock:
@@ -238,19 +242,30 @@ class EngineThread:
             full = size > settings.group_bytes or len(group) >= (1 if lane.alone else settings.group_requests)
             if not entry.is_forward_backward or (group and full):
                 break
-            if entry.encoded is None:
-                entry.encoded = self._submit(self._encode, entry)
             group.append(entry)
+        new = [entry for entry in group if entry.encoded is None]
+        has_begun = any(entry.encoded is not None for entry in group if entry not in lane.group)
+        has_room = self._ledger.has_room_for(sum(entry.row.size for entry in new), samples=False)
+        if has_begun or (has_room and not self._is_short):
+            for entry in new:
+                self._submit(self._encode, entry)
+        elif new:
+            self._is_short = True
         return group
 
-    def encode_sample(self, entry: Entry) -> None:
-        """Begin to encode a prompt; under the lock."""
-        entry.encoded = self._submit(self._encode_prompt, entry)
+    def encode_samples(self) -> None:
+        """Begin to encode the prompts that there is room for; under the lock."""
+        for entry in self._ledger.new_samples:
+            if entry.encoded is None:
+                if not self._ledger.has_room_for(entry.row.size, samples=True):
+                    break
+                self._submit(self._encode_prompt, entry)
 
-    def _submit(self, call: Callable[[Entry], Any], entry: Entry) -> Future[Any]:
-        future = self._pool.submit(call, entry)
-        future.add_done_callback(lambda _: self._notify())
-        return future
+    def _submit(self, call: Callable[[Entry], Any], entry: Entry) -> None:
+        with suppress(RuntimeError):  # the pool is closed: it is encoded after the next start
+            future = self._pool.submit(call, entry)
+            self._ledger.note_encoded(entry, future)
+            future.add_done_callback(lambda _: self._notify())
 
     def _notify(self) -> None:
         with self._ledger.lock:
@@ -273,18 +288,17 @@ class EngineThread:
 
     # ------------------------------------------------------------------ forward_backwards
 
-    def _begin_group(self, lane: Lane, group: list[Entry]) -> None:
+    def _begin_group(self, lane: Lane, group: list[Entry], encoded: list[Future[Any]]) -> None:
         lane.alone = max(lane.alone - len(group), 0)
-        bad = [(entry, _failure(error)) for entry in group if (error := cast("Future", entry.encoded).exception())]
-        refused = {id(entry) for entry, _ in bad}
-        good = [entry for entry in group if id(entry) not in refused]
+        errors = [future.exception() for future in encoded]
+        bad = [(entry, _failure(error)) for entry, error in zip(group, errors, strict=True) if error is not None]
         if bad:
             self._finish(lane, [*bad])
-        if good:
-            lane.group = good
+        lane.group = [entry for entry, error in zip(group, errors, strict=True) if error is None]
+        if lane.group:
+            requests = [future.result() for future, error in zip(encoded, errors, strict=True) if error is None]
             try:
-                encoded = [cast("Future[Any]", entry.encoded).result() for entry in good]
-                lane.work = self._engine.forward_backward(encoded)
+                lane.work = self._engine.forward_backward(requests)
             except Exception as error:
                 self._break_group(lane, error)
 
@@ -382,13 +396,9 @@ class EngineThread:
         for lane in self._lanes():
             if lane.id in self._ledger.models:
                 self._restore(lane)
-            if self._stop:
+            if self._stop or self._drain_until is not None:
                 raise Stopped
-        with self._ledger.lock:
-            for entry in self._ledger.new_samples:
-                if entry.encoded is None:
-                    self.encode_sample(entry)
-            self.is_restored = True
+        self.is_restored = True
 
     def _restore(self, lane: Lane) -> None:
         try:

@@ -84,7 +84,7 @@ class Journal:
             self._reader = self._connect()
         except sqlite3.DatabaseError as error:
             raise ConfigError(
-                f"{path} is damaged or no journal of vlmpack ({error}). Restore the state folder from a backup, or "
+                f"{path} is damaged, or cannot be written ({error}). Restore the state folder from a backup, or "
                 "start with another one (--state); checkpoints in its folder `weights` are whole without the journal"
             ) from error
 

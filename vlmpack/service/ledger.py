@@ -120,6 +120,11 @@ class Entry:
         """Whether it shares rows with its neighbours."""
         return self.row.kind == ForwardBackward.__name__
 
+    @property
+    def is_sample(self) -> bool:
+        """Whether it is a sample, which has no place in an order."""
+        return self.row.kind == Sample.__name__
+
     def wake(self) -> None:
         """Wake the long polls."""
         for loop, waiter in self.waiters:
@@ -265,6 +270,8 @@ class Ledger:
         """Whether no folder lost its last reference since the folders were last swept."""
         self.new_samples: list[Entry] = []
         """Accepted, not yet in the sampling engine."""
+        self.encoded_bytes = {False: 0, True: 0}
+        """Bytes of the bodies that are encoded: of training, and of samples."""
         self.waiting = 0
         """Requests that wait, samples too."""
         self.waiting_bytes = 0
@@ -339,7 +346,7 @@ class Ledger:
         entry.accepted = True
         if not entry.is_done:
             self._count(entry, 1)
-            if entry.row.kind == Sample.__name__:
+            if entry.is_sample:
                 self.new_samples.append(entry)
         if (lane := self.lanes.get(entry.row.owner)) is not None:
             lane.last_arrival = time.monotonic()
@@ -354,8 +361,8 @@ class Ledger:
         with self.lock:
             if not entry.is_done:
                 self._count(entry, -1)
+            self._release(entry)
             entry.row = replace(entry.row, state=state, group=group)
-            entry.request = entry.encoded = None
             self._cache((entry.row.owner, entry.row.seq), reply)
             if (lane := self.lanes.get(entry.row.owner)) is not None:
                 lane.open.pop(entry.row.seq, None)
@@ -387,12 +394,29 @@ class Ledger:
                 entry.row = replace(entry.row, state="failed")
             if entry.encoded is not None:
                 entry.encoded.cancel()
+            self._release(entry)
             entry.wake()
+
+    def has_room_for(self, size: int, *, samples: bool) -> bool:
+        """Whether bodies of this size may be encoded now."""
+        used = self.encoded_bytes[samples]
+        return used == 0 or used + size <= self.settings.encoded_bytes
+
+    def note_encoded(self, entry: Entry, encoded: Future[Any] | None) -> None:
+        """Take in that a request is being encoded."""
+        entry.encoded = encoded
+        if encoded is not None:
+            self.encoded_bytes[entry.is_sample] += entry.row.size
+
+    def _release(self, entry: Entry) -> None:
+        if entry.encoded is not None:
+            self.encoded_bytes[entry.is_sample] -= entry.row.size
+        entry.request = entry.encoded = None
 
     def _count(self, entry: Entry, sign: int) -> None:
         self.waiting += sign
         self.waiting_bytes += sign * entry.row.size
-        if entry.row.kind == Sample.__name__:
+        if entry.is_sample:
             self.waiting_samples += sign
 
     # ------------------------------------------------------------------ look up, under the lock

@@ -187,8 +187,11 @@ class QueueSettings:
     """Most samples that wait."""
     sessions: int = 1024
     """Most sessions at once."""
-    group_bytes: int = 64 << 20
-    """Bytes of bodies of one model that are encoded ahead, and go through the model together, at most."""
+    group_bytes: int = 16 << 20
+    """Bytes of bodies of one model that go through the model together, at most."""
+    encoded_bytes: int = 64 << 20
+    """Bytes of bodies of all models, and as many of samples, that are encoded at one time: decoded images take many
+    times the bytes of their files."""
     group_requests: int = 1024
     """Requests of one model that go through the model together, at most."""
     samplers_open: int = 16

@@ -271,8 +271,8 @@ class RequestQueue(Sessions):
             self._ledger.arrive(entry)
             if reply is not None:
                 self._ledger.done(entry, "failed", reply)
-            elif entry.row.kind == Sample.__name__:
-                self._thread.encode_sample(entry)
+            elif entry.is_sample:
+                self._thread.encode_samples()
             elif (lane := self._ledger.lanes.get(entry.row.owner)) is not None:
                 self._thread.encode_ahead(lane)
 

@@ -66,18 +66,18 @@ class SampleLane:
     def run_slice(self) -> None:
         """Enter the samples that are encoded, and do one slice of work."""
         with self._ledger.lock:
-            ready = [entry for entry in self._ledger.new_samples if _is_encoded(entry)]
-            left = {id(entry) for entry in ready}
+            ready = [(entry, entry.encoded) for entry in self._ledger.new_samples if _is_encoded(entry)]
+            left = {id(entry) for entry, _ in ready}
             self._ledger.new_samples = [entry for entry in self._ledger.new_samples if id(entry) not in left]
-        for entry in ready:
+        for entry, prompt in ready:
             if not entry.is_done:
-                self._enter(entry)
+                self._enter(entry, cast("Future[Any]", prompt))
         if self._running:
             self._step()
 
-    def _enter(self, entry: Entry) -> None:
+    def _enter(self, entry: Entry, encoded: Future[Any]) -> None:
         try:
-            prompt = cast("Future[Any]", entry.encoded).result()
+            prompt = encoded.result()
             request = self._parse(entry)
             key = self._opened(entry)
             self._count += 1

@@ -36,6 +36,7 @@ from vlmpack.service.queue import QueueSettings, RequestQueue
 from vlmpack.service.ranks import Ranks
 from vlmpack.service.rest import Lists
 from vlmpack.service.status import INTERVAL, Metric, Snapshot, Status
+from vlmpack.service.vllm import set_sampler
 
 log = logging.getLogger("vlmpack.service")
 
@@ -81,6 +82,8 @@ class ServiceSettings:
     """Compute layers again in the backward pass instead of keeping what they computed."""
     share_rows: bool = False
     """Let datums of several adapters share rows."""
+    sampler: str = "exact"
+    """One of `SAMPLERS` of vllm.py."""
     drain_seconds: float = 60.0
     """Time for work under way when the service stops; what is left is done after the next start."""
 
@@ -184,6 +187,9 @@ class Service:
         self.settings = settings
         limits = settings.limits
         engine = make_engine(base, settings)
+        set_sampler(engine, settings.sampler, source=base.source)
+        if settings.sampler == "exact" and base.model.dtype.itemsize < 4:
+            log.info("exact sampling in 16 bits: about a fifth of the tokens takes a whole pass each; --sampler fast")
         self.engine = engine if ranks is None else DistributedEngine(engine, ranks)
         """Computes."""
         self.queue = RequestQueue(self.engine, settings.state, codec=wire, settings=_queue_settings(limits))

@@ -1,0 +1,104 @@
+"""`vlmpack serve`: what it refuses, what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from vlmpack.cli import app
+
+SECONDS = 120.0
+
+
+def refused(*arguments: str, **environment: str) -> str:
+    result = CliRunner().invoke(app, ["serve", *arguments], env={"VLMPACK_API_KEY": "", **environment})
+    assert result.exit_code == 2
+    return result.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["some/model", "--demo"]])
+def test_it_serves_a_model_or_the_demo(arguments: list[str]) -> None:
+    assert "needs a MODEL, or --demo without one" in refused(*arguments)
+
+
+def test_a_key_that_the_client_does_not_take(tmp_path: Path) -> None:
+    said = refused("--demo", "--state", str(tmp_path), VLMPACK_API_KEY="secret")
+    assert 'VLMPACK_API_KEY: the client takes keys that begin with "tml-"' in said
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        said = refused("--demo", "--state", str(tmp_path), "--port", port, VLMPACK_API_KEY="tml-x")
+    assert f"127.0.0.1:{port} cannot be served" in said
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    said = refused(str(tmp_path / "model"), "--state", str(tmp_path / "s"), "--port", "0", VLMPACK_API_KEY="tml-x")
+    assert "no model can be read there" in said
+
+
+@contextmanager
+def serving(state: Path, *arguments: str, **environment: str) -> Iterator[tuple[Any, str]]:
+    """A process that serves the demo, and what it printed; killed at the end if it still runs."""
+    command = [sys.executable, "-m", "vlmpack.cli", "serve", "--demo", "--port", "0", "--state", str(state), *arguments]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
+    assert process.stdout is not None
+    lines: list[str] = []
+    try:
+        while not lines or not lines[-1].startswith("training = "):
+            line = process.stdout.readline()
+            assert line, process.communicate()
+            lines.append(line)
+        yield process, "".join(lines)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.full
+def test_from_start_to_sigterm(tmp_path: Path) -> None:
+    keys = []
+    for _ in range(2):
+        with serving(tmp_path, VLMPACK_API_KEY="") as (process, said):
+            address, key = (re.search(rf"^{name} +(\S+)$", said, re.MULTILINE) for name in ("address", "key"))
+            assert address is not None and key is not None
+            assert "vlmpack/tiny-qwen3-vl (qwen3_vl, text and images)" in said
+            assert f'tinker.ServiceClient(base_url="{address[1]}"' in said
+            keys.append(key[1])
+            with urllib.request.urlopen(f"{address[1]}/healthz") as reply:
+                assert reply.read() == b'{"status": "ok"}'
+            process.send_signal(signal.SIGTERM)
+            _, log = process.communicate(timeout=SECONDS)
+            assert process.returncode == 0
+        assert re.search(r"^\d\d:\d\d:\d\d GET /healthz 200 ", log, re.MULTILINE)
+        assert "stopped" in log and key[1] not in log
+    assert keys[0] == keys[1] == (tmp_path / "key").read_text().strip()
+
+
+@pytest.mark.full
+def test_a_key_of_the_environment_is_printed_nowhere(tmp_path: Path) -> None:
+    with serving(tmp_path, VLMPACK_API_KEY="tml-from-outside") as (process, said):
+        assert "tml-from-outside" not in said
+        assert "VLMPACK_API_KEY" in said
+        assert not (tmp_path / "key").exists()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=SECONDS)
+        assert process.returncode == 0
