@@ -74,21 +74,25 @@ def sample(*, num_samples: int = 1, prompt_logprobs: bool = False, **params: Any
     )
 
 
-def finish(sampler: BatchedSampling) -> dict[str, SampleResult | Failure]:
-    """What has become of every request."""
+def finish(sampler: BatchedSampling, *, begins_again: bool = False) -> dict[str, SampleResult | Failure]:
+    """What has become of every request; `begins_again`: some fail together and are right alone."""
     found: list[Finished] = []
     while not sampler.is_idle:
         found += sampler.step()
     assert len(dict(found)) == len(found)
+    assert (sampler.begun_again > 0) == begins_again
     return dict(found)
 
 
 def run(
-    sampler: BatchedSampling, requests: Mapping[str, tuple[EncodedSequence, Sample]]
+    sampler: BatchedSampling,
+    requests: Mapping[str, tuple[EncodedSequence, Sample]],
+    *,
+    begins_again: bool = False,
 ) -> dict[str, SampleResult | Failure]:
     for key, (prompt, request) in requests.items():
         sampler.add(key, SESSION, prompt, request)
-    return finish(sampler)
+    return finish(sampler, begins_again=begins_again)
 
 
 def run_one(sampler: BatchedSampling, prompt: EncodedSequence, request: Sample) -> SampleResult:

@@ -313,7 +313,7 @@ def test_a_prompt_that_the_model_cannot_read_fails_alone() -> None:
     prompts = prompts_of(engine, count=4)
     broken = replace(prompts[1], input_ids=prompts[1].input_ids[:-8])
     requests = {str(i): (p, sample()) for i, p in enumerate((prompts[0], broken, *prompts[2:]))}
-    results = run(sampler_of(engine), requests)
+    results = run(sampler_of(engine), requests, begins_again=True)
     failure = results.pop("1")
     assert isinstance(failure, Failure)
     assert failure.category == "server"
@@ -334,7 +334,7 @@ def test_requests_that_fail_while_they_run_together_begin_again_one_by_one(monke
 
     monkeypatch.setattr(Reader, "decode", failing)
     long = prompt_of(engine, np.random.default_rng(0), length=320)
-    results = run(sampler_of(engine, context=1000), {**requests, "long": (long, sample())})
+    results = run(sampler_of(engine, context=1000), {**requests, "long": (long, sample())}, begins_again=True)
     failure = results.pop("long")
     assert isinstance(failure, Failure)
     assert failure.message == "MemoryError: 1 sequences"
@@ -537,7 +537,7 @@ def test_a_snapshot_that_was_deleted_fails_its_own_requests(engine: Engine, tmp_
     prompt = prompts_of(engine, count=1)[0]
     for i in range(4):
         sampler.add(str(i), f"of {i % 2}", prompt, sample())
-    results = finish(sampler)
+    results = finish(sampler, begins_again=True)
     for i in (0, 2):
         failure = results[str(i)]
         assert isinstance(failure, Failure)
@@ -556,6 +556,8 @@ def test_a_whole_model_is_sampled_from_too(tmp_path: Path) -> None:
 
 def test_layers_that_are_recomputed_in_training_cache_in_sampling(tmp_path: Path) -> None:
     engine = tiny_engine(gradient_checkpointing=True)
+    for layer in model_of(engine).model.language_model.layers:
+        layer.training = True
     training = [module.training for module in model_of(engine).modules()]
     prompt = prompts_of(engine, count=1)[0]
     assert tokens_of(run_one(sampler_of(engine), prompt, sample())) == tokens_of(

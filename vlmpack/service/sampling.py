@@ -270,6 +270,8 @@ class BatchedSampling:
         """Tokens sampled so far."""
         self.canonical_tokens = 0
         """Tokens that canonical computations have read so far."""
+        self.begun_again = 0
+        """Requests that failed together with others and began again alone."""
 
     @property
     def is_idle(self) -> bool:
@@ -436,6 +438,7 @@ class BatchedSampling:
     def _again(self, lane: _Lane, jobs: Sequence[Job]) -> None:
         """Let requests that failed together begin again, each alone, so that only the one whose fault it is fails."""
         self._withdraw(jobs)
+        self.begun_again += len(jobs)
         for job in reversed(jobs):
             job.is_alone = True
             job.begin(job.sequences[0].ending)
