@@ -14,7 +14,7 @@ from vlmpack.errors import ConfigError, LayoutError, SampleError, VlmpackError, 
 def test_every_error_has_the_one_root():
     found = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     kinds = [kind for kind in found if not issubclass(kind, Warning | errors.Refusal)]
-    assert len(kinds) == 6
+    assert len(kinds) == 7
     assert all(issubclass(kind, VlmpackError) for kind in kinds)
 
 
