@@ -3,6 +3,7 @@
 import pickle
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 from chats import FAMILIES, chat, learnt, picture, processor_of, tokenised
@@ -481,6 +482,20 @@ def test_the_vocabulary_s_size_can_be_told():
     with pytest.raises(SampleError, match="but ids run from 0 to 299"):
         VLMCollator(processor_of(), vocab_size=300)([chat()])
     assert VLMCollator(processor_of(), vocab_size=5001)([feature])["input_ids"].tolist() == [[1, 5000]]
+
+
+def test_arrays_that_cannot_be_written_are_used_without_a_warning():
+    feature = tokenised("qwen3_vl", "<|vision_start|><|image_pad|><|vision_end|>b", picture())
+    read_only = {name: np.array(value) for name, value in feature.items()}  # as Arrow hands columns over
+    for array in read_only.values():
+        array.flags.writeable = False
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        batch = VLMCollator(processor_of())([read_only])
+    finally:
+        torch.set_warn_always(before)
+    assert torch.equal(batch["pixel_values"], torch.as_tensor(feature["pixel_values"]))
 
 
 # ---------------------------------------------------------------------- whatever a dataset may hold

@@ -201,7 +201,10 @@ def _pixels(value: Any, name: str) -> torch.Tensor:
     """Return the values unchanged; doubles, which numpy makes of lists, become float32."""
     if isinstance(value, torch.Tensor):
         return value
-    pixels = torch.from_numpy(_array(value, name))
+    array = _array(value, name)
+    if not array.flags.writeable:  # Arrow's, say: PyTorch would warn
+        array = array.copy()
+    pixels = torch.from_numpy(array)
     return pixels.float() if pixels.dtype == torch.float64 else pixels
 
 
