@@ -14,6 +14,7 @@ from benchmarks.figures import BenchSettings, Figure, Skipped
 TINY = PlanShapes(many=400, few=100, against_trl=100, stream=300, waiting=16, ranks=2)
 
 
+@pytest.mark.full
 def test_every_length_set_is_held_to_the_same_targets(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     *figures, trl = CASES["plan"].run(BenchSettings(seconds=0.0), TINY)

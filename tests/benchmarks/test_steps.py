@@ -69,6 +69,7 @@ def test_the_packed_step_computes_what_the_samples_alone_need_less_the_rows_that
     assert work.alone - work.packed == 3 * 2 * unlabelled * TINY.hidden * TINY.vocab_size
 
 
+@pytest.mark.full
 def test_only_a_step_s_own_weights_are_weighed():
     pair, wider = pair_of(), pair_of(shapes=replace(TINY, vocab_size=TINY.vocab_size + 1000))
     mixed = replace(pair, model=wider.model)

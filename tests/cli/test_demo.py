@@ -76,6 +76,7 @@ def test_the_same_seed_gives_the_same_losses(small: Path, tmp_path: Path) -> Non
     assert once == again != other
 
 
+@pytest.mark.full
 def test_bfloat16_runs(small: Path, tmp_path: Path) -> None:
     _, numbers = run_demo(tmp_path, "--model", str(small), "--dtype", "bfloat16")
     assert numbers["gradients"]["cosine"] > 1 - 1e-6  # measured in float32 whatever the training's type

@@ -486,13 +486,15 @@ def test_the_vocabulary_s_size_can_be_told():
 
 def test_arrays_that_cannot_be_written_are_used_without_a_warning():
     feature = tokenised("qwen3_vl", "<|vision_start|><|image_pad|><|vision_end|>b", picture())
-    read_only = {name: np.array(value) for name, value in feature.items()}  # as Arrow hands columns over
+    read_only = {
+        name: np.array(torch.as_tensor(value).tolist()) for name, value in feature.items()
+    }  # as Arrow hands columns over
     for array in read_only.values():
         array.flags.writeable = False
     before = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     try:
-        batch = VLMCollator(processor_of())([read_only])
+        batch = VLMCollator(processor_of(), train_on="all")([read_only])
     finally:
         torch.set_warn_always(before)
     assert torch.equal(batch["pixel_values"], torch.as_tensor(feature["pixel_values"]))

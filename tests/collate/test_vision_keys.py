@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import transformers
 from PIL import Image
+from tiers import full
 
 from vlmpack.collate import vision_keys
 from vlmpack.collate.vision_keys import (
@@ -124,9 +125,10 @@ def video_cases(count: int) -> list[dict]:
 
 
 @needs_qwen
+@pytest.mark.parametrize("count", [400, *full(2000)])
 @pytest.mark.parametrize("make_cases", [image_cases, video_cases])
-def test_2000_random_shapes_get_the_sizes_of_qwen_vl_utils(make_cases):
-    cases = make_cases(2000)
+def test_random_shapes_get_the_sizes_of_qwen_vl_utils(make_cases, count):
+    cases = make_cases(count)
     answers = qwen_sizes(cases)
     sizes, errors = 0, 0
     for case, answer in zip(cases, answers, strict=True):
@@ -137,8 +139,8 @@ def test_2000_random_shapes_get_the_sizes_of_qwen_vl_utils(make_cases):
         else:
             assert ours == answer, case
             sizes += 1
-    assert sizes > 1000
-    assert errors > 100
+    assert sizes > count / 2
+    assert errors > count / 20
 
 
 @needs_qwen

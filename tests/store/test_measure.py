@@ -227,6 +227,7 @@ def test_errors_of_workers_arrive_as_what_they_are() -> None:
     assert table.reasons == {"bad_json": 9}
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_a_worker_that_dies_is_told() -> None:
     with pytest.raises(ConfigError, match=r"a worker process died .* fewer workers"):
