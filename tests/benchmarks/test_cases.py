@@ -128,6 +128,7 @@ def test_both_heads_give_the_same_loss_and_gradients():
     torch.testing.assert_close(found[0], found[1])
 
 
+@pytest.mark.full
 def test_chunks_of_the_head_take_less_memory_than_all_rows_at_once(monkeypatch):
     monkeypatch.setattr("benchmarks.cases.head.CHUNKS", (100, 300, 10_000))
     shapes = replace(TINY, longest=400, vocab_size=1310)  # logits outweigh the weight and its gradient

@@ -168,6 +168,7 @@ def test_the_summary_names_families_back_ends_and_verdicts(few_families: None) -
         assert text in result.stdout
 
 
+@pytest.mark.full
 def test_a_leak_has_exit_status_1_in_every_family(monkeypatch: pytest.MonkeyPatch, few_families: None) -> None:
     def one_segment(**metadata: Any) -> RowContext:
         return RowContext(**{**metadata, "segments": Segments.from_lengths([metadata["segments"].total])})
