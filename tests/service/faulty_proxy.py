@@ -27,9 +27,8 @@ class FaultyProxy:
         self.counts: Counter[str] = Counter()
         self.done: Counter[str] = Counter()
         self.port = 0
-        self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
 
     def __enter__(self) -> FaultyProxy:
         self._thread.start()
@@ -37,24 +36,25 @@ class FaultyProxy:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(30)
+        assert not self._thread.is_alive()
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0, limit=2**26))
+    async def _main(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=2**26)
         self.port = server.sockets[0].getsockname()[1]
         self._ready.set()
-        self._loop.run_forever()
+        await self._stop.wait()
         server.close()
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        with suppress(RuntimeError):
-            self._loop.run_until_complete(asyncio.sleep(0.05))
-        self._loop.close()
+        connections = asyncio.all_tasks() - {asyncio.current_task()}
+        for connection in connections:
+            connection.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+        await asyncio.sleep(0.05)  # until their sockets are closed
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(asyncio.IncompleteReadError, ConnectionError):
+        with suppress(asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 request = head + await reader.readexactly(_length(head))

@@ -114,7 +114,7 @@ def test_a_network_that_loses_and_doubles(server: Server, client: Path | None) -
 
 
 def test_a_server_that_is_killed_meanwhile(server: Server) -> None:
-    with FaultyProxy(server.port, faults=False) as proxy, killed_every(6.0, server) as kills:
+    with FaultyProxy(server.port, faults=False) as proxy, killed_every(1.0, server) as kills:
         run_client(
             proxy.port,
             "a_batch_equals_its_datums",

@@ -6,6 +6,7 @@ without gradient checkpointing. Rank 0 writes the gradients to FOLDER/CASE.pt.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -61,3 +62,4 @@ def gradients(family, wrapper, *, recomputed):
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    os._exit(0)  # threads of gloo and of DDP sometimes abort a process that takes itself apart
