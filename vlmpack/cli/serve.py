@@ -110,7 +110,7 @@ class ModelSource:
     folder: Path
     """Of the demo's model."""
     name: str
-    """What clients call it."""
+    """The name that clients use."""
     device: str
     """Of torch."""
     dtype: str | None

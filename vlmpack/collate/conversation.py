@@ -266,7 +266,7 @@ class Conversation:
     plain: tuple[str, str] | None = None
     """(prompt, completion) as strings, to be used without a chat template; `messages` is empty then."""
     trained_turns: tuple[bool, ...] | None = None
-    """Whether each of the assistant's turns is learnt; None: all of them are."""
+    """True if each of the assistant's turns is learnt; None: all of them are."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments for the chat template: tools, and what `chat_template_kwargs` holds."""
 

@@ -286,7 +286,7 @@ class ChatTemplate:
     processor: Any
     """The processor, or the tokenizer of a text model."""
     takes_parts: bool
-    """Whether the content of a message may be a list of parts: templates of text models take none."""
+    """True if the content of a message may be a list of parts: templates of text models take none."""
 
     def render(self, conversation: Conversation) -> str:
         """The text of its messages.

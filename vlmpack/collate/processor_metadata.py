@@ -60,9 +60,9 @@ class ProcessorMetadata:
     temporal_patch_size: int = 1
     """Frames in a patch."""
     frame_timestamps: bool = False
-    """Whether a video is written frame by frame with timestamps (from Qwen3-VL on), or as one run of placeholders."""
+    """True if a video is written frame by frame with timestamps (from Qwen3-VL on), or as one run of placeholders."""
     seconds_per_grid: bool = False
-    """Whether the model takes the seconds from one video grid to the next (Qwen2.5-VL)."""
+    """True if the model takes the seconds from one video grid to the next (Qwen2.5-VL)."""
 
     @property
     def has_vision(self) -> bool:

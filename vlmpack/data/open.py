@@ -114,7 +114,7 @@ class OpenDataset(FirstRows, Dataset[dict[str, Any]]):
     """Rows of any source, made samples as they are indexed. Cheap to send to a worker process."""
 
     are_receipts: bool = False
-    """Whether a row is an image and its ground truth, and not a conversation."""
+    """True if a row is an image and its ground truth, and not a conversation."""
     folder: Path | None = None
     """Where paths in the rows start; None: in the working directory, unless the rows have folders of their own."""
 

@@ -59,7 +59,7 @@ class StepCall:
         self.row = row
         """The row, on the model's device; None: the model's other inputs are a batch or a row."""
         self.last_hidden = last_hidden
-        """Whether the result has `row_last_hidden`."""
+        """True if the result has `row_last_hidden`."""
         self.result: StepResult | None = None
         """The result; None: the model did not pack."""
 

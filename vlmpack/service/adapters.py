@@ -51,7 +51,7 @@ class Targets:
     unembed: str
     """The head."""
     has_experts: bool
-    """Whether some layers have routed experts, whose fused weights are not adapted."""
+    """True if some layers have routed experts, whose fused weights are not adapted."""
 
     def chosen(self, lora: LoraConfig) -> tuple[str, ...]:
         """The targets of an adapter.
@@ -105,10 +105,10 @@ class Adapter:
         self.weights = dict(weights)
         """(A [rank, in], B [out, rank]) of each target, by its name."""
         self.scale = ALPHA / lora.rank
-        """What B A x is multiplied by."""
+        """The factor of B A x."""
 
     def update(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """What the adapter adds to the output of a target, in the adapter's type; x: [..., in]."""
+        """Return what the adapter adds to the output of a target, in the adapter's type; x: [..., in]."""
         a, b = self.weights[name]
         return F.linear(F.linear(x.to(a.dtype), a), b) * self.scale
 
@@ -192,7 +192,7 @@ class Adapters:
 
     def __init__(self, model: nn.Module, family: Family) -> None:
         self.targets = find_targets(model, family)
-        """What adapters can adapt."""
+        """Modules that adapters can adapt."""
         self.spans: tuple[Span, ...] = ()
         """The adapters in use; several share a row."""
         self._parts: dict[str, Iterator[Sequence[Span]]] = {}

@@ -24,7 +24,7 @@ log = logging.getLogger("vlmpack.service")
 OPEN_PATHS = ("/", "/metrics", "/healthz", "/api/v1/healthz")
 """Served without the key."""
 UNREAD_BYTES = 4 * 2**20
-"""How much of a body is read and thrown away when the key is wrong, so that the client sees the answer."""
+"""Bytes of a body that are read and thrown away when the key is wrong, so that the client sees the answer."""
 LOGGED = 120
 """Most characters of a path in the log."""
 NOT_SERVED = {

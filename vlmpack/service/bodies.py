@@ -17,11 +17,11 @@ import anyio.to_thread
 from vlmpack.service.limits import ServiceLimits
 
 DISCARDED_BYTES = 1024 * 2**20
-"""How much of a body that is too large is thrown away before the connection is cut."""
+"""Bytes of a body that is too large that are thrown away before the connection is cut."""
 PIECE_BYTES = 1024
 """Compressed bytes that are handed to a decompressor at one time: of zstd they become 32 MiB at most."""
 BEGINNING_BYTES = 65_536
-"""How much of a refused body is kept, for the name of the request."""
+"""Bytes of a refused body that are kept, for the name of the request."""
 WINDOW_BYTES = 2**27
 """Largest window of a zstd frame; a decompressor holds as much."""
 

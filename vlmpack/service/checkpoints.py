@@ -40,7 +40,7 @@ ENTRIES = {
     "demo-model",
     *(f"journal.sqlite3{end}" for end in ("", "-wal", "-shm", "-journal")),
 }
-"""What lies in a state folder; key and demo model are of the command."""
+"""Names in a state folder; key and demo model are of the command."""
 ABOUT = "vlmpack_checkpoint.json"
 """File in the folder of a checkpoint, written by `describe`."""
 

@@ -50,7 +50,7 @@ class Choice:
     logprob: float
     """Its log-probability by the whole distribution."""
     is_sure: bool
-    """Whether logits within rounding of these give the same token."""
+    """True if logits within rounding of these give the same token."""
 
 
 @torch.no_grad()
@@ -124,7 +124,7 @@ def kept(logits_V: torch.Tensor, params: SamplingParams, *, error: float) -> tup
 
 
 def _top_k(sorted_V: torch.Tensor, k: int, error: float) -> tuple[int, int]:
-    """How many of the first tokens surely are in the top k, and how many perhaps."""
+    """Count the first tokens that surely are in the top k, and those that perhaps are."""
     size = len(sorted_V)
     if not 0 < k < size:
         return size, size

@@ -104,7 +104,7 @@ class EncodedRequest:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ModelLimits:
-    """What a model can be given."""
+    """Limits of what a model takes."""
 
     family: Family
     """Its family."""
@@ -146,7 +146,7 @@ class Encoder:
 
     def __init__(self, model: ModelLimits, image_processor: Any, limits: ServiceLimits) -> None:
         self.model = model
-        """What the model can be given."""
+        """Limits of what the model takes."""
         self.limits = limits
         """Limits of the service."""
         self._image_processor = image_processor

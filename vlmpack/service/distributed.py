@@ -203,7 +203,7 @@ class DistributedWork:
 
     @property
     def work(self) -> WorkCount:
-        """What was computed."""
+        """Counts of computed rows."""
         return self._work.work
 
     def run_row(self) -> None:
@@ -233,11 +233,11 @@ class DistributedEngine:
         self.config: EngineConfig = engine.config
         """Settings."""
         self.sampler: SamplingEngine = engine.sampler
-        """What samples, on this rank."""
+        """The sampling engine of this rank."""
 
     @property
     def counts(self) -> WorkCount:
-        """What rows have computed on all ranks since the engine began."""
+        """Counts of the rows computed on all ranks since the engine began."""
         return self._engine.counts
 
     def call(self, method: str, **arguments: Any) -> Any:

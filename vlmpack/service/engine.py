@@ -62,7 +62,7 @@ class BaseModel:
     max_context: int
     """Most tokens of a datum."""
     is_vision: bool
-    """Whether it takes images."""
+    """True if it takes images."""
     eos: tuple[int, ...]
     """Ids that end a sequence."""
 
@@ -118,7 +118,7 @@ class Engine:
         self.ranks: Ranks | None = None
         """Ranks that compute rows together with this one; None: there are none."""
         self.counts = WorkCount()
-        """What rows have computed since the engine began."""
+        """Counts of the rows computed since the engine began."""
         self._check_sharing()
         if self.config.share_rows:
             shared_rows.attach(self.adapters, self.model, self.family)
@@ -141,7 +141,7 @@ class Engine:
         )
         """The model as sampling engines know it."""
         self.sampler: SamplingEngine = BatchedSampling(self.open_weights, self.sampled)
-        """What samples; another engine may be set in its place."""
+        """The sampling engine; another may be set in its place."""
         limited = ModelLimits(family=self.family, config=self.model.config, context=context)
         self._encoder = Encoder(limited, parts_of(processor).image_processor, limits)
 

@@ -88,7 +88,7 @@ class EngineThread:
         self._turn = 0
         self._tidied = 0.0
         self._is_short = False
-        """Whether a model waits for room to encode, so that those behind it may not take it."""
+        """True if a model waits for room to encode, so that those behind it may not take it."""
         self._stop = False
         self._drain_until: float | None = None
         self.paused: str | None = None
@@ -96,7 +96,7 @@ class EngineThread:
         self.fault: str | None = None
         """Why the thread ended."""
         self.is_restored = False
-        """Whether the models of the journal are in the engine."""
+        """True if the models of the journal are in the engine."""
         self.counts: Counter[str] = Counter()
         """Rows, and requests by kind and by failure."""
         self.seconds: defaultdict[str, float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""What runs out: numbers that never arrive, sessions of silent clients, replies that were fetched long ago.
+"""Expiry: numbers that never arrive, sessions of silent clients, replies that were fetched long ago.
 
 numbers   1 2 3 . 5 6     nothing has arrived for `gap_timeout`: 5 and 6 fail, 4 is used up, 7 is next
 """

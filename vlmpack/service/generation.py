@@ -81,7 +81,7 @@ class Growing:
         self.key = key
         """Of its request."""
         self.is_alone = is_alone
-        """Whether it runs with sequences of its own request only."""
+        """True if it runs with sequences of its own request only."""
         self.prompt = prompt
         """Its prompt."""
         self.params = params
@@ -106,7 +106,7 @@ class Growing:
 
     @property
     def draw(self) -> Draw:
-        """What is chosen next."""
+        """The next token."""
         return Draw(params=self.params, seed=self.seed, place=len(self.tokens))
 
     @property
@@ -123,7 +123,7 @@ class Growing:
         self.stop_reason = self.ending.reason(self.tokens)
 
     def result(self) -> SampledSequence:
-        """What it has become."""
+        """The finished sequence."""
         return SampledSequence(
             tokens=np.asarray(self.tokens, np.int32),
             logprobs=np.asarray(self.logprobs, np.float32),
@@ -248,11 +248,11 @@ class Batch:
         self.sequences = list(sequences)
         """In the order of the cache's rows."""
         self.cache = cache
-        """What the model keeps of them, their prompts so far; None: they end at their first token."""
+        """The cache of their prompts; None: they end at their first token."""
         self.lengths = [sequence.prompt.length for sequence in sequences]
         """Cached tokens of each."""
         self.offsets = list(offsets)
-        """What the rotary position of a token is above its place in the sequence."""
+        """The difference between the rotary position of a token and its place in the sequence."""
         self.open: dict[int, Draw] = {}
         """Sequences whose last choice rounding could change, by row."""
         self._chosen: list[Choice] = []

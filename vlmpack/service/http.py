@@ -62,7 +62,7 @@ def answer(value: Mapping[str, Any], *, status: int = 200, headers: Mapping[str,
 @final
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What the service serves."""
+    """The base model that the service serves."""
 
     name: str
     """Of the base model, as clients have to name it."""

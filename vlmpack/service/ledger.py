@@ -96,7 +96,7 @@ class Entry:
     """One request."""
 
     row: RequestRow
-    """As the journal has it."""
+    """Its row in the journal."""
     request: Request | None = None
     """Parsed; None once it is encoded or done, or not read from the journal yet."""
     encoded: Future[Any] | None = None
@@ -104,25 +104,25 @@ class Entry:
     journaled: threading.Event = field(default_factory=threading.Event)
     """Set when it is accepted, or was not."""
     accepted: bool = False
-    """Whether it is in the journal."""
+    """True if it is in the journal."""
     forward_only: bool = False
-    """Whether it is a forward_backward without gradient; known once it is parsed."""
+    """True if it is a forward_backward without gradient; known once it is parsed."""
     waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = field(default_factory=list)
     """Long polls."""
 
     @property
     def is_done(self) -> bool:
-        """Whether there is a reply."""
+        """Return whether there is a reply."""
         return self.row.state != "queued"
 
     @property
     def is_forward_backward(self) -> bool:
-        """Whether it shares rows with its neighbours."""
+        """Return whether it shares rows with its neighbours."""
         return self.row.kind == ForwardBackward.__name__
 
     @property
     def is_sample(self) -> bool:
-        """Whether it is a sample, which has no place in an order."""
+        """Return whether it is a sample, which has no place in an order."""
         return self.row.kind == Sample.__name__
 
     def wake(self) -> None:
@@ -150,7 +150,7 @@ class Lane:
     entries: dict[int, Entry] = field(default_factory=dict)
     """By number."""
     open: dict[int, Entry] = field(default_factory=dict)
-    """Those of them that are not done, by number."""
+    """Entries that are not done, by number."""
     next: int = 0
     """First number that is not done."""
     last_arrival: float = 0.0
@@ -166,9 +166,9 @@ class Lane:
     turn: int = 0
     """When it was last served."""
     is_closed: bool = False
-    """Whether its session ended."""
+    """True if its session ended."""
     has_gradients: bool = False
-    """Whether there are gradients that no snapshot holds."""
+    """True if there are gradients that no snapshot holds."""
     seconds: float = 0.0
     """Time of its operations since its last snapshot."""
     snapshot_seconds: float | None = None
@@ -222,13 +222,13 @@ class SamplingSession:
     """A sampling session and its samples, in any order."""
 
     row: SamplingRow
-    """As the journal has it."""
+    """Its row in the journal."""
     entries: dict[int, Entry] = field(default_factory=dict)
     """By number."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether samples wait."""
+        """Return whether samples wait."""
         return any(not entry.is_done for entry in self.entries.values())
 
 
@@ -238,7 +238,7 @@ class Session:
     """A session of a client."""
 
     row: SessionRow
-    """As the journal has it."""
+    """Its row in the journal."""
     last_seen: float
     """Monotonic seconds."""
     lanes: list[Lane] = field(default_factory=list)
@@ -267,7 +267,7 @@ class Ledger:
         self.last_requests: dict[str, float] = {}
         """Unix seconds, by model."""
         self.is_swept = True
-        """Whether no folder lost its last reference since the folders were last swept."""
+        """True if no folder lost its last reference since the folders were last swept."""
         self.new_samples: list[Entry] = []
         """Accepted, not yet in the sampling engine."""
         self.encoded_bytes = {False: 0, True: 0}
@@ -279,7 +279,7 @@ class Ledger:
         self.retrieved: dict[tuple[str, int], float] = {}
         """Replies that were fetched, and when (Unix seconds)."""
         self.retrieved_now: list[tuple[str, int]] = []
-        """Those of them that are not in the journal."""
+        """Return entries that are not in the journal."""
         self._replies: OrderedDict[tuple[str, int], StoredReply] = OrderedDict()
         self._reply_bytes = 0
         self._read()
@@ -398,7 +398,7 @@ class Ledger:
             entry.wake()
 
     def has_room_for(self, size: int, *, samples: bool) -> bool:
-        """Whether bodies of this size may be encoded now."""
+        """Return whether bodies of this size may be encoded now."""
         used = self.encoded_bytes[samples]
         return used == 0 or used + size <= self.settings.encoded_bytes
 

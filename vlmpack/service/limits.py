@@ -64,17 +64,17 @@ class ServiceLimits:
     queued_bytes: int = 2 * 2**30
     """Bytes of the bodies of requests that wait; further ones get status 429."""
     numbers_ahead: int = 8192
-    """How far a request's number may be ahead of the first that has not arrived."""
+    """Most that a request's number may be ahead of the first that has not arrived."""
 
     poll_seconds: float = 30.0
-    """How long an answer to a result that is not there yet is held back; the client gives up after 45 s."""
+    """Seconds that an answer to a result that is not there yet is held back; the client gives up after 45 s."""
     gap_seconds: float = 60.0
-    """How long requests are held for one before them that never arrived; then they fail by name. Not below
+    """Seconds that requests are held for one before them that never arrived; then they fail by name. Not below
     `body_seconds`, nor below 30 s, which the client may wait until it tries again."""
     idle_seconds: float = 600.0
     """A session without heartbeats is finished after this time, and its models are freed."""
     result_seconds: float = 600.0
-    """How long a result is kept after it was fetched."""
+    """Seconds that a result is kept after it was fetched."""
 
     chunk_bytes: int = 64_000_000
     """Size at which the client cuts a call into several requests."""

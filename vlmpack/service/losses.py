@@ -72,7 +72,7 @@ class Loss:
     """One loss."""
 
     token_losses: TokenLosses
-    """What each token adds."""
+    """The loss of each token."""
     needs: tuple[str, ...] = ()
     """Inputs that every datum has to have, beside the targets."""
     settings: Mapping[str, float] = field(default_factory=dict)

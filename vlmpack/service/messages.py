@@ -348,7 +348,7 @@ class SampleResult:
     """Of a `Sample`."""
 
     sequences: tuple[SampledSequence, ...]
-    """As many as were wanted, in the order of their seeds."""
+    """`num_samples` of them, in the order of their seeds."""
     prompt_logprobs: np.ndarray | None = None
     """float32 [N]: log-probability of each token after those before it, NaN at the first; None: not wanted."""
 
@@ -370,7 +370,7 @@ class Failure:
     """A request that failed."""
 
     message: str
-    """What was seen and the remedy."""
+    """The fault and the remedy."""
     category: Literal["user", "server"]
     """Whose mistake it is."""
 

@@ -55,7 +55,7 @@ from vlmpack.service.records import CheckpointRow, ModelRow, RequestRow, Samplin
 @final
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """What came of an operation, before it is committed."""
+    """The outcome of an operation, before it is committed."""
 
     outcome: Outcome
     """For the client."""
@@ -64,7 +64,7 @@ class Done:
     take_in: Callable[[], None] | None = None
     """Goes into the ledger once it is committed, under its lock."""
     is_replayed: bool = False
-    """Whether a restart has to do it again."""
+    """True if a restart has to do it again."""
 
 
 @final
@@ -249,7 +249,7 @@ class Operations:
         return name
 
     def snapshot_is_due(self, lane: Lane) -> bool:
-        """Whether a snapshot can be taken, and is worth the time."""
+        """Return whether a snapshot can be taken, and is worth the time."""
         settings = self._ledger.settings
         if lane.failure is not None or lane.seconds == 0:
             return False
@@ -318,7 +318,7 @@ def with_seed(request: Request, seed: int | None) -> Request:
 
 
 def lacks_seed(request: Request) -> bool:
-    """Whether a seed has to be drawn for a request."""
+    """Return whether a seed has to be drawn for a request."""
     match request:
         case CreateModel(lora=LoraConfig(seed=None)):
             return True

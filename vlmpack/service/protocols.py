@@ -47,7 +47,7 @@ class SamplingEngine(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to sample."""
+        """Return whether there is nothing to sample."""
         ...
 
     def open(self, session_id: str, folder: Path | None) -> None:
@@ -72,7 +72,7 @@ class BaseModel(Protocol):
 
     @property
     def name(self) -> str:
-        """As clients call it."""
+        """The name that clients use."""
         ...
 
     @property
@@ -180,7 +180,7 @@ class QueueSettings:
     queued_requests: int = 8192
     """Most requests that wait; beyond it clients are asked to try again later."""
     numbers_ahead: int = 8192
-    """How far the number of a request may be ahead of the first that has not arrived."""
+    """Most that the number of a request may be ahead of the first that has not arrived."""
     queued_bytes: int = 2 << 30
     """Most bytes of bodies of requests that wait."""
     queued_samples: int = 4096

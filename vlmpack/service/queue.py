@@ -80,7 +80,7 @@ Reply = StoredReply
 @final
 @dataclass(frozen=True, kw_only=True)
 class QueueStats:
-    """What the queue holds and has done."""
+    """Counts of the queue."""
 
     queued: int
     """Requests that wait, samples too."""
@@ -113,7 +113,7 @@ class QueueStats:
     fault: str | None
     """Why the engine thread ended; None: it runs."""
     is_restored: bool
-    """Whether the models of the journal are back."""
+    """True if the models of the journal are back."""
 
 
 @final

@@ -18,7 +18,7 @@ from torch import distributed as dist
 from vlmpack.service.clients import Gradients
 
 IDLE = timedelta(days=3650)
-"""How long a rank waits for work."""
+"""Longest time that a rank blocks until there is work."""
 BUCKET = 2**24
 """Numbers that are summed in one call."""
 

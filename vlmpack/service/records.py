@@ -115,9 +115,9 @@ class RequestRow:
     digest: bytes
     """Of the parsed content."""
     seed: int | None = None
-    """What was drawn for a request without a seed."""
+    """The seed drawn for a request without one."""
     state: State = "queued"
-    """Whether it was carried out."""
+    """True if it was carried out."""
     group: int | None = None
     """First number of the requests that went through the model together with it."""
     retrieved: float | None = None
@@ -127,7 +127,7 @@ class RequestRow:
 
     @property
     def is_replayed(self) -> bool:
-        """Whether a restart has to carry it out again: those that it does not, have lost their body."""
+        """Return whether a restart has to carry it out again: those that it does not, have lost their body."""
         return self.state != "queued" and self.size > 0
 
 

@@ -55,7 +55,7 @@ class Row:
     items: tuple[RowItem, ...]
     """The same, as they are computed."""
     backward: bool
-    """Whether its gradient is wanted."""
+    """True if its gradient is wanted."""
 
     @property
     def client(self) -> ClientModel:
@@ -138,7 +138,7 @@ class RowWork:
             ranks: that each compute some of the rows; None: this process computes all.
         """
         self.work = WorkCount()
-        """What its calls of `run_row` computed."""
+        """Counts of the rows that `run_row` computed."""
         self.rows: deque[Row] = deque()
         """Rows that have not run."""
         self._requests, self._clients, self._adapters, self._settings = list(requests), clients, adapters, settings

@@ -31,20 +31,20 @@ from vlmpack.service.losses import BoundLoss
 @final
 @dataclass(frozen=True, kw_only=True)
 class RowSettings:
-    """What a row may hold, and how it is computed. A datum beyond a budget has a row of its own."""
+    """Budgets of a row, and how it is computed. A datum beyond a budget has a row of its own."""
 
     tokens: int
     """Most tokens."""
     patches: int
     """Most patches of images."""
     recomputes: bool = False
-    """Whether layers are computed again in the backward pass (gradient checkpointing)."""
+    """True if layers are computed again in the backward pass (gradient checkpointing)."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class WorkCount:
-    """What was computed."""
+    """Counts of computed rows."""
 
     rows: int = 0
     """Packed rows."""
@@ -64,14 +64,14 @@ class WorkCount:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DatumResult:
-    """What came of a datum."""
+    """Results of a datum."""
 
     logprobs: np.ndarray
     """float32 [N]."""
     loss: float
     """Summed over its tokens; NaN if it is not finite."""
     is_finite: bool
-    """Whether the loss and its derivatives are."""
+    """True if the loss and its derivatives are."""
 
 
 def plan_rows(sequences: Sequence[EncodedSequence], settings: RowSettings) -> list[list[int]]:

@@ -55,7 +55,7 @@ class SampleLane:
 
     @property
     def has_work(self) -> bool:
-        """Whether a slice would do anything."""
+        """Return whether a slice would do anything."""
         return bool(self._running) or any(_is_encoded(entry) for entry in self._ledger.new_samples)
 
     @property

@@ -32,7 +32,7 @@ Finished = tuple[str, SampleResult | Failure]
 
 
 class SamplingEngine(Protocol):
-    """What samples. Its methods are called by one thread."""
+    """The interface of engines that sample. One thread calls its methods."""
 
     sampled_tokens: int
     """Tokens sampled so far; any thread reads it."""
@@ -70,7 +70,7 @@ class Weights(Protocol):
 @final
 @dataclass(frozen=True, kw_only=True)
 class SampledModel:
-    """What the built-in engine knows of the model beside its weights."""
+    """Properties of the model that the built-in engine needs beside its weights."""
 
     max_context: int
     """Longest sequence that the model reads."""
@@ -124,9 +124,9 @@ class Job:
         self.session_id = session_id
         """Of its sampling session."""
         self.prompt = prompt
-        """What it samples after."""
+        """The prompt that it samples after."""
         self.request = request
-        """What is wanted."""
+        """The request."""
         self.waiting: deque[Growing] = deque()
         """Sequences that have not begun."""
         self.sequences: tuple[Growing, ...] = ()
@@ -136,7 +136,7 @@ class Job:
         self.unfinished = 0
         """Sequences that are not done."""
         self.is_alone = False
-        """Whether it runs by itself, as it failed together with others."""
+        """True if it runs by itself, as it failed together with others."""
 
     @property
     def needs_scores(self) -> bool:
@@ -234,7 +234,7 @@ class _Lane:
     batches: deque[Batch] = field(default_factory=deque)
     """Running sequences."""
     decodes_next: bool = False
-    """Whether it is the running sequences' turn."""
+    """True if it is the running sequences' turn."""
 
     @property
     def is_idle(self) -> bool:

@@ -56,7 +56,7 @@ class Base:
     """A base model and what belongs to it."""
 
     name: str
-    """What clients call it."""
+    """The name that clients use."""
     source: str
     """Hub name or folder, where clients find its tokenizer."""
     model: Any
@@ -201,7 +201,7 @@ class Service:
 
     @property
     def is_draining(self) -> bool:
-        """Whether the service is about to stop."""
+        """Return whether the service is about to stop."""
         return self._draining.is_set()
 
     def app(self) -> ASGIApp:

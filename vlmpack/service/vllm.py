@@ -119,7 +119,7 @@ class _Job:
     prompt: EncodedSequence
     """Its prompt as the model that is trained reads it."""
     request: Sample
-    """What is wanted."""
+    """The request."""
     ending: Ending
     """When its sequences end."""
     folder: Path | None
@@ -284,7 +284,7 @@ class VllmSampling:
 
 
 def _sequence(completion: Any) -> SampledSequence:
-    """What vLLM says of one sequence."""
+    """One sequence as vLLM returns it."""
     ids = list(completion.token_ids)
     return SampledSequence(
         tokens=np.asarray(ids, np.int32),

@@ -44,7 +44,7 @@ class RowFormat:
     label_padding_value: int = IGNORE
     """Of labels where nothing is to be learnt."""
     pad_to_capacity: bool = True
-    """Whether rows are as wide as the capacity, or as their tokens."""
+    """True if rows are as wide as the capacity, or as their tokens."""
 
     def __post_init__(self) -> None:
         limits = {"at_least": 0, "at_most": LARGEST, "remedy": "give the tokenizer's pad_token_id"}
