@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from trl import GRPOTrainer
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from vlmpack.errors import ConfigError
 from vlmpack.layout import IGNORE, Media, PaddedBatch, pack
@@ -39,7 +39,7 @@ class PackedGRPOTrainer(GRPOTrainer):
         ConfigError: packing is not enabled; or a setting whose loss would not be TRL's, with the remedy.
     """
 
-    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         _check_model(model)
         super().__init__(model, *args, **kwargs)
         _check_settings(self.args, model)
@@ -53,13 +53,15 @@ class PackedGRPOTrainer(GRPOTrainer):
     @ref_model.setter
     def ref_model(self, model: Any) -> None:
         # Packing is enabled as soon as TRL has loaded it: a moment later TRL replaces its forward.
+        policy: Any = self.model
         if isinstance(model, nn.Module) and not is_packing(model):
-            enable_packing(model, packing_state(find_model(self.model)).config)
+            enable_packing(model, packing_state(find_model(policy)).config)
         self._packed_ref_model = model
 
     def _suppress_videos(self) -> None:
         """Suppress video placeholders in sampling, as TRL does image placeholders: a sample of one is no video."""
-        config: Any = find_model(self.model).config
+        policy: Any = self.model
+        config: Any = find_model(policy).config
         if not self.use_vllm and self.generation_config.suppress_tokens:
             suppressed = sorted({*self.generation_config.suppress_tokens, config.video_token_id})
             self.generation_config.suppress_tokens = self.generation_kwargs["suppress_tokens"] = suppressed
