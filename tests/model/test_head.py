@@ -83,7 +83,7 @@ def test_scores_are_those_of_the_tempered_softmax(count, chunk, temperature):
     weights = torch.linspace(0.5, 2, count)
     for entropy in (False, True):
         scoring = Scoring(temperature=temperature, entropy=entropy)
-        ours = score_targets(hidden, labels, index, head, chunk=chunk, scoring=scoring)
+        ours = score_targets(hidden, index, labels[0, index], head, chunk=chunk, scoring=scoring)
         assert len(ours) == 1 + entropy
         for score, expected in zip(ours, truth, strict=False):
             assert score.dtype == torch.float32

@@ -63,14 +63,14 @@ _MISCOUNTED = (
 
 
 def score_targets(
-    hidden: torch.Tensor, labels: torch.Tensor, index: torch.Tensor, head: nn.Module, *, chunk: int, scoring: Scoring
+    hidden: torch.Tensor, index: torch.Tensor, targets: torch.Tensor, head: nn.Module, *, chunk: int, scoring: Scoring
 ) -> list[torch.Tensor]:
     """Return the log-probability of each target, float32 [L], and the entropy of its prediction where it is asked for.
 
     Args:
         hidden: [1, t, D], final hidden states.
-        labels: int64 [1, t], the target that each position predicts.
-        index: int64 [L], positions that have one.
+        index: int64 [L], the position that predicts each target.
+        targets: int64 [L], their ids.
         head: hidden states to logits.
         chunk: rows of logits alive at a time.
         scoring: temperature and entropy.
@@ -79,16 +79,16 @@ def score_targets(
         # Nothing to learn, but every parameter keeps its place in the graph: other ranks may block on its gradient.
         nothing = hidden.float().sum() * 0 + head(hidden[:, :1]).float().sum() * 0
         return [nothing.expand(0)] * (2 if scoring.entropy else 1)
-    hidden_LD, targets_L = hidden[0].index_select(0, index), labels[0].index_select(0, index)
+    hidden_LD = hidden[0].index_select(0, index)
     if scoring == Scoring():
-        return [target_logprobs(hidden_LD, targets_L, head, chunk=chunk)]
+        return [target_logprobs(hidden_LD, targets, head, chunk=chunk)]
 
     def scores(hidden_lD: torch.Tensor, targets_l: torch.Tensor, head: Head) -> torch.Tensor:
         logits_lV = head(hidden_lD).float() / scoring.temperature
         logprobs_l = -F.cross_entropy(logits_lV, targets_l, reduction="none")
         return torch.stack([logprobs_l, entropies(logits_lV)] if scoring.entropy else [logprobs_l], -1)
 
-    return list(_by_chunks(scores, hidden_LD, targets_L, head, chunk).unbind(-1))
+    return list(_by_chunks(scores, hidden_LD, targets, head, chunk).unbind(-1))
 
 
 def target_logprobs(hidden_LD: torch.Tensor, targets_L: torch.Tensor, head: Head, *, chunk: int) -> torch.Tensor:
