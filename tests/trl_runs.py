@@ -10,6 +10,7 @@ import pytest
 from chats import picture
 from training import Gradients, Run, logged, weights
 
+from vlmpack.collate import SharePrefixes
 from vlmpack.model import enable_packing
 from vlmpack.testing import tiny_model, tiny_processor
 
@@ -94,8 +95,10 @@ def grpo(trainer: Any, model: Any, folder: Path, *, peft_config: Any = None, **s
         "max_completion_length": 7,
         "generation_kwargs": sampling,
     }
+    sharing = {}
     if trainer.__name__.startswith("Packed"):
         enable_packing(model)
+        sharing = {"share_prefixes": SharePrefixes(min_shared=4)}  # these prompts are short
     return trainer(
         model,
         reward_funcs=reward,
@@ -103,4 +106,5 @@ def grpo(trainer: Any, model: Any, folder: Path, *, peft_config: Any = None, **s
         train_dataset=prompts(),
         processing_class=processor_of(config.model_type),
         peft_config=peft_config,
+        **sharing,
     )

@@ -1,12 +1,15 @@
 """PackedGRPOTrainer: TRL's GRPOTrainer, whose log-probabilities and entropies come from packed rows.
 
     prompts ──TRL──▶ samples, rewards, advantages ──TRL──▶ micro-batch [B, S]
-                                                              │ pack
+                                                              │ pack, share
                                                               ▼
-    loss ◀──TRL── log-probabilities, entropies [B, C] ◀── packed row [1, T]
+    loss ◀──TRL── log-probabilities, entropies [B, C] ◀── packed row [1, T], a tree
 
 One method of GRPOTrainer computes log-probabilities: of the policy, of the policy that drew the samples, and of the
 reference. It is replaced. Generation, rewards, advantages, the loss and its metrics stay TRL's.
+
+TRL repeats the prompt of a group, with its images, for each of its samples. In the row they begin alike, and are
+computed once.
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ import torch
 from torch import nn
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from vlmpack.errors import ConfigError
-from vlmpack.layout import IGNORE, Media, PaddedBatch, pack
-from vlmpack.model import PackedStep, enable_packing, find_model, is_packing, packing_state
+from vlmpack.collate import SharePrefixes
+from vlmpack.errors import ConfigError, check_kind
+from vlmpack.layout import IGNORE, Media, PackedRow, PaddedBatch, pack, share
+from vlmpack.model import PackedStep, StepResult, enable_packing, find_model, is_packing, packing_state
 
 
 class PackedGRPOTrainer(GRPOTrainer):
@@ -30,17 +34,25 @@ class PackedGRPOTrainer(GRPOTrainer):
 
         PackedGRPOTrainer(enable_packing(model), reward_funcs=reward, args=GRPOConfig(...), ...)
 
+    It logs `packing/computed`: tokens that went through the model, over those of the padded batch.
+
     Args:
         model: the policy, with packing enabled, or a `PeftModel` of it; not a name, of which TRL would load it.
         *args: GRPOTrainer's own.
+        share_prefixes: compute what samples of a micro-batch begin with alike, images included, once. Where there is
+            dropout, they have one mask in common there.
         **kwargs: GRPOTrainer's own.
 
     Raises:
         ConfigError: packing is not enabled; or a setting whose loss would not be TRL's, with the remedy.
     """
 
-    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, model: Any, *args: Any, share_prefixes: bool | SharePrefixes = True, **kwargs: Any) -> None:
         _check_model(model)
+        if not isinstance(share_prefixes, bool):
+            check_kind("share_prefixes", share_prefixes, SharePrefixes, "SharePrefixes(min_shared=64)")
+        self.share_prefixes = SharePrefixes() if share_prefixes is True else share_prefixes or None
+        """How beginnings are shared; None: they are not."""
         super().__init__(model, *args, **kwargs)
         _check_settings(self.args, model)
         self._suppress_videos()
@@ -94,29 +106,55 @@ class PackedGRPOTrainer(GRPOTrainer):
         """
         labels = input_ids.masked_fill(attention_mask == 0, IGNORE)
         labels[:, :-logits_to_keep] = IGNORE
-        batch = PaddedBatch(input_ids=input_ids, attention_mask=attention_mask, labels=labels, media=_media(media))
+        batch = PaddedBatch(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            labels=labels,
+            mm_token_type_ids=_token_types(model, input_ids),
+            media=_media(media),
+        )
         options = {"temperature": self.temperature, "entropy": compute_entropy}
         if compute_aux_loss:
             options["output_router_logits"] = True
-        results = []
-        for part in _parts(batch, media.get("num_images"), batch_size or len(input_ids)):
-            row = pack(part)
-            with self.accelerator.autocast():
-                result = PackedStep(model)(row, **options)
-            assert row.metadata is not None
-            results.append(replace(result, width=input_ids.shape[1], offsets=row.metadata.offsets))
+        parts = _parts(batch, media.get("num_images"), batch_size or len(input_ids))
+        results = [self._computed(model, part, options) for part in parts]
         predicting = slice(-logits_to_keep - 1, -1)
         logprobs = torch.cat([result.logprobs[:, predicting] for result in results])
-        entropies = torch.cat([result.entropies[:, predicting] for result in results]) if compute_entropy else None
-        aux_loss = torch.stack([result.aux_loss for result in results]).mean() if compute_aux_loss else None
-        return logprobs, entropies, aux_loss
+        entropies = [result.entropies[:, predicting] for result in results if result.entropies is not None]
+        aux_losses = [result.aux_loss for result in results if result.aux_loss is not None]
+        aux_loss = torch.stack(aux_losses).mean() if compute_aux_loss else None
+        return logprobs, torch.cat(entropies) if entropies else None, aux_loss
+
+    def _computed(self, model: nn.Module, batch: PaddedBatch, options: dict[str, Any]) -> StepResult:
+        """Run a batch as one row; its results have the places of the batch."""
+        policy: Any = self.model
+        row = pack(batch)
+        if self.share_prefixes is not None:
+            row = _shared(row, self.share_prefixes)
+        with self.accelerator.autocast():
+            result = PackedStep(model)(row, **options)
+        fraction = result.work.physical_tokens / batch.input_ids.numel()
+        self._metrics["train" if policy.training else "eval"]["packing/computed"].append(fraction)
+        return replace(result, width=batch.input_ids.shape[1], offsets=row.known_metadata.offsets)
 
 
 # ---------------------------------------------------------------------- samples of a batch
 
 
+def _shared(row: PackedRow, sharing: SharePrefixes) -> PackedRow:
+    """Find the row's prefix tree on the host, where pixels are compared."""
+    return share(row.to("cpu"), min_shared=sharing.min_shared)
+
+
+def _token_types(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor | None:
+    """int64 [B, S]: types of tokens, read off the ids; None: a text model. TRL's own are of one side of padding."""
+    core: Any = find_model(model)
+    family = packing_state(core).family
+    return family.media_types(input_ids, core.config) if family.has_vision else None
+
+
 def _media(columns: dict[str, Any]) -> Media:
-    """Pixels and grids; token types are read off the ids.
+    """Pixels and grids.
 
     Raises:
         ConfigError: media as a model of another family takes them.
@@ -143,13 +181,9 @@ def _parts(batch: PaddedBatch, num_images: list[int] | None, size: int) -> Itera
         if first < last and media.pixel_values is not None and media.image_grid_thw is not None:
             pixels = media.pixel_values[patches[first] : patches[last]]
             of_part = Media(pixel_values=pixels, image_grid_thw=media.image_grid_thw[first:last])
-        assert batch.labels is not None
-        yield PaddedBatch(
-            input_ids=batch.input_ids[samples],
-            attention_mask=batch.attention_mask[samples],
-            labels=batch.labels[samples],
-            media=of_part,
-        )
+        names = ("input_ids", "attention_mask", "labels", "mm_token_type_ids")
+        columns = {name: vars(batch)[name] for name in names if vars(batch)[name] is not None}
+        yield PaddedBatch(**{name: column[samples] for name, column in columns.items()}, media=of_part)
 
 
 # ---------------------------------------------------------------------- settings
