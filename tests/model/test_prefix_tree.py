@@ -1,6 +1,6 @@
-"""Rows with a prefix tree: every sample is what it is alone in plain transformers, and what samples share is computed once.
+"""Rows with a prefix tree: every sample is what it is alone in plain transformers, and shared tokens are computed once.
 
-Families x trees, each compared with every sample on its own through the untouched model; the work counted as it happens.
+Families x trees, each compared with every sample on its own through the untouched model; work is counted as it happens.
 Below it: other ways to hand rows in, what comes out in the coordinates of the row, and what each mechanism is worth.
 """
 
@@ -12,20 +12,17 @@ from unittest import mock
 
 import pytest
 import torch
-from equality import alone_through, by_sample, check_gradients, check_outputs, gradients, limits_of, outcome_of
+from equality import alone_through, check_gradients, check_outputs, gradients, limits_of
 from peft import LoraConfig, get_peft_model
 from tiers import tiers
-from trees import DEEP, STRANGER, VIDEOS, Piece, rollouts, samples_of, shared
+from trees import DEEP, STRANGER, VIDEOS, rollouts, samples_of, shared
 
 import vlmpack
-from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import FAMILIES
-from vlmpack.layout import IGNORE, PrefixTree, pack, recorded_syncs, share, unshare
+from vlmpack.layout import recorded_syncs, unshare
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
-from vlmpack.model.mechanisms import attention, gated_delta, gated_delta_tree
-from vlmpack.model.mechanisms.gated_delta_tree import DeltaTree, HandedState
-from vlmpack.model.prefix_tree_row import PrefixTreeRow
-from vlmpack.testing import VISION, padded, tiny_model
+from vlmpack.model.mechanisms import attention
+from vlmpack.testing import VISION, tiny_model
 
 TREES = {
     "deep": (DEEP, STRANGER),
