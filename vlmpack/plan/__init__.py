@@ -22,10 +22,12 @@ from vlmpack.plan.lengths import (
 from vlmpack.plan.packing_buffer import LOOK_AHEAD, ROWS_BUFFERED, PackingBuffer, whole_needs
 from vlmpack.plan.plan import Plan
 from vlmpack.plan.planner import ALIASES, STRATEGIES, middle, plan_bins, split_rows, strategy_name
+from vlmpack.plan.prefix_groups import ALONE, PrefixGroups, attended_pairs
 from vlmpack.plan.simulation import CAPACITIES, PaddedRecipe, Padding, Simulation, simulate
 
 __all__ = [
     "ALIASES",
+    "ALONE",
     "CAPACITIES",
     "COLUMNS",
     "EMPTY",
@@ -43,10 +45,12 @@ __all__ = [
     "PaddedRecipe",
     "Padding",
     "Plan",
+    "PrefixGroups",
     "Refused",
     "Schedule",
     "Simulation",
     "Summary",
+    "attended_pairs",
     "balance_rows",
     "best_subset",
     "check_seed",
