@@ -11,6 +11,7 @@ import torch
 
 from vlmpack.errors import LayoutError
 from vlmpack.layout.device import on_host, require, to_device
+from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.segments import Segments
 
 Grid = tuple[int, int, int]
@@ -48,6 +49,8 @@ class HostMetadata:
     """Ids of the samples, where they have them."""
     segments: Segments | None = None
     """The boundaries of a row in a batch dictionary; None of a padded batch, and in a `PackedRow`, which holds them."""
+    tree: PrefixTree | None = None
+    """The prefix tree of a row in a batch dictionary; None: samples share nothing, or a `PackedRow` holds it."""
 
     @property
     def spans(self) -> MaskSpans:
