@@ -23,6 +23,7 @@ from vlmpack.plan.packing_buffer import LOOK_AHEAD, ROWS_BUFFERED, PackingBuffer
 from vlmpack.plan.plan import Plan
 from vlmpack.plan.planner import ALIASES, STRATEGIES, middle, plan_bins, split_rows, strategy_name
 from vlmpack.plan.prefix_groups import ALONE, PrefixGroups, attended_pairs
+from vlmpack.plan.prefix_marks import PrefixMarks, groups_of_marks
 from vlmpack.plan.simulation import CAPACITIES, PaddedRecipe, Padding, Simulation, simulate
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "Padding",
     "Plan",
     "PrefixGroups",
+    "PrefixMarks",
     "Refused",
     "Schedule",
     "Simulation",
@@ -57,6 +59,7 @@ __all__ = [
     "checked_capacity",
     "checked_lengths",
     "divided_up",
+    "groups_of_marks",
     "histogram",
     "middle",
     "plan_bins",
