@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -24,10 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from PIL import Image
-
 from vlmpack.collate import Encoded, VLMCollator, sample_id_of
-from vlmpack.data import ImageError, ImageLimits, load_image, read_encoded
 from vlmpack.errors import ConfigError, Refusal, SampleError
 from vlmpack.files import atomic_file, unreadable, writing
 from vlmpack.loading import MapStyle, digest_of, sample_at
@@ -37,6 +33,7 @@ from vlmpack.store.executors import InOrder
 from vlmpack.store.folder import WorkFolder
 from vlmpack.store.manifest import NAME, Shard, read_left_out, sha256_of
 from vlmpack.store.records import CHECKSUMS, MEDIA, Images, checksums, open_writer, pyarrow, record_of, schema
+from vlmpack.store.symbols import content_sums
 
 TAIL = 8
 """Bytes behind a footer: its length in 4 bytes, and b"PAR1"."""
@@ -271,27 +268,11 @@ def sample_digest(sample: Any, collator: VLMCollator) -> str:
         collator: its limits hold for images.
     """
     try:
-        content = [sample_id_of(sample), *content_of(sample, collator, partial(_sums, limits=collator.limits))]
+        content = [sample_id_of(sample), *content_of(sample, collator, partial(content_sums, limits=collator.limits))]
         text = json.dumps(content, default=plain, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
     except (Refusal, ConfigError, TypeError, ValueError, RecursionError):  # bad, or tokenised before
         return digest_of(sample)
-
-
-def _sums(source: Any, limits: ImageLimits) -> Any:
-    """Sum up an image by its length, CRC-32 and Adler-32; its size comes first where it is decoded already.
-
-    They take a third of the time of SHA-256, and are enough against accidents.
-    """
-    try:
-        if isinstance(source, Image.Image):
-            image = load_image(source, limits=limits)
-            data, size = image.tobytes(), [image.size]
-        else:
-            data, size = read_encoded(source, limits=limits), []
-    except ImageError as error:
-        return error.reason
-    return [*size, len(data), zlib.crc32(data), zlib.adler32(data)]
 
 
 def check_unchanged(
