@@ -21,7 +21,7 @@ from vlmpack.plan.lengths import (
 )
 from vlmpack.plan.packing_buffer import LOOK_AHEAD, ROWS_BUFFERED, PackingBuffer, whole_needs
 from vlmpack.plan.plan import Plan
-from vlmpack.plan.planner import ALIASES, STRATEGIES, middle, plan_bins, split_rows, strategy_name
+from vlmpack.plan.planner import ALIASES, STRATEGIES, cut_group, middle, plan_bins, split_rows, strategy_name
 from vlmpack.plan.prefix_groups import ALONE, PrefixGroups, attended_pairs
 from vlmpack.plan.prefix_marks import PrefixMarks, groups_of_marks
 from vlmpack.plan.simulation import CAPACITIES, PaddedRecipe, Padding, Simulation, simulate
@@ -58,6 +58,7 @@ __all__ = [
     "check_seed",
     "checked_capacity",
     "checked_lengths",
+    "cut_group",
     "divided_up",
     "groups_of_marks",
     "histogram",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from vlmpack.plan.lengths import (
 )
 from vlmpack.plan.packing_buffer import rolling_fill
 from vlmpack.plan.plan import Plan
-from vlmpack.plan.prefix_groups import PrefixGroups
+from vlmpack.plan.prefix_groups import ALONE, PrefixGroups
 
 STRATEGIES: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "exact_fill": exact_fill,
@@ -195,14 +196,41 @@ def _needs(groups: PrefixGroups, lengths: np.ndarray, capacity: int, budgets: Se
 def _place_groups(needs: Needs, strategy: str, samples: np.ndarray) -> np.ndarray:
     """The bin of each of `samples`: groups, or pieces of them, are placed as samples are without groups."""
 
-    def place(costs: np.ndarray, limits: np.ndarray) -> np.ndarray:
-        """A branch of no tokens, a sample that is its prefix, counts as one; a limit that a prefix uses up, as 1."""
-        lengths, least = np.maximum(costs[:, 0], 1), np.maximum(limits, 1).tolist()
-        budgets = [Budget(name=str(at), costs=costs[:, at], limit=least[at]) for at in range(1, len(least))]
-        return _place(lengths, least[0], strategy, budgets, np.arange(len(lengths)))
-
+    place = partial(_place_costs, strategy=strategy)
     item_of = make_items(needs, samples, place)
     return place(needs.sums(samples, item_of), needs.limits)[item_of]
+
+
+def _place_costs(costs: np.ndarray, limits: np.ndarray, *, strategy: str) -> np.ndarray:
+    """int64 [U]: the bin of each unit, by its costs [U, D] of what is limited to [D], tokens first.
+
+    A branch of no tokens, a sample that is its prefix, counts as one; a limit that a prefix uses up, as 1.
+    """
+    lengths, least = np.maximum(costs[:, 0], 1), np.maximum(limits, 1).tolist()
+    budgets = [Budget(name=str(at), costs=costs[:, at], limit=least[at]) for at in range(1, len(least))]
+    return _place(lengths, least[0], strategy, budgets, np.arange(len(lengths)))
+
+
+def cut_group(needs: Sequence[tuple[int, ...]], prefix: tuple[int, ...], limits: tuple[int, ...]) -> list[list[int]]:
+    """Cut samples that share one prefix into pieces that fit a row each, the longest branches first.
+
+    Args:
+        needs: n times (tokens, and what else is limited) of a sample, which fits a row alone.
+        prefix: the same of the prefix.
+        limits: of a row.
+
+    Returns:
+        The samples of each piece, rising, by their places in `needs`; pieces in the order of their first samples.
+    """
+    samples = np.arange(len(needs))
+    group = PrefixGroups(
+        of_samples=np.zeros_like(samples), parents=np.array([ALONE]), tokens=np.array([prefix[0] or 1])
+    )
+    columns = np.array(needs, np.int64).reshape(len(needs), -1)
+    together = Needs(groups=group, of_samples=columns, of_groups=np.array([prefix]), limits=np.array(limits))
+    piece_of = make_items(together, samples, partial(_place_costs, strategy="best_fit_decreasing"))
+    order = np.argsort(piece_of, kind="stable")
+    return [piece.tolist() for piece in np.split(order, np.flatnonzero(np.diff(piece_of[order])) + 1)]
 
 
 def _check_settings(
