@@ -32,7 +32,17 @@ from vlmpack.store.cache import content_of, plain
 from vlmpack.store.executors import InOrder
 from vlmpack.store.folder import WorkFolder
 from vlmpack.store.manifest import NAME, Shard, read_left_out, sha256_of
-from vlmpack.store.records import CHECKSUMS, MEDIA, Images, checksums, open_writer, pyarrow, record_of, schema
+from vlmpack.store.records import (
+    CHECKSUMS,
+    MEDIA,
+    Images,
+    checksums,
+    each_medium_once,
+    open_writer,
+    pyarrow,
+    record_of,
+    schema,
+)
 from vlmpack.store.symbols import content_sums
 
 TAIL = 8
@@ -113,7 +123,7 @@ class ShardWriter:
     def _write(self, job: ShardJob, path: Path) -> None:
         """Write the rows one by one; an error that the data set raises is no error of the file."""
         written = []
-        with open_writer(path, has_media=self.has_media) as writer:
+        with open_writer(path, has_media=self.has_media, is_shared=self._is_shared) as writer:
             for planned in job.rows:
                 row = self._row(planned)
                 written.append(checksums(row))
@@ -125,10 +135,16 @@ class ShardWriter:
         features = [self.dataset[sample.place] for sample in planned]
         samples = [self._outline(feature, sample) for feature, sample in zip(features, planned, strict=True)]
         digests = [sample_digest(feature, self.collator) for feature in features]
-        columns = schema(has_media=self.has_media)
+        columns = schema(has_media=self.has_media, is_shared=self._is_shared)
         places = [sample.place for sample in planned]
         record = record_of(samples, places, digests, self.images, self.collator.limits)
+        if self._is_shared:
+            record = each_medium_once(record)
         return pyarrow().Table.from_pylist([{name: record[name] for name in columns.names}], schema=columns)
+
+    @property
+    def _is_shared(self) -> bool:
+        return self.collator.share_prefixes is not None
 
     def _outline(self, feature: Any, planned: PlannedSample) -> Encoded:
         sample = self.collator.measure(feature, planned.place)

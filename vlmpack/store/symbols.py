@@ -14,11 +14,12 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 
 from vlmpack.collate import Encoded, ProcessorMetadata, Visual
 from vlmpack.data import ImageError, ImageLimits, load_image, read_encoded
-from vlmpack.layout import IMAGE, VIDEO
+from vlmpack.layout import IMAGE, VIDEO, HostMetadata, PackedRow, PrefixTree, Segments, find_prefix_tree
 from vlmpack.plan import PrefixMarks
 
 STRIDE = 61
@@ -48,6 +49,43 @@ def content_sums(source: Any, limits: ImageLimits) -> Any:
     return [*size, len(data), zlib.crc32(data), zlib.adler32(data)]
 
 
+def media_numbers(visuals: Sequence[Visual], limits: ImageLimits) -> list[int]:
+    """Return a number of 63 bits for the content and grid of each image or video, which is far above all token ids.
+
+    Args:
+        visuals: cut into patches or only measured; their sources are read whole.
+        limits: caps for images.
+    """
+    return [_number(visual, limits) for visual in visuals]
+
+
+def tree_of(samples: Sequence[Encoded], *, limits: ImageLimits, min_shared: int) -> PrefixTree | None:
+    """Find the prefix tree of the row of some samples, without their pixels; None: they share nothing.
+
+    Args:
+        samples: of a row without padding, in its order; sources of their media are read whole.
+        limits: caps for images.
+        min_shared: of `SharePrefixes`.
+    """
+    if not samples:
+        return None
+    images = [image for sample in samples for image in sample.images]
+    videos = [video for sample in samples for video in sample.videos]
+    segments = Segments.from_lengths([sample.num_tokens for sample in samples])
+    columns = (np.concatenate([sample.input_ids for sample in samples]), np.concatenate([s.types for s in samples]))
+    ids, types = (torch.from_numpy(column).view(1, -1) for column in columns)
+    metadata = HostMetadata(
+        lengths=segments.lengths,
+        image_grids=tuple(image.grid for image in images),
+        video_grids=tuple(video.grid for video in videos),
+        images_per_sample=tuple(len(sample.images) for sample in samples) if images else (),
+        videos_per_sample=tuple(len(sample.videos) for sample in samples) if videos else (),
+    )
+    row = PackedRow(input_ids=ids, segments=segments, mm_token_type_ids=types, metadata=metadata)
+    numbers = {"images": media_numbers(images, limits), "videos": media_numbers(videos, limits)}
+    return find_prefix_tree(row, **numbers, min_shared=min_shared)
+
+
 def marks_of(sample: Encoded, metadata: ProcessorMetadata, limits: ImageLimits) -> PrefixMarks:
     """Mark what a sample begins with, for `groups_of_marks`.
 
@@ -61,7 +99,7 @@ def marks_of(sample: Encoded, metadata: ProcessorMetadata, limits: ImageLimits) 
     for kind, visuals in ((IMAGE, sample.images), (VIDEO, sample.videos)):
         places = np.flatnonzero(sample.types == kind)
         tokens = [prod(visual.grid) // metadata.merge_size**2 for visual in visuals]
-        symbols[places] = np.repeat([_number(visual, limits) for visual in visuals], tokens)
+        symbols[places] = np.repeat(media_numbers(visuals, limits), tokens)
         ends += (places[np.cumsum(tokens) - 1] + 1).tolist() if visuals else []
         patches += [prod(visual.grid) for visual in visuals]
     media = np.array(sorted(zip(ends, patches, strict=True)), np.int64).reshape(-1, 2)
@@ -71,7 +109,6 @@ def marks_of(sample: Encoded, metadata: ProcessorMetadata, limits: ImageLimits) 
 
 
 def _number(visual: Visual, limits: ImageLimits) -> int:
-    """A number of 63 bits of an image's or video's content and grid, above all token ids but for accidents."""
     content = [_content(visual, limits), visual.grid, visual.seconds, visual.timestamps]
     digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
