@@ -50,7 +50,7 @@ class ProbedModel:
     """A model and its family."""
 
     model: nn.Module
-    """As it was passed: perhaps a wrapper (PEFT) around the model itself."""
+    """The model that was passed: perhaps a wrapper (PEFT) around the model itself."""
     core: Any
     """The model itself, with its head and its configuration."""
     family: Family
@@ -221,7 +221,7 @@ class ForwardPass(Protocol):
     """A way to run samples through a model together."""
 
     def segments(self, samples: Sequence[Sample]) -> Segments:
-        """Where each sample lies."""
+        """Return the boundaries of the samples."""
         ...
 
     def __call__(self, samples: Sequence[Sample]) -> ForwardResult:

@@ -52,7 +52,7 @@ class ProbeSetup:
 
     @property
     def segments(self) -> Segments:
-        """Where each sample lies in the row with gaps."""
+        """The samples' boundaries in the row with gaps."""
         return segments_of(self.samples, GAPS.settings(self.settings, self.samples).slots)
 
     @property

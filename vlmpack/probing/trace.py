@@ -72,7 +72,7 @@ class Trace:
     samples: Sequence[Sample]
     """In row order."""
     segments: Segments
-    """Where they lie in the row."""
+    """Their boundaries in the row."""
     attention: Mapping[str, ModuleCall]
     """The attention of each layer of the text model that has it, by name."""
     delta: Mapping[str, ModuleCall]
