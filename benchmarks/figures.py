@@ -35,7 +35,7 @@ class BenchSettings:
     """Time that one case may take (for one family), in seconds; it always gets its least number of rounds. A run of
     several hands it out anew before each, by what is left."""
     clock: Clock = "wall"
-    """The clock that decides: "wall", or on a machine that others use too "cpu" (time of all threads of this process)."""
+    """The clock that decides: "wall", or "cpu" (time of all threads of this process), for a machine that others use."""
     seed: int = 0
     """Of weights, ids and pixels."""
 

@@ -1,7 +1,7 @@
 """Four gloo ranks, started by test_context.py: python four_ranks.py FOLDER.
 
-They are forks of a process that has imported everything: that takes longer than what they compute. Every case goes through one step on one rank alone and through one shared by several. Rank 0 writes what it saw to
-FOLDER/result.json.
+They are forks of a process that has imported everything: that takes longer than what they compute. Every case goes
+through one step on one rank alone and through one shared by several. Rank 0 writes what it saw to FOLDER/result.json.
 """
 
 from __future__ import annotations
