@@ -28,6 +28,7 @@ from vlmpack.layout.device import (
     to_device,
 )
 from vlmpack.layout.packing import pack, unpack
+from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import (
     IGNORE,
     DepthTargets,
@@ -40,11 +41,13 @@ from vlmpack.layout.row import (
     unshift_labels,
 )
 from vlmpack.layout.segments import Layout, Precision, Segments, SlotRule, checked_boundaries, ranges, round_up
+from vlmpack.layout.sharing import MIN_SHARED, content_numbers, find_prefix_tree, share, unshare
 
 __all__ = [
     "IGNORE",
     "IMAGE",
     "METADATA_KEY",
+    "MIN_SHARED",
     "TEXT",
     "VIDEO",
     "Buckets",
@@ -59,6 +62,7 @@ __all__ = [
     "PackedRow",
     "PaddedBatch",
     "Precision",
+    "PrefixTree",
     "Segments",
     "SlotRule",
     "Spaced",
@@ -66,6 +70,8 @@ __all__ = [
     "check_is_tensor",
     "check_none_on_padding",
     "checked_boundaries",
+    "content_numbers",
+    "find_prefix_tree",
     "lengths_from_mask",
     "nothing_on_host",
     "on_host",
@@ -76,10 +82,12 @@ __all__ = [
     "require",
     "roll_left",
     "round_up",
+    "share",
     "shift_labels",
     "stops_of_tokens",
     "to_device",
     "unpack",
+    "unshare",
     "unshift_labels",
     "whole_numbers",
 ]
