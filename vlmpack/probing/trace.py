@@ -61,6 +61,10 @@ class ModuleCall:
             args, kwargs = (), {**kwargs, "hidden_states": hidden}
         return _tensors_in(functional_call(self.module, dict(weights or {}), args, kwargs))
 
+    def rerun_plain(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Run a layer that takes nothing but hidden states as a plain model does, without a row."""
+        return _tensors_in(functional_call(self.module, dict(weights), (), {"hidden_states": hidden}))
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
