@@ -16,7 +16,7 @@ from vlmpack.layout.batch import (
     lengths_from_mask,
     whole_numbers,
 )
-from vlmpack.layout.buckets import Buckets, Spaced
+from vlmpack.layout.buckets import Bucket, Buckets, Spaced
 from vlmpack.layout.device import (
     HostSync,
     around_graph,
@@ -50,6 +50,7 @@ __all__ = [
     "MIN_SHARED",
     "TEXT",
     "VIDEO",
+    "Bucket",
     "Buckets",
     "DepthTargets",
     "Grid",
