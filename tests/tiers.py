@@ -2,7 +2,8 @@
 
 `make test` leaves out what is marked `full`; `make test-full` runs everything. A function with several parameters and
 the mark `pairwise` stays in the short tier with few of its cases: every pair of values of two parameters is in one of
-them. With the mark `each_value` every value is. The others are marked `full` here.
+them. With the mark `each_value` every value is. The others are marked `full` here. Cases of a value that is itself in
+the full tier only stay there, and show nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ def mark_products(items: Iterable[pytest.Item]) -> None:
     """Mark as `full` what shows no new pair of values (`pairwise`) or no new value (`each_value`); ever the same."""
     products: dict[str, list[tuple[pytest.Item, set[Any]]]] = {}
     for item in items:
+        if item.get_closest_marker("full"):
+            continue
         together = 2 if item.get_closest_marker("pairwise") else 1
         if together == 2 or item.get_closest_marker("each_value"):
             values = [(name, repr(value)) for name, value in item.callspec.params.items()]  # pyright: ignore
