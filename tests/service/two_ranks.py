@@ -17,9 +17,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from step_service import ADAM, lora, request, some_data, tiny_engine, weights
 
 from vlmpack.errors import RequestError
-from vlmpack.service.distributed import DistributedEngine, follow, join
+from vlmpack.service.distributed import DistributedEngine, follow
 from vlmpack.service.engine import Engine
 from vlmpack.service.messages import Datum, Failure
+from vlmpack.service.processes import join
 
 RATED = ("weights", "logprobs", "advantages")
 LIMITS = {"row_tokens": 24}

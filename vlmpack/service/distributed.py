@@ -13,21 +13,13 @@ torchrun gives them; nothing that a client sends is ever unpickled.
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import secrets
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
-
-import torch
-from torch import distributed as dist
 
 from vlmpack.errors import ConfigError, RequestError
 from vlmpack.service.datums import EncodedRequest, EncodedSequence
@@ -41,59 +33,13 @@ from vlmpack.service.messages import (
     OptimStepResult,
     Sample,
 )
+from vlmpack.service.processes import FAILED, end
 from vlmpack.service.ranks import Ranks
 from vlmpack.service.row_work import RowWork
 from vlmpack.service.rows import WorkCount
 from vlmpack.service.sampling import SamplingEngine
 
 log = logging.getLogger(__name__)
-
-
-def launch(workers: int, arguments: Sequence[str]) -> None:
-    """Start the other ranks of this machine; this process goes on as rank 0.
-
-    Args:
-        workers: ranks, this one included.
-        arguments: of the `vlmpack` command that the others run too, such as `sys.argv[1:]`.
-    """
-    threads = str(max(1, (os.cpu_count() or 1) // workers))
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(int(threads))
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(workers)}
-    others = []
-    for rank in range(1, workers):
-        of_rank = {"OMP_NUM_THREADS": threads, **os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, "-m", "vlmpack.cli", *arguments]
-        # a session of its own: Ctrl-C is for rank 0, which stops the others
-        others.append(subprocess.Popen(command, env=of_rank, stdin=subprocess.DEVNULL, start_new_session=True))
-    os.environ.update(shared, RANK="0", LOCAL_RANK="0")
-    atexit.register(_terminate, others)
-
-
-def _terminate(others: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End ranks that rank 0 leaves behind before it leads them."""
-    for other in others:
-        other.terminate()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def join() -> Ranks | None:
-    """Join the other ranks, if `launch` or torchrun made this process one of several; None: it is alone.
-
-    A GPU is chosen by the local rank.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return None
-    has_gpus = torch.cuda.is_available()
-    if has_gpus:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo")
-    return Ranks()
 
 
 # ---------------------------------------------------------------------- commands
@@ -176,8 +122,8 @@ def follow(engine: Engine, ranks: Ranks) -> None:
         try:
             command: Command = ranks.receive()
         except RuntimeError:
-            log.info("rank 0 is gone")
-            return
+            log.error("rank 0 is gone")
+            end(FAILED)
         if command.method == "stop":
             return
         try:
