@@ -145,8 +145,12 @@ def _serve(source: ModelSource, settings: ServiceSettings, place: Place, launche
     ranks = join(launched)
     _log_to_stderr()
     if ranks is not None and ranks.rank > 0:
-        ranks.receive()  # when rank 0 has made the demo's model
-        follow_rank_0(source.load(), settings, ranks)
+        try:
+            ranks.receive()  # when rank 0 has made the demo's model
+            follow_rank_0(source.load(), settings, ranks)
+        except ConnectionError as error:
+            logging.getLogger("vlmpack.service").error("%s, and so rank %d ends", error, ranks.rank)
+            end(1)
         end(0)
     key = os.environ.get(KEY_VARIABLE)
     settings = replace(settings, key=check_key(key, KEY_VARIABLE) if key else read_key(place.key_file))

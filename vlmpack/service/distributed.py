@@ -13,7 +13,6 @@ torchrun gives them; nothing that a client sends is ever unpickled.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import signal
 from collections.abc import Sequence
@@ -33,13 +32,10 @@ from vlmpack.service.messages import (
     OptimStepResult,
     Sample,
 )
-from vlmpack.service.processes import FAILED, end
 from vlmpack.service.ranks import Ranks
 from vlmpack.service.row_work import RowWork
 from vlmpack.service.rows import WorkCount
 from vlmpack.service.sampling import SamplingEngine
-
-log = logging.getLogger(__name__)
 
 
 # ---------------------------------------------------------------------- commands
@@ -114,16 +110,16 @@ class Rank:
 
 
 def follow(engine: Engine, ranks: Ranks) -> None:
-    """Do what rank 0 does until it stops; for every rank but that one."""
+    """Do what rank 0 does until it stops; for every rank but that one.
+
+    Raises:
+        ConnectionError: rank 0 is gone.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all: rank 0 drains, and stops the others then
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank = Rank(engine, ranks)
     while True:
-        try:
-            command: Command = ranks.receive()
-        except RuntimeError:
-            log.error("rank 0 is gone")
-            end(FAILED)
+        command: Command = ranks.receive()
         if command.method == "stop":
             return
         try:

@@ -37,9 +37,16 @@ class Ranks:
         dist.broadcast_object_list([value], src=0, group=self._control)
 
     def receive(self) -> Any:
-        """Receive what rank 0 sends; blocks until then."""
+        """Receive what rank 0 sends; blocks until then.
+
+        Raises:
+            ConnectionError: rank 0 is gone.
+        """
         values = [None]
-        dist.broadcast_object_list(values, src=0, group=self._control)
+        try:
+            dist.broadcast_object_list(values, src=0, group=self._control)
+        except RuntimeError as error:
+            raise ConnectionError("rank 0 is gone") from error
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
