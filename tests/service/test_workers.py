@@ -32,6 +32,7 @@ ROWS = ("--row-tokens", "40")
 """So that a batch is several rows: each rank has some."""
 GONE_WITHIN = 30.0
 WAYS = ["workers", "torchrun"]
+OPTIONS = {"one": (), "workers": ("--workers", "2"), "sharded": ("--workers", "2", "--shard")}
 
 
 @contextmanager
@@ -41,7 +42,7 @@ def serving(folder: Path, way: str) -> Iterator[Server]:
     if way == "torchrun":
         server = Server(folder / "state", *ROWS, launcher=TORCHRUN)
     else:
-        server = Server(folder / "state", *ROWS, "--workers", "2" if way == "workers" else "1")
+        server = Server(folder / "state", *ROWS, *OPTIONS[way])
     try:
         yield server
     finally:
@@ -93,7 +94,7 @@ def check_equal(server: Server, expected: dict[str, Any], tensors: dict[str, np.
         np.testing.assert_allclose(tensor, tensors[name], rtol=1e-4, atol=close, err_msg=name)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, "sharded"])
 def test_two_ranks_are_one_service(tmp_path: Path, way: str, alone: Any) -> None:
     """Equal results and checkpoints; SIGTERM to rank 0 ends all with status 0."""
     with serving(tmp_path / "two", way) as server:
@@ -124,7 +125,7 @@ def test_rank_0_that_cannot_serve_leaves_no_process(tmp_path: Path, way: str) ->
     with serving(tmp_path / "first", "one") as server:
         second = [*(TORCHRUN if way == "torchrun" else TORCHRUN[:1]), *server.command[1:]]
         second[second.index("--state") + 1] = state = str(tmp_path / "second")
-        second[second.index("--workers") + 1] = "2"
+        second += OPTIONS["workers"]
         ended = subprocess.run(second, capture_output=True, text=True, timeout=120)  # returns when no process has them
         assert ended.returncode != 0
         assert "cannot be served" in ended.stderr

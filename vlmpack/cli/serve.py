@@ -67,6 +67,9 @@ def serve(
         options.word(*SAMPLERS, help="exact; fast: rounding may change tokens of a seed; vllm: fast on a GPU."),
     ] = "exact",
     workers: Annotated[int, typer.Option(min=1, help="Data-parallel processes on this machine.")] = 1,
+    shard: Annotated[
+        bool, typer.Option("--shard", help="Shard the base model over the workers (FSDP2); adapters only.")
+    ] = False,
 ) -> None:
     """Serve packed training steps and sampling to the tinker client, on one base model.
 
@@ -93,9 +96,12 @@ def serve(
         gradient_checkpointing=gradient_checkpointing,
         share_rows=share_rows,
         sampler=sampler,
+        shard_on=options.torch_device(device).type if shard else None,
     )
     chosen = str(options.torch_device(device))
-    source = ModelSource(model=model, folder=folder / DEMO_FOLDER, name=served, device=chosen, dtype=dtype)
+    source = ModelSource(
+        model=model, folder=folder / DEMO_FOLDER, name=served, device=chosen, dtype=dtype, is_sharded=shard
+    )
     place = Place(key_file=(key_file or folder / "key").expanduser(), host=host, port=port)
     _serve(source, settings, place, launched)
 
@@ -115,6 +121,8 @@ class ModelSource:
     """Of torch."""
     dtype: str | None
     """Of the weights; None: float32 on a CPU, bfloat16 elsewhere."""
+    is_sharded: bool
+    """True if the model is read on the CPU, to be sharded from there."""
 
     def load(self) -> Base:
         """Load model and processor."""
@@ -122,7 +130,8 @@ class ModelSource:
 
         dtype = self.dtype or ("float32" if self.device == "cpu" else "bfloat16")
         with quiet_transformers():
-            return load_base(self.model or str(self.folder), name=self.name, device=self.device, dtype=dtype)
+            device = "cpu" if self.is_sharded else self.device
+            return load_base(self.model or str(self.folder), name=self.name, device=device, dtype=dtype)
 
 
 @final

@@ -5,7 +5,8 @@ from __future__ import annotations
 from vlmpack.service.engine import Engine, EngineConfig
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import Datum, ForwardBackward, ImageChunk, LoraConfig, TextChunk
-from vlmpack.service.processes import Launched, end, join
+from vlmpack.service.processes import Launched, join
+from vlmpack.service.ranks import end
 from vlmpack.service.server import (
     Base,
     Service,

@@ -14,17 +14,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import torch
 from torch import distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from vlmpack.service.ranks import Ranks
+from vlmpack.service.ranks import FAILED, Ranks, end
 
 log = logging.getLogger("vlmpack.service")
 
-FAILED = 1
-"""Exit status of a rank that cannot go on."""
 LAUNCHED = "VLMPACK_LAUNCHED"
 """Variable of processes that `launch` started, whose standard input is a pipe from rank 0."""
 LAST_SECONDS = 10.0
@@ -42,7 +41,7 @@ class Launched:
             workers: ranks, this one included.
             arguments: of the `vlmpack` command that the others run too, such as `sys.argv[1:]`.
         """
-        self.store = dist.TCPStore("127.0.0.1", 0, workers, is_master=True, wait_for_workers=False)
+        self.store = TCPStore("127.0.0.1", 0, workers, is_master=True, wait_for_workers=False)
         """Where the ranks find each other."""
         threads = str(max(1, (os.cpu_count() or 1) // workers))
         if "OMP_NUM_THREADS" not in os.environ:
@@ -83,20 +82,13 @@ def join(launched: Launched | None = None) -> Ranks | None:
     store = None if launched is None else launched.store
     if LAUNCHED in os.environ:
         threading.Thread(target=_end_with_rank_0, name="vlmpack-rank-0", daemon=True).start()
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False)
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False)
     has_gpus = torch.cuda.is_available()
     if has_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     place: dict[str, Any] = {} if store is None else {"store": store, "rank": int(os.environ["RANK"])}
     dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", world_size=size, **place)
     return Ranks()
-
-
-def end(status: int) -> NoReturn:
-    """End this process at once. All is on the disk; process groups whose other ranks are gone cannot be destroyed."""
-    logging.shutdown()
-    sys.stdout.flush()
-    os._exit(status)
 
 
 def _end_with(rank: int, other: subprocess.Popen[bytes]) -> None:
