@@ -25,7 +25,8 @@ LIMITS = {"row_tokens": 24}
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
     """One rank, which is all of them."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield Ranks()
     dist.destroy_process_group()
 
