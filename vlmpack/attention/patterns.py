@@ -54,7 +54,9 @@ class Pattern:
 
     def of_heads(self, first: int, count: int) -> Pattern:
         """The pattern of `count` heads from head `first` on."""
-        return self if self.sinks is None else replace(self, sinks=self.sinks[first : first + count])
+        if self.sinks is None or len(self.sinks) == count:
+            return self
+        return replace(self, sinks=self.sinks[first : first + count])
 
 
 CAUSAL = Pattern()
