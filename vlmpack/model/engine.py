@@ -305,6 +305,9 @@ def _check_vocabulary(row: PackedRow, size: int) -> None:
 
 # ---------------------------------------------------------------------- the result
 
+Head = Callable[[torch.Tensor], torch.Tensor]
+"""Hidden states [l, D] to logits [l, V]."""
+
 
 @outside_graph
 def _finish(setup: RowSetup, mechanisms: Sequence[Mechanism], entries: Mapping[str, Any]) -> Work:
@@ -334,7 +337,7 @@ def _result(
     work: Work,
 ) -> StepResult:
     """Hidden states [1, t, D] to the result: the head on labelled positions; sums and counts of the row."""
-    row, part, head = setup.row, setup.part, setup.model.family.head(setup.model.core)
+    row, part, head = setup.row, setup.part, setup.model.family.to_logits(setup.model.core)
     labels, num_targets = row.shift_labels, setup.metadata.num_targets
     if labels is None:
         labels, num_targets = torch.full_like(row.input_ids, IGNORE), 0
@@ -388,7 +391,7 @@ def _items(items: torch.Tensor | float | None, targets: int) -> torch.Tensor | f
 
 
 def _logprobs_of(
-    hidden: torch.Tensor, labels: torch.Tensor, index: torch.Tensor, head: nn.Module, chunk: int
+    hidden: torch.Tensor, labels: torch.Tensor, index: torch.Tensor, head: Head, chunk: int
 ) -> torch.Tensor:
     """float32 [L]: log-probabilities of these targets."""
     if index.numel() == 0:
@@ -399,8 +402,6 @@ def _logprobs_of(
 
 
 # ---------------------------------------------------------------------- the head, a chunk at a time
-
-Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 def target_positions(shift_labels: torch.Tensor, num_targets: int | None) -> torch.Tensor:

@@ -213,7 +213,7 @@ def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> An
         call.result = result
     output = PackedOutput.of(result, has_labels=row.shift_labels is not None, is_row=is_row, routers=bool(routers))
     if keep is not None:
-        output.logits = result.kept_logits(keep, state.family.head(core))
+        output.logits = result.kept_logits(keep, state.family.to_logits(core))
     return output.in_order(state.family) if as_tuple else output
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch import nn
 from transformers.utils.generic import ModelOutput
 
 from vlmpack.families import Family
