@@ -30,6 +30,7 @@ from vlmpack.errors import BackendError, ConfigError
 from vlmpack.families import Family
 from vlmpack.layout import Segments, outside_graph
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup, is_subclassed
+from vlmpack.model.mechanisms.stock import MaskFunction, check_pattern, layer_masks
 from vlmpack.model.plain import check_not_bypassed, warn_past_the_forward
 from vlmpack.model.row import CONTEXT, RowContext
 
@@ -42,11 +43,13 @@ OF_VISION = "vision"
 class RowAttention:
     """A row's entry."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, masks: Mapping[int, MaskFunction] | None = None) -> None:
         self.backend = backend
         """Name of the attention back-end, or "auto"."""
         self.calls = 0
         """Calls of packed attention in the text model so far."""
+        self.masks = masks
+        """The mask of each layer in the model's own code, by its number; None: not compared."""
         self.windows: set[int | None] = set()
         """The windows of the text model's layers that were called; None: of those that have none."""
 
@@ -70,6 +73,8 @@ class Attention(Mechanism):
         for name, module in _callers(model):
             if not isinstance(config := module.config, _StandIn):
                 module.config = _stand_in(config, name)
+        if not _has_own_masks(model):
+            layer_masks(model, again=True)
 
     def detach(self, model: ModelParts, *, kept: Set[int] = frozenset()) -> None:
         """Restore the configurations."""
@@ -89,8 +94,8 @@ class Attention(Mechanism):
         return next(_not_computed(model, callers), None)
 
     def prepare(self, setup: RowSetup) -> RowAttention:
-        """Pass the name of the back-end on."""
-        return RowAttention(setup.backend)
+        """Pass the name of the back-end and the masks of layers on."""
+        return RowAttention(setup.backend, None if _has_own_masks(setup.model) else layer_masks(setup.model))
 
     def work(self, setup: RowSetup, entry: RowAttention) -> Mapping[str, int]:
         """Pairs of the layers with a window, and of those without."""
@@ -220,8 +225,7 @@ def _not_computed(model: ModelParts, callers: list[tuple[str, Any]]) -> Iterator
     for config in (model.core.config, model.text.config):
         if getattr(config, "is_causal", None) is False:
             yield f"is_causal is False in the model's {type(config).__name__}, but {_CAUSAL}"
-    # a mechanism with attention of its own, which packed rows call too
-    calls_own = any("attention" in parts for parts in model.family.mechanisms.values())
+    calls_own = _has_own_masks(model)
     stock: set[tuple[str, type[nn.Module]]] = set()
     for name, module in callers:
         if name == TEXT:
@@ -232,6 +236,11 @@ def _not_computed(model: ModelParts, callers: list[tuple[str, Any]]) -> Iterator
         if kind not in stock and "is_causal" in vars(module):
             yield from _function_problems(kind[0], module)
             stock.add(kind)
+
+
+def _has_own_masks(model: ModelParts) -> bool:
+    """Return whether a mechanism has attention of its own, which packed rows call too."""
+    return any("attention" in parts for parts in model.family.mechanisms.values())
 
 
 _CAUSAL = (
@@ -312,12 +321,13 @@ def _text_attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, Any]:
     row: RowContext | None = kwargs.pop(CONTEXT, None)
+    layer: Any = module.layer_idx
     if row is None:
         check_not_bypassed(kwargs)
         if module.training and not is_subclassed(module):  # sparse attention is given a mask of its indexer's choice
             warn_past_the_forward(args[0] if args else kwargs.get("attention_mask"))
         return _call_original(module, query, key, value, *args, **kwargs)
-    return run_on_row(query, key, value, row, **_settings(module, kwargs, causal=True)), None
+    return run_on_row(query, key, value, row, layer=layer, **_settings(module, kwargs, causal=True)), None
 
 
 def _vision_attention(
@@ -347,11 +357,14 @@ def run_on_row(
     dropout: float,
     vision: torch.Tensor | None = None,
     pattern: Pattern = CAUSAL,
+    layer: int | None = None,
 ) -> torch.Tensor:
     """transformers' [1, N, T, H] in, its [1, T, N, H] out. `vision`: boundaries of a vision block; None: text."""
     entry: RowAttention = row.entries[Attention.name]
     if vision is None:
         entry.calls += 1
+        if entry.masks is not None and layer is not None:
+            check_pattern(entry.masks.get(layer), pattern, layer)
         entry.windows.add(pattern.window)
     segments = row.segments if vision is None else row.entries[OF_VISION].find(vision, query.shape[2])
     q_TNH, k_TKH, v_TKH = (_in_autocast(x.squeeze(0).transpose(0, 1)) for x in (query, key, value))
