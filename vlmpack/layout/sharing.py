@@ -78,6 +78,19 @@ def share(
     return with_tree(replace(whole, media=_kept(media, metadata, tree.images, tree.videos)), tree)
 
 
+def check_unshared(row: PackedRow, user: str) -> None:
+    """Refuse a row with a tree where every sample has to be computed by itself.
+
+    Raises:
+        LayoutError: it has one; names `user`, which takes none.
+    """
+    if row.tree is not None:
+        raise LayoutError(
+            f"samples of this row share prefixes, and {user} computes every sample by itself: give it unshare(row), "
+            "with the images of every sample, or collate without share_prefixes"
+        )
+
+
 def with_tree(row: PackedRow, tree: PrefixTree) -> PackedRow:
     """Return a row, whose media are the tree's already, with its tree, and its distinct targets counted."""
     metadata = replace(row.known_metadata, num_distinct_targets=_num_distinct_targets(row, tree))
