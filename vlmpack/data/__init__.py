@@ -8,15 +8,20 @@ from vlmpack.data.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_im
 from vlmpack.data.open import OpenDataset, open_dataset
 from vlmpack.data.processor import is_saved_alone, load_processor, save_processor, without_video
 from vlmpack.data.readers import JSON_FILES, StoredRows
+from vlmpack.data.videos import DEFAULT_VIDEO_LIMITS, VideoHeader, VideoLimits, decode_frames, read_video_header
 
 __all__ = [
     "DEFAULT_LIMITS",
+    "DEFAULT_VIDEO_LIMITS",
     "JSON_FILES",
     "CordDataset",
     "ImageError",
     "ImageLimits",
     "OpenDataset",
     "StoredRows",
+    "VideoHeader",
+    "VideoLimits",
+    "decode_frames",
     "is_saved_alone",
     "json2token",
     "load_cord",
@@ -26,6 +31,7 @@ __all__ = [
     "parse_lines",
     "read_encoded",
     "read_size",
+    "read_video_header",
     "save_processor",
     "to_conversation",
     "token2json",
