@@ -162,8 +162,8 @@ class _Scan:
 
     shown: Sequence[int]
     """When each frame is shown, in units of the stream, rising."""
-    keys: Sequence[tuple[int, int]]
-    """(when it is shown, where the container has to be set to decode it) of each key frame, rising."""
+    keys: Sequence[int]
+    """When each key frame is shown, rising."""
     seconds: float
     """From the first frame to the end of the last."""
     has_times: bool
@@ -186,6 +186,8 @@ class _Video:
             kinds = ", ".join(sorted({stream.type for stream in container.streams})) or "none at all"
             raise ImageError(f"the file has no stream of video (its streams: {kinds}); drop the sample", "video_frames")
         self.stream = streams[0]
+        if self.stream.codec_context is None:
+            raise ImageError("libav has no decoder for its codec; encode it again as H.264", "video_codec")
         self.stream.codec_context.thread_count = 1
         self.stream.codec_context.options = {"max_pixels": str(limits.max_pixels), "err_detect": "explode"}
         self._check_size(self.stream.codec_context.height, self.stream.codec_context.width)
@@ -223,7 +225,6 @@ class _Video:
             ImageError: there are no frames, or too many.
         """
         is_vp8 = self.stream.codec_context.codec.canonical_name == "vp8"
-        is_mov = self.container.format.name.startswith("mov")
         shown, keys, ends = [], [], []
         for packet in self.container.demux(self.stream):
             if not packet.size or packet.is_discard or (is_vp8 and _is_hidden(packet)):
@@ -232,7 +233,7 @@ class _Video:
             shown.append(time or 0)
             ends.append((time or 0) + (packet.duration or 0))
             if packet.is_keyframe and time is not None:
-                keys.append((time, min(time, packet.dts) if is_mov and packet.dts is not None else time))
+                keys.append(time)
             self._check_count(len(shown))
         self._check_count(len(shown))
         return _Scan(
@@ -244,12 +245,11 @@ class _Video:
 
     def jump_to(self, indices: Sequence[int], scan: _Scan) -> Iterator[Any]:
         """Decode frames by their times; ends early where a key frame does not lead to one."""
-        keys = [shown for shown, _ in scan.keys]
         frames, now = self.frames(), scan.shown[0]
         for wanted in (scan.shown[index] for index in indices):
-            key = bisect_right(keys, wanted) - 1
-            if key >= 0 and now < keys[key]:
-                self.container.seek(scan.keys[key][1], stream=self.stream)
+            key = bisect_right(scan.keys, wanted) - 1
+            if key >= 0 and now < scan.keys[key]:
+                self.container.seek(scan.keys[key], stream=self.stream)
                 frames = self.frames()
             frame = _first_from(frames, wanted)
             if frame is None or frame.pts != wanted:
@@ -331,7 +331,7 @@ def _container(av: Any, file: IO[bytes]) -> Any:
 
 
 def _titles(av: Any) -> dict[str, Any]:
-    """Titles and tags in other encodings than UTF-8 are no fault of the video; PyAV 19 has no such argument any more."""
+    """Titles in other encodings than UTF-8 are no fault of the video; PyAV 19 has no such argument any more."""
     return {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
 
 
