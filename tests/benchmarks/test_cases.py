@@ -14,6 +14,7 @@ from benchmarks.cases.head import all_rows, head_inputs, labelled_rows, measure_
 from benchmarks.cases.loader import long_batch
 from benchmarks.cases.service import ServiceShapes, new_engine, new_request, own_loop, run_requests
 from benchmarks.cases.step import target_of
+from benchmarks.cases.tree import Rollouts, TreeShapes
 from benchmarks.command import (
     CASES,
     AttentionShapes,
@@ -46,6 +47,12 @@ SHAPES = {
     ),
     "step": TINY,
     "memory": TINY,
+    "tree": TreeShapes(
+        receipts=TINY,
+        rollouts=(Rollouts(prefix=70, branch=5, samples=3, image_tokens=8),),
+        long=Rollouts(prefix=66, branch=9, samples=2, image_tokens=12),
+        groups=2,
+    ),
     "head": TINY,
     "service": ServiceShapes(receipts=TINY, small=replace(TINY, samples=1), row_tokens=60, rank=2, clients=2),
     "compile": CompileShapes(receipts=replace(TINY, layers=1), steps=4, samples=(1, 2), longest=(20, 30)),
@@ -58,6 +65,7 @@ TARGETS = {
     "attention": [],
     "step": [0.95],
     "memory": [0.7],
+    "tree": [0.9, 0.85, 0.02, 1.01],
     "head": [1.1],
     "service": [0.9, 2.0],
     "compile": [3, 0],
