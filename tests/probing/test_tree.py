@@ -14,6 +14,7 @@ from tiers import full, tiers
 from vlmpack.families import FAMILIES
 from vlmpack.layout import PackedRow, Segments, ranges, sharing
 from vlmpack.model import prefix_tree_row
+from vlmpack.model.mechanisms import gated_delta
 from vlmpack.model.mechanisms.gated_delta_tree import HandedState
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.model.path_attention import _Gather
@@ -147,13 +148,20 @@ def without_content(patch: Patch) -> None:
     patch.setattr(sharing, "content_numbers", lambda blocks: [0] * len(blocks))
 
 
+def untried(patch: Patch) -> None:
+    """States are handed on without trying that out first, which would see what is broken here."""
+    patch.setattr(gated_delta, "hands_states", lambda *layer: True)
+
+
 def no_state(patch: Patch) -> None:
     """A node's recurrence starts from nothing."""
+    untried(patch)
     patch.setattr(HandedState, "get_recurrent_state", lambda self, *place, **kwargs: None)
 
 
 def no_taps(patch: Patch) -> None:
     """A node's convolution reads nothing of its parent."""
+    untried(patch)
     honest = HandedState.update_conv_state
 
     def update(self: HandedState, *tokens: Any, **settings: Any) -> torch.Tensor:
@@ -165,6 +173,7 @@ def no_taps(patch: Patch) -> None:
 
 def state_behind_padding(patch: Patch) -> None:
     """A parent's state is that after tokens of padding, which let it decay."""
+    untried(patch)
     honest = HandedState.update_recurrent_state
     patch.setattr(
         HandedState, "update_recurrent_state", lambda self, state, *place, **kwargs: honest(self, 0.9 * state, *place)
