@@ -1,6 +1,6 @@
-"""Rows with a prefix tree: every sample is what it is alone in plain transformers, and what samples share is computed once.
+"""Rows with a prefix tree: every sample is what it is alone in plain transformers, and shared tokens are computed once.
 
-Families x trees, each compared with every sample on its own through the untouched model; the work counted as it happens.
+Families x trees, each compared with every sample on its own through the untouched model; work is counted as it happens.
 Below it: other ways to hand rows in, what comes out in the coordinates of the row, and what each mechanism is worth.
 """
 
@@ -12,20 +12,18 @@ from unittest import mock
 
 import pytest
 import torch
-from equality import alone_through, by_sample, check_gradients, check_outputs, gradients, limits_of, outcome_of
+from equality import alone_through, check_gradients, check_low_precision, check_outputs, gradients, limits_of
 from peft import LoraConfig, get_peft_model
 from tiers import tiers
-from trees import DEEP, STRANGER, VIDEOS, Piece, rollouts, samples_of, shared
+from torch._dynamo.utils import counters
+from trees import DEEP, STRANGER, VIDEOS, rollouts, samples_of, shared
 
 import vlmpack
-from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import FAMILIES
-from vlmpack.layout import IGNORE, PrefixTree, pack, recorded_syncs, share, unshare
-from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
-from vlmpack.model.mechanisms import attention, gated_delta, gated_delta_tree
-from vlmpack.model.mechanisms.gated_delta_tree import DeltaTree, HandedState
-from vlmpack.model.prefix_tree_row import PrefixTreeRow
-from vlmpack.testing import VISION, padded, tiny_model
+from vlmpack.layout import recorded_syncs, unshare
+from vlmpack.model import PackedStep, StepConfig, compile_layers, disable_packing, enable_packing
+from vlmpack.model.mechanisms import attention
+from vlmpack.testing import VISION, tiny_model
 
 TREES = {
     "deep": (DEEP, STRANGER),
@@ -180,6 +178,30 @@ def test_in_every_circumstance_of_training(family, name):
     if name != "eval":
         result.loss.backward()
         check_gradients(alone, gradients(model), limits(family))
+
+
+@pytest.mark.parametrize("family", tiers(FAMILIES, ["qwen3_vl"]))
+def test_under_autocast_the_error_is_that_of_samples_alone(family):
+    exact, samples = truth(family, "deep"), drawn(family, "deep")
+    model = fresh(family)
+    with torch.autocast("cpu", torch.bfloat16):
+        alone = alone_through(model, samples)
+        result = PackedStep(model)(shared(samples), logits=True)
+    result.loss.backward()
+    check_low_precision(exact, alone, result, gradients(model))
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen3_vl_moe"])
+def test_compiled_layers_take_every_tree(family):
+    model = compile_layers(fresh(family), backend="aot_eager")
+    for name in ("deep", "rollouts"):
+        check_step(family, name, model=model)
+        model.zero_grad()
+        disable_packing(model)
+    assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
 
 
 @pytest.mark.full

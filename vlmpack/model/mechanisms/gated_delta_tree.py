@@ -185,6 +185,8 @@ _SIZES = {
 }
 _PIECES = 5, 1, 2
 """Tokens of a node, of its child, and of its child's child."""
+_FORGETS = -4.0
+"""Logarithm of a rate so low that states count: random ones forget within a few tokens."""
 CLOSE = 1e-4
 """Largest error that counts as rounding, as a part of the largest entry."""
 
@@ -214,6 +216,7 @@ def _is_exact(layer_class: Any, text_config: Any) -> bool:
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
         torch.default_generator.manual_seed(0)
         layer = layer_class(small, 0).float()
+        nn.init.constant_(layer.A_log, _FORGETS)
         hidden = torch.randn(1, sum(_PIECES), small.hidden_size, dtype=torch.float32, requires_grad=True)
         weights = torch.randn_like(hidden)
         with torch.autocast("cpu", enabled=False):
