@@ -75,7 +75,7 @@ def test_a_case_measures_and_holds_its_figures_to_the_targets(name):
     check(figures, name)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl_moe", *full("qwen2_5_vl", "qwen3_5", "qwen3", "qwen4_exp")])
+@pytest.mark.parametrize("family", ["qwen3", *full("qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen4_exp")])
 def test_a_step_is_measured_for_every_kind_of_family(family):
     figures = CASES["step"].run(replace(QUICK, family=family), TINY)
     check(figures, "step")

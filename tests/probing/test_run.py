@@ -47,14 +47,14 @@ def test_an_adapter_is_probed_where_it_is() -> None:
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 weight.normal_(std=0.5)  # at 0, as it starts, nothing would reach lora_A
-    report = vlmpack.probe(model)
+    report = vlmpack.probe(model, plain=False)
     assert report.verdict == "exact", report
     gradients = {name for name in values(report, "equality") if "gradient" in name}
     assert gradients == {f"{way}: gradient of language_model.layers.self_attn" for way in report.circumstances}
 
 
 def test_a_frozen_model_has_logits_and_a_loss_to_compare() -> None:
-    report = vlmpack.probe(tiny_model("qwen2_vl").requires_grad_(False))
+    report = vlmpack.probe(tiny_model("qwen2_vl").requires_grad_(False), plain=False)
     assert report.verdict == "exact", report
     numbers = ("logits", "loss", "sample losses")
     assert set(values(report, "equality")) == {f"{way}: {what}" for way in report.circumstances for what in numbers}
@@ -62,14 +62,14 @@ def test_a_frozen_model_has_logits_and_a_loss_to_compare() -> None:
 
 def test_the_settings_of_an_enabled_model_are_probed() -> None:
     model = vlmpack.enable_packing(tiny_model("qwen3_vl"), StepConfig(attention="eager_mask"))
-    report = vlmpack.probe(model)
+    report = vlmpack.probe(model, plain=False)
     assert (report.verdict, report.attention) == ("exact", "eager_mask")
     (pairs,) = [check for check in report.checks if check.name == "attended pairs"]
     assert pairs.finding == "not counted"
     assert pairs.detail.startswith("a dense mask")
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_moe", *full("qwen2_5_vl", "qwen3")])
+@pytest.mark.parametrize("family", ["qwen3_next", *full("qwen3_5_moe", "qwen2_5_vl", "qwen3")])
 def test_low_precision_has_the_limits_of_low_precision(family: str) -> None:
     report = vlmpack.probe(tiny_model(family, dtype=torch.bfloat16))
     assert (report.verdict, report.dtype) == ("exact", "bfloat16"), report

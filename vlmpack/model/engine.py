@@ -367,7 +367,7 @@ def _result(
     scoring: Scoring,
 ) -> StepResult:
     """Hidden states [1, t, D] to the result: the head on labelled positions; sums and counts of the row."""
-    row, part, head = setup.row, setup.part, setup.model.family.head(setup.model.core)
+    row, part, head = setup.row, setup.part, setup.model.family.to_logits(setup.model.core)
     labels, num_targets = row.shift_labels, setup.metadata.num_targets
     if labels is None:
         labels, num_targets = torch.full_like(row.input_ids, IGNORE), 0

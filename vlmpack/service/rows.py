@@ -100,7 +100,12 @@ class RowItem:
 
 
 def compute_row(
-    items: Sequence[RowItem], adapters: Adapters, *, backward: bool, recomputes: bool = False
+    items: Sequence[RowItem],
+    adapters: Adapters,
+    *,
+    backward: bool,
+    recomputes: bool = False,
+    agree: Callable[[bool], bool] = bool,
 ) -> list[DatumResult]:
     """Compute one row; with `backward`, gradients are added to `.grad` of the clients' parameters.
 
@@ -111,6 +116,7 @@ def compute_row(
         adapters: the hooks on the base model.
         backward: whether to compute gradients.
         recomputes: whether layers are computed again for them.
+        agree: whether a backward pass that this row can have is made, because those of other ranks can have theirs.
     """
     spans = [
         Span(adapter=client.adapter, length=sum(item.datum.sequence.length for item in group))
@@ -127,7 +133,7 @@ def compute_row(
         losses = _token_losses(leaf, items)
         slopes = torch.autograd.grad(losses.sum(), leaf)[0] if backward else torch.zeros_like(leaf)
         results = _split(leaf, losses, slopes, items)
-        if backward and all(result.is_finite for result in results):
+        if backward and agree(all(result.is_finite for result in results)):
             torch.autograd.backward(logprobs, slopes)
     return results
 
@@ -153,11 +159,12 @@ def span_logprobs(
 ) -> torch.Tensor:
     """float32 [T]: log-probability of every target, each span by the head with its own adapter."""
     state = packing_state(model)
-    head, name, lengths = state.family.head(model), state.family.head_path, [span.length for span in spans]
+    family, text_config = state.family, state.family.text_config(model.config)
+    head, name, lengths = family.head(model), family.head_path, [span.length for span in spans]
 
     def head_of(span: Span) -> Callable[[torch.Tensor], torch.Tensor]:
         # `forward`, not a call: the hook on the head belongs to the whole row
-        return lambda hidden: adapters.added(head.forward(hidden), hidden, span, name)
+        return lambda hidden: family.logits(adapters.added(head.forward(hidden), hidden, span, name), text_config)
 
     parts = zip(hidden_TD.split(lengths), targets_T.split(lengths), spans, strict=True)
     chunk = state.config.head_chunk
