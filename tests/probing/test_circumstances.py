@@ -14,7 +14,7 @@ import torch
 from tiers import full
 
 from vlmpack.layout import Segments
-from vlmpack.model import engine, result
+from vlmpack.model import engine, head, result
 from vlmpack.model.mechanisms import experts
 from vlmpack.model.row import RowContext
 from vlmpack.probing import Report, probe
@@ -126,12 +126,12 @@ def reversed_sums(model: Any, patch: Patch) -> None:
 
 def shifted_chunks(model: Any, patch: Patch) -> None:
     """Where labelled positions go through the head in several chunks, targets are one place off."""
-    honest = engine.target_logprobs
+    honest = head.target_logprobs
 
     def logprobs(hidden: torch.Tensor, targets: torch.Tensor, head: Any, *, chunk: int) -> torch.Tensor:
         return honest(hidden, targets if len(targets) <= chunk else targets.roll(1), head, chunk=chunk)
 
-    patch.setattr(engine, "target_logprobs", logprobs)
+    patch.setattr(head, "target_logprobs", logprobs)
 
 
 def other_coefficient(model: Any, patch: Patch) -> None:

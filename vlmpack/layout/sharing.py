@@ -30,9 +30,9 @@ from vlmpack.layout.trie import compressed_trie
 MIN_SHARED = 64
 """Tokens below which a shared beginning is not worth a node: chat templates share about ten of every sample."""
 
-STRIDE = 61
-"""Every so manieth value of a medium is compared first; it divides no side of a patch."""
-PIECE = 2**16
+LOOKED_AT = 2**13
+"""Values of a medium, spread over it, that have to agree with another's before both are compared whole."""
+PIECE = 2**15
 """Values that are compared at a time, in the cache of a core."""
 
 
@@ -146,7 +146,7 @@ def find_prefix_tree(
 def content_numbers(blocks: Sequence[torch.Tensor]) -> list[int]:
     """Number media by their content: equal numbers if and only if shape, type and every value are the same bits.
 
-    A sample of the values finds those that may be equal; these are then compared whole.
+    Some values of each find those that may be equal; these are then compared whole.
 
     Args:
         blocks: [P, C] of each, on the host.
@@ -157,7 +157,8 @@ def content_numbers(blocks: Sequence[torch.Tensor]) -> list[int]:
     for at, block in enumerate(blocks):
         if id(block) not in by_object:
             values = _bits(block)
-            candidates = alike.setdefault((block.shape, block.dtype, values[::STRIDE].tobytes()), [])
+            step = len(values) // LOOKED_AT | 1  # odd: sides of patches are even
+            candidates = alike.setdefault((block.shape, block.dtype, values[::step].tobytes()), [])
             equal = next((other for other in candidates if _are_equal(values, _bits(blocks[other]))), at)
             if equal == at:
                 candidates.append(at)

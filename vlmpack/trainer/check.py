@@ -184,6 +184,8 @@ def _evaluation(trainer: Trainer) -> Iterator[str]:
     args, model, metrics = trainer.args, trainer.model, trainer.compute_metrics
     if trainer.eval_dataset is None or isinstance(trainer, PackedTrainer) or not _is_enabled(trainer):
         return
+    if trl.loss_of_trl(trainer) is not None:  # its evaluation computes the same loss
+        return
     try:
         with torch.no_grad():
             bool(trainer.model_accepts_loss_kwargs)  # as Trainer's evaluation reads it
