@@ -26,6 +26,7 @@ from vlmpack.model.mechanisms.attention import Attention
 from vlmpack.model.mechanisms.experts import Experts
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.per_sample import PerSample
+from vlmpack.model.mechanisms.stock import check_logits, check_positions
 from vlmpack.model.mechanisms.vision import Vision
 from vlmpack.model.plain import check_forward, check_is_only_one, find_model
 from vlmpack.model.result import LossCount, StepResult
@@ -94,11 +95,15 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     loss_count = None if before is None else before.loss_count
     state = PackingState(family=family, config=config, parallel=parallel, mechanisms=mechanisms, loss_count=loss_count)
     state.check(core, attached=False)  # all of it before anything is changed
+    parts = state.parts_of(core)
+    check_logits(parts)
+    if not family.has_vision:
+        check_positions(parts)
     if before is None:
         core.__class__ = packed_class(type(core))
     core._vlmpack_state = state
     for mechanism in mechanisms:
-        mechanism.attach(state.parts_of(core))
+        mechanism.attach(parts)
     ENABLED.add(core)
     return model
 

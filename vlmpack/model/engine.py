@@ -342,7 +342,7 @@ def _check_vocabulary(row: PackedRow, size: int) -> None:
 def _finish(setup: RowSetup, mechanisms: Sequence[Mechanism], entries: Mapping[str, Any]) -> Work:
     """Check that every mechanism ran, and count what was computed."""
     part = setup.part
-    counts = {"attended_pairs": part.attended_pairs}
+    counts = {"attended_pairs": part.attended_pairs()}
     for mechanism in mechanisms:
         mechanism.check_ran(setup.model, entries[mechanism.name])
         counts |= mechanism.work(setup, entries[mechanism.name])
@@ -367,7 +367,7 @@ def _result(
     scoring: Scoring,
 ) -> StepResult:
     """Hidden states [1, t, D] to the result: the head on labelled positions; sums and counts of the row."""
-    row, part, head = setup.row, setup.part, setup.model.family.head(setup.model.core)
+    row, part, head = setup.row, setup.part, setup.model.family.to_logits(setup.model.core)
     labels, num_targets = row.shift_labels, setup.metadata.num_targets
     if labels is None:
         labels, num_targets = torch.full_like(row.input_ids, IGNORE), 0

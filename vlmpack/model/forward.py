@@ -217,7 +217,7 @@ def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> An
         call.result = result
     output = PackedOutput.of(result, row, is_row=is_row, routers=bool(routers), targets=bool(call and call.scoring))
     if keep is not None:
-        output.logits = result.kept_logits(keep, state.family.head(core))
+        output.logits = result.kept_logits(keep, state.family.to_logits(core))
     return output.in_order(state.family) if as_tuple else output
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch import nn
 from transformers.utils.generic import ModelOutput
 
 from vlmpack.families import Family
@@ -25,12 +25,14 @@ class Work:
     """Width of the row that went through the model."""
     attended_pairs: int
     """Query-key pairs of causal attention in one layer: the sum of n (n + 1) / 2 over the segments, or as many of them
-    as sparse attention selects."""
+    as sparse attention selects; of layers that differ, in the one that attends to most."""
     vision_patches: int
     """Patches that went through the vision tower."""
     delta_tokens: int = 0
     """Tokens that each gated delta layer computed, with the padding of its buckets or the zeros between its samples; 0:
     there are no such layers."""
+    window_pairs: int = 0
+    """Query-key pairs in one layer with a sliding window; 0: there are no such layers."""
 
 
 @final
@@ -130,7 +132,7 @@ class StepResult:
         return self._padded(self.row_last_hidden)
 
     @outside_graph
-    def kept_logits(self, keep: int | torch.Tensor, head: nn.Module) -> torch.Tensor:
+    def kept_logits(self, keep: int | torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """[B, K, V]: logits of these columns of the padded batch (of the last ones, if a number), 0 on padding."""
         columns = slice(-keep, None) if isinstance(keep, int) else keep
         if self.logits is not None:  # ranks share the row
