@@ -92,7 +92,7 @@ def test_no_line_is_wider_than_the_terminal_whatever_the_row(width: int) -> None
     names = [f"a sample with a long name {at}" for at in range(branches)]
     lines = drawn(tree, types, width=width, names=names)
     assert max(map(len, lines)) <= width
-    assert "... and 10 more nodes; --json lists them all" in lines
+    assert "... and 10 more nodes; --json lists them all" in " ".join(lines)
 
 
 def test_a_data_set_is_planned_and_drawn_as_trees(questions: str) -> None:
