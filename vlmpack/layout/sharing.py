@@ -73,7 +73,15 @@ def share(
         tree = find_prefix_tree(whole, images=images, videos=videos, min_shared=min_shared, groups=groups)
     else:
         tree = _Symbols.of(whole, images, videos).compared(tree)
-    return row if tree is None else replace(whole, tree=tree, media=_kept(media, metadata, tree.images, tree.videos))
+    if tree is None:
+        return row
+    return with_tree(replace(whole, media=_kept(media, metadata, tree.images, tree.videos)), tree)
+
+
+def with_tree(row: PackedRow, tree: PrefixTree) -> PackedRow:
+    """Return a row, whose media are the tree's already, with its tree, and its distinct targets counted."""
+    metadata = replace(row.known_metadata, num_distinct_targets=_num_distinct_targets(row, tree))
+    return replace(row, tree=tree, metadata=metadata)
 
 
 @outside_graph
@@ -98,7 +106,8 @@ def unshare(row: PackedRow) -> PackedRow:
         image_grids=tuple(metadata.image_grids[at] for at in tree.images),
         video_grids=tuple(metadata.video_grids[at] for at in tree.videos),
     )
-    return replace(row, tree=None, media=_kept(row.media, own, images.tolist(), videos.tolist()))
+    media = _kept(row.media, own, images.tolist(), videos.tolist())
+    return replace(row, tree=None, media=media, metadata=replace(metadata, num_distinct_targets=None))
 
 
 @outside_graph
@@ -334,6 +343,14 @@ def _check_targets(row: PackedRow) -> None:
             f"sample {sample}: token {place + 1} has the label {labels[foreign[0]]}, which is not its own id; a prefix "
             "that samples share is predicted once, so labels are token ids or -100: leave this row unshared"
         )
+
+
+def _num_distinct_targets(row: PackedRow, tree: PrefixTree) -> int | None:
+    """Tokens of the tree that are a target of at least one sample; None: the row has no labels."""
+    if row.shift_labels is None:
+        return None
+    predictions = np.flatnonzero(row.shift_labels[0].numpy() != IGNORE)
+    return len(np.unique(tree.place().numpy()[predictions + 1]))
 
 
 # ---------------------------------------------------------------------- media

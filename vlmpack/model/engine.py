@@ -24,6 +24,7 @@ from vlmpack.families import Family
 from vlmpack.layout import (
     IGNORE,
     Grid,
+    HostMetadata,
     PackedRow,
     Segments,
     SlotRule,
@@ -34,12 +35,14 @@ from vlmpack.layout import (
     outside_graph,
     require,
 )
+from vlmpack.model.context_parallel_row import ContextParallelRow
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
 from vlmpack.model.mechanisms.experts import Balance, RouterStatistics, router_statistics
 from vlmpack.model.plain import check_adapters, check_loss
 from vlmpack.model.positions import check_positions, check_restarts
+from vlmpack.model.prefix_tree_row import PrefixTreeRow
 from vlmpack.model.result import LossCount, StepResult, Work, sums_by_sample
-from vlmpack.model.row import CONTEXT, RowContext, part_of
+from vlmpack.model.row import CONTEXT, PartTargets, RowContext, RowPart
 
 
 @final
@@ -195,12 +198,30 @@ def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, b
         LayoutError: media or token ids that do not fit the row or the model.
     """
     metadata, media = row.host_metadata(), row.media
-    _check_pixels(model, media.pixel_values, metadata.image_grids, "pixel_values")
-    _check_pixels(model, media.pixel_values_videos, metadata.video_grids, "pixel_values_videos")
-    part = part_of(row, parallel)
+    part = part_of(row, metadata, parallel)
+    images, videos = part.media_grids(metadata)
+    _check_pixels(model, media.pixel_values, images, "pixel_values")
+    _check_pixels(model, media.pixel_values_videos, videos, "pixel_values_videos")
     _check_vocabulary(row, model.family.text_config(model.core.config).vocab_size)
     types = model.family.media_types(row.input_ids, model.core.config)
     return RowSetup(model=model, row=row, metadata=metadata, part=part, types=types, backend=backend)
+
+
+def part_of(row: PackedRow, metadata: HostMetadata, parallel: Parallel | None) -> RowPart:
+    """The part of a row that goes through the model on this rank.
+
+    Raises:
+        LayoutError: the row cannot be cut into as many parts of one size as there are ranks, or others have another;
+            its prefix tree is not of this row, or ranks share the row.
+    """
+    if row.tree is not None:
+        if parallel is not None and parallel.ranks > 1:
+            raise LayoutError(
+                f"{parallel.ranks} ranks share a row that has a prefix tree, which goes through one rank whole: take "
+                "the tree away with unshare(row), or give each rank rows of its own, Parallel()"
+            )
+        return PrefixTreeRow(row, row.tree, metadata)
+    return RowPart(row.segments) if parallel is None else ContextParallelRow(row, parallel)
 
 
 @outside_graph
@@ -222,6 +243,7 @@ def backbone_inputs(
         _check_types(row.mm_token_type_ids, setup.types, row.segments)
     family.check_runs(setup.types, row.segments, metadata, config=setup.config)
     if rope_segments is not None:
+        _check_no_tree(row)
         check_restarts(rope_segments, row.segments, setup.types)
     positions = family.positions(
         setup.types,
@@ -231,6 +253,7 @@ def backbone_inputs(
         seconds_per_grid=metadata.seconds_per_grid,
         config=setup.config,
     )
+    part.check_shared(positions, "rotary positions")
     if row.position_ids is not None:
         check_positions(row.position_ids, positions, family, row.segments, restarts=rope_segments)
     entries = {mechanism.name: mechanism.prepare(setup) for mechanism in mechanisms}
@@ -256,11 +279,22 @@ def _check_pixels(model: ModelParts, pixels: torch.Tensor | None, grids: Sequenc
         raise LayoutError(f"{name} must be a tensor [patches, values], got {count}; keep what the processor gives")
     expected, count = sum(map(prod, grids)), 0 if pixels is None else pixels.shape[0]
     if expected != count:
-        raise LayoutError(f"the grids describe {expected} patches, {name} has {count}; pass the media of every sample")
+        raise LayoutError(
+            f"the grids describe {expected} patches, {name} has {count}; pass the media of every sample, and what "
+            "samples of a prefix tree share once"
+        )
     if pixels is not None and pixels.shape[1] != (channels := model.family.patch_channels(model.core.config)):
         raise LayoutError(
             f"a patch of {name} has {pixels.shape[1]} values, but {channels} in this {model.family.model_type} model; "
             "use the processor that belongs to the model"
+        )
+
+
+def _check_no_tree(row: PackedRow) -> None:
+    if row.tree is not None:
+        raise LayoutError(
+            "rope_cu_seqlens restarts positions inside samples, which a row with a prefix tree does not support: take "
+            "the tree away with unshare(row)"
         )
 
 
@@ -309,15 +343,15 @@ def _check_vocabulary(row: PackedRow, size: int) -> None:
 @outside_graph
 def _finish(setup: RowSetup, mechanisms: Sequence[Mechanism], entries: Mapping[str, Any]) -> Work:
     """Check that every mechanism ran, and count what was computed."""
-    segments, metadata = setup.row.segments, setup.metadata
-    counts = {"attended_pairs": segments.attended_pairs}
+    part = setup.part
+    counts = {"attended_pairs": part.attended_pairs}
     for mechanism in mechanisms:
         mechanism.check_ran(setup.model, entries[mechanism.name])
         counts |= mechanism.work(setup, entries[mechanism.name])
     return Work(
-        real_tokens=segments.num_tokens,
-        physical_tokens=segments.total,
-        vision_patches=sum(map(prod, (*metadata.image_grids, *metadata.video_grids))),
+        real_tokens=setup.row.segments.num_tokens,
+        physical_tokens=part.physical_tokens,
+        vision_patches=sum(prod(grid) for grids in part.media_grids(setup.metadata) for grid in grids),
         **counts,
     )
 
@@ -341,9 +375,8 @@ def _result(
     message = "shift_labels has targets on padding, which belongs to no sample; set them to -100 there"
     check_none_on_padding(labels, row.segments, message)  # of a row that was made by hand
     index = target_positions(labels, num_targets)
-    part_index = part.targets(index)
-    part_logprobs = _logprobs_of(hidden, part.cut(labels), part_index, head, config.head_chunk)
-    logprobs = part.gather_targets(part_logprobs, part_index, index)
+    part_targets = part.targets(index, labels)
+    logprobs = part.gather_targets(_logprobs_of(hidden, part_targets, head, config.head_chunk), part_targets)
     loss_sum = (-logprobs).sum()  # 0, not -0, of none
     sums, counts = sums_by_sample(logprobs, index, row.segments)
     targets = index.numel()
@@ -387,15 +420,13 @@ def _items(items: torch.Tensor | float | None, targets: int) -> torch.Tensor | f
     return items
 
 
-def _logprobs_of(
-    hidden: torch.Tensor, labels: torch.Tensor, index: torch.Tensor, head: nn.Module, chunk: int
-) -> torch.Tensor:
-    """float32 [L]: log-probabilities of these targets."""
-    if index.numel() == 0:
+def _logprobs_of(hidden: torch.Tensor, targets: PartTargets, head: nn.Module, chunk: int) -> torch.Tensor:
+    """float32 [l]: log-probabilities of these targets."""
+    if targets.predictions.numel() == 0:
         # Nothing to learn, but every parameter keeps its place in the graph: other ranks may block on its gradient.
         nothing = hidden.float().sum() * 0 + head(hidden[:, :1]).float().sum() * 0
         return nothing.expand(0)
-    return target_logprobs(hidden[0].index_select(0, index), labels[0].index_select(0, index), head, chunk=chunk)
+    return target_logprobs(hidden[0].index_select(0, targets.predictions), targets.ids, head, chunk=chunk)
 
 
 # ---------------------------------------------------------------------- the head, a chunk at a time
