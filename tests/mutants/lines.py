@@ -166,7 +166,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "prefix tree: media are compared with those that it computes",
             "row.py",
-            "replace(self, tree=None, metadata=_of_tree(known, self.tree)).host_metadata()",
+            "replace(self, tree=None, metadata=metadata_of_tree(known, self.tree)).host_metadata()",
             "pass",
             "layout/test_sharing.py",
         ),
