@@ -217,14 +217,28 @@ def _is_exact(layer_class: Any, text_config: Any) -> bool:
         torch.default_generator.manual_seed(0)
         layer = layer_class(small, 0).float()
         nn.init.constant_(layer.A_log, _FORGETS)
-        hidden = torch.randn(1, sum(_PIECES), small.hidden_size, dtype=torch.float32, requires_grad=True)
+        hidden = torch.randn(1, sum(_PIECES), small.hidden_size, dtype=torch.float32)
         weights = torch.randn_like(hidden)
         with torch.autocast("cpu", enabled=False):
+            whole = _computed(layer, hidden, weights)
             handed = HandedState()
-            pieces = [layer(piece, cache_params=handed) for piece in hidden.split(_PIECES, dim=1)]
-            outputs = layer(hidden), torch.cat(pieces, 1)
-        whole, in_pieces = ((out, *torch.autograd.grad((out * weights).sum(), hidden)) for out in outputs)
+            in_pieces = _computed(lambda x: _in_pieces(layer, x, handed), hidden, weights)
     return all(_are_close(a, b) for a, b in zip(whole, in_pieces, strict=True))
+
+
+def _in_pieces(layer: Any, hidden: torch.Tensor, handed: HandedState) -> torch.Tensor:
+    return torch.cat([layer(piece, cache_params=handed) for piece in hidden.split(_PIECES, dim=1)], 1)
+
+
+def _computed(
+    function: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, gradient of the input)."""
+    leaf = hidden.clone().requires_grad_()
+    out = function(leaf)
+    (out * weights).sum().backward()
+    assert leaf.grad is not None
+    return out.detach(), leaf.grad
 
 
 def _are_close(a: torch.Tensor, b: torch.Tensor) -> bool:
