@@ -2,7 +2,8 @@
 
 `make test` leaves out what is marked `full`; `make test-full` runs everything. A function with several parameters and
 the mark `pairwise` stays in the short tier with few of its cases: every pair of values of two parameters is in one of
-them. With the mark `each_value` every value is. The others are marked `full` here.
+them. With the mark `each_value` every value is. The others are marked `full` here. Cases of a value that is itself in
+the full tier only stay there, and show nothing.
 
 Families that bring no part of the code with them (`SHOWN_BY_OTHERS`) are in the full tier, but for tests with the mark
 `every_family`.
@@ -38,6 +39,7 @@ def mark_products(items: Iterable[pytest.Item]) -> None:
     for item in items:
         if _is_shown_by_others(item):
             item.add_marker(pytest.mark.full)
+        if item.get_closest_marker("full"):
             continue
         together = 2 if item.get_closest_marker("pairwise") else 1
         if together == 2 or item.get_closest_marker("each_value"):

@@ -41,7 +41,7 @@ from vlmpack.layout.row import (
     unshift_labels,
 )
 from vlmpack.layout.segments import Layout, Precision, Segments, SlotRule, checked_boundaries, ranges, round_up
-from vlmpack.layout.sharing import MIN_SHARED, content_numbers, find_prefix_tree, share, unshare
+from vlmpack.layout.sharing import MIN_SHARED, content_numbers, find_prefix_tree, share, unshare, with_tree
 
 __all__ = [
     "IGNORE",
@@ -91,4 +91,5 @@ __all__ = [
     "unshare",
     "unshift_labels",
     "whole_numbers",
+    "with_tree",
 ]

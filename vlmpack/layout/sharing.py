@@ -75,8 +75,13 @@ def share(
         tree = _Symbols.of(whole, images, videos).compared(tree)
     if tree is None:
         return row
-    metadata = replace(metadata, num_distinct_targets=_num_distinct_targets(row, tree))
-    return replace(whole, tree=tree, media=_kept(media, metadata, tree.images, tree.videos), metadata=metadata)
+    return with_tree(replace(whole, media=_kept(media, metadata, tree.images, tree.videos)), tree)
+
+
+def with_tree(row: PackedRow, tree: PrefixTree) -> PackedRow:
+    """Return a row, whose media are the tree's already, with its tree, and its distinct targets counted."""
+    metadata = replace(row.known_metadata, num_distinct_targets=_num_distinct_targets(row, tree))
+    return replace(row, tree=tree, metadata=metadata)
 
 
 @outside_graph
