@@ -232,7 +232,8 @@ def test_every_result_is_in_the_coordinates_of_the_row():
         for x in (row, unshare(row))
     )
     step = PackedStep(model)
-    ours, expected = step(row, last_hidden=True), step(unshare(row), last_hidden=True)
+    ours, expected = (step(x, last_hidden=True, entropy=True, temperature=0.7) for x in (row, unshare(row)))
+    assert f"{row.segments.num_tokens} tokens in a prefix tree of {row.tree.num_tokens}," in repr(ours)
     pairs = [
         (shared_in.logits, plain.logits),
         (shared_in.loss, plain.loss),
@@ -241,6 +242,7 @@ def test_every_result_is_in_the_coordinates_of_the_row():
         (ours.last_hidden, expected.last_hidden),
         (ours.logprobs, expected.logprobs),
         (ours.target_logprobs, expected.target_logprobs),
+        (ours.entropies, expected.entropies),
     ]
     for actual, wanted in pairs:
         assert actual.shape == wanted.shape

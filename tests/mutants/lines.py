@@ -711,7 +711,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "mechanisms/gated_delta_tree.py",
             "self.tail = joined[..., joined.shape[-1] - reach :]",
             "self.tail = joined[..., :reach]",
-            "model/test_prefix_tree_refused.py -k broken_at_first",
+            "model/test_prefix_tree.py -k computed_once",
         ),
         (
             "a node whose state is read is not padded",

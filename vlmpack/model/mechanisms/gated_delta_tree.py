@@ -20,13 +20,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import nn
 
-from vlmpack.layout import Bucket, Buckets, PrefixTree, Segments
+from vlmpack.layout import Bucket, Buckets, PrefixTree, Segments, to_device
 
 # ---------------------------------------------------------------------- one call
 
@@ -109,10 +110,8 @@ class Call:
 class DeltaTree:
     """The calls of a gated delta layer that compute every token of a tree once."""
 
-    tree: PrefixTree
-    """The tree."""
     buckets: Buckets
-    """Its nodes, a bucket a call, level by level."""
+    """The nodes of the tree, a bucket a call, level by level."""
     levels: tuple[tuple[Call, ...], ...]
     """The calls of each level, in the order of the buckets."""
 
@@ -133,7 +132,11 @@ class DeltaTree:
             buckets += [*inner, *leaves]
             levels.append(tuple(calls))
             numbers = {node: number for number, node in enumerate(n for bucket in inner for n in bucket.members)}
-        return cls(tree=tree, buckets=Buckets(segments=tree.nodes, buckets=tuple(buckets)), levels=tuple(levels))
+        return cls(buckets=Buckets(segments=tree.nodes, buckets=tuple(buckets)), levels=tuple(levels))
+
+    @cached_property
+    def _on_device(self) -> dict[tuple[int, int, torch.device], torch.Tensor]:
+        return {}
 
     @property
     def tokens(self) -> int:
@@ -159,8 +162,10 @@ class DeltaTree:
         return self.buckets.join(outputs)
 
     def _starts(self, depth: int, number: int, starts: Sequence[int], device: torch.device) -> torch.Tensor:
-        key = ("starts", self.buckets.buckets, depth, number)
-        return self.tree.nodes.derived(key, device, lambda: np.asarray(starts, np.int64))
+        place = depth, number, device
+        if place not in self._on_device:
+            self._on_device[place] = to_device(np.asarray(starts, np.int64), device)
+        return self._on_device[place]
 
 
 def _cut(tree: PrefixTree, nodes: Sequence[int], *, call_cost: float) -> list[Bucket]:
