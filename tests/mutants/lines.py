@@ -647,7 +647,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "the head sees a shared target once",
             "prefix_tree_row.py",
             "entries=(is_target_t.cumsum(0) - 1).index_select(0, token_L),",
-            "entries=token_L.argsort().argsort(),",
+            "entries=torch.arange(len(token_L)).clamp(max=len(token_l) - 1),",
             "model/test_prefix_tree_refused.py -k broken_at_first",
         ),
         (
@@ -682,7 +682,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "ranks do not share a tree",
             "engine.py",
             "if parallel is not None and parallel.ranks > 1:",
-            "if parallel is None:",
+            "if parallel is not None and parallel.ranks > 99:",
             "model/test_prefix_tree_refused.py -k ranks",
         ),
         (
