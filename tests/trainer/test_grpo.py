@@ -52,7 +52,9 @@ def same_metrics(truth, ours):
 @pytest.mark.parametrize("beta", tiers([0.0, 0.3], [0.3]))
 @pytest.mark.parametrize("loss_type", tiers(LOSSES, ["dapo"]))
 def test_steps_are_those_of_the_padded_trainer(loss_type, beta, tmp_path):
-    compared(tmp_path, loss_type=loss_type, beta=beta, num_iterations=2, temperature=0.7)
+    settings = {"num_iterations": 2, "temperature": 0.7, "gradient_accumulation_steps": 2}
+    run = compared(tmp_path, loss_type=loss_type, beta=beta, **settings)
+    assert run.state.log_history[0]["packing/computed"] < 0.5
 
 
 @pytest.mark.full
