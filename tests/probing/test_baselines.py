@@ -16,7 +16,7 @@ ROWS = {True: ["one row, [3, 1, T] positions", "one row, [4, 1, T] positions"], 
 
 
 def plain_of(model: torch.nn.Module) -> dict[str, Baseline]:
-    return {one.name: one for one in probe(model).plain}
+    return {one.name: one for one in probe(model, share_prefixes=False).plain}
 
 
 @pytest.mark.parametrize("family", tiers(sorted(FAMILIES), short=["qwen3", "qwen3_5"]))

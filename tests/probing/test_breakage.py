@@ -42,7 +42,7 @@ DELTA = ["qwen3_next", *full("qwen3_5", "qwen4_exp")]
 
 
 def probed(family: str) -> Report:
-    return probe(tiny_model(family), plain=False)
+    return probe(tiny_model(family), plain=False, share_prefixes=False)
 
 
 def bad(report: Report, part: str) -> list[str]:
@@ -347,7 +347,7 @@ def test_a_leak_that_no_mechanism_shows_is_unknown() -> None:
     model = tiny_model("qwen3_vl")
     norm = model.model.language_model.norm
     norm.register_forward_hook(lambda module, args, output: output + 0.1 * output.mean(1, keepdim=True))
-    report = probe(model, plain=False)
+    report = probe(model, plain=False, share_prefixes=False)
     assert (report.verdict, report.causes) == ("leaks", ("unknown",))
 
 

@@ -9,6 +9,7 @@ from vlmpack.model.head import target_logprobs
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.experts import RouterStatistics, expert_layers
 from vlmpack.model.mechanisms.gated_delta import FlaCall, uses_fla
+from vlmpack.model.mechanisms.stock import layer_windows
 from vlmpack.model.plain import compile_layers, find_model
 from vlmpack.model.result import LossCount, PackedOutput, StepResult, Work
 from vlmpack.model.row import CONTEXT
@@ -34,6 +35,7 @@ __all__ = [
     "expert_layers",
     "find_model",
     "is_packing",
+    "layer_windows",
     "packing_state",
     "target_logprobs",
     "uses_fla",

@@ -19,6 +19,7 @@ from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout import IGNORE, require
 
 Head = Callable[[torch.Tensor], torch.Tensor]
+"""Hidden states [l, D] to logits [l, V]."""
 
 
 @final

@@ -111,18 +111,28 @@ def tree_checks(setup: ProbeSetup, branches: Branches, *, progress: Progress) ->
         progress: called with the name of the circumstance.
     """
     progress(TREE.title)
-    own = replace(setup, samples=branches.samples)
-    reference = tree_reference(own)
-    with packing(own, TREE) as packed:
-        checks = caught("equality", TREE.name, lambda: check_equality(own, packed, reference.alone))
-        if any(check.finding == "fails" for check in checks):
-            return checks
-        others = caught("mechanism", "mechanisms", lambda: _mechanisms(own, packed, reference.alone))
-        others += caught("equality", "load-balancing loss", lambda: _router_losses(own, packed, reference, checks))
-        others += caught("work", "work", lambda: [*_work(own, packed), check_syncs(own, packed)])
-    others += caught("isolation", "isolation", lambda: _isolation(own, branches))
+    setup = replace(setup, samples=branches.samples)
+    reference = tree_reference(setup)
+    with packing(setup, TREE) as packed:
+        checks = caught("equality", TREE.name, lambda: check_equality(setup, packed, reference.alone))
+        if all(check.finding != "fails" for check in checks):
+            checks = _with_mechanisms(setup, packed, reference, checks)
+    if not any(check.finding == "fails" or (check.is_bad and check.name == "packing") for check in checks):
+        checks += caught("isolation", "isolation", lambda: _isolation(setup, branches))
     prefix = f"{TREE.name}: "
-    return [replace(check, name=prefix + check.name.removeprefix(prefix)) for check in (*checks, *others)]
+    return [replace(check, name=prefix + check.name.removeprefix(prefix)) for check in checks]
+
+
+def _with_mechanisms(
+    setup: ProbeSetup, packed: PackedPass, reference: TreeReference, checks: list[Check]
+) -> list[Check]:
+    """Add mechanisms, routers' losses and work. Where other tokens go in than the samples', only that counts."""
+    mechanisms = caught("mechanism", "mechanisms", lambda: _mechanisms(setup, packed, reference.alone))
+    if any(check.is_bad and check.name == "packing" for check in mechanisms):
+        return [*(check for check in checks if check.part != "mechanism"), *mechanisms]
+    routers = caught("equality", "load-balancing loss", lambda: _router_losses(setup, packed, reference, checks))
+    work = caught("work", "work", lambda: [*_work(setup, packed), check_syncs(setup, packed)])
+    return [*checks, *mechanisms, *routers, *work]
 
 
 def tree_reference(setup: ProbeSetup) -> TreeReference:
@@ -179,7 +189,8 @@ def _isolation(setup: ProbeSetup, branches: Branches) -> list[Check]:
 
 def _mechanisms(setup: ProbeSetup, packed: PackedPass, reference: Reference) -> list[Check]:
     row = packed.row(setup.samples)
-    assert row.tree is not None
+    if row.tree is None:
+        return [Check.wrong("packing", "samples that begin alike share nothing")]
     checks = [check_packed_row(unshare(row), setup.samples, packed.segments(setup.samples))]
     if checks[0].is_bad:
         return checks
