@@ -133,12 +133,13 @@ class TreePair:
 def row_of(family: Family, config: Any, groups: Sequence[Rollouts], *, seed: int) -> PackedRow:
     """A packed row of groups of samples, on the host; the pixels of a group's image are there once a sample."""
     samples = [
-        sample for at, group in enumerate(groups) for sample in _samples(family, config, group, 1000 * at + seed)
+        sample for at, group in enumerate(groups) for sample in samples_of(family, config, group, 1000 * at + seed)
     ]
     return pack(padded(samples))
 
 
-def _samples(family: Family, config: Any, rollouts: Rollouts, seed: int) -> Iterator[Sample]:
+def samples_of(family: Family, config: Any, rollouts: Rollouts, seed: int) -> Iterator[Sample]:
+    """The samples of one prompt; the prompt is not learnt."""
     grids = [image_grid(rollouts.image_tokens, family.merge(config))] if family.has_vision else []
     image = sum(family.media_tokens([grid], config) + 2 for grid in grids)
     stretches = [1, rollouts.prefix - image - 1] if grids else [rollouts.prefix]
