@@ -12,7 +12,7 @@ from tiers import full
 from benchmarks.cases.attention import Site
 from benchmarks.cases.head import all_rows, head_inputs, labelled_rows, measure_chunks
 from benchmarks.cases.loader import long_batch
-from benchmarks.cases.service import ServiceShapes, new_engine, new_request, own_loop, run_requests
+from benchmarks.cases.service import ServiceShapes, datum_loop, encoded, new_data, new_engine, own_loop, run_requests
 from benchmarks.cases.step import target_of
 from benchmarks.cases.tree import Rollouts, TreeShapes, row_flops, samples_of
 from benchmarks.command import (
@@ -55,7 +55,16 @@ SHAPES = {
         groups=2,
     ),
     "head": TINY,
-    "service": ServiceShapes(receipts=TINY, small=replace(TINY, samples=1), row_tokens=60, rank=2, clients=2),
+    "service": ServiceShapes(
+        receipts=TINY,
+        small=replace(TINY, samples=1),
+        wire=TINY,
+        row_tokens=60,
+        rank=2,
+        clients=2,
+        crowd=2,
+        crowd_requests=1,
+    ),
     "compile": CompileShapes(receipts=replace(TINY, layers=1), steps=4, samples=(1, 2), longest=(20, 30)),
 }
 TARGETS = {
@@ -68,7 +77,7 @@ TARGETS = {
     "memory": [0.7],
     "tree": [0.9, 0.85, 0.02, 0.01],
     "head": [1.1],
-    "service": [0.9, 2.0],
+    "service": [0.9, 2.0, 0.05, 3.0],
     "compile": [3, 0],
 }
 
@@ -169,9 +178,11 @@ def test_the_batch_to_pack_has_the_ratio_that_was_asked_for():
     assert sorted(lengths) == [20, 36, 52, 68, 84, 100]
 
 
-def test_a_loop_of_ones_own_computes_what_the_engine_does():
+def test_loops_of_ones_own_compute_what_the_engine_does():
     shapes = SHAPES["service"]
     engine = new_engine(QUICK, shapes, row_tokens=shapes.row_tokens)
-    request = new_request(engine, shapes.receipts, model_id="client 0", seed=0)
+    request = encoded(engine, new_data(shapes.receipts, seed=0), model_id="client 0")
     (result,) = run_requests(engine, [request])
-    assert own_loop(request, QUICK, shapes)() == pytest.approx(result.metrics["loss:sum"], rel=1e-5)
+    expected = pytest.approx(result.metrics["loss:sum"], rel=1e-5)
+    assert own_loop(engine, request, QUICK, shapes)() == expected
+    assert datum_loop(request, QUICK, shapes)() == expected

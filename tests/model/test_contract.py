@@ -51,7 +51,8 @@ def checkpointed(model, *, reentrant):
 
 def adapted(model):
     """LoRA on attention and gated delta layers of the text part and on the vision tower, far from its zero start."""
-    targets = r".*(self_attn\.(q_proj|v_proj)|linear_attn\.\w*_proj\w*|visual\.blocks.*\.(qkv|proj))"
+    mixers = r"self_attn\.(q_proj|v_proj|qkv_proj|q_b_proj|kv_b_proj)|linear_attn\.\w*_proj\w*"
+    targets = rf".*({mixers}|visual\.blocks.*\.(qkv|proj))"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         return get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))

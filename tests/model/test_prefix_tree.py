@@ -72,8 +72,9 @@ def counted(model):
 
         def attend(q, k, v, segments, *, causal, keys=None, **settings):
             if causal:
+                window = settings["pattern"].window or len(k)
                 spans = zip(segments.lengths, (keys or segments).lengths, strict=True)
-                seen["pairs"].append(sum(n * m - n * (n - 1) // 2 for n, m in spans))
+                seen["pairs"].append(sum(min(place, window) for n, m in spans for place in range(m - n + 1, m + 1)))
                 seen["widths"].add(len(q))
             return backend(q, k, v, segments, causal=causal, keys=keys, **settings)
 
@@ -114,7 +115,8 @@ def test_every_sample_is_what_it_is_alone_and_shared_tokens_are_computed_once(fa
     assert tree.num_tokens < row.segments.num_tokens
     assert work.vision_patches == seen["patches"] < unshared_patches(row) or family not in VISION
     if not FAMILIES[family].has("per_sample"):
-        assert set(seen["pairs"]) == {work.attended_pairs} == {tree.attended_pairs}
+        assert {*seen["pairs"]} == {work.attended_pairs, work.window_pairs or work.attended_pairs}
+        assert work.attended_pairs == tree.attended_pairs or {*seen["pairs"]} == {work.window_pairs}
         assert seen["widths"] == {tree.num_tokens}
     if FAMILIES[family].has("gated_delta"):
         assert tree.num_tokens <= work.delta_tokens <= 1.25 * tree.num_tokens

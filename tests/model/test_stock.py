@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from parts import parts_of
+from transformers.models.llama import modeling_llama
 
 from vlmpack.attention import Pattern
 from vlmpack.errors import FamilyError
 from vlmpack.families.family import capped_logits, divided_logits, multiplied_logits, plain_logits
 from vlmpack.layout import pack
 from vlmpack.model import PackedStep, enable_packing
-from vlmpack.model.mechanisms.stock import FAR, check_logits, check_pattern, check_positions, layer_masks
+from vlmpack.model.mechanisms.stock import check_logits, check_positions, check_window, layer_windows
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
 WINDOWS = {"gemma2": [5, None, 5], "mistral": [5, 5, 5], "qwen3": [None, None, None], "qwen3_5": [None]}
@@ -23,26 +24,35 @@ WINDOWS = {"gemma2": [5, None, 5], "mistral": [5, 5, 5], "qwen3": [None, None, N
 
 @pytest.mark.every_family
 @pytest.mark.parametrize(("name", "windows"), WINDOWS.items())
-def test_the_mask_of_every_attention_layer_is_found_and_compared(name: str, windows: list[int | None]) -> None:
+def test_the_window_of_every_attention_layer_is_measured_and_compared(name: str, windows: list[int | None]) -> None:
     model = tiny_model(name, layers=3)
     before = dict(vars(model.config.get_text_config()))
-    masks = layer_masks(parts_of(model))
-    assert vars(model.config.get_text_config()) == before
-    assert len(masks) == len(windows)
-    for (layer, mask), window in zip(masks.items(), windows, strict=True):
-        check_pattern(mask, Pattern(window=window), layer)
-        for wrong in {4, 6, 4096, FAR // 2, None} - {window}:
-            with pytest.raises(FamilyError, match=rf"layer {layer}: in the model's own code"):
-                check_pattern(mask, Pattern(window=wrong), layer)
+    found = layer_windows(parts_of(model))
+    assert dict(vars(model.config.get_text_config())) == before
+    assert list(found.values()) == windows
+    for layer, window in found.items():
+        check_window(found, Pattern(window=window), layer)
+        for wrong in {4, 6, 4096, None} - {window}:
+            with pytest.raises(FamilyError, match=rf"layer {layer} calls attention with sliding_window={wrong}, but"):
+                check_window(found, Pattern(window=wrong), layer)
     with pytest.raises(FamilyError, match="layer 7 gets no mask"):
-        check_pattern(masks.get(7), Pattern(), 7)
+        check_window(found, Pattern(), 7)
 
 
-@pytest.mark.parametrize("window", [1, 2, 128, 4096, 131072])
-def test_windows_of_any_length_are_compared_without_a_mask(window: int) -> None:
+@pytest.mark.parametrize("window", [1, 2, 131072])
+def test_windows_of_any_length_are_measured_without_a_mask(window: int) -> None:
     model = tiny_model("mistral", layers=1)
     model.config.sliding_window = window
-    check_pattern(layer_masks(parts_of(model), again=True)[0], Pattern(window=window), 0)
+    assert layer_windows(parts_of(model), again=True) == {0: window}
+
+
+def test_masks_of_another_kind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chunked(config: Any, **inputs: Any) -> Any:
+        return lambda batch, head, query, key: (key <= query) & (key // 8192 == query // 8192) | (key == 0)
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", chunked)
+    with pytest.raises(FamilyError, match="layer 0 attends to other tokens than those before them"):
+        enable_packing(tiny_model("llama"))
 
 
 def test_a_layer_that_calls_attention_with_another_window_than_its_mask_is_an_error_at_the_first_row() -> None:
@@ -50,7 +60,7 @@ def test_a_layer_that_calls_attention_with_another_window_than_its_mask_is_an_er
     row = pack(padded(mixed_samples(model.config, seed=5, kinds=("text",))))
     PackedStep(model)(row)
     model.model.layers[0].self_attn.sliding_window = 4
-    with pytest.raises(FamilyError, match="layer 0: in the model's own code token 6 attends to token 2, but the layer"):
+    with pytest.raises(FamilyError, match=r"layer 0 calls attention with sliding_window=4, but .* has 5"):
         PackedStep(model)(row)
 
 

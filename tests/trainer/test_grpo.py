@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from peft import LoraConfig
+from test_readme import DOCS, examples
 from tiers import tiers
 from training import distance
 from trl_runs import arguments, finish, grpo, processor_of, prompts, reward, saved, trl
@@ -157,3 +158,12 @@ def test_the_reference_is_packed_and_video_placeholders_are_not_sampled(tmp_path
     assert is_packing(run.ref_model)
     config = run.model.config
     assert {config.image_token_id, config.video_token_id} <= {*run.generation_config.suppress_tokens}
+
+
+@pytest.mark.full
+def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "page"}
+    for example in examples(DOCS / "reinforcement_learning.md"):
+        exec(example.code, names)
+    assert names["trainer"].state.log_history[0]["packing/computed"] < 0.5

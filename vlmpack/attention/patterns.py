@@ -12,8 +12,9 @@ work grows with L W and masks are [W, 2 W]. W = 3, a segment of 11 tokens:
     middle   3 4 5, 6 7 8      keys 0 .. 5, 3 .. 8        one call, one mask
     last     9 10              keys 6 .. 10               the same mask, its first rows
 
-**Sinks as a key.** One more channel of the queries holds sink / scale, and is 0 in all keys but a first one, which is
-0 elsewhere and has no value. Its score is then the sink, and any softmax attention computes sinks with their gradients.
+**Sinks as a key.** One more channel of the queries holds sink / scale (a second one what rounding left of it), and is 0
+in all keys but a first one, which is 0 elsewhere and has no value. Its score is then the sink, and PyTorch's own
+attention computes sinks with their gradients.
 
 L queries, L' keys of a segment, the last L of which are at the places of the queries; N query heads, K key-value heads
 (N a multiple of K), H head dimension, W window.
@@ -32,7 +33,7 @@ from torch import Tensor
 from vlmpack.layout import Segments
 
 SINK_CHANNELS = 8
-"""Channels that sinks add to queries and keys: one is used, the others keep kernels' alignment."""
+"""Channels that sinks add to queries and keys: two are used, the others keep kernels' alignment."""
 
 
 @final
@@ -134,12 +135,15 @@ def with_sinks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries, keys, values and a mask with sinks as one more key, before the others."""
     n, queries, keys = *q_nLNH.shape[:2], k_nLKH.shape[1]
-    channel = (sinks / scale).to(q_nLNH.dtype)[:, None].expand(n, queries, -1, 1)
-    sink = F.pad(k_nLKH.new_ones(n, 1, k_nLKH.shape[2], 1), (k_nLKH.shape[3], SINK_CHANNELS - 1))
+    score = sinks / scale
+    rounded = score.to(q_nLNH.dtype)
+    rest = (score - rounded).to(q_nLNH.dtype).detach()  # what a channel in bfloat16 leaves of a sink in float32
+    channels = torch.stack([rounded, rest], -1).expand(n, queries, -1, 2)
+    sink = F.pad(k_nLKH.new_ones(n, 1, k_nLKH.shape[2], 2), (k_nLKH.shape[3], SINK_CHANNELS - 2))
     if mask is None:
         mask = causal_mask(queries, keys, q_nLNH.device)
     return (
-        F.pad(torch.cat([q_nLNH, channel], -1), (0, SINK_CHANNELS - 1)),
+        F.pad(torch.cat([q_nLNH, channels], -1), (0, SINK_CHANNELS - 2)),
         torch.cat([sink, F.pad(k_nLKH, (0, SINK_CHANNELS))], 1),
         F.pad(v_nLKH, (0, 0, 0, 0, 1, 0)),
         F.pad(mask, (1, 0), value=True),

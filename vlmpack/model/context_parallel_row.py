@@ -40,7 +40,7 @@ class ContextParallelRow(RowPart):
         before = sum(self.partition.local_segments(rank).num_tokens for rank in range(self.rank))
         self.real = slice(before, before + self.segments.num_tokens)
         self.physical_tokens = row.segments.total
-        self.attended_pairs = row.segments.attended_pairs
+        self._row_segments = row.segments
         if not self.is_whole:
             self._check_equal(row)
 

@@ -342,7 +342,7 @@ def _check_vocabulary(row: PackedRow, size: int) -> None:
 def _finish(setup: RowSetup, mechanisms: Sequence[Mechanism], entries: Mapping[str, Any]) -> Work:
     """Check that every mechanism ran, and count what was computed."""
     part = setup.part
-    counts = {"attended_pairs": part.attended_pairs}
+    counts = {"attended_pairs": part.attended_pairs()}
     for mechanism in mechanisms:
         mechanism.check_ran(setup.model, entries[mechanism.name])
         counts |= mechanism.work(setup, entries[mechanism.name])

@@ -13,13 +13,13 @@ from typing import final
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout import IGNORE, require
 
 Head = Callable[[torch.Tensor], torch.Tensor]
+"""Hidden states [l, D] to logits [l, V]."""
 
 
 @final
@@ -63,7 +63,7 @@ _MISCOUNTED = (
 
 
 def score_targets(
-    hidden: torch.Tensor, index: torch.Tensor, targets: torch.Tensor, head: nn.Module, *, chunk: int, scoring: Scoring
+    hidden: torch.Tensor, index: torch.Tensor, targets: torch.Tensor, head: Head, *, chunk: int, scoring: Scoring
 ) -> list[torch.Tensor]:
     """Return the log-probability of each target, float32 [L], and the entropy of its prediction where it is asked for.
 

@@ -18,6 +18,7 @@ from typing import final
 
 import torch
 
+from vlmpack.attention import attended_pairs
 from vlmpack.context_parallel import Attend
 from vlmpack.errors import LayoutError
 from vlmpack.layout import IGNORE, Grid, HostMetadata, PackedRow, PrefixTree, Segments, on_host, require, roll_left
@@ -38,7 +39,6 @@ class PrefixTreeRow(RowPart):
         self.tree = tree
         """The tree."""
         self.real = slice(0, row.segments.num_tokens)
-        self.attended_pairs = tree.attended_pairs
         self._num_distinct_targets = metadata.num_distinct_targets
         self.check_shared(row.input_ids, "input_ids")
         _check_labels(row)
@@ -48,6 +48,12 @@ class PrefixTreeRow(RowPart):
     def is_whole(self) -> bool:
         """False: shared tokens are there once."""
         return False
+
+    def attended_pairs(self, window: int | None = None) -> int:
+        """Those of every path, less those of the same path up to the node: they are its parent's."""
+        pairs = zip(self.tree.keys.lengths, self.tree.lengths, strict=True)
+        before = Segments.from_lengths([total - length for total, length in pairs])
+        return attended_pairs(self.tree.keys, window) - attended_pairs(before, window)
 
     def media_grids(self, metadata: HostMetadata) -> tuple[tuple[Grid, ...], tuple[Grid, ...]]:
         """Those that are computed, in the order of the tree."""

@@ -16,6 +16,7 @@ from typing import Any, final
 
 import torch
 
+from vlmpack.attention import attended_pairs
 from vlmpack.context_parallel import Attend
 from vlmpack.layout import Grid, HostMetadata, Segments
 
@@ -57,13 +58,16 @@ class RowPart:
         """Which of the row's real tokens are in the part."""
         self.physical_tokens = segments.total
         """Tokens that go through the model, on all ranks together."""
-        self.attended_pairs = segments.attended_pairs
-        """Query-key pairs of causal attention in one layer, on all ranks together."""
+        self._row_segments = segments
 
     @property
     def is_whole(self) -> bool:
         """Return whether the part is the whole row."""
         return self.ranks == 1
+
+    def attended_pairs(self, window: int | None = None) -> int:
+        """Query-key pairs of causal attention in one layer, on all ranks together; `window`: that of the layer."""
+        return attended_pairs(self._row_segments, window)
 
     def media_grids(self, metadata: HostMetadata) -> tuple[tuple[Grid, ...], tuple[Grid, ...]]:
         """(images, videos) that go through the vision tower, on all ranks together."""

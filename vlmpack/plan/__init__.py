@@ -24,7 +24,7 @@ from vlmpack.plan.plan import Plan
 from vlmpack.plan.planner import ALIASES, STRATEGIES, cut_group, middle, plan_bins, split_rows, strategy_name
 from vlmpack.plan.prefix_groups import ALONE, PrefixGroups, attended_pairs
 from vlmpack.plan.prefix_marks import PrefixMarks, groups_of_marks
-from vlmpack.plan.simulation import CAPACITIES, PaddedRecipe, Padding, Simulation, simulate
+from vlmpack.plan.simulation import CAPACITIES, Computed, PaddedRecipe, Padding, Simulation, simulate
 
 __all__ = [
     "ALIASES",
@@ -38,6 +38,7 @@ __all__ = [
     "ROWS_BUFFERED",
     "STRATEGIES",
     "Budget",
+    "Computed",
     "CostModel",
     "HistogramBin",
     "LengthTable",

@@ -25,7 +25,7 @@ from typing import final
 import numpy as np
 
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.plan.lengths import whole_numbers
+from vlmpack.plan.lengths import Whole, whole_numbers
 
 ALONE = -1
 """The group of a sample that shares nothing, and the parent of a group that lies in no other."""
@@ -249,6 +249,6 @@ IN_ARCHIVES = "groups."
 """In front of the names of columns."""
 
 
-def attended_pairs(tokens: np.ndarray) -> np.ndarray:
-    """[N]: pairs of a query and a key in samples by themselves, under the causal mask: n (n + 1) / 2."""
+def attended_pairs(tokens: Whole) -> Whole:
+    """Pairs of a query and a key in a sample by itself, or in each of N, under the causal mask: n (n + 1) / 2."""
     return tokens * (tokens + 1) // 2

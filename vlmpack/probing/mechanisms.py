@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from vlmpack.layout import PackedRow, Segments
+from vlmpack.model import ModelParts, layer_windows
 from vlmpack.probing.report import Cause, Check
 from vlmpack.probing.trace import CACHES, LEAK, ModuleCall, Span, Trace, largest_move, leak_between, perturb_spans
 from vlmpack.testing import Sample, grids_of, media_of
@@ -129,8 +130,11 @@ def check_mask(trace: Trace) -> Check:
     check = Check.of_mechanism("mask", leak, LEAK, detail, finding="leaks")
     if check.is_bad:
         return check
+    probed, sparse = trace.probed, trace.probed.family.has("per_sample")
+    windows = {} if sparse else layer_windows(ModelParts(family=probed.family, core=probed.core))
     for name, call in trace.attention.items():
-        if problem := _causality_problem(call, trace.segments.spans, sparse=trace.probed.family.has("per_sample")):
+        window = windows.get(int(name.removeprefix("layer ")))
+        if problem := _causality_problem(call, trace.segments.spans, sparse=sparse, window=window):
             return Check.wrong("mask", f"{name}: {problem}")
     return check
 
@@ -182,15 +186,25 @@ def _worst_layer(
     return moves[at], at
 
 
-def _causality_problem(call: ModuleCall, spans: Sequence[Span], *, sparse: bool) -> str:
+def _causality_problem(call: ModuleCall, spans: Sequence[Span], *, sparse: bool, window: int | None) -> str:
     """Find what is wrong inside samples. A query of sparse attention may do without a sample's first half."""
     long = [(start, stop) for start, stop in spans if stop - start > 1]
-    firsts, lasts = [(a, (a + b) // 2) for a, b in long], [(b - 1, b) for _, b in long]
+    reach = max(stop for _, stop in spans) if window is None else max(window, 2)
+    firsts, lasts = (
+        [(max(a, b - reach), max((a + b) // 2, b - reach + 1)) for a, b in long],
+        [(b - 1, b) for _, b in long],
+    )
     before = call.rerun(call.hidden)[0]
     if not sparse:
         after_first = call.rerun(perturb_spans(call.hidden, firsts, dim=1))[0]
         if any(largest_move(after_first, before, [last], dim=1) == 0 for last in lasts):
             return "a sample's last token does not attend to its first half"
+    beyond = [(a, b - reach) for a, b in long if b - a > reach and window != 1]
+    if beyond:
+        after = call.rerun(perturb_spans(call.hidden, beyond, dim=1))[0]
+        last = [(b - 1, b) for a, b in long if b - a > reach]
+        if not (move := largest_move(after, before, last, dim=1)) <= LEAK:
+            return f"a sample's last token attends beyond its window of {window}: it moves by {move:.1e}"
     after_last = call.rerun(perturb_spans(call.hidden, lasts, dim=1))[0]
     if not (ahead := largest_move(after_last, before, [(a, b - 1) for a, b in long], dim=1)) <= LEAK:
         return f"a sample attends to its own future: it moves by {ahead:.1e} when its last token changes"

@@ -204,7 +204,8 @@ class RowWork:
                 places = [Place(request=at, datum=number) for number in range(len(request.data))]
                 groups.setdefault((request.model_id, request.forward_only), []).extend(places)
         for (_, forward_only), group in groups.items():
-            for numbers in plan_rows([self._datum(place).sequence for place in group], self._settings):
+            sequences = [self._datum(place).sequence for place in group]
+            for numbers in plan_rows(sequences, self._settings, ranks=1 if self._ranks is None else self._ranks.size):
                 places = tuple(group[number] for number in numbers)
                 items = tuple(self._item(place) for place in places)
                 self.rows.append(Row(work=self, places=places, items=items, backward=not forward_only))

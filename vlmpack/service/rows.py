@@ -74,13 +74,33 @@ class DatumResult:
     """True if the loss and its derivatives are."""
 
 
-def plan_rows(sequences: Sequence[EncodedSequence], settings: RowSettings) -> list[list[int]]:
-    """Numbers of the sequences that share each row, in the order of the rows; inside a row they keep their order."""
+SLACK = (1.01, 1.03, 1.1, 1.2, 1.4)
+"""Budgets that are tried for rows of like size, as parts of their mean."""
+
+
+def plan_rows(sequences: Sequence[EncodedSequence], settings: RowSettings, *, ranks: int = 1) -> list[list[int]]:
+    """Numbers of the sequences that share each row, in the order of the rows; inside a row they keep their order.
+
+    The rows are as few as the budgets allow, rounded up to a multiple of the ranks, and of like size: ranks wait for
+    the largest one, and a row that is nearly empty costs more than it computes.
+    """
     lengths = np.array([sequence.length for sequence in sequences])
     patches = np.array([sequence.patches for sequence in sequences])
     limits = [Budget(name="patches", costs=patches, limit=settings.patches)] if patches.any() else []
-    plan = plan_bins(lengths, settings.tokens, budgets=limits, oversize="own_row")
-    return [sorted(int(at) for at in row) for row in plan]
+
+    def bins(tokens: int) -> list[list[int]]:
+        plan = plan_bins(lengths, tokens, budgets=limits, oversize="own_row")
+        return [sorted(int(at) for at in row) for row in plan]
+
+    rows = bins(settings.tokens)
+    count = ranks * math.ceil(len(rows) / ranks)
+    if count == 1:
+        return rows
+    for slack in SLACK:
+        tokens = max(int(lengths.max()), math.ceil(slack * lengths.sum() / count))
+        if tokens < settings.tokens and len(even := bins(tokens)) <= count:
+            return even
+    return rows
 
 
 # ---------------------------------------------------------------------- one row

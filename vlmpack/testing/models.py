@@ -366,9 +366,9 @@ def _granite_text(sizes: TinySizes) -> dict[str, Any]:
 
 
 def _routed(sizes: TinySizes) -> dict[str, Any]:
-    """Experts in two groups, of which a token chooses one; the first layer is dense."""
-    groups = {"n_group": 2, "topk_group": 1, "n_shared_experts": 1}
-    return {"n_routed_experts": sizes.experts, "first_k_dense_replace": 1, **groups}
+    """Experts in two groups, if they can be halved, of which a token chooses one."""
+    groups = {"n_group": 1 if sizes.experts % 2 else 2, "topk_group": 1, "n_shared_experts": 1}
+    return {"n_routed_experts": sizes.experts, "first_k_dense_replace": 0, **groups}
 
 
 def _deepseek_text(sizes: TinySizes) -> dict[str, Any]:

@@ -25,12 +25,12 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from vlmpack.attention import CAUSAL, AttentionCall, Pattern, attended_pairs, choose
+from vlmpack.attention import CAUSAL, AttentionCall, Pattern, choose
 from vlmpack.errors import BackendError, ConfigError
 from vlmpack.families import Family
 from vlmpack.layout import Segments, outside_graph
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup, is_subclassed
-from vlmpack.model.mechanisms.stock import MaskFunction, check_pattern, layer_masks
+from vlmpack.model.mechanisms.stock import check_window, layer_windows
 from vlmpack.model.plain import check_not_bypassed, warn_past_the_forward
 from vlmpack.model.row import CONTEXT, RowContext
 
@@ -43,13 +43,13 @@ OF_VISION = "vision"
 class RowAttention:
     """A row's entry."""
 
-    def __init__(self, backend: str, masks: Mapping[int, MaskFunction] | None = None) -> None:
+    def __init__(self, backend: str, stock_windows: Mapping[int, int | None] | None = None) -> None:
         self.backend = backend
         """Name of the attention back-end, or "auto"."""
         self.calls = 0
         """Calls of packed attention in the text model so far."""
-        self.masks = masks
-        """The mask of each layer in the model's own code, by its number; None: not compared."""
+        self.stock_windows = stock_windows
+        """The window of each layer in the model's own code, by its number; None: not compared."""
         self.windows: set[int | None] = set()
         """The windows of the text model's layers that were called; None: of those that have none."""
 
@@ -74,7 +74,7 @@ class Attention(Mechanism):
             if not isinstance(config := module.config, _StandIn):
                 module.config = _stand_in(config, name)
         if not _has_own_masks(model):
-            layer_masks(model, again=True)
+            layer_windows(model, again=True)
 
     def detach(self, model: ModelParts, *, kept: Set[int] = frozenset()) -> None:
         """Restore the configurations."""
@@ -94,12 +94,12 @@ class Attention(Mechanism):
         return next(_not_computed(model, callers), None)
 
     def prepare(self, setup: RowSetup) -> RowAttention:
-        """Pass the name of the back-end and the masks of layers on."""
-        return RowAttention(setup.backend, None if _has_own_masks(setup.model) else layer_masks(setup.model))
+        """Pass the name of the back-end and the windows of layers on."""
+        return RowAttention(setup.backend, None if _has_own_masks(setup.model) else layer_windows(setup.model))
 
     def work(self, setup: RowSetup, entry: RowAttention) -> Mapping[str, int]:
         """Pairs of the layers with a window, and of those without."""
-        pairs = {window: attended_pairs(setup.row.segments, window) for window in entry.windows}
+        pairs = {window: setup.part.attended_pairs(window) for window in entry.windows}
         if not pairs.keys() - {None}:
             return {}
         return {"attended_pairs": max(pairs.values()), "window_pairs": min(pairs.values())}
@@ -363,13 +363,13 @@ def run_on_row(
     entry: RowAttention = row.entries[Attention.name]
     if vision is None:
         entry.calls += 1
-        if entry.masks is not None and layer is not None:
-            check_pattern(entry.masks.get(layer), pattern, layer)
+        if entry.stock_windows is not None and layer is not None:
+            check_window(entry.stock_windows, pattern, layer)
         entry.windows.add(pattern.window)
     segments = row.segments if vision is None else row.entries[OF_VISION].find(vision, query.shape[2])
     q_TNH, k_TKH, v_TKH = (_in_autocast(x.squeeze(0).transpose(0, 1)) for x in (query, key, value))
     if not segments.num_tokens:  # nothing but padding; the projections keep their place in the graph
-        nothing = sum(x[:0].sum() for x in (q_TNH, k_TKH, v_TKH))
+        nothing = sum(x[:0].sum() for x in (q_TNH, k_TKH, v_TKH, *([] if pattern.sinks is None else [pattern.sinks])))
         return v_TKH.new_zeros(1, *q_TNH.shape[:2], v_TKH.shape[2]) + nothing
 
     def attend(

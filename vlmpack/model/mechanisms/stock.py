@@ -4,13 +4,13 @@
     logits       the whole model runs, and its backbone and its head are replaced by ones that return fixed numbers
 
 transformers builds a mask from a function of (batch, head, query, key). Registered under a name of ours, a mask
-function hands that function itself on to each layer. So a window of any size is compared at a few places, and no mask
-is built. A descriptor that differs from the model is an error when packing is enabled, or at the first row.
+function hands that function itself on to each layer: so it is measured how far back a token sees, and no mask is built.
+A descriptor that differs from the model is an error when packing is enabled, or at the first row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
 from weakref import WeakKeyDictionary
@@ -29,7 +29,7 @@ MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
 TOKENS = 5
 """Length of the sample that is tried."""
 FAR = 1 << 20
-"""A query that is further from the first token than any window is long."""
+"""A query that is further from the first token than any window is long: what reaches further is none."""
 
 
 # ---------------------------------------------------------------------- masks of layers
@@ -43,21 +43,39 @@ def _mask_function(*_: Any, mask_function: MaskFunction, **__: Any) -> MaskFunct
 
 AttentionMaskInterface.register(_NAME, _mask_function)
 
-_MASKS: WeakKeyDictionary[nn.Module, dict[int, MaskFunction]] = WeakKeyDictionary()
+_WINDOWS: WeakKeyDictionary[nn.Module, dict[int, int | None]] = WeakKeyDictionary()
 
 
-def layer_masks(model: ModelParts, *, again: bool = False) -> dict[int, MaskFunction]:
-    """The mask function that the model's own code passes to each decoder layer with attention, by the layer's number.
+def layer_windows(model: ModelParts, *, again: bool = False) -> dict[int, int | None]:
+    """The window of each decoder layer with attention, by its number, as the model's own code masks it; None: none.
 
     Args:
-        model: the model. Its functions are kept for as long as its text part lives.
+        model: the model. Its windows are kept for as long as its text part lives.
         again: compute them anew, from its configuration as it is now.
+
+    Raises:
+        FamilyError: a layer's mask is something else than causal within a window.
     """
     text = model.text
-    if again or text not in _MASKS:
-        masks: dict[int, Any] = {layer: mask for layer, (mask, _) in _recorded(text).items() if callable(mask)}
-        _MASKS[text] = masks
-    return _MASKS[text]
+    if again or text not in _WINDOWS:
+        masks = {layer: mask for layer, (mask, _) in _recorded(text).items() if callable(mask)}
+        windows = {mask: _window(mask, layer) for layer, mask in masks.items()}
+        _WINDOWS[text] = {layer: windows[mask] for layer, mask in masks.items()}
+    return _WINDOWS[text]
+
+
+def _window(mask: Any, layer: int) -> int | None:
+    """Measure how many tokens a far query attends to."""
+    keys = torch.arange(FAR + 2, device="cpu")
+    query = torch.tensor(FAR, device="cpu")
+    seen = mask(torch.tensor(0), torch.tensor(0), query, keys).expand(len(keys))
+    window = int(seen.sum())
+    if not torch.equal(seen, (keys <= query) & (query - keys < window)):
+        raise FamilyError(
+            f"layer {layer} attends to other tokens than those before them, or a window of those, in the model's own "
+            "code, which packed rows cannot do; train this model without packing"
+        )
+    return window if window <= FAR else None
 
 
 def check_positions(model: ModelParts) -> None:
@@ -75,34 +93,27 @@ def check_positions(model: ModelParts) -> None:
             )
 
 
-def check_pattern(mask: MaskFunction | None, pattern: Pattern, layer: int) -> None:
-    """Compare the pattern that a layer passes to its attention function with its mask in the model's own code.
+def check_window(windows: Mapping[int, int | None], pattern: Pattern, layer: int) -> None:
+    """Compare the window that a layer passes to its attention function with its mask in the model's own code.
 
     Args:
-        mask: what `layer_masks` has for the layer.
+        windows: what `layer_windows` returned.
         pattern: what the layer passes.
-        layer: its number, for the message.
+        layer: its number.
 
     Raises:
         FamilyError: packed rows would attend to other tokens than the model's own code.
     """
-    if mask is None:
+    if layer not in windows:
         raise FamilyError(
             f"layer {layer} gets no mask from its model, so what it attends to is not known; train this model without "
             "packing"
         )
-    window = FAR if pattern.window is None else pattern.window
-    query = max(window, 2) + 2 if pattern.window is not None else FAR
-    keys = torch.tensor(sorted({0, 1, max(query - window, 0), max(query - window + 1, 0), query - 1, query, query + 1}))
-    seen = mask(0, 0, torch.tensor(query), keys).expand(len(keys))
-    expected = (keys <= query) & (query - keys < (FAR + 1 if pattern.window is None else window))
-    if not torch.equal(seen, expected):
-        at = int((seen != expected).int().argmax())
+    if windows[layer] != pattern.window:
         raise FamilyError(
-            f"layer {layer}: in the model's own code token {query} {'attends' if seen[at] else 'does not attend'} to "
-            f"token {keys[at]}, but the layer calls attention with sliding_window={pattern.window}; its configuration "
-            "was changed after the model was made, or the family is not as described: enable_packing(model) again, or "
-            "train this model without packing"
+            f"layer {layer} calls attention with sliding_window={pattern.window}, but in the model's own code its mask "
+            f"has {windows[layer]}: its configuration was changed after packing was enabled, or the family is not as "
+            "described. Call enable_packing(model) again, or train this model without packing"
         )
 
 
