@@ -14,6 +14,7 @@ from benchmarks.cases.head import all_rows, head_inputs, labelled_rows, measure_
 from benchmarks.cases.loader import long_batch
 from benchmarks.cases.service import ServiceShapes, datum_loop, encoded, new_data, new_engine, own_loop, run_requests
 from benchmarks.cases.step import target_of
+from benchmarks.cases.tree import Rollouts, TreeShapes
 from benchmarks.command import (
     CASES,
     AttentionShapes,
@@ -46,6 +47,12 @@ SHAPES = {
     ),
     "step": TINY,
     "memory": TINY,
+    "tree": TreeShapes(
+        receipts=TINY,
+        rollouts=(Rollouts(prefix=70, branch=5, samples=3, image_tokens=8),),
+        long=Rollouts(prefix=66, branch=9, samples=2, image_tokens=12),
+        groups=2,
+    ),
     "head": TINY,
     "service": ServiceShapes(
         receipts=TINY,
@@ -67,6 +74,7 @@ TARGETS = {
     "attention": [],
     "step": [0.95],
     "memory": [0.7],
+    "tree": [0.9, 0.85, 0.02, 1.01],
     "head": [1.1],
     "service": [0.9, 2.0, 0.05, 3.0],
     "compile": [3, 0],
@@ -84,7 +92,7 @@ def test_a_case_measures_and_holds_its_figures_to_the_targets(name):
     check(figures, name)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl_moe", *full("qwen2_5_vl", "qwen3_5", "qwen3", "qwen4_exp")])
+@pytest.mark.parametrize("family", ["qwen3", *full("qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen4_exp")])
 def test_a_step_is_measured_for_every_kind_of_family(family):
     figures = CASES["step"].run(replace(QUICK, family=family), TINY)
     check(figures, "step")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vlmpack.collate.assemble import SharePrefixes
 from vlmpack.collate.buffers import PixelBuffers
 from vlmpack.collate.collator import BatchLayout, VLMCollator, sample_id_of
 from vlmpack.collate.columns import CONVERSATION_COLUMNS, MEDIA_COLUMNS, MediaRef
@@ -21,6 +22,7 @@ __all__ = [
     "MediaRef",
     "PixelBuffers",
     "ProcessorMetadata",
+    "SharePrefixes",
     "SkipLimit",
     "SkipLog",
     "VLMCollator",

@@ -27,7 +27,7 @@ from vlmpack.collate.encoded import (
     make_labels,
     tokens_of,
 )
-from vlmpack.collate.media import MediaReader
+from vlmpack.collate.media import BatchMedia, MediaReader
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.collate.tokenised import read_tokenised, token_types
 from vlmpack.data import ImageLimits
@@ -63,14 +63,14 @@ class Encoder:
     max_length: int | None = None
     """Tokens beyond which media are not made, as no sample holds them; None: no limit."""
 
-    def encode(self, feature: Any) -> Encoded:
-        """Encode and check one sample.
+    def encode(self, feature: Any, batch: BatchMedia | None = None) -> Encoded:
+        """Encode and check one sample; media that the batch has already are not cut again.
 
         Raises:
             Refusal: the sample cannot be used.
             ConfigError: no sample can be used with this processor.
         """
-        return self._encode(feature, partial(self.media.cut_each, max_tokens=self.max_length))
+        return self._encode(feature, partial(self.media.cut_each, batch=batch, max_tokens=self.max_length))
 
     def measure(self, feature: Any, *, estimate: bool = False) -> Encoded:
         """The same without pixels, which are left where they are: images and videos are only measured, or estimated.

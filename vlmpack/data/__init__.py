@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlmpack.data.archive import parse_lines
+from vlmpack.data.branches import BRANCH_COLUMN, PAIRS_COLUMN, Branches, branch_turns
 from vlmpack.data.cord import CordDataset, json2token, load_cord, to_conversation, token2json
 from vlmpack.data.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_image, read_encoded, read_size
 from vlmpack.data.open import OpenDataset, open_dataset
@@ -10,13 +11,17 @@ from vlmpack.data.processor import is_saved_alone, load_processor, save_processo
 from vlmpack.data.readers import JSON_FILES, StoredRows
 
 __all__ = [
+    "BRANCH_COLUMN",
     "DEFAULT_LIMITS",
     "JSON_FILES",
+    "PAIRS_COLUMN",
+    "Branches",
     "CordDataset",
     "ImageError",
     "ImageLimits",
     "OpenDataset",
     "StoredRows",
+    "branch_turns",
     "is_saved_alone",
     "json2token",
     "load_cord",

@@ -25,7 +25,7 @@ class LocalRow:
     input_ids: torch.Tensor
     """[1, t] int64."""
     partition: Partition
-    """Which rank holds what; its segments are the whole row's."""
+    """The rank that holds each part; its segments are the whole row's."""
     rank: int
     """Whose part this is."""
     shift_labels: torch.Tensor | None = None
@@ -39,9 +39,9 @@ class LocalRow:
     media: Media = field(default_factory=Media)
     """Pixels and grids that this rank computes, whosever tokens they stand for."""
     images: MediaShare
-    """Which rank computes which image."""
+    """The rank that computes each image."""
     videos: MediaShare
-    """Which rank computes which video."""
+    """The rank that computes each video."""
     metadata: HostMetadata | None = None
     """Metadata of the whole row on the host; `num_targets` is that of all ranks."""
 
@@ -145,7 +145,7 @@ class Halo:
     """The tokens that each rank needs to roll its part of a row by 1, ..., K tokens."""
 
     partition: Partition
-    """Who holds which token."""
+    """The tokens that each rank holds."""
     depth: int
     """K, the most tokens that a part is rolled by."""
 

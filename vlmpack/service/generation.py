@@ -220,7 +220,7 @@ class Reader:
             the logits [B, V] after each prompt.
         """
         lengths = [prompt.length for prompt in prompts]
-        hidden_TD, head, found = last_hidden(self.core, prompts), self.family.head(self.core), []
+        hidden_TD, head, found = last_hidden(self.core, prompts), self.family.to_logits(self.core), []
         for hidden_ND, prompt in zip(hidden_TD.split(lengths), prompts, strict=True):
             targets = torch.from_numpy(prompt.input_ids[1:]).to(self.device)
             logprobs = target_logprobs(hidden_ND[:-1], targets, head, chunk=HEAD_CHUNK).cpu().numpy()
@@ -231,7 +231,7 @@ class Reader:
         """Return the logits [1, V] after a sequence: it alone, one packed row, no cache."""
         ids = np.concatenate((sequence.prompt.input_ids, np.asarray(sequence.tokens, np.int64)))
         hidden_TD = last_hidden(self.core, [replace(sequence.prompt, input_ids=ids)])
-        return self.family.head(self.core)(hidden_TD[-1:])
+        return self.family.to_logits(self.core)(hidden_TD[-1:])
 
     def _padded(self, prompts: Sequence[EncodedSequence]) -> dict[str, torch.Tensor]:
         """Prompts as a batch [B, S], padded on the left, on the model's device."""

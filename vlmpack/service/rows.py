@@ -179,11 +179,12 @@ def span_logprobs(
 ) -> torch.Tensor:
     """float32 [T]: log-probability of every target, each span by the head with its own adapter."""
     state = packing_state(model)
-    head, name, lengths = state.family.head(model), state.family.head_path, [span.length for span in spans]
+    family, text_config = state.family, state.family.text_config(model.config)
+    head, name, lengths = family.head(model), family.head_path, [span.length for span in spans]
 
     def head_of(span: Span) -> Callable[[torch.Tensor], torch.Tensor]:
         # `forward`, not a call: the hook on the head belongs to the whole row
-        return lambda hidden: adapters.added(head.forward(hidden), hidden, span, name)
+        return lambda hidden: family.logits(adapters.added(head.forward(hidden), hidden, span, name), text_config)
 
     parts = zip(hidden_TD.split(lengths), targets_T.split(lengths), spans, strict=True)
     chunk = state.config.head_chunk

@@ -319,7 +319,7 @@ class PackedTrainer(Trainer):
         Raises:
             ConfigError: packing is not enabled on the model.
         """
-        call = StepCall()
+        call = StepCall(None)
         if self._row_losses is not None:
             super().prediction_step(model, {**inputs, STEP: call}, True, ignore_keys)
             if call.result is None:
