@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -16,10 +17,11 @@ import pytest
 import torch
 from tiers import full
 
+from vlmpack.attention import Pattern
 from vlmpack.families import FAMILIES, family_named
 from vlmpack.layout import Buckets, Segments, SlotRule
 from vlmpack.model import engine
-from vlmpack.model.mechanisms import experts
+from vlmpack.model.mechanisms import attention, experts
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.model.row import RowContext
@@ -30,6 +32,8 @@ pytestmark = pytest.mark.usefixtures("shared_references")
 Patch = pytest.MonkeyPatch
 
 EVERY = sorted(FAMILIES)
+SEEDS = {"gpt_oss": 1}
+"""Of models; with seed 0 rounding under autocast sends a token of gpt-oss to another expert."""
 SOME = ["qwen3_5_moe", *full("qwen2_5_vl", "qwen3")]
 """Where a mechanism is the same for every family."""
 VISION = ["qwen2_5_vl", *full("qwen3_vl", "qwen4_exp")]
@@ -41,7 +45,7 @@ DELTA = ["qwen3_5", *full("qwen4_exp")]
 
 
 def probed(family: str) -> Report:
-    return probe(tiny_model(family), plain=False)
+    return probe(tiny_model(family, seed=SEEDS.get(family, 0)), plain=False)
 
 
 def bad(report: Report, part: str) -> list[str]:
@@ -225,6 +229,19 @@ def test_healthy(family: str) -> None:
     assert report.verdict == "exact", report
     assert report.causes == ()
     assert len([check for check in report.checks if check.finding == "ok"]) > 20
+
+
+@pytest.mark.parametrize("family", full("mistral", "gemma2"))
+def test_a_window_that_is_dropped(family: str, monkeypatch: Patch) -> None:
+    own = attention.run_on_row
+
+    def without(*call: Any, pattern: Pattern, **settings: Any) -> Any:
+        return own(*call, pattern=replace(pattern, window=None), **{**settings, "layer": None})
+
+    monkeypatch.setattr(attention, "run_on_row", without)
+    report = probed(family)
+    assert (report.verdict, report.causes) == ("differs", ("mask",))
+    assert bad(report, "mechanism") == ["mask"]
 
 
 @pytest.mark.parametrize("family", [*SOME, *full("qwen4_exp")])
