@@ -1877,7 +1877,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "images count by their content",
-            "shards.py",
+            "symbols.py",
             "return [*size, len(data), zlib.crc32(data), zlib.adler32(data)]",
             "return [*size, len(data)]",
             "store/test_unchanged.py -k changed_under",
