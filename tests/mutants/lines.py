@@ -388,7 +388,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "text attention is causal",
             "backends.py",
-            "is_causal=causal and 1 < queries == visible,",
+            "is_causal=causal and mask is None and q_nNLH.shape[2] > 1,",
             "is_causal=False,",
             "attention/test_backends.py",
         ),
@@ -468,8 +468,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "experts leave zeros on padding",
             "mechanisms/experts.py",
-            "return output.new_zeros(1, call.width, output.shape[-1]).index_copy_(1, real, output)",
-            "return output.new_ones(1, call.width, output.shape[-1]).index_copy_(1, real, output)",
+            "restored = hidden.new_zeros(1, call.width, hidden.shape[-1]).index_copy_(1, real, hidden)",
+            "restored = hidden.new_ones(1, call.width, hidden.shape[-1]).index_copy_(1, real, hidden)",
             "probing/test_breakage.py -k 'healthy and qwen3_next'",
         ),
         (
