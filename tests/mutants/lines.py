@@ -2366,8 +2366,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a row and its store are as full by one measure",
             "show.py",
-            "sum(ribbon.lengths) / self.capacity:.2%",
-            "sum(ribbon.lengths) / ribbon.total:.2%",
+            "(ribbon.total, sum(ribbon.lengths)) if tree is None",
+            "(ribbon.total, ribbon.total) if tree is None",
             "cli/test_show.py -k heading",
         ),
         (
