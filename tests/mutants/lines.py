@@ -2295,9 +2295,16 @@ MUTANTS: tuple[Mutant, ...] = (
             "probing/test_tree.py -k ancestor",
         ),
         (
+            "a window hides an ancestor",
+            "tree_checks.py",
+            "beyond = 0 if window is None else max(places[other] - (places[node] - 1 + window), 0)",
+            "beyond = 0",
+            "probing/test_tree.py -k 'every_family and mistral'",
+        ),
+        (
             "no node but descendants may attend to a node",
             "tree_checks.py",
-            "others = [each for i, each in enumerate(traced.spans) if i != node and i not in below]",
+            "others = [each for other, each in enumerate(traced.spans) if other not in (node, *seeing)]",
             "others = traced.spans[:0]",
             "probing/test_tree.py -k siblings",
         ),
