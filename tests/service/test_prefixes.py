@@ -23,10 +23,8 @@ from step_service import (
 )
 from tiers import tiers
 
-from vlmpack.service.datums import EncodedSequence
 from vlmpack.service.engine import Engine
 from vlmpack.service.messages import Datum
-from vlmpack.service.row_plans import RowSettings, plan_rows
 
 MIN_SHARED = 8
 PROMPT, ANSWERS = 20, ((31, 32, 33), (31, 32, 40, 41), (50,), (31, 32, 33), ())
@@ -132,43 +130,3 @@ def test_it_can_be_switched_off() -> None:
     engine = engine_with(min_shared=None)
     run_one(engine, rollouts(engine))
     assert engine.counts.computed == engine.counts.tokens
-
-
-# ---------------------------------------------------------------------- planning
-
-
-def sequences(*lengths: int, prefix: int) -> list[EncodedSequence]:
-    """Texts that share their first tokens."""
-    beginning = np.arange(prefix)
-    return [
-        EncodedSequence(input_ids=np.concatenate([beginning, np.arange(length - prefix) + 1000 * at]))
-        for at, length in enumerate(lengths, 1)
-    ]
-
-
-def test_a_row_is_full_of_computed_tokens() -> None:
-    texts = sequences(*[30] * 6, prefix=20)  # 20 + 6 * 10 computed tokens
-    assert plan_rows(texts, RowSettings(tokens=80, patches=1, min_shared=8)) == [[0, 1, 2, 3, 4, 5]]
-    assert len(plan_rows(texts, RowSettings(tokens=80, patches=1))) == 3
-
-
-def test_prefixes_lie_in_prefixes() -> None:
-    """Two prompts behind one system prompt."""
-    system, prompts = np.arange(30), (np.arange(40) + 100, np.arange(40) + 200)
-    texts = [
-        EncodedSequence(input_ids=np.concatenate([system, prompts[at % 2], np.arange(10) + 1000 * at]))
-        for at in range(1, 5)
-    ]
-    assert len(plan_rows(texts, RowSettings(tokens=150, patches=1, min_shared=8))) == 1  # 30 + 2 * 40 + 4 * 10
-    assert plan_rows(texts, RowSettings(tokens=149, patches=1, min_shared=8)) == [[0, 2], [1, 3]]
-
-
-def test_patches_of_a_shared_image_count_once() -> None:
-    engine = engine_with(min_shared=MIN_SHARED)
-    texts = [engine.encode_chunks(datum.chunks) for datum in rollouts(engine)[:3]]
-    patches = texts[0].patches
-    settings = RowSettings(
-        tokens=1000, patches=patches, min_shared=MIN_SHARED, image_token=engine.model.config.image_token_id
-    )
-    assert len(plan_rows(texts, settings)) == 1
-    assert len(plan_rows(texts, replace(settings, min_shared=None))) == 3
