@@ -24,6 +24,7 @@ from vlmpack.service.messages import (
     LoraConfig,
     TextChunk,
 )
+from vlmpack.service.ranks import Ranks
 from vlmpack.testing import tiny_model, tiny_processor
 
 ADAM = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.0, grad_clip_norm=0.0)
@@ -40,12 +41,18 @@ def processor_for(family: str) -> Any:
 
 
 def tiny_engine(
-    family: str = "qwen3_vl", *, limits: Mapping[str, int] | None = None, model: Any = None, **settings: Any
+    family: str = "qwen3_vl",
+    *,
+    limits: Mapping[str, int] | None = None,
+    model: Any = None,
+    ranks: Ranks | None = None,
+    **settings: Any,
 ) -> Engine:
     processor = processor_for(family)
     config = EngineConfig(limits=ServiceLimits(**(limits or {})), **settings)
     of_family = processor.tokenizer if family in TEXT_FAMILIES else processor
-    return Engine(model or plain_model(family), of_family, name="tiny", tokenizer_id="tiny", config=config)
+    base = model or plain_model(family)
+    return Engine(base, of_family, name="tiny", tokenizer_id="tiny", config=config, ranks=ranks)
 
 
 def lora(family: str = "qwen3_vl", **settings: Any) -> LoraConfig:

@@ -12,8 +12,9 @@ from tiers import full
 from benchmarks.cases.attention import Site
 from benchmarks.cases.head import all_rows, head_inputs, labelled_rows, measure_chunks
 from benchmarks.cases.loader import long_batch
-from benchmarks.cases.service import ServiceShapes, new_engine, new_request, own_loop, run_requests
+from benchmarks.cases.service import ServiceShapes, datum_loop, encoded, new_data, new_engine, own_loop, run_requests
 from benchmarks.cases.step import target_of
+from benchmarks.cases.tree import Rollouts, TreeShapes
 from benchmarks.command import (
     CASES,
     AttentionShapes,
@@ -46,8 +47,23 @@ SHAPES = {
     ),
     "step": TINY,
     "memory": TINY,
+    "tree": TreeShapes(
+        receipts=TINY,
+        rollouts=(Rollouts(prefix=70, branch=5, samples=3, image_tokens=8),),
+        long=Rollouts(prefix=66, branch=9, samples=2, image_tokens=12),
+        groups=2,
+    ),
     "head": TINY,
-    "service": ServiceShapes(receipts=TINY, small=replace(TINY, samples=1), row_tokens=60, rank=2, clients=2),
+    "service": ServiceShapes(
+        receipts=TINY,
+        small=replace(TINY, samples=1),
+        wire=TINY,
+        row_tokens=60,
+        rank=2,
+        clients=2,
+        crowd=2,
+        crowd_requests=1,
+    ),
     "compile": CompileShapes(receipts=replace(TINY, layers=1), steps=4, samples=(1, 2), longest=(20, 30)),
 }
 TARGETS = {
@@ -58,8 +74,9 @@ TARGETS = {
     "attention": [],
     "step": [0.95],
     "memory": [0.7],
+    "tree": [0.9, 0.85, 0.02, 1.01],
     "head": [1.1],
-    "service": [0.9, 2.0],
+    "service": [0.9, 2.0, 0.05, 3.0],
     "compile": [3, 0],
 }
 
@@ -75,7 +92,7 @@ def test_a_case_measures_and_holds_its_figures_to_the_targets(name):
     check(figures, name)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl_moe", *full("qwen2_5_vl", "qwen3_5", "qwen3", "qwen4_exp")])
+@pytest.mark.parametrize("family", ["qwen3", *full("qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen4_exp")])
 def test_a_step_is_measured_for_every_kind_of_family(family):
     figures = CASES["step"].run(replace(QUICK, family=family), TINY)
     check(figures, "step")
@@ -150,9 +167,11 @@ def test_the_batch_to_pack_has_the_ratio_that_was_asked_for():
     assert sorted(lengths) == [20, 36, 52, 68, 84, 100]
 
 
-def test_a_loop_of_ones_own_computes_what_the_engine_does():
+def test_loops_of_ones_own_compute_what_the_engine_does():
     shapes = SHAPES["service"]
     engine = new_engine(QUICK, shapes, row_tokens=shapes.row_tokens)
-    request = new_request(engine, shapes.receipts, model_id="client 0", seed=0)
+    request = encoded(engine, new_data(shapes.receipts, seed=0), model_id="client 0")
     (result,) = run_requests(engine, [request])
-    assert own_loop(request, QUICK, shapes)() == pytest.approx(result.metrics["loss:sum"], rel=1e-5)
+    expected = pytest.approx(result.metrics["loss:sum"], rel=1e-5)
+    assert own_loop(engine, request, QUICK, shapes)() == expected
+    assert datum_loop(request, QUICK, shapes)() == expected

@@ -117,3 +117,97 @@ def _partitions(values: list[int]) -> list[list[list[int]]]:
         for i in range(len(partition)):
             out.append([*partition[:i], [first, *partition[i]], *partition[i + 1 :]])
     return out
+
+
+@final
+@dataclass(kw_only=True)
+class NaiveTree:
+    """A prefix tree as python lists, nodes in depth-first order."""
+
+    parents: list[int] = field(default_factory=list)
+    """Parent of each node, -1 for a root."""
+    nodes: list[list[int]] = field(default_factory=list)
+    """Symbols of each node."""
+    leaves: dict[int, int] = field(default_factory=dict)
+    """Node in which each sample ends."""
+
+
+def naive_tree(samples: Sequence[Sequence[int]], *, min_shared: int, groups: Sequence[int]) -> NaiveTree:
+    """The tree of samples, each a list of symbols, by recursion; groups share nothing."""
+    tree = NaiveTree()
+    for group in dict.fromkeys(groups):
+        members = [i for i, other in enumerate(groups) if other == group]
+        _grow(tree, samples, members, start=0, parent=-1, min_shared=min_shared)
+    return tree
+
+
+def _grow(
+    tree: NaiveTree, samples: Sequence[Sequence[int]], members: list[int], *, start: int, parent: int, min_shared: int
+) -> None:
+    """Add the nodes of `members`, which all have the same symbols up to `start`, in order of their first samples."""
+    stop = start
+    while all(len(samples[i]) > stop and samples[i][stop] == samples[members[0]][stop] for i in members):
+        stop += 1
+    are_twins = all(len(samples[i]) == stop for i in members)
+    if are_twins or stop - start >= min_shared:
+        tree.parents.append(parent)
+        tree.nodes.append(list(samples[members[0]][start:stop]))
+        parent, start = len(tree.nodes) - 1, stop
+        for i in members:
+            if len(samples[i]) == stop:
+                tree.leaves[i] = parent
+        members = [i for i in members if len(samples[i]) > stop]
+    children: dict[int | None, list[int]] = {}
+    for i in members:
+        children.setdefault(samples[i][stop] if len(samples[i]) > stop else None, []).append(i)
+    for child in children.values():
+        _grow(tree, samples, child, start=start, parent=parent, min_shared=min_shared)
+
+
+@final
+@dataclass(kw_only=True)
+class NaiveMaps:
+    """What a tree says of each token, found by walking the path of each sample."""
+
+    source: list[int]
+    """Where in the row each token of the tree is taken from."""
+    place: list[int]
+    """Where in the tree each token of the row is."""
+    predecessor: list[int]
+    """The token of the tree before each one, -1 at the start."""
+    keys: list[list[int]]
+    """For each node, the tokens of the tree that its last token attends to."""
+    pairs: int
+    """Pairs of tokens that attend to each other, each once."""
+
+
+def naive_maps(tree: NaiveTree, samples: Sequence[Sequence[int]]) -> NaiveMaps:
+    """Walk each sample along its path, token after token."""
+    firsts = [sum(len(node) for node in tree.nodes[:i]) for i in range(len(tree.nodes))]
+    source: dict[int, int] = {}
+    predecessor: dict[int, int] = {}
+    place: list[int] = []
+    seen: dict[int, list[int]] = {}
+    for i, _ in enumerate(samples):
+        path, node = [], tree.leaves[i]
+        while node >= 0:
+            path.insert(0, node)
+            node = tree.parents[node]
+        walked: list[int] = []
+        for node in path:
+            for at in range(len(tree.nodes[node])):
+                token = firsts[node] + at
+                source.setdefault(token, len(place))
+                predecessor[token] = walked[-1] if walked else -1
+                place.append(token)
+                walked.append(token)
+                seen[token] = list(walked)
+    count = sum(len(node) for node in tree.nodes)
+    lasts = [first + len(node) - 1 for first, node in zip(firsts, tree.nodes, strict=True)]
+    return NaiveMaps(
+        source=[source[token] for token in range(count)],
+        place=place,
+        predecessor=[predecessor[token] for token in range(count)],
+        keys=[seen[last] for last in lasts],
+        pairs=sum(len(seen[token]) for token in range(count)),
+    )

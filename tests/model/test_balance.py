@@ -312,6 +312,7 @@ def test_frozen_routers_are_no_mistake(family):
 # ---------------------------------------------------------------------- Trainer
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @every_family
 def test_micro_batches_of_trainer_add_up_as_in_transformers(family, layout, tmp_path):

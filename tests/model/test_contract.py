@@ -166,7 +166,7 @@ def test_every_circumstance_is_what_it_is_called(family):
 # ---------------------------------------------------------------------- autocast
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("name", ["training", "checkpointing"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -201,6 +201,7 @@ def apart(a, b):
 # ---------------------------------------------------------------------- several models at a time
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("given", [("left padded", "row", "row with gaps"), ("row with gaps", "right padded", "row")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_that_live_side_by_side_do_not_disturb_each_other(family, given):

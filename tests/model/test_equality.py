@@ -98,6 +98,7 @@ def test_packed_equals_alone(family, kind, multiple, backend, mode):
     cell(family, kind, multiple=multiple, backend=backend, mode=mode)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("multiple", [1, 8])
 @every_family
 def test_reentrant_checkpointing_equals_alone(family, multiple):

@@ -26,6 +26,7 @@ def wide(tensors):
     return {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("multiple", [1, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_equals_alone_to_the_last_digits(family, multiple):

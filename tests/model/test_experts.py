@@ -341,6 +341,7 @@ def test_plain_forwards_of_an_enabled_model_are_untouched(family):
 # ---------------------------------------------------------------------- Trainer
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recomputed", [True, False])
 @every_family
 def test_trainer_on_rows_with_gaps(family, recomputed, tmp_path):

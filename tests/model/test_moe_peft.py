@@ -56,7 +56,7 @@ def adapted(family, way, order, config):
     return enable_packing(lora(fresh(family), way), config)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize(("way", "order"), CASES)
 @pytest.mark.parametrize("family", BALANCED)
 def test_losses_and_gradients_are_those_of_the_padded_batch(family, way, order):

@@ -227,7 +227,7 @@ def of_trl(name):
     [
         ("SFTTrainer", "compute_loss = Trainer.compute_loss and prediction_step = Trainer.prediction_step"),
         ("DPOTrainer", "leave enable_packing out"),
-        ("GRPOTrainer", "leave enable_packing out"),
+        ("GRPOTrainer", "use PackedGRPOTrainer of vlmpack.trainer"),
     ],
 )
 def test_a_loss_that_goes_past_the_packed_forward(name, remedy, layout, tmp_path):

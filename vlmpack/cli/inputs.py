@@ -154,7 +154,13 @@ def check_finished(source: str) -> None:
 
 
 def measure(
-    inputs: Inputs, console: Console, *, workers: int = 0, cache: str | None = None, estimate: bool = False
+    inputs: Inputs,
+    console: Console,
+    *,
+    workers: int = 0,
+    cache: str | None = None,
+    estimate: bool = False,
+    min_shared: int | None = None,
 ) -> LengthTable:
     """Measure the lengths of all samples, with a progress bar.
 
@@ -164,6 +170,7 @@ def measure(
         workers: processes; 0: this one alone.
         cache: a file that keeps lengths; None: every length is measured again.
         estimate: count `ceil(H/32) * ceil(W/32)` tokens an image.
+        min_shared: find samples that begin alike with so many tokens or more; None: do not.
 
     Raises:
         ConfigError: no sample can be measured with these settings, or the cache cannot be used.
@@ -172,6 +179,7 @@ def measure(
 
     with progress_bars(console, {"measure": "reading samples"}) as progress:
         settings: dict[str, Any] = {"workers": workers, "cache": cache, "estimate": estimate}
+        settings["min_shared"] = min_shared
         return measure_lengths(*inputs, progress=partial(progress, "measure"), **settings)
 
 

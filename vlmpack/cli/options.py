@@ -63,6 +63,10 @@ ImageRoot = Annotated[
 ]
 MaxPatches = Annotated[int | None, typer.Option(min=1, help="Most vision patches in a row.")]
 MaxImages = Annotated[int | None, typer.Option(min=1, help="Most images and videos in a row.")]
+MinShared = Annotated[
+    int,
+    typer.Option(min=0, help="Find samples that begin alike with so many tokens, by the bytes of images; 0: do not."),
+]
 Device = Annotated[str | None, word(*DEVICES, help="cpu or cuda; by default cuda where there is one.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
+from typing import final
 
 import numpy as np
 import torch
@@ -11,17 +13,23 @@ import torch
 from vlmpack.collate.buffers import PixelBuffers
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.processor_metadata import ProcessorMetadata
+from vlmpack.errors import check_whole_number
 from vlmpack.layout import (
     IGNORE,
     IMAGE,
+    MIN_SHARED,
     TEXT,
     HostMetadata,
     Media,
     PackedRow,
     PaddedBatch,
+    PrefixTree,
     Segments,
     SlotRule,
+    content_numbers,
+    find_prefix_tree,
     shift_labels,
+    with_tree,
 )
 
 NO_BUFFERS = PixelBuffers(0)
@@ -30,6 +38,19 @@ NO_BUFFERS = PixelBuffers(0)
 
 DEFAULT_SECONDS = 1.0
 """Seconds per video grid where a sample has none: what Qwen2.5-VL's model assumes."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SharePrefixes:
+    """How samples of a row that begin alike are laid out as a tree."""
+
+    min_shared: int = MIN_SHARED
+    """Tokens of a shared beginning, counted from the last branching, below which it is repeated in each branch."""
+
+    def __post_init__(self) -> None:
+        """Refuse a number below 1: a ConfigError."""
+        check_whole_number("SharePrefixes.min_shared", self.min_shared)
 
 
 def to_padded(
@@ -55,7 +76,7 @@ def to_padded(
         attention_mask=batch([np.ones_like(s.input_ids) for s in samples], 0),
         labels=batch([s.labels for s in samples], IGNORE),
         mm_token_type_ids=batch([s.types for s in samples], 0),
-        media=_media(samples, pixel_dtype, buffers),
+        media=_media(_images(samples), _videos(samples), pixel_dtype, buffers),
         metadata=_metadata(samples),
     )
 
@@ -67,11 +88,14 @@ def to_packed(
     pad_token_id: int,
     pixel_dtype: torch.dtype | None = None,
     buffers: PixelBuffers = NO_BUFFERS,
+    sharing: SharePrefixes | None = None,
 ) -> PackedRow:
     """Pack samples into a row [1, T]: equal to `pack(to_padded(samples), rule=rule)`.
 
+    With `sharing` it equals `share` of that row, but what samples share is joined once.
+
     Raises:
-        LayoutError: the samples do not fit the rule's fixed row width or number of segments.
+        LayoutError: the samples do not fit the rule's fixed row width or number of segments, or cannot be shared.
         NotFinite: pixels of a sample are not finite.
     """
     segments = Segments.from_lengths([sample.num_tokens for sample in samples], rule)
@@ -80,13 +104,30 @@ def to_packed(
     def row(arrays: Sequence[np.ndarray], fill: int) -> torch.Tensor:
         return _write(arrays, starts, segments.total, fill).view(1, -1)
 
-    return PackedRow(
+    packed = PackedRow(
         input_ids=row([s.input_ids for s in samples], pad_token_id),
         segments=segments,
         shift_labels=shift_labels(row([s.labels for s in samples], IGNORE), segments),
         mm_token_type_ids=row([s.types for s in samples], 0),
-        media=_media(samples, pixel_dtype, buffers),
         metadata=_metadata(samples),
+    )
+    images, videos = _images(samples), _videos(samples)
+    tree = None if sharing is None else _tree(packed, images, videos, sharing)
+    if tree is not None:
+        packed = with_tree(packed, tree)
+        images, videos = [images[at] for at in tree.images], [videos[at] for at in tree.videos]
+    return replace(packed, media=_media(images, videos, pixel_dtype, buffers))
+
+
+def _tree(
+    row: PackedRow, images: Sequence[Visual], videos: Sequence[Visual], sharing: SharePrefixes
+) -> PrefixTree | None:
+    """The tree of a row without pixels, found before those of its media are joined."""
+    return find_prefix_tree(
+        row,
+        images=content_numbers(_pixels(images)),
+        videos=content_numbers(_pixels(videos)),
+        min_shared=sharing.min_shared,
     )
 
 
@@ -118,20 +159,28 @@ def _metadata(samples: Sequence[Encoded]) -> HostMetadata:
     videos = tuple(len(sample.videos) for sample in samples)
     return HostMetadata(
         lengths=tuple(sample.num_tokens for sample in samples),
-        image_grids=tuple(image.grid for sample in samples for image in sample.images),
-        video_grids=tuple(video.grid for sample in samples for video in sample.videos),
+        image_grids=tuple(image.grid for image in _images(samples)),
+        video_grids=tuple(video.grid for video in _videos(samples)),
         images_per_sample=images if any(images) else (),
         videos_per_sample=videos if any(videos) else (),
-        seconds_per_grid=_seconds(samples),
+        seconds_per_grid=_seconds(_videos(samples)),
         num_targets=sum(sample.num_targets for sample in samples),
         sample_ids=tuple(sample.sample_id for sample in samples if sample.sample_id is not None),
     )
 
 
-def _media(samples: Sequence[Encoded], dtype: torch.dtype | None, buffers: PixelBuffers) -> Media:
-    images = [image for sample in samples for image in sample.images]
-    videos = [video for sample in samples for video in sample.videos]
-    seconds = _seconds(samples)
+def _images(samples: Sequence[Encoded]) -> list[Visual]:
+    return [image for sample in samples for image in sample.images]
+
+
+def _videos(samples: Sequence[Encoded]) -> list[Visual]:
+    return [video for sample in samples for video in sample.videos]
+
+
+def _media(
+    images: Sequence[Visual], videos: Sequence[Visual], dtype: torch.dtype | None, buffers: PixelBuffers
+) -> Media:
+    seconds = _seconds(videos)
     return Media(
         pixel_values=_join(images, dtype, buffers),
         image_grid_thw=_grids(images),
@@ -141,9 +190,9 @@ def _media(samples: Sequence[Encoded], dtype: torch.dtype | None, buffers: Pixel
     )
 
 
-def _seconds(samples: Sequence[Encoded]) -> tuple[float, ...]:
+def _seconds(videos: Sequence[Visual]) -> tuple[float, ...]:
     """One entry a video if any video has seconds; () if none has."""
-    seconds = [video.seconds for sample in samples for video in sample.videos]
+    seconds = [video.seconds for video in videos]
     if all(second is None for second in seconds):
         return ()
     return tuple(DEFAULT_SECONDS if second is None else second for second in seconds)
@@ -157,6 +206,12 @@ def _join(visuals: Sequence[Visual], dtype: torch.dtype | None, buffers: PixelBu
     """Join pixels into [P, C] of this type, or of the widest that they have."""
     if not visuals:
         return None
-    parts = [visual.pixels.detach() for visual in visuals if visual.pixels is not None]
-    assert len(parts) == len(visuals), "a measured sample has no pixels: decode it first"
+    parts = [pixels.detach() for pixels in _pixels(visuals)]
     return buffers.join(parts, dtype or reduce(torch.promote_types, (part.dtype for part in parts)))
+
+
+def _pixels(visuals: Sequence[Visual]) -> list[torch.Tensor]:
+    """[P, C] of each: one object for media that were cut once."""
+    parts = [visual.pixels for visual in visuals if visual.pixels is not None]
+    assert len(parts) == len(visuals), "a measured sample has no pixels: decode it first"
+    return parts

@@ -12,14 +12,17 @@ from typing import Any, Literal, final, get_args
 
 import torch
 
-from vlmpack.collate.assemble import filler, to_packed, to_padded
+from vlmpack.collate.assemble import SharePrefixes, filler, to_packed, to_padded
 from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.columns import Markers
 from vlmpack.collate.encode import Encoder
-from vlmpack.collate.encoded import OVERLENGTH, Encoded, Overlength, TrainOn, fit
+from vlmpack.collate.encoded import OVERLENGTH, Encoded, Overlength, TrainOn, check_labels_are_ids, fit
+from vlmpack.collate.frame_sampling import FrameSampling
+from vlmpack.collate.media import BatchMedia
 from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.collate.skipped import SkipLimit, SkipLog
-from vlmpack.data import ImageLimits
+from vlmpack.collate.video_file import file_rules_of
+from vlmpack.data import ImageLimits, VideoLimits
 from vlmpack.errors import (
     ConfigError,
     Refusal,
@@ -46,6 +49,8 @@ class VLMCollator:
             model (Qwen3, Qwen3-Next), its tokenizer.
         layout: "padded" gives [B, S] with the 2D mask, "packed" one row [1, T]; both carry lengths on the host.
         slots: how samples lie in a packed row; None: without any gaps.
+        share_prefixes: compute what samples of a packed row begin with alike, images included, once: the row gets a
+            `PrefixTree`. True: `SharePrefixes()`. Labels have to be token ids.
         max_length: most tokens of a sample; None: no limit.
         overlength: what happens to a longer one: "error" refuses it as a bad sample, "drop" leaves it out and counts
             it, "truncate" cuts it between messages or beside an image, never inside one.
@@ -58,6 +63,8 @@ class VLMCollator:
         skip_log: path of a JSON-lines file for refused samples; None: they are only counted.
         skip_limit: the number of skipped samples above which the run stops; None: `SkipLimit()`.
         limits: caps for images, read from their headers before decoding.
+        sampling: how many frames of a video's file are taken; None: as the processor's video processor does it.
+        video_limits: caps for files of videos.
         vocab_size: token ids are below this; None: the tokenizer's number of entries.
         pixel_dtype: dtype of the pixels (bfloat16 halves their bytes); None: the processor's, float32.
         pixel_buffers: most blocks of memory in which the pixels of batches are joined in turn; a block is reused when
@@ -74,6 +81,7 @@ class VLMCollator:
         *,
         layout: BatchLayout = "padded",
         slots: SlotRule | None = None,
+        share_prefixes: bool | SharePrefixes = False,
         max_length: int | None = None,
         overlength: Overlength = "error",
         train_on: TrainOn = "assistant",
@@ -82,6 +90,8 @@ class VLMCollator:
         skip_log: str | Path | None = None,
         skip_limit: SkipLimit | None = None,
         limits: ImageLimits | None = None,
+        sampling: FrameSampling | None = None,
+        video_limits: VideoLimits | None = None,
         vocab_size: int | None = None,
         pixel_dtype: torch.dtype | None = None,
         pixel_buffers: int = 8,
@@ -99,6 +109,7 @@ class VLMCollator:
             check_kind("skip_limit", skip_limit, SkipLimit, "SkipLimit(max_bad_fraction=0.05)")
         self.layout = layout
         self.slots = slots or SlotRule()
+        self.share_prefixes = _sharing(share_prefixes, layout, self.slots)
         self.max_length = max_length
         self.overlength: Overlength = overlength
         self.on_bad = on_bad
@@ -109,6 +120,7 @@ class VLMCollator:
         self.buffers = PixelBuffers(pixel_buffers)
         self.processor = processor
         self.metadata = read_processor(processor, vocab_size=vocab_size)
+        self.file_rules = file_rules_of(processor, self.metadata, sampling=sampling, limits=video_limits)
         self.skip_log = SkipLog(skip_log, limit=skip_limit)
         """Counts of received, used and refused samples, by reason."""
         self._encoder = Encoder(
@@ -119,10 +131,11 @@ class VLMCollator:
             markers=markers,
             name_unread=self.skip_log.name_unread,
             max_length=max_length,
+            file_rules=self.file_rules,
         )
 
     def __repr__(self) -> str:
-        names = ("layout", "slots", "max_length", "overlength", "train_on", "on_bad", "skip_log")
+        names = ("layout", "slots", "share_prefixes", "max_length", "overlength", "train_on", "on_bad", "skip_log")
         values = zip(names, attrgetter(*names)(self), strict=True)
         changed = (f"{name}={value!r}" for name, value in values if value not in (None, SlotRule()))
         return f"VLMCollator({type(self.processor).__name__}, {', '.join(changed)})"
@@ -146,7 +159,8 @@ class VLMCollator:
         """
         if isinstance(features, Mapping):
             raise ConfigError("collate makes a batch of a list of samples, got one sample: give [sample]")
-        return self._assemble(partial(self._encoded, feature, index) for index, feature in enumerate(features))
+        media = BatchMedia()
+        return self._assemble(partial(self._encoded, feature, index, media) for index, feature in enumerate(features))
 
     def measure(self, feature: Mapping[str, Any], index: int | None = None, *, estimate: bool = False) -> Encoded:
         """Encode a sample without its pixels: token ids, labels, and the grid of each image from its header.
@@ -190,7 +204,8 @@ class VLMCollator:
         Raises:
             SampleError, ConfigError, LayoutError: as `collate`.
         """
-        return self._assemble(partial(self._decoded, sample, index) for index, sample in enumerate(samples))
+        media = BatchMedia()
+        return self._assemble(partial(self._decoded, sample, index, media) for index, sample in enumerate(samples))
 
     def leaves_out(self, reason: str) -> bool:
         """Return whether samples refused for this reason are left out by a setting, not because they are bad."""
@@ -211,7 +226,8 @@ class VLMCollator:
         """Join samples into a batch; those whose pixels are not finite become errors in `outcomes`."""
         usable = [(at, sample) for at, sample in enumerate(outcomes) if isinstance(sample, Encoded)]
         samples = [_with_id(sample, at) for at, sample in usable] or [filler(self.metadata)]
-        to_batch = partial(to_packed, rule=self.slots) if self.layout == "packed" else to_padded
+        to_row = partial(to_packed, rule=self.slots, sharing=self.share_prefixes)
+        to_batch = to_row if self.layout == "packed" else to_padded
         pad_token_id = self.metadata.pad_token_id
         try:
             return to_batch(samples, pad_token_id=pad_token_id, pixel_dtype=self.pixel_dtype, buffers=self.buffers)
@@ -226,18 +242,24 @@ class VLMCollator:
 
     # ------------------------------------------------------------------ one sample
 
-    def _encoded(self, feature: Mapping[str, Any] | SampleError, index: int) -> Encoded:
+    def _encoded(self, feature: Mapping[str, Any] | SampleError, index: int, media: BatchMedia) -> Encoded:
         if isinstance(feature, SampleError):
             place = feature.index if feature.sample_id is None else feature.sample_id
             raise SampleError(feature.detail, index=index, reason=feature.reason, sample_id=place) from feature
-        return self._checked(feature, index, lambda: self._fitted(self._encoder.encode(feature)))
+        return self._checked(feature, index, lambda: self._fitted(self._encoder.encode(feature, media)))
 
-    def _decoded(self, sample: Encoded, index: int) -> Encoded:
+    def _decoded(self, sample: Encoded, index: int, media: BatchMedia) -> Encoded:
         named = {} if sample.sample_id is None else {"id": sample.sample_id}
-        return self._checked(named, index, lambda: self._encoder.media.decode(sample))
+        return self._checked(named, index, lambda: self._encoder.media.decode(self._sharable(sample), media))
 
     def _fitted(self, sample: Encoded) -> Encoded:
+        sample = self._sharable(sample)
         return fit(sample, self.metadata, max_length=self.max_length, overlength=self.overlength)
+
+    def _sharable(self, sample: Encoded) -> Encoded:
+        if self.share_prefixes is not None:
+            check_labels_are_ids(sample)
+        return sample
 
     def _checked(self, feature: Mapping[str, Any], index: int | None, make: Callable[[], Encoded]) -> Encoded:
         """Make a sample with the id in `feature`; a refusal becomes an error that names it."""
@@ -329,3 +351,25 @@ def _check_lengths(layout: BatchLayout, slots: SlotRule | None, max_length: int 
         raise ConfigError(f"overlength={overlength!r} needs max_length=, the most tokens a sample may have")
     if max_length is not None:
         check_whole_number("max_length", max_length, at_least=2)
+
+
+def _sharing(share_prefixes: bool | SharePrefixes, layout: BatchLayout, slots: SlotRule) -> SharePrefixes | None:
+    """Return how samples share prefixes; None: not at all.
+
+    Raises:
+        ConfigError: it is neither, or the layout has no place for a tree.
+    """
+    if not share_prefixes:
+        return None
+    sharing = SharePrefixes() if share_prefixes is True else share_prefixes
+    check_kind("share_prefixes", sharing, SharePrefixes, "SharePrefixes(min_shared=64)")
+    if layout != "packed":
+        raise ConfigError(
+            f"share_prefixes lays the samples of a row out as a tree, but layout={layout!r}; choose layout='packed'"
+        )
+    if slots != SlotRule():
+        raise ConfigError(
+            f"share_prefixes needs a row without padding, but slots={slots}: what goes through the model is shorter "
+            "than the row, so its slots and fixed sizes would not be the model's; leave slots or share_prefixes out"
+        )
+    return sharing

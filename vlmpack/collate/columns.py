@@ -7,12 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal, final
 
 import numpy as np
 from PIL import Image
 
 from vlmpack.collate.vision_keys import misspelt_key
+from vlmpack.data import BRANCH_COLUMN, PAIRS_COLUMN
 from vlmpack.errors import Refusal
 
 CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "prompt")
@@ -21,7 +23,7 @@ CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "prompt")
 MEDIA_COLUMNS = ("image", "images", "video", "videos")
 _RECEIPT_COLUMNS = ("image", "ground_truth")
 _TEXT_COLUMNS = ("input_ids", *CONVERSATION_COLUMNS, "completion")
-_READ = {*_TEXT_COLUMNS, *MEDIA_COLUMNS, "system", "tools", "chat_template_kwargs", "id", "sample_id"}
+_READ = {*_TEXT_COLUMNS, *MEDIA_COLUMNS, "system", "tools", "chat_template_kwargs", "id", "sample_id", BRANCH_COLUMN}
 _NOTES = {"length", "lengths", "index", "idx", "source", "dataset", "split", "attention_mask", "token_type_ids"}
 """Columns that nothing reads and that would change nothing."""
 _PREFERENCE = re.compile(r"(chosen|rejected)(_.*)?|(loss|sample)_(scale|weight)s?")
@@ -33,6 +35,8 @@ _NAMED_MEDIA = re.compile(
 _FILE_COLUMN = re.compile(r"(file_?names?|files?|file_?paths?|paths?|media|media_paths?|attachments?|frames)")
 """Names of columns that hold files of any kind."""
 _FILE = re.compile(r"(?i)\S.*\.(png|jpe?g|webp|gif|bmp|tiff?|mp4|avi|mkv|mov|webm)")
+_VIDEOS = (".mp4", ".m4v", ".avi", ".mkv", ".mov", ".webm")
+"""How paths of videos' files end."""
 _ENCODED = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF")
 """How the bytes of encoded images begin."""
 _GROUNDING = ("<bbox>", "<ref-object>", "<quad>")
@@ -57,6 +61,12 @@ def is_absent(value: Any) -> bool:
 def is_empty(value: Any) -> bool:
     """Absent, or a text or list with nothing in it."""
     return is_absent(value) or (isinstance(value, str | list | tuple) and not value)
+
+
+def holds_pairs(value: Any) -> bool:
+    """Questions with their answers, and not a column of notes of that name."""
+    first = value[0] if isinstance(value, list | tuple) and value else None
+    return isinstance(first, Mapping) and {"user", "assistant"} <= first.keys()
 
 
 def check_columns_filled(feature: Mapping[str, Any]) -> None:
@@ -99,7 +109,8 @@ def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Sequence
         Refusal: `unread_column`: one of them holds media and the sample has none, or preferences or weights, or it is
             ms-swift's `objects` and the text has places for them.
     """
-    unread = {str(name): value for name, value in feature.items() if name not in _KNOWN and not is_empty(value)}
+    known = {*_KNOWN, PAIRS_COLUMN} if holds_pairs(feature.get(PAIRS_COLUMN)) else _KNOWN
+    unread = {str(name): value for name, value in feature.items() if name not in known and not is_empty(value)}
     for name, value in unread.items():
         fault = ""
         if _is_preference(name.lower(), value):
@@ -195,7 +206,7 @@ Markers = Literal["auto", "places", "text"]
 
 _SOURCE_KEYS: dict[Kind, tuple[str, ...]] = {
     "image": ("image", "image_url", "url", "path", "bytes"),
-    "video": ("video", "video_url", "url", "path"),
+    "video": ("video", "video_url", "url", "path", "bytes"),
 }
 
 
@@ -205,7 +216,7 @@ class MediaRef:
     """One image or video: its source, and the keys by which it is resized."""
 
     source: Any
-    """PIL image, path, bytes, or {"bytes", "path"}; for a video a path or a list of frames."""
+    """PIL image, path, bytes, or {"bytes", "path"}; for a video its file in one of these forms, or a list of frames."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The keys of qwen-vl-utils that stood beside it: min_pixels, resized_height, fps, ..."""
 
@@ -351,7 +362,8 @@ def _is_one_video(value: Sequence[Any]) -> bool:
     """A `video` column that holds pictures is one video by its frames; one that holds paths is several videos."""
     first = value[0] if value else ""
     is_element = isinstance(first, Mapping) and first.get("video") is not None
-    return not isinstance(first, str | list | tuple) and not is_element
+    is_file = isinstance(first, Path) and first.suffix.lower() in _VIDEOS
+    return not isinstance(first, str | list | tuple) and not is_element and not is_file
 
 
 def _reference(item: Any, kind: Kind) -> MediaRef | None:

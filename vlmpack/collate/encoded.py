@@ -153,6 +153,23 @@ def _check_labels(sample: Encoded, metadata: ProcessorMetadata) -> None:
     )
 
 
+def check_labels_are_ids(sample: Encoded) -> None:
+    """Labels are the tokens' own ids or -100, as of a token that samples share: it is predicted once.
+
+    Raises:
+        Refusal: another one is there (`label_not_its_id`).
+    """
+    foreign = np.flatnonzero((sample.labels != sample.input_ids) & (sample.labels != IGNORE))
+    foreign = foreign[foreign > 0]  # nothing predicts the first token
+    if len(foreign):
+        at = int(foreign[0])
+        raise Refusal(
+            "label_not_its_id",
+            f"token {at} has the label {sample.labels[at]} and the id {sample.input_ids[at]}; samples that share "
+            "prefixes learn token ids, or nothing (-100): leave share_prefixes out for such labels",
+        )
+
+
 def check_pixels(visual: Visual, metadata: ProcessorMetadata) -> None:
     """Patches, where they were cut, are floats of the grid's shape; that they are finite is seen as they are joined."""
     if visual.pixels is None:

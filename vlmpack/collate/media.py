@@ -11,11 +11,13 @@ and checked again on every image that is measured first and cut later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import inf
+from pathlib import Path
 from typing import Any, final
+from weakref import WeakValueDictionary
 
 from PIL import Image
 
@@ -23,6 +25,7 @@ from vlmpack.collate.columns import Kind, MediaRef
 from vlmpack.collate.encoded import Encoded, Visual, check_pixels, tokens_of
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.collate.video import VideoSettings, load_video, measure_video
+from vlmpack.collate.video_file import DEFAULT_RULES, FILE_TYPES, FileRules, load_video_file, measure_video_file
 from vlmpack.collate.vision_keys import Size, check_enlarged, has_image_keys, image_size, resize
 from vlmpack.data import ImageError, ImageLimits, load_image, read_size
 from vlmpack.errors import ConfigError, Refusal, VlmpackError
@@ -32,6 +35,45 @@ _TRIAL = (371, 223)
 """Height and width of the image on which the processor's rule is tried."""
 _TRIAL_TOKENS = 12
 """Most tokens of that image: it has to be made smaller, and rounded."""
+
+
+@final
+class BatchMedia:
+    """The images and videos of one batch that were cut already, so that each is loaded and cut once.
+
+    Keyed by what holds them: encoded bytes, a path, or the picture itself, with the keys beside them. They are kept as
+    long as a sample has them.
+    """
+
+    def __init__(self) -> None:
+        self._visuals: WeakValueDictionary[Hashable, Visual] = WeakValueDictionary()
+
+    def cut_once(self, ref: MediaRef, kind: Kind, cut: Callable[[MediaRef], Visual]) -> Visual:
+        """Return the visual that was cut from the same source by the same keys, or else cut it."""
+        source = _key(ref.source)
+        if source is None:
+            return cut(ref)
+        key = (kind, source, repr(sorted(ref.options.items())))
+        visual = self._visuals.get(key)
+        if visual is None:
+            visual = self._visuals[key] = cut(ref)
+        return visual
+
+
+def _key(source: Any) -> Hashable | None:
+    """A key that is equal only for equal pictures; None: there is no cheap one."""
+    if isinstance(source, Image.Image):
+        return "picture", id(source)  # whoever cut it keeps it, and so its id
+    if isinstance(source, bytes):
+        return source
+    if isinstance(source, str | Path):
+        return "path", str(source)
+    if isinstance(source, Mapping):
+        return _key(source["bytes"] if source.get("bytes") is not None else source.get("path"))
+    if isinstance(source, list | tuple):
+        frames = [_key(frame) for frame in source]
+        return None if None in frames else ("frames", *frames)
+    return None
 
 
 @final
@@ -45,18 +87,24 @@ class MediaReader:
     """What was read from the processor."""
     limits: ImageLimits
     """Caps for images and frames."""
+    file_rules: FileRules = DEFAULT_RULES
+    """How files of videos are sampled and sized."""
 
     # ------------------------------------------------------------------ one image or video
 
-    def cut(self, ref: MediaRef, *, kind: Kind, at: int) -> Visual:
+    def cut(self, ref: MediaRef, *, kind: Kind, at: int, batch: BatchMedia | None = None) -> Visual:
         """Load an image or video and cut it into patches; `at` is its place among those of its sample.
 
         Raises:
             Refusal: it cannot be used.
         """
-        return self._read(ref, kind, at, self._cut_image, load_video)
+        cut_video = partial(self._video, read=load_video, read_file=load_video_file)
+        cut = self._cut_image if kind == "image" else cut_video
+        return self._read(ref, kind, at, partial((batch or BatchMedia()).cut_once, kind=kind, cut=cut))
 
-    def cut_each(self, refs: Sequence[MediaRef], *, kind: Kind, max_tokens: int | None = None) -> tuple[Visual, ...]:
+    def cut_each(
+        self, refs: Sequence[MediaRef], *, kind: Kind, batch: BatchMedia | None = None, max_tokens: int | None = None
+    ) -> tuple[Visual, ...]:
         """Cut the media of one kind of a sample, in their order.
 
         One that ends beyond `max_tokens` by its size alone is measured and not made: no sample of at most so many
@@ -69,9 +117,10 @@ class MediaReader:
         remaining = inf if max_tokens is None else max_tokens
         for at, ref in enumerate(refs):
             is_sized = remaining < inf and (kind == "video" or has_image_keys(ref.options))
-            visual = self.measure(ref, kind=kind, at=at) if is_sized else self.cut(ref, kind=kind, at=at)
+            cut = partial(self.cut, ref, kind=kind, at=at, batch=batch)
+            visual = self.measure(ref, kind=kind, at=at) if is_sized else cut()
             remaining -= sum(tokens_of(visual, self.metadata, kind=kind))
-            visuals.append(self.cut(ref, kind=kind, at=at) if is_sized and remaining >= 0 else visual)
+            visuals.append(cut() if is_sized and remaining >= 0 else visual)
         return tuple(visuals)
 
     def measure(self, ref: MediaRef, *, kind: Kind, at: int) -> Visual:
@@ -81,7 +130,7 @@ class MediaReader:
             Refusal: its header shows that it cannot be used.
             ConfigError: the image processor resizes by a rule of its own.
         """
-        return self._read(ref, kind, at, partial(self._measure_image, rule=self._by_processor), measure_video)
+        return self._read(ref, kind, at, self._measurer(kind, self._by_processor))
 
     def estimate(self, ref: MediaRef, *, kind: Kind, at: int) -> Visual:
         """About the same as `measure`: an image has one token for each square of its own pixels, begun ones included.
@@ -91,24 +140,27 @@ class MediaReader:
         Raises:
             Refusal: its header shows that it cannot be used.
         """
-        return self._read(ref, kind, at, partial(self._measure_image, rule=self._by_squares), measure_video)
+        return self._read(ref, kind, at, self._measurer(kind, self._by_squares))
 
-    def decode(self, sample: Encoded) -> Encoded:
+    def decode(self, sample: Encoded, batch: BatchMedia | None = None) -> Encoded:
         """A sample that was only measured, with the patches of all its media.
 
         Raises:
             Refusal: an image or video cannot be used, or is not of the size that was measured.
         """
-        return replace(sample, images=self._filled(sample.images, "image"), videos=self._filled(sample.videos, "video"))
+        images, videos = self._filled(sample.images, "image", batch), self._filled(sample.videos, "video", batch)
+        return replace(sample, images=images, videos=videos)
 
     # ------------------------------------------------------------------ images and videos
 
-    def _read(
-        self, ref: MediaRef, kind: Kind, at: int, image: Callable[[MediaRef], Visual], video: Callable[..., Visual]
-    ) -> Visual:
-        """Read by `image` or by `video`, and name the image or video of the sample in a refusal."""
+    def _measurer(self, kind: Kind, rule: Callable[[int, int], Grid]) -> Callable[[MediaRef], Visual]:
+        by_header = partial(self._measure_image, rule=rule)
+        return by_header if kind == "image" else partial(self._video, read=measure_video, read_file=measure_video_file)
+
+    def _read(self, ref: MediaRef, kind: Kind, at: int, read: Callable[[MediaRef], Visual]) -> Visual:
+        """Read, and name the image or video of the sample in a refusal."""
         try:
-            return image(ref) if kind == "image" else self._video(ref, video)
+            return read(ref)
         except ImageError as error:
             raise Refusal(error.reason, f"{kind} {at}: {error.detail}") from error
         except VlmpackError:  # the processor's fault, not this image's
@@ -116,13 +168,13 @@ class MediaReader:
         except (ValueError, TypeError, ArithmeticError, OSError) as error:
             raise Refusal("image_processing", f"{kind} {at}: the image processor refused it: {error}") from error
 
-    def _filled(self, visuals: tuple[Visual, ...], kind: Kind) -> tuple[Visual, ...]:
-        return tuple(self._fill(visual, kind, at) for at, visual in enumerate(visuals))
+    def _filled(self, visuals: tuple[Visual, ...], kind: Kind, batch: BatchMedia | None) -> tuple[Visual, ...]:
+        return tuple(self._fill(visual, kind, at, batch) for at, visual in enumerate(visuals))
 
-    def _fill(self, measured: Visual, kind: Kind, at: int) -> Visual:
+    def _fill(self, measured: Visual, kind: Kind, at: int, batch: BatchMedia | None) -> Visual:
         if measured.pixels is not None or measured.source is None:
             return measured
-        visual = self.cut(measured.source, kind=kind, at=at)
+        visual = self.cut(measured.source, kind=kind, at=at, batch=batch)
         if _shape(visual) != _shape(measured):
             raise Refusal(
                 f"{kind}_changed",
@@ -164,9 +216,15 @@ class MediaReader:
         check_enlarged(size, source=source, factor=self._unit)
         return size
 
-    def _video(self, ref: MediaRef, read: Callable[..., Visual]) -> Visual:
-        settings = VideoSettings.from_image_processor(self.image_processor)
-        video = read({**ref.options, "video": ref.source}, settings=settings, limits=self.limits)
+    def _video(self, ref: MediaRef, read: Callable[..., Visual], read_file: Callable[..., Visual]) -> Visual:
+        settings, element = (
+            VideoSettings.from_image_processor(self.image_processor),
+            {**ref.options, "video": ref.source},
+        )
+        if isinstance(ref.source, FILE_TYPES):
+            video = read_file(element, settings=settings, rules=self.file_rules)
+        else:
+            video = read(element, settings=settings, limits=self.limits)
         return replace(video, seconds=video.seconds if self.metadata.seconds_per_grid else None, source=ref)
 
     @property

@@ -16,7 +16,7 @@ from vlmpack.layout.batch import (
     lengths_from_mask,
     whole_numbers,
 )
-from vlmpack.layout.buckets import Buckets, Spaced
+from vlmpack.layout.buckets import Bucket, Buckets, Spaced
 from vlmpack.layout.device import (
     HostSync,
     around_graph,
@@ -28,6 +28,7 @@ from vlmpack.layout.device import (
     to_device,
 )
 from vlmpack.layout.packing import pack, unpack
+from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import (
     IGNORE,
     DepthTargets,
@@ -40,13 +41,24 @@ from vlmpack.layout.row import (
     unshift_labels,
 )
 from vlmpack.layout.segments import Layout, Precision, Segments, SlotRule, checked_boundaries, ranges, round_up
+from vlmpack.layout.sharing import (
+    MIN_SHARED,
+    check_unshared,
+    content_numbers,
+    find_prefix_tree,
+    share,
+    unshare,
+    with_tree,
+)
 
 __all__ = [
     "IGNORE",
     "IMAGE",
     "METADATA_KEY",
+    "MIN_SHARED",
     "TEXT",
     "VIDEO",
+    "Bucket",
     "Buckets",
     "DepthTargets",
     "Grid",
@@ -59,13 +71,17 @@ __all__ = [
     "PackedRow",
     "PaddedBatch",
     "Precision",
+    "PrefixTree",
     "Segments",
     "SlotRule",
     "Spaced",
     "around_graph",
     "check_is_tensor",
     "check_none_on_padding",
+    "check_unshared",
     "checked_boundaries",
+    "content_numbers",
+    "find_prefix_tree",
     "lengths_from_mask",
     "nothing_on_host",
     "on_host",
@@ -76,10 +92,13 @@ __all__ = [
     "require",
     "roll_left",
     "round_up",
+    "share",
     "shift_labels",
     "stops_of_tokens",
     "to_device",
     "unpack",
+    "unshare",
     "unshift_labels",
     "whole_numbers",
+    "with_tree",
 ]

@@ -11,6 +11,7 @@ import torch
 
 from vlmpack.errors import LayoutError
 from vlmpack.layout.device import on_host, require, to_device
+from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.segments import Segments
 
 Grid = tuple[int, int, int]
@@ -44,10 +45,14 @@ class HostMetadata:
     """Seconds from one video grid to the next, one for each video (Qwen2.5-VL)."""
     num_targets: int | None = None
     """Labelled next-token targets of the whole batch; None: not counted."""
+    num_distinct_targets: int | None = None
+    """Tokens of a row's prefix tree that are a target of at least one sample; None: no tree, or not counted."""
     sample_ids: tuple[int | str, ...] = ()
     """Ids of the samples, where they have them."""
     segments: Segments | None = None
     """The boundaries of a row in a batch dictionary; None of a padded batch, and in a `PackedRow`, which holds them."""
+    tree: PrefixTree | None = None
+    """The prefix tree of a row in a batch dictionary; None: samples share nothing, or a `PackedRow` holds it."""
 
     @property
     def spans(self) -> MaskSpans:

@@ -30,6 +30,7 @@ from vlmpack.layout.batch import (
     whole_numbers,
 )
 from vlmpack.layout.device import outside_graph, require
+from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.segments import Segments, checked_boundaries, ranges
 
 IGNORE = -100
@@ -81,11 +82,13 @@ class PackedRow:
     mm_token_type_ids: torch.Tensor | None = None
     """[1, T]: 0 text, 1 image, 2 video."""
     media: Media = field(default_factory=Media)
-    """Pixels and grids in row order."""
+    """Pixels and grids in row order; with a `tree`, those that it computes, in its order."""
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Further [1, T] or [k, 1, T] tensors."""
     metadata: HostMetadata | None = None
-    """Metadata on the host beside the boundaries: grids, target count, sample ids."""
+    """Metadata on the host beside the boundaries: grids, target count, sample ids; always those of every sample."""
+    tree: PrefixTree | None = None
+    """Which beginnings samples share (`share`); None: each goes through the model by itself."""
 
     def __post_init__(self) -> None:
         if tuple(self.input_ids.shape) != (1, self.segments.total):
@@ -94,14 +97,21 @@ class PackedRow:
                 f"{list(self.input_ids.shape)}; was the batch split or concatenated on its way "
                 "(accelerate: set dispatch_batches=False)?"
             )
-        if self.metadata is not None and self.metadata.segments is not None:  # a row stores its boundaries once
-            object.__setattr__(self, "metadata", replace(self.metadata, segments=None))
+        if self.tree is not None and self.tree.segments != self.segments:
+            raise LayoutError(
+                f"the row's tree is of samples of {list(self.tree.segments.lengths)[:9]} tokens, the row of "
+                f"{list(self.segments.lengths)[:9]}; share a row after it is packed, and not before"
+            )
+        metadata = self.metadata
+        if metadata is not None and (metadata.segments is not None or metadata.tree is not None):  # stored once
+            object.__setattr__(self, "metadata", replace(metadata, segments=None, tree=None))
 
     def __repr__(self) -> str:
         where = self.segments
         return (
             f"PackedRow({shape_of(self.input_ids)}, {where.num_samples} samples, {where.num_tokens} tokens, "
-            f"{where.fill:.2%} full{media_of(self.media)})"
+            f"{where.fill:.2%} full{media_of(self.media)}"
+            f"{'' if self.tree is None else f', shared in {self.tree.num_tokens} tokens'})"
         )
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PackedRow:
@@ -125,6 +135,9 @@ class PackedRow:
             LayoutError: the metadata has others, or the tensors are none of grids and seconds.
         """
         known, media = self.known_metadata, self.media
+        if self.tree is not None:  # the media are a part of those that the metadata has: compare that part alone
+            replace(self, tree=None, metadata=_of_tree(known, self.tree)).host_metadata()
+            return known
         return replace(
             known,
             image_grids=host_grids(known.image_grids, media.image_grid_thw, "image_grid_thw"),
@@ -160,7 +173,7 @@ class PackedRow:
             "cu_seqlens_q_padded": self.segments.cu_seqlens_padded(),
             **self.extras,
             **self.media.to_hf(),
-            METADATA_KEY: replace(self.known_metadata, segments=self.segments),
+            METADATA_KEY: replace(self.known_metadata, segments=self.segments, tree=self.tree),
         }
 
     @classmethod
@@ -190,6 +203,7 @@ class PackedRow:
             extras={name: batch[name] for name in extras},
             media=Media.from_hf(batch),
             metadata=metadata,
+            tree=None if metadata is None else metadata.tree,
         )
 
     def _unshifted(self, shift_labels: torch.Tensor) -> torch.Tensor:
@@ -198,6 +212,30 @@ class PackedRow:
         message = "the last token of a segment has a target; pass shift_labels to the model instead of labels"
         require(kept.all(), message, LayoutError)
         return unshift_labels(shift_labels, self.segments)
+
+
+def _of_tree(metadata: HostMetadata, tree: PrefixTree) -> HostMetadata:
+    """Metadata of the media that the tree computes.
+
+    Raises:
+        LayoutError: the row has fewer media than the tree.
+    """
+    for name, computed, grids in (
+        ("image", tree.images, metadata.image_grids),
+        ("video", tree.videos, metadata.video_grids),
+    ):
+        if max(computed, default=-1) >= len(grids):
+            raise LayoutError(
+                f"the tree computes {name} {max(computed)}, but the metadata has the grids of {len(grids)}; a row that "
+                f"is shared needs its metadata ({METADATA_KEY!r}): leave it in the batch"
+            )
+    seconds = metadata.seconds_per_grid
+    return replace(
+        metadata,
+        image_grids=tuple(metadata.image_grids[at] for at in tree.images),
+        video_grids=tuple(metadata.video_grids[at] for at in tree.videos),
+        seconds_per_grid=tuple(seconds[at] for at in tree.videos) if seconds else (),
+    )
 
 
 def _segments_from(batch: Mapping[str, Any], *, total: int) -> Segments:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from vlmpack.model.enable import PackedStep, bind_loss_metrics, disable_packing, enable_packing, is_packing
-from vlmpack.model.engine import PackingState, StepConfig, packing_state, target_logprobs
+from vlmpack.model.engine import PackingState, StepConfig, packing_state
 from vlmpack.model.forward import STEP, StepCall
+from vlmpack.model.head import target_logprobs
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.experts import RouterStatistics, expert_layers
 from vlmpack.model.mechanisms.gated_delta import FlaCall, uses_fla

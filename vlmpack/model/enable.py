@@ -20,6 +20,7 @@ from vlmpack.families import check_parts, family_of
 from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch
 from vlmpack.model.engine import PackingState, StepConfig, packing_state, stored_state
 from vlmpack.model.forward import COLUMNS, ENABLED, STEP, StepCall, packed_class
+from vlmpack.model.head import Scoring
 from vlmpack.model.mechanisms import Mechanism, ModelParts, base_of, is_subclassed
 from vlmpack.model.mechanisms.attention import Attention
 from vlmpack.model.mechanisms.experts import Experts
@@ -191,6 +192,8 @@ class PackedStep:
         num_items_in_batch: torch.Tensor | int | None = None,
         logits: bool = False,
         last_hidden: bool = False,
+        temperature: float = 1.0,
+        entropy: bool = False,
         **inputs: Any,
     ) -> StepResult:
         """Run one batch or row.
@@ -200,16 +203,20 @@ class PackedStep:
             num_items_in_batch: targets of all batches that make up one optimiser step; None: this one's own.
             logits: also return logits.
             last_hidden: also return what the head is given.
+            temperature: divisor of the logits, in log-probabilities, losses and entropies, as in sampling.
+            entropy: also return the entropy of each target's prediction.
             **inputs: further inputs by name, such as `rope_cu_seqlens`; they win over the batch's.
 
         Raises:
             LayoutError: the batch contradicts itself.
-            ConfigError: the batch is neither a padded batch with its 2D mask nor a packed row.
+            ConfigError: the batch is neither a padded batch with its 2D mask nor a packed row; or the temperature is
+                no positive number.
         """
+        scoring = Scoring(temperature=temperature, entropy=entropy)
         device = next(self.model.parameters()).device
         hands_row = isinstance(batch, PackedRow) and not inputs.keys() & COLUMNS
         row = batch.to(device, non_blocking=True) if isinstance(batch, PackedRow) and hands_row else None
-        call = StepCall(row, last_hidden=last_hidden)
+        call = StepCall(row, last_hidden=last_hidden, scoring=scoring)
         columns = {} if hands_row else _inputs_of(batch)
         columns = {
             name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) and _travels(name) else value
@@ -222,8 +229,10 @@ class PackedStep:
                 f"this batch cannot be packed: give a 2D attention_mask or {METADATA_KEY!r} metadata or cu_seqlens_q; "
                 f"it has {sorted(columns)}"
             )
-        # The loss as the wrappers handed it back: their hooks for the backward pass hang on it.
-        return call.result if output.loss is None else replace(call.result, loss=output.loss)
+        # As the wrappers handed them back: their hooks for the backward pass hang on them.
+        targets = {"target_logprobs": output.target_logprobs, "target_entropies": output.target_entropies}
+        result = replace(call.result, **targets)
+        return result if output.loss is None else replace(result, loss=output.loss)
 
 
 def _inputs_of(batch: PaddedBatch | PackedRow | Mapping[str, Any]) -> dict[str, Any]:

@@ -77,11 +77,17 @@ def rotary_of(call: ModuleCall) -> Rotary:
 
 def check_positions(trace: Trace, alone: Sequence[Rotary]) -> Check:
     """Compare rotary inputs with `alone`, those of each sample by itself."""
-    row = rotary_of(next(iter(trace.attention.values())))
+    spans = [torch.arange(start, stop) for start, stop in trace.segments.spans]
+    return check_rotary(next(iter(trace.attention.values())), spans, alone)
+
+
+def check_rotary(call: ModuleCall, places: Sequence[torch.Tensor], alone: Sequence[Rotary]) -> Check:
+    """Compare rotary inputs of a layer at the places of each sample, int64 [L], with those of the sample by itself."""
+    row = rotary_of(call)
     worst, at = 0.0, 0
-    for i, ((start, stop), expected) in enumerate(zip(trace.segments.spans, alone, strict=True)):
+    for i, (index, expected) in enumerate(zip(places, alone, strict=True)):
         pairs = zip(row, expected, strict=True)
-        error = max(float((x[..., start:stop, :].float() - y.float()).abs().max()) for x, y in pairs)
+        error = max(float((x[..., index.to(x.device), :].float() - y.float()).abs().max()) for x, y in pairs)
         if not error <= worst:
             worst, at = error, i
     detail = f"sample {at} has other rotary positions than alone: cos and sin differ by {worst:.1e}"
@@ -138,8 +144,8 @@ def check_delta(trace: Trace) -> list[Check]:
     if not trace.delta:
         return [Check.skipped("conv taps"), Check.skipped("recurrent state")]
     return [
-        _delta_check(trace, "conv taps", _forgetting, "the state forgets everything"),
-        _delta_check(trace, "recurrent state", _current_tap, "the convolution reads one token"),
+        _delta_check(trace, "conv taps", forgetting, "the state forgets everything"),
+        _delta_check(trace, "recurrent state", current_tap, "the convolution reads one token"),
     ]
 
 
@@ -155,11 +161,13 @@ def _delta_check(
     return Check.of_mechanism(cause, leak, LEAK, detail, finding="leaks")
 
 
-def _forgetting(call: ModuleCall) -> dict[str, torch.Tensor]:
+def forgetting(call: ModuleCall) -> dict[str, torch.Tensor]:
+    """Weights of a gated delta layer whose state forgets everything at every token."""
     return {"A_log": torch.full_like(call.module.get_parameter("A_log"), FORGETS_EVERYTHING)}
 
 
-def _current_tap(call: ModuleCall) -> dict[str, torch.Tensor]:
+def current_tap(call: ModuleCall) -> dict[str, torch.Tensor]:
+    """Weights of a gated delta layer whose convolution reads one token."""
     weight = call.module.get_parameter("conv1d.weight")
     taps = torch.zeros_like(weight)
     taps[..., -1] = weight[..., -1]

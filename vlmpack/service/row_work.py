@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import final
 
@@ -28,6 +28,7 @@ from vlmpack.service.datums import EncodedDatum, EncodedRequest
 from vlmpack.service.messages import Failure, ForwardBackwardResult
 from vlmpack.service.ranks import Ranks
 from vlmpack.service.rows import DatumResult, RowItem, RowSettings, WorkCount, compute_row, plan_rows
+from vlmpack.service.sharding import Sharding, idle_item
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +126,7 @@ class RowWork:
         count: Callable[[WorkCount], None],
         shared: SharedRows | None = None,
         ranks: Ranks | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
         """Plan the rows.
 
@@ -136,13 +138,14 @@ class RowWork:
             count: is called with what each row computed.
             shared: works whose rows may be computed together; None: each computes its own.
             ranks: that each compute some of the rows; None: this process computes all.
+            sharding: of the base model over these ranks; None: each has all of it.
         """
         self.work = WorkCount()
         """Counts of the rows that `run_row` computed."""
         self.rows: deque[Row] = deque()
         """Rows that have not run."""
         self._requests, self._clients, self._adapters, self._settings = list(requests), clients, adapters, settings
-        self._report, self._shared, self._ranks = count, shared, ranks
+        self._report, self._shared, self._ranks, self._sharding = count, shared, ranks, sharding
         self._failures: dict[int, Failure] = {}
         self._results: dict[Place, DatumResult] = {}
         self._gradients: dict[ClientModel, Gradients] = {}
@@ -201,7 +204,8 @@ class RowWork:
                 places = [Place(request=at, datum=number) for number in range(len(request.data))]
                 groups.setdefault((request.model_id, request.forward_only), []).extend(places)
         for (_, forward_only), group in groups.items():
-            for numbers in plan_rows([self._datum(place).sequence for place in group], self._settings):
+            sequences = [self._datum(place).sequence for place in group]
+            for numbers in plan_rows(sequences, self._settings, ranks=1 if self._ranks is None else self._ranks.size):
                 places = tuple(group[number] for number in numbers)
                 items = tuple(self._item(place) for place in places)
                 self.rows.append(Row(work=self, places=places, items=items, backward=not forward_only))
@@ -229,16 +233,35 @@ class RowWork:
                 stack.enter_context(row.work.lent(row.client))
             return compute_row(items, self._adapters, backward=rows[0].backward, recomputes=self._settings.recomputes)
 
+    def _compute_alike(self, rows: Sequence[Row], rank: int, sharding: Sharding) -> list[DatumResult]:
+        """Compute this rank's row, or an idle one, as all ranks run the same passes."""
+        row = rows[min(rank, len(rows) - 1)]
+        is_idle = rank >= len(rows)
+        items = [idle_item(row.items[0])] if is_idle else row.items
+        with sharding.passes(), self.lent(row.client) if row.backward else nullcontext():
+            results = compute_row(
+                items,
+                self._adapters,
+                backward=row.backward,
+                recomputes=self._settings.recomputes,
+                agree=sharding.all_agree,
+            )
+        return [] if is_idle else results
+
     def _run_on(self, ranks: Ranks) -> None:
         """Compute a row on each rank; every rank gets all results, and so the same state but for gradients."""
         rows = [self.rows[at] for at in range(min(ranks.size, len(self.rows)))]
+        if self._sharding is not None:
+            rows = [row for row in rows if row.backward == rows[0].backward]
         outcome: list[DatumResult] | str = []
-        if ranks.rank < len(rows):
-            try:
+        try:
+            if self._sharding is not None:
+                outcome = self._compute_alike(rows, ranks.rank, self._sharding)
+            elif ranks.rank < len(rows):
                 outcome = self._compute([rows[ranks.rank]])
-            except Exception as error:  # the other ranks wait for what this one says
-                log.exception("rank %d failed in a row", ranks.rank)
-                outcome = f"rank {ranks.rank}: {type(error).__name__}: {error}"
+        except Exception as error:  # the other ranks wait for what this one says
+            log.exception("rank %d failed in a row", ranks.rank)
+            outcome = f"rank {ranks.rank}: {type(error).__name__}: {error}"
         outcomes = ranks.gather(outcome)
         if errors := [of_rank for of_rank in outcomes if isinstance(of_rank, str)]:
             raise RuntimeError("; ".join(errors))

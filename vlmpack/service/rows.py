@@ -74,13 +74,33 @@ class DatumResult:
     """True if the loss and its derivatives are."""
 
 
-def plan_rows(sequences: Sequence[EncodedSequence], settings: RowSettings) -> list[list[int]]:
-    """Numbers of the sequences that share each row, in the order of the rows; inside a row they keep their order."""
+SLACK = (1.01, 1.03, 1.1, 1.2, 1.4)
+"""Budgets that are tried for rows of like size, as parts of their mean."""
+
+
+def plan_rows(sequences: Sequence[EncodedSequence], settings: RowSettings, *, ranks: int = 1) -> list[list[int]]:
+    """Numbers of the sequences that share each row, in the order of the rows; inside a row they keep their order.
+
+    The rows are as few as the budgets allow, rounded up to a multiple of the ranks, and of like size: ranks wait for
+    the largest one, and a row that is nearly empty costs more than it computes.
+    """
     lengths = np.array([sequence.length for sequence in sequences])
     patches = np.array([sequence.patches for sequence in sequences])
     limits = [Budget(name="patches", costs=patches, limit=settings.patches)] if patches.any() else []
-    plan = plan_bins(lengths, settings.tokens, budgets=limits, oversize="own_row")
-    return [sorted(int(at) for at in row) for row in plan]
+
+    def bins(tokens: int) -> list[list[int]]:
+        plan = plan_bins(lengths, tokens, budgets=limits, oversize="own_row")
+        return [sorted(int(at) for at in row) for row in plan]
+
+    rows = bins(settings.tokens)
+    count = ranks * math.ceil(len(rows) / ranks)
+    if count == 1:
+        return rows
+    for slack in SLACK:
+        tokens = max(int(lengths.max()), math.ceil(slack * lengths.sum() / count))
+        if tokens < settings.tokens and len(even := bins(tokens)) <= count:
+            return even
+    return rows
 
 
 # ---------------------------------------------------------------------- one row
@@ -100,7 +120,12 @@ class RowItem:
 
 
 def compute_row(
-    items: Sequence[RowItem], adapters: Adapters, *, backward: bool, recomputes: bool = False
+    items: Sequence[RowItem],
+    adapters: Adapters,
+    *,
+    backward: bool,
+    recomputes: bool = False,
+    agree: Callable[[bool], bool] = bool,
 ) -> list[DatumResult]:
     """Compute one row; with `backward`, gradients are added to `.grad` of the clients' parameters.
 
@@ -111,6 +136,7 @@ def compute_row(
         adapters: the hooks on the base model.
         backward: whether to compute gradients.
         recomputes: whether layers are computed again for them.
+        agree: whether a backward pass that this row can have is made, because those of other ranks can have theirs.
     """
     spans = [
         Span(adapter=client.adapter, length=sum(item.datum.sequence.length for item in group))
@@ -127,7 +153,7 @@ def compute_row(
         losses = _token_losses(leaf, items)
         slopes = torch.autograd.grad(losses.sum(), leaf)[0] if backward else torch.zeros_like(leaf)
         results = _split(leaf, losses, slopes, items)
-        if backward and all(result.is_finite for result in results):
+        if backward and agree(all(result.is_finite for result in results)):
             torch.autograd.backward(logprobs, slopes)
     return results
 

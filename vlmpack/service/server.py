@@ -82,6 +82,8 @@ class ServiceSettings:
     """Compute layers again in the backward pass instead of keeping what they computed."""
     share_rows: bool = False
     """Let datums of several adapters share rows."""
+    shard_on: str | None = None
+    """Shard the base model over the ranks, on devices of this type; None: each has all of it."""
     sampler: str = "exact"
     """One of `SAMPLERS` of vllm.py."""
     drain_seconds: float = 60.0
@@ -155,8 +157,8 @@ def check_key(key: str, place: str) -> str:
 # ---------------------------------------------------------------------- the service
 
 
-def make_engine(base: Base, settings: ServiceSettings) -> Engine:
-    """Make the engine of one process.
+def make_engine(base: Base, settings: ServiceSettings, ranks: Ranks | None = None) -> Engine:
+    """Make the engine of one process, which is one of `ranks`.
 
     Raises:
         ConfigError: settings that the model's family does not have. FamilyError: it cannot be packed exactly.
@@ -166,8 +168,9 @@ def make_engine(base: Base, settings: ServiceSettings) -> Engine:
         lora_only=settings.lora_only,
         gradient_checkpointing=settings.gradient_checkpointing,
         share_rows=settings.share_rows,
+        shard_on=settings.shard_on,
     )
-    return Engine(base.model, base.processor, name=base.name, tokenizer_id=base.source, config=config)
+    return Engine(base.model, base.processor, name=base.name, tokenizer_id=base.source, config=config, ranks=ranks)
 
 
 @final
@@ -186,7 +189,7 @@ class Service:
     def __init__(self, base: Base, settings: ServiceSettings, *, ranks: Ranks | None = None) -> None:
         self.settings = settings
         limits = settings.limits
-        engine = make_engine(base, settings)
+        engine = make_engine(base, settings, ranks)
         set_sampler(engine, settings.sampler, source=base.source)
         if settings.sampler == "exact" and base.model.dtype.itemsize < 4:
             log.info("exact sampling in 16 bits: about a fifth of the tokens takes a whole pass each; --sampler fast")
@@ -314,8 +317,15 @@ def _queue_settings(limits: ServiceLimits) -> QueueSettings:
 
 
 def follow_rank_0(base: Base, settings: ServiceSettings, ranks: Ranks) -> None:
-    """Compute what rank 0 says, until it stops."""
-    follow(make_engine(base, settings), ranks)
+    """Compute what rank 0 says, until it stops.
+
+    Raises:
+        ConnectionError: rank 0 is gone.
+    """
+    engine = make_engine(base, settings, ranks)
+    if settings.sampler != "vllm":  # which rank 0 runs by itself
+        set_sampler(engine, settings.sampler, source=base.source)
+    follow(engine, ranks)
 
 
 def bind(host: str, port: int) -> socket.socket:

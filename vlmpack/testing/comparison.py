@@ -113,7 +113,7 @@ class Measurement:
     name: str
     """"logits", "loss", "sample losses", or "gradient of" a group of parameters."""
     error: float
-    """As a part of the largest entry."""
+    """A part of the largest entry."""
     allowed: float
     """The most that it may be."""
     parameter: str = ""

@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from vlmpack.attention import CAUSAL, AttentionCall, Pattern, attended_pairs, choose
+from vlmpack.attention import CAUSAL, AttentionCall, Pattern, choose
 from vlmpack.errors import BackendError, ConfigError
 from vlmpack.families import Family
 from vlmpack.layout import Segments, outside_graph
@@ -99,7 +99,7 @@ class Attention(Mechanism):
 
     def work(self, setup: RowSetup, entry: RowAttention) -> Mapping[str, int]:
         """Pairs of the layers with a window, and of those without."""
-        pairs = {window: attended_pairs(setup.row.segments, window) for window in entry.windows}
+        pairs = {window: setup.part.attended_pairs(window) for window in entry.windows}
         if not pairs.keys() - {None}:
             return {}
         return {"attended_pairs": max(pairs.values()), "window_pairs": min(pairs.values())}

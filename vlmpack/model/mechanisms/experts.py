@@ -417,6 +417,7 @@ def router_statistics(
     if not part.segments.num_tokens:  # the experts got padding, see `real_tokens`
         logits = tuple(logits_RE[:0] for logits_RE in logits)
     _check_real(logits, part.segments)
+    logits = tuple(map(part.for_each_sample, logits))
     if hidden.requires_grad and not any(logits_RE.requires_grad for logits_RE in logits):
         _check_not_cut_off(setup.model.text)
     aux_loss = _aux_loss(logits, setup, per) if with_balance and has_balance(setup.model.family) else None
@@ -432,12 +433,12 @@ def router_statistics(
         added=torch.stack(parts).sum(),
         biased=tuple(BiasedChoice.of(setup.model, layer) for layer in expert_layers(setup.model)),
     )
-    return statistics if part.is_whole else replace(statistics, counts=part.sum(statistics.expert_counts))
+    return statistics if part.ranks == 1 else replace(statistics, counts=part.sum(statistics.expert_counts))
 
 
 def _aux_loss(logits: tuple[torch.Tensor, ...], setup: RowSetup, per: Balance) -> torch.Tensor:
     segments, part, text_config = setup.row.segments, setup.part, setup.text_config
-    if per == "row" and segments.num_tokens and part.is_whole:
+    if per == "row" and segments.num_tokens and part.ranks == 1:
         return balance(setup.model.family, logits, text_config)
     sample_R, tokens_G = _samples(segments, part, per, logits[0].device)
     sums_2GE = balance_sums(logits, text_config, sample_R=sample_R, samples=len(tokens_G))

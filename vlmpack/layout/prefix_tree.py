@@ -1,0 +1,200 @@
+"""A tree over the samples of a packed row: what samples begin with alike goes through the model once (`PrefixTree`).
+
+Three samples, two images in them:
+
+    samples      P A      P B C      P B D
+    row    [T]   P A P B C P B D     PackedRow, as always: every sample whole
+    nodes  [t]   P A B C D           what goes through the model, nodes in depth-first order
+
+                 P ─┬─ A             node        0   1   2   3   4
+                    └─ B ─┬─ C       parents    -1   0   0   2   2
+                          └─ D       leaves      1   3   4         the node in which each sample ends
+
+    source [t]   where in the row each token of the tree is taken from: 0 1 3 4 7 if every node has one token
+    place  [T]   where in the tree each token of the row is:            0 1 0 2 3 0 2 4
+    keys         P  P A  P B  P B C  P B D: what each node's queries attend to, its ancestors and itself
+
+T row tokens, t tree tokens, n nodes, B samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from vlmpack.errors import LayoutError
+from vlmpack.layout.segments import Segments, ranges
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PrefixTree:
+    """Nodes of shared beginnings, their tokens, and the path of each sample: python ints on the host.
+
+    Index tensors are derived from them once a device. Samples may end in inner nodes, and several may end in the same
+    node (twins); a sample that shares nothing is a root of its own.
+
+    Raises:
+        LayoutError: the nodes are not in depth-first order, or their paths are not the samples of the row.
+    """
+
+    segments: Segments
+    """The row's boundaries: every sample whole, one after the other, without padding."""
+    parents: tuple[int, ...]
+    """Parent of each node; -1: a root. A node stands before its children, and its descendants are contiguous."""
+    lengths: tuple[int, ...]
+    """Tokens of each node, at least 1."""
+    leaves: tuple[int, ...]
+    """Node in which each sample ends."""
+    images: tuple[int, ...] = ()
+    """Images that are computed, in the order of the tree: numbers among all images of the samples, in row order."""
+    videos: tuple[int, ...] = ()
+    """Videos that are computed, likewise."""
+
+    def __post_init__(self) -> None:
+        check_without_padding(self.segments)
+        _check_depth_first(self.parents)
+        if len(self.lengths) != len(self.parents) or min(self.lengths) < 1:
+            raise LayoutError(f"{len(self.parents)} nodes need one length each, at least 1: got {list(self.lengths)}")
+        if len(self.leaves) != self.segments.num_samples or not {*self.leaves} <= {*range(len(self.parents))}:
+            raise LayoutError(f"each of {self.segments.num_samples} samples ends in a node: got {list(self.leaves)}")
+        for sample, (leaf, length) in enumerate(zip(self.leaves, self.segments.lengths, strict=True)):
+            if self.keys.lengths[leaf] != length:
+                path = " + ".join(str(self.lengths[node]) for node in self.path(leaf))
+                raise LayoutError(f"sample {sample} has {length} tokens, but the nodes of its path have {path}")
+        if unused := {*range(len(self.parents))} - {*self.parents, *self.leaves}:
+            raise LayoutError(f"no sample goes through node {min(unused)}; leave it out")
+
+    def __repr__(self) -> str:
+        samples, tokens = self.segments.num_samples, self.segments.total
+        shape = f"{len(self.lengths)} nodes, depth {max(self.depths) + 1}"
+        return f"PrefixTree({samples} samples, {tokens} tokens in {self.num_tokens}, {shape})"
+
+    # ------------------------------------------------------------------ on the host
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Nodes from the root to `node`."""
+        nodes = []
+        while node >= 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return tuple(reversed(nodes))
+
+    @cached_property
+    def nodes(self) -> Segments:
+        """Boundaries of the nodes in the [1, t] sequence that goes through the model."""
+        return Segments.from_lengths(self.lengths)
+
+    @cached_property
+    def keys(self) -> Segments:
+        """Boundaries of each node's keys, those of its ancestors and its own, laid one node after the other.
+
+        Causal attention of a node's queries to them is aligned at the end (lower right): the last query sees all keys.
+        """
+        totals: list[int] = []
+        for parent, length in zip(self.parents, self.lengths, strict=True):
+            totals.append(length + (totals[parent] if parent >= 0 else 0))
+        return Segments.from_lengths(totals)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Number of ancestors of each node."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 + depths[parent] if parent >= 0 else 0)
+        return tuple(depths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens t that go through the model."""
+        return self.nodes.total
+
+    @property
+    def attended_pairs(self) -> int:
+        """Query-key pairs of causal attention along the paths: each query's ancestors, and its node up to itself."""
+        return sum(n * k - n * (n - 1) // 2 for n, k in zip(self.lengths, self.keys.lengths, strict=True))
+
+    # ------------------------------------------------------------------ on a device
+
+    def source(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """int64 [t]: where in the row each token of the tree is taken from: the first sample that has it."""
+        return self._derived("source", device, lambda: self._source)
+
+    def place(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """int64 [T]: where in the tree each token of the row is; `place[source]` counts 0, 1, 2, ..."""
+        return self._derived("place", device, lambda: self._place)
+
+    def key_index(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """int64 [sum of `keys`]: the tokens of the tree on each node's path, one node after the other."""
+        return self._derived("key_index", device, lambda: self._along(range(len(self.lengths))))
+
+    def predecessor(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """int64 [t]: the token that predicts each one, the one before it on its path; -1 where a root begins."""
+        return self._derived("predecessor", device, self._predecessor)
+
+    def _derived(self, name: str, device: torch.device | str, make: Callable[[], np.ndarray]) -> torch.Tensor:
+        return self.nodes.derived(("prefix tree", name), device, make)
+
+    @cached_property
+    def _place(self) -> np.ndarray:
+        return self._along(self.leaves)
+
+    @cached_property
+    def _source(self) -> np.ndarray:
+        source = np.empty(self.num_tokens, np.int64)
+        row = np.arange(self.segments.total)
+        source[self._place[::-1]] = row[::-1]  # written from behind: the first sample stays
+        return source
+
+    def _along(self, nodes: Sequence[int]) -> np.ndarray:
+        """The tokens of the tree on the path of each of these nodes."""
+        steps = [step for node in nodes for step in self.path(node)]
+        starts, lengths = np.asarray(self.nodes.stride, np.int64), np.asarray(self.lengths, np.int64)
+        return ranges(starts[steps], lengths[steps])
+
+    def _predecessor(self) -> np.ndarray:
+        before = np.arange(self.num_tokens) - 1
+        for (start, _), parent in zip(self.nodes.spans, self.parents, strict=True):
+            before[start] = self.nodes.spans[parent][1] - 1 if parent >= 0 else -1
+        return before
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the fields alone: what is derived from them is computed again."""
+        return {field.name: self.__dict__[field.name] for field in fields(self)}
+
+
+def check_without_padding(segments: Segments) -> None:
+    """Refuse rows with padding or repeated boundaries, and samples without tokens.
+
+    Raises:
+        LayoutError: there are some.
+    """
+    if segments.has_gaps or len(segments.lengths) != segments.num_samples:
+        raise LayoutError(
+            f"a row whose samples share prefixes has no padding, but this one has {segments.num_tokens} real tokens in "
+            f"{segments.total}, {segments.num_samples} samples in {len(segments.lengths)} segments: what goes through "
+            "the model is shorter than the row anyway; pack it with SlotRule(), or do not share"
+        )
+    if not min(segments.lengths):
+        empty = segments.lengths.index(0)
+        raise LayoutError(f"sample {empty} has no tokens, so it is no part of a tree; leave it out, or do not share")
+
+
+def _check_depth_first(parents: Sequence[int]) -> None:
+    path: list[int] = []
+    for node, parent in enumerate(parents):
+        while path and path[-1] != parent:
+            path.pop()
+        if parent != -1 and not path:
+            raise LayoutError(
+                f"node {node} stands behind its parent {parent}, but not among its descendants: nodes are in "
+                "depth-first order, each before its children"
+            )
+        path.append(node)
+    if not parents:
+        raise LayoutError("a tree has at least one node")

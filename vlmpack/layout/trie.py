@@ -1,0 +1,133 @@
+"""The compressed trie of samples, each a sequence of symbols: found by sorting, without recursion.
+
+    samples      a b c      a b d e f      a b d e g
+    sorted       a b c
+                 a b d e f      2 symbols shared with the line above
+                 a b d e g      4
+    trie         a b ─┬─ c
+                      └─ d e ─┬─ f
+                              └─ g
+
+Of a run of sorted samples, the least number shared between neighbours is what all of them share. The run is cut where
+neighbours share no more than that, and each piece is a child.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import final
+
+import numpy as np
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CompressedTrie:
+    """Nodes in depth-first order; siblings in the order of their first samples."""
+
+    parents: list[int]
+    """Parent of each node, -1 for a root."""
+    lengths: list[int]
+    """Symbols of each node."""
+    leaves: list[int]
+    """Node in which each sample ends."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """Sorted samples [low, high), whose first `start` symbols are those of the path to `parent`."""
+
+    low: int
+    high: int
+    start: int = 0
+    parent: int = -1
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Sorted:
+    """Samples in an order in which those that begin alike are neighbours."""
+
+    order: np.ndarray
+    """int64 [B]: the samples."""
+    lengths: np.ndarray
+    """int64 [B]: symbols of each."""
+    shared: np.ndarray
+    """int64 [B]: symbols that each has in common with the one before it; -1 at the first of a group."""
+
+    @classmethod
+    def of(cls, samples: Sequence[np.ndarray], groups: Sequence[Hashable]) -> _Sorted:
+        """Sort by group, then by bytes: whatever order that is, equal symbols have equal bytes."""
+        numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+        keys = [(numbers[group], sample.tobytes()) for group, sample in zip(groups, samples, strict=True)]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        neighbours = [
+            _num_alike(samples[a], samples[b]) if keys[a][0] == keys[b][0] else -1 for a, b in pairwise(order)
+        ]
+        lengths = [len(samples[sample]) for sample in order]
+        return cls(order=np.asarray(order), lengths=np.asarray(lengths), shared=np.asarray([-1, *neighbours]))
+
+    def groups(self) -> list[_Run]:
+        """One run for each group."""
+        edges = [*np.flatnonzero(self.shared == -1).tolist(), len(self.order)]
+        return [_Run(low=low, high=high) for low, high in pairwise(edges)]
+
+    def depth(self, run: _Run) -> int:
+        """Symbols that all samples of a run begin with."""
+        return int(self.shared[run.low + 1 : run.high].min(initial=self.lengths[run.high - 1]))
+
+    def end_of_shortest(self, run: _Run, depth: int) -> int:
+        """Where the samples end that have no symbol after the first `depth`: they stand in front."""
+        return run.low + int(np.count_nonzero(self.lengths[run.low : run.high] == depth))
+
+    def cut(self, low: int, high: int, depth: int) -> list[tuple[int, int]]:
+        """Pieces of [low, high) whose samples share more than `depth` symbols."""
+        cuts = np.flatnonzero(self.shared[low:high] == depth) + low
+        return list(pairwise(sorted({low, *cuts.tolist(), high})))
+
+    def first_on_top(self, runs: Iterable[_Run]) -> list[_Run]:
+        """Runs for a stack, from which they come in the order of their first samples."""
+        return sorted(runs, key=lambda run: -int(self.order[run.low : run.high].min()))
+
+
+def compressed_trie(samples: Sequence[np.ndarray], groups: Sequence[Hashable], min_shared: int) -> CompressedTrie:
+    """Build the trie of samples; those of different groups share nothing.
+
+    A node of less than `min_shared` symbols that has children is left out, and its symbols are repeated in each child.
+
+    Args:
+        samples: int64 [any] of each, at least one symbol.
+        groups: of each sample.
+        min_shared: at least 1; 1: every node.
+    """
+    ordered = _Sorted.of(samples, groups)
+    trie = CompressedTrie(parents=[], lengths=[], leaves=[-1] * len(samples))
+    stack = ordered.first_on_top(ordered.groups())
+    while stack:
+        run = stack.pop()
+        depth = ordered.depth(run)
+        ended = ordered.end_of_shortest(run, depth)
+        start, node = run.start, run.parent
+        pieces = ordered.cut(ended, run.high, depth) if ended < run.high else []
+        if not pieces or depth - start >= min_shared:
+            node = len(trie.parents)
+            trie.parents.append(run.parent)
+            trie.lengths.append(depth - start)
+            for sample in ordered.order[run.low : ended].tolist():
+                trie.leaves[sample] = node
+            start = depth
+        elif ended > run.low:
+            pieces.append((run.low, ended))
+        stack += ordered.first_on_top(_Run(low=low, high=high, start=start, parent=node) for low, high in pieces)
+    return trie
+
+
+def _num_alike(sample: np.ndarray, other: np.ndarray) -> int:
+    """Symbols before the first difference; those of the shorter one if there is none."""
+    length = min(len(sample), len(other))
+    differs = sample[:length] != other[:length]
+    first = int(differs.argmax())
+    return first if differs[first] else length
