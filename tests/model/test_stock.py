@@ -13,7 +13,8 @@ from transformers.models.llama import modeling_llama
 
 from vlmpack.attention import Pattern
 from vlmpack.errors import FamilyError
-from vlmpack.families.family import capped_logits, divided_logits, multiplied_logits, plain_logits
+from vlmpack.families.family import plain_logits
+from vlmpack.families.text import capped_logits, divided_logits, multiplied_logits
 from vlmpack.layout import pack
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms.stock import check_logits, check_positions, check_window, layer_windows
