@@ -15,6 +15,7 @@ from vlmpack.errors import ConfigError
 from vlmpack.model import StepConfig, enable_packing, is_packing
 from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedGRPOTrainer, check_trainer
+from vlmpack.trainer.grpo import check_seam
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -170,6 +171,11 @@ def test_a_policy_without_packing(tmp_path):
             ConfigError, match=r"packing is not enabled on .*: load the model and hand over enable_pack"
         ):
             made(model, tmp_path)
+
+
+def test_a_version_of_trl_without_the_method_that_is_replaced():
+    with pytest.raises(ConfigError, match=r"Other of TRL 9\.9 has no method _get_per_token_logps_and_entropies"):
+        check_seam(type("Other", (trl.GRPOTrainer,), {}), "9.9")
 
 
 @pytest.mark.full
