@@ -237,7 +237,8 @@ def test_media_that_agree_where_they_are_looked_at_are_compared_whole():
 
 def test_samples_of_different_groups_share_nothing():
     row = row_of([word(1, 2), word(1, 3), word(1, 4), word(1, 5)])
-    assert share(row, min_shared=1, groups=["a", "b", "a", "b"]).tree.parents == (-1, 0, 0, -1, 3, 3)
+    for groups in (["a", "b", "a", "b"], torch.tensor([1, 0, 1, 0]), list(torch.tensor([1, 0, 1, 0]))):
+        assert share(row, min_shared=1, groups=groups).tree.parents == (-1, 0, 0, -1, 3, 3)
     assert share(row, min_shared=1, groups=range(4)) is row
 
 

@@ -202,7 +202,7 @@ class Analysis:
 
     @cached_property
     def savings(self) -> PrefixSavings | None:
-        """What sharing prefixes would save; None: they were not looked for, or there are no samples."""
+        """Savings by shared prefixes; None: they were not looked for, or there are no samples."""
         groups = self.table.groups
         if groups is None or self.min_shared is None or not len(self.table):
             return None
