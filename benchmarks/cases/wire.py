@@ -162,9 +162,9 @@ def serving(model: Any, processor: Any, *, row_tokens: int) -> Iterator[tuple[in
 
 def body_of(model_id: str, seq_id: int, data: Sequence[Any]) -> bytes:
     """A training request as the client sends it; `data` are datums of the service."""
-    from vlmpack.service.protobuf import message
+    from vlmpack.service import protobuf_message
 
-    request = message("ForwardBackwardRequest")(model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy")
+    request = protobuf_message("ForwardBackwardRequest")(model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy")
     for datum in data:
         added = request.data.add()
         for chunk in datum.chunks:
