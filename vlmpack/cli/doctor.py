@@ -187,7 +187,7 @@ def attention_serving(device_types: Sequence[str]) -> list[Serving]:
 
     from vlmpack.attention import AttentionCall, explain
 
-    heads = {"head_dim": HEAD_DIM, "num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS}
+    heads: dict[str, Any] = {"head_dim": HEAD_DIM, "num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS}
     return [
         Serving(backend, device, str(dtype).removeprefix("torch."), tuple(reasons))
         for device in device_types
