@@ -2460,8 +2460,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a row and its store are as full by one measure",
             "show.py",
-            "(ribbon.total, sum(ribbon.lengths)) if tree is None",
-            "(ribbon.total, ribbon.total) if tree is None",
+            "real / self.capacity:.2%",
+            "real / total:.2%",
             "cli/test_show.py -k heading",
         ),
         (

@@ -187,15 +187,12 @@ def attention_serving(device_types: Sequence[str]) -> list[Serving]:
 
     from vlmpack.attention import AttentionCall, explain
 
-    calls = [
-        AttentionCall(device=device, dtype=dtype, head_dim=HEAD_DIM, num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS)
+    heads: dict[str, Any] = {"head_dim": HEAD_DIM, "num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS}
+    return [
+        Serving(backend, device, str(dtype).removeprefix("torch."), tuple(reasons))
         for device in device_types
         for dtype in (torch.float32, torch.bfloat16)
-    ]
-    return [
-        Serving(backend, call.device, str(call.dtype).removeprefix("torch."), tuple(reasons))
-        for call in calls
-        for backend, reasons in explain(call).items()
+        for backend, reasons in explain(AttentionCall(device=device, dtype=dtype, **heads)).items()
     ]
 
 
