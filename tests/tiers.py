@@ -5,22 +5,18 @@ the mark `pairwise` stays in the short tier with few of its cases: every pair of
 them. With the mark `each_value` every value is. The others are marked `full` here. Cases of a value that is itself in
 the full tier only stay there, and show nothing.
 
-Families that bring no part of the code with them (`SHOWN_BY_OTHERS`) are in the full tier, but for tests with the mark
+Families that bring no part of the code with them are in the full tier, but for tests with the mark
 `every_family`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from itertools import combinations
 from typing import Any
 
 import pytest
-
-from vlmpack.families.text import TEXT
-
-SHOWN_BY_OTHERS = frozenset(family.model_type for family in TEXT)
-"""Text models beside Qwen's: what they bring is shown once each in `tests/model/test_text_families.py`."""
 
 
 def full(*values: Any) -> list[Any]:
@@ -61,4 +57,15 @@ def _is_shown_by_others(item: pytest.Item) -> bool:
     parameters = getattr(item, "callspec", None)
     if parameters is None or item.get_closest_marker("every_family"):
         return False
-    return any(isinstance(value, str) and value in SHOWN_BY_OTHERS for value in parameters.params.values())
+    return any(isinstance(value, str) and value in _shown_by_others() for value in parameters.params.values())
+
+
+@cache
+def _shown_by_others() -> frozenset[str]:
+    """Text models beside Qwen's: what they bring is shown once each in `tests/model/test_text_families.py`.
+
+    Imported here: whoever breaks a copy of the package imports this file before there is one.
+    """
+    from vlmpack.families.text import TEXT
+
+    return frozenset(family.model_type for family in TEXT)

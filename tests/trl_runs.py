@@ -11,7 +11,7 @@ from chats import picture
 from training import Gradients, Run, logged, weights
 
 from vlmpack.collate import SharePrefixes
-from vlmpack.model import enable_packing
+from vlmpack.model import enable_packing, find_model
 from vlmpack.testing import tiny_model, tiny_processor
 
 trl = pytest.importorskip("trl", reason="needs TRL: pip install trl")
@@ -82,12 +82,15 @@ def finish(run: Any) -> tuple[Run, dict[str, Any]]:
     return Run(losses=logged(run), gradients=seen.steps), weights(run.model)
 
 
-def grpo(trainer: Any, model: Any, folder: Path, *, peft_config: Any = None, **settings: Any) -> Any:
+def grpo(
+    trainer: Any, model: Any, folder: Path, *, dataset: Any = None, peft_config: Any = None, **settings: Any
+) -> Any:
     """A trainer of groups: completions of one to seven tokens, without placeholders of images and videos."""
-    config = model.config
+    core = find_model(model)
+    processor = processor_of(core.config.model_type)
     sampling = {
-        "suppress_tokens": [config.image_token_id, config.video_token_id],
-        "sequence_bias": [[[processor_of(config.model_type).tokenizer.eos_token_id], 5.5]],
+        "suppress_tokens": [core.config.image_token_id, core.config.video_token_id],
+        "sequence_bias": [[[processor.tokenizer.eos_token_id], 5.5]],
     }
     defaults: dict[str, Any] = {
         "per_device_train_batch_size": 4,
@@ -103,8 +106,8 @@ def grpo(trainer: Any, model: Any, folder: Path, *, peft_config: Any = None, **s
         model,
         reward_funcs=reward,
         args=arguments("GRPOConfig", folder, **{**defaults, **settings}),
-        train_dataset=prompts(),
-        processing_class=processor_of(config.model_type),
+        train_dataset=prompts() if dataset is None else dataset,
+        processing_class=processor,
         peft_config=peft_config,
         **sharing,
     )

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.plan import PrefixGroups, PrefixMarks, groups_of_marks
+from vlmpack.layout.trie import compressed_trie
+from vlmpack.plan import PrefixGroups, PrefixMarks, groups_of_marks, plan_bins
 
 NONE = np.zeros(0, np.int64)
 
@@ -122,3 +123,19 @@ def test_marks_are_read_back_from_bytes(media):
     sample = marks(text(0, 40), turns=[7], media=media)
     read = PrefixMarks.from_bytes(sample.to_bytes())
     assert all(map(np.array_equal, sample, read))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_tree_of_a_row_computes_no_more_than_was_planned(seed):
+    """System prompts, prompts and answers of any length; the tree as `share` finds it, from all symbols."""
+    drawn = np.random.default_rng(seed)
+    system, samples = text(seed, int(drawn.integers(20, 200))), []
+    for _ in range(8):
+        prompt = [*system[: drawn.integers(2) * 999], *drawn.integers(0, 999, drawn.integers(20, 300)).tolist()]
+        answers = (drawn.integers(0, 999, drawn.integers(1, 150)).tolist() for _ in range(drawn.integers(1, 9)))
+        samples += [(prompt + answer, len(prompt)) for answer in answers]
+    groups = groups_of_marks([marks(sample, turns=[end]) for sample, end in samples], min_shared=64)
+    plan = plan_bins([len(sample) for sample, _ in samples], 2048, groups=groups, seed=seed)
+    for row, planned in zip(plan.bins, plan.tree_tokens.tolist(), strict=True):
+        trie = compressed_trie([np.array(samples[at][0]) for at in row], [0] * len(row), 64)
+        assert 0.8 * planned < sum(trie.lengths) <= planned

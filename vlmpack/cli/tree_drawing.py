@@ -56,7 +56,7 @@ class Node:
     tokens: int
     """Its tokens."""
     media: int
-    """Those of them that belong to images and videos."""
+    """Its tokens of images and videos."""
     start: int
     """Tokens before it on its path."""
     depth: int
@@ -70,7 +70,7 @@ class Node:
     samples: tuple[int, ...]
     """Samples that have it, by their places in the row."""
     ends: tuple[int, ...]
-    """Those of them that end in it."""
+    """Samples that end in it."""
 
 
 @final

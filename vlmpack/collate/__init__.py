@@ -8,6 +8,7 @@ from vlmpack.collate.collator import BatchLayout, VLMCollator, sample_id_of
 from vlmpack.collate.columns import CONVERSATION_COLUMNS, MEDIA_COLUMNS, MediaRef
 from vlmpack.collate.conversation import read_conversation
 from vlmpack.collate.encoded import OVERLENGTH, Encoded, Visual
+from vlmpack.collate.frame_sampling import FrameSampling
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.collate.skipped import SkipLimit, SkipLog, read_skip_log
 from vlmpack.collate.vision_keys import VIDEO_KEYS
@@ -19,6 +20,7 @@ __all__ = [
     "VIDEO_KEYS",
     "BatchLayout",
     "Encoded",
+    "FrameSampling",
     "MediaRef",
     "PixelBuffers",
     "ProcessorMetadata",

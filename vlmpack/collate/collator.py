@@ -17,10 +17,12 @@ from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.columns import Markers
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import OVERLENGTH, Encoded, Overlength, TrainOn, check_labels_are_ids, fit
+from vlmpack.collate.frame_sampling import FrameSampling
 from vlmpack.collate.media import BatchMedia
 from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.collate.skipped import SkipLimit, SkipLog
-from vlmpack.data import ImageLimits
+from vlmpack.collate.video_file import file_rules_of
+from vlmpack.data import ImageLimits, VideoLimits
 from vlmpack.errors import (
     ConfigError,
     Refusal,
@@ -61,6 +63,8 @@ class VLMCollator:
         skip_log: path of a JSON-lines file for refused samples; None: they are only counted.
         skip_limit: the number of skipped samples above which the run stops; None: `SkipLimit()`.
         limits: caps for images, read from their headers before decoding.
+        sampling: how many frames of a video's file are taken; None: as the processor's video processor does it.
+        video_limits: caps for files of videos.
         vocab_size: token ids are below this; None: the tokenizer's number of entries.
         pixel_dtype: dtype of the pixels (bfloat16 halves their bytes); None: the processor's, float32.
         pixel_buffers: most blocks of memory in which the pixels of batches are joined in turn; a block is reused when
@@ -86,6 +90,8 @@ class VLMCollator:
         skip_log: str | Path | None = None,
         skip_limit: SkipLimit | None = None,
         limits: ImageLimits | None = None,
+        sampling: FrameSampling | None = None,
+        video_limits: VideoLimits | None = None,
         vocab_size: int | None = None,
         pixel_dtype: torch.dtype | None = None,
         pixel_buffers: int = 8,
@@ -114,6 +120,7 @@ class VLMCollator:
         self.buffers = PixelBuffers(pixel_buffers)
         self.processor = processor
         self.metadata = read_processor(processor, vocab_size=vocab_size)
+        self.file_rules = file_rules_of(processor, self.metadata, sampling=sampling, limits=video_limits)
         self.skip_log = SkipLog(skip_log, limit=skip_limit)
         """Counts of received, used and refused samples, by reason."""
         self._encoder = Encoder(
@@ -124,6 +131,7 @@ class VLMCollator:
             markers=markers,
             name_unread=self.skip_log.name_unread,
             max_length=max_length,
+            file_rules=self.file_rules,
         )
 
     def __repr__(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal, final
 
 import numpy as np
@@ -34,6 +35,8 @@ _NAMED_MEDIA = re.compile(
 _FILE_COLUMN = re.compile(r"(file_?names?|files?|file_?paths?|paths?|media|media_paths?|attachments?|frames)")
 """Names of columns that hold files of any kind."""
 _FILE = re.compile(r"(?i)\S.*\.(png|jpe?g|webp|gif|bmp|tiff?|mp4|avi|mkv|mov|webm)")
+_VIDEOS = (".mp4", ".m4v", ".avi", ".mkv", ".mov", ".webm")
+"""How paths of videos' files end."""
 _ENCODED = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF")
 """How the bytes of encoded images begin."""
 _GROUNDING = ("<bbox>", "<ref-object>", "<quad>")
@@ -203,7 +206,7 @@ Markers = Literal["auto", "places", "text"]
 
 _SOURCE_KEYS: dict[Kind, tuple[str, ...]] = {
     "image": ("image", "image_url", "url", "path", "bytes"),
-    "video": ("video", "video_url", "url", "path"),
+    "video": ("video", "video_url", "url", "path", "bytes"),
 }
 
 
@@ -213,7 +216,7 @@ class MediaRef:
     """One image or video: its source, and the keys by which it is resized."""
 
     source: Any
-    """PIL image, path, bytes, or {"bytes", "path"}; for a video a path or a list of frames."""
+    """PIL image, path, bytes, or {"bytes", "path"}; for a video its file in one of these forms, or a list of frames."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The keys of qwen-vl-utils that stood beside it: min_pixels, resized_height, fps, ..."""
 
@@ -359,7 +362,8 @@ def _is_one_video(value: Sequence[Any]) -> bool:
     """A `video` column that holds pictures is one video by its frames; one that holds paths is several videos."""
     first = value[0] if value else ""
     is_element = isinstance(first, Mapping) and first.get("video") is not None
-    return not isinstance(first, str | list | tuple) and not is_element
+    is_file = isinstance(first, Path) and first.suffix.lower() in _VIDEOS
+    return not isinstance(first, str | list | tuple) and not is_element and not is_file
 
 
 def _reference(item: Any, kind: Kind) -> MediaRef | None:

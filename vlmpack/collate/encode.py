@@ -30,6 +30,7 @@ from vlmpack.collate.encoded import (
 from vlmpack.collate.media import BatchMedia, MediaReader
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.collate.tokenised import read_tokenised, token_types
+from vlmpack.collate.video_file import DEFAULT_RULES, FileRules
 from vlmpack.data import ImageLimits
 from vlmpack.errors import ConfigError, Refusal
 
@@ -62,6 +63,8 @@ class Encoder:
     """Takes columns that nothing reads and returns those that no warning has named; None: no warning."""
     max_length: int | None = None
     """Tokens beyond which media are not made, as no sample holds them; None: no limit."""
+    file_rules: FileRules = DEFAULT_RULES
+    """How files of videos are sampled and sized."""
 
     def encode(self, feature: Any, batch: BatchMedia | None = None) -> Encoded:
         """Encode and check one sample; media that the batch has already are not cut again.
@@ -126,7 +129,9 @@ class Encoder:
     def media(self) -> MediaReader:
         """Reads images and videos, measured ones included."""
         image_processor = parts_of(self.processor).image_processor
-        return MediaReader(image_processor=image_processor, metadata=self.metadata, limits=self.limits)
+        return MediaReader(
+            image_processor=image_processor, metadata=self.metadata, limits=self.limits, file_rules=self.file_rules
+        )
 
     @cached_property
     def _template(self) -> ChatTemplate:

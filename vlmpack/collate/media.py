@@ -25,6 +25,7 @@ from vlmpack.collate.columns import Kind, MediaRef
 from vlmpack.collate.encoded import Encoded, Visual, check_pixels, tokens_of
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.collate.video import VideoSettings, load_video, measure_video
+from vlmpack.collate.video_file import DEFAULT_RULES, FILE_TYPES, FileRules, load_video_file, measure_video_file
 from vlmpack.collate.vision_keys import Size, check_enlarged, has_image_keys, image_size, resize
 from vlmpack.data import ImageError, ImageLimits, load_image, read_size
 from vlmpack.errors import ConfigError, Refusal, VlmpackError
@@ -86,6 +87,8 @@ class MediaReader:
     """What was read from the processor."""
     limits: ImageLimits
     """Caps for images and frames."""
+    file_rules: FileRules = DEFAULT_RULES
+    """How files of videos are sampled and sized."""
 
     # ------------------------------------------------------------------ one image or video
 
@@ -95,7 +98,8 @@ class MediaReader:
         Raises:
             Refusal: it cannot be used.
         """
-        cut = self._cut_image if kind == "image" else partial(self._video, read=load_video)
+        cut_video = partial(self._video, read=load_video, read_file=load_video_file)
+        cut = self._cut_image if kind == "image" else cut_video
         return self._read(ref, kind, at, partial((batch or BatchMedia()).cut_once, kind=kind, cut=cut))
 
     def cut_each(
@@ -151,7 +155,7 @@ class MediaReader:
 
     def _measurer(self, kind: Kind, rule: Callable[[int, int], Grid]) -> Callable[[MediaRef], Visual]:
         by_header = partial(self._measure_image, rule=rule)
-        return by_header if kind == "image" else partial(self._video, read=measure_video)
+        return by_header if kind == "image" else partial(self._video, read=measure_video, read_file=measure_video_file)
 
     def _read(self, ref: MediaRef, kind: Kind, at: int, read: Callable[[MediaRef], Visual]) -> Visual:
         """Read, and name the image or video of the sample in a refusal."""
@@ -212,9 +216,15 @@ class MediaReader:
         check_enlarged(size, source=source, factor=self._unit)
         return size
 
-    def _video(self, ref: MediaRef, read: Callable[..., Visual]) -> Visual:
-        settings = VideoSettings.from_image_processor(self.image_processor)
-        video = read({**ref.options, "video": ref.source}, settings=settings, limits=self.limits)
+    def _video(self, ref: MediaRef, read: Callable[..., Visual], read_file: Callable[..., Visual]) -> Visual:
+        settings, element = (
+            VideoSettings.from_image_processor(self.image_processor),
+            {**ref.options, "video": ref.source},
+        )
+        if isinstance(ref.source, FILE_TYPES):
+            video = read_file(element, settings=settings, rules=self.file_rules)
+        else:
+            video = read(element, settings=settings, limits=self.limits)
         return replace(video, seconds=video.seconds if self.metadata.seconds_per_grid else None, source=ref)
 
     @property

@@ -98,12 +98,14 @@ class ProcessorMetadata:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ProcessorParts:
-    """The two parts of a processor that do the work."""
+    """The parts of a processor that do the work."""
 
     tokenizer: Any
     """Text to ids."""
     image_processor: Any
     """Images to patches; None: a tokenizer alone was given."""
+    video_processor: Any = None
+    """Its settings hold for files of videos; None: there is none, as it needs torchvision."""
 
 
 def parts_of(processor: Any) -> ProcessorParts:
@@ -112,7 +114,11 @@ def parts_of(processor: Any) -> ProcessorParts:
 
     if isinstance(processor, PreTrainedTokenizerBase):
         return ProcessorParts(tokenizer=processor, image_processor=None)
-    return ProcessorParts(tokenizer=processor.tokenizer, image_processor=processor.image_processor)
+    return ProcessorParts(
+        tokenizer=processor.tokenizer,
+        image_processor=processor.image_processor,
+        video_processor=processor.video_processor,
+    )
 
 
 def read_processor(processor: Any, *, vocab_size: int | None = None) -> ProcessorMetadata:

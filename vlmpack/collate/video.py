@@ -1,8 +1,8 @@
 """Frames of a video → the patches, grid and times that Qwen's video processors produce.
 
 transformers' video processors need torchvision, which not every torch goes with. This is their maths on torch alone,
-parametrised by the image processor (`VideoSettings.from_image_processor`). Frames are images in a list: a video file is
-refused, as decoding it and choosing frames is another trade (PyAV, torchcodec and decord do it well).
+parametrised by the image processor (`VideoSettings.from_image_processor`). Here frames are images in a list; those of a
+file are chosen and decoded by `video_file.py`.
 
 ```
 frames            0 1 2 3 4 4     the last one repeated until they divide by temporal_patch_size
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -76,7 +75,7 @@ def load_video(element: Mapping[str, Any], *, settings: VideoSettings, limits: I
         limits: caps for each frame.
 
     Raises:
-        ImageError: a video file, no frames, a frame that cannot be used (named), frames of different sizes, a bad key.
+        ImageError: no frames, a frame that cannot be used (named), frames of different sizes, a bad key.
     """
     frames = read_frames(element.get("video"), load_image, limits=limits)
     pixels, grid = patchify(resize_frames(frames, element, settings=settings), settings=settings)
@@ -92,9 +91,14 @@ def measure_video(
         ImageError: as `load_video`, save for frames whose headers are sound and whose pixels are not.
     """
     sizes = read_frames(element.get("video"), read_size, limits=limits)
-    _, (height, width) = _frame_sizes(sizes, element, settings=settings)
-    grid = -(-len(sizes) // settings.temporal_patch_size), height // settings.patch_size, width // settings.patch_size
-    return _visual(None, grid, element, settings)
+    _, size = _frame_sizes(sizes, element, settings=settings)
+    return _visual(None, grid_of(len(sizes), size, settings), element, settings)
+
+
+def grid_of(num_frames: int, size: Size, settings: VideoSettings) -> Grid:
+    """Return the grid of frames of a size in pixels, (t, h, w) in patches."""
+    side = settings.patch_size
+    return -(-num_frames // settings.temporal_patch_size), size[0] // side, size[1] // side
 
 
 def _visual(pixels: torch.Tensor | None, grid: Grid, element: Mapping[str, Any], settings: VideoSettings) -> Visual:
@@ -114,10 +118,10 @@ def read_frames(video: Any, read: Callable[..., Result], *, limits: ImageLimits 
     Raises:
         ImageError: see `load_video`.
     """
-    if isinstance(video, (str, Path, bytes, Mapping)) or not isinstance(video, Sequence):
+    if isinstance(video, str | bytes) or not isinstance(video, Sequence):
         raise ImageError(
-            f"a video of type {type(video).__name__} cannot be read, only a list of frames; decode it first (PyAV, "
-            "torchcodec and decord do) and give the frames as images, with 'sample_fps' beside them",
+            f"a video of type {type(video).__name__} cannot be read; give its file (a path or bytes), or a list of its "
+            "frames as images, with 'sample_fps' beside them",
             "video_source",
         )
     if not video:
@@ -145,9 +149,14 @@ def resize_frames(
     first, size = _frame_sizes([(frame.height, frame.width) for frame in frames], element, settings=settings)
     arrays = np.stack([np.asarray(resize(frame, first)) for frame in frames])
     frames_FCHW = torch.from_numpy(arrays).permute(0, 3, 1, 2).contiguous()
-    if first == size:
-        return frames_FCHW
-    resized = interpolate(frames_FCHW.float(), size=size, mode="bicubic", antialias=True)
+    return torch.stack([resize_floats(frame, size) for frame in frames_FCHW])
+
+
+def resize_floats(frames: torch.Tensor, size: Size) -> torch.Tensor:
+    """Resize uint8 `[..., H, W]` in float32 and round, as torchvision's first `resize` does it for qwen-vl-utils."""
+    if tuple(frames.shape[-2:]) == size:
+        return frames
+    resized = interpolate(frames[None].float(), size=size, mode="bicubic", antialias=True)[0]
     return resized.clamp(0, 255).round().to(torch.uint8)
 
 

@@ -14,7 +14,9 @@ Which rule applies:
   final: the image processor is to be called with `do_resize=False`;
 * an image without any: the image processor's own rule and its own bounds;
 * a video given as frames: the rule of qwen-vl-utils with or without keys (`fetch_video`), because the processors' own
-  video classes need torchvision.
+  video classes need torchvision;
+* a file of a video: the same rule without its first step (frames of a file are not resized one by one), if it has one
+  of the keys, or the processor has no video processor; else the video processor's own rule and bounds (`video.py`).
 
 The two rules for images differ at very thin pictures: rounding a side to a multiple of `factor` may give 0, which
 qwen-vl-utils lifts to `factor` before it looks at the bounds; the processor sees an area of 0 and blows the picture up.
@@ -22,7 +24,7 @@ qwen-vl-utils lifts to `factor` before it looks at the bounds; the processor see
 
 Keys that are None are absent (columns of a table often are). A number may be written as text (`"sample_fps": "1"`, as
 Qwen's own README does). `fps`, `nframes`, `min_frames`, `max_frames`, `video_start` and `video_end` choose frames of a
-video *file*; for a list of frames they change nothing, here as there.
+video *file* (`frame_sampling.py`); for a list of frames they change nothing, here as there.
 """
 
 from __future__ import annotations
@@ -218,6 +220,27 @@ def video_frame_size(element: Mapping[str, Any], size: Size, *, num_frames: int,
     low, high = _frame_bounds(element, num_frames + num_frames % FRAME_FACTOR, factor)
     bounded = {**element, "min_pixels": low, "max_pixels": high}
     return image_size(bounded, first_frame_size(element, size, factor=factor), factor=factor)
+
+
+def file_frame_size(element: Mapping[str, Any], size: Size, *, num_frames: int, factor: int) -> Size:
+    """Compute the size of the frames of a video's file (`vision_process.fetch_video`), in pixels.
+
+    Args:
+        element: as for `video_frame_size`.
+        size: of one frame.
+        num_frames: frames that are taken.
+        factor: patch size times merge size.
+
+    Raises:
+        ImageError: see `smart_resize`.
+    """
+    low, high = _frame_bounds(element, num_frames, factor)
+    return image_size({**element, "min_pixels": low, "max_pixels": high}, size, factor=factor)
+
+
+def has_video_keys(element: Mapping[str, Any]) -> bool:
+    """Return whether the element sizes its video, so that qwen-vl-utils' rule applies and not the processor's."""
+    return any(element.get(key) is not None for key in VIDEO_KEYS)
 
 
 def _frame_bounds(element: Mapping[str, Any], num_frames: int, factor: int) -> tuple[float, float]:

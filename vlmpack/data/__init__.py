@@ -9,10 +9,12 @@ from vlmpack.data.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_im
 from vlmpack.data.open import OpenDataset, open_dataset
 from vlmpack.data.processor import is_saved_alone, load_processor, save_processor, without_video
 from vlmpack.data.readers import JSON_FILES, StoredRows
+from vlmpack.data.videos import DEFAULT_VIDEO_LIMITS, VideoHeader, VideoLimits, decode_frames, read_video_header
 
 __all__ = [
     "BRANCH_COLUMN",
     "DEFAULT_LIMITS",
+    "DEFAULT_VIDEO_LIMITS",
     "JSON_FILES",
     "PAIRS_COLUMN",
     "Branches",
@@ -21,7 +23,10 @@ __all__ = [
     "ImageLimits",
     "OpenDataset",
     "StoredRows",
+    "VideoHeader",
+    "VideoLimits",
     "branch_turns",
+    "decode_frames",
     "is_saved_alone",
     "json2token",
     "load_cord",
@@ -31,6 +36,7 @@ __all__ = [
     "parse_lines",
     "read_encoded",
     "read_size",
+    "read_video_header",
     "save_processor",
     "to_conversation",
     "token2json",

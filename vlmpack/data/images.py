@@ -28,23 +28,20 @@ bytes of its RGB. Most are for WebP, whose decoder keeps two pictures of its own
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from errno import ENAMETOOLONG
+from functools import partial
 from pathlib import Path
-from stat import S_ISREG
 from typing import IO
-from urllib.parse import unquote
 
 from PIL import Image, ImageFile
 from PIL.PngImagePlugin import PngImageFile
 
 from vlmpack.data.damage import check_content, filling, has_text_after_pixels
 from vlmpack.data.pixels import ImageError, orientation, to_rgb, turned, upright_size
+from vlmpack.data.sources import open_source
 from vlmpack.data.tiff import check_directory, check_strips, check_tiff
 from vlmpack.errors import ConfigError
 
@@ -53,6 +50,10 @@ ImageSource = Image.Image | bytes | bytearray | memoryview | str | Path | Mappin
 
 SLOW = 16
 """A kind of image that is decoded in Python may have so many times fewer pixels: 4 million of 64."""
+_OTHER_TYPES = (
+    "give a PIL image, a path, bytes, a {'bytes', 'path'} dict or a data: URI (Image.fromarray makes a PIL image of an "
+    "array)"
+)
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 
@@ -151,77 +152,7 @@ def read_encoded(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -
 
 def _file(source: ImageSource, limits: ImageLimits) -> IO[bytes]:
     """The encoded bytes behind a source that is not a PIL image, as an open file."""
-    if isinstance(source, Mapping):
-        for key in ("bytes", "path"):
-            if source.get(key) is not None:
-                return _file(source[key], limits)
-        keys = sorted(map(str, source))
-        raise ImageError(f"an image dict must hold 'bytes' or 'path'; this one has the keys {keys}", "image_source")
-    if isinstance(source, Path):
-        return _open_file(source, limits)
-    if isinstance(source, str):
-        return _from_text(source, limits)
-    if isinstance(source, (bytes, bytearray, memoryview)):
-        return io.BytesIO(source)
-    raise ImageError(
-        f"an image of type {type(source).__name__} cannot be read; give a PIL image, a path, bytes, "
-        "a {'bytes', 'path'} dict or a data: URI (Image.fromarray makes a PIL image of an array)",
-        "image_source",
-    )
-
-
-def _from_text(text: str, limits: ImageLimits) -> IO[bytes]:
-    scheme = text.split(":", 1)[0].lower()
-    if scheme == "data":
-        return io.BytesIO(_from_data_uri(text, limits))
-    if scheme == "file" and text[4:7] == "://":
-        return _open_file(_file_uri_path(text), limits)
-    if "://" in text[:32]:
-        raise ImageError(
-            f"the image address {_short(text)} is remote; nothing is fetched while samples are read: "
-            "download the image first and give its path or bytes",
-            "image_remote",
-        )
-    return _open_file(Path(text), limits)
-
-
-def _from_data_uri(text: str, limits: ImageLimits) -> bytes:
-    header, _, payload = text.partition(",")
-    if not header.lower().endswith(";base64"):
-        raise ImageError(f"the data URI {_short(text)} is no data:image/png;base64,<payload>", "image_source")
-    _check_bytes(len(payload) * 3 // 4, limits)
-    try:
-        return base64.b64decode("".join(payload.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ImageError(f"the data URI {_short(text)} is not valid base64: {error}", "image_source") from None
-
-
-def _file_uri_path(uri: str) -> Path:
-    """The path behind `file://`: literal, as qwen-vl-utils reads it, or percent-decoded (RFC 8089) if there is none."""
-    rest = uri[len("file://localhost" if uri[7:17] == "localhost/" else "file://") :]
-    return Path(rest) if _is_file(Path(rest)) else Path(unquote(rest))
-
-
-def _open_file(path: Path, limits: ImageLimits) -> IO[bytes]:
-    """A regular file; a device or a pipe, which may never end, is not one."""
-    try:
-        status = path.stat()
-        if S_ISREG(status.st_mode):
-            _check_bytes(status.st_size, limits)
-            return path.open("rb")
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # a null byte
-        pass
-    except OSError as error:
-        if error.errno != ENAMETOOLONG:
-            raise ImageError(f"the image file {_short(str(path))} cannot be read: {error}", "image_missing") from error
-    raise ImageError(f"there is no image file at {_short(str(path))}; check the path", "image_missing")
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # a name too long, a null byte
-        return False
+    return open_source(source, kind="image", remedy=_OTHER_TYPES, check_bytes=partial(_check_bytes, limits=limits))
 
 
 def _check_bytes(size: int, limits: ImageLimits) -> None:
@@ -301,8 +232,3 @@ def _decode(image: Image.Image) -> None:
             f"({type(error).__name__}: {error}); write the file again or drop the sample",
             "image_undecodable",
         ) from error
-
-
-def _short(text: str) -> str:
-    """Both ends of a long path or address: its place and its name."""
-    return repr(text if len(text) <= 80 else f"{text[:37]}...{text[-40:]}")

@@ -41,7 +41,15 @@ from vlmpack.layout.row import (
     unshift_labels,
 )
 from vlmpack.layout.segments import Layout, Precision, Segments, SlotRule, checked_boundaries, ranges, round_up
-from vlmpack.layout.sharing import MIN_SHARED, content_numbers, find_prefix_tree, share, unshare, with_tree
+from vlmpack.layout.sharing import (
+    MIN_SHARED,
+    check_unshared,
+    content_numbers,
+    find_prefix_tree,
+    share,
+    unshare,
+    with_tree,
+)
 
 __all__ = [
     "IGNORE",
@@ -70,6 +78,7 @@ __all__ = [
     "around_graph",
     "check_is_tensor",
     "check_none_on_padding",
+    "check_unshared",
     "checked_boundaries",
     "content_numbers",
     "find_prefix_tree",

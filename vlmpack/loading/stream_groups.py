@@ -28,7 +28,7 @@ class SharedPrefix:
     tokens: int
     """Tokens of it."""
     costs: Mapping[str, int] = field(default_factory=dict)
-    """What else it needs, by the names of the limits; what is not in here counts in full for every sample."""
+    """Its further needs, by the names of the limits; others count in full for every sample."""
 
     def needs(self, limits: Mapping[str, int]) -> Needs:
         """Return (tokens, and what else is limited) of the prefix.

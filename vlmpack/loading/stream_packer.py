@@ -33,7 +33,7 @@ class RowSettings:
     capacity: int
     """Tokens that a row may hold."""
     limits: Mapping[str, int] = field(default_factory=dict)
-    """What else a row may hold only so much of, by name: vision patches, images."""
+    """Further limits of a row, by name: vision patches, images."""
     buffer_tokens: int | None = None
     """Rows are made while at least this many tokens are buffered; None: four rows' worth."""
     min_fill: float = 0.0

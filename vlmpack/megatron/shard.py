@@ -14,7 +14,16 @@ import torch
 
 from vlmpack.context_parallel import MediaShare, Partition, Route, Transfers
 from vlmpack.errors import LayoutError
-from vlmpack.layout import HostMetadata, Layout, Media, PackedRow, Segments, outside_graph, stops_of_tokens
+from vlmpack.layout import (
+    HostMetadata,
+    Layout,
+    Media,
+    PackedRow,
+    Segments,
+    check_unshared,
+    outside_graph,
+    stops_of_tokens,
+)
 
 
 @final
@@ -82,6 +91,7 @@ def shard(row: PackedRow, rank: int, ranks: int, *, merge: int, layout: Layout =
     Raises:
         LayoutError: the row cannot be cut so; names the segment, what was seen and what to set.
     """
+    check_unshared(row, "a rank that holds a part of it")
     partition = Partition(segments=row.segments, ranks=ranks, layout=layout)
     partition.check_rank(rank)
 

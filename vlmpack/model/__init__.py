@@ -10,6 +10,7 @@ from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.experts import RouterStatistics, expert_layers
 from vlmpack.model.mechanisms.gated_delta import FlaCall, uses_fla
 from vlmpack.model.mechanisms.stock import layer_windows
+from vlmpack.model.path_attention import attend_along_paths
 from vlmpack.model.plain import compile_layers, find_model
 from vlmpack.model.result import LossCount, PackedOutput, StepResult, Work
 from vlmpack.model.row import CONTEXT
@@ -28,6 +29,7 @@ __all__ = [
     "StepConfig",
     "StepResult",
     "Work",
+    "attend_along_paths",
     "bind_loss_metrics",
     "compile_layers",
     "disable_packing",

@@ -36,11 +36,9 @@ class ContextParallelRow(RowPart):
         self.partition = Partition(segments=row.segments, ranks=parallel.ranks, layout="contiguous")
         """Which rank has which tokens."""
         self.ranks, self.rank = parallel.ranks, self.collectives.rank
-        super().__init__(self.partition.local_segments(self.rank))
+        super().__init__(self.partition.local_segments(self.rank), computed=row.segments)
         before = sum(self.partition.local_segments(rank).num_tokens for rank in range(self.rank))
         self.real = slice(before, before + self.segments.num_tokens)
-        self.physical_tokens = row.segments.total
-        self._row_segments = row.segments
         if not self.is_whole:
             self._check_equal(row)
 

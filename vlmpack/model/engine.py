@@ -348,7 +348,7 @@ def _finish(setup: RowSetup, mechanisms: Sequence[Mechanism], entries: Mapping[s
         counts |= mechanism.work(setup, entries[mechanism.name])
     return Work(
         real_tokens=setup.row.segments.num_tokens,
-        physical_tokens=part.physical_tokens,
+        physical_tokens=part.computed.total,
         vision_patches=sum(prod(grid) for grids in part.media_grids(setup.metadata) for grid in grids),
         **counts,
     )

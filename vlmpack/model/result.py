@@ -22,10 +22,11 @@ class Work:
     real_tokens: int
     """Tokens of samples."""
     physical_tokens: int
-    """Width of the row that went through the model."""
+    """Tokens that went through the model: the width of the row, or of its prefix tree."""
     attended_pairs: int
     """Query-key pairs of causal attention in one layer: the sum of n (n + 1) / 2 over the segments, or as many of them
-    as sparse attention selects; of layers that differ, in the one that attends to most."""
+    as sparse attention selects; of a prefix tree those of each token's path; of layers that differ, in the one that
+    attends to most."""
     vision_patches: int
     """Patches that went through the vision tower."""
     delta_tokens: int = 0
@@ -78,8 +79,12 @@ class StepResult:
         work = self.work
         return (
             f"StepResult(loss {_shown(self.loss)}, {self.num_targets} targets, {self.segments.num_samples} samples, "
-            f"{work.real_tokens} tokens in a row of {work.physical_tokens}, {work.vision_patches} patches)"
+            f"{work.real_tokens} tokens in {self._container} of {work.physical_tokens}, {work.vision_patches} patches)"
         )
+
+    @property
+    def _container(self) -> str:
+        return "a prefix tree" if self.work.physical_tokens < self.work.real_tokens else "a row"
 
     @property
     def aux_loss(self) -> torch.Tensor | None:

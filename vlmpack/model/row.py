@@ -51,14 +51,14 @@ class RowPart:
     rank: int = 0
     """Which of them this is."""
 
-    def __init__(self, segments: Segments) -> None:
+    def __init__(self, segments: Segments, *, computed: Segments | None = None) -> None:
+        """`computed`: boundaries of all that goes through the model, on all ranks together; None: those of the part."""
         self.segments = segments
         """The boundaries of the part."""
+        self.computed = computed or segments
+        """The boundaries of all that goes through the model, on all ranks together."""
         self.real = slice(0, segments.num_tokens)
         """Which of the row's real tokens are in the part."""
-        self.physical_tokens = segments.total
-        """Tokens that go through the model, on all ranks together."""
-        self._row_segments = segments
 
     @property
     def is_whole(self) -> bool:
@@ -67,7 +67,7 @@ class RowPart:
 
     def attended_pairs(self, window: int | None = None) -> int:
         """Query-key pairs of causal attention in one layer, on all ranks together; `window`: that of the layer."""
-        return attended_pairs(self._row_segments, window)
+        return attended_pairs(self.computed, window)
 
     def media_grids(self, metadata: HostMetadata) -> tuple[tuple[Grid, ...], tuple[Grid, ...]]:
         """(images, videos) that go through the vision tower, on all ranks together."""

@@ -112,7 +112,7 @@ class Refused:
     reason: str
     """The slug under which it is counted."""
     detail: str
-    """What was seen, and what to do."""
+    """The fault, and the remedy."""
 
 
 @final
@@ -139,7 +139,7 @@ class LengthTable:
     refused: tuple[Refused, ...] = ()
     """Samples that cannot be used, by their places."""
     groups: PrefixGroups | None = None
-    """The N samples by the prefixes that they share; None: nobody has looked for any."""
+    """The N samples by the prefixes that they share; None: they were not looked for."""
 
     def __post_init__(self) -> None:
         if self.groups is not None:

@@ -39,7 +39,7 @@ class Budget:
     """Something besides tokens that a row may hold only so much of: vision patches, images."""
 
     name: str
-    """What is counted, for messages and the manifest."""
+    """Name of the counted thing, for messages and the manifest."""
     costs: np.ndarray
     """int64 [N]: how much of it each sample needs, 0 or more."""
     limit: int

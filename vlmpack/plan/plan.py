@@ -52,11 +52,11 @@ class Plan:
     capacity: int
     """Tokens that a row may hold."""
     budgets: tuple[Budget, ...] = ()
-    """What else a row may hold only so much of."""
+    """Further limits of a row: patches, images."""
     oversize: Oversize = "error"
-    """What became of such samples: refused, dropped, or each in a row of its own."""
+    """Treatment of samples that exceed a row alone: refused, dropped, or each in a row of its own."""
     strategy: str = "exact_fill"
-    """How samples were placed."""
+    """Placement of samples, see `plan_bins`."""
     seed: int | None = None
     """Of the shuffle; None: samples and rows are in the order given."""
     groups: PrefixGroups | None = None

@@ -115,7 +115,7 @@ CLOSE = 1.1
 @final
 @dataclass(frozen=True, kw_only=True)
 class Computed:
-    """What goes through the model in an epoch."""
+    """Work of the model in an epoch."""
 
     tokens: int
     """Tokens of all rows, those of a shared prefix once a row."""
@@ -166,9 +166,9 @@ class Simulation:
     samples_deviation: float = 0.0
     """Standard deviation of the samples of a row."""
     strategy: str = "exact_fill"
-    """How samples are placed."""
+    """Placement of samples, see `plan_bins`."""
     limits: Mapping[str, int] = field(default_factory=dict)
-    """What else a row may hold only so much of: "patches", "images"."""
+    """Further limits of a row: of "patches", of "images"."""
     rows_per_device: int = 1
     """Rows of a batch, on each rank."""
     patch_skew: float | None = None
@@ -176,7 +176,7 @@ class Simulation:
     balanced_patch_skew: float | None = None
     """The same if rows are handed out by `balance_rows`."""
     computed: Computed | None = None
-    """What all rows compute, shared prefixes once a row; None: it was not counted."""
+    """Work of all rows, shared prefixes once a row; None: it was not counted."""
 
     # ------------------------------------------------------------------ rows
 

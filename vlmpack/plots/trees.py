@@ -30,7 +30,7 @@ BAR = 0.72
 SHARED = "#8D93A1"
 """Of nodes that several samples have."""
 DARKER = 0.62
-"""What images keep of the brightness of their node's text."""
+"""Brightness of images, as a part of that of their node's text."""
 BEND = 0.012
 """Length of the curve from a node to its branches, of the picture's width."""
 NARROW = 0.04
@@ -53,7 +53,7 @@ class Branch:
     samples: tuple[int, ...]
     """Samples that have it."""
     ends: tuple[int, ...]
-    """Those of them that end in it."""
+    """Samples that end in it."""
 
     @property
     def stop(self) -> int:

@@ -61,7 +61,7 @@ class Entry(NamedTuple):
     detail: str | None = None
     """The fault, and the remedy."""
     marks: bytes | None = None
-    """Of `PrefixMarks.to_bytes`; None: nobody looks for shared prefixes."""
+    """Of `PrefixMarks.to_bytes`; None: shared prefixes are not looked for."""
 
 
 _COLUMNS = ", ".join(Entry._fields)

@@ -64,9 +64,9 @@ class PlannedSample(NamedTuple):
     place: int
     """In the data set."""
     tokens: int
-    """As measured."""
+    """Measured for the plan."""
     targets: int
-    """As measured."""
+    """Measured for the plan."""
 
 
 @final

@@ -1,4 +1,4 @@
-"""What samples begin with, by content: token ids, and images and videos by sums of their bytes.
+"""Symbols of samples, by content: token ids, and sums of the bytes of images and videos.
 
 input_ids    a b <image> <image> <image> c d          placeholders of every image are the same id
 symbols      a b 7f03..  7f03..  7f03..  c d          a number of the image's bytes and its grid

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vlmpack.errors import check_extra
 from vlmpack.trainer.check import check_trainer
 from vlmpack.trainer.evaluation import Evaluation, evaluate
 from vlmpack.trainer.metrics import loss_metrics
@@ -16,9 +17,14 @@ __all__ = ["Evaluation", "PackedGRPOTrainer", "PackedTrainer", "check_trainer", 
 
 
 def __getattr__(name: str) -> Any:
-    """Import `PackedGRPOTrainer` when it is first used: TRL takes seconds, and need not be installed."""
+    """Import `PackedGRPOTrainer` when it is first used: TRL takes seconds, and need not be installed.
+
+    Raises:
+        ConfigError: TRL is not installed, or another version than it was written for.
+    """
     if name != "PackedGRPOTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    check_extra("rl", "trl", needed_by=name)
     from vlmpack.trainer.grpo import PackedGRPOTrainer
 
     return PackedGRPOTrainer

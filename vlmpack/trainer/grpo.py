@@ -20,6 +20,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import trl
 from torch import nn
 from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -27,6 +28,25 @@ from vlmpack.collate import SharePrefixes
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.layout import IGNORE, Media, PackedRow, PaddedBatch, pack, share
 from vlmpack.model import PackedStep, StepResult, enable_packing, find_model, is_packing, packing_state
+
+
+def check_seam(trainer: type, version: str) -> None:
+    """Check that TRL's trainer has the method that is replaced; it would compute padded batches otherwise.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    if SEAM not in vars(trainer):
+        raise ConfigError(
+            f"{trainer.__name__} of TRL {version} has no method {SEAM}, which PackedGRPOTrainer replaces: install a "
+            "version that has it, such as 1.16"
+        )
+
+
+SEAM = "_get_per_token_logps_and_entropies"
+"""The method of TRL that computes log-probabilities, entropies and the load-balancing loss of a padded batch."""
+
+check_seam(GRPOTrainer, trl.__version__)
 
 
 class PackedGRPOTrainer(GRPOTrainer):

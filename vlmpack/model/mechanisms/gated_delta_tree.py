@@ -20,13 +20,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import nn
 
-from vlmpack.layout import Bucket, Buckets, PrefixTree, Segments
+from vlmpack.layout import Bucket, Buckets, PrefixTree, Segments, to_device
 
 # ---------------------------------------------------------------------- one call
 
@@ -109,10 +110,8 @@ class Call:
 class DeltaTree:
     """The calls of a gated delta layer that compute every token of a tree once."""
 
-    tree: PrefixTree
-    """The tree."""
     buckets: Buckets
-    """Its nodes, a bucket a call, level by level."""
+    """The nodes of the tree, a bucket a call, level by level."""
     levels: tuple[tuple[Call, ...], ...]
     """The calls of each level, in the order of the buckets."""
 
@@ -133,7 +132,11 @@ class DeltaTree:
             buckets += [*inner, *leaves]
             levels.append(tuple(calls))
             numbers = {node: number for number, node in enumerate(n for bucket in inner for n in bucket.members)}
-        return cls(tree=tree, buckets=Buckets(segments=tree.nodes, buckets=tuple(buckets)), levels=tuple(levels))
+        return cls(buckets=Buckets(segments=tree.nodes, buckets=tuple(buckets)), levels=tuple(levels))
+
+    @cached_property
+    def _on_device(self) -> dict[tuple[int, int, torch.device], torch.Tensor]:
+        return {}
 
     @property
     def tokens(self) -> int:
@@ -159,8 +162,10 @@ class DeltaTree:
         return self.buckets.join(outputs)
 
     def _starts(self, depth: int, number: int, starts: Sequence[int], device: torch.device) -> torch.Tensor:
-        key = ("starts", self.buckets.buckets, depth, number)
-        return self.tree.nodes.derived(key, device, lambda: np.asarray(starts, np.int64))
+        place = depth, number, device
+        if place not in self._on_device:
+            self._on_device[place] = to_device(np.asarray(starts, np.int64), device)
+        return self._on_device[place]
 
 
 def _cut(tree: PrefixTree, nodes: Sequence[int], *, call_cost: float) -> list[Bucket]:
@@ -217,14 +222,28 @@ def _is_exact(layer_class: Any, text_config: Any) -> bool:
         torch.default_generator.manual_seed(0)
         layer = layer_class(small, 0).float()
         nn.init.constant_(layer.A_log, _FORGETS)
-        hidden = torch.randn(1, sum(_PIECES), small.hidden_size, dtype=torch.float32, requires_grad=True)
+        hidden = torch.randn(1, sum(_PIECES), small.hidden_size, dtype=torch.float32)
         weights = torch.randn_like(hidden)
         with torch.autocast("cpu", enabled=False):
+            whole = _computed(layer, hidden, weights)
             handed = HandedState()
-            pieces = [layer(piece, cache_params=handed) for piece in hidden.split(_PIECES, dim=1)]
-            outputs = layer(hidden), torch.cat(pieces, 1)
-        whole, in_pieces = ((out, *torch.autograd.grad((out * weights).sum(), hidden)) for out in outputs)
+            in_pieces = _computed(lambda x: _in_pieces(layer, x, handed), hidden, weights)
     return all(_are_close(a, b) for a, b in zip(whole, in_pieces, strict=True))
+
+
+def _in_pieces(layer: Any, hidden: torch.Tensor, handed: HandedState) -> torch.Tensor:
+    return torch.cat([layer(piece, cache_params=handed) for piece in hidden.split(_PIECES, dim=1)], 1)
+
+
+def _computed(
+    function: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, gradient of the input)."""
+    leaf = hidden.clone().requires_grad_()
+    out = function(leaf)
+    (out * weights).sum().backward()
+    assert leaf.grad is not None
+    return out.detach(), leaf.grad
 
 
 def _are_close(a: torch.Tensor, b: torch.Tensor) -> bool:

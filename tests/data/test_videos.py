@@ -1,0 +1,298 @@
+"""Files of videos: headers against decoding, single frames against all of them, and everything that is refused."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import os
+import random
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from clips import CODECS, clip_bytes, number_of, write_clip
+from tiers import tiers
+
+from vlmpack.data import ImageError, VideoLimits, decode_frames, read_video_header
+from vlmpack.errors import ConfigError
+
+IRREGULAR = [0, 100, 150, 160, 700, 1500, *range(1570, 2550, 70)]
+"""Times of 20 frames in milliseconds."""
+
+
+@pytest.fixture(scope="module")
+def clip() -> bytes:
+    return clip_bytes()
+
+
+def all_frames(path: Path) -> list[np.ndarray]:
+    with av.open(str(path)) as container:
+        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+
+
+def refused(source: Any, **limits: Any) -> ImageError:
+    with pytest.raises(ImageError) as caught:
+        read_video_header(source, limits=VideoLimits(**limits))
+    return caught.value
+
+
+def decoded(source: Any, indices: Any) -> list[int]:
+    return [number_of(frame) for frame in decode_frames(source, indices)]
+
+
+# ---------------------------------------------------------------- frames
+
+
+@pytest.mark.parametrize("name", tiers(CODECS, ["h264.mp4", "h264.mkv", "mpeg4.avi"]))
+def test_the_header_and_single_frames_are_those_of_decoding_everything(name: str, tmp_path: Path) -> None:
+    write_clip(tmp_path / name)
+    expected = all_frames(tmp_path / name)
+    header = read_video_header(tmp_path / name)
+    assert (header.num_frames, header.fps, header.height, header.width) == (20, 10.0, 64, 96)
+    assert len(expected) == 20
+    for indices in ([0, 7, 13, 19], [11], [5, 6], range(20)):
+        for index, frame in zip(indices, decode_frames(tmp_path / name, indices), strict=True):
+            np.testing.assert_array_equal(frame, expected[index])
+            assert number_of(frame) == index
+
+
+def test_frames_that_nobody_wants_are_not_decoded(clip: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Key frames are 6 frames apart at most: the decoder jumps to the last one before the next frame that is wanted."""
+    from vlmpack.data import videos
+
+    count = 0
+    plain = videos._Video.frames
+
+    def counted(self: Any) -> Any:
+        nonlocal count
+        for frame in plain(self):
+            count += 1
+            yield frame
+
+    monkeypatch.setattr(videos._Video, "frames", counted)
+    assert decoded(clip, [0, 19]) == [0, 19]
+    assert 2 <= count <= 4
+
+
+def test_a_jump_that_misses_is_made_up_for_by_decoding_from_the_start(
+    clip: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vlmpack.data import videos
+
+    monkeypatch.setattr(videos._Video, "jump_to", lambda self, indices, scan: iter(()))
+    assert decoded(clip, [0, 7, 19]) == [0, 7, 19]
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
+def test_frames_of_a_varying_rate_are_counted_and_their_rate_is_the_mean(name: str, tmp_path: Path) -> None:
+    write_clip(tmp_path / name, times=IRREGULAR, codec="libx264")
+    header = read_video_header(tmp_path / name)
+    assert header.num_frames == 20
+    assert header.fps == pytest.approx(20 / 2.55, rel=0.03)
+    assert decoded(tmp_path / name, [0, 3, 4, 19]) == [0, 3, 4, 19]
+
+
+def test_frames_that_an_edit_list_cuts_off_are_not_there(tmp_path: Path) -> None:
+    """As `ffmpeg -ss 0.3 -c copy` writes it: packets from the key frame on, the first three of them not to be shown."""
+    write_clip(tmp_path / "whole.mp4")
+    with av.open(str(tmp_path / "whole.mp4")) as whole, av.open(str(tmp_path / "cut.mp4"), "w") as out:
+        source = whole.streams.video[0]
+        stream = out.add_stream_from_template(source)
+        for packet in whole.demux(source):
+            if packet.size:
+                packet.pts -= 3 * 1024
+                packet.dts -= 3 * 1024
+                packet.stream = stream
+                out.mux(packet)
+    with av.open(str(tmp_path / "cut.mp4")) as container:
+        assert container.streams.video[0].frames == 20  # by the header alone
+    assert read_video_header(tmp_path / "cut.mp4").num_frames == 17
+    assert decoded(tmp_path / "cut.mp4", range(17)) == list(range(3, 20))
+
+
+def test_a_file_in_fragments_is_counted(tmp_path: Path) -> None:
+    write_clip(tmp_path / "a.mp4", container_options={"movflags": "frag_keyframe+empty_moov"})
+    assert read_video_header(tmp_path / "a.mp4").num_frames == 20
+    assert decoded(tmp_path / "a.mp4", [0, 11, 19]) == [0, 11, 19]
+
+
+@pytest.mark.parametrize("turn", tiers([90, 180, 270], [90]))
+def test_a_video_is_turned_upright(turn: int, tmp_path: Path) -> None:
+    write_clip(tmp_path / "plain.mp4")
+    write_clip(tmp_path / "turned.mp4", rotation=turn)
+    header = read_video_header(tmp_path / "turned.mp4")
+    frame = next(decode_frames(tmp_path / "turned.mp4", [5]))
+    assert frame.shape[:2] == (header.height, header.width)
+    np.testing.assert_array_equal(frame, np.rot90(next(decode_frames(tmp_path / "plain.mp4", [5])), turn // 90))
+
+
+def test_turns_that_are_no_right_angle_are_refused(tmp_path: Path) -> None:
+    write_clip(tmp_path / "a.mp4", rotation=45)
+    error = refused(tmp_path / "a.mp4")
+    assert error.reason == "video_rotation"
+    assert "turned by 45 degrees" in error.detail
+
+
+# ---------------------------------------------------------------- sources
+
+
+def test_a_path_its_bytes_and_a_dict_of_either_are_the_same_video(clip: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a clip.mp4"
+    path.write_bytes(clip)
+    sources = [path, str(path), path.as_uri(), clip, bytearray(clip), {"bytes": clip, "path": None}]
+    for source in (*sources, {"bytes": None, "path": str(path)}):
+        assert read_video_header(source) == read_video_header(clip)
+        assert decoded(source, [3, 14]) == [3, 14]
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("film.mp4", "video_missing"),
+        (Path("film.mp4"), "video_missing"),
+        ("/dev/zero", "video_missing"),
+        ("https://example.org/film.mp4", "video_remote"),
+        ("rtsp://example.org/film", "video_remote"),
+        ("concat:a.mp4|b.mp4", "video_missing"),
+        ({"frames": 3}, "video_source"),
+        (b"", "video_undecodable"),
+        (b"no video at all", "video_undecodable"),
+    ],
+)
+def test_what_is_no_file_of_a_video_is_refused(source: Any, reason: str) -> None:
+    assert refused(source).reason == reason
+
+
+def test_a_playlist_opens_no_other_file(clip: bytes, tmp_path: Path) -> None:
+    """libav would follow it, to files and to addresses."""
+    (tmp_path / "a.mp4").write_bytes(clip)
+    for text in (
+        f"#EXTM3U\n#EXTINF:2,\n{tmp_path}/a.mp4\n#EXT-X-ENDLIST\n",
+        f"ffconcat version 1.0\nfile {tmp_path}/a.mp4\n",
+    ):
+        path = tmp_path / "list.mp4"
+        path.write_text(text)
+        assert refused(path).reason == "video_undecodable"
+
+
+def test_without_pyav_the_extra_is_named(clip: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr("vlmpack.errors.find_spec", lambda name: None if name == "av" else find(name))
+    with pytest.raises(
+        ConfigError, match=r"a file of a video needs av, not installed here: pip install 'vlmpack\[video\]'"
+    ):
+        read_video_header(clip)
+
+
+# ---------------------------------------------------------------- damage and limits
+
+
+@pytest.mark.parametrize("name", tiers(CODECS, ["h264.mp4", "h264.mkv", "mpeg4.avi"]))
+def test_a_file_that_was_cut_short_anywhere_is_refused_by_its_header(name: str, tmp_path: Path) -> None:
+    write_clip(tmp_path / name)
+    whole = (tmp_path / name).read_bytes()
+    for size in (1, 30, *(len(whole) * part // 7 for part in range(1, 7)), len(whole) - 1):
+        assert refused(whole[:size]).reason == "video_undecodable", size
+    assert read_video_header(whole).num_frames == 20
+
+
+def test_a_file_whose_index_stands_in_front_is_refused_where_its_frames_are_cut_off(tmp_path: Path) -> None:
+    write_clip(tmp_path / "a.mp4", container_options={"movflags": "faststart"})
+    whole = (tmp_path / "a.mp4").read_bytes()
+    error = refused(whole[: len(whole) - 100])
+    assert error.reason == "video_undecodable"
+    assert f"it has {len(whole)} bytes, and {len(whole) - 100} are there" in error.detail
+
+
+@pytest.mark.parametrize("name", tiers(CODECS, ["h264.mp4"]))
+def test_damage_is_refused_or_leaves_a_video_of_that_length(name: str, tmp_path: Path) -> None:
+    """Whatever bytes are changed: an ImageError, or every frame that was measured. Some damage no codec can see."""
+    write_clip(tmp_path / name)
+    whole, outcomes = (tmp_path / name).read_bytes(), []
+    rng = random.Random(name)
+    for _ in range(40):
+        data = bytearray(whole)
+        for _ in range(rng.choice([1, 20, 300])):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        try:
+            header = read_video_header(bytes(data))
+            frames = list(decode_frames(bytes(data), range(header.num_frames)))
+            assert len(frames) == header.num_frames
+            outcomes.append("used")
+        except ImageError as error:
+            assert error.reason.startswith("video_")
+            outcomes.append("refused")
+    assert outcomes.count("refused") >= 10
+
+
+def test_damaged_frames_are_found_by_decoding(clip: bytes) -> None:
+    middle = clip.index(b"mdat") + 1900
+    data = bytearray(clip)
+    data[middle : middle + 700] = bytes(700)
+    assert read_video_header(bytes(data)).num_frames == 20
+    with pytest.raises(ImageError, match=r"the video cannot be decoded: .* write the file again or drop") as caught:
+        list(decode_frames(bytes(data), range(20)))
+    assert caught.value.reason == "video_undecodable"
+
+
+def test_a_file_of_sound_has_no_video(tmp_path: Path) -> None:
+    with av.open(str(tmp_path / "a.mp4"), "w") as out:
+        stream = out.add_stream("aac", rate=8000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+        frame.sample_rate, frame.pts, frame.time_base = 8000, 0, Fraction(1, 8000)
+        out.mux(stream.encode(frame))
+        out.mux(stream.encode())
+    error = refused(tmp_path / "a.mp4")
+    assert error.reason == "video_frames"
+    assert "no stream of video (its streams: audio)" in error.detail
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason", "fault"),
+    [
+        (
+            {"max_pixels": 64 * 96 - 1},
+            "video_too_large",
+            "96 x 64 = 6144 pixels, more than VideoLimits.max_pixels=6143",
+        ),
+        ({"max_frames": 19}, "video_too_large", "more than VideoLimits.max_frames=19 frames"),
+        ({"max_bytes": 1000}, "video_too_large", "more than VideoLimits.max_bytes=1000"),
+        ({"max_aspect_ratio": 1.4}, "video_aspect_ratio", "an aspect ratio above 1.4"),
+    ],
+)
+@pytest.mark.parametrize("name", ["h264.mp4", "h264.mkv"])
+def test_limits_hold_before_frames_are_decoded(
+    limits: dict[str, Any], reason: str, fault: str, name: str, tmp_path: Path
+) -> None:
+    write_clip(tmp_path / name)
+    error = refused(tmp_path / name, **limits)
+    assert error.reason == reason
+    assert fault in error.detail
+
+
+def test_no_connection_and_no_other_file_is_opened(
+    clip: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.mp4"
+    path.write_bytes(clip)
+    opened: list[str] = []
+    plain = builtins.open
+
+    def noted(file: Any, *args: Any, **kwargs: Any) -> Any:
+        opened.append(os.fspath(file))
+        return plain(file, *args, **kwargs)
+
+    monkeypatch.setattr("io.open", noted)
+    read_video_header(path)
+    assert set(opened) <= {str(path)}
+
+
+def test_hidden_frames_of_vp8_are_no_frames() -> None:
+    from vlmpack.data.videos import _is_hidden
+
+    shown, hidden = av.Packet(b"\x10\x02\x00"), av.Packet(b"\x00\x02\x00")
+    assert not _is_hidden(shown)
+    assert _is_hidden(hidden)

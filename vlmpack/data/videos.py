@@ -1,0 +1,380 @@
+"""Files of videos: their headers, and frames of them as pictures, through PyAV (extra `video`).
+
+    file ──read_video_header──▶ VideoHeader(frames, rate, size)        one frame is decoded
+      └───decode_frames(indices)──▶ frame, frame, ...                  one at a time, upright RGB
+
+| a file of a video                   | rule                                                                          |
+|-------------------------------------|-------------------------------------------------------------------------------|
+| container                           | mp4, mov, mkv, webm, avi, by its content; nothing that names other files      |
+| stream                              | the first one of video that is no cover picture                               |
+| number of frames                    | in the header (mp4, mov, avi), less those that an edit list cuts off; or else |
+|                                     | its packets are counted, which reads the file and decodes nothing (mkv, webm) |
+| rotation                            | applied: a video that was filmed upright is upright                           |
+| pixels that are not square          | left as they are, as transformers leaves them                                 |
+| a frame                             | the same pixels as by decoding all frames in order                            |
+
+Frames are found by their times: the decoder jumps to the last key frame before a frame that is wanted, if one lies
+between it and the frame before. Where that does not give the frame at that time, and in containers without times (avi),
+all frames are decoded from the start. One thread decodes: workers of a DataLoader run side by side.
+"""
+
+from __future__ import annotations
+
+import io
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, final
+
+import numpy as np
+
+from vlmpack.data.containers import check_whole
+from vlmpack.data.pixels import ImageError
+from vlmpack.data.sources import open_source
+from vlmpack.errors import check_extra
+
+VideoSource = bytes | bytearray | memoryview | str | Path | Mapping
+"""What holds the file of a video: its path, its bytes, or {"bytes", "path"}."""
+
+_CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"
+"""libav's names of the containers that are opened. Playlists are not: they name other files and addresses."""
+_WITHOUT_TIMES = "avi"
+_RIGHT_ANGLES = (0, 90, 180, 270)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoLimits:
+    """Limits of a file of a video, checked in its header before frames are decoded."""
+
+    max_pixels: int = 36_000_000
+    """Width times height of a frame at most: 8K."""
+    max_aspect_ratio: float = 200.0
+    """Longer side over shorter side at most; the resize rule of Qwen's processors fails above 200."""
+    max_frames: int = 432_000
+    """Frames in the file at most: two hours at 60 frames per second."""
+    max_sampled: int = 2048
+    """Frames that are sampled at most."""
+    max_bytes: int = 8 * 2**30
+    """Size of the file at most."""
+
+
+DEFAULT_VIDEO_LIMITS = VideoLimits()
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class VideoHeader:
+    """Numbers of a file of a video."""
+
+    num_frames: int
+    """Frames that are decoded, at least 1."""
+    fps: float
+    """Frames per second: the container's average rate."""
+    height: int
+    """Pixels, upright."""
+    width: int
+    """Pixels, upright."""
+
+
+def read_video_header(source: VideoSource, *, limits: VideoLimits = DEFAULT_VIDEO_LIMITS) -> VideoHeader:
+    """Read the header of a file of a video, and decode its first frame, which has its size and its rotation.
+
+    Raises:
+        ImageError: it cannot be used; the message names the fault and the remedy, `.reason` is a slug.
+        ConfigError: PyAV is not installed.
+    """
+    with _opened(source, limits) as video:
+        num_frames, rate = video.listed_frames(), video.stream.average_rate
+        frame = next(video.frames(), None)
+        if frame is None:
+            raise _undecodable("it has no frame that can be decoded")
+        height, width = upright(frame).shape[:2]
+    if num_frames is None:
+        with _opened(source, limits) as video:
+            scan = video.scan()
+        num_frames, rate = len(scan.shown), _rate(scan, rate)
+    if not rate or rate <= 0:
+        raise ImageError(
+            "the file does not say how many frames it has a second; write it again with a constant frame rate "
+            "(ffmpeg -r), or give the frames as pictures with 'sample_fps'",
+            "video_rate",
+        )
+    return VideoHeader(num_frames=num_frames, fps=float(rate), height=height, width=width)
+
+
+def decode_frames(
+    source: VideoSource, indices: Sequence[int], *, limits: VideoLimits = DEFAULT_VIDEO_LIMITS
+) -> Iterator[np.ndarray]:
+    """Decode frames of a video, one after the other.
+
+    Args:
+        source: the file.
+        indices: numbers of the frames, rising, from 0.
+        limits: caps that are read from the header before decoding.
+
+    Returns:
+        Each frame, uint8 `[H, W, 3]`, upright RGB.
+
+    Raises:
+        ImageError: a frame cannot be decoded, or the file cannot be used at all.
+        ConfigError: PyAV is not installed.
+    """
+    with _opened(source, limits) as video:
+        scan = video.scan()
+    if indices[-1] >= len(scan.shown):
+        raise _fewer(indices[-1], len(scan.shown))
+    decoded = 0
+    if scan.has_times:
+        with _opened(source, limits) as video:
+            for frame in video.jump_to(indices, scan):
+                yield upright(frame)
+                decoded += 1
+    if decoded < len(indices):
+        with _opened(source, limits) as video:
+            for frame in video.walk_to(indices[decoded:], scan):
+                yield upright(frame)
+
+
+def upright(frame: Any) -> np.ndarray:
+    """A frame as RGB, uint8 `[H, W, 3]`, turned as its file says.
+
+    Raises:
+        ImageError: it is to be turned by something else than right angles.
+    """
+    turn = frame.rotation % 360
+    if turn not in _RIGHT_ANGLES:
+        raise ImageError(
+            f"the video is to be shown turned by {turn} degrees, and only right angles can be; encode it upright",
+            "video_rotation",
+        )
+    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), turn // 90))
+
+
+# ---------------------------------------------------------------------- one open file
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Scan:
+    """The packets of a stream, without their data."""
+
+    shown: Sequence[int]
+    """When each frame is shown, in units of the stream, rising."""
+    keys: Sequence[int]
+    """When each key frame is shown, rising."""
+    seconds: float
+    """From the first frame to the end of the last."""
+    has_times: bool
+    """False: the container has none, or two frames have the same; `shown` is good for nothing but its length."""
+
+
+@final
+class _Video:
+    """An open container and its stream of video.
+
+    Args:
+        container: of PyAV.
+        limits: of the file.
+    """
+
+    def __init__(self, container: Any, limits: VideoLimits) -> None:
+        self.container, self.limits = container, limits
+        streams = [stream for stream in container.streams.video if not _is_cover(stream)]
+        if not streams:
+            kinds = ", ".join(sorted({stream.type for stream in container.streams})) or "none at all"
+            raise ImageError(f"the file has no stream of video (its streams: {kinds}); drop the sample", "video_frames")
+        self.stream = streams[0]
+        if self.stream.codec_context is None:
+            raise ImageError("libav has no decoder for its codec; encode it again as H.264", "video_codec")
+        self.stream.codec_context.thread_count = 1
+        self.stream.codec_context.options = {"max_pixels": str(limits.max_pixels), "err_detect": "explode"}
+        self._check_size(self.stream.codec_context.height, self.stream.codec_context.width)
+
+    def frames(self) -> Iterator[Any]:
+        """Decode frames from where the container stands.
+
+        Raises:
+            ImageError: the next one is damaged.
+        """
+        for frame in self.container.decode(self.stream):
+            if frame.is_corrupt:
+                raise _undecodable(f"the frame at {frame.time} seconds is damaged")
+            self._check_size(frame.height, frame.width)
+            yield frame
+
+    def listed_frames(self) -> int | None:
+        """Count the frames in the container's own list; None: it has none, or one that is not whole.
+
+        Raises:
+            ImageError: they are too many.
+        """
+        index = self.stream.index_entries
+        if not self.stream.frames or self.stream.frames != len(index):
+            return None
+        self._check_count(len(index))
+        count = sum(not entry.is_discard for entry in index)
+        self._check_count(count)
+        return count
+
+    def scan(self) -> _Scan:
+        """Read all packets of a container that stands at its start; nothing is decoded.
+
+        Raises:
+            ImageError: there are no frames, or too many.
+        """
+        is_vp8 = self.stream.codec_context.codec.canonical_name == "vp8"
+        shown, keys, ends = [], [], []
+        for packet in self.container.demux(self.stream):
+            if not packet.size or packet.is_discard or (is_vp8 and _is_hidden(packet)):
+                continue
+            time = packet.dts if packet.pts is None else packet.pts
+            shown.append(time or 0)
+            ends.append((time or 0) + (packet.duration or 0))
+            if packet.is_keyframe and time is not None:
+                keys.append(time)
+            self._check_count(len(shown))
+        self._check_count(len(shown))
+        return _Scan(
+            shown=sorted(shown),
+            keys=sorted(keys),
+            seconds=(max(ends) - min(shown)) * float(self.stream.time_base),
+            has_times=len(set(shown)) == len(shown) and self.container.format.name != _WITHOUT_TIMES,
+        )
+
+    def jump_to(self, indices: Sequence[int], scan: _Scan) -> Iterator[Any]:
+        """Decode frames by their times; ends early where a key frame does not lead to one."""
+        frames, now = self.frames(), scan.shown[0]
+        for wanted in (scan.shown[index] for index in indices):
+            key = bisect_right(scan.keys, wanted) - 1
+            if key >= 0 and now < scan.keys[key]:
+                self.container.seek(scan.keys[key], stream=self.stream)
+                frames = self.frames()
+            frame = _first_from(frames, wanted)
+            if frame is None or frame.pts != wanted:
+                return
+            now = wanted
+            yield frame
+
+    def walk_to(self, indices: Sequence[int], scan: _Scan) -> Iterator[Any]:
+        """Decode frames by counting them from the first; all of them, where they have no times to compare.
+
+        Raises:
+            ImageError: one is damaged, or is not the one that the container lists in its place.
+        """
+        wanted, count = set(indices), 0
+        for frame in self.frames():
+            if scan.has_times and (count >= len(scan.shown) or frame.pts != scan.shown[count]):
+                raise _undecodable(f"frame {count} of {len(scan.shown)} is missing or damaged")
+            if count in wanted:
+                yield frame
+            count += 1
+            if scan.has_times and count > indices[-1]:
+                return
+        if count != len(scan.shown):
+            raise _undecodable(f"it lists {len(scan.shown)} frames, and {count} can be decoded")
+
+    def _check_size(self, height: int, width: int) -> None:
+        if min(height, width) < 1:
+            raise ImageError(f"its frames are {width} x {height} pixels: there is nothing in them", "video_frames")
+        if height * width > self.limits.max_pixels:
+            raise ImageError(
+                f"its frames are {width} x {height} = {width * height} pixels, more than "
+                f"VideoLimits.max_pixels={self.limits.max_pixels}; scale it down or raise the limit",
+                "video_too_large",
+            )
+        if max(height, width) > self.limits.max_aspect_ratio * min(height, width):
+            raise ImageError(
+                f"its frames are {width} x {height} pixels, an aspect ratio above {self.limits.max_aspect_ratio:g}, "
+                "where Qwen's resize rule ends; cut or pad them",
+                "video_aspect_ratio",
+            )
+
+    def _check_count(self, count: int) -> None:
+        if not count:
+            raise ImageError("the file has no frames; write it again or drop the sample", "video_frames")
+        if count > self.limits.max_frames:
+            raise ImageError(
+                f"it has more than VideoLimits.max_frames={self.limits.max_frames} frames; cut it, or raise the limit",
+                "video_too_large",
+            )
+
+
+@contextmanager
+def _opened(source: VideoSource, limits: VideoLimits) -> Iterator[_Video]:
+    """Open the file of a video; errors of libav, whenever they come, are refusals."""
+    check_extra("video", "av", needed_by="a file of a video")
+    import av
+    from av.error import FFmpegError
+
+    remedy = "give the path of its file, its bytes, a {'bytes', 'path'} dict, or a list of frames"
+
+    def check_bytes(size: int) -> None:
+        _check_bytes(size, limits)
+
+    with open_source(source, kind="video", remedy=remedy, check_bytes=check_bytes) as file:
+        check_bytes(size := file.seek(0, io.SEEK_END))
+        if not size:
+            raise _undecodable("the file is empty (0 bytes)")
+        check_whole(file)
+        try:
+            with _container(av, file) as container:
+                yield _Video(container, limits)
+        except (FFmpegError, UnicodeDecodeError) as error:  # the latter: names of damaged streams
+            raise _undecodable(f"libav cannot read it ({type(error).__name__}: {error})") from error
+
+
+def _container(av: Any, file: IO[bytes]) -> Any:
+    options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": ""}
+    return av.open(file, options=options, **_titles(av))
+
+
+def _titles(av: Any) -> dict[str, Any]:
+    """Titles in other encodings than UTF-8 are no fault of the video; PyAV 19 has no such argument any more."""
+    return {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
+
+
+def _is_cover(stream: Any) -> bool:
+    return bool(stream.disposition & stream.disposition.attached_pic)
+
+
+def _is_hidden(packet: Any) -> bool:
+    """A frame of VP8 that later frames refer to, and that is not shown (RFC 6386, section 9.1)."""
+    return not bytes(packet)[0] & 0x10
+
+
+def _rate(scan: _Scan, header: Any) -> float | None:
+    """The rate in the header, or, where it does not give the frames that are there, the mean over them."""
+    if header and abs(float(header) * scan.seconds - len(scan.shown)) <= 1:
+        return float(header)
+    return len(scan.shown) / scan.seconds if scan.seconds > 0 else None
+
+
+def _first_from(frames: Iterator[Any], time: int) -> Any:
+    """The first frame that is shown at a time or later; None: there is none, or one before it is damaged."""
+    from av.error import FFmpegError
+
+    try:
+        return next((frame for frame in frames if frame.pts is None or frame.pts >= time), None)
+    except (FFmpegError, ImageError):  # what a key frame in the middle refers to may be missing
+        return None
+
+
+def _check_bytes(size: int, limits: VideoLimits) -> None:
+    if size > limits.max_bytes:
+        raise ImageError(
+            f"the file of the video has {size} bytes, more than VideoLimits.max_bytes={limits.max_bytes}; encode it "
+            "again or raise the limit",
+            "video_too_large",
+        )
+
+
+def _undecodable(fault: str) -> ImageError:
+    return ImageError(
+        f"the video cannot be decoded: {fault}; write the file again or drop the sample", "video_undecodable"
+    )
+
+
+def _fewer(index: int, count: int) -> ImageError:
+    return _undecodable(f"frame {index} is wanted, and only {count} can be decoded")
