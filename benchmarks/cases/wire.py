@@ -21,8 +21,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, final
 
-import numpy as np
-
 from benchmarks.figures import BenchSettings, Figure, Target
 from benchmarks.timing import CLOCKS, Clock, Spread, new_garbage_only
 
@@ -31,8 +29,6 @@ LONGEST_WAIT = Target(limit=3.0, better="lower")
 KEY, NAME = "tml-benchmark", "benchmark"
 PROTOBUF = "application/x-protobuf"
 LEAST_ROUNDS = 3
-FLOAT32, INT64 = 1, 2
-"""Types of tensors on the wire."""
 
 
 @final
@@ -162,24 +158,10 @@ def serving(model: Any, processor: Any, *, row_tokens: int) -> Iterator[tuple[in
 
 def body_of(model_id: str, seq_id: int, data: Sequence[Any]) -> bytes:
     """A training request as the client sends it; `data` are datums of the service."""
-    from vlmpack.service import protobuf_message
+    from vlmpack.service import ForwardBackward, encode_forward_backward
 
-    request = protobuf_message("ForwardBackwardRequest")(model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy")
-    for datum in data:
-        added = request.data.add()
-        for chunk in datum.chunks:
-            if "tokens" in vars(chunk):
-                added.model_input.add().encoded_text.tokens = chunk.tokens.astype("<i4").tobytes()
-                continue
-            image = added.model_input.add().image
-            image.data, image.format, image.expected_tokens = chunk.data, chunk.format, chunk.expected_tokens
-        targets = datum.inputs["target_tokens"]
-        weights = np.ones(len(targets), "<f4")
-        for name, values, dtype in (("target_tokens", targets.astype("<i8"), INT64), ("weights", weights, FLOAT32)):
-            tensor = added.loss_fn_inputs.add(key=name).value
-            tensor.dense, tensor.dtype = values.tobytes(), dtype
-            tensor.shape.append(len(values))
-    return request.SerializeToString()
+    request = ForwardBackward(model_id=model_id, seq_id=seq_id, data=tuple(data), loss_fn="cross_entropy")
+    return encode_forward_backward(request)
 
 
 def measure_wire(port: int, engine_time: EngineTime, data: Sequence[Any], settings: BenchSettings) -> Iterator[Figure]:

@@ -6,7 +6,7 @@ from vlmpack.service.engine import Engine, EngineConfig
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import Datum, ForwardBackward, ImageChunk, LoraConfig, TextChunk
 from vlmpack.service.processes import Launched, join
-from vlmpack.service.protobuf import message as protobuf_message
+from vlmpack.service.protobuf import encode_forward_backward
 from vlmpack.service.ranks import end
 from vlmpack.service.server import (
     Base,
@@ -34,10 +34,10 @@ __all__ = [
     "TextChunk",
     "bind",
     "check_key",
+    "encode_forward_backward",
     "end",
     "follow_rank_0",
     "join",
     "load_base",
-    "protobuf_message",
     "read_key",
 ]

@@ -226,6 +226,41 @@ def decode_forward_backward(body: bytes) -> ForwardBackward:
     )
 
 
+def encode_forward_backward(request: ForwardBackward) -> bytes:
+    """Encode a training request, as clients do: the inverse of `decode_forward_backward`."""
+    encoded = message("ForwardBackwardRequest")(
+        model_id=request.model_id,
+        seq_id=request.seq_id,
+        loss_fn=request.loss_fn,
+        forward_only=request.forward_only,
+    )
+    for key, value in request.loss_config.items():
+        setting = encoded.loss_fn_config_v2.add(key=key).value
+        if isinstance(value, str):
+            setting.text = value
+        else:
+            setting.number = value
+    for datum in request.data:
+        added = encoded.data.add()
+        for chunk in datum.chunks:
+            _add_chunk(added.model_input.add(), chunk)
+        for key, values in datum.inputs.items():
+            tensor = added.loss_fn_inputs.add(key=key).value
+            tensor.dtype = INT64 if values.dtype.kind in "iu" else FLOAT32
+            tensor.dense = np.ascontiguousarray(values, DTYPES[tensor.dtype]).tobytes()
+            tensor.shape.extend(values.shape)
+    return encoded.SerializeToString()
+
+
+def _add_chunk(added: Any, chunk: Chunk) -> None:
+    if isinstance(chunk, TextChunk):
+        added.encoded_text.tokens = np.ascontiguousarray(chunk.tokens, "<i4").tobytes()
+        return
+    added.image.data, added.image.format = chunk.data, chunk.format
+    if chunk.expected_tokens is not None:
+        added.image.expected_tokens = chunk.expected_tokens
+
+
 def _loss_config(parsed: Any) -> Mapping[str, float | str]:
     """Read the settings of a loss; floats are sent twice, texts in version 2 alone."""
     if not parsed.loss_fn_config_v2:
