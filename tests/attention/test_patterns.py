@@ -182,3 +182,9 @@ def test_kernels_are_given_the_window_and_values_as_wide_as_keys(window, monkeyp
     for out in outputs:
         assert out.shape == (8, HEADS, VALUE_DIM)
         torch.testing.assert_close(out, EagerMask()(*qkv, segments, causal=True, scale=0.3), rtol=0, atol=1e-12)
+
+
+def test_a_rank_with_some_of_the_heads_has_their_sinks():
+    assert Pattern(sinks=SINKS, window=3).of_heads(2, 2).sinks.tolist() == SINKS[2:4].tolist()
+    assert Pattern(sinks=SINKS, window=3).of_heads(2, 2).window == 3
+    assert Pattern(sinks=SINKS).of_heads(0, HEADS).sinks is SINKS

@@ -41,9 +41,9 @@ def questions(*sources) -> list[dict]:
 @pytest.fixture
 def cuts(monkeypatch) -> list:
     """The images that are loaded and cut."""
-    seen, cut = [], MediaReader._cut_image
-    monkeypatch.setattr(MediaReader, "_cut_image", lambda reader, ref: seen.append(ref) or cut(reader, ref))
-    return seen
+    refs, cut = [], MediaReader._cut_image
+    monkeypatch.setattr(MediaReader, "_cut_image", lambda reader, ref: refs.append(ref) or cut(reader, ref))
+    return refs
 
 
 def assert_equal_rows(row: PackedRow, other: PackedRow) -> None:

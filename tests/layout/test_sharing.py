@@ -173,7 +173,7 @@ def test_media_are_those_of_the_tree_in_its_order(samples, min_shared):
     types = shared.mm_token_type_ids[0][source].tolist()
     item_of = [(item, n, at) for n, sample in enumerate(samples) for at, item in enumerate(sample) for _ in item.ids()]
     for kind, name in ((IMAGE, "pixel_values"), (VIDEO, "pixel_values_videos")):
-        walked = dict.fromkeys(item_of[i] for i, here in zip(source.tolist(), types, strict=True) if here == kind)
+        walked = dict.fromkeys(item_of[i] for i, of_kind in zip(source.tolist(), types, strict=True) if of_kind == kind)
         expected = [item.pixels() for item, *_ in walked]
         pixels = shared.media.to_hf().get(name)
         assert torch.equal(torch.cat(expected), pixels) if expected else pixels is None
@@ -247,8 +247,8 @@ def test_min_shared_is_64_tokens():
     assert share(row_of([word(*prefix, 1), word(*prefix, 2)])).tree.lengths == (64, 1, 1)
     short = row_of([word(*prefix[1:], 1), word(*prefix[1:], 2)])
     assert share(short) is short
-    one = row_of([word(*prefix)])
-    assert share(one) is one
+    alone = row_of([word(*prefix)])
+    assert share(alone) is alone
 
 
 @FEW

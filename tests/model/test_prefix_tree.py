@@ -17,10 +17,11 @@ from peft import LoraConfig, get_peft_model
 from tiers import tiers
 from torch._dynamo.utils import counters
 from trees import DEEP, STRANGER, VIDEOS, rollouts, samples_of, shared
+from waiting import waits_are_errors
 
 import vlmpack
 from vlmpack.families import FAMILIES
-from vlmpack.layout import PrefixTree, Segments, recorded_syncs, unshare
+from vlmpack.layout import IGNORE, PrefixTree, Segments, recorded_syncs, unshare
 from vlmpack.model import PackedStep, StepConfig, compile_layers, disable_packing, enable_packing
 from vlmpack.model.mechanisms import attention
 from vlmpack.model.mechanisms.gated_delta_tree import DeltaTree
@@ -214,10 +215,13 @@ def test_by_every_back_end_of_this_machine(family, backend):
     check_step(family, "deep", config=StepConfig(attention=backend))
 
 
-@pytest.mark.parametrize("given", ["dictionary", *tiers(["with an input"], [])])
-@pytest.mark.parametrize("family", ["qwen3_vl"])
-def test_as_a_dictionary(family, given):
-    check_step(family, "deep", given=lambda row: row.to_hf() if given == "dictionary" else row.step_inputs())
+@pytest.mark.parametrize("given", tiers(["labels", "shift_labels"], ["labels"]))
+def test_as_a_dictionary_of_which_trainers_count_every_target(given):
+    def as_dictionary(row):
+        return row.to_hf() if given == "labels" else row.step_inputs()
+
+    row, result = check_step("qwen3_vl", "deep", given=as_dictionary)
+    assert (row.to_hf()["labels"][..., 1:] != IGNORE).sum() == result.num_targets
 
 
 # ---------------------------------------------------------------------- what comes out
@@ -348,3 +352,18 @@ def test_nothing_waits_for_the_device(family):
         PackedStep(model)(replace(row, metadata=replace(row.metadata, num_distinct_targets=None)))
     assert any("prefix_tree_row" in wait.file for wait in waits), "uncounted targets are read"
     disable_packing(model)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_error_is_that_of_samples_alone_and_nothing_waits():
+    sizes = {"head_dim": 64, "hidden": 256}
+    samples = samples_of(fresh("qwen3").config, rollouts(40, 1, 70, 30, prefix=200))
+    exact = alone_through(fresh("qwen3", **sizes).cuda(), samples)
+    model = fresh("qwen3", **sizes, dtype=torch.bfloat16).cuda()
+    alone = alone_through(model, samples)
+    step, row = PackedStep(model), shared(samples).to("cuda")
+    step(row)  # kernels are chosen once
+    with waits_are_errors():
+        result = step(row, logits=True)
+        result.loss.backward()
+    check_low_precision(exact, alone, result, gradients(model))

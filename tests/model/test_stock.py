@@ -13,7 +13,8 @@ from transformers.models.llama import modeling_llama
 
 from vlmpack.attention import Pattern
 from vlmpack.errors import FamilyError
-from vlmpack.families.family import capped_logits, divided_logits, multiplied_logits, plain_logits
+from vlmpack.families.family import plain_logits
+from vlmpack.families.text import capped_logits, divided_logits, multiplied_logits
 from vlmpack.layout import pack
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms.stock import check_logits, check_positions, check_window, layer_windows
@@ -129,3 +130,30 @@ def test_positions_that_do_not_count_from_0_are_refused() -> None:
     )
     with pytest.raises(FamilyError, match=r"layer 0 .* gets positions \[1, 2, 3, 4, 5\]"):
         check_positions(parts_of(model))
+
+
+# ---------------------------------------------------------------------- the model itself
+
+
+@pytest.mark.every_family
+@pytest.mark.parametrize("name", ["qwen3_moe", "gemma2"])
+def test_a_model_is_compared_without_being_changed(name: str) -> None:
+    parts = parts_of(tiny_model(name, layers=2))
+    state = [(vars(module).copy(), *map(dict, _hooks(module))) for module in parts.core.modules()]
+    check_logits(parts)
+    check_positions(parts)
+    layer_windows(parts, again=True)
+    assert [(vars(module), *map(dict, _hooks(module))) for module in parts.core.modules()] == state
+
+
+def _hooks(module: torch.nn.Module) -> tuple[Any, Any]:
+    return module._forward_hooks, module._forward_pre_hooks
+
+
+def test_the_first_row_of_a_model_has_router_statistics() -> None:
+    """transformers hooks routers at the first call of a text part, once and for all."""
+    model = enable_packing(tiny_model("qwen3_vl_moe", layers=2))
+    row = pack(padded(mixed_samples(model.config, seed=5, kinds=("text",))))
+    counts = PackedStep(model)(row, output_router_logits=True).expert_counts
+    assert counts is not None
+    assert counts.sum() == 2 * row.segments.num_tokens * model.config.text_config.num_experts_per_tok

@@ -59,6 +59,7 @@ def analyze(
     split: options.Split = "train",
     num: options.Num = None,
     image_root: options.ImageRoot = None,
+    branches: options.Branches = "conversation",
     seed: options.Seed = 0,
     max_length: options.MaxLength = None,
     overlength: options.Overlength = "error",
@@ -90,7 +91,7 @@ def analyze(
     )  # fmt: skip
     inputs = open_inputs(InputOptions(
         dataset=dataset, processor=processor, split=split, num=num, seed=seed, max_length=max_length,
-        overlength=overlength, max_pixels=max_pixels, image_root=image_root,
+        overlength=overlength, max_pixels=max_pixels, image_root=image_root, branches=branches,
     ))  # fmt: skip
     if out is not None:
         options.make_folder("--out", out)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 OVERLENGTH = ("error", "drop", "truncate")
+BRANCHES = ("conversation", "turns")
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 
@@ -60,6 +61,9 @@ Cache = Annotated[str | None, typer.Option(help="File that keeps the lengths, so
 ImageRoot = Annotated[
     Path | None,
     typer.Option(help="Folder at which relative paths of images and videos start; by default that of the data's file."),
+]
+Branches = Annotated[
+    str, word(*BRANCHES, help="A conversation is a sample; or each of its turns (a question and its answer) is one.")
 ]
 MaxPatches = Annotated[int | None, typer.Option(min=1, help="Most vision patches in a row.")]
 MaxImages = Annotated[int | None, typer.Option(min=1, help="Most images and videos in a row.")]

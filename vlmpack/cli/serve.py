@@ -56,6 +56,9 @@ def serve(
         bool, typer.Option("--gradient-checkpointing", help="Less memory: layers are computed again for gradients.")
     ] = False,
     share_rows: Annotated[bool, typer.Option("--share-rows", help="Datums of several adapters share rows.")] = False,
+    share_prefixes: Annotated[
+        bool, typer.Option(help="Compute once what datums of a request begin with alike (prefix tree).")
+    ] = True,
     max_length: Annotated[
         int | None, typer.Option(min=2, help="Most tokens of a datum or prompt; by default the model's context.")
     ] = None,
@@ -95,6 +98,7 @@ def serve(
         lora_only=lora_only,
         gradient_checkpointing=gradient_checkpointing,
         share_rows=share_rows,
+        share_prefixes=share_prefixes,
         sampler=sampler,
         shard_on=options.torch_device(device).type if shard else None,
     )

@@ -49,6 +49,7 @@ def show(
     split: options.Split = "train",
     num: options.Num = None,
     image_root: options.ImageRoot = None,
+    branches: options.Branches = "conversation",
     seed: options.Seed = 0,
     max_length: options.MaxLength = None,
     overlength: options.Overlength = "error",
@@ -73,6 +74,7 @@ def show(
         inputs = InputOptions(
             dataset=source, processor=_checked_processor(source, processor), split=split, num=num, seed=seed,
             max_length=max_length, overlength=overlength, max_pixels=max_pixels, image_root=image_root,
+            branches=branches,
         )  # fmt: skip
         rows = planned_rows(
             inputs, Console(quiet=as_json), numbers=numbers, capacity=capacity, workers=workers, cache=cache,

@@ -28,22 +28,6 @@ def plain_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
     return output
 
 
-def capped_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
-    """Bound logits by `final_logit_softcapping`, if the configuration has one."""
-    cap = text_config.final_logit_softcapping
-    return output if cap is None else torch.tanh(output / cap) * cap
-
-
-def multiplied_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
-    """Multiply by `logit_scale`."""
-    return output * text_config.logit_scale
-
-
-def divided_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
-    """Divide by `logits_scaling`."""
-    return output / text_config.logits_scaling
-
-
 def single_run(videos: MediaItems, seconds: Sequence[float], vision: Any) -> MediaItems:
     """Place a video as one run of tokens, its frames one position apart."""
     return videos
@@ -264,12 +248,6 @@ class Family:
     def merge(self, config: Any) -> int:
         """Patches merged into one token along each side; 1 of a text model, which has none."""
         return self.vision_config(config).spatial_merge_size if self.has_vision else 1
-
-
-def text_family(model_type: str, model_class: str, **settings: Any) -> Family:
-    """A family of text models: no processor, no vision, no media."""
-    text: dict[str, Any] = {"processor": None, "text_path": "model", "vision_path": None, "media": ()}
-    return Family(model_type=model_type, model_class=model_class, **text, **settings)
 
 
 # ---------------------------------------------------------------------- which patches attend to which

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from vlmpack.errors import FamilyError, LayoutError
-from vlmpack.families.family import Family, text_family
+from vlmpack.families.family import Family
 from vlmpack.families.media import MediaItems
+from vlmpack.families.text import text_family
 
 _GATED_DELTA = {"layer": "linear_attn"}
 _EXPERTS = {"layer": "mlp"}

@@ -1,9 +1,44 @@
-"""Families of text models beside Qwen's, one descriptor each: how the model makes logits of its head's output, and the
-mechanisms of its layers. Windows, softcaps and sinks are read off what layers pass to their attention."""
+"""Families of text models, one descriptor each: what follows the head, and the mechanisms of the layers.
+
+Windows, softcaps and sinks are in no descriptor: they are read off what each layer passes to its attention function,
+and windows are compared with the masks of the model's own code. Qwen3 and Qwen3-Next are in `qwen.py`.
+"""
 
 from __future__ import annotations
 
-from vlmpack.families.family import capped_logits, divided_logits, multiplied_logits, text_family
+from typing import Any
+
+import torch
+
+from vlmpack.families.family import Family
+
+# ---------------------------------------------------------------------- from the head's output to logits
+
+
+def capped_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
+    """Bound logits by `final_logit_softcapping`, if the configuration has one."""
+    cap = text_config.final_logit_softcapping
+    return output if cap is None else torch.tanh(output / cap) * cap
+
+
+def multiplied_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
+    """Multiply by `logit_scale`."""
+    return output * text_config.logit_scale
+
+
+def divided_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
+    """Divide by `logits_scaling`."""
+    return output / text_config.logits_scaling
+
+
+# ---------------------------------------------------------------------- the families
+
+
+def text_family(model_type: str, model_class: str, **settings: Any) -> Family:
+    """A family of text models: no processor, no vision, no media."""
+    text: dict[str, Any] = {"processor": None, "text_path": "model", "vision_path": None, "media": ()}
+    return Family(model_type=model_type, model_class=model_class, **text, **settings)
+
 
 _EXPERTS = {"experts": {"layer": "mlp", "router": "gate"}}
 

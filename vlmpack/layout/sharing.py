@@ -23,7 +23,7 @@ from vlmpack.errors import LayoutError, check_kind, check_whole_number
 from vlmpack.layout.batch import IMAGE, VIDEO, Grid, HostMetadata, Media
 from vlmpack.layout.device import on_host, outside_graph
 from vlmpack.layout.prefix_tree import PrefixTree, check_without_padding
-from vlmpack.layout.row import IGNORE, PackedRow
+from vlmpack.layout.row import IGNORE, PackedRow, metadata_of_tree
 from vlmpack.layout.segments import Segments
 from vlmpack.layout.trie import compressed_trie
 
@@ -114,12 +114,7 @@ def unshare(row: PackedRow) -> PackedRow:
     # each medium of the row stands where one of the tree does
     images = np.searchsorted(place[starts[IMAGE][list(tree.images)]], place[starts[IMAGE]])
     videos = np.searchsorted(place[starts[VIDEO][list(tree.videos)]], place[starts[VIDEO]])
-    own = replace(
-        metadata,
-        image_grids=tuple(metadata.image_grids[at] for at in tree.images),
-        video_grids=tuple(metadata.video_grids[at] for at in tree.videos),
-    )
-    media = _kept(row.media, own, images.tolist(), videos.tolist())
+    media = _kept(row.media, metadata_of_tree(metadata, tree), images.tolist(), videos.tolist())
     return replace(row, tree=None, media=media, metadata=replace(metadata, num_distinct_targets=None))
 
 

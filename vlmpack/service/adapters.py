@@ -36,7 +36,7 @@ ALPHA = 32
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 _ATTENTION = ("self_attn", "linear_attn")
-_MLP = ("gate_proj", "up_proj", "down_proj")
+_MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 
 
 @final

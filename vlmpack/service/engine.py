@@ -21,6 +21,7 @@ from vlmpack.collate import parts_of
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, RequestError
 from vlmpack.families import family_of
+from vlmpack.layout import MIN_SHARED
 from vlmpack.model import enable_packing
 from vlmpack.service import shared_rows
 from vlmpack.service.adapters import Adapter, Adapters, Span, new_adapter
@@ -30,8 +31,9 @@ from vlmpack.service.generation import itself
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import AdamParams, Chunk, ForwardBackward, LoraConfig, OptimStepResult, Sample
 from vlmpack.service.ranks import Ranks
+from vlmpack.service.row_plans import RowSettings
 from vlmpack.service.row_work import RowWork, SharedRows
-from vlmpack.service.rows import RowSettings, WorkCount
+from vlmpack.service.rows import WorkCount
 from vlmpack.service.sampling import BatchedSampling, SampledModel, SamplingEngine, SamplingSettings
 from vlmpack.service.sharding import Sharding
 
@@ -49,6 +51,9 @@ class EngineConfig:
     """Compute layers again in the backward pass instead of keeping what they computed."""
     share_rows: bool = False
     """Let datums of several adapters share rows, each segment through its own adapter."""
+    min_shared: int | None = MIN_SHARED
+    """Tokens from which a beginning that datums of a row have in common is computed once (prefix tree); None: each
+    computes its own, as with a sharded base model."""
     shard_on: str | None = None
     """Shard the base model over the ranks, on devices of this type (FSDP2); None: each rank has all of it."""
 
@@ -266,6 +271,8 @@ class Engine:
             tokens=limits.row_tokens,
             patches=limits.patches,
             recomputes=self.config.gradient_checkpointing,
+            min_shared=self.config.min_shared if self.sharding is None else None,
+            image_token=self.model.config.image_token_id if self.family.has_vision else None,
         )
         return RowWork(
             requests,

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp
 from vlmpack.data import load_processor
 from vlmpack.errors import ConfigError
 from vlmpack.families import family_named
+from vlmpack.layout import MIN_SHARED
 from vlmpack.service import wire
 from vlmpack.service.app import make_app
 from vlmpack.service.bodies import BodyReader
@@ -82,6 +83,8 @@ class ServiceSettings:
     """Compute layers again in the backward pass instead of keeping what they computed."""
     share_rows: bool = False
     """Let datums of several adapters share rows."""
+    share_prefixes: bool = True
+    """Compute once what datums of a row begin with alike."""
     shard_on: str | None = None
     """Shard the base model over the ranks, on devices of this type; None: each has all of it."""
     sampler: str = "exact"
@@ -168,6 +171,7 @@ def make_engine(base: Base, settings: ServiceSettings, ranks: Ranks | None = Non
         lora_only=settings.lora_only,
         gradient_checkpointing=settings.gradient_checkpointing,
         share_rows=settings.share_rows,
+        min_shared=MIN_SHARED if settings.share_prefixes else None,
         shard_on=settings.shard_on,
     )
     return Engine(base.model, base.processor, name=base.name, tokenizer_id=base.source, config=config, ranks=ranks)
@@ -291,9 +295,12 @@ class Service:
             Metric(name="snapshots_total", help="States of models written.", value=stats.snapshots),
             Metric(name="rows_total", help="Packed rows.", value=counts.rows),
             Metric(name="trained_tokens_total", help="Tokens of datums.", value=counts.tokens),
+            Metric(name="computed_tokens_total", help="Tokens less what datums shared.", value=counts.computed),
             Metric(name="row_tokens_total", help="Tokens that the rows had room for.", value=counts.capacity),
             Metric(name="patches_total", help="Patches of images.", value=counts.patches),
-            Metric(name="fill_ratio", help="Tokens over room.", value=counts.tokens / max(counts.capacity, 1)),
+            Metric(
+                name="fill_ratio", help="Computed tokens over room.", value=counts.computed / max(counts.capacity, 1)
+            ),
             Metric(name="sampled_tokens_total", help="Tokens sampled.", value=self.engine.sampler.sampled_tokens),
         )
         tokens = counts.tokens + self.engine.sampler.sampled_tokens

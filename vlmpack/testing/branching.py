@@ -45,7 +45,10 @@ class Branches:
         return samples
 
     def exchanged(self, piece: int, config: Any) -> Branches:
-        """Exchange the words and pixels of one piece in all samples that have it."""
+        """Exchange the pixels of one piece and its words behind the first image, in all samples that have it.
+
+        Samples share as many tokens as before: what they begin with is left as it is.
+        """
         pieces = [_other_words(each, config) if at == piece else each for at, each in enumerate(self.pieces)]
         return replace(self, pieces=(*pieces,))
 
@@ -67,8 +70,8 @@ def branches_of(samples: Sequence[Sample], config: Any) -> Branches:
         config: of the model.
     """
     first, _, text, long, last = samples[:5]
-    pixels = {name: 1.0 - first[name] for name in ("pixel_values", "pixel_values_videos") if name in first}
-    stranger = {**first, **pixels} if pixels else _other_words(first, config)
+    pixels = {name: 2.0 - first[name] for name in ("pixel_values", "pixel_values_videos") if name in first}
+    stranger = {**first, **pixels} if pixels else _other_words(_other_words(first, config), config)
     return Branches(
         pieces=(first, text, long, last, build_sample(config, stretches=[1], seed=6), stranger),
         names=("the prefix", "a branch", "an inner node", "a leaf", "one token", "a stranger"),
@@ -84,9 +87,12 @@ def joined(pieces: Sequence[Sample]) -> Sample:
 
 
 def _other_words(piece: Sample, config: Any) -> Sample:
-    """Exchange words and pixels; what is learnt are the new words, as a shared token has no other label."""
+    """Exchange pixels, and words behind the first of them. Labels follow: a shared token has none but its id."""
     other = perturbed(piece, config)
-    return {**other, "labels": torch.where(other["labels"] == IGNORE, IGNORE, other["input_ids"])}
+    types = family_named(config.model_type).media_types(piece["input_ids"], config)
+    is_behind = (types > 0).cumsum(0) > 0 if types.any() else torch.ones_like(types, dtype=torch.bool)
+    ids = torch.where(is_behind, other["input_ids"], piece["input_ids"])
+    return {**other, "input_ids": ids, "labels": torch.where(other["labels"] == IGNORE, IGNORE, ids)}
 
 
 @final

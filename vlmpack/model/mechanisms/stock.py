@@ -1,7 +1,9 @@
 """Masks, positions and logits of the model's own code, for comparison with its family's descriptor. No weight is read.
 
-    masks        the text part runs on a few embeddings, and its layers are replaced by ones that only record
-    logits       the whole model runs, and its backbone and its head are replaced by ones that return fixed numbers
+    masks        a twin of the text part runs on a few embeddings, with layers that only record
+    logits       a twin of the model runs, with a backbone and a head that return fixed numbers
+
+Twins share everything else with the model, which is not changed, not even while they run.
 
 transformers builds a mask from a function of (batch, head, query, key). Registered under a name of ours, a mask
 function hands that function itself on to each layer: so it is measured how far back a token sees, and no mask is built.
@@ -10,8 +12,8 @@ A descriptor that differs from the model is an error when packing is enabled, or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
@@ -157,33 +159,21 @@ def _recorded(text: Any) -> dict[int, tuple[Any, Any]]:
     parameter = next(text.parameters())
     embeddings = torch.zeros(1, TOKENS, text.config.hidden_size, dtype=parameter.dtype, device=parameter.device)
     recorders = nn.ModuleList([recorder(number, layer) for number, layer in enumerate(layers)])
-    with _replaced(text, {"layers": recorders}), _mask_name(text.config):
-        try:
-            type(text).forward(text, inputs_embeds=embeddings, use_cache=False)
-        except _AllCalledError:
-            return found
+    config = copy.copy(text.config)
+    config._attn_implementation_internal = _NAME
+    twin = _twin(text, {"layers": recorders}, config=config)
+    try:
+        type(text).forward(twin, inputs_embeds=embeddings, use_cache=False)
+    except _AllCalledError:
+        return found
     raise FamilyError(f"a {type(text).__name__} called {len(found)} of its {count} layers; is its forward its own?")
 
 
-@contextmanager
-def _mask_name(config: Any) -> Iterator[None]:
-    name = config._attn_implementation_internal
-    config._attn_implementation_internal = _NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation_internal = name
-
-
-@contextmanager
-def _replaced(module: nn.Module, parts: dict[str, nn.Module]) -> Iterator[None]:
-    """Replace parts of a module, past its own `__setattr__`."""
-    own = {name: module._modules[name] for name in parts}
-    module._modules.update(parts)
-    try:
-        yield
-    finally:
-        module._modules.update(own)
+def _twin(module: nn.Module, parts: Mapping[str, nn.Module], **attributes: Any) -> Any:
+    """The same module with other parts and attributes: running it leaves the model as it is, and so do its hooks."""
+    twin = object.__new__(type(module))
+    vars(twin).update(vars(module), _modules={**module._modules, **parts}, **attributes)
+    return twin
 
 
 # ---------------------------------------------------------------------- the head
@@ -230,9 +220,9 @@ def check_logits(model: ModelParts) -> None:
     values = torch.tensor([-900.0, -30.0, -2.0, 0.0, 0.5, 7.0, 31.0, 450.0], device="cpu").reshape(1, 2, 4)
     backbone, head = _Fixed(_Output(hidden)), _Fixed(values)
     stock: Any = next(klass for klass in reversed(type(core).__mro__) if klass.__name__ == family.model_class)
-    with _replaced(core, {family.backbone_path: backbone, family.head_path: head}):
-        ids = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
-        logits = stock.forward(core, input_ids=ids, use_cache=False, return_dict=True).logits
+    twin = _twin(core, {family.backbone_path: backbone, family.head_path: head})
+    ids = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
+    logits = stock.forward(twin, input_ids=ids, use_cache=False, return_dict=True).logits
     expected = family.logits(values, family.text_config(core.config))
     if head.given is not hidden and not torch.equal(head.given, hidden):
         raise FamilyError(
