@@ -147,7 +147,7 @@ def test_many_branches_some_masked(branches):
 
 
 def adapted(model):
-    targets = r".*(self_attn\.(q_proj|v_proj)|linear_attn\.\w*_proj\w*|visual\.blocks.*\.(qkv|proj))"
+    targets = r".*(self_attn\.\w+_proj\w*|linear_attn\.\w*_proj\w*|visual\.blocks.*\.(qkv|proj))"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         return get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
@@ -184,8 +184,11 @@ def test_in_every_circumstance_of_training(family, name):
         check_gradients(alone, gradients(model), limits(family))
 
 
-@pytest.mark.parametrize("family", tiers(FAMILIES, ["qwen3_vl"]))
+@pytest.mark.parametrize(
+    "family", tiers([name for name in FAMILIES if not FAMILIES[name].has("experts")], ["qwen3_vl"])
+)
 def test_under_autocast_the_error_is_that_of_samples_alone(family):
+    """Rounded routers send tokens to other experts, alone as in a row: families with experts show nothing here."""
     exact, samples = truth(family, "deep"), drawn(family, "deep")
     model = fresh(family)
     with torch.autocast("cpu", torch.bfloat16):
