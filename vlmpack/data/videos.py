@@ -25,6 +25,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, final
 
@@ -150,6 +151,24 @@ def upright(frame: Any) -> np.ndarray:
             "video_rotation",
         )
     return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), turn // 90))
+
+
+def open_video(source: VideoSource, *, limits: VideoLimits = DEFAULT_VIDEO_LIMITS) -> IO[bytes]:
+    """Open the encoded bytes of a video, as they are.
+
+    Raises:
+        ImageError: there are none, they cannot be read, or they are more than the limits allow.
+    """
+    check_bytes = partial(_check_bytes, limits=limits)
+    remedy = "give the path of its file, its bytes, a {'bytes', 'path'} dict, or a list of frames"
+    file = open_source(source, kind="video", remedy=remedy, check_bytes=check_bytes)
+    try:
+        check_bytes(file.seek(0, io.SEEK_END))
+    except ImageError:
+        file.close()
+        raise
+    file.seek(0)
+    return file
 
 
 # ---------------------------------------------------------------------- one open file
@@ -308,15 +327,7 @@ def _opened(source: VideoSource, limits: VideoLimits) -> Iterator[_Video]:
     import av
     from av.error import FFmpegError
 
-    remedy = "give the path of its file, its bytes, a {'bytes', 'path'} dict, or a list of frames"
-
-    def check_bytes(size: int) -> None:
-        _check_bytes(size, limits)
-
-    with open_source(source, kind="video", remedy=remedy, check_bytes=check_bytes) as file:
-        check_bytes(size := file.seek(0, io.SEEK_END))
-        if not size:
-            raise _undecodable("the file is empty (0 bytes)")
+    with open_video(source, limits=limits) as file:
         check_whole(file)
         try:
             with _container(av, file) as container:
@@ -362,6 +373,8 @@ def _first_from(frames: Iterator[Any], time: int) -> Any:
 
 
 def _check_bytes(size: int, limits: VideoLimits) -> None:
+    if not size:
+        raise _undecodable("the file is empty (0 bytes)")
     if size > limits.max_bytes:
         raise ImageError(
             f"the file of the video has {size} bytes, more than VideoLimits.max_bytes={limits.max_bytes}; encode it "

@@ -23,8 +23,8 @@ from typing import Any, SupportsIndex, final, overload
 import numpy as np
 from torch.utils.data import Dataset
 
-from vlmpack.collate import Encoded, VLMCollator
-from vlmpack.data import DEFAULT_LIMITS
+from vlmpack.collate import Encoded, FrameSampling, VLMCollator
+from vlmpack.data import DEFAULT_LIMITS, DEFAULT_VIDEO_LIMITS
 from vlmpack.errors import ConfigError, LayoutError, SampleError, check_whole_number
 from vlmpack.layout import PackedRow, Segments, SlotRule
 from vlmpack.plan import Plan
@@ -32,7 +32,7 @@ from vlmpack.store.manifest import PLAN, Manifest, check_shard_files, difference
 from vlmpack.store.records import MEDIA, samples_of
 from vlmpack.store.shards import ShardFiles
 
-DECIDED = ("layout", "slots", "max_length", "overlength", "train_on", "markers", "vocab_size")
+DECIDED = ("layout", "slots", "max_length", "overlength", "train_on", "markers", "vocab_size", "sampling")
 """Settings of a collator that were decided when the rows were packed."""
 
 
@@ -177,7 +177,15 @@ class PackedDataset(Dataset[dict[str, Any]]):
         if wrong:
             raise ConfigError(f"{', '.join(wrong)}: decided when the rows were packed; pack again to change that")
         vocab_size = self.manifest.processor["tokens"]["vocab_size"]
-        collator = VLMCollator(processor, layout="packed", slots=self.slots, vocab_size=vocab_size, **settings)
+        sampling = self.manifest.settings["collator"].get("sampling")
+        collator = VLMCollator(
+            processor,
+            layout="packed",
+            slots=self.slots,
+            vocab_size=vocab_size,
+            sampling=None if sampling is None else FrameSampling(**sampling),
+            **settings,
+        )
         if lines := list(differences(self.manifest.processor, fingerprint(collator))):
             raise ConfigError(
                 f"{self.path} was packed with another processor: {'; '.join(lines)}. Give that one, or pack again"
@@ -189,9 +197,10 @@ class PackedDataset(Dataset[dict[str, Any]]):
         file, at = self._where(row)
         tokens = self.manifest.processor["tokens"]
         limits = DEFAULT_LIMITS if self.collator is None else self.collator.limits
+        video_limits = DEFAULT_VIDEO_LIMITS if self.collator is None else self.collator.file_rules.limits
         try:
             table = self._files.read(file, at, without=without)
-            return samples_of(table, (tokens["image_token_id"], tokens["video_token_id"]), limits)
+            return samples_of(table, (tokens["image_token_id"], tokens["video_token_id"]), limits, video_limits)
         except LayoutError as error:
             raise ConfigError(f"row {at} of {self.path / file} contradicts itself: {error}") from error
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, final
 from PIL import Image
 
 from vlmpack.collate import Encoded, VLMCollator, sample_id_of
-from vlmpack.data import ImageError, ImageLimits, load_image, read_encoded
+from vlmpack.data import ImageError, ImageLimits, VideoLimits, load_image, open_video, read_encoded
 from vlmpack.errors import ConfigError, Refusal, SampleError
 from vlmpack.files import atomic_file, unreadable, writing
 from vlmpack.loading import MapStyle, digest_of, sample_at
@@ -130,7 +130,7 @@ class ShardWriter:
         digests = [sample_digest(feature, self.collator) for feature in features]
         columns = schema(has_media=self.has_media)
         places = [sample.place for sample in planned]
-        record = record_of(samples, places, digests, self.images, self.collator.limits)
+        record = record_of(samples, places, digests, self.images, self.collator.limits, self.collator.file_rules.limits)
         return pyarrow().Table.from_pylist([{name: record[name] for name in columns.names}], schema=columns)
 
     def _outline(self, feature: Any, planned: PlannedSample) -> Encoded:
@@ -271,7 +271,8 @@ def sample_digest(sample: Any, collator: VLMCollator) -> str:
         collator: its limits hold for images.
     """
     try:
-        content = [sample_id_of(sample), *content_of(sample, collator, partial(_sums, limits=collator.limits))]
+        read = partial(_sums, limits=collator.limits), partial(_file_sums, limits=collator.file_rules.limits)
+        content = [sample_id_of(sample), *content_of(sample, collator, *read)]
         text = json.dumps(content, default=plain, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
     except (Refusal, ConfigError, TypeError, ValueError, RecursionError):  # bad, or tokenised before
@@ -292,6 +293,18 @@ def _sums(source: Any, limits: ImageLimits) -> Any:
     except ImageError as error:
         return error.reason
     return [*size, len(data), zlib.crc32(data), zlib.adler32(data)]
+
+
+def _file_sums(video: Any, limits: VideoLimits) -> Any:
+    """Sum up a file of a video as an image is summed up, without holding it."""
+    length, crc, adler = 0, 0, 1
+    try:
+        with open_video(video, limits=limits) as file:
+            while data := file.read(2**20):
+                length, crc, adler = length + len(data), zlib.crc32(data, crc), zlib.adler32(data, adler)
+    except ImageError as error:
+        return error.reason
+    return ["file", length, crc, adler]
 
 
 def check_unchanged(

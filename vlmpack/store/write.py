@@ -19,7 +19,7 @@ from typing import Any, final
 
 import numpy as np
 
-from vlmpack.collate import VLMCollator
+from vlmpack.collate import FrameSampling, VLMCollator
 from vlmpack.data import ImageError
 from vlmpack.errors import ConfigError, SampleError, check_kind
 from vlmpack.files import atomic_file, write_text, writing
@@ -276,6 +276,8 @@ def _description(dataset: MapStyle, collator: VLMCollator, settings: StoreSettin
     slots = {name: value for name, value in asdict(collator.slots).items() if name != "pad_to"}
     decided = {"max_length": collator.max_length, "overlength": collator.overlength, "train_on": collator.train_on}
     decided |= {} if collator.markers == "auto" else {"markers": collator.markers}
+    sampling = collator.file_rules.sampling
+    decided |= {} if sampling == FrameSampling() else {"sampling": asdict(sampling)}
     limits = {**asdict(collator.limits), "formats": list(collator.limits.formats)}
     description = {
         "settings": {
