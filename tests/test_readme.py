@@ -14,6 +14,7 @@ README = ROOT / "README.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 BAD_INPUT = ROOT / "docs" / "bad_input.md"
 GUIDES = (ROOT / "docs" / "guide.md", BAD_INPUT)
+VIDEOS = ROOT / "docs" / "videos.md"
 DOCUMENTS = (README, CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md")))
 FENCE = re.compile(r"^```python(?P<mark>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -47,6 +48,11 @@ def run(*paths: Path, **prepared: object) -> int:
 def test_the_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(README, *GUIDES) >= 6
+
+
+def test_the_examples_of_videos_run_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(VIDEOS) >= 4
 
 
 def test_the_readme_can_be_read_in_one_sitting() -> None:
@@ -92,7 +98,7 @@ def test_every_reason_in_the_table_of_bad_input_is_one_that_the_collator_gives()
     reasons = set(re.findall(r"`(\w+)`", "".join(row.rsplit("|", 2)[1] for row in table[0].splitlines() if row)))
     files = [path for room in ("collate", "data") for path in (ROOT / "vlmpack" / room).glob("*.py")]
     source = "\n".join(path.read_text(encoding="utf-8") for path in files)
-    given = set(re.findall(r'"([a-z_]+)"', source.replace("{kind}", "image").replace('f"', '"')))
+    given = set(re.findall(r'"([a-z_]+)"', re.sub(r"{(self\.)?kind}", "image", source).replace('f"', '"')))
     assert len(reasons) > 10
     assert reasons <= given
 

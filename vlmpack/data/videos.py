@@ -91,7 +91,7 @@ def read_video_header(source: VideoSource, *, limits: VideoLimits = DEFAULT_VIDE
         frame = next(video.frames(), None)
         if frame is None:
             raise _undecodable("it has no frame that can be decoded")
-        height, width = upright(frame).shape[:2]
+        height, width = (frame.width, frame.height) if _turn_of(frame) in (90, 270) else (frame.height, frame.width)
     if num_frames is None:
         with _opened(source, limits) as video:
             scan = video.scan()
@@ -144,13 +144,18 @@ def upright(frame: Any) -> np.ndarray:
     Raises:
         ImageError: it is to be turned by something else than right angles.
     """
+    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), _turn_of(frame) // 90))
+
+
+def _turn_of(frame: Any) -> int:
+    """Degrees, counterclockwise, by which a frame is turned to be shown."""
     turn = frame.rotation % 360
     if turn not in _RIGHT_ANGLES:
         raise ImageError(
             f"the video is to be shown turned by {turn} degrees, and only right angles can be; encode it upright",
             "video_rotation",
         )
-    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), turn // 90))
+    return turn
 
 
 def open_video(source: VideoSource, *, limits: VideoLimits = DEFAULT_VIDEO_LIMITS) -> IO[bytes]:
