@@ -86,6 +86,14 @@ def test_a_jump_that_misses_is_made_up_for_by_decoding_from_the_start(
     assert decoded(clip, [0, 7, 19]) == [0, 7, 19]
 
 
+def test_no_frame_is_taken_for_another(clip: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A jump beyond the frame that is wanted is given up, and all is decoded from the start."""
+    from vlmpack.data import videos
+
+    monkeypatch.setattr(videos._Video, "_seek", lambda self, time: self.container.seek(time + 4096, stream=self.stream))
+    assert decoded(clip, [0, 7, 13, 19]) == [0, 7, 13, 19]
+
+
 @pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
 def test_frames_of_a_varying_rate_are_counted_and_their_rate_is_the_mean(name: str, tmp_path: Path) -> None:
     write_clip(tmp_path / name, times=IRREGULAR, codec="libx264")
@@ -288,6 +296,13 @@ def test_no_connection_and_no_other_file_is_opened(
     monkeypatch.setattr("io.open", noted)
     read_video_header(path)
     assert set(opened) <= {str(path)}
+
+
+def test_the_size_of_frames_is_bounded_before_one_is_decoded(clip: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vlmpack.data import videos
+
+    monkeypatch.setattr(videos._Video, "frames", lambda self: pytest.fail("a frame is decoded"))
+    assert refused(clip, max_pixels=6143).reason == "video_too_large"
 
 
 def test_hidden_frames_of_vp8_are_no_frames() -> None:

@@ -63,22 +63,20 @@ class _Opener:
                 if source.get(key) is not None:
                     return self.open(source[key])
             keys = sorted(map(str, source))
-            article = "an" if self.kind == "image" else "a"
-            raise ImageError(
-                f"{article} {self.kind} dict must hold 'bytes' or 'path'; this one has the keys {keys}",
-                f"{self.kind}_source",
-            )
+            fault = f"{self._a_kind} dict must hold 'bytes' or 'path'; this one has the keys {keys}"
+            raise ImageError(fault, f"{self.kind}_source")
         if isinstance(source, Path):
             return self._open_file(source)
         if isinstance(source, str):
             return self._open_text(source)
         if isinstance(source, (bytes, bytearray, memoryview)):
             return io.BytesIO(source)
-        article = "an" if self.kind == "image" else "a"
-        raise ImageError(
-            f"{article} {self.kind} of type {type(source).__name__} cannot be read; {self.remedy}",
-            f"{self.kind}_source",
-        )
+        fault = f"{self._a_kind} of type {type(source).__name__} cannot be read; {self.remedy}"
+        raise ImageError(fault, f"{self.kind}_source")
+
+    @property
+    def _a_kind(self) -> str:
+        return "an image" if self.kind == "image" else "a video"
 
     def _open_text(self, text: str) -> IO[bytes]:
         scheme = text.split(":", 1)[0].lower()

@@ -273,13 +273,17 @@ class _Video:
         for wanted in (scan.shown[index] for index in indices):
             key = bisect_right(scan.keys, wanted) - 1
             if key >= 0 and now < scan.keys[key]:
-                self.container.seek(scan.keys[key], stream=self.stream)
+                self._seek(scan.keys[key])
                 frames = self.frames()
             frame = _first_from(frames, wanted)
             if frame is None or frame.pts != wanted:
                 return
             now = wanted
             yield frame
+
+    def _seek(self, time: int) -> None:
+        """Go to the last key frame that is shown at a time or before."""
+        self.container.seek(time, stream=self.stream)
 
     def walk_to(self, indices: Sequence[int], scan: _Scan) -> Iterator[Any]:
         """Decode frames by counting them from the first; all of them, where they have no times to compare.
