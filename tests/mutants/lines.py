@@ -1242,13 +1242,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "data/test_videos.py -k misses",
         ),
         (
-            "damaged frames are refused and not concealed",
-            "videos.py",
-            ', "err_detect": "explode"}',
-            "}",
-            "data/test_videos.py -k damaged_frames",
-        ),
-        (
             "a video is turned upright",
             "videos.py",
             "_turn_of(frame) // 90))",

@@ -213,7 +213,7 @@ class _Video:
         if self.stream.codec_context is None:
             raise ImageError("libav has no decoder for its codec; encode it again as H.264", "video_codec")
         self.stream.codec_context.thread_count = 1
-        self.stream.codec_context.options = {"max_pixels": str(limits.max_pixels), "err_detect": "explode"}
+        self.stream.codec_context.options = {"max_pixels": str(limits.max_pixels)}
         self._check_size(self.stream.codec_context.height, self.stream.codec_context.width)
 
     def frames(self) -> Iterator[Any]:
