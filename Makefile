@@ -17,8 +17,9 @@ ARGS   ?=
 
 VENV   := .venv
 OLDEST := .venv-oldest
+WHEEL  := .venv-wheel
 PINS   := constraints.txt
-BUILD  := pip hatchling editables
+BUILD  := pip hatchling editables build
 PIP    := -m pip --disable-pip-version-check --quiet
 # Tests of one file share what takes long to make: processes, models, results.
 PYTEST := -n $(JOBS) --dist loadfile
@@ -30,7 +31,7 @@ CORE_TESTS   := tests/families $(CORE_STEP) $(CORE_TRAINER) tests/test_traps.py 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-full mutants bench lint format test-oldest constraints clean
+.PHONY: help demo test test-full mutants bench lint format docs wheel test-oldest constraints clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +61,17 @@ format: $(VENV)/.dev ## Rewrite the files in the house style
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+docs: $(VENV)/.docs ## Build the documentation site in build/site, offline; a link that leads nowhere fails
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+
+wheel: $(VENV)/.torch $(WHEEL)/.torch ## Build the wheel and the sdist, and try the wheel in an empty environment, outside the repository
+	rm -rf dist
+	$(VENV)/bin/python -m build --no-isolation --outdir dist . > /dev/null
+	grep -v "^torch==" $(PINS) > $(WHEEL)/pins.txt
+	$(WHEEL)/bin/python $(PIP) install --force-reinstall --no-deps dist/*.whl
+	$(WHEEL)/bin/python $(PIP) install -c $(WHEEL)/pins.txt dist/*.whl
+	cd $(WHEEL) && bin/python $(CURDIR)/tests/installed_wheel.py
+
 test-oldest: $(OLDEST)/.test ## Run the core rooms' tests with the oldest supported transformers
 	$(OLDEST)/bin/python -m pytest $(PYTEST) $(CORE_TESTS) $(ARGS)
 
@@ -67,12 +79,12 @@ constraints: $(VENV)/.dev ## Work out constraints.txt anew, for every supported 
 	$(VENV)/bin/python $(PIP) install uv
 	cp $(PINS) $(VENV)/pins.txt
 	printf '%s\n' $(firstword $(TORCH)) $(BUILD) | $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.10 \
-	  --no-header --no-annotate --all-extras $(ARGS) pyproject.toml - -o $(VENV)/pins.txt
+	  --no-header --no-annotate $(addprefix --extra=,dev docs demo peers) $(ARGS) pyproject.toml - -o $(VENV)/pins.txt
 	{ sed '/^[^#]/,$$d' $(PINS); grep -v -E "^(nvidia|cuda|triton|setuptools)[-=]|== 'pypy'|== 'emscripten'|== 'win32'" $(VENV)/pins.txt; } > $(VENV)/pins.new
 	mv $(VENV)/pins.new $(PINS)
 
 clean: ## Remove the environments, caches and whatever the demo wrote
-	rm -rf $(VENV) $(OLDEST) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist demo-output results
+	rm -rf $(VENV) $(OLDEST) $(WHEEL) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist demo-output results
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------- environments
@@ -80,7 +92,7 @@ clean: ## Remove the environments, caches and whatever the demo wrote
 
 # An environment that was made with another interpreter or torch than is now asked for is made anew.
 ifneq ($(origin PYTHON) $(origin TORCH),file file)
-$(shell for env in $(VENV) $(OLDEST); do [ "$$(cat $$env/.torch 2>&1)" = "$(PYTHON) $(TORCH)" ] || rm -f $$env/.torch; done)
+$(shell for env in $(VENV) $(OLDEST) $(WHEEL); do [ "$$(cat $$env/.torch 2>&1)" = "$(PYTHON) $(TORCH)" ] || rm -f $$env/.torch; done)
 endif
 
 %/.torch:
@@ -104,7 +116,7 @@ $(OLDEST)/constraints.txt: $(OLDEST)/.torch $(PINS) constraints-oldest.txt
 	grep -v -E "^($(OWN))==" $(PINS) | cat - $(filter constraints-%,$^) > $@
 	$*/bin/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" >> $@
 
-$(VENV)/.demo $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(VENV)/constraints.txt pyproject.toml
+$(VENV)/.demo $(VENV)/.test $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: $(VENV)/constraints.txt pyproject.toml
 	$(VENV)/bin/python $(PIP) install -c $< --no-build-isolation -e '.[$*]'
 	@touch $@
 

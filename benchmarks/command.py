@@ -36,6 +36,7 @@ from benchmarks.cases.loader import (
 from benchmarks.cases.plan import PlanShapes, measure_plan
 from benchmarks.cases.service import ServiceShapes, measure_service
 from benchmarks.cases.step import CompileShapes, measure_compiled, measure_memory, measure_step
+from benchmarks.cases.tree import TreeShapes, measure_tree
 from benchmarks.figures import MOST_SEED, BenchSettings, Figure, Report, Skipped, check_budget, environment, place_for
 from benchmarks.peers import PeerShapes, measure_peers
 from benchmarks.receipts import ReceiptShapes
@@ -96,6 +97,13 @@ CASES: Mapping[str, Case] = {
         shapes=ReceiptShapes(),
         by_family=True,
         weight=3.0,
+    ),
+    "tree": Case(
+        about="a training step on a row whose samples share prefixes, against the row without sharing",
+        run=measure_tree,
+        shapes=TreeShapes(),
+        by_family=True,
+        weight=4.0,
     ),
     "memory": Case(about="peak memory of those two steps", run=measure_memory, shapes=ReceiptShapes(), by_family=True),
     "service": Case(

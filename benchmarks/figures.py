@@ -28,14 +28,14 @@ class BenchSettings:
     """Settings of one benchmark run; the sizes of a case are its own."""
 
     device: str = "cpu"
-    """Where models and batches live: "cpu" or "cuda"."""
+    """The device of models and batches: "cpu" or "cuda"."""
     family: str = "qwen3_vl"
     """`config.model_type` of the model, for cases that measure one family at a time."""
     seconds: float = 60.0
     """Time that one case may take (for one family), in seconds; it always gets its least number of rounds. A run of
     several hands it out anew before each, by what is left."""
     clock: Clock = "wall"
-    """Which clock decides: "wall", or "cpu" (time of all threads of this process) on a machine that others use too."""
+    """The clock that decides: "wall", or "cpu" (time of all threads of this process), for a machine that others use."""
     seed: int = 0
     """Of weights, ids and pixels."""
 
@@ -142,7 +142,7 @@ class Skipped:
     name: str
     """Its name, in words, or the family."""
     why: str
-    """Why not, and what to do about it."""
+    """The reason, and the remedy."""
     owed: bool = False
     """True: it could have been measured on this machine, so a check of all targets is not complete without it."""
 

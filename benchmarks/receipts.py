@@ -150,7 +150,7 @@ def _with_images(
     """An image at the start of every sample."""
     assert batch.metadata is not None
     merge = family.merge(config)
-    grids = [_grid(round(n * shapes.image_share), merge) for n in shapes.lengths]
+    grids = [image_grid(round(n * shapes.image_share), merge) for n in shapes.lengths]
     ids, types = batch.input_ids.clone(), torch.zeros_like(batch.input_ids)
     for row, grid in enumerate(grids):
         image = family.tokens_per_image(grid, merge)
@@ -197,7 +197,7 @@ def hf_inputs(batch: PaddedBatch) -> dict[str, torch.Tensor]:
     return {name: value for name, value in batch.to_hf().items() if isinstance(value, torch.Tensor)}
 
 
-def _grid(tokens: int, merge: int) -> Grid:
+def image_grid(tokens: int, merge: int) -> Grid:
     """An image of about this many tokens, half as wide as it is high: a receipt."""
     columns = max(1, isqrt(tokens // 2))
     return 1, merge * max(1, round(tokens / columns)), merge * columns

@@ -157,9 +157,18 @@ def logprobs_of(outcome: Outcome) -> torch.Tensor:
     return -outcome.target_losses
 
 
-def check_work(truth: Alone, result: StepResult, multiple: int, *, sparse: bool = False) -> None:
+def check_work(truth: Alone, result: StepResult, multiple: int, config: Any) -> None:
     """Equal outputs do not prove that padding was skipped: so does the work. Sparse attention chooses among pairs."""
-    assert not work_problems(result.work, truth.samples, multiple=multiple, sparse=sparse)
+    family = FAMILIES[config.model_type]
+    sparse, windows = family.has("per_sample"), windows_of(family.text_config(config))
+    assert not work_problems(result.work, truth.samples, multiple=multiple, sparse=sparse, windows=windows)
+
+
+def windows_of(text_config: Any) -> set[int | None]:
+    """The windows of a model's layers, as its configuration describes them."""
+    window = getattr(text_config, "sliding_window", None)
+    kinds = getattr(text_config, "layer_types", None) or ["sliding_attention"]
+    return {window if kind == "sliding_attention" else None for kind in kinds if kind != "linear_attention"}
 
 
 # ---------------------------------------------------------------------- poison

@@ -9,9 +9,12 @@ import torch
 
 from vlmpack.families import FAMILIES, family_named
 from vlmpack.layout import PaddedBatch, SlotRule
+from vlmpack.model.mechanisms.experts import has_balance
 from vlmpack.testing import Sample, mixed_samples, padded, tiny_model
 
 MOE = tuple(name for name, family in FAMILIES.items() if family.has("experts"))
+BALANCED = tuple(name for name in MOE if has_balance(FAMILIES[name]))
+"""Families with a load-balancing loss: others balance their experts by a bias."""
 LAYERS, EXPERTS, TOP_K = 3, 5, 3
 KINDS = ("image", "text", "images", "text")
 SHARES = (0, 20, 68)
@@ -40,6 +43,11 @@ def text_config(model: Any) -> Any:
 def decoder_layers(model: Any) -> list[Any]:
     """Its decoder layers."""
     return list(family_named(model.config.model_type).language_model(model).layers)
+
+
+def router_of(layer: Any) -> Any:
+    """The router of a decoder layer, whatever the family calls it."""
+    return getattr(layer.mlp, "gate", None) or layer.mlp.router
 
 
 def before_experts(layer: Any) -> Any:

@@ -24,10 +24,13 @@ from vlmpack.service.messages import (
     LoraConfig,
     TextChunk,
 )
+from vlmpack.service.ranks import Ranks
 from vlmpack.testing import tiny_model, tiny_processor
 
 ADAM = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.0, grad_clip_norm=0.0)
-TEXT_FAMILIES = ("qwen3", "qwen3_next")
+TEXT_FAMILIES = tuple(name for name, family in FAMILIES.items() if not family.has_vision)
+ALL_ROUTED = ("qwen3_vl_moe", "qwen3_moe", "gpt_oss")
+"""Families whose MLPs are routed experts, which adapters do not adapt."""
 
 
 def plain_model(family: str = "qwen3_vl", **sizes: Any) -> Any:
@@ -40,17 +43,23 @@ def processor_for(family: str) -> Any:
 
 
 def tiny_engine(
-    family: str = "qwen3_vl", *, limits: Mapping[str, int] | None = None, model: Any = None, **settings: Any
+    family: str = "qwen3_vl",
+    *,
+    limits: Mapping[str, int] | None = None,
+    model: Any = None,
+    ranks: Ranks | None = None,
+    **settings: Any,
 ) -> Engine:
     processor = processor_for(family)
     config = EngineConfig(limits=ServiceLimits(**(limits or {})), **settings)
     of_family = processor.tokenizer if family in TEXT_FAMILIES else processor
-    return Engine(model or plain_model(family), of_family, name="tiny", tokenizer_id="tiny", config=config)
+    base = model or plain_model(family)
+    return Engine(base, of_family, name="tiny", tokenizer_id="tiny", config=config, ranks=ranks)
 
 
 def lora(family: str = "qwen3_vl", **settings: Any) -> LoraConfig:
     """Whatever the family can adapt."""
-    return LoraConfig(**{"rank": 4, "seed": 1, "train_mlp": family != "qwen3_vl_moe", **settings})
+    return LoraConfig(**{"rank": 4, "seed": 1, "train_mlp": family not in ALL_ROUTED, **settings})
 
 
 # ---------------------------------------------------------------------- datums

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +57,8 @@ def numbers_after(start: str, text: str) -> list[float]:
 
 
 def test_there_is_a_notebook() -> None:
-    assert [path.name for path in NOTEBOOKS] == ["01_pack_receipts.ipynb", "05_step_service.ipynb"]
+    names = ["01_pack_receipts.ipynb", "05_step_service.ipynb", "06_grpo_shared_prefixes.ipynb"]
+    assert [path.name for path in NOTEBOOKS] == names
 
 
 @pytest.mark.full
@@ -89,6 +91,23 @@ def test_the_step_service_trains_samples_and_improves(tmp_path: Path) -> None:
     first, best = (float(word) for word in rewards.split() if word[0].isdigit())
     assert best > first
     assert "the server ended with 0" in said
+    assert [output.text for output in outputs(notebook) if output.get("name") == "stderr"] == []
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_group_is_a_tree_equal_to_its_samples_and_grpo_improves(tmp_path: Path) -> None:
+    notebook = executed(NOTEBOOKS[2], tmp_path)
+    pictures = [output for output in outputs(notebook) if "image/png" in output.get("data", {})]
+    assert len(pictures) == 3  # receipts, the tree, rewards
+    said = printed(notebook)
+    for start in ("largest difference of a log-probability", "largest difference of the gradient"):
+        (difference,) = numbers_after(start, said)
+        assert difference < 1e-5
+    shared, alone = (int(word.strip(",")) for word in re.findall(r"tokens: (\d+) in the tree, (\d+) alone", said)[0])
+    assert shared < alone / 2
+    first, best = numbers_after("mean reward", said)
+    assert best > first
     assert [output.text for output in outputs(notebook) if output.get("name") == "stderr"] == []
 
 

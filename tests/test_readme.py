@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import ast
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from vlmpack import VlmpackError
+
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
-BAD_INPUT = ROOT / "docs" / "bad_input.md"
-GUIDES = (ROOT / "docs" / "guide.md", BAD_INPUT)
-VIDEOS = ROOT / "docs" / "videos.md"
-DOCUMENTS = (README, CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md")))
+DOCS = ROOT / "docs"
+BAD_INPUT = DOCS / "bad_input.md"
+PAGES = sorted(DOCS.glob("*.md"))
+DOCUMENTS = (README, CONTRIBUTING, ROOT / "SECURITY.md", *PAGES)
 FENCE = re.compile(r"^```python(?P<mark>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -47,12 +50,36 @@ def run(*paths: Path, **prepared: object) -> int:
 
 def test_the_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(README, *GUIDES) >= 6
+    assert run(README) >= 3
 
 
-def test_the_examples_of_videos_run_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # PyTorch imports its compiler
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT reads it
+@pytest.mark.full
+@pytest.mark.parametrize("page", [page for page in PAGES if examples(page)], ids=lambda page: page.stem)
+def test_the_examples_of_a_page_run_by_themselves(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(VIDEOS) >= 4
+    runnable = [example for example in examples(page) if not example.mark]
+    assert run(page) == len(runnable)
+
+
+def test_the_navigation_of_the_site_lists_every_page() -> None:
+    listed = set(re.findall(r"(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    made = {"overview.md", "troubleshooting.md", "security.md", "changelog.md", "contributing.md"}
+    assert listed == {page.name for page in PAGES} | made
+
+
+@pytest.mark.full
+def test_the_page_of_messages_has_every_reason_and_kind_of_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    page = import_module("troubleshooting").troubleshooting()
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "vlmpack").rglob("*.py"))
+    reasons = set(re.findall(r'Refusal\(\s*"(\w+)"', source))
+    assert len(reasons) > 20
+    assert {reason for reason in reasons if f"`{reason}`" not in page} == set()
+    kinds = {kind.__name__ for kind in VlmpackError.__subclasses__()} - {"ImageError"}  # listed by its reasons
+    assert {kind for kind in kinds if f"## {kind}\n" not in page} == set()
+    assert page.count("\n| ") > 400
 
 
 def test_the_readme_can_be_read_in_one_sitting() -> None:

@@ -2,12 +2,17 @@
 
 `make test` leaves out what is marked `full`; `make test-full` runs everything. A function with several parameters and
 the mark `pairwise` stays in the short tier with few of its cases: every pair of values of two parameters is in one of
-them. With the mark `each_value` every value is. The others are marked `full` here.
+them. With the mark `each_value` every value is. The others are marked `full` here. Cases of a value that is itself in
+the full tier only stay there, and show nothing.
+
+Families that bring no part of the code with them are in the full tier, but for tests with the mark
+`every_family`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from itertools import combinations
 from typing import Any
 
@@ -28,6 +33,10 @@ def mark_products(items: Iterable[pytest.Item]) -> None:
     """Mark as `full` what shows no new pair of values (`pairwise`) or no new value (`each_value`); ever the same."""
     products: dict[str, list[tuple[pytest.Item, set[Any]]]] = {}
     for item in items:
+        if _is_shown_by_others(item):
+            item.add_marker(pytest.mark.full)
+        if item.get_closest_marker("full"):
+            continue
         together = 2 if item.get_closest_marker("pairwise") else 1
         if together == 2 or item.get_closest_marker("each_value"):
             values = [(name, repr(value)) for name, value in item.callspec.params.items()]  # pyright: ignore
@@ -41,3 +50,22 @@ def mark_products(items: Iterable[pytest.Item]) -> None:
             cases.remove(best)
         for item, _ in cases:
             item.add_marker(pytest.mark.full)
+
+
+def _is_shown_by_others(item: pytest.Item) -> bool:
+    """Return whether a test is about one of those families."""
+    parameters = getattr(item, "callspec", None)
+    if parameters is None or item.get_closest_marker("every_family"):
+        return False
+    return any(isinstance(value, str) and value in _shown_by_others() for value in parameters.params.values())
+
+
+@cache
+def _shown_by_others() -> frozenset[str]:
+    """Text models beside Qwen's: what they bring is shown once each in `tests/model/test_text_families.py`.
+
+    Imported here: whoever breaks a copy of the package imports this file before there is one.
+    """
+    from vlmpack.families.text import TEXT
+
+    return frozenset(family.model_type for family in TEXT)

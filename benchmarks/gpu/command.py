@@ -21,6 +21,7 @@ from benchmarks.gpu.models import Models
 from benchmarks.gpu.run import Cell, Journal, Lab, run_cells
 from benchmarks.gpu.shapes import SHAPES, GpuShapes
 from benchmarks.gpu.steps import flash_cell, memory_cells, step_cells, summary_cell, sync_cells
+from benchmarks.gpu.trees import tree_cells
 from benchmarks.report import markdown, readable, skipped, target_in_words, title
 from benchmarks.timing import new_garbage_only
 from vlmpack.errors import check_whole_number
@@ -38,7 +39,7 @@ def all_cells(shapes: GpuShapes) -> list[Cell]:
     for shape in shapes.models:
         cells += step_cells(shapes, shape, shapes.micro_batches[:FIRST])
         cells += sync_cells(shapes, shape)
-    cells += [*attention_cells(shapes), *head_cells(shapes)]
+    cells += [*attention_cells(shapes), *head_cells(shapes), *tree_cells(shapes)]
     for shape in shapes.models:
         cells += memory_cells(shapes, shape)
         cells += step_cells(shapes, shape, shapes.recomputed, recomputed=True)

@@ -41,7 +41,7 @@ class Lab:
     figures: list[Figure] = field(default_factory=list)
     """Figures measured so far."""
     ends: float = float("inf")
-    """When the budget is used up, by `time.time`."""
+    """The moment at which the budget is used up, by `time.time`."""
 
     @property
     def seconds_left(self) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from benchmarks.cases.attention import Site
+from benchmarks.cases.tree import Rollouts
 from benchmarks.receipts import ReceiptShapes
 
 
@@ -73,6 +74,10 @@ class GpuShapes:
     """Of the segments that back-ends are checked on, a segment of none among them."""
     sites: tuple[Site, ...]
     """Attention layers that are timed."""
+    trees: tuple[Rollouts, ...]
+    """Groups of samples along whose paths attention is timed, by the first of `heads`."""
+    rollouts: Rollouts
+    """The group of samples whose step is timed, whole and as a tree."""
     square: int
     """Side of a square matrix product."""
     tokens: int
@@ -137,6 +142,12 @@ FULL = GpuShapes(
         Site(name="language 256", lengths=_spread(1792), heads=8, kv_heads=2, head_dim=256, causal=True),
         Site(name="vision 72", lengths=_spread(4288), heads=16, kv_heads=16, head_dim=72, causal=False),
     ),
+    trees=(
+        Rollouts(prefix=4096, branch=410, samples=8),
+        Rollouts(prefix=2048, branch=512, samples=16),
+        Rollouts(prefix=512, branch=512, samples=8),
+    ),
+    rollouts=Rollouts(prefix=1024, branch=256, samples=8, image_tokens=768),
     square=8192,
     tokens=8192,
     copied=2**32,
@@ -163,6 +174,8 @@ TINY = GpuShapes(
         Site(name="language", lengths=(7, 3, 5), heads=6, kv_heads=2, head_dim=8, causal=True),
         Site(name="vision", lengths=(4, 9), heads=3, kv_heads=3, head_dim=8, causal=False),
     ),
+    trees=(Rollouts(prefix=70, branch=5, samples=3),),
+    rollouts=Rollouts(prefix=70, branch=5, samples=3, image_tokens=8),
     square=32,
     tokens=64,
     copied=2**16,

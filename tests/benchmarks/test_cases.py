@@ -12,8 +12,9 @@ from tiers import full
 from benchmarks.cases.attention import Site
 from benchmarks.cases.head import all_rows, head_inputs, labelled_rows, measure_chunks
 from benchmarks.cases.loader import long_batch
-from benchmarks.cases.service import ServiceShapes, new_engine, new_request, own_loop, run_requests
+from benchmarks.cases.service import ServiceShapes, datum_loop, encoded, new_data, new_engine, own_loop, run_requests
 from benchmarks.cases.step import target_of
+from benchmarks.cases.tree import Rollouts, TreeShapes, row_flops, samples_of
 from benchmarks.command import (
     CASES,
     AttentionShapes,
@@ -24,10 +25,11 @@ from benchmarks.command import (
     PixelShapes,
 )
 from benchmarks.figures import BenchSettings, Figure, Skipped
-from benchmarks.receipts import ReceiptShapes
+from benchmarks.receipts import ReceiptShapes, receipt_config
 from vlmpack.errors import VlmpackError
 from vlmpack.families import FAMILIES, family_named
-from vlmpack.layout import lengths_from_mask
+from vlmpack.layout import lengths_from_mask, pack, share
+from vlmpack.testing import padded
 
 QUICK = BenchSettings(seconds=0.0)
 TINY = ReceiptShapes(
@@ -46,8 +48,23 @@ SHAPES = {
     ),
     "step": TINY,
     "memory": TINY,
+    "tree": TreeShapes(
+        receipts=TINY,
+        rollouts=(Rollouts(prefix=70, branch=5, samples=3, image_tokens=8),),
+        long=Rollouts(prefix=66, branch=9, samples=2, image_tokens=12),
+        groups=2,
+    ),
     "head": TINY,
-    "service": ServiceShapes(receipts=TINY, small=replace(TINY, samples=1), row_tokens=60, rank=2, clients=2),
+    "service": ServiceShapes(
+        receipts=TINY,
+        small=replace(TINY, samples=1),
+        wire=TINY,
+        row_tokens=60,
+        rank=2,
+        clients=2,
+        crowd=2,
+        crowd_requests=1,
+    ),
     "compile": CompileShapes(receipts=replace(TINY, layers=1), steps=4, samples=(1, 2), longest=(20, 30)),
 }
 TARGETS = {
@@ -58,8 +75,9 @@ TARGETS = {
     "attention": [],
     "step": [0.95],
     "memory": [0.7],
+    "tree": [0.9, 0.85, 0.02, 0.01],
     "head": [1.1],
-    "service": [0.9, 2.0],
+    "service": [0.9, 2.0, 0.05, 3.0],
     "compile": [3, 0],
 }
 
@@ -75,7 +93,7 @@ def test_a_case_measures_and_holds_its_figures_to_the_targets(name):
     check(figures, name)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl_moe", *full("qwen2_5_vl", "qwen3_5", "qwen3", "qwen4_exp")])
+@pytest.mark.parametrize("family", ["qwen3", *full("qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen4_exp")])
 def test_a_step_is_measured_for_every_kind_of_family(family):
     figures = CASES["step"].run(replace(QUICK, family=family), TINY)
     check(figures, "step")
@@ -118,6 +136,16 @@ def test_both_cases_weigh_the_same_memory():
     assert step["memory, packed / padded"].value == memory["packed / padded"].value < 1
 
 
+def test_equal_samples_are_computed_once_so_that_two_cost_twice_the_tree():
+    family = family_named("qwen3_vl")
+    config = receipt_config(family, TINY)
+    sample = next(iter(samples_of(family, config, Rollouts(prefix=70, branch=5, samples=1, image_tokens=8), seed=0)))
+    row = pack(padded([sample, sample]))
+    shared = share(row)
+    assert shared.tree is not None
+    assert row_flops(family, config, row) == 2 * row_flops(family, config, shared)
+
+
 def test_both_heads_give_the_same_loss_and_gradients():
     inputs = head_inputs(TINY, QUICK)
     found = []
@@ -150,9 +178,11 @@ def test_the_batch_to_pack_has_the_ratio_that_was_asked_for():
     assert sorted(lengths) == [20, 36, 52, 68, 84, 100]
 
 
-def test_a_loop_of_ones_own_computes_what_the_engine_does():
+def test_loops_of_ones_own_compute_what_the_engine_does():
     shapes = SHAPES["service"]
     engine = new_engine(QUICK, shapes, row_tokens=shapes.row_tokens)
-    request = new_request(engine, shapes.receipts, model_id="client 0", seed=0)
+    request = encoded(engine, new_data(shapes.receipts, seed=0), model_id="client 0")
     (result,) = run_requests(engine, [request])
-    assert own_loop(request, QUICK, shapes)() == pytest.approx(result.metrics["loss:sum"], rel=1e-5)
+    expected = pytest.approx(result.metrics["loss:sum"], rel=1e-5)
+    assert own_loop(engine, request, QUICK, shapes)() == expected
+    assert datum_loop(request, QUICK, shapes)() == expected

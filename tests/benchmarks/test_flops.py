@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import tiers
 from torch import nn
 
 from benchmarks.flops import CHUNK, COPY, PRODUCT, Ceilings, count_flops, step_flops
@@ -103,7 +104,7 @@ def test_a_padded_batch(name):
     assert formula.total == pytest.approx(counted, rel=CLOSE)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", tiers(FAMILIES, short=["qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3"]))
 def test_each_sample_alone(name):
     family, model, batch = parts(name)
     grids = [[grid] for grid in batch.metadata.image_grids] or [[]] * TINY.samples

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from tiers import full
 from torch import nn
 
 from benchmarks.command import main
 from benchmarks.figures import BenchSettings, Figure, Report
-from benchmarks.gpu import checks, layers, models, steps
+from benchmarks.gpu import checks, layers, models, steps, trees
 from benchmarks.gpu.command import all_cells
 from benchmarks.gpu.device import Cpu, if_it_fits, is_out_of_memory
 from benchmarks.gpu.models import (
@@ -58,6 +59,7 @@ CASES = {
     steps.STEP,
     steps.MEMORY,
     steps.SYNCS,
+    trees.TREE,
 }
 FAMILIES = ["qwen3_vl", "qwen3_5"]
 
@@ -474,3 +476,32 @@ def test_without_a_kernel_for_the_convolution_the_product_is_measured_and_the_re
     assert figure.name.endswith("patches, product")
     assert not isinstance(left_out, Figure)
     assert left_out.why == "refused: GET was unable to find an engine to execute this computation"
+
+
+class TestTrees:
+    """Rows whose samples share prefixes, at sizes of a CPU."""
+
+    def test_gathering_and_the_sums_of_gradients_are_measured(self) -> None:
+        (attention,) = [each for each in trees.tree_cells(TINY) if "attention" in each.name]
+        figures = {one.name.removeprefix("attention, 70/5 x 3, "): one for one in attention.run(lab())}
+        assert {"packed", "gathered", "gathering", "packed / gathered", "gathering / gathered"} <= figures.keys()
+        summed = figures["error of the prefix's gradients summed in float32 / packed"]
+        assert summed.target is trees.SUMMED_RIGHT
+        assert all(one.value > 0 for one in figures.values() if isinstance(one, Figure))
+
+    def test_gradients_along_paths_are_those_of_the_samples(self) -> None:
+        rollouts = TINY.trees[0]
+        tree, rng = trees.tree_of(rollouts), torch.Generator().manual_seed(0)
+        qkv = [torch.randn(tree.num_tokens, n, 16, generator=rng) for n in (4, 2, 2)]
+        truth = trees._along_samples(tree, qkv)
+        for run in (trees._along_paths, trees._summed_low):
+            for x, y in zip(run(tree, qkv), truth, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("family", ["qwen3_vl", *full("qwen3_5")])
+    def test_a_step_on_a_tree_is_measured_without_a_sync(self, family: str) -> None:
+        (step,) = [each for each in trees.tree_cells(TINY) if each.name == f"step, {family}"]
+        figures = {one.name.removeprefix("step, 70/5 x 3, "): one for one in step.run(lab()) if isinstance(one, Figure)}
+        assert figures["syncs of vlmpack's"].value == 0
+        assert figures["ideal"].value > 1.5
+        assert figures["share of ideal"].target is trees.SHARE

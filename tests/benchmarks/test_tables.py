@@ -126,6 +126,7 @@ def test_a_figure_its_spread_and_its_target_are_in_one_unit() -> None:
     assert "uniform: a sample of a stream of a million lengths 25 µs 24.5 to 25.1 300 ≤ 20 µs missed" in words
 
 
+@pytest.mark.full
 def test_the_command_has_no_colours_and_no_cut_cells_in_a_pipe(tmp_path: Path) -> None:
     measured().save(tmp_path / "run.json")
     done = subprocess.run(

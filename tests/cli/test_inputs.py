@@ -44,6 +44,17 @@ def test_receipts_have_no_paths(tmp_path: Path) -> None:
         opened("synthetic", processor="tiny", image_root=tmp_path)
 
 
+def test_each_question_can_be_a_sample(tmp_path: Path) -> None:
+    turns = [{"role": role, "content": f"{role} {i}"} for i in range(3) for role in ("user", "assistant")]
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"messages": turns, "id": "r"}))
+    assert len(opened(str(file), processor="tiny:qwen3").dataset) == 1
+    branches = opened(str(file), processor="tiny:qwen3", branches="turns").dataset
+    assert [sample["id"] for sample in branches] == ["r/0", "r/1", "r/2"]
+    with pytest.raises(ConfigError, match="--branches turns: synthetic receipts have one question each"):
+        opened("synthetic", processor="tiny", branches="turns")
+
+
 @pytest.mark.parametrize("processor", ["tiny", "tiny:qwen3"])
 def test_texts_go_with_a_vision_model_and_with_a_text_model(chats: str, processor: str) -> None:
     inputs = opened(chats, processor=processor)

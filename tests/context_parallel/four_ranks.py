@@ -1,7 +1,7 @@
-"""What each of four gloo ranks runs, started by test_context.py: python -m torch.distributed.run ... FOLDER.
+"""Four gloo ranks, started by test_context.py: python four_ranks.py FOLDER.
 
-Every case goes through one step on one rank alone and through one shared by several. Rank 0 writes what it saw to
-FOLDER/result.json.
+They are forks of a process that has imported everything: that takes longer than what they compute. Every case goes
+through one step on one rank alone and through one shared by several. Rank 0 writes what it saw to FOLDER/result.json.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch import multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -36,7 +37,13 @@ HOME = Path(vlmpack.__file__).parent
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    for family in {case.family for case in CASES}:
+        tiny_model(family)  # imports its modelling file
+    multiprocessing.start_processes(run_rank, args=(folder,), nprocs=WORLD, start_method="fork")
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     chosen = json.loads((folder / "chosen.json").read_text())
     meshes = {n: init_device_mesh("cpu", (WORLD // n, n), mesh_dim_names=("data", "context")) for n in (1, 2, 4)}
     seen = {

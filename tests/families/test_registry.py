@@ -24,7 +24,25 @@ EXPECTED = {
     "qwen4_exp": "Qwen4ExpForConditionalGeneration",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
+
+
+def test_every_family_is_listed() -> None:
+    assert EXPECTED.keys() == FAMILIES.keys()
 
 
 def refusal(model: Any) -> str:
@@ -112,7 +130,7 @@ def test_a_family_that_would_leak_is_refused_with_what_leaks(model_type: str, le
     assert "supported: qwen2_vl, qwen2_5_vl, qwen3_vl" in text
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3_vl_text", "qwen3_5_text", "qwen3_moe", ""])
+@pytest.mark.parametrize("model_type", ["gemma", "mixtral", "qwen3_vl_text", "qwen3_5_text", "qwen2_moe", ""])
 def test_an_unknown_family_is_refused_with_those_that_are_known(model_type: str) -> None:
     text = refusal(of_type(model_type))
     assert "unknown family" in text
@@ -160,13 +178,10 @@ def test_frequencies_that_change_with_the_longest_sample_are_refused(name: str, 
     assert "use 'yarn'" in text
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3"])
-def test_sliding_windows_are_refused(name: str) -> None:
-    model = tiny_model(name)
-    family_of(model).text_config(model.config).layer_types = ["full_attention", "sliding_attention"]
-    text = refusal(model)
-    assert "use_sliding_window" in text
-    assert "set it to False" in text
+def test_frequencies_of_each_kind_of_layer_are_looked_at() -> None:
+    model = tiny_model("gemma3_text")
+    model.config.rope_parameters["full_attention"] = {"rope_type": "dynamic", "factor": 2.0}
+    assert "rope_type is 'dynamic'" in refusal(model)
 
 
 # ---------------------------------------------------------------------- a descriptor and a model that differ

@@ -187,7 +187,7 @@ def naive_maps(tree: NaiveTree, samples: Sequence[Sequence[int]]) -> NaiveMaps:
     source: dict[int, int] = {}
     predecessor: dict[int, int] = {}
     place: list[int] = []
-    seen: dict[int, list[int]] = {}
+    attended: dict[int, list[int]] = {}
     for i, _ in enumerate(samples):
         path, node = [], tree.leaves[i]
         while node >= 0:
@@ -201,13 +201,13 @@ def naive_maps(tree: NaiveTree, samples: Sequence[Sequence[int]]) -> NaiveMaps:
                 predecessor[token] = walked[-1] if walked else -1
                 place.append(token)
                 walked.append(token)
-                seen[token] = list(walked)
+                attended[token] = list(walked)
     count = sum(len(node) for node in tree.nodes)
     lasts = [first + len(node) - 1 for first, node in zip(firsts, tree.nodes, strict=True)]
     return NaiveMaps(
         source=[source[token] for token in range(count)],
         place=place,
         predecessor=[predecessor[token] for token in range(count)],
-        keys=[seen[last] for last in lasts],
-        pairs=sum(len(seen[token]) for token in range(count)),
+        keys=[attended[last] for last in lasts],
+        pairs=sum(len(attended[token]) for token in range(count)),
     )

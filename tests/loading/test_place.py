@@ -149,6 +149,7 @@ def test_stopped_after_any_row_all_passes_to_come_are_those_of_the_unbroken_stre
     assert 3 <= ended < ROWS  # the guard: some stops are at the end of a pass, others are not
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("step", [1, 2, 5])
 def test_a_stream_may_be_stopped_again_and_again(source, step):

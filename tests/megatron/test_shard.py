@@ -11,9 +11,9 @@ from waiting import waits_are_errors
 
 from vlmpack.context_parallel import Layout
 from vlmpack.errors import LayoutError
-from vlmpack.layout import IGNORE, Media, PackedRow, Segments, SlotRule
+from vlmpack.layout import IGNORE, Media, PackedRow, Segments, SlotRule, share
 from vlmpack.layout.row import without_successor
-from vlmpack.megatron import LocalRow, shard, unshard
+from vlmpack.megatron import LocalRow, shard, to_megatron, unshard
 
 RANKS = 2
 IMAGES = {3: (1, 4, 8), 20: (1, 4, 4), 26: (1, 2, 4)}
@@ -161,3 +161,12 @@ def test_a_row_whose_grids_are_not_those_of_its_metadata_is_refused(row):
     others = row.media.image_grid_thw.flip(0)
     with pytest.raises(LayoutError, match="image_grid_thw is not what the host metadata"):
         shard(replace(row, media=replace(row.media, image_grid_thw=others)), 0, RANKS, merge=2)
+
+
+def test_a_row_whose_samples_share_prefixes_is_refused() -> None:
+    ids = torch.arange(4).repeat(2)[None]
+    row = share(PackedRow(input_ids=ids, segments=Segments.from_lengths([4, 4])), min_shared=1)
+    assert row.tree is not None
+    for cut in (lambda: shard(row, 0, RANKS, merge=1), lambda: to_megatron(row)):
+        with pytest.raises(LayoutError, match=r"share prefixes, and .* by itself: give it unshare"):
+            cut()

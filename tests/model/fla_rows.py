@@ -14,6 +14,7 @@ import torch
 from equality import Alone, alone_through, by_sample, gradients, poisoned
 from fla.ops.gated_delta_rule import CALLS  # pyright: ignore[reportMissingImports]
 from parts import gated_delta_layers
+from trees import DEEP, STRANGER, samples_of, shared
 
 from vlmpack.errors import VlmpackError
 from vlmpack.families import family_named
@@ -44,6 +45,7 @@ def cases(family: str) -> dict[str, Any]:
         seen["no zeros"] = without(model, truth, mock.patch.object(gated_delta, "reach", return_value=0))
         seen["no boundaries"] = without(model, truth, mock.patch.object(gated_delta, "fla_boundaries", return_value={}))
         seen["bias"] = biased(model, truth)
+        seen["tree"] = of_tree(model)
         seen["padding alone"] = padding_alone(model)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         seen["checkpointing"] = compared(model, truth)
@@ -74,6 +76,24 @@ def compared(model: Any, truth: Alone) -> dict[str, Any]:
         "logits": max(float((x - own).abs().max()) for x, own in zip(by_sample(result), truth.logits, strict=True)),
         "loss": abs(float(result.loss / truth.loss) - 1),
         "gradient": max(float((x - own).abs().max() / own.abs().max()) for x, own in pairs),
+    }
+
+
+def of_tree(model: Any) -> dict[str, Any]:
+    """How far a row with a prefix tree is from its samples alone, and how it was computed."""
+    truth = alone_through(model, samples_of(model.config, DEEP, STRANGER))
+    CALLS.clear()
+    result = PackedStep(model)(shared(truth.samples), logits=True)
+    result.loss.backward()
+    found = gradients(model)
+    model.zero_grad()
+    disable_packing(model)
+    return {
+        "calls": len(CALLS),
+        "delta_tokens": result.work.delta_tokens,
+        "tokens": [result.work.physical_tokens, result.work.real_tokens],
+        "logits": max(float((x - own).abs().max()) for x, own in zip(by_sample(result), truth.logits, strict=True)),
+        "gradient": max(float((found[n] - own).abs().max() / own.abs().max()) for n, own in truth.gradients.items()),
     }
 
 

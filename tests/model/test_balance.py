@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from moe import (
+    BALANCED,
     EXPERTS,
     LAYERS,
     MOE,
@@ -19,6 +20,7 @@ from moe import (
     naive_counts,
     naive_z_loss,
     real_rows,
+    router_of,
     rule_for,
     samples_of,
     stock,
@@ -33,7 +35,7 @@ from vlmpack.testing import alone, padded, tiny_model
 
 RELATIVE, GRADIENT = 1e-6, 1e-5
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
-every_family = pytest.mark.parametrize("family", MOE)
+every_family = pytest.mark.parametrize("family", BALANCED)
 
 
 def close(a, b):
@@ -108,21 +110,23 @@ def test_gradients_of_router_losses_are_compared_with_teeth(family):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
-@every_family
+@pytest.mark.parametrize("family", MOE)
 def test_expert_counts_are_what_experts_were_sent(family, implementation, dtype):
     """Also where two experts are equally good for a token: every router here has two that always are."""
     model = fresh(family, implementation=implementation, dtype=dtype)
     sent = []
     for layer in decoder_layers(model):
         with torch.no_grad():
-            layer.mlp.gate.weight[2] = layer.mlp.gate.weight[0]
+            router_of(layer).weight[2] = router_of(layer).weight[0]
         layer.mlp.experts.register_forward_pre_hook(lambda experts, args: sent.append(args[1].flatten()))
     row = pack(batch_of(model), rule=SlotRule(multiple=8))
     counts = PackedStep(model)(row, output_router_logits=True).expert_counts
     assert (counts.dtype, list(counts.shape)) == (torch.int64, [LAYERS, EXPERTS])
     assert counts.tolist() == [x.bincount(minlength=EXPERTS).tolist() for x in sent]
     assert counts.sum(1).tolist() == [row.segments.num_tokens * TOP_K] * LAYERS
-    assert (counts[:, 0] != counts[:, 2]).any(), "no tie was ever between the last one chosen and the first left out"
+    assert family not in BALANCED or (counts[:, 0] != counts[:, 2]).any(), (
+        "no tie was ever between the last one chosen and the first left out"
+    )
 
 
 # ---------------------------------------------------------------------- sample by sample
@@ -282,9 +286,13 @@ def test_reentrant_checkpointing_would_silently_cut_them_off_and_is_refused(fami
 @every_family
 def test_blocks_that_do_not_call_their_routers_are_noticed(family):
     """What a kernel in a block's place may do."""
+
+    def zeros(hidden):
+        return torch.zeros_like(hidden), None
+
     model = enable_packing(fresh(family))
     for layer in decoder_layers(model):
-        layer.mlp.forward = torch.zeros_like
+        layer.mlp.forward = zeros if family == "gpt_oss" else torch.zeros_like
     given = batch_of(model).to_hf()
     with pytest.raises(ConfigError, match=r"routers saw \[\] tokens of a row with \d+ real ones"):
         model(**given, output_router_logits=True)
@@ -304,6 +312,7 @@ def test_frozen_routers_are_no_mistake(family):
 # ---------------------------------------------------------------------- Trainer
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @every_family
 def test_micro_batches_of_trainer_add_up_as_in_transformers(family, layout, tmp_path):

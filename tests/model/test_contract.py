@@ -51,7 +51,8 @@ def checkpointed(model, *, reentrant):
 
 def adapted(model):
     """LoRA on attention and gated delta layers of the text part and on the vision tower, far from its zero start."""
-    targets = r".*(self_attn\.(q_proj|v_proj)|linear_attn\.\w*_proj\w*|visual\.blocks.*\.(qkv|proj))"
+    mixers = r"self_attn\.(q_proj|v_proj|qkv_proj|q_b_proj|kv_b_proj)|linear_attn\.\w*_proj\w*"
+    targets = rf".*({mixers}|visual\.blocks.*\.(qkv|proj))"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         return get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
@@ -165,7 +166,7 @@ def test_every_circumstance_is_what_it_is_called(family):
 # ---------------------------------------------------------------------- autocast
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("name", ["training", "checkpointing"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -200,6 +201,7 @@ def apart(a, b):
 # ---------------------------------------------------------------------- several models at a time
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("given", [("left padded", "row", "row with gaps"), ("row with gaps", "right padded", "row")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_that_live_side_by_side_do_not_disturb_each_other(family, given):

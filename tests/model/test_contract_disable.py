@@ -157,6 +157,7 @@ def test_a_model_is_what_it_was(family, event):
     assert same(outputs(model), outputs(twin))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @every_family
 def test_every_attention_implementation_comes_back(family, attention):
@@ -172,6 +173,7 @@ def test_every_attention_implementation_comes_back(family, attention):
 # ---------------------------------------------------------------------- copies
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @every_family
 def test_a_copy_is_packed_by_itself_and_undone_by_itself(family, copied):
@@ -226,6 +228,7 @@ def test_unpickling_in_another_process_installs_everything(tmp_path):
 # ---------------------------------------------------------------------- models with something in common
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "qwen3"])
 def test_models_that_share_a_configuration_are_enabled_and_disabled_one_by_one(family, first):
@@ -249,6 +252,7 @@ def test_models_that_share_a_configuration_are_enabled_and_disabled_one_by_one(f
     assert [same(outputs(m), e) for m, e in zip(pair, expected, strict=True)] == [True, True]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5_moe", "qwen4_exp"])
 def test_models_that_share_a_backbone_are_enabled_and_disabled_one_by_one(family, first):

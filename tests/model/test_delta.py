@@ -82,6 +82,7 @@ def test_samples_of_any_length_are_what_they_are_alone(family, lengths, multiple
     assert (waste == 0) if call_cost == FREE else (0 < waste <= 0.25 * sum(own.lengths))
 
 
+@pytest.mark.each_value
 @every_hybrid
 def test_in_bfloat16_they_are_as_close_to_float32_as_alone(family, call_cost):
     full, model = fresh(family), fresh(family, dtype=torch.bfloat16)

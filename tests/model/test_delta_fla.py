@@ -52,6 +52,16 @@ def seen(request):
 
 
 @pytest.mark.parametrize("family", GATED)
+def test_a_prefix_tree_goes_along_the_paths_of_its_samples_in_one_call_a_layer(seen, family):
+    tree = seen[family]["tree"]
+    assert tree["logits"] <= 1e-4
+    assert tree["gradient"] <= 1e-3
+    physical, real = tree["tokens"]
+    assert tree["delta_tokens"] > real > physical
+    assert tree["calls"] == seen[family]["exact"]["layers"]
+
+
+@pytest.mark.parametrize("family", GATED)
 def test_packed_equals_alone_with_poison_in_every_gap(seen, family):
     """A norm near zero enlarges rounding up to a hundredfold; what reads a poisoned gap is off by 1e-2 and more."""
     assert seen[family]["fla"]

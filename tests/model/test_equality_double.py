@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from equality import Limits, alone_through, check_gradients, check_logits, gradients
+from tiers import SHOWN_BY_OTHERS
 
 from vlmpack.families import FAMILIES
 from vlmpack.layout import SlotRule, pack
@@ -17,12 +18,15 @@ from vlmpack.testing import mixed_samples, padded, tiny_model
 EXACT = Limits(logits=1e-12, loss=1e-6, gradient=1e-12, cosine=1e-12)
 """The loss is a cross-entropy in float32."""
 DELTA = replace(EXACT, gradient=2e-6)
+ROUNDED = replace(EXACT, logits=1e-6, gradient=1e-5, cosine=1e-10)
+"""Norms, routers and eager softmaxes in float32: where their input differs in its last bit, so may what they round."""
 
 
 def wide(tensors):
     return {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("multiple", [1, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_equals_alone_to_the_last_digits(family, multiple):
@@ -35,7 +39,7 @@ def test_packed_equals_alone_to_the_last_digits(family, multiple):
     result.loss.backward()
     assert result.row_logits is not None
     assert result.row_logits.dtype == torch.float64
-    limits = DELTA if FAMILIES[family].has("gated_delta") else EXACT
+    limits = DELTA if FAMILIES[family].has("gated_delta") else ROUNDED if family in SHOWN_BY_OTHERS else EXACT
     assert torch.isclose(result.loss, truth.loss, rtol=limits.loss, atol=0)
     check_logits(truth, result, limits)
     check_gradients(truth, gradients(model), limits)

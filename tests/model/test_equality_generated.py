@@ -59,7 +59,7 @@ def test_any_batch_is_what_its_samples_are_alone(family, data):
         result.loss.backward()
     check_outputs(own, result, limits_of(family))
     check_gradients(own, gradients(model), limits_of(family))
-    check_work(own, result, multiple, sparse=FAMILIES[family].has("per_sample"))
+    check_work(own, result, multiple, model.config)
     if FAMILIES[family].has("gated_delta"):
         assert sum(own.lengths) <= result.work.delta_tokens <= 1.25 * sum(own.lengths)
 

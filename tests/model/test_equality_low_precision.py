@@ -71,7 +71,7 @@ def compare(family, kind, backend, device):
     check_low_precision(own, plain, result, gradients(model))
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("backend", ["sdpa_segments", "eager_mask"])
 @pytest.mark.parametrize(("family", "kind"), CELLS)
 def test_packed_is_as_close_to_float32_as_alone(family, kind, backend):

@@ -9,6 +9,7 @@ from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.testing import mixed_samples, padded, tiny_model, word_ids
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("ways", [{}, {"use_cache": False}], ids=["cache", "no cache"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generation_from_a_left_padded_batch_between_two_steps(family, ways):

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vlmpack.errors import LayoutError
-from vlmpack.model.engine import target_logprobs, target_positions
+from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.model.head import Scoring, score_targets, target_logprobs, target_positions
 
 VOCAB, WIDTH = 13, 3
 
@@ -70,3 +70,33 @@ def test_targets_are_found_with_and_without_the_hosts_count():
     assert target_positions(labels, None).tolist() == target_positions(labels, 3).tolist() == [1, 3, 4]
     with pytest.raises(LayoutError, match="counted 2 targets but the row has another number"):
         target_positions(labels, 2)
+
+
+@given(count=st.integers(1, 23), chunk=st.integers(1, 25), temperature=st.sampled_from([0.5, 1.0, 1.7]))
+def test_scores_are_those_of_the_tempered_softmax(count, chunk, temperature):
+    torch.manual_seed(count)
+    head = nn.Linear(WIDTH, VOCAB).double()
+    hidden = torch.randn(1, 2 * count, WIDTH, dtype=torch.float64, requires_grad=True)
+    labels, index = torch.randint(VOCAB, (1, 2 * count)), torch.arange(0, 2 * count, 2)
+    logprobs = (head(hidden[0, index]) / temperature).log_softmax(-1)
+    truth = [logprobs[torch.arange(count), labels[0, index]], -(logprobs.exp() * logprobs).sum(-1)]
+    weights = torch.linspace(0.5, 2, count)
+    for entropy in (False, True):
+        scoring = Scoring(temperature=temperature, entropy=entropy)
+        ours = score_targets(hidden, index, labels[0, index], head, chunk=chunk, scoring=scoring)
+        assert len(ours) == 1 + entropy
+        for score, expected in zip(ours, truth, strict=False):
+            assert score.dtype == torch.float32
+            torch.testing.assert_close(score.double(), expected, rtol=1e-5, atol=1e-6)
+            gradients = [
+                torch.autograd.grad((x * weights).sum(), [hidden, head.weight], retain_graph=True)
+                for x in (score, expected)
+            ]
+            for found, wanted in zip(*gradients, strict=True):
+                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_temperature_is_a_positive_number(temperature):
+    with pytest.raises(ConfigError, match="it is a positive number"):
+        Scoring(temperature=temperature)

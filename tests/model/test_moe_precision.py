@@ -39,6 +39,7 @@ def of_the_row(model):
     return torch.stack([found.aux_loss, found.z_loss]).detach()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 @every_family
 def test_autocast(family, weights):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from vlmpack.layout import SlotRule
+from vlmpack.layout import IGNORE, SlotRule
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, StepConfig, StepResult
 from vlmpack.testing import padded, random_sample, tiny_model
@@ -40,3 +42,45 @@ def test_a_loss_on_a_device_is_not_waited_for(result: StepResult) -> None:
 
 def test_a_loss_that_is_no_number_does_not_stand_in_the_way(result: StepResult) -> None:
     assert repr(replace(result, loss=torch.ones(2))) == told(result, "not known")
+
+
+def test_temperature_and_entropies_are_those_of_plain_logits() -> None:
+    model = tiny_model("qwen3")
+    samples = [random_sample(model.config, "text", seed=seed) for seed in range(2)]
+    batch = padded(samples)
+    with torch.no_grad():
+        tempered = (model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits / 0.7).log_softmax(-1)
+    entropies = -(tempered.exp() * tempered).sum(-1)
+    logprobs = tempered[:, :-1].gather(-1, batch.input_ids[:, 1:, None])[..., 0]
+    targets = batch.labels[:, 1:] != IGNORE
+    result = PackedStep(model)(batch, temperature=0.7, entropy=True)
+    assert result.entropies is not None
+    assert targets.sum() == result.num_targets > 0
+    torch.testing.assert_close(result.entropies[:, :-1], entropies[:, :-1] * targets)
+    torch.testing.assert_close(result.logprobs[:, :-1], logprobs * targets)
+    torch.testing.assert_close(result.sample_losses, -(logprobs * targets).sum(1) / targets.sum(1))
+    assert PackedStep(model)(batch).entropies is None
+
+
+class Wrapped(nn.Module):
+    """A wrapper whose work in the backward pass hangs on outputs, as that of DDP and FSDP2 does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module, self.called = model, list[str]()
+
+    def forward(self, **inputs: Any) -> Any:
+        output = self.module(**inputs)
+        for name, value in output.items():
+            if value.requires_grad:
+                output[name] = value.clone()
+                output[name].register_hook(lambda gradient, name=name: self.called.append(name))
+        return output
+
+
+def test_the_backward_pass_of_single_targets_goes_through_the_output_of_wrappers() -> None:
+    model = Wrapped(tiny_model("qwen3"))
+    result = PackedStep(model)(padded([random_sample(model.module.config, "text", seed=0)]), entropy=True)
+    assert result.entropies is not None
+    (result.logprobs.sum() + result.entropies.sum()).backward()
+    assert sorted(model.called) == ["target_entropies", "target_logprobs"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import product
 
+from vlmpack.plan import PrefixGroups
+
 Bins = list[list[int]]
 """The samples of each bin, in the order in which they were placed."""
 
@@ -109,3 +111,46 @@ def _equal_counts(split: Sequence[int], ranks: int, each: int) -> bool:
 
 def _loads(costs: Sequence[float], split: Sequence[int], ranks: int) -> list[float]:
     return [sum(cost for cost, rank in zip(costs, split, strict=True) if rank == at) for at in range(ranks)]
+
+
+# ---------------------------------------------------------------------- prefixes
+
+
+def naive_tokens(row: Sequence[int], lengths: Sequence[int], groups: PrefixGroups) -> set[tuple[str, int, int]]:
+    """The different tokens of a row: a token of a prefix belongs to the outermost group whose prefix holds it."""
+    tokens = set()
+    for sample in row:
+        path, group = [], int(groups.of_samples[sample])
+        while group >= 0:
+            path.append(group)
+            group = int(groups.parents[group])
+        for position in range(lengths[sample]):
+            owner = next((("group", group) for group in path[::-1] if position < groups.tokens[group]), None)
+            tokens.add((*(owner or ("sample", sample)), position))
+    return tokens
+
+
+def naive_pairs(row: Sequence[int], lengths: Sequence[int], groups: PrefixGroups) -> int:
+    """Each token attends to those before it on its path, and to itself."""
+    return sum(position + 1 for _, _, position in naive_tokens(row, lengths, groups))
+
+
+def fewest_rows(lengths: Sequence[int], capacity: int, groups: PrefixGroups) -> int:
+    """The fewest rows of all ways to share samples out, by trying them."""
+    best = len(lengths)
+
+    def place(sample: int, rows: list[list[int]]) -> None:
+        nonlocal best
+        if len(rows) >= best:
+            return
+        if sample == len(lengths):
+            best = len(rows)
+            return
+        for row in [*rows, []]:
+            if len(naive_tokens([*row, sample], lengths, groups)) <= capacity:
+                row.append(sample)
+                place(sample + 1, [*rows, row] if len(row) == 1 else rows)
+                row.pop()
+
+    place(0, [])
+    return best

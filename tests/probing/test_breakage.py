@@ -8,18 +8,20 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from tiers import full
+from tiers import full, tiers
 
+from vlmpack.attention import Pattern
 from vlmpack.families import FAMILIES, family_named
 from vlmpack.layout import Buckets, Segments, SlotRule
 from vlmpack.model import engine
-from vlmpack.model.mechanisms import experts
+from vlmpack.model.mechanisms import attention, experts
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.model.row import RowContext
@@ -29,19 +31,22 @@ from vlmpack.testing import tiny_model
 pytestmark = pytest.mark.usefixtures("shared_references")
 Patch = pytest.MonkeyPatch
 
-EVERY = sorted(FAMILIES)
-SOME = ["qwen3_5_moe", *full("qwen2_5_vl", "qwen3")]
+EVERY = tiers(sorted(FAMILIES), short=["qwen2_5_vl", "qwen3_5_moe", "qwen3_next", "qwen3_vl"])
+"""In the short tier every mechanism; the probe is the same for families that have the same ones."""
+SEEDS = {"gpt_oss": 1}
+"""Of models; with seed 0 rounding under autocast sends a token of gpt-oss to another expert."""
+SOME = ["qwen3", *full("qwen2_5_vl", "qwen3_5_moe")]
 """Where a mechanism is the same for every family."""
 VISION = ["qwen2_5_vl", *full("qwen3_vl", "qwen4_exp")]
 """Windows, features for deeper layers, neither."""
 EXPERTS = ["qwen3_next", *full("qwen3_vl_moe")]
 """Alone, and with a shared one."""
-DELTA = ["qwen3_5", *full("qwen4_exp")]
-"""Beside dense attention, and beside sparse."""
+DELTA = ["qwen3_next", *full("qwen3_5", "qwen4_exp")]
+"""Beside dense attention of a text model and of one with a tower, and beside sparse attention."""
 
 
 def probed(family: str) -> Report:
-    return probe(tiny_model(family), plain=False)
+    return probe(tiny_model(family, seed=SEEDS.get(family, 0)), plain=False, share_prefixes=False)
 
 
 def bad(report: Report, part: str) -> list[str]:
@@ -227,7 +232,20 @@ def test_healthy(family: str) -> None:
     assert len([check for check in report.checks if check.finding == "ok"]) > 20
 
 
-@pytest.mark.parametrize("family", [*SOME, *full("qwen4_exp")])
+@pytest.mark.parametrize("family", full("mistral", "gemma2"))
+def test_a_window_that_is_dropped(family: str, monkeypatch: Patch) -> None:
+    own = attention.run_on_row
+
+    def without(*call: Any, pattern: Pattern, **settings: Any) -> Any:
+        return own(*call, pattern=replace(pattern, window=None), **{**settings, "layer": None})
+
+    monkeypatch.setattr(attention, "run_on_row", without)
+    report = probed(family)
+    assert (report.verdict, report.causes) == ("differs", ("mask",))
+    assert bad(report, "mechanism") == ["mask"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", *full("qwen2_5_vl", "qwen3", "qwen4_exp")])
 def test_a_mask_that_is_dropped(family: str, monkeypatch: Patch) -> None:
     one_mask(family, monkeypatch)
     report = probed(family)
@@ -346,7 +364,7 @@ def test_a_leak_that_no_mechanism_shows_is_unknown() -> None:
     model = tiny_model("qwen3_vl")
     norm = model.model.language_model.norm
     norm.register_forward_hook(lambda module, args, output: output + 0.1 * output.mean(1, keepdim=True))
-    report = probe(model)
+    report = probe(model, plain=False, share_prefixes=False)
     assert (report.verdict, report.causes) == ("leaks", ("unknown",))
 
 

@@ -14,7 +14,7 @@ import torch
 from tiers import full
 
 from vlmpack.layout import Segments
-from vlmpack.model import engine, result
+from vlmpack.model import engine, head, result
 from vlmpack.model.mechanisms import experts
 from vlmpack.model.row import RowContext
 from vlmpack.probing import Report, probe
@@ -126,12 +126,12 @@ def reversed_sums(model: Any, patch: Patch) -> None:
 
 def shifted_chunks(model: Any, patch: Patch) -> None:
     """Where labelled positions go through the head in several chunks, targets are one place off."""
-    honest = engine.target_logprobs
+    honest = head.target_logprobs
 
     def logprobs(hidden: torch.Tensor, targets: torch.Tensor, head: Any, *, chunk: int) -> torch.Tensor:
         return honest(hidden, targets if len(targets) <= chunk else targets.roll(1), head, chunk=chunk)
 
-    patch.setattr(engine, "target_logprobs", logprobs)
+    patch.setattr(head, "target_logprobs", logprobs)
 
 
 def other_coefficient(model: Any, patch: Patch) -> None:
@@ -170,7 +170,7 @@ NUMBERS: dict[str, tuple[Break, str, str, set[str]]] = {
 def test_samples_that_are_joined_in_some_circumstances_only(when: str, monkeypatch: Patch) -> None:
     model = tiny_model("qwen3")
     JOINED[when](model, monkeypatch)
-    report = probe(model, plain=False)
+    report = probe(model, plain=False, share_prefixes=False)
     assert (report.verdict, report.causes) == ("leaks", ("mask",)), report
     assert bad(report, "mechanism") == ["mask"]
 
@@ -184,7 +184,7 @@ def test_numbers_that_are_wrong_in_some_circumstances_only(what: str, monkeypatc
     broken, family, cause, seen = NUMBERS[what]
     model = tiny_model(family)
     broken(model, monkeypatch)
-    report = probe(model, plain=False)
+    report = probe(model, plain=False, share_prefixes=False)
     assert report.verdict in ("differs", "fails"), report  # fails: our own checks refuse what was made
     assert report.causes == (cause,), report
     assert seen <= set(bad(report, "equality"))
@@ -203,12 +203,12 @@ def mixes(share: float, *, train_only: bool = False, most: int = 10**6) -> Calla
     return hook
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3_next", *full("qwen3")])
 def test_a_leak_far_below_rounding_shows_in_low_precision(family: str) -> None:
     """The same row again is the same bit for bit, so whatever moves with another sample is a leak."""
     model = tiny_model(family, dtype=torch.bfloat16)
     model.model.norm.register_forward_hook(mixes(0.003))
-    report = probe(model, plain=False)
+    report = probe(model, plain=False, share_prefixes=False)
     assert (report.verdict, report.causes) == ("leaks", ("unknown",)), report
     assert bad(report, "equality") == []
 
@@ -233,7 +233,7 @@ def test_a_model_that_is_random_leaks_nothing_and_proves_nothing(dtype: torch.dt
 def test_a_model_that_is_random_in_train_mode_is_proved_in_eval_mode() -> None:
     model = tiny_model("qwen3")
     model.model.norm.register_forward_hook(random_numbers(lambda module: module.training))
-    report = probe(model, plain=False)
+    report = probe(model, plain=False, share_prefixes=False)
     assert (report.verdict, report.causes) == ("not deterministic", ("not deterministic",))
     assert [check.name for check in report.checks if check.is_bad] == [
         f"{way}: each sample alone" for way in ("row", "padded", "autocast")
@@ -244,9 +244,9 @@ def test_a_model_that_is_random_in_train_mode_is_proved_in_eval_mode() -> None:
 def test_dropout_is_off_and_hides_no_leak(monkeypatch: Patch) -> None:
     model = tiny_model("qwen3")
     model.model.norm = torch.nn.Sequential(model.model.norm, torch.nn.Dropout(0.5))
-    assert probe(model, plain=False).verdict == "exact"
+    assert probe(model, plain=False, share_prefixes=False).verdict == "exact"
     JOINED["in train mode"](model, monkeypatch)
-    assert probe(model, plain=False).causes == ("mask",)
+    assert probe(model, plain=False, share_prefixes=False).causes == ("mask",)
 
 
 def test_a_model_that_is_another_in_train_mode_is_compared_with_itself() -> None:
@@ -256,5 +256,5 @@ def test_a_model_that_is_another_in_train_mode_is_compared_with_itself() -> None
         return 1.5 * output if module.training else None
 
     model.model.norm.register_forward_hook(louder)
-    report = probe(model, plain=False)
+    report = probe(model, plain=False, share_prefixes=False)
     assert report.verdict == "exact", report

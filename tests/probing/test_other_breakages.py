@@ -15,7 +15,7 @@ from vlmpack.attention.backends import SdpaSegments
 from vlmpack.families import family_named
 from vlmpack.families.media import MediaItems
 from vlmpack.layout import Buckets, PaddedBatch, Segments
-from vlmpack.model import engine
+from vlmpack.model import engine, head
 from vlmpack.model.mechanisms import experts, per_sample
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.vision import Vision, VisionRow
@@ -173,7 +173,7 @@ BROKEN: dict[str, tuple[str, tuple[str, ...], Break]] = {
             packing._Take, "targets", lambda self, labels: self(labels, -100).roll(-1, -1)
         ),
     ),
-    "the last chunk is not learnt": ("qwen3", ("head",), wrapped(engine, "target_logprobs", without_last_chunk)),
+    "the last chunk is not learnt": ("qwen3", ("head",), wrapped(head, "target_logprobs", without_last_chunk)),
     "one target too many in each sample": (
         "qwen3",
         ("sample results",),
@@ -189,7 +189,7 @@ BROKEN: dict[str, tuple[str, tuple[str, ...], Break]] = {
     "a loss without gradient": (
         "qwen3",
         ("unknown",),
-        wrapped(engine, "target_logprobs", lambda x, *a, **f: x.detach() + 0.5 * (x - x.detach())),
+        wrapped(head, "target_logprobs", lambda x, *a, **f: x.detach() + 0.5 * (x - x.detach())),
     ),
     "offsets of the host metadata ignored": ("qwen3", ("packing",), no_offsets_in_metadata),
     "a leak of a ten-thousandth": ("qwen3", ("unknown",), small_leak),
@@ -202,6 +202,6 @@ def test_any_line_that_is_broken_is_found(what: str, monkeypatch: Patch) -> None
     family, causes, break_it = BROKEN[what]
     model = tiny_model(family)
     break_it(model, monkeypatch)
-    report = probe(model, plain=False)
+    report = probe(model, plain=False, share_prefixes=False)
     assert report.verdict in ("leaks", "differs", "fails"), report
     assert report.causes == causes, report

@@ -85,7 +85,7 @@ def test_what_modules_count_in_train_mode_is_put_back() -> None:
     norm.register_buffer("calls", torch.zeros(1))
     counter = norm.calls
     norm.register_forward_hook(lambda module, args, output: counter.add_(1) and None)
-    vlmpack.probe(model, plain=False)
+    vlmpack.probe(model, plain=False, share_prefixes=False)
     assert norm.calls is counter
     assert counter.item() == 0
 
@@ -94,7 +94,7 @@ def test_ranks_go_on_working_together_afterwards() -> None:
     model = tiny_model("qwen3")
     together = Parallel()
     vlmpack.enable_packing(model, parallel=together)
-    vlmpack.probe(model, plain=False)
+    vlmpack.probe(model, plain=False, share_prefixes=False)
     assert packing_state(model).parallel is together
 
 

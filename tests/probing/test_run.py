@@ -47,14 +47,14 @@ def test_an_adapter_is_probed_where_it_is() -> None:
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 weight.normal_(std=0.5)  # at 0, as it starts, nothing would reach lora_A
-    report = vlmpack.probe(model)
+    report = vlmpack.probe(model, plain=False, share_prefixes=False)
     assert report.verdict == "exact", report
     gradients = {name for name in values(report, "equality") if "gradient" in name}
     assert gradients == {f"{way}: gradient of language_model.layers.self_attn" for way in report.circumstances}
 
 
 def test_a_frozen_model_has_logits_and_a_loss_to_compare() -> None:
-    report = vlmpack.probe(tiny_model("qwen2_vl").requires_grad_(False))
+    report = vlmpack.probe(tiny_model("qwen2_vl").requires_grad_(False), plain=False, share_prefixes=False)
     assert report.verdict == "exact", report
     numbers = ("logits", "loss", "sample losses")
     assert set(values(report, "equality")) == {f"{way}: {what}" for way in report.circumstances for what in numbers}
@@ -62,14 +62,14 @@ def test_a_frozen_model_has_logits_and_a_loss_to_compare() -> None:
 
 def test_the_settings_of_an_enabled_model_are_probed() -> None:
     model = vlmpack.enable_packing(tiny_model("qwen3_vl"), StepConfig(attention="eager_mask"))
-    report = vlmpack.probe(model)
+    report = vlmpack.probe(model, plain=False, share_prefixes=False)
     assert (report.verdict, report.attention) == ("exact", "eager_mask")
     (pairs,) = [check for check in report.checks if check.name == "attended pairs"]
     assert pairs.finding == "not counted"
     assert pairs.detail.startswith("a dense mask")
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_moe", *full("qwen2_5_vl", "qwen3")])
+@pytest.mark.parametrize("family", ["qwen3_next", *full("qwen3_5_moe", "qwen2_5_vl", "qwen3")])
 def test_low_precision_has_the_limits_of_low_precision(family: str) -> None:
     report = vlmpack.probe(tiny_model(family, dtype=torch.bfloat16))
     assert (report.verdict, report.dtype) == ("exact", "bfloat16"), report
@@ -83,12 +83,14 @@ def test_low_precision_has_the_limits_of_low_precision(family: str) -> None:
 def test_what_the_tower_rounds_over_all_images_is_no_fault_of_a_row_in_low_precision() -> None:
     """Gradients of norms add up over patches: more of them at once than in any sample alone."""
     processor = tiny_processor("qwen3_vl")
-    report = vlmpack.probe(tiny_model("qwen3_vl", processor=processor, dtype=torch.bfloat16), processor, plain=False)
+    report = vlmpack.probe(
+        tiny_model("qwen3_vl", processor=processor, dtype=torch.bfloat16), processor, plain=False, share_prefixes=False
+    )
     assert report.verdict == "exact", report
 
 
 def test_pairs_are_the_sum_of_squared_lengths_and_nothing_of_the_package_syncs() -> None:
-    report = vlmpack.probe(tiny_model("qwen3_vl"))
+    report = vlmpack.probe(tiny_model("qwen3_vl"), share_prefixes=False)
     lengths = [int(sample.split()[-2]) for sample in report.samples]
     work = values(report, "work")
     assert work == {"attended pairs": sum(n * n for n in lengths), "host-device syncs": 0}
@@ -98,7 +100,7 @@ def test_pairs_are_the_sum_of_squared_lengths_and_nothing_of_the_package_syncs()
 
 
 def test_a_report_says_itself_and_goes_through_json() -> None:
-    report = vlmpack.probe(tiny_model("qwen3"), plain=False)
+    report = vlmpack.probe(tiny_model("qwen3"), plain=False, share_prefixes=False)
     assert str(report).splitlines()[0] == "Qwen3ForCausalLM (as given), cpu, float32, sdpa_segments: exact"
     assert report.plain == ()
     answer = json.loads(json.dumps(report.to_dict()))
@@ -110,14 +112,16 @@ def test_progress_names_every_part() -> None:
     said: list[str] = []
     vlmpack.probe(tiny_model("qwen3"), progress=said.append)
     assert said[:3] == ["each sample alone", "plain transformers", "a packed row with gaps"]
-    assert said[-1] == "work"
+    assert said[-2:] == ["work", "a row whose samples share prefixes, train mode"]
 
 
 def test_every_back_end_that_can_serve_is_exact() -> None:
     model = tiny_model("qwen2_vl")
     names = backends_for(model)
     assert names == ["sdpa_segments", "eager_mask"]
-    assert {vlmpack.probe(model, attention=name, plain=False).verdict for name in names} == {"exact"}
+    assert {vlmpack.probe(model, attention=name, plain=False, share_prefixes=False).verdict for name in names} == {
+        "exact"
+    }
 
 
 def test_what_cannot_be_probed_is_refused() -> None:
@@ -157,7 +161,7 @@ def test_gradients_that_are_infinite_alone_prove_nothing_either() -> None:
 
 
 def test_infinity_goes_through_json_as_the_largest_number() -> None:
-    report = vlmpack.probe(tiny_model("qwen3"), plain=False)
+    report = vlmpack.probe(tiny_model("qwen3"), plain=False, share_prefixes=False)
     worst = replace(report.checks[0], finding="leaks", value=float("inf"))
     answer = json.loads(json.dumps(replace(report, checks=(worst,)).to_dict(), allow_nan=False))
     assert answer["checks"][0]["value"] > 1e300
@@ -167,13 +171,13 @@ def test_the_least_precise_weights_set_the_limits() -> None:
     """The vision tower, whose weights come first, may be kept in float32."""
     model = tiny_model("qwen3_vl", dtype=torch.bfloat16)
     model.model.visual.float()
-    report = vlmpack.probe(model, plain=False)
+    report = vlmpack.probe(model, plain=False, share_prefixes=False)
     assert (report.verdict, report.dtype) == ("exact", "bfloat16"), report
 
 
 def test_within_autocast_the_weights_own_precision_counts() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        report = vlmpack.probe(tiny_model("qwen2_vl"), plain=False)
+        report = vlmpack.probe(tiny_model("qwen2_vl"), plain=False, share_prefixes=False)
     assert (report.verdict, report.dtype) == ("exact", "float32"), report
 
 
@@ -194,7 +198,7 @@ def test_a_padded_batch_that_plain_transformers_cannot_compute_widens_no_limit(m
         raise RuntimeError("a mask that this version does not take")
 
     monkeypatch.setattr(PlainPaddedPass, "__call__", broken)
-    report = vlmpack.probe(tiny_model("qwen2_vl"))
+    report = vlmpack.probe(tiny_model("qwen2_vl"), share_prefixes=False)
     assert report.verdict == "exact", report
     assert next(check.allowed for check in report.checks if check.name == "row: logits") == FLOOR.logits
     assert report.plain[-1].detail == "RuntimeError: a mask that this version does not take"

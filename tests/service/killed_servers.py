@@ -9,6 +9,7 @@ before or after a commit, a rename, a row or a step, or at any time at all: seed
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -19,6 +20,8 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 KEY = "tml-killed-and-killed-again"
 NAME = "vlmpack/tiny"
@@ -124,14 +127,31 @@ def train(folder: Path, steps: int, lives: int) -> None:
 
 
 def _datum(step: int, number: int) -> Any:
+    """Text; every fifth one has an image in front, of another size each step."""
     import tinker
 
     draw = random.Random(1000 * step + number)
     tokens = [draw.randrange(20, 500) for _ in range(draw.randint(4, 12))]
+    chunks: list[Any] = [tinker.EncodedTextChunk(tokens=tokens[:-1])]
+    skipped = 0
+    if number == 5:
+        columns = 2 + step % 3
+        skipped = 1 + 2 * columns
+        image = tinker.types.ImageChunk(data=_png(draw, 32 * columns, 64), format="png", expected_tokens=2 * columns)
+        chunks = [tinker.EncodedTextChunk(tokens=[20]), image, *chunks]
     return tinker.Datum(
-        model_input=tinker.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
+        model_input=tinker.ModelInput(chunks=chunks),
+        loss_fn_inputs={
+            "target_tokens": [0] * skipped + tokens[1:],
+            "weights": [0.0] * skipped + [1.0] * (len(tokens) - 1),
+        },
     )
+
+
+def _png(draw: random.Random, width: int, height: int) -> bytes:
+    file = io.BytesIO()
+    Image.frombytes("RGB", (width, height), draw.randbytes(3 * width * height)).save(file, "PNG")
+    return file.getvalue()
 
 
 def _sampled(training: Any) -> list[int]:

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,66 +18,19 @@ from pathlib import Path
 import pytest
 
 from tests.service.faulty_proxy import FaultyProxy
+from tests.service.server_process import KEY, Server
 
-KEY = "tml-acceptance"
 PROGRAM = Path(__file__).parent / "client_program.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tinker_client.py"
 OLDEST_CLIENT = Path(sys.prefix) / "tinker-0.25.0"
 CHECKS = 9
-STARTED_WITHIN, FINISHED_WITHIN = 90.0, 500.0
+FINISHED_WITHIN = 500.0
 
 pytestmark = [
     pytest.mark.full,
     pytest.mark.slow,
     pytest.mark.skipif(sys.version_info < (3, 11), reason="the client needs Python 3.11"),
 ]
-
-
-class Server:
-    """`vlmpack serve --demo` on a port and a state folder of its own."""
-
-    def __init__(self, state: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.state = state
-        self.log = (state.parent / "server.log").open("ab")
-        self.start()
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "vlmpack.cli", "serve", "--demo"]
-        command += ["--port", str(self.port), "--state", str(self.state)]
-        environment = {**os.environ, "VLMPACK_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, env=environment, stdout=self.log, stderr=self.log)
-        deadline = time.monotonic() + STARTED_WITHIN
-        while not self.answers():
-            assert self.process.poll() is None, self.printed()
-            assert time.monotonic() < deadline, f"no answer within {STARTED_WITHIN} s\n{self.printed()}"
-            time.sleep(0.1)
-
-    def answers(self) -> bool:
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/api/v1/healthz", headers={"X-API-Key": KEY})
-        try:
-            with urllib.request.urlopen(request, timeout=5) as reply:
-                return json.load(reply) == {"status": "ok"}
-        except OSError:
-            return False
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def printed(self) -> str:
-        self.log.flush()
-        return (self.state.parent / "server.log").read_text(errors="replace")[-4000:]
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            return self.process.wait(60)
-        finally:
-            self.process.kill()
-            self.log.close()
 
 
 @pytest.fixture

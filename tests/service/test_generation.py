@@ -25,9 +25,11 @@ from transformers import DynamicCache, StaticCache
 from vlmpack.errors import FamilyError
 from vlmpack.service import caches
 from vlmpack.service.generation import Ending, Reader, groups_by_length
-from vlmpack.service.messages import SampleResult
+from vlmpack.service.messages import Failure, SampleResult
 
-FAMILIES = tiers(FAMILY_NAMES, ("qwen3_vl", "qwen3_5", "qwen4_exp"))
+WINDOWED = ("mistral", "gemma2", "gemma3_text", "phi3", "olmo3", "cohere2", "gpt_oss")
+"""Families that cache a window of tokens, of which sequences cannot leave one by one."""
+FAMILIES = tiers([name for name in FAMILY_NAMES if name not in WINDOWED], ("qwen3_vl", "qwen3_5", "qwen4_exp"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -61,6 +63,15 @@ def test_log_probabilities_of_prompts_are_the_unmodified_models(family: str) -> 
         assert result.prompt_logprobs.dtype == np.float32
         assert np.isnan(result.prompt_logprobs[0])
         np.testing.assert_allclose(result.prompt_logprobs[1:], plain_logprobs(plain, prompt), atol=2e-5)
+
+
+@pytest.mark.parametrize("family", tiers(WINDOWED, ("gemma2",)))
+def test_models_that_cache_a_window_are_refused_by_name(family: str) -> None:
+    engine = tiny_engine(family)
+    sampler, prompt = sampler_of(engine), prompts_of(engine, count=1)[0]
+    failure = run(sampler, {"only": (prompt, sample(max_tokens=2))})["only"]
+    assert isinstance(failure, Failure)
+    assert "cannot leave one by one; sample from it with vLLM" in failure.message
 
 
 def test_a_prompt_of_one_token() -> None:

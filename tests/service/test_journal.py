@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -155,3 +157,55 @@ def test_threads_write_in_turn_and_readers_do_not_wait(journal: Journal) -> None
     for thread in (slow, *others):
         thread.join(20)
     assert [row.seq for row in journal.requests(MODEL)] == [*range(1, 10)]
+
+
+def bodies(path: Path) -> list[tuple[str, int, bytes]]:
+    with closing(sqlite3.connect(path)) as connection:
+        return connection.execute("SELECT owner, seq, body FROM bodies ORDER BY owner, seq").fetchall()
+
+
+def test_bodies_go_with_what_needs_them(journal: Journal) -> None:
+    """When a request is done that is not replayed, when a snapshot covers it, and with the request itself."""
+    reply = StoredReply(content_type="application/json", body=b"{}")
+    journal.add_session(SessionRow(id="s", created=1.0, sdk_version="0.38.0"))
+    journal.add_model(model())
+    for seq in range(1, 5):
+        journal.add_request(request(seq), body=bytes([seq]), now=1.0)
+    journal.finish_request(MODEL, 1, state="done", reply=reply, keep_body=True)
+    journal.finish_request(MODEL, 2, state="failed", reply=reply, keep_body=False)
+    assert bodies(journal.path) == [(MODEL, seq, bytes([seq])) for seq in (1, 3, 4)]
+    assert [row.is_replayed for row in journal.requests()] == [True, False, False, False]
+    journal.cover(MODEL, snapshot="f", covered=1)
+    assert bodies(journal.path) == [(MODEL, seq, bytes([seq])) for seq in (3, 4)]
+    journal.drop_requests([(MODEL, 3)])
+    assert bodies(journal.path) == [(MODEL, 4, bytes([4]))]
+    journal.end_session("s", now=2.0)
+    assert bodies(journal.path) == []
+
+
+def test_a_change_of_a_request_does_not_write_its_body_again(journal: Journal) -> None:
+    """SQLite writes a changed row whole."""
+    journal.add_request(request(1), body=bytes(2**20), now=1.0)
+    wal = journal.path.with_name(journal.path.name + "-wal")
+    before = wal.stat().st_size
+    reply = StoredReply(content_type="application/json", body=b"{}")
+    journal.finish_request(MODEL, 1, state="done", reply=reply, keep_body=True)
+    journal.note_retrieved([(MODEL, 1)], now=2.0)
+    assert wal.stat().st_size - before < 2**17
+
+
+def test_a_journal_of_version_1_is_read(journal: Journal) -> None:
+    journal.add_request(request(1), body=b"one", now=1.0)
+    journal.add_request(request(2), body=None, now=1.0)
+    journal.close()
+    with closing(sqlite3.connect(journal.path)) as old:
+        old.executescript(
+            "ALTER TABLE requests ADD COLUMN body BLOB;"
+            "UPDATE requests SET body = (SELECT body FROM bodies WHERE bodies.seq = requests.seq);"
+            "DROP TRIGGER requests_deleted; DROP TABLE bodies; PRAGMA user_version = 1;"
+        )
+    for _ in range(2):
+        read = again(journal)
+        assert [(row.seq, row.size) for row in read.requests()] == [(1, 3), (2, 0)]
+        assert read.body(MODEL, 1) == b"one"
+        read.close()

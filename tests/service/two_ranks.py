@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from step_service import ADAM, lora, request, some_data, tiny_engine, weights
 
 from vlmpack.errors import RequestError
-from vlmpack.service.distributed import DistributedEngine, follow, join
+from vlmpack.service.distributed import DistributedEngine, follow
 from vlmpack.service.engine import Engine
 from vlmpack.service.messages import Datum, Failure
+from vlmpack.service.processes import join
 
 RATED = ("weights", "logprobs", "advantages")
+OTHERS = {None: ("full",), "cpu": ()}
+"""Models trained as a whole beside the adapter, by the device that the base model is sharded on."""
 LIMITS = {"row_tokens": 24}
 """So that the five datums are four rows, or so."""
 
@@ -31,11 +35,12 @@ def with_overflow(data: list[Datum]) -> list[Datum]:
     return [*data[:2], replace(data[2], inputs={**data[2].inputs, "logprobs": logprobs}), *data[3:]]
 
 
-def scenario(engine: Any, inner: Engine, folder: Path) -> dict[str, Any]:
+def scenario(engine: Any, inner: Engine, folder: Path, *, others: Sequence[str] = ("full",)) -> dict[str, Any]:
     """The same calls for one rank and for two; what comes of them, as JSON."""
     seen: dict[str, Any] = {"losses": [], "norms": []}
     engine.create("a", lora(rank=2))
-    engine.create("full", None)
+    for name in others:
+        engine.create(name, None)
 
     def run(data: list[Datum], **fields: Any) -> Any:
         work = engine.forward_backward([engine.encode(request(data, **fields))])
@@ -45,7 +50,7 @@ def scenario(engine: Any, inner: Engine, folder: Path) -> dict[str, Any]:
         return work.results()[0]
 
     for step in range(2):
-        for name in ("a", "full"):
+        for name in ("a", *others):
             result = run(some_data(inner, seed=step), model_id=name)
             seen["losses"].append(result.metrics["loss:sum"])
             seen["logprobs"] = [part.tolist() for part in result.logprobs]
@@ -53,6 +58,8 @@ def scenario(engine: Any, inner: Engine, folder: Path) -> dict[str, Any]:
     failure = run(with_overflow(some_data(inner, inputs=RATED)), loss_fn="importance_sampling")
     assert isinstance(failure, Failure)
     seen["failure"] = failure.message
+    only = run(some_data(inner, seed=3), forward_only=True)
+    seen["losses"].append(only.metrics["loss:sum"])
     seen["nothing"] = dict(engine.optim_step("a", ADAM).metrics)
     try:
         engine.create("b", lora(rank=0))
@@ -74,14 +81,27 @@ def scenario(engine: Any, inner: Engine, folder: Path) -> dict[str, Any]:
     return seen
 
 
-def main(folder: Path) -> None:
+def of_sharded(engine: DistributedEngine, inner: Engine) -> dict[str, Any]:
+    """What only a sharded engine has to show: parts of weights, and a refusal."""
+    seen: dict[str, Any] = {}
+    try:
+        engine.create("full", None)
+    except RequestError as error:
+        seen["whole"] = str(error)
+    seen["parts"] = {name: [p.to_local().numel(), p.numel()] for name, p in inner.model.named_parameters()}
+    return seen
+
+
+def main(folder: Path, shard_on: str | None) -> None:
     torch.set_num_threads(1)
-    inner = tiny_engine(limits=LIMITS)
     ranks = join()
     assert ranks is not None
+    inner = tiny_engine(limits=LIMITS, ranks=ranks, shard_on=shard_on)
     if ranks.rank == 0:
         engine = DistributedEngine(inner, ranks)
-        seen = scenario(engine, inner, folder)
+        seen = scenario(engine, inner, folder, others=OTHERS[shard_on])
+        if shard_on is not None:
+            seen |= of_sharded(engine, inner)
         engine.stop()
         (folder / "seen.json").write_text(json.dumps(seen))
     else:
@@ -91,4 +111,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None)

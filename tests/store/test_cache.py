@@ -383,8 +383,8 @@ def with_nonsense(path: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no database": (lambda path: path.write_text("lengths\n" * 999), "is damaged, or no cache of lengths"),
-    "another's database": (some_other_database, "is no cache of lengths of version 2"),
-    "another version": (of_another_version, "is no cache of lengths of version 2: .* are .* and 99"),
+    "another's database": (some_other_database, "is no cache of lengths of version 3"),
+    "another version": (of_another_version, "is no cache of lengths of version 3: .* are .* and 99"),
     "a folder": (lambda path: path.mkdir(), "cannot be used"),
     "cut short": (cut_short, "is damaged"),
     "overwritten": (overwritten, "is damaged"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from text.naive import naive_rows
 
 from vlmpack.errors import ConfigError
-from vlmpack.plan import plan_bins
+from vlmpack.plan import PrefixGroups, plan_bins
 from vlmpack.text.columns import RowFormat, Rows, fill_rows
 from vlmpack.text.samples import Samples
 from vlmpack.text.seqpacker import Packer
@@ -103,3 +103,9 @@ def test_a_number_of_numpys_is_the_same_padding() -> None:
 def test_padding_that_no_column_can_hold_is_refused(settings) -> None:
     with pytest.raises(ConfigError, match="padding_value must be a whole number from"):
         RowFormat(**settings)
+
+
+def test_rows_that_share_prefixes_have_no_columns() -> None:
+    groups = PrefixGroups.of_keys(["a", "a"], [2, 2])
+    with pytest.raises(ConfigError, match=r"share prefixes, and columns of text .*: plan without groups="):
+        fill_rows(Samples.read([[1] * 3, [1] * 4]), plan_bins([3, 4], 7, groups=groups), RowFormat())

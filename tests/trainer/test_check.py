@@ -12,6 +12,7 @@ from trainer.packed_runs import planned, streamed
 from training import Samples, Stream, arguments, collator, receipts, trainer
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
+import vlmpack.trainer
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
 from vlmpack.model import enable_packing, packing_state
@@ -227,7 +228,7 @@ def of_trl(name):
     [
         ("SFTTrainer", "compute_loss = Trainer.compute_loss and prediction_step = Trainer.prediction_step"),
         ("DPOTrainer", "leave enable_packing out"),
-        ("GRPOTrainer", "leave enable_packing out"),
+        ("GRPOTrainer", "use PackedGRPOTrainer of vlmpack.trainer"),
     ],
 )
 def test_a_loss_that_goes_past_the_packed_forward(name, remedy, layout, tmp_path):
@@ -294,6 +295,16 @@ def test_trls_trainers_are_known_by_their_modules(tmp_path):
     fields = vars(trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False))
     assert {name: fields[name] for name in DEFAULTS} == DEFAULTS
     assert fields["loss_type"] == "nll"
+
+
+def test_a_machine_without_trl(monkeypatch):
+    monkeypatch.setattr("vlmpack.errors.find_spec", lambda package: None)
+    with pytest.raises(
+        ConfigError, match=r"PackedGRPOTrainer needs trl, not installed here: pip install 'vlmpack\[rl\]'"
+    ):
+        vlmpack.trainer.__getattr__("PackedGRPOTrainer")
+    with pytest.raises(AttributeError, match="it has Evaluation, PackedGRPOTrainer, PackedTrainer"):
+        vlmpack.trainer.__getattr__("PackedPPOTrainer")
 
 
 def test_columns_that_trainer_removes_before_a_collator_reads_them(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 from trainer.packed_runs import Noting, fingerprint, plan_of, planned, scene
@@ -14,10 +16,18 @@ from vlmpack.trainer import PackedTrainer
 STOP = 3
 
 
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory):
+    """The folder of a run that was stopped after some steps, to be read only."""
+    folder = tmp_path_factory.mktemp("stopped")
+    planned(folder, save_strategy="steps", save_steps=STOP, max_steps=STOP).train()
+    return folder
+
+
 @pytest.fixture
-def stopped(tmp_path):
-    """Where a run was stopped after some steps."""
-    planned(tmp_path, save_strategy="steps", save_steps=STOP, max_steps=STOP).train()
+def stopped(stopped_run, tmp_path):
+    """The checkpoint in a copy of that run."""
+    shutil.copytree(stopped_run, tmp_path, dirs_exist_ok=True)
     return tmp_path / f"checkpoint-{STOP}"
 
 

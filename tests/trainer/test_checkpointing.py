@@ -33,6 +33,7 @@ def alone_gradients(model, row):
     return gradients(model)
 
 
+@pytest.mark.each_value
 @KINDS_OF_CHECKPOINT
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_equals_samples_alone(family, reentrant, tmp_path):

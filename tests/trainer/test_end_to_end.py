@@ -8,6 +8,7 @@ from functools import lru_cache
 import pytest
 import torch
 from chats import chat, picture, processor_of
+from tiers import tiers
 from training import LAYOUTS, arguments, logged
 from transformers import Trainer
 
@@ -57,7 +58,7 @@ def alone(model, collate, rows):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiers(FAMILIES, short=["qwen2_5_vl", "qwen3_vl_moe", "qwen3_5"]))
 def test_training_on_receipts(family, layout, tmp_path):
     processor, rows = processor_of(family), small_receipts()
     model = tiny_model(family, processor=processor)

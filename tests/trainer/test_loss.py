@@ -49,7 +49,10 @@ def test_a_last_accumulation_of_fewer_batches(tmp_path):
     assert run.losses == pytest.approx(expected.losses, rel=1e-6)
 
 
-@pytest.mark.parametrize(("family", "averages"), [("qwen2_vl", False), ("qwen2_5_vl", True), ("qwen3_vl", True)])
+@pytest.mark.parametrize(
+    ("family", "averages"),
+    [("qwen2_vl", False), ("qwen3_vl", True), pytest.param("qwen2_5_vl", True, marks=pytest.mark.full)],
+)
 @pytest.mark.parametrize("accumulate", [1, *full(4)])
 def test_a_collator_of_ones_own_trains_as_before_unless_trainer_averaged_batches(
     family, averages, accumulate, tmp_path

@@ -16,7 +16,7 @@ from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
 from vlmpack.loading import PackedStream, RowSettings
 from vlmpack.model import enable_packing
-from vlmpack.plan import LengthTable, plan_bins
+from vlmpack.plan import LengthTable, PrefixGroups, plan_bins
 from vlmpack.store import PackedDataset, StoreSettings, measure_lengths, write_rows
 from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer, evaluate, loss_metrics
@@ -402,3 +402,15 @@ def test_it_goes_before_another_subclass_of_trainer(tmp_path):
     assert run.evaluate()["eval_token_loss"] == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
     run.train()
     assert run.losses == 2 * len(run.plan)
+
+
+def test_rows_that_share_prefixes_need_a_collator_that_does(tmp_path):
+    run = planned(tmp_path)
+    assert run.plan is not None
+    lengths = run.plan.lengths
+    groups = PrefixGroups.of_keys(["a"] * len(lengths), [1] * len(lengths))
+    run.plan = plan_bins(lengths, max(lengths), groups=groups)
+    with pytest.raises(ConfigError, match=r"the rows of this plan share prefixes, .* share_prefixes=True"):
+        run.train()
+    with pytest.raises(ConfigError, match=r"the rows of this plan share prefixes"):
+        evaluate(run.model, run.train_dataset, run.data_collator, plan=run.plan)

@@ -33,7 +33,7 @@ def has_gradient(run, part):
     return any(part in name for name in run.gradients[0])
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("order", ["enable, then adapt", "adapt, then enable"])
 @pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,13 +8,14 @@ import pickle
 
 import pytest
 import torch
+from tiers import full
 from training import KINDS, LAYOUTS, Samples, arguments, collator, distance, logged, receipts, train, weights
 from transformers import AutoModelForImageTextToText, Trainer
 
 from vlmpack.model import disable_packing, enable_packing, is_packing
 from vlmpack.testing import alone, tiny_model
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+FAMILIES = [*full("qwen2_vl", "qwen3_vl"), "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -3,5 +3,17 @@
 from __future__ import annotations
 
 from vlmpack.attention.backends import AUTO, BACKENDS, AttentionCall, Backend, EagerMask, choose, explain
+from vlmpack.attention.patterns import CAUSAL, Pattern, attended_pairs
 
-__all__ = ["AUTO", "BACKENDS", "AttentionCall", "Backend", "EagerMask", "choose", "explain"]
+__all__ = [
+    "AUTO",
+    "BACKENDS",
+    "CAUSAL",
+    "AttentionCall",
+    "Backend",
+    "EagerMask",
+    "Pattern",
+    "attended_pairs",
+    "choose",
+    "explain",
+]

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from inspect import signature
 from typing import Any, ClassVar, NamedTuple, final
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from vlmpack.attention.patterns import CAUSAL, Pattern, causal_mask, windowed, with_sinks, written_out
 from vlmpack.errors import BackendError
 from vlmpack.layout import Segments, ranges
 
@@ -45,10 +46,22 @@ class AttentionCall:
     """K."""
     dropout: float = 0.0
     """Probability of dropping an attention weight."""
+    value_dim: int | None = None
+    """Width of a value; None: H."""
+    pattern: tuple[str, ...] = ()
+    """The parts of its pattern beside causal attention, such as "window"."""
 
     @classmethod
-    def of(cls, q_TNH: Tensor, k_TKH: Tensor, *, dropout: float = 0.0) -> AttentionCall:
-        """Read the properties off tensors."""
+    def of(
+        cls,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        *,
+        value_dim: int | None = None,
+        dropout: float = 0.0,
+        pattern: Pattern = CAUSAL,
+    ) -> AttentionCall:
+        """Read the properties off tensors and a pattern."""
         return cls(
             device=q_TNH.device.type,
             dtype=q_TNH.dtype,
@@ -56,6 +69,8 @@ class AttentionCall:
             num_heads=q_TNH.shape[-2],
             num_kv_heads=k_TKH.shape[-2],
             dropout=dropout,
+            value_dim=value_dim,
+            pattern=pattern.names,
         )
 
 
@@ -68,16 +83,21 @@ class Softmax(NamedTuple):
     """Of the scores."""
     dropout: float
     """Probability of dropping an attention weight."""
+    pattern: Pattern = CAUSAL
+    """What the layer does beside causal attention; with others it is `CAUSAL`."""
 
 
 class Backend(ABC):
     """One way to let every segment of a row attend to itself and to nothing else."""
 
     name: ClassVar[str]
+    patterns: ClassVar[frozenset[str]] = frozenset(Pattern.__dataclass_fields__)
+    """The parts of a pattern that it computes."""
 
     def unsupported(self, call: AttentionCall) -> list[str]:
         """Why this back-end cannot serve `call`: one sentence a reason; empty: it can, as plain PyTorch can any."""
-        return []
+        missing = [name for name in call.pattern if name not in self.patterns]
+        return [f"it computes no {', no '.join(missing)}, which this layer has"] if missing else []
 
     def __call__(
         self,
@@ -90,6 +110,7 @@ class Backend(ABC):
         scale: float,
         dropout: float = 0.0,
         keys: Segments | None = None,
+        pattern: Pattern = CAUSAL,
     ) -> Tensor:
         """softmax(q k^T * scale) v within each segment: [T, N, H].
 
@@ -105,8 +126,10 @@ class Backend(ABC):
             dropout: probability of dropping an attention weight.
             keys: the boundaries of keys and values where they reach back further than the queries: as many segments,
                 neither kind with gaps or empty segments; the last query of each is at the place of its last key.
+            pattern: what a layer with causal attention does beside it, among the `patterns` of this back-end.
         """
-        return self.attend(q_TNH, k_TKH, v_TKH, segments, keys or segments, Softmax(causal, scale, dropout))
+        softmax = Softmax(causal, scale, dropout, pattern)
+        return self.attend(q_TNH, k_TKH, v_TKH, segments, keys or segments, softmax)
 
     @abstractmethod
     def attend(
@@ -124,9 +147,11 @@ AMPERE = (8, 0)
 class VarlenKernel(Backend):
     """FlashAttention 2, which is given the boundaries of `Segments.kernel`."""
 
+    patterns = frozenset({"window"})
+
     def unsupported(self, call: AttentionCall) -> list[str]:
-        """FlashAttention's limits on device, dtype and heads."""
-        reasons = []
+        """FlashAttention's limits on device, dtype, heads and patterns."""
+        reasons = super().unsupported(call)
         if call.device != "cuda":
             reasons.append(f"it runs on CUDA only, the tensors are on {call.device}")
         elif (capability := _capability()) < AMPERE:
@@ -135,6 +160,8 @@ class VarlenKernel(Backend):
             reasons.append(f"it takes float16 and bfloat16 only, the tensors are {call.dtype}")
         if call.head_dim % 8 or call.head_dim > MAX_HEAD_DIM:
             reasons.append(f"the head dimension must be a multiple of 8 up to {MAX_HEAD_DIM}, it is {call.head_dim}")
+        if (call.value_dim or 0) > call.head_dim:
+            reasons.append(f"values are {call.value_dim} wide, and keys only {call.head_dim}")
         if call.num_heads % call.num_kv_heads:
             reasons.append(f"{call.num_heads} query heads cannot share {call.num_kv_heads} key-value heads evenly")
         return reasons
@@ -142,14 +169,21 @@ class VarlenKernel(Backend):
     def attend(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments, softmax: Softmax
     ) -> Tensor:
-        """One call of the kernel. Rows of padding attend to their own kind in it; 0 takes their place."""
+        """One call of the kernel. Rows of padding attend to their own kind in it; 0 takes their place.
+
+        Kernels take values as wide as keys: narrower ones (multi-head latent attention) get zeros, of which their
+        results are zeros.
+        """
         seqlens = (
             segments.kernel_seqlens(q_TNH.device),
             keys.kernel_seqlens(q_TNH.device),
             segments.max_kernel_length,
             keys.max_kernel_length,
         )
-        out_TNH = self.kernel(q_TNH, k_TKH, v_TKH, *seqlens, softmax=softmax)
+        width = v_TKH.shape[2]
+        if narrower := k_TKH.shape[2] - width:
+            v_TKH = F.pad(v_TKH, (0, narrower))
+        out_TNH = self.kernel(q_TNH, k_TKH, v_TKH, *seqlens, softmax=softmax)[..., :width]
         if not segments.has_gaps:
             return out_TNH
         return out_TNH.masked_fill(segments.padding_mask(out_TNH.device)[:, None, None], 0)
@@ -157,6 +191,12 @@ class VarlenKernel(Backend):
     @abstractmethod
     def kernel(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *seqlens: Any, softmax: Softmax) -> Tensor:
         """Call the kernel; `seqlens`: boundaries of queries and of keys, and the longest stretch of each."""
+
+
+def _window(softmax: Softmax) -> tuple[int, int]:
+    """The tokens before and after a query that it attends to, as FlashAttention counts them; -1: all."""
+    window = softmax.pattern.window
+    return (-1 if window is None else window - 1), (0 if softmax.causal else -1)
 
 
 @cache
@@ -187,8 +227,7 @@ class TorchVarlen(VarlenKernel):
         is_grouped = q_TNH.shape[1] != k_TKH.shape[1]
         grouped: dict[str, Any] = {"enable_gqa": True} if is_grouped and _has_enable_gqa() else {}
         inputs: list[Any] = [*(x.contiguous() for x in (q_TNH, k_TKH, v_TKH)), *seqlens]
-        window = (-1, 0) if softmax.causal else (-1, -1)
-        out: Any = varlen_attn(*inputs, scale=softmax.scale, window_size=window, **grouped)
+        out: Any = varlen_attn(*inputs, scale=softmax.scale, window_size=_window(softmax), **grouped)
         return out  # a pair only where auxiliary outputs are requested
 
 
@@ -205,6 +244,7 @@ class FlashAttn(VarlenKernel):
     """The package `flash-attn`: FlashAttention 2, with attention dropout."""
 
     name = "flash_attn"
+    patterns = frozenset({"window", "softcap"})
 
     def unsupported(self, call: AttentionCall) -> list[str]:
         """FlashAttention's limits, and the package's absence."""
@@ -215,9 +255,12 @@ class FlashAttn(VarlenKernel):
         """`flash_attn.flash_attn_varlen_func`."""
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportAttributeAccessIssue, reportMissingImports]
 
-        causal, scale, dropout = softmax
+        causal, scale, dropout, pattern = softmax
+        more: dict[str, Any] = {} if pattern.window is None else {"window_size": _window(softmax)}
+        if pattern.softcap is not None:
+            more["softcap"] = pattern.softcap
         return flash_attn_varlen_func(
-            q_TNH, k_TKH, v_TKH, *seqlens, dropout_p=dropout, softmax_scale=scale, causal=causal
+            q_TNH, k_TKH, v_TKH, *seqlens, dropout_p=dropout, softmax_scale=scale, causal=causal, **more
         )
 
 
@@ -258,27 +301,38 @@ class SdpaSegments(Backend):
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments, softmax: Softmax
     ) -> Tensor:
         """One call a segment; of many, those of the same length in one."""
-        causal, scale, dropout = softmax
 
         def attend(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
             """n segments of one length."""
-            q_nNLH, k_nKLH, v_nKLH = (x.transpose(1, 2) for x in (q_nLNH, k_nLKH, v_nLKH))
-            queries, visible = q_nNLH.shape[2], k_nKLH.shape[2]
-            with _kernels(q_nNLH.device):
-                out_nNLH = F.scaled_dot_product_attention(
-                    q_nNLH,
-                    k_nKLH,
-                    v_nKLH,
-                    attn_mask=_last_queries(queries, visible, q_nNLH.device) if causal else None,
-                    dropout_p=dropout,
-                    is_causal=causal and 1 < queries == visible,
-                    scale=scale,
-                    enable_gqa=q_nNLH.shape[1] != k_nKLH.shape[1],
-                )
-            return out_nNLH.transpose(1, 2)
+            if not softmax.causal:
+                return _attend(q_nLNH, k_nLKH, v_nLKH, None, softmax)
+            return windowed(q_nLNH, k_nLKH, v_nLKH, softmax.pattern.window, partial(_attend, softmax=softmax))
 
         run = _by_length if len(segments.lengths) >= MANY else _one_by_one
         return run(attend, q_TNH, k_TKH, v_TKH, segments, keys)
+
+
+def _attend(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:
+    """[n, L, N, H] of n segments under one mask, bool [L, L']; None: all of L' = L keys, or those that are causal."""
+    causal, scale, dropout, pattern = softmax
+    if pattern.softcap is not None:
+        visible = causal_mask(q_nLNH.shape[1], k_nLKH.shape[1], q_nLNH.device) if mask is None else mask
+        return written_out(q_nLNH, k_nLKH, v_nLKH, visible, scale=scale, dropout=dropout, pattern=pattern)
+    if pattern.sinks is not None:
+        q_nLNH, k_nLKH, v_nLKH, mask = with_sinks(q_nLNH, k_nLKH, v_nLKH, mask, sinks=pattern.sinks, scale=scale)
+    q_nNLH, k_nKLH, v_nKLH = (x.transpose(1, 2) for x in (q_nLNH, k_nLKH, v_nLKH))
+    with _kernels(q_nNLH.device):
+        out_nNLH = F.scaled_dot_product_attention(
+            q_nNLH,
+            k_nKLH,
+            v_nKLH,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=causal and mask is None and q_nNLH.shape[2] > 1,
+            scale=scale,
+            enable_gqa=q_nNLH.shape[1] != k_nKLH.shape[1],
+        )
+    return out_nNLH.transpose(1, 2)
 
 
 def _one_by_one(
@@ -338,13 +392,6 @@ def _kernels(device: torch.device) -> AbstractContextManager[object]:
     return sdpa_kernel(WITHOUT_PLANS) if device.type == "cuda" else nullcontext()
 
 
-def _last_queries(queries: int, keys: int, device: torch.device) -> Tensor | None:
-    """Causal mask, bool [L, L'], for the last L of L' positions; None where SDPA needs none."""
-    if queries in (1, keys):
-        return None
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-
-
 def _pieces(segments: Segments) -> tuple[list[int], list[bool]]:
     """(sizes, whether real): the row cut into runs of real tokens and runs of padding, empty ones left out."""
     sizes, real, at = [], [], 0
@@ -371,29 +418,25 @@ class EagerMask(Backend):
     ) -> Tensor:
         """Three matrix products."""
         # 0 * NaN is NaN: what must not be read has to be 0 before it meets a product.
-        q_NTH, k_KTH, v_KTH = (
-            x.masked_fill(whose.padding_mask(x.device)[:, None, None], 0).transpose(0, 1)
+        q_1TNH, k_1TKH, v_1TKH = (
+            x.masked_fill(whose.padding_mask(x.device)[:, None, None], 0)[None]
             for x, whose in ((q_TNH, segments), (k_TKH, keys), (v_TKH, keys))
         )
-        group = q_NTH.shape[0] // k_KTH.shape[0]
-        k_NTH, v_NTH = (x.repeat_interleave(group, dim=0) for x in (k_KTH, v_KTH))
-        hidden_TT = ~_may_attend(segments, keys, q_TNH.device, causal=softmax.causal)
-        at_least_float32 = torch.promote_types(q_TNH.dtype, torch.float32)
-        scores_NTT = (q_NTH @ k_NTH.transpose(1, 2)).to(at_least_float32) * softmax.scale
-        # Rows of padding attend to nothing: their softmax is NaN, and 0 takes its place.
-        weights_NTT = scores_NTT.masked_fill(hidden_TT, float("-inf")).softmax(-1).masked_fill(hidden_TT, 0)
-        weights_NTT = torch.dropout(weights_NTT, softmax.dropout, train=softmax.dropout > 0)
-        return (weights_NTT.to(v_NTH.dtype) @ v_NTH).transpose(0, 1)
+        visible_TT = _may_attend(segments, keys, q_TNH.device, softmax)
+        _, scale, dropout, pattern = softmax
+        return written_out(q_1TNH, k_1TKH, v_1TKH, visible_TT, scale=scale, dropout=dropout, pattern=pattern)[0]
 
 
-def _may_attend(segments: Segments, keys: Segments, device: torch.device, *, causal: bool) -> Tensor:
+def _may_attend(segments: Segments, keys: Segments, device: torch.device, softmax: Softmax) -> Tensor:
     """bool [T, T']: query (row) may read key (column)."""
     query_T, key_T = segments.seq_idx(device), keys.seq_idx(device)
     real_T1, real_1T = ~segments.padding_mask(device)[:, None], ~keys.padding_mask(device)[None, :]
     mask_TT = (query_T[:, None] == key_T[None, :]) & real_T1 & real_1T
-    if not causal:
+    if not softmax.causal:
         return mask_TT
-    return mask_TT & (_places_from_end(segments, device)[:, None] >= _places_from_end(keys, device)[None, :])
+    before_TT = _places_from_end(segments, device)[:, None] - _places_from_end(keys, device)[None, :]
+    window = softmax.pattern.window
+    return mask_TT & (before_TT >= 0) & (True if window is None else before_TT < window)
 
 
 def _places_from_end(segments: Segments, device: torch.device) -> Tensor:

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from vlmpack.cli import options
 from vlmpack.cli.inputs import InputOptions, measure, open_inputs
+from vlmpack.cli.prefix_savings import PrefixSavings, print_savings
 from vlmpack.errors import ConfigError, check_extra
 from vlmpack.files import write_text
 from vlmpack.terminal import make_table, number_columns, print_table, print_text, sample_name
@@ -58,10 +59,12 @@ def analyze(
     split: options.Split = "train",
     num: options.Num = None,
     image_root: options.ImageRoot = None,
+    branches: options.Branches = "conversation",
     seed: options.Seed = 0,
     max_length: options.MaxLength = None,
     overlength: options.Overlength = "error",
     max_pixels: options.MaxPixels = None,
+    min_shared: options.MinShared = 64,
     estimate: Estimate = False,
     workers: options.Workers = 0,
     cache: options.Cache = None,
@@ -71,7 +74,8 @@ def analyze(
     """Measure how long samples are, and simulate packing them: what it saves, and the gradient accumulation to set.
 
     Images are measured by their headers; no pixel is decoded, no model is read. The padded recipe (ranks, batch,
-    accumulation) is the one you would train with otherwise: the packed one keeps its samples per update.
+    accumulation) is the one you would train with otherwise: the packed one keeps its samples per update. Where samples
+    begin alike, it says what computing each shared prefix once would save (VLMCollator(share_prefixes=True)).
 
     The exit status is 1 if no sample can be used, 2 for a refusal, 0 otherwise.
     """
@@ -87,13 +91,14 @@ def analyze(
     )  # fmt: skip
     inputs = open_inputs(InputOptions(
         dataset=dataset, processor=processor, split=split, num=num, seed=seed, max_length=max_length,
-        overlength=overlength, max_pixels=max_pixels, image_root=image_root,
+        overlength=overlength, max_pixels=max_pixels, image_root=image_root, branches=branches,
     ))  # fmt: skip
     if out is not None:
         options.make_folder("--out", out)
     console = Console(quiet=as_json)
-    table = measure(inputs, console, workers=workers, cache=cache, estimate=estimate)
-    analysis = Analysis(source=dataset, table=table, packing=packing, is_estimate=estimate)
+    least = min_shared or None
+    table = measure(inputs, console, workers=workers, cache=cache, estimate=estimate, min_shared=least)
+    analysis = Analysis(source=dataset, table=table, packing=packing, is_estimate=estimate, min_shared=least)
     print_analysis(analysis, console)
     for path in _save(analysis, out) if out is not None else ():
         console.print(f"written: {path}", highlight=False, markup=False)
@@ -156,8 +161,12 @@ class Packing:
         columns = dict.fromkeys(("image_tokens", "video_tokens", "images", "videos", "patches", "targets"), zero)
         self.simulate(LengthTable(sample_ids=zero, text_tokens=ones, **columns))
 
-    def simulate(self, table: LengthTable) -> tuple[Simulation, ...]:
+    def simulate(self, table: LengthTable, *, share_prefixes: bool = False) -> tuple[Simulation, ...]:
         """Pack the table into rows of every capacity; a table without samples into none.
+
+        Args:
+            table: the samples.
+            share_prefixes: prefixes are computed once a row, by the groups of the table.
 
         Raises:
             ConfigError: a setting is unknown, below 1, or contradicts another.
@@ -166,7 +175,7 @@ class Packing:
 
         run = partial(
             simulate, table, recipe=self.recipe, rows_per_device=self.rows_per_device, strategy=self.strategy,
-            max_patches=self.max_patches, max_images=self.max_images,
+            max_patches=self.max_patches, max_images=self.max_images, share_prefixes=share_prefixes,
         )  # fmt: skip
         return tuple(map(run, self.capacities)) if len(table) else ()
 
@@ -184,11 +193,22 @@ class Analysis:
     """Settings of the simulations."""
     is_estimate: bool = False
     """Image tokens are estimated by the image's size alone."""
+    min_shared: int | None = None
+    """Tokens of the shortest prefix that counts as shared; None: shared prefixes were not looked for."""
 
     @cached_property
     def simulations(self) -> tuple[Simulation, ...]:
         """The table packed, once for each capacity."""
         return self.packing.simulate(self.table)
+
+    @cached_property
+    def savings(self) -> PrefixSavings | None:
+        """Savings by shared prefixes; None: they were not looked for, or there are no samples."""
+        groups = self.table.groups
+        if groups is None or self.min_shared is None or not len(self.table):
+            return None
+        shared = self.packing.simulate(self.table, share_prefixes=True) if len(groups) else ()
+        return PrefixSavings(min_shared=self.min_shared, groups=groups, plain=self.simulations, shared=shared)
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
@@ -244,6 +264,7 @@ class Analysis:
                 **{name: {**asdict(padding), "waste": padding.waste} for name, padding in self.paddings.items()},
             },
             "packed": [{**each.to_dict(), "explained": each.explain()} for each in self.simulations],
+            "shared_prefixes": None if self.savings is None else self.savings.to_dict(),
         }
 
 
@@ -265,6 +286,8 @@ def print_analysis(analysis: Analysis, console: Console) -> None:
         console.print(f"[bold]Rows of {simulation.capacity:,} tokens[/]", highlight=False)
         for sentence in simulation.explain():
             print_text(console, Text(sentence), indent=2)
+    if analysis.savings is not None:
+        print_savings(analysis.savings, console)
 
 
 def histogram_bars(name: str, values: np.ndarray, *, ascii_only: bool = False) -> Group:

@@ -50,6 +50,8 @@ class InputOptions:
     """Largest area that images are resized to; None: the processor's default."""
     image_root: Path | None = None
     """Folder at which paths of images start; None: that of the file that names them."""
+    branches: str = "conversation"
+    """What a sample is: one of `BRANCHES`."""
 
 
 class Inputs(NamedTuple):
@@ -77,7 +79,7 @@ def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
     _check(options)
     dataset = open_samples(
         options.dataset, split=options.split, num=options.num, seed=options.seed, image_root=options.image_root,
-        small=tiny_family(options.processor) is not None,
+        branches=options.branches, small=tiny_family(options.processor) is not None,
     )  # fmt: skip
     processor = limit_pixels(named_processor(options.processor), options.max_pixels)
     limits: dict[str, Any] = {"max_length": options.max_length, "overlength": options.overlength}
@@ -85,7 +87,14 @@ def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
 
 
 def open_samples(
-    source: str, *, split: str = DEFAULT_SPLIT, num: int | None, seed: int, small: bool, image_root: Path | None = None
+    source: str,
+    *,
+    split: str = DEFAULT_SPLIT,
+    num: int | None,
+    seed: int,
+    small: bool,
+    image_root: Path | None = None,
+    branches: str = "conversation",
 ) -> OpenDataset:
     """Open a data set, or draw receipts for "synthetic".
 
@@ -96,15 +105,22 @@ def open_samples(
         seed: of receipts.
         small: draw receipts small: images of a built-in processor have at most 256 tokens.
         image_root: folder at which paths of images start; None: that of the file that names them.
+        branches: "turns" makes a sample of each question and its answer.
 
     Raises:
-        ConfigError: it cannot be read, has fewer samples, or names no paths for `image_root`.
+        ConfigError: it cannot be read, has fewer samples, names no paths for `image_root`, or has no questions to tell
+            apart.
     """
     from vlmpack.data import open_dataset
     from vlmpack.testing import SMALLEST_LEGIBLE, receipt_conversations
 
     if source != SYNTHETIC:
-        return open_dataset(source, split=split, num=num, image_root=image_root)
+        return open_dataset(
+            source, split=split, num=num, image_root=image_root,
+            branches=branches,  # pyright: ignore[reportArgumentType]
+        )  # fmt: skip
+    if branches != "conversation":
+        raise ConfigError(f"--branches {branches}: {SYNTHETIC} receipts have one question each; leave it out")
     if image_root is not None:
         raise ConfigError(f"--image-root {image_root}: {SYNTHETIC} receipts have no paths; leave it out")
     return receipt_conversations(split=split, num=num, seed=seed, scale=SMALLEST_LEGIBLE if small else 1.0)
@@ -154,7 +170,13 @@ def check_finished(source: str) -> None:
 
 
 def measure(
-    inputs: Inputs, console: Console, *, workers: int = 0, cache: str | None = None, estimate: bool = False
+    inputs: Inputs,
+    console: Console,
+    *,
+    workers: int = 0,
+    cache: str | None = None,
+    estimate: bool = False,
+    min_shared: int | None = None,
 ) -> LengthTable:
     """Measure the lengths of all samples, with a progress bar.
 
@@ -164,6 +186,7 @@ def measure(
         workers: processes; 0: this one alone.
         cache: a file that keeps lengths; None: every length is measured again.
         estimate: count `ceil(H/32) * ceil(W/32)` tokens an image.
+        min_shared: find samples that begin alike with so many tokens or more; None: do not.
 
     Raises:
         ConfigError: no sample can be measured with these settings, or the cache cannot be used.
@@ -172,6 +195,7 @@ def measure(
 
     with progress_bars(console, {"measure": "reading samples"}) as progress:
         settings: dict[str, Any] = {"workers": workers, "cache": cache, "estimate": estimate}
+        settings["min_shared"] = min_shared
         return measure_lengths(*inputs, progress=partial(progress, "measure"), **settings)
 
 

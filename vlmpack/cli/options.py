@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 OVERLENGTH = ("error", "drop", "truncate")
+BRANCHES = ("conversation", "turns")
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 
@@ -61,8 +62,15 @@ ImageRoot = Annotated[
     Path | None,
     typer.Option(help="Folder at which relative paths of images and videos start; by default that of the data's file."),
 ]
+Branches = Annotated[
+    str, word(*BRANCHES, help="A conversation is a sample; or each of its turns (a question and its answer) is one.")
+]
 MaxPatches = Annotated[int | None, typer.Option(min=1, help="Most vision patches in a row.")]
 MaxImages = Annotated[int | None, typer.Option(min=1, help="Most images and videos in a row.")]
+MinShared = Annotated[
+    int,
+    typer.Option(min=0, help="Find samples that begin alike with so many tokens, by the bytes of images; 0: do not."),
+]
 Device = Annotated[str | None, word(*DEVICES, help="cpu or cuda; by default cuda where there is one.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

@@ -53,6 +53,7 @@ def pack(
     split: options.Split = "train",
     num: options.Num = None,
     image_root: options.ImageRoot = None,
+    branches: options.Branches = "conversation",
     seed: options.Seed = 0,
     max_length: options.MaxLength = None,
     overlength: options.Overlength = "error",
@@ -63,6 +64,7 @@ def pack(
     max_patches: options.MaxPatches = None,
     max_images: options.MaxImages = None,
     max_segments: Annotated[int | None, typer.Option(min=1, help="Most samples in a row.")] = None,
+    min_shared: options.MinShared = 0,
     pad_seq_to_mult: PadSeqToMult = 1,
     rows_multiple: RowsMultiple = 1,
     shuffle: Annotated[int | None, typer.Option(min=0, help="Seed that shuffles samples and rows.")] = None,
@@ -75,13 +77,14 @@ def pack(
     """Plan which samples share a row, and write the rows: token ids, labels, and images still encoded.
 
     Killed or stopped, run it again: it continues, and the files are the same, byte for byte. Train on them with
-    vlmpack.store.PackedDataset(OUT, processor).
+    vlmpack.store.PackedDataset(OUT, processor). With --min-shared samples that begin alike share rows, which compute
+    what they share once.
     """
     check_extra("data", "pyarrow", needed_by="`vlmpack pack`")
     if ray:
         check_extra("ray", "ray", needed_by="`vlmpack pack --ray`")
 
-    from vlmpack.collate import SkipLimit
+    from vlmpack.collate import SharePrefixes, SkipLimit
     from vlmpack.layout import SlotRule
     from vlmpack.store import StoreSettings, write_rows
 
@@ -93,11 +96,14 @@ def pack(
     )  # fmt: skip
     source = InputOptions(
         dataset=dataset, processor=processor, split=split, num=num, seed=seed, max_length=max_length,
-        overlength=overlength, image_root=image_root,
+        overlength=overlength, image_root=image_root, branches=branches,
     )  # fmt: skip
     slots = SlotRule(multiple=pad_seq_to_mult, max_segments=max_segments)
     skip_limit = None if max_bad_fraction is None else SkipLimit(max_bad_fraction=max_bad_fraction)
-    inputs = open_inputs(source, train_on=train_on, on_bad=on_bad, skip_limit=skip_limit, slots=slots)
+    sharing = SharePrefixes(min_shared=min_shared) if min_shared else False
+    inputs = open_inputs(
+        source, train_on=train_on, on_bad=on_bad, skip_limit=skip_limit, slots=slots, share_prefixes=sharing
+    )
     with progress_bars(Console(stderr=True), STAGES) as progress:
         manifest = write_rows(
             inputs.dataset, out, inputs.collator, settings, workers=workers, executor="ray" if ray else "local",

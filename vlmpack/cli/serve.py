@@ -16,7 +16,7 @@ from vlmpack.cli.inputs import quiet_transformers
 from vlmpack.errors import ConfigError, check_extra
 
 if TYPE_CHECKING:
-    from vlmpack.service import Base, Service, ServiceSettings
+    from vlmpack.service import Base, Launched, Service, ServiceSettings
 
 DEMO_NAME = "vlmpack/tiny-qwen3-vl"
 DEMO_PIXELS = 256 * 32 * 32
@@ -56,6 +56,9 @@ def serve(
         bool, typer.Option("--gradient-checkpointing", help="Less memory: layers are computed again for gradients.")
     ] = False,
     share_rows: Annotated[bool, typer.Option("--share-rows", help="Datums of several adapters share rows.")] = False,
+    share_prefixes: Annotated[
+        bool, typer.Option(help="Compute once what datums of a request begin with alike (prefix tree).")
+    ] = True,
     max_length: Annotated[
         int | None, typer.Option(min=2, help="Most tokens of a datum or prompt; by default the model's context.")
     ] = None,
@@ -67,6 +70,9 @@ def serve(
         options.word(*SAMPLERS, help="exact; fast: rounding may change tokens of a seed; vllm: fast on a GPU."),
     ] = "exact",
     workers: Annotated[int, typer.Option(min=1, help="Data-parallel processes on this machine.")] = 1,
+    shard: Annotated[
+        bool, typer.Option("--shard", help="Shard the base model over the workers (FSDP2); adapters only.")
+    ] = False,
 ) -> None:
     """Serve packed training steps and sampling to the tinker client, on one base model.
 
@@ -79,10 +85,9 @@ def serve(
         options.refuse_file("MODEL", model)
     # Read when torch is first imported: threads that spin at a barrier slow down other work on the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from vlmpack.service import ServiceLimits, ServiceSettings, launch
+    from vlmpack.service import Launched, ServiceLimits, ServiceSettings
 
-    if workers > 1 and "LOCAL_RANK" not in os.environ:
-        launch(workers, sys.argv[1:])
+    launched = Launched(workers, sys.argv[1:]) if workers > 1 and "LOCAL_RANK" not in os.environ else None
     served = name or (DEMO_NAME if model is None else Path(model).resolve().name if Path(model).is_dir() else model)
     folder = (state or default_state(served)).expanduser()
     options.make_folder("--state", folder)
@@ -93,11 +98,16 @@ def serve(
         lora_only=lora_only,
         gradient_checkpointing=gradient_checkpointing,
         share_rows=share_rows,
+        share_prefixes=share_prefixes,
         sampler=sampler,
+        shard_on=options.torch_device(device).type if shard else None,
     )
     chosen = str(options.torch_device(device))
-    source = ModelSource(model=model, folder=folder / DEMO_FOLDER, name=served, device=chosen, dtype=dtype)
-    _serve(source, settings, key_file=(key_file or folder / "key").expanduser(), host=host, port=port)
+    source = ModelSource(
+        model=model, folder=folder / DEMO_FOLDER, name=served, device=chosen, dtype=dtype, is_sharded=shard
+    )
+    place = Place(key_file=(key_file or folder / "key").expanduser(), host=host, port=port)
+    _serve(source, settings, place, launched)
 
 
 @final
@@ -115,6 +125,8 @@ class ModelSource:
     """Of torch."""
     dtype: str | None
     """Of the weights; None: float32 on a CPU, bfloat16 elsewhere."""
+    is_sharded: bool
+    """True if the model is read on the CPU, to be sharded from there."""
 
     def load(self) -> Base:
         """Load model and processor."""
@@ -122,33 +134,52 @@ class ModelSource:
 
         dtype = self.dtype or ("float32" if self.device == "cpu" else "bfloat16")
         with quiet_transformers():
-            return load_base(self.model or str(self.folder), name=self.name, device=self.device, dtype=dtype)
+            device = "cpu" if self.is_sharded else self.device
+            return load_base(self.model or str(self.folder), name=self.name, device=device, dtype=dtype)
 
 
-def _serve(source: ModelSource, settings: ServiceSettings, *, key_file: Path, host: str, port: int) -> None:
+@final
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where clients find the service."""
+
+    key_file: Path
+    """File with the key."""
+    host: str
+    """Address."""
+    port: int
+    """Port; 0: any that is free."""
+
+
+def _serve(source: ModelSource, settings: ServiceSettings, place: Place, launched: Launched | None) -> None:
     """Serve on this process, or follow rank 0 where it is another one."""
-    from vlmpack.service import Service, bind, check_key, follow_rank_0, join, read_key
+    from vlmpack.service import Service, bind, check_key, end, follow_rank_0, join, read_key
 
-    ranks = join()
+    ranks = join(launched)
+    _log_to_stderr()
     if ranks is not None and ranks.rank > 0:
-        ranks.receive()  # when rank 0 has made the demo's model
-        follow_rank_0(source.load(), settings, ranks)
-        return
-    given = os.environ.get(KEY_VARIABLE)
-    settings = replace(settings, key=check_key(given, KEY_VARIABLE) if given else read_key(key_file))
-    with bind(host, port) as listening:
-        _log_to_stderr()
+        try:
+            ranks.receive()  # when rank 0 has made the demo's model
+            follow_rank_0(source.load(), settings, ranks)
+        except ConnectionError as error:
+            logging.getLogger("vlmpack.service").error("%s, and so rank %d ends", error, ranks.rank)
+            end(1)
+        end(0)
+    key = os.environ.get(KEY_VARIABLE)
+    settings = replace(settings, key=check_key(key, KEY_VARIABLE) if key else read_key(place.key_file))
+    with bind(place.host, place.port) as listening:
         if source.model is None:
             with quiet_transformers():
                 make_demo(source.folder)
         if ranks is not None:
             ranks.send(None)
         service = Service(source.load(), settings, ranks=ranks)
-        address = f"http://{_shown(host)}:{listening.getsockname()[1]}"
-        text = announcement(service, address, None if given else key_file)
+        address = f"http://{_shown(place.host)}:{listening.getsockname()[1]}"
+        text = announcement(service, address, None if key else place.key_file)
         service.run(listening, on_start=lambda: _print(text))
-    logging.shutdown()
-    os._exit(0)  # all is on the disk; taking an interpreter apart that has torch loaded takes seconds
+    if launched is not None:
+        launched.wait()
+    end(0)  # taking an interpreter apart that has torch loaded takes seconds
 
 
 def default_state(name: str) -> Path:

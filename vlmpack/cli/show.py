@@ -8,12 +8,12 @@ Colours only repeat what the letters say.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from string import ascii_lowercase
-from typing import TYPE_CHECKING, Annotated, final
+from typing import TYPE_CHECKING, Annotated, Any, final
 
 import typer
 from rich.columns import Columns
@@ -22,19 +22,18 @@ from rich.text import Text
 
 from vlmpack.cli import options
 from vlmpack.cli.inputs import SYNTHETIC, InputOptions, check_finished, measure, open_inputs
+from vlmpack.cli.tree_drawing import TreeDrawing, letter, style
 from vlmpack.errors import ConfigError, LayoutError
 
 if TYPE_CHECKING:
     import numpy as np
 
     from vlmpack.collate import Encoded
-    from vlmpack.layout import Segments, SlotRule
+    from vlmpack.layout import PrefixTree, Segments, SlotRule
 
 LINES = 8
 """Most lines of a row, unless the tokens of a cell are given."""
 PADDING = -1
-COLOURS = (("#9ecae9", "#3a6ea5"), ("#ffcf9c", "#a8611a"), ("#b5dfa8", "#3f7d34"), ("#d9b8e8", "#76459a"))
-"""Backgrounds of (text, images) of neighbouring samples."""
 
 
 def show(
@@ -50,16 +49,20 @@ def show(
     split: options.Split = "train",
     num: options.Num = None,
     image_root: options.ImageRoot = None,
+    branches: options.Branches = "conversation",
     seed: options.Seed = 0,
     max_length: options.MaxLength = None,
     overlength: options.Overlength = "error",
     max_pixels: options.MaxPixels = None,
+    min_shared: options.MinShared = 0,
     workers: options.Workers = 0,
     cache: options.Cache = None,
+    as_json: options.Json = False,
 ) -> None:
     """Draw packed rows: which samples share a row, where their images are, and what is padding.
 
-    A data set is planned first, from image headers; no pixel is decoded.
+    A data set is planned first, from image headers; no pixel is decoded. With --min-shared samples that begin alike
+    share rows, and a row is drawn as the tree of what is computed once; so is a row of a folder that was packed so.
     """
     from vlmpack.store import is_store
 
@@ -71,13 +74,22 @@ def show(
         inputs = InputOptions(
             dataset=source, processor=_checked_processor(source, processor), split=split, num=num, seed=seed,
             max_length=max_length, overlength=overlength, max_pixels=max_pixels, image_root=image_root,
+            branches=branches,
         )  # fmt: skip
-        rows = planned_rows(inputs, console, numbers=numbers, capacity=capacity, workers=workers, cache=cache)
-    print_rows(rows, numbers, console, tokens_per_cell=tokens_per_cell)
+        rows = planned_rows(
+            inputs, Console(quiet=as_json), numbers=numbers, capacity=capacity, workers=workers, cache=cache,
+            min_shared=min_shared or None,
+        )  # fmt: skip
+    if as_json:
+        typer.echo(
+            json.dumps({"summary": rows.summary, "rows": [rows.to_dict(number) for number in numbers]}, indent=2)
+        )
+    else:
+        print_rows(rows, numbers, console, tokens_per_cell=tokens_per_cell)
 
 
 def print_rows(rows: Rows, numbers: Sequence[int], console: Console, *, tokens_per_cell: int | None = None) -> None:
-    """Print the source in one line, then a ribbon for each row.
+    """Print the source in one line, then a ribbon for each row, or its tree.
 
     Args:
         rows: of the source.
@@ -88,11 +100,12 @@ def print_rows(rows: Rows, numbers: Sequence[int], console: Console, *, tokens_p
     Raises:
         ConfigError: there is no such row.
     """
-    drawn = [rows.ribbon(number, width=console.width, tokens_per_cell=tokens_per_cell) for number in numbers]
+    size = {"width": console.width, "tokens_per_cell": tokens_per_cell}
+    drawn = [(rows.ribbon(number, **size), rows.drawn_tree(number, **size)) for number in numbers]
     console.print(rows.summary, highlight=False, markup=False, soft_wrap=not console.is_terminal)
-    for number, ribbon in zip(numbers, drawn, strict=True):
-        console.print(f"\n[bold]{rows.heading(number, ribbon)}[/]", highlight=False)
-        console.print(ribbon.draw())
+    for number, (ribbon, tree) in zip(numbers, drawn, strict=True):
+        console.print(f"\n[bold]{rows.heading(number, ribbon, tree)}[/]", highlight=False)
+        console.print(ribbon.draw() if tree is None else tree.draw(console))
 
 
 # ---------------------------------------------------------------------- rows
@@ -113,6 +126,8 @@ class Rows:
     """Rounding of samples to slots."""
     samples: Callable[[int], Sequence[Encoded]]
     """Reads the samples of a row."""
+    tree: Callable[[int], PrefixTree | None] = lambda row: None
+    """Finds what the samples of a row share; None: nothing, or they are not to."""
 
     def ribbon(self, number: int, *, width: int, tokens_per_cell: int | None = None) -> Ribbon:
         """Read one row and cut it into cells, see `Ribbon.of`; negative numbers count from the end.
@@ -120,23 +135,67 @@ class Rows:
         Raises:
             ConfigError: there is no such row.
         """
-        import numpy as np
-
         from vlmpack.layout import Segments
 
-        check_row(number, self.count)
-        samples = self.samples(number % self.count)
+        samples = self._read(number)
         segments = Segments.from_lengths([sample.num_tokens for sample in samples], self.slots)
-        types = np.zeros(segments.total, np.int64)
-        for (start, stop), sample in zip(segments.spans[: len(samples)], samples, strict=True):
-            types[start:stop] = sample.types
-        names = [place if sample.sample_id is None else sample.sample_id for place, sample in enumerate(samples)]
+        types, names = _types(samples, segments), _names(samples)
         return Ribbon.of(segments, types, names, width=width, tokens_per_cell=tokens_per_cell)
 
-    def heading(self, number: int, ribbon: Ribbon) -> str:
-        """Format a row's place among the rows, and its fill ratio: real tokens over the capacity."""
-        full = f"{ribbon.total:,} of {self.capacity:,} tokens, {sum(ribbon.lengths) / self.capacity:.2%} full"
+    def drawn_tree(self, number: int, *, width: int, tokens_per_cell: int | None = None) -> TreeDrawing | None:
+        """Find the tree of a row, see `TreeDrawing.of`; None: its samples share nothing, or are not to.
+
+        Raises:
+            ConfigError: there is no such row.
+        """
+        samples = self._read(number)
+        tree = self.tree(number % self.count)
+        if tree is None:
+            return None
+        size = {"width": width, "tokens_per_cell": tokens_per_cell}
+        return TreeDrawing.of(tree, _types(samples, tree.segments), _names(samples), **size)
+
+    def to_dict(self, number: int) -> dict[str, Any]:
+        """Return a row in numbers, for JSON; its tree is None where samples share nothing.
+
+        Raises:
+            ConfigError: there is no such row.
+        """
+        samples, tree = self._read(number), self.drawn_tree(number, width=80)
+        return {
+            "row": number % self.count,
+            "capacity": self.capacity,
+            "samples": [
+                {"sample": name, "tokens": sample.num_tokens, "media_tokens": int((sample.types != 0).sum())}
+                for name, sample in zip(_names(samples), samples, strict=True)
+            ],
+            "tree": None if tree is None else tree.to_dict(),
+        }
+
+    def heading(self, number: int, ribbon: Ribbon, tree: TreeDrawing | None = None) -> str:
+        """Format a row's place among the rows, and its fill ratio: tokens that are computed over the capacity."""
+        total, real = (ribbon.total, sum(ribbon.lengths)) if tree is None else (tree.tree.num_tokens,) * 2
+        full = f"{total:,} of {self.capacity:,} tokens, {real / self.capacity:.2%} full"
         return f"row {number % self.count:,} of 0 to {self.count - 1:,}: {full}"
+
+    def _read(self, number: int) -> Sequence[Encoded]:
+        check_row(number, self.count)
+        return self.samples(number % self.count)
+
+
+def _types(samples: Sequence[Encoded], segments: Segments) -> np.ndarray:
+    """int64 [T]: the token types of a row; 0 in gaps."""
+    import numpy as np
+
+    types = np.zeros(segments.total, np.int64)
+    for (start, stop), sample in zip(segments.spans[: len(samples)], samples, strict=True):
+        types[start:stop] = sample.types
+    return types
+
+
+def _names(samples: Sequence[Encoded]) -> list[int | str]:
+    """Name samples by their ids, or else by their places in the row."""
+    return [place if sample.sample_id is None else sample.sample_id for place, sample in enumerate(samples)]
 
 
 def check_row(number: int, count: int, *, most: str = "") -> None:
@@ -190,6 +249,7 @@ def stored_rows(source: str) -> Rows:
         capacity=capacity,
         slots=dataset.slots,
         samples=dataset.measured,
+        tree=dataset.tree,
     )
 
 
@@ -201,6 +261,7 @@ def planned_rows(
     capacity: int,
     workers: int = 0,
     cache: str | None = None,
+    min_shared: int | None = None,
 ) -> Rows:
     """Plan the rows of a data set.
 
@@ -211,31 +272,43 @@ def planned_rows(
         capacity: of a row, in tokens.
         workers: processes that read samples.
         cache: file that keeps lengths.
+        min_shared: samples that begin alike with so many tokens or more share rows; None: none do.
 
     Raises:
         ConfigError: no sample can be packed, or the data set has too few samples for one of the rows.
     """
     from vlmpack.layout import SlotRule
     from vlmpack.plan import plan_bins
+    from vlmpack.store import tree_of
 
     inputs = open_inputs(source)
     for number in numbers:
         check_row(number, len(inputs.dataset), most="at most ")
-    table = measure(inputs, console, workers=workers, cache=cache)
+    table = measure(inputs, console, workers=workers, cache=cache, min_shared=min_shared)
     if not len(table):
         raise ConfigError(
             f"none of {table.measured} samples can be used: {table.reasons}; `vlmpack analyze` lists the reasons"
         )
-    plan = plan_bins(table, capacity, oversize="drop")
+    plan = plan_bins(table, capacity, oversize="drop", groups=table.groups)
     if not len(plan):
         raise ConfigError(f"all {len(table)} samples exceed a row of {capacity} tokens; raise --capacity")
+
+    def samples(row: int) -> list[Encoded]:
+        return [inputs.collator.measure(inputs.dataset[place], place) for place in plan.bins[row]]
+
+    def tree(row: int) -> PrefixTree | None:
+        return (
+            None if min_shared is None else tree_of(samples(row), limits=inputs.collator.limits, min_shared=min_shared)
+        )
+
     return Rows(
         summary=f"{source.dataset}: {len(plan.sample_ids):,} samples in {len(plan):,} rows of {capacity:,} tokens, "
         f"{plan.fill:.2%} full{_left_out(len(table.refused), len(plan.dropped) - len(table.refused))}",
         count=len(plan),
         capacity=capacity,
         slots=SlotRule(),
-        samples=lambda row: [inputs.collator.measure(inputs.dataset[place], place) for place in plan.bins[row]],
+        samples=samples,
+        tree=tree,
     )
 
 
@@ -346,17 +419,11 @@ class Ribbon:
 
 
 def _letter(cell: int) -> str:
-    if cell == PADDING:
-        return "."
-    letter = ascii_lowercase[cell // 2 % len(ascii_lowercase)]
-    return letter.upper() if cell % 2 else letter
+    return "." if cell == PADDING else letter(cell // 2, is_media=cell % 2 == 1)
 
 
 def _style(cell: int) -> str:
-    if cell == PADDING:
-        return "dim"
-    text, media = COLOURS[cell // 2 % len(COLOURS)]
-    return f"bold white on {media}" if cell % 2 else f"black on {text}"
+    return "dim" if cell == PADDING else style(cell // 2, is_media=cell % 2 == 1)
 
 
 def _majority(codes: np.ndarray) -> int:

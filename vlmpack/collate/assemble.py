@@ -29,6 +29,7 @@ from vlmpack.layout import (
     content_numbers,
     find_prefix_tree,
     shift_labels,
+    with_tree,
 )
 
 NO_BUFFERS = PixelBuffers(0)
@@ -113,8 +114,9 @@ def to_packed(
     images, videos = _images(samples), _videos(samples)
     tree = None if sharing is None else _tree(packed, images, videos, sharing)
     if tree is not None:
+        packed = with_tree(packed, tree)
         images, videos = [images[at] for at in tree.images], [videos[at] for at in tree.videos]
-    return replace(packed, media=_media(images, videos, pixel_dtype, buffers), tree=tree)
+    return replace(packed, media=_media(images, videos, pixel_dtype, buffers))
 
 
 def _tree(

@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from vlmpack.collate.vision_keys import misspelt_key
+from vlmpack.data import BRANCH_COLUMN, PAIRS_COLUMN
 from vlmpack.errors import Refusal
 
 CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "prompt")
@@ -22,7 +23,7 @@ CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "prompt")
 MEDIA_COLUMNS = ("image", "images", "video", "videos")
 _RECEIPT_COLUMNS = ("image", "ground_truth")
 _TEXT_COLUMNS = ("input_ids", *CONVERSATION_COLUMNS, "completion")
-_READ = {*_TEXT_COLUMNS, *MEDIA_COLUMNS, "system", "tools", "chat_template_kwargs", "id", "sample_id"}
+_READ = {*_TEXT_COLUMNS, *MEDIA_COLUMNS, "system", "tools", "chat_template_kwargs", "id", "sample_id", BRANCH_COLUMN}
 _NOTES = {"length", "lengths", "index", "idx", "source", "dataset", "split", "attention_mask", "token_type_ids"}
 """Columns that nothing reads and that would change nothing."""
 _PREFERENCE = re.compile(r"(chosen|rejected)(_.*)?|(loss|sample)_(scale|weight)s?")
@@ -60,6 +61,12 @@ def is_absent(value: Any) -> bool:
 def is_empty(value: Any) -> bool:
     """Absent, or a text or list with nothing in it."""
     return is_absent(value) or (isinstance(value, str | list | tuple) and not value)
+
+
+def holds_pairs(value: Any) -> bool:
+    """Questions with their answers, and not a column of notes of that name."""
+    first = value[0] if isinstance(value, list | tuple) and value else None
+    return isinstance(first, Mapping) and {"user", "assistant"} <= first.keys()
 
 
 def check_columns_filled(feature: Mapping[str, Any]) -> None:
@@ -102,7 +109,8 @@ def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Sequence
         Refusal: `unread_column`: one of them holds media and the sample has none, or preferences or weights, or it is
             ms-swift's `objects` and the text has places for them.
     """
-    unread = {str(name): value for name, value in feature.items() if name not in _KNOWN and not is_empty(value)}
+    known = {*_KNOWN, PAIRS_COLUMN} if holds_pairs(feature.get(PAIRS_COLUMN)) else _KNOWN
+    unread = {str(name): value for name, value in feature.items() if name not in known and not is_empty(value)}
     for name, value in unread.items():
         fault = ""
         if _is_preference(name.lower(), value):

@@ -3,6 +3,7 @@
     TRL        {"messages": [...], "images": [...]}   {"prompt": ..., "completion": ..., "images": [...]}
     Qwen       {"conversations": [{"from": "human", "value": "<image>\\n..."}, ...], "image": path or list}
     NeMo       {"conversation": [{"role": ..., "content": [{"type": "image", "image": PIL}, ...]}]}
+    Cauldron   {"texts": [{"user": ..., "assistant": ...}, ...], "images": [...]}
 
 A message's content is a string or a list of parts; a part is a text, or an image or video with its source inside
 (`{"type": "image", "image": PIL | path | bytes | {"bytes", "path"}}`) or without one, which then comes from the
@@ -23,6 +24,7 @@ from typing import Any, final
 
 import numpy as np
 
+from vlmpack.collate.branches import branch_of
 from vlmpack.collate.columns import (
     Kind,
     Markers,
@@ -32,11 +34,13 @@ from vlmpack.collate.columns import (
     check_one_form,
     column_media,
     fill_placeholders,
+    holds_pairs,
     is_absent,
     is_empty,
     marked_kinds,
     no_columns,
 )
+from vlmpack.data import BRANCH_COLUMN, PAIRS_COLUMN
 from vlmpack.errors import Refusal
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -75,7 +79,7 @@ class Turn:
 
 
 def read_turns(value: Any, column: str, marked: Collection[str] = ()) -> list[Turn]:
-    """The turns of a column: messages with role and content, or Qwen's turns with from and value.
+    """The turns of a column: messages with role and content, Qwen's turns with from and value, or Cauldron's pairs.
 
     In the texts of the latter, `<image>` and `<video>` are placeholders if they are among the kinds that are `marked`.
 
@@ -84,6 +88,8 @@ def read_turns(value: Any, column: str, marked: Collection[str] = ()) -> list[Tu
     """
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
         raise Refusal("bad_row", f"{column} must be a non-empty list of messages, got {short(value)}")
+    if column == PAIRS_COLUMN:
+        value = [turn for at, pair in enumerate(value) for turn in _pair(pair, f"{column}[{at}]")]
     is_qwen = isinstance(value[0], Mapping) and "from" in value[0]
     read = partial(_qwen_turn, marked=marked) if is_qwen else _turn
     turns = [read(item, f"{column}[{i}]") for i, item in enumerate(value)]
@@ -139,6 +145,13 @@ def _turn(message: Any, where: str) -> Turn:
     _check_no_payload(message, where, but=())
     rest = {key: value for key, value in message.items() if value is not None and key not in FLAGS}
     return Turn(message={**rest, "content": content}, learnt=_learnt(message, message["role"], where))
+
+
+def _pair(pair: Any, where: str) -> list[dict[str, Any]]:
+    """A question and its answer, as The Cauldron and FineVision write them."""
+    if not isinstance(pair, Mapping) or not all(isinstance(pair.get(role), str) for role in ("user", "assistant")):
+        raise Refusal("bad_row", f"{where} must have a user and an assistant, both texts, got {_with_keys(pair)}")
+    return [{"role": role, "content": pair[role]} for role in ("user", "assistant")]
 
 
 def _no_content(message: Mapping[str, Any], where: str) -> str:
@@ -297,7 +310,7 @@ def _strings(value: Any) -> Iterator[str]:
 def read_conversation(
     feature: Mapping[str, Any], *, has_vision: bool = True, markers: Markers = "auto"
 ) -> Conversation:
-    """Read one sample of any of the shapes above.
+    """Read one sample of any of the shapes above; with a column `branch_turn`, one question and answer of it.
 
     Args:
         feature: the sample's columns.
@@ -319,11 +332,14 @@ def read_conversation(
         feature,
         missing=[kind for kind in marked if not media[kind]],
     )
-    return conversation
+    turn = present.get(BRANCH_COLUMN)
+    return conversation if turn is None else branch_of(conversation, turn)
 
 
 def _read(present: Mapping[str, Any], feature: Mapping[str, Any], marked: Collection[Kind]) -> Conversation:
     columns = [name for name in ("messages", "conversation", "conversations") if name in present]
+    if holds_pairs(present.get(PAIRS_COLUMN)):
+        columns.append(PAIRS_COLUMN)
     is_pair = "prompt" in present and "completion" in present
     check_one_form([*columns, "prompt and completion"] if is_pair else columns, present)
     if columns:

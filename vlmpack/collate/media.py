@@ -48,12 +48,12 @@ class BatchMedia:
     def __init__(self) -> None:
         self._visuals: WeakValueDictionary[Hashable, Visual] = WeakValueDictionary()
 
-    def cut_once(self, ref: MediaRef, cut: Callable[[MediaRef], Visual]) -> Visual:
+    def cut_once(self, ref: MediaRef, kind: Kind, cut: Callable[[MediaRef], Visual]) -> Visual:
         """Return the visual that was cut from the same source by the same keys, or else cut it."""
         source = _key(ref.source)
         if source is None:
             return cut(ref)
-        key = (source, repr(sorted(ref.options.items())))
+        key = (kind, source, repr(sorted(ref.options.items())))
         visual = self._visuals.get(key)
         if visual is None:
             visual = self._visuals[key] = cut(ref)
@@ -99,8 +99,8 @@ class MediaReader:
             Refusal: it cannot be used.
         """
         cut_video = partial(self._video, read=load_video, read_file=load_video_file)
-        once = partial((batch or BatchMedia()).cut_once, cut=self._cut_image if kind == "image" else cut_video)
-        return self._read(ref, kind, at, once)
+        cut = self._cut_image if kind == "image" else cut_video
+        return self._read(ref, kind, at, partial((batch or BatchMedia()).cut_once, kind=kind, cut=cut))
 
     def cut_each(
         self, refs: Sequence[MediaRef], *, kind: Kind, batch: BatchMedia | None = None, max_tokens: int | None = None

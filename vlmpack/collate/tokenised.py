@@ -13,6 +13,7 @@ import torch
 from vlmpack.collate.columns import is_empty
 from vlmpack.collate.encoded import Encoded, TrainOn, Visual, assistant_spans, make_labels, mask_media
 from vlmpack.collate.processor_metadata import ProcessorMetadata
+from vlmpack.data import BRANCH_COLUMN
 from vlmpack.errors import LayoutError, Refusal
 from vlmpack.layout import IGNORE, IMAGE, TEXT, VIDEO, Grid, lengths_from_mask
 
@@ -72,6 +73,11 @@ def _check_read(feature: Mapping[str, Any]) -> None:
             "bad_row",
             f"it has {named}, which nothing reads; labels and masks, token by token and unshifted, are "
             f"{', '.join(LABEL_COLUMNS)}: rename it, or leave it out",
+        )
+    if feature.get(BRANCH_COLUMN) is not None:
+        raise Refusal(
+            "bad_row",
+            f"it has input_ids and {BRANCH_COLUMN}, but only of messages can one question be taken; leave one out",
         )
     for pixels, columns in (("pixel_values", ("image", "images")), ("pixel_values_videos", ("video", "videos"))):
         if feature.get(pixels) is not None:

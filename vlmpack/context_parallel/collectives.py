@@ -38,7 +38,7 @@ class Collectives:
         self.size = 1 if group is None else dist.get_world_size(group)
         """Number of ranks."""
         self.rank = 0 if group is None else dist.get_rank(group)
-        """Which of them this is."""
+        """The number of this rank among them."""
         self.sent: Counter[str] = Counter()
         """Bytes sent to other ranks since this was made or cleared, by what they were for. A gathering counts what
         each rank hands on in a ring, (R - 1) parts; a sum what is handed on in a ring twice, 2 (R - 1) / R."""

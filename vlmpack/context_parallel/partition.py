@@ -1,4 +1,4 @@
-"""Which rank holds which tokens of a row.
+"""The tokens of a row that each rank holds.
 
 Slots of 8 and 4 tokens on 2 ranks, each slot in 2 * ranks chunks:
 

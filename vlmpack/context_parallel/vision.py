@@ -169,7 +169,7 @@ class MediaRoute:
     """The features that one rank sends and gets in one exchange of all ranks."""
 
     route: Route
-    """Who gets which of the features that this rank computes, and how many come from each rank."""
+    """The receiver of each feature that this rank computes, and how many come from each rank."""
     tokens: torch.Tensor
     """int64: the place in the rank's part of the row of each feature that it gets, in the order in which they come."""
     items: tuple[int, ...]

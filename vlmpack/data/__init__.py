@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlmpack.data.archive import parse_lines
+from vlmpack.data.branches import BRANCH_COLUMN, PAIRS_COLUMN, Branches, branch_turns
 from vlmpack.data.cord import CordDataset, json2token, load_cord, to_conversation, token2json
 from vlmpack.data.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_image, read_encoded, read_size
 from vlmpack.data.open import OpenDataset, open_dataset
@@ -18,9 +19,12 @@ from vlmpack.data.videos import (
 )
 
 __all__ = [
+    "BRANCH_COLUMN",
     "DEFAULT_LIMITS",
     "DEFAULT_VIDEO_LIMITS",
     "JSON_FILES",
+    "PAIRS_COLUMN",
+    "Branches",
     "CordDataset",
     "ImageError",
     "ImageLimits",
@@ -28,6 +32,7 @@ __all__ = [
     "StoredRows",
     "VideoHeader",
     "VideoLimits",
+    "branch_turns",
     "decode_frames",
     "is_saved_alone",
     "json2token",

@@ -18,11 +18,12 @@ from functools import cached_property
 from itertools import accumulate
 from operator import index as as_int
 from pathlib import Path
-from typing import Any, final, overload
+from typing import Any, final, get_args, overload
 
 from torch.utils.data import Dataset
 
 from vlmpack.data.archive import ImageFolder
+from vlmpack.data.branches import PAIRS_COLUMN, BranchedRows, Branches
 from vlmpack.data.cord import to_conversation
 from vlmpack.data.readers import (
     COLUMNS,
@@ -38,7 +39,7 @@ from vlmpack.data.readers import (
     json_rows,
     readable,
 )
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.errors import ConfigError, SampleError, check_choice
 
 CONVERSATIONS = ("messages", "conversations", "conversation", "prompt", "completion")
 """Columns that hold a sample's text; a tokenised one has `input_ids` instead."""
@@ -82,7 +83,12 @@ def _is_list(value: Any) -> bool:
 
 
 def open_dataset(
-    source: Source, *, split: str = "train", num: int | None = None, image_root: str | Path | None = None
+    source: Source,
+    *,
+    split: str = "train",
+    num: int | None = None,
+    image_root: str | Path | None = None,
+    branches: Branches = "conversation",
 ) -> OpenDataset:
     """Open samples as a map-style data set: `len()`, and `[i]` -> a mapping that `VLMCollator` takes.
 
@@ -93,19 +99,25 @@ def open_dataset(
         num: the first so many samples; None: all of them.
         image_root: folder at which paths of images and videos start that are not absolute; None: at the folder of the
             file that names them.
+        branches: "conversation" makes a record one sample; "turns" makes each of its questions, with its answer and the
+            record's images, a sample of its own (`branch_turns`), and `num` counts those. All conversations are read
+            once to count them.
 
     Raises:
         ConfigError: the source, split or number do not fit what is there; it cannot be read, or holds no samples;
-            `image_root` is no folder, or the source names no paths; or an extra is missing.
+            `image_root` is no folder, or the source names no paths; there are no questions to tell apart; or an extra
+            is missing.
     """
     check_source(source)
+    check_choice("branches", branches, get_args(Branches))
     root = None if image_root is None else _root(image_root)
     with readable(source):
         dataset = _find(source, split, root)
         are_receipts = _are_receipts(dataset.rows, dataset.name)
     if root is not None and isinstance(dataset.rows, ImageFolder):
         raise ConfigError(f"image_root is where paths in samples start, and {dataset.name} has no paths; leave it out")
-    return replace(dataset, folder=root or dataset.folder, num=num, are_receipts=are_receipts)
+    rows = BranchedRows.of(dataset.rows, dataset.name) if branches == "turns" else dataset.rows
+    return replace(dataset, rows=rows, folder=root or dataset.folder, num=num, are_receipts=are_receipts)
 
 
 @final
@@ -255,10 +267,10 @@ def _are_receipts(rows: Rows, name: str) -> bool:
         return False
     if set(COLUMNS) <= set(columns):
         return True
-    raise ConfigError(
-        f"{name} holds {', '.join(map(str, columns)) or 'nothing'}, and none of input_ids, {', '.join(CONVERSATIONS)}; "
-        f"{_remedy(rows)}"
-    )
+    if PAIRS_COLUMN in columns:
+        return False
+    known = ", ".join(("input_ids", *CONVERSATIONS, PAIRS_COLUMN))
+    raise ConfigError(f"{name} holds {', '.join(map(str, columns)) or 'nothing'}, and none of {known}; {_remedy(rows)}")
 
 
 def _remedy(rows: Rows) -> str:

@@ -19,6 +19,15 @@ VideoPlacement = Callable[[MediaItems, Sequence[float], Any], MediaItems]
 that the family's processor writes and the distances of their frames."""
 
 
+LogitsRule = Callable[[torch.Tensor, Any], torch.Tensor]
+"""The output of the head, and the text part's configuration, to logits."""
+
+
+def plain_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
+    """Take the head's output as logits."""
+    return output
+
+
 def single_run(videos: MediaItems, seconds: Sequence[float], vision: Any) -> MediaItems:
     """Place a video as one run of tokens, its frames one position apart."""
     return videos
@@ -54,7 +63,9 @@ class Family:
     vision_path: str | None = "model.visual"
     """The vision part: patches in, image features out; None: text only."""
     head_path: str = "lm_head"
-    """The linear layer from hidden states to logits."""
+    """The linear layer from hidden states to logits, or to what `logits` makes them of."""
+    logits: LogitsRule = plain_logits
+    """What the model does to the output of the head."""
     media: tuple[str, ...] = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
     """Tensors by which the backbone takes images and videos."""
 
@@ -216,8 +227,13 @@ class Family:
         return None if self.vision_path is None else model.get_submodule(self.vision_path)
 
     def head(self, model: nn.Module) -> nn.Module:
-        """The linear layer from hidden states to logits."""
+        """The linear layer behind the hidden states."""
         return model.get_submodule(self.head_path)
+
+    def to_logits(self, model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The function from hidden states [..., D] to logits [..., V]: the head, and what the model does afterwards."""
+        head, config = self.head(model), self.text_config(model.config)
+        return head if self.logits is plain_logits else lambda hidden: self.logits(head(hidden), config)
 
     # ------------------------------------------------------------------ parts of the configuration
 

@@ -14,6 +14,7 @@ import torch
 from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.family import Family
 from vlmpack.families.media import MediaItems
+from vlmpack.families.text import text_family
 
 _GATED_DELTA = {"layer": "linear_attn"}
 _EXPERTS = {"layer": "mlp"}
@@ -89,8 +90,6 @@ def truncates_seconds() -> bool:
 
 # ---------------------------------------------------------------------- the families
 
-_TEXT: dict[str, Any] = {"processor": None, "text_path": "model", "vision_path": None, "media": ()}
-
 QWEN = (
     Family(
         model_type="qwen2_vl",
@@ -135,12 +134,7 @@ QWEN = (
         },
         videos=run_per_frame,
     ),
-    Family(model_type="qwen3", model_class="Qwen3ForCausalLM", **_TEXT),
-    Family(
-        model_type="qwen3_next",
-        model_class="Qwen3NextForCausalLM",
-        mechanisms={"gated_delta": _GATED_DELTA, "experts": _EXPERTS},
-        **_TEXT,
-    ),
+    text_family("qwen3", "Qwen3ForCausalLM"),
+    text_family("qwen3_next", "Qwen3NextForCausalLM", mechanisms={"gated_delta": _GATED_DELTA, "experts": _EXPERTS}),
 )
 """The descriptors."""

@@ -11,8 +11,9 @@ from torch import nn
 from vlmpack.errors import FamilyError
 from vlmpack.families.family import Family
 from vlmpack.families.qwen import QWEN
+from vlmpack.families.text import TEXT
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in QWEN}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*QWEN, *TEXT)}
 """The supported families by `config.model_type`."""
 
 _ROUTER = "its MoE router statistics count padding as tokens, so the load-balancing loss of a packed row is wrong"
@@ -36,7 +37,7 @@ def family_of(model: Any) -> Family:
 
     Raises:
         FamilyError: an unknown family, one that would leak (the message names the part), a model without its head or
-            inside a wrapper, sliding-window attention, or rotary frequencies that change with the length of the input.
+            inside a wrapper, or rotary frequencies that change with the length of the input.
     """
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)
@@ -52,13 +53,9 @@ def family_of(model: Any) -> Family:
             "(peft: model.get_base_model(), ddp: model.module, torch.compile: enable packing before compiling), or "
             "load it with its head (AutoModelForImageTextToText)"
         )
-    if "sliding_attention" in (getattr(family.text_config(config), "layer_types", None) or ()):
-        raise FamilyError(
-            f"{model_type}: use_sliding_window is on in its text configuration, but packed attention reaches over "
-            "whole segments; a sample longer than the window would get other logits: set it to False"
-        )
     rope = getattr(family.text_config(config), "rope_parameters", None) or {}
-    if (kind := rope.get("rope_type")) in _ROPE_BY_LENGTH:
+    kinds = [settings.get("rope_type") for settings in (rope, *rope.values()) if isinstance(settings, dict)]
+    if kind := next((kind for kind in kinds if kind in _ROPE_BY_LENGTH), None):
         raise FamilyError(
             f"{model_type}: rope_type is {kind!r} in its text configuration, whose frequencies change with the longest "
             "sample of a call, so that a long sample would change the others of its row; use 'yarn', 'linear' or "

@@ -16,7 +16,7 @@ from vlmpack.layout.batch import (
     lengths_from_mask,
     whole_numbers,
 )
-from vlmpack.layout.buckets import Buckets, Spaced
+from vlmpack.layout.buckets import Bucket, Buckets, Spaced
 from vlmpack.layout.device import (
     HostSync,
     around_graph,
@@ -41,7 +41,15 @@ from vlmpack.layout.row import (
     unshift_labels,
 )
 from vlmpack.layout.segments import Layout, Precision, Segments, SlotRule, checked_boundaries, ranges, round_up
-from vlmpack.layout.sharing import MIN_SHARED, content_numbers, find_prefix_tree, share, unshare
+from vlmpack.layout.sharing import (
+    MIN_SHARED,
+    check_unshared,
+    content_numbers,
+    find_prefix_tree,
+    share,
+    unshare,
+    with_tree,
+)
 
 __all__ = [
     "IGNORE",
@@ -50,6 +58,7 @@ __all__ = [
     "MIN_SHARED",
     "TEXT",
     "VIDEO",
+    "Bucket",
     "Buckets",
     "DepthTargets",
     "Grid",
@@ -69,6 +78,7 @@ __all__ = [
     "around_graph",
     "check_is_tensor",
     "check_none_on_padding",
+    "check_unshared",
     "checked_boundaries",
     "content_numbers",
     "find_prefix_tree",
@@ -90,4 +100,5 @@ __all__ = [
     "unshare",
     "unshift_labels",
     "whole_numbers",
+    "with_tree",
 ]

@@ -45,6 +45,8 @@ class HostMetadata:
     """Seconds from one video grid to the next, one for each video (Qwen2.5-VL)."""
     num_targets: int | None = None
     """Labelled next-token targets of the whole batch; None: not counted."""
+    num_distinct_targets: int | None = None
+    """Tokens of a row's prefix tree that are a target of at least one sample; None: no tree, or not counted."""
     sample_ids: tuple[int | str, ...] = ()
     """Ids of the samples, where they have them."""
     segments: Segments | None = None

@@ -136,7 +136,7 @@ class PackedRow:
         """
         known, media = self.known_metadata, self.media
         if self.tree is not None:  # the media are a part of those that the metadata has: compare that part alone
-            replace(self, tree=None, metadata=_of_tree(known, self.tree)).host_metadata()
+            replace(self, tree=None, metadata=metadata_of_tree(known, self.tree)).host_metadata()
             return known
         return replace(
             known,
@@ -214,7 +214,7 @@ class PackedRow:
         return unshift_labels(shift_labels, self.segments)
 
 
-def _of_tree(metadata: HostMetadata, tree: PrefixTree) -> HostMetadata:
+def metadata_of_tree(metadata: HostMetadata, tree: PrefixTree) -> HostMetadata:
     """Metadata of the media that the tree computes.
 
     Raises:

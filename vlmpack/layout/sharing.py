@@ -23,7 +23,7 @@ from vlmpack.errors import LayoutError, check_kind, check_whole_number
 from vlmpack.layout.batch import IMAGE, VIDEO, Grid, HostMetadata, Media
 from vlmpack.layout.device import on_host, outside_graph
 from vlmpack.layout.prefix_tree import PrefixTree, check_without_padding
-from vlmpack.layout.row import IGNORE, PackedRow
+from vlmpack.layout.row import IGNORE, PackedRow, metadata_of_tree
 from vlmpack.layout.segments import Segments
 from vlmpack.layout.trie import compressed_trie
 
@@ -41,7 +41,7 @@ def share(
     row: PackedRow,
     *,
     min_shared: int = MIN_SHARED,
-    groups: Sequence[Hashable] | None = None,
+    groups: Sequence[Hashable] | torch.Tensor | None = None,
     tree: PrefixTree | None = None,
 ) -> PackedRow:
     """Find the prefix tree of a row on the host, and keep every image and video of it once.
@@ -73,7 +73,28 @@ def share(
         tree = find_prefix_tree(whole, images=images, videos=videos, min_shared=min_shared, groups=groups)
     else:
         tree = _Symbols.of(whole, images, videos).compared(tree)
-    return row if tree is None else replace(whole, tree=tree, media=_kept(media, metadata, tree.images, tree.videos))
+    if tree is None:
+        return row
+    return with_tree(replace(whole, media=_kept(media, metadata, tree.images, tree.videos)), tree)
+
+
+def check_unshared(row: PackedRow, user: str) -> None:
+    """Refuse a row with a tree where every sample has to be computed by itself.
+
+    Raises:
+        LayoutError: it has one; names `user`, which takes none.
+    """
+    if row.tree is not None:
+        raise LayoutError(
+            f"samples of this row share prefixes, and {user} computes every sample by itself: give it unshare(row), "
+            "with the images of every sample, or collate without share_prefixes"
+        )
+
+
+def with_tree(row: PackedRow, tree: PrefixTree) -> PackedRow:
+    """Return a row, whose media are the tree's already, with its tree, and its distinct targets counted."""
+    metadata = replace(row.known_metadata, num_distinct_targets=_num_distinct_targets(row, tree))
+    return replace(row, tree=tree, metadata=metadata)
 
 
 @outside_graph
@@ -93,12 +114,8 @@ def unshare(row: PackedRow) -> PackedRow:
     # each medium of the row stands where one of the tree does
     images = np.searchsorted(place[starts[IMAGE][list(tree.images)]], place[starts[IMAGE]])
     videos = np.searchsorted(place[starts[VIDEO][list(tree.videos)]], place[starts[VIDEO]])
-    own = replace(
-        metadata,
-        image_grids=tuple(metadata.image_grids[at] for at in tree.images),
-        video_grids=tuple(metadata.video_grids[at] for at in tree.videos),
-    )
-    return replace(row, tree=None, media=_kept(row.media, own, images.tolist(), videos.tolist()))
+    media = _kept(row.media, metadata_of_tree(metadata, tree), images.tolist(), videos.tolist())
+    return replace(row, tree=None, media=media, metadata=replace(metadata, num_distinct_targets=None))
 
 
 @outside_graph
@@ -108,7 +125,7 @@ def find_prefix_tree(
     images: Sequence[int] = (),
     videos: Sequence[int] = (),
     min_shared: int = MIN_SHARED,
-    groups: Sequence[Hashable] | None = None,
+    groups: Sequence[Hashable] | torch.Tensor | None = None,
 ) -> PrefixTree | None:
     """Find the tree of a row whose media are known by numbers; its pixels are not read.
 
@@ -127,12 +144,11 @@ def find_prefix_tree(
     """
     check_whole_number("min_shared", min_shared)
     check_without_padding(row.segments)
-    if groups is not None and len(groups) != row.segments.num_samples:
-        raise LayoutError(f"share: {len(groups)} groups for the {row.segments.num_samples} samples of the row")
+    groups = _plain(groups, row.segments.num_samples)
     if row.segments.num_samples == 1:
         return None
     symbols = _Symbols.of(row, images, videos)
-    trie = compressed_trie(symbols.of_samples, groups or [0] * row.segments.num_samples, min_shared)
+    trie = compressed_trie(symbols.of_samples, groups, min_shared)
     if sum(trie.lengths) == row.segments.total:
         return None
     tree = PrefixTree(segments=row.segments, parents=(*trie.parents,), lengths=(*trie.lengths,), leaves=(*trie.leaves,))
@@ -161,6 +177,15 @@ def content_numbers(blocks: Sequence[torch.Tensor]) -> list[int]:
             by_object[id(block)] = equal
         numbers.append(by_object[id(block)])
     return numbers
+
+
+def _plain(groups: Sequence[Hashable] | torch.Tensor | None, count: int) -> list[Hashable]:
+    """Groups that are equal where they say the same: two tensors of one number are not."""
+    if groups is None:
+        return [0] * count
+    if len(groups) != count:
+        raise LayoutError(f"share: {len(groups)} groups for the {count} samples of the row")
+    return [group.item() if isinstance(group, torch.Tensor) else group for group in groups]
 
 
 # ---------------------------------------------------------------------- symbols
@@ -334,6 +359,14 @@ def _check_targets(row: PackedRow) -> None:
             f"sample {sample}: token {place + 1} has the label {labels[foreign[0]]}, which is not its own id; a prefix "
             "that samples share is predicted once, so labels are token ids or -100: leave this row unshared"
         )
+
+
+def _num_distinct_targets(row: PackedRow, tree: PrefixTree) -> int | None:
+    """Tokens of the tree that are a target of at least one sample; None: the row has no labels."""
+    if row.shift_labels is None:
+        return None
+    predictions = np.flatnonzero(row.shift_labels[0].numpy() != IGNORE)
+    return len(np.unique(tree.place().numpy()[predictions + 1]))
 
 
 # ---------------------------------------------------------------------- media

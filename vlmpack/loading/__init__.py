@@ -6,6 +6,7 @@ from vlmpack.loading.resumable import MapStyle, check_samples, sample_at
 from vlmpack.loading.sampler import PackedBatchSampler, Remainder
 from vlmpack.loading.state import digest_of
 from vlmpack.loading.stream import PackedStream
+from vlmpack.loading.stream_groups import SharedPrefix
 from vlmpack.loading.stream_packer import RowSettings, StreamPacker, token_count
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "PackedStream",
     "Remainder",
     "RowSettings",
+    "SharedPrefix",
     "StreamPacker",
     "check_samples",
     "digest_of",

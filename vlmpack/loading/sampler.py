@@ -25,7 +25,8 @@ class PackedBatchSampler(Sampler[list[int]]):
     list of samples as if that were a place ("list indices must be integers").
 
     Every rank gets the same number of rows, and every epoch has as many. Each epoch shuffles which rows meet in a step,
-    and exchanges samples of equal length between rows, so that no row gets longer.
+    and exchanges samples of equal length between rows, so that no row gets longer. Samples that share a prefix are
+    exchanged within their group only.
 
     Args:
         plan: from `plan_bins`.
@@ -34,6 +35,8 @@ class PackedBatchSampler(Sampler[list[int]]):
             all ranks in turn, for a loader that deals batches out itself, as accelerate's does.
         accumulation: rows that a rank computes before ranks synchronise; they are balanced together.
         costs: [N] what each sample costs to compute, for the balance: `CostModel.of_samples`; None: its length.
+        group_costs: [K] what the prefix of each group costs, where the plan has groups:
+            `CostModel.of_samples(plan.groups.tokens, plan.groups.patches)`; None: its tokens, without `costs` only.
         remainder: what becomes of rows that do not fill the last step: "split" cuts rows of many samples in two until
             there are enough, "empty" fills up with rows of no samples, "drop" leaves rows out, others every epoch.
         seed: of all shuffles; None: the plan's order, every epoch.
@@ -56,6 +59,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         rank: int | Literal["all"] | None = None,
         accumulation: int = 1,
         costs: np.ndarray | None = None,
+        group_costs: np.ndarray | None = None,
         remainder: Remainder = "split",
         seed: int | None = 0,
     ) -> None:
@@ -74,7 +78,9 @@ class PackedBatchSampler(Sampler[list[int]]):
                 f"{len(self._costs)} costs for {len(plan.lengths)} samples; of a plan of a table with refused samples, "
                 "give table.by_place(costs)"
             )
-        self._twins = _kinds([plan.lengths, *(budget.costs for budget in plan.budgets), self._costs])
+        self._group_costs = _group_costs(plan, costs, group_costs)
+        kinds = [plan.lengths, *(budget.costs for budget in plan.budgets), self._costs]
+        self._twins = _kinds(kinds if plan.groups is None else [*kinds, plan.groups.of_samples + 1])
         self.epoch = 0
         """The epoch that is yielded, or will be next."""
         self._done = self._start = 0
@@ -125,7 +131,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         """Which rank computes which row when."""
         seed = None if self.seed is None else int(np.random.default_rng([self.seed, epoch, 1]).integers(2**31))
         return balance_rows(
-            self.plan.sums(self._costs),
+            self.plan.sums(self._costs, self._group_costs),
             ranks=self.ranks,
             accumulation=self.accumulation,
             remainder="drop" if self.remainder == "drop" else "empty",
@@ -151,7 +157,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         """Return the settings that must be equal to continue; the rank is not among them."""
         ranks = f"{self.ranks} ranks" + (" in turn" if self.rank == "all" else "")
         deal = f"seed {self.seed}, {ranks}, accumulation {self.accumulation}, remainder {self.remainder!r}"
-        costs = hashlib.sha256(self._costs.astype("<f8").tobytes()).hexdigest()
+        priced = self._costs if self._group_costs is None else np.append(self._costs, self._group_costs)
+        costs = hashlib.sha256(priced.astype("<f8").tobytes()).hexdigest()
         return f"plan {self.plan.digest[:16]}, costs {costs[:16]}, {deal}"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -181,6 +188,30 @@ def checked_rank(rank: int | None, ranks: int) -> int:
     if rank is not None and rank not in range(ranks):
         raise ConfigError(f"rank must lie between 0 and {ranks - 1}, got {rank!r}")
     return rank or 0
+
+
+def _group_costs(plan: Plan, costs: np.ndarray | None, group_costs: np.ndarray | None) -> np.ndarray | None:
+    """[K]: what the prefix of each group costs; None: a plan without groups.
+
+    Raises:
+        ConfigError: it is missing beside `costs`, or given where it has no meaning.
+    """
+    if plan.groups is None:
+        if group_costs is not None:
+            raise ConfigError("group_costs= is for a plan with groups; leave it out, or plan with groups=")
+        return None
+    if costs is None and group_costs is None:
+        return plan.groups.tokens.astype(np.float64)
+    if costs is None or group_costs is None:
+        given, missing = ("costs", "group_costs") if group_costs is None else ("group_costs", "costs")
+        raise ConfigError(
+            f"{given}= was given without {missing}=, and rows of a plan with groups cost what samples cost less what "
+            "they share: give CostModel.of_samples(plan.lengths), and of (plan.groups.tokens, plan.groups.patches)"
+        )
+    group_costs = np.asarray(group_costs, np.float64)
+    if len(group_costs) != len(plan.groups):
+        raise ConfigError(f"{len(group_costs)} group_costs for {len(plan.groups)} groups; give one each")
+    return group_costs
 
 
 def _kinds(columns: list[np.ndarray]) -> np.ndarray:

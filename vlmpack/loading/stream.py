@@ -20,6 +20,7 @@ from vlmpack.loading.state import (
     listed,
     whole,
 )
+from vlmpack.loading.stream_groups import SharedPrefix
 from vlmpack.loading.stream_packer import Row, RowSettings, Sample, StreamPacker, token_count
 from vlmpack.plan import checked_capacity, middle
 
@@ -57,6 +58,8 @@ class PackedStream(IterableDataset[list[Any]]):
         settings: of the rows.
         length: tokens of a sample; of one that is not tokenised yet, `VLMCollator.length` counts them.
         costs: what else a sample needs, by the names of `settings.limits`.
+        prefix: what a sample begins with, and its neighbours of the same key too: they share a row, and a collator that
+            shares prefixes computes it once. None: samples share nothing.
         ranks: processes that train together.
         rank: this one, which may be left out if there is no other.
         remainder: what becomes of the last rows where they do not suffice for all ranks: "split" cuts rows of many
@@ -75,6 +78,7 @@ class PackedStream(IterableDataset[list[Any]]):
         *,
         length: Callable[[Any], int] = token_count,
         costs: Callable[[Any], Mapping[str, int]] | None = None,
+        prefix: Callable[[Any], SharedPrefix | None] | None = None,
         ranks: int = 1,
         rank: int | None = None,
         remainder: Remainder = "split",
@@ -94,7 +98,7 @@ class PackedStream(IterableDataset[list[Any]]):
         self.ranks, self.rank = ranks, checked_rank(rank, ranks)
         self.remainder: Remainder = remainder
         self.repeat = repeat
-        self._length, self._costs = length, costs
+        self._length, self._costs, self._prefix = length, costs, prefix
         self._resumed = False
         self._place = Place(source) if isinstance(source, Resumable) else None
         self._reader: object = None
@@ -103,7 +107,7 @@ class PackedStream(IterableDataset[list[Any]]):
 
     def _start(self, rounds: int = 0) -> None:
         """Before the first sample of a pass, after so many rounds of rows."""
-        self._packer: StreamPacker[Any] = StreamPacker(self.settings, length=self._length, costs=self._costs)
+        self._packer: StreamPacker[Any] = self._new_packer()
         self._rows: list[list[Any]] = []
         self._rounds = rounds
         self._ended = False
@@ -113,6 +117,9 @@ class PackedStream(IterableDataset[list[Any]]):
         """Of the last sample read before the state that was loaded."""
         self._expected: dict[int, str] = {}
         """Digests, by number, of samples that are read again on the way to where the state was."""
+
+    def _new_packer(self) -> StreamPacker[Any]:
+        return StreamPacker(self.settings, length=self._length, costs=self._costs, prefix=self._prefix)
 
     def __repr__(self) -> str:
         rows = f"a {type(self.source).__name__} in rows of {self.settings.capacity} tokens"
@@ -262,7 +269,7 @@ class PackedStream(IterableDataset[list[Any]]):
                 f"the state is of {ranks!r:.40} ranks with remainder {remainder!r:.40}, this stream is of "
                 f"{self.ranks} with {self.remainder!r}; deal as before"
             )
-        packer = StreamPacker(self.settings, length=self._length, costs=self._costs)
+        packer = self._new_packer()
         packer.load_state_dict(fields["packer"])
         rows = _checked_rows(fields, packer)
         if (self._place is None) != (fields["source"] is None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Generic, TypeVar, final
@@ -20,6 +21,7 @@ from vlmpack.loading.state import (
     listed,
     whole,
 )
+from vlmpack.loading.stream_groups import ArrivingGroup, Item, Member, Needs, SharedPrefix, sum_of
 from vlmpack.plan import OVERSIZE, ROWS_BUFFERED, Oversize, PackingBuffer, checked_capacity, whole_needs
 
 
@@ -31,7 +33,7 @@ class RowSettings:
     capacity: int
     """Tokens that a row may hold."""
     limits: Mapping[str, int] = field(default_factory=dict)
-    """What else a row may hold only so much of, by name: vision patches, images."""
+    """Further limits of a row, by name: vision patches, images."""
     buffer_tokens: int | None = None
     """Rows are made while at least this many tokens are buffered; None: four rows' worth."""
     min_fill: float = 0.0
@@ -111,6 +113,7 @@ class StreamPacker(Generic[Sample]):
     """Keep a few samples buffered and make rows of them, each around the oldest and filled exactly.
 
     Samples stay whole, are never read, and come out once. No randomness: the same samples give the same rows.
+    Neighbours that share a prefix share a row, which counts it once; a group too large for a row is cut into several.
 
     Two ways to use it. Sample by sample: `add`, and `rows` after each; at the end `flush`. Call by call, as for
     rollouts in a trainer: `pack` takes all there is and returns rows that are full enough; the rest stays buffered.
@@ -119,6 +122,8 @@ class StreamPacker(Generic[Sample]):
         settings: of the rows.
         length: tokens of a sample; of one that is not tokenised yet, `VLMCollator.length` counts them.
         costs: what else a sample needs, by the names of `settings.limits`.
+        prefix: what a sample begins with, and its neighbours of the same key too; None: nothing that they share. The
+            rows are for a collator that shares prefixes.
 
     Raises:
         ConfigError: settings of another kind, or limits without a function of costs.
@@ -130,6 +135,7 @@ class StreamPacker(Generic[Sample]):
         *,
         length: Callable[[Sample], int] = token_count,
         costs: Callable[[Sample], Mapping[str, int]] | None = None,
+        prefix: Callable[[Sample], SharedPrefix | None] | None = None,
     ) -> None:
         check_kind("settings", settings, RowSettings, "RowSettings(capacity=4096)")
         if settings.limits and costs is None:
@@ -141,9 +147,12 @@ class StreamPacker(Generic[Sample]):
         """Samples that were too long for a row and left out."""
         self.left_out = 0
         """Samples of rows that were not full enough at the end and left out."""
-        self._length, self._costs = length, costs
+        self._length, self._costs, self._prefix = length, costs, prefix
         self._room = PackingBuffer(settings.capacity, list(settings.limits.values()))
         self._samples: dict[int, Sample] = {}
+        self._items: dict[int, tuple[int, ...]] = {}
+        """Numbers of the samples of each item of several, by the first of them, under which it is buffered."""
+        self._arriving = self._no_group()
         self._alone: list[Row] = []
         self._carried = 0
         self._digests = SampleDigests()
@@ -160,15 +169,16 @@ class StreamPacker(Generic[Sample]):
 
     @property
     def tokens(self) -> int:
-        """Buffered tokens of samples that will share a row."""
-        return self._room.tokens
+        """Buffered tokens of samples that will share a row, prefixes counted once."""
+        return self._room.tokens + self._arriving.tokens
 
     def add(self, sample: Sample) -> None:
         """Take a sample in.
 
         Raises:
             SampleError: its length or a cost is no whole number, it has no tokens, its `input_ids` are no row of
-                numbers, or it exceeds a row by itself and `oversize` is "error"; names it by its number in the stream.
+                numbers, its prefix is not that of its group, or it exceeds a row by itself and `oversize` is "error";
+                names it by its number in the stream.
             ConfigError: `costs` does not return everything that is limited.
         """
         at, self.received = self.received, self.received + 1
@@ -179,8 +189,46 @@ class StreamPacker(Generic[Sample]):
         elif over and self.settings.oversize == "own_row":
             self._alone.append([sample])
         else:
-            self._room.add(at, *needs)
+            self._join(at, needs, self._prefix_of(at, sample))
             self._samples[at] = sample
+
+    def _join(self, at: int, needs: Needs, prefix: SharedPrefix | None) -> None:
+        """Buffer a sample by itself, or let it wait for the others of its group."""
+        if self._arriving.ends_before(None if prefix is None else prefix.key):
+            self._close_group()
+        if prefix is None or needs[0] < 1:  # of no tokens: the buffer refuses it
+            self._room.add(at, *needs)
+        else:
+            self._arriving.add(Member(at, needs), prefix.key, prefix.needs(self.settings.limits))
+
+    def _close_group(self) -> None:
+        """Buffer what has arrived of a group as an item, or as several."""
+        for item in self._arriving.take():
+            self._buffer(item)
+
+    def _buffer(self, item: Item) -> None:
+        first = item.numbers[0]
+        self._room.add(first, *item.needs)
+        if len(item.numbers) > 1:
+            self._items[first] = item.numbers
+
+    def _prefix_of(self, at: int, sample: Sample) -> SharedPrefix | None:
+        """The prefix of a sample; None: it shares nothing, or could not be read."""
+        if self._prefix is None or isinstance(sample, SampleError):
+            return None
+        prefix = self._prefix(sample)
+        if prefix is None:
+            return None
+        check_kind(f"the prefix of sample {at}", prefix, SharedPrefix, 'SharedPrefix(key="prompt 7", tokens=640)')
+        if prefix.key is None:
+            raise ConfigError(
+                f"the prefix of sample {at} has the key None; return None for a sample that shares nothing"
+            )
+        return prefix
+
+    def _no_group(self) -> ArrivingGroup:
+        most = max(self.settings.enough_buffered, ROWS_BUFFERED * self.settings.capacity)
+        return ArrivingGroup((self.settings.capacity, *self.settings.limits.values()), most)
 
     def rows(self) -> Iterator[Row]:
         """Rows that can be made while enough tokens are buffered."""
@@ -200,13 +248,14 @@ class StreamPacker(Generic[Sample]):
         """
         if isinstance(samples, Mapping | str):
             raise ConfigError(f"pack takes a list of samples, got a {type(samples).__name__}; of one give [sample]")
-        before, buffered = self._fields(), self._room.buffered
+        before, buffered, groups = self._fields(), self._room.buffered, (dict(self._items), copy(self._arriving))
         try:
             for sample in samples:
                 self.add(sample)
         except BaseException:
-            self._set(before, buffered)
+            self._set(before, buffered, *groups)
             raise
+        self._close_group()
         rows, self._alone = self._alone, []
         passed_over = []
         while len(self._room):
@@ -222,6 +271,7 @@ class StreamPacker(Generic[Sample]):
 
     def flush(self) -> list[Row]:
         """Return rows of all buffered samples; with `drop_last`, those below `min_fill` are left out and counted."""
+        self._close_group()
         rows = [*self.rows()]
         while len(self._room):
             tokens = self._room.tokens
@@ -257,7 +307,8 @@ class StreamPacker(Generic[Sample]):
 
     def _take(self, *, at_least: float = 0.0) -> Row:
         """One row, or nothing if it would hold fewer tokens."""
-        return [self._samples.pop(at) for at in self._room.take(at_least=at_least)]
+        items = [self._items.pop(first, (first,)) for first in self._room.take(at_least=at_least)]
+        return [self._samples.pop(at) for numbers in items for at in numbers]
 
     # ------------------------------------------------------------------ to continue elsewhere
 
@@ -276,7 +327,7 @@ class StreamPacker(Generic[Sample]):
             ConfigError: the state is of other settings, a buffered sample has another length here, or its fields
                 contradict each other or their seal. The packer is then as it was.
         """
-        fields = checked_fields(state, FIELDS, optional=(SEAL,), of="StreamPacker")
+        fields = checked_fields(state, FIELDS, optional=(GROUPS, SEAL), of="StreamPacker")
         if fields["of"] != repr(self.settings):
             raise ConfigError(f"the state is of {fields['of']!s:.300}, these are {self.settings!r}; pack as before")
         received, buffered, alone = whole(fields, "seen"), listed(fields, "buffered"), listed(fields, "alone")
@@ -284,11 +335,47 @@ class StreamPacker(Generic[Sample]):
         whole(fields, "carried", received)
         _check_buffered(buffered, alone, received - out)
         check_seal(state, self._seal(fields))
+        self._check_groups(fields, [at for at, _ in buffered])
         try:
-            needs = [(at, *self._named_needs(at, sample)) for at, sample in buffered]
-            self._set(fields, needs)
+            self._set(fields, *self._restored(fields, buffered))
         except SampleError as error:
             raise ConfigError(f"the state is of samples that are measured otherwise: {error}") from error
+
+    def _check_groups(self, fields: Mapping[str, Any], numbers: Sequence[int]) -> None:
+        """Raise a ConfigError unless the groups of a state are of buffered samples, and this packer has groups too."""
+        if (GROUPS in fields) != (self._prefix is not None):
+            has, gives = ("no ", "one was") if self._prefix is not None else ("", "none was")
+            raise ConfigError(f"the state is of a packer with {has}prefix=, and {gives} given here; pack as before")
+        grouped = [at for name in ("items", "arriving") for at in _flat(fields.get(GROUPS), name)]
+        if len(set(grouped)) != len(grouped) or not set(grouped) <= set(numbers):
+            raise ConfigError(
+                f"the state has groups of the samples {sorted(grouped)!s:.60}, each of which has to be buffered, and "
+                f"in one group; {LOAD_ANOTHER}"
+            )
+
+    def _restored(
+        self, fields: Mapping[str, Any], buffered: Sequence[tuple[int, Sample]]
+    ) -> tuple[list[tuple[int, ...]], dict[int, tuple[int, ...]], ArrivingGroup]:
+        """Return what the buffer holds, the items of several samples, and the group that is arriving, of a state."""
+        samples = dict(buffered)
+        needs = {at: self._named_needs(at, sample) for at, sample in buffered}
+        groups = fields.get(GROUPS) or {"items": [], "arriving": []}
+        items, arriving = {numbers[0]: tuple(numbers) for numbers in groups["items"]}, self._no_group()
+        parts = [*items.values(), *([tuple(groups["arriving"])] if groups["arriving"] else [])]
+        inside = {at for numbers in parts for at in numbers}
+        entries = {at: (at, *each) for at, each in needs.items() if at not in inside}
+        for numbers in parts:
+            group = self._no_group()
+            for at in numbers:
+                prefix = self._prefix_of(at, samples[at])
+                if prefix is None or (group.members and prefix.key != group.key):
+                    raise SampleError("has another prefix than before", index=at, reason="bad_group")
+                group.add(Member(at, needs[at]), prefix.key, prefix.needs(self.settings.limits))
+            if numbers in items.values():
+                entries[numbers[0]] = (numbers[0], *sum_of(group.members, group.prefix))
+            else:
+                arriving = group
+        return [entries[at] for at in sorted(entries)], items, arriving
 
     def _fields(self) -> dict[str, Any]:
         return {
@@ -299,19 +386,32 @@ class StreamPacker(Generic[Sample]):
             "left_out": self.left_out,
             "carried": self._carried,
             "of": repr(self.settings),
+            **({} if self._prefix is None else {GROUPS: self._group_fields()}),
         }
+
+    def _group_fields(self) -> dict[str, list[Any]]:
+        arriving = [member.number for member in self._arriving.members]
+        return {"items": [list(numbers) for numbers in self._items.values()], "arriving": arriving}
 
     def _seal(self, fields: Mapping[str, Any]) -> str:
         samples = [sample for _, sample in fields["buffered"]] + [sample for row in fields["alone"] for sample in row]
         counts = [fields[name] for name in ("seen", "dropped", "left_out", "carried", "of")]
-        return digest_of([[at for at, _ in fields["buffered"]], self._digests.of(samples), counts])
+        groups = [fields[GROUPS]] if GROUPS in fields else []
+        return digest_of([[at for at, _ in fields["buffered"]], self._digests.of(samples), counts, *groups])
 
-    def _set(self, fields: Mapping[str, Any], buffered: Iterable[tuple[int, ...]]) -> None:
-        """Take over checked fields, and (number, *needs) of the buffered samples."""
+    def _set(
+        self,
+        fields: Mapping[str, Any],
+        buffered: Iterable[tuple[int, ...]],
+        items: dict[int, tuple[int, ...]],
+        arriving: ArrivingGroup,
+    ) -> None:
+        """Take over checked fields, (number, *needs) of the buffered items, and groups."""
         room = PackingBuffer(self.settings.capacity, list(self.settings.limits.values()))
         for sample in buffered:
             room.add(*sample)
         self._room, self._samples = room, dict(fields["buffered"])
+        self._items, self._arriving = items, arriving
         self._alone = [list(row) for row in fields["alone"]]
         self.received, self.dropped, self.left_out = (int(fields[name]) for name in COUNTS)
         self._carried = int(fields["carried"])
@@ -320,6 +420,24 @@ class StreamPacker(Generic[Sample]):
 COUNTS = ("seen", "dropped", "left_out")
 FIELDS = ("buffered", "alone", *COUNTS, "carried", "of")
 """Of a state."""
+GROUPS = "groups"
+"""Of the state of a packer with `prefix`: numbers of the samples of each item, and of the group that is arriving."""
+
+
+def _flat(groups: Any, name: str) -> list[int]:
+    """The numbers of the samples in the groups of a state; a ConfigError where they are none."""
+    if groups is None:
+        return []
+    lots: Any = groups.get(name) if isinstance(groups, Mapping) else None
+    lots = [lots] if name == "arriving" else lots
+    if isinstance(lots, list | tuple) and all(isinstance(lot, list | tuple) for lot in lots):
+        numbers = [at for lot in lots for at in lot]
+        if all(type(at) is int for at in numbers) and (name == "arriving" or all(len(lot) > 1 for lot in lots)):
+            return numbers
+    raise ConfigError(
+        f"the state has {GROUPS}={groups!r:.60}, and that is a dict of items, two numbers or more each, and of numbers "
+        f"that are arriving; {LOAD_ANOTHER}"
+    )
 
 
 def _check_buffered(buffered: Sequence[Any], alone: Sequence[Any], most: int) -> None:

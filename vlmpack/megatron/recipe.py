@@ -12,11 +12,11 @@ from vlmpack.layout import Layout, Precision, SlotRule
 from vlmpack.megatron.thd import Boundaries
 
 Packing = Literal["in_batch", "offline", "stream"]
-"""When samples are put into rows: the samples of a micro-batch into one row; rows stored ahead; while data are read
-(Energon, `vlmpack.loading`)."""
+"""The moment at which samples are put into rows: the samples of a micro-batch into one row; rows stored ahead; while
+data are read (Energon, `vlmpack.loading`)."""
 
 Engine = Literal["vlmpack", "megatron"]
-"""Who runs the model step: a Hugging Face model with packing enabled, or Megatron-Core."""
+"""The code that runs the model step: a Hugging Face model with packing enabled, or Megatron-Core."""
 
 GraphScope = Literal["full_iteration", "layer", "attn", "mlp", "moe", "moe_router", "moe_preprocess"]
 """The parts of a step that a CUDA graph captures, by Megatron-Core's names; `layer`: whole layers."""
@@ -36,11 +36,11 @@ class Recipe:
     micro_batch_size: int
     """Samples or rows that a rank takes from its data loader for one forward: samples for `in_batch`, else rows."""
     packing: Packing
-    """When samples are put into rows."""
+    """The moment at which samples are put into rows."""
     slots: SlotRule = SlotRule()
     """The layout of rows. Megatron-Bridge's `pad_to_max_length` is `pad_to`, its `pad_cu_seqlens` `max_segments`."""
     engine: Engine = "vlmpack"
-    """Who runs the model step."""
+    """The code that runs the model step."""
     family: str | None = None
     """The model's `config.model_type`; None: not looked at."""
     finetuning: bool = True

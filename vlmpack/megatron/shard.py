@@ -14,7 +14,16 @@ import torch
 
 from vlmpack.context_parallel import MediaShare, Partition, Route, Transfers
 from vlmpack.errors import LayoutError
-from vlmpack.layout import HostMetadata, Layout, Media, PackedRow, Segments, outside_graph, stops_of_tokens
+from vlmpack.layout import (
+    HostMetadata,
+    Layout,
+    Media,
+    PackedRow,
+    Segments,
+    check_unshared,
+    outside_graph,
+    stops_of_tokens,
+)
 
 
 @final
@@ -25,7 +34,7 @@ class LocalRow:
     input_ids: torch.Tensor
     """[1, t] int64."""
     partition: Partition
-    """Which rank holds what; its segments are the whole row's."""
+    """The rank that holds each part; its segments are the whole row's."""
     rank: int
     """Whose part this is."""
     shift_labels: torch.Tensor | None = None
@@ -39,9 +48,9 @@ class LocalRow:
     media: Media = field(default_factory=Media)
     """Pixels and grids that this rank computes, whosever tokens they stand for."""
     images: MediaShare
-    """Which rank computes which image."""
+    """The rank that computes each image."""
     videos: MediaShare
-    """Which rank computes which video."""
+    """The rank that computes each video."""
     metadata: HostMetadata | None = None
     """Metadata of the whole row on the host; `num_targets` is that of all ranks."""
 
@@ -82,6 +91,7 @@ def shard(row: PackedRow, rank: int, ranks: int, *, merge: int, layout: Layout =
     Raises:
         LayoutError: the row cannot be cut so; names the segment, what was seen and what to set.
     """
+    check_unshared(row, "a rank that holds a part of it")
     partition = Partition(segments=row.segments, ranks=ranks, layout=layout)
     partition.check_rank(rank)
 
@@ -145,7 +155,7 @@ class Halo:
     """The tokens that each rank needs to roll its part of a row by 1, ..., K tokens."""
 
     partition: Partition
-    """Who holds which token."""
+    """The tokens that each rank holds."""
     depth: int
     """K, the most tokens that a part is rolled by."""
 

@@ -33,6 +33,7 @@ from vlmpack.layout import (
     PackedRow,
     Segments,
     check_none_on_padding,
+    check_unshared,
     checked_boundaries,
     require,
 )
@@ -57,7 +58,9 @@ def to_megatron(row: PackedRow, *, boundaries: Boundaries = "real") -> dict[str,
 
     Raises:
         ConfigError: megatron-core is not installed, or too old for a row with gaps.
+        LayoutError: samples of the row share prefixes.
     """
+    check_unshared(row, "Megatron")
     batch = row.step_inputs()
     labels = batch.pop("shift_labels")
     targets = {} if labels is None else {"labels": labels, "loss_mask": (labels != IGNORE).float()}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from vlmpack.model.enable import PackedStep, bind_loss_metrics, disable_packing, enable_packing, is_packing
-from vlmpack.model.engine import PackingState, StepConfig, packing_state, target_logprobs
+from vlmpack.model.engine import PackingState, StepConfig, packing_state
 from vlmpack.model.forward import STEP, StepCall
+from vlmpack.model.head import target_logprobs
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.experts import RouterStatistics, expert_layers
 from vlmpack.model.mechanisms.gated_delta import FlaCall, uses_fla
+from vlmpack.model.mechanisms.stock import layer_windows
+from vlmpack.model.path_attention import attend_along_paths
 from vlmpack.model.plain import compile_layers, find_model
 from vlmpack.model.result import LossCount, PackedOutput, StepResult, Work
 from vlmpack.model.row import CONTEXT
@@ -26,6 +29,7 @@ __all__ = [
     "StepConfig",
     "StepResult",
     "Work",
+    "attend_along_paths",
     "bind_loss_metrics",
     "compile_layers",
     "disable_packing",
@@ -33,6 +37,7 @@ __all__ = [
     "expert_layers",
     "find_model",
     "is_packing",
+    "layer_windows",
     "packing_state",
     "target_logprobs",
     "uses_fla",

@@ -20,11 +20,13 @@ from vlmpack.families import check_parts, family_of
 from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch
 from vlmpack.model.engine import PackingState, StepConfig, packing_state, stored_state
 from vlmpack.model.forward import COLUMNS, ENABLED, STEP, StepCall, packed_class
+from vlmpack.model.head import Scoring
 from vlmpack.model.mechanisms import Mechanism, ModelParts, base_of, is_subclassed
 from vlmpack.model.mechanisms.attention import Attention
 from vlmpack.model.mechanisms.experts import Experts
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.per_sample import PerSample
+from vlmpack.model.mechanisms.stock import check_logits, check_positions
 from vlmpack.model.mechanisms.vision import Vision
 from vlmpack.model.plain import check_forward, check_is_only_one, find_model
 from vlmpack.model.result import LossCount, StepResult
@@ -93,11 +95,15 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     loss_count = None if before is None else before.loss_count
     state = PackingState(family=family, config=config, parallel=parallel, mechanisms=mechanisms, loss_count=loss_count)
     state.check(core, attached=False)  # all of it before anything is changed
+    parts = state.parts_of(core)
+    check_logits(parts)
+    if not family.has_vision:
+        check_positions(parts)
     if before is None:
         core.__class__ = packed_class(type(core))
     core._vlmpack_state = state
     for mechanism in mechanisms:
-        mechanism.attach(state.parts_of(core))
+        mechanism.attach(parts)
     ENABLED.add(core)
     return model
 
@@ -186,6 +192,8 @@ class PackedStep:
         num_items_in_batch: torch.Tensor | int | None = None,
         logits: bool = False,
         last_hidden: bool = False,
+        temperature: float = 1.0,
+        entropy: bool = False,
         **inputs: Any,
     ) -> StepResult:
         """Run one batch or row.
@@ -195,16 +203,20 @@ class PackedStep:
             num_items_in_batch: targets of all batches that make up one optimiser step; None: this one's own.
             logits: also return logits.
             last_hidden: also return what the head is given.
+            temperature: divisor of the logits, in log-probabilities, losses and entropies, as in sampling.
+            entropy: also return the entropy of each target's prediction.
             **inputs: further inputs by name, such as `rope_cu_seqlens`; they win over the batch's.
 
         Raises:
             LayoutError: the batch contradicts itself.
-            ConfigError: the batch is neither a padded batch with its 2D mask nor a packed row.
+            ConfigError: the batch is neither a padded batch with its 2D mask nor a packed row; or the temperature is
+                no positive number.
         """
+        scoring = Scoring(temperature=temperature, entropy=entropy)
         device = next(self.model.parameters()).device
         hands_row = isinstance(batch, PackedRow) and not inputs.keys() & COLUMNS
         row = batch.to(device, non_blocking=True) if isinstance(batch, PackedRow) and hands_row else None
-        call = StepCall(row, last_hidden=last_hidden)
+        call = StepCall(row, last_hidden=last_hidden, scoring=scoring)
         columns = {} if hands_row else _inputs_of(batch)
         columns = {
             name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) and _travels(name) else value
@@ -217,8 +229,10 @@ class PackedStep:
                 f"this batch cannot be packed: give a 2D attention_mask or {METADATA_KEY!r} metadata or cu_seqlens_q; "
                 f"it has {sorted(columns)}"
             )
-        # The loss as the wrappers handed it back: their hooks for the backward pass hang on it.
-        return call.result if output.loss is None else replace(call.result, loss=output.loss)
+        # As the wrappers handed them back: their hooks for the backward pass hang on them.
+        targets = {"target_logprobs": output.target_logprobs, "target_entropies": output.target_entropies}
+        result = replace(call.result, **targets)
+        return result if output.loss is None else replace(result, loss=output.loss)
 
 
 def _inputs_of(batch: PaddedBatch | PackedRow | Mapping[str, Any]) -> dict[str, Any]:

@@ -1,21 +1,15 @@
-"""One packed row through an unmodified model: positions, hidden states, head on labelled positions, sums.
-
-The head sees labelled positions only. A row of T tokens with L labelled ones costs L rows of logits, of which one chunk
-is alive at a time: each chunk's logits are computed again in the backward pass when there is more than one chunk.
-"""
+"""One packed row through an unmodified model: positions, hidden states, head on labelled positions, sums."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any, final
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from vlmpack.attention import AUTO, BACKENDS
 from vlmpack.context_parallel import Parallel
@@ -24,6 +18,7 @@ from vlmpack.families import Family
 from vlmpack.layout import (
     IGNORE,
     Grid,
+    HostMetadata,
     PackedRow,
     Segments,
     SlotRule,
@@ -34,12 +29,15 @@ from vlmpack.layout import (
     outside_graph,
     require,
 )
+from vlmpack.model.context_parallel_row import ContextParallelRow
+from vlmpack.model.head import Scoring, score_targets, target_positions
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
 from vlmpack.model.mechanisms.experts import Balance, RouterStatistics, router_statistics
 from vlmpack.model.plain import check_adapters, check_loss
 from vlmpack.model.positions import check_positions, check_restarts
+from vlmpack.model.prefix_tree_row import PrefixTreeRow
 from vlmpack.model.result import LossCount, StepResult, Work, sums_by_sample
-from vlmpack.model.row import CONTEXT, RowContext, part_of
+from vlmpack.model.row import CONTEXT, RowContext, RowPart
 
 
 @final
@@ -142,6 +140,7 @@ def run_row(
     last_hidden: bool = False,
     hidden_states: Any = False,
     balance: bool = False,
+    scoring: Scoring | None = None,
 ) -> StepResult:
     """Compute one row.
 
@@ -155,6 +154,7 @@ def run_row(
         last_hidden: also return the head's input, [1, T, D].
         hidden_states: also return hidden states, [1, T, D] of each layer: all, or as transformers lets one choose.
         balance: also compute the routers' load-balancing loss; it becomes part of the loss if the row has targets.
+        scoring: what the head computes of each target; None: its log-probability.
     """
     config, family, model = state.config, state.family, state.parts_of(core)
     setup = setup_row(model, row, parallel=state.parallel, backend=config.attention)
@@ -171,7 +171,8 @@ def run_row(
     if recorded:
         settings = {"per": config.aux_loss, "with_balance": balance, "z_loss_coef": config.z_loss_coef}
         routers = router_statistics(output.router_logits, hidden, setup, **settings)
-    result = _result(hidden, setup, config, num_items_in_batch, routers=routers, logits=logits, work=work)
+    settings = {"routers": routers, "logits": logits, "work": work, "scoring": scoring or Scoring()}
+    result = _result(hidden, setup, config, num_items_in_batch, **settings)
     if hidden_states:
         states = tuple(None if x is None else setup.part.gather(x[0])[None] for x in output.hidden_states)
         result = replace(result, row_hidden_states=states)
@@ -195,12 +196,30 @@ def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, b
         LayoutError: media or token ids that do not fit the row or the model.
     """
     metadata, media = row.host_metadata(), row.media
-    _check_pixels(model, media.pixel_values, metadata.image_grids, "pixel_values")
-    _check_pixels(model, media.pixel_values_videos, metadata.video_grids, "pixel_values_videos")
-    part = part_of(row, parallel)
+    part = part_of(row, metadata, parallel)
+    images, videos = part.media_grids(metadata)
+    _check_pixels(model, media.pixel_values, images, "pixel_values")
+    _check_pixels(model, media.pixel_values_videos, videos, "pixel_values_videos")
     _check_vocabulary(row, model.family.text_config(model.core.config).vocab_size)
     types = model.family.media_types(row.input_ids, model.core.config)
     return RowSetup(model=model, row=row, metadata=metadata, part=part, types=types, backend=backend)
+
+
+def part_of(row: PackedRow, metadata: HostMetadata, parallel: Parallel | None) -> RowPart:
+    """The part of a row that goes through the model on this rank.
+
+    Raises:
+        LayoutError: the row cannot be cut into as many parts of one size as there are ranks, or others have another;
+            its prefix tree is not of this row, or ranks share the row.
+    """
+    if row.tree is not None:
+        if parallel is not None and parallel.ranks > 1:
+            raise LayoutError(
+                f"{parallel.ranks} ranks share a row that has a prefix tree, which goes through one rank whole: take "
+                "the tree away with unshare(row), or give each rank rows of its own, Parallel()"
+            )
+        return PrefixTreeRow(row, row.tree, metadata)
+    return RowPart(row.segments) if parallel is None else ContextParallelRow(row, parallel)
 
 
 @outside_graph
@@ -222,6 +241,7 @@ def backbone_inputs(
         _check_types(row.mm_token_type_ids, setup.types, row.segments)
     family.check_runs(setup.types, row.segments, metadata, config=setup.config)
     if rope_segments is not None:
+        _check_no_tree(row)
         check_restarts(rope_segments, row.segments, setup.types)
     positions = family.positions(
         setup.types,
@@ -231,6 +251,7 @@ def backbone_inputs(
         seconds_per_grid=metadata.seconds_per_grid,
         config=setup.config,
     )
+    part.check_shared(positions, "rotary positions")
     if row.position_ids is not None:
         check_positions(row.position_ids, positions, family, row.segments, restarts=rope_segments)
     entries = {mechanism.name: mechanism.prepare(setup) for mechanism in mechanisms}
@@ -256,11 +277,22 @@ def _check_pixels(model: ModelParts, pixels: torch.Tensor | None, grids: Sequenc
         raise LayoutError(f"{name} must be a tensor [patches, values], got {count}; keep what the processor gives")
     expected, count = sum(map(prod, grids)), 0 if pixels is None else pixels.shape[0]
     if expected != count:
-        raise LayoutError(f"the grids describe {expected} patches, {name} has {count}; pass the media of every sample")
+        raise LayoutError(
+            f"the grids describe {expected} patches, {name} has {count}; pass the media of every sample, and what "
+            "samples of a prefix tree share once"
+        )
     if pixels is not None and pixels.shape[1] != (channels := model.family.patch_channels(model.core.config)):
         raise LayoutError(
             f"a patch of {name} has {pixels.shape[1]} values, but {channels} in this {model.family.model_type} model; "
             "use the processor that belongs to the model"
+        )
+
+
+def _check_no_tree(row: PackedRow) -> None:
+    if row.tree is not None:
+        raise LayoutError(
+            "rope_cu_seqlens restarts positions inside samples, which a row with a prefix tree does not support: take "
+            "the tree away with unshare(row)"
         )
 
 
@@ -309,15 +341,15 @@ def _check_vocabulary(row: PackedRow, size: int) -> None:
 @outside_graph
 def _finish(setup: RowSetup, mechanisms: Sequence[Mechanism], entries: Mapping[str, Any]) -> Work:
     """Check that every mechanism ran, and count what was computed."""
-    segments, metadata = setup.row.segments, setup.metadata
-    counts = {"attended_pairs": segments.attended_pairs}
+    part = setup.part
+    counts = {"attended_pairs": part.attended_pairs()}
     for mechanism in mechanisms:
         mechanism.check_ran(setup.model, entries[mechanism.name])
         counts |= mechanism.work(setup, entries[mechanism.name])
     return Work(
-        real_tokens=segments.num_tokens,
-        physical_tokens=segments.total,
-        vision_patches=sum(map(prod, (*metadata.image_grids, *metadata.video_grids))),
+        real_tokens=setup.row.segments.num_tokens,
+        physical_tokens=part.computed.total,
+        vision_patches=sum(prod(grid) for grids in part.media_grids(setup.metadata) for grid in grids),
         **counts,
     )
 
@@ -332,18 +364,20 @@ def _result(
     routers: RouterStatistics | None,
     logits: bool,
     work: Work,
+    scoring: Scoring,
 ) -> StepResult:
     """Hidden states [1, t, D] to the result: the head on labelled positions; sums and counts of the row."""
-    row, part, head = setup.row, setup.part, setup.model.family.head(setup.model.core)
+    row, part, head = setup.row, setup.part, setup.model.family.to_logits(setup.model.core)
     labels, num_targets = row.shift_labels, setup.metadata.num_targets
     if labels is None:
         labels, num_targets = torch.full_like(row.input_ids, IGNORE), 0
     message = "shift_labels has targets on padding, which belongs to no sample; set them to -100 there"
     check_none_on_padding(labels, row.segments, message)  # of a row that was made by hand
     index = target_positions(labels, num_targets)
-    part_index = part.targets(index)
-    part_logprobs = _logprobs_of(hidden, part.cut(labels), part_index, head, config.head_chunk)
-    logprobs = part.gather_targets(part_logprobs, part_index, index)
+    targets_of_part = part.targets(index, labels)
+    predictions, ids = targets_of_part.predictions, targets_of_part.ids
+    scores = score_targets(hidden, predictions, ids, head, chunk=config.head_chunk, scoring=scoring)
+    logprobs, *entropies = (part.gather_targets(score, targets_of_part) for score in scores)
     loss_sum = (-logprobs).sum()  # 0, not -0, of none
     sums, counts = sums_by_sample(logprobs, index, row.segments)
     targets = index.numel()
@@ -361,6 +395,7 @@ def _result(
         sample_loss_sums=sums,
         sample_targets=counts,
         target_logprobs=logprobs,
+        target_entropies=entropies[0] if entropies else None,
         target_index=index,
         segments=row.segments,
         work=work,
@@ -385,68 +420,3 @@ def _items(items: torch.Tensor | float | None, targets: int) -> torch.Tensor | f
     if on_host and targets and not items > 0:
         raise ConfigError(f"num_items_in_batch is {items}, but this batch alone has {targets} targets; count them all")
     return items
-
-
-def _logprobs_of(
-    hidden: torch.Tensor, labels: torch.Tensor, index: torch.Tensor, head: nn.Module, chunk: int
-) -> torch.Tensor:
-    """float32 [L]: log-probabilities of these targets."""
-    if index.numel() == 0:
-        # Nothing to learn, but every parameter keeps its place in the graph: other ranks may block on its gradient.
-        nothing = hidden.float().sum() * 0 + head(hidden[:, :1]).float().sum() * 0
-        return nothing.expand(0)
-    return target_logprobs(hidden[0].index_select(0, index), labels[0].index_select(0, index), head, chunk=chunk)
-
-
-# ---------------------------------------------------------------------- the head, a chunk at a time
-
-Head = Callable[[torch.Tensor], torch.Tensor]
-
-
-def target_positions(shift_labels: torch.Tensor, num_targets: int | None) -> torch.Tensor:
-    """int64 [L]: where the row has a target.
-
-    Args:
-        shift_labels: [1, T].
-        num_targets: L as counted on the host. Without it an accelerator is read: a host–device sync.
-
-    Raises:
-        LayoutError: the count is wrong (an accelerator asserts the same, without a sync).
-    """
-    labelled = shift_labels[0] != IGNORE
-    if num_targets is None:
-        return labelled.nonzero()[:, 0]
-    require(labelled.sum() == num_targets, _MISCOUNTED.format(num_targets), LayoutError)
-    return torch.nonzero_static(labelled, size=num_targets)[:, 0]
-
-
-_MISCOUNTED = (
-    "the host counted {} targets but the row has another number; labels were changed after collating: "
-    "set num_targets=None in the batch's metadata, or change labels before the collator"
-)
-
-
-def target_logprobs(hidden_LD: torch.Tensor, targets_L: torch.Tensor, head: Head, *, chunk: int) -> torch.Tensor:
-    """float32 [L]: log-probability of each target.
-
-    Args:
-        hidden_LD: final hidden states at labelled positions.
-        targets_L: int64 ids, none of them -100.
-        head: hidden states to logits, [l, D] to [l, V].
-        chunk: rows of logits alive at a time.
-    """
-    pieces = list(zip(hidden_LD.split(chunk), targets_L.split(chunk), strict=True))
-    if len(pieces) == 1:
-        return _logprobs(*pieces[0], head)
-    return torch.cat(
-        [
-            # Random states are kept: an adapter on the head may have dropout.
-            checkpoint(_logprobs, hidden, targets, head, use_reentrant=False)
-            for hidden, targets in pieces
-        ]
-    )
-
-
-def _logprobs(hidden_LD: torch.Tensor, targets_L: torch.Tensor, head: Head) -> torch.Tensor:
-    """Cross-entropy is taken in float32, as Hugging Face models take theirs."""
-    return -F.cross_entropy(head(hidden_LD).float(), targets_L, reduction="none")

@@ -33,6 +33,7 @@ from vlmpack.layout import (
     whole_numbers,
 )
 from vlmpack.model.engine import PackingState, StepConfig, packing_state, run_row, stored_state
+from vlmpack.model.head import Scoring
 from vlmpack.model.mechanisms import ModelParts, subclass
 from vlmpack.model.mechanisms.attention import Attention
 from vlmpack.model.mechanisms.experts import wants_balance
@@ -55,11 +56,13 @@ STEP = "vlmpack_step"
 class StepCall:
     """Carries a row into the forward of an enabled model, past wrappers, and its whole result out again."""
 
-    def __init__(self, row: PackedRow | None = None, *, last_hidden: bool = False) -> None:
+    def __init__(self, row: PackedRow | None, *, last_hidden: bool = False, scoring: Scoring | None = None) -> None:
         self.row = row
         """The row, on the model's device; None: the model's other inputs are a batch or a row."""
         self.last_hidden = last_hidden
         """True if the result has `row_last_hidden`."""
+        self.scoring = scoring
+        """Requests for each target, which then come back as outputs too; None: nothing of single targets does."""
         self.result: StepResult | None = None
         """The result; None: the model did not pack."""
 
@@ -205,15 +208,16 @@ def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> An
         last_hidden=by_hidden or (call is not None and call.last_hidden),
         hidden_states=_requested(inputs, "output_hidden_states", text_config.output_hidden_states),
         balance=state.family.has("experts") and wants_balance(model, routers),
+        scoring=None if call is None else call.scoring,
     )
     if not is_row:
         assert row.metadata is not None
         result = replace(result, width=inputs["input_ids"].shape[1], offsets=row.metadata.offsets)
     if call is not None:
         call.result = result
-    output = PackedOutput.of(result, has_labels=row.shift_labels is not None, is_row=is_row, routers=bool(routers))
+    output = PackedOutput.of(result, row, is_row=is_row, routers=bool(routers), targets=bool(call and call.scoring))
     if keep is not None:
-        output.logits = result.kept_logits(keep, state.family.head(core))
+        output.logits = result.kept_logits(keep, state.family.to_logits(core))
     return output.in_order(state.family) if as_tuple else output
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch import nn
 from transformers.utils.generic import ModelOutput
 
 from vlmpack.families import Family
-from vlmpack.layout import Segments, on_host, outside_graph, unpack
+from vlmpack.layout import PackedRow, Segments, on_host, outside_graph, unpack
 from vlmpack.model.mechanisms.experts import RouterStatistics, puts_aux_loss_first
 
 
@@ -22,15 +22,18 @@ class Work:
     real_tokens: int
     """Tokens of samples."""
     physical_tokens: int
-    """Width of the row that went through the model."""
+    """Tokens that went through the model: the width of the row, or of its prefix tree."""
     attended_pairs: int
     """Query-key pairs of causal attention in one layer: the sum of n (n + 1) / 2 over the segments, or as many of them
-    as sparse attention selects."""
+    as sparse attention selects; of a prefix tree those of each token's path; of layers that differ, in the one that
+    attends to most."""
     vision_patches: int
     """Patches that went through the vision tower."""
     delta_tokens: int = 0
     """Tokens that each gated delta layer computed, with the padding of its buckets or the zeros between its samples; 0:
     there are no such layers."""
+    window_pairs: int = 0
+    """Query-key pairs in one layer with a sliding window; 0: there are no such layers."""
 
 
 @final
@@ -50,13 +53,15 @@ class StepResult:
     sample_targets: torch.Tensor
     """int64 [B]: targets of each sample."""
     target_logprobs: torch.Tensor
-    """float32 [L]: log-probability of each target, in row order, with its gradient."""
+    """float32 [L]: log-probability of each target, in row order, with its gradient; of logits over the temperature."""
     target_index: torch.Tensor
     """int64 [L]: row position of each target's prediction."""
     segments: Segments
     """The row's boundaries."""
     work: Work
     """The work of the row, counted."""
+    target_entropies: torch.Tensor | None = None
+    """float32 [L]: entropy (nats) of the prediction of each target, with its gradient, on request."""
     row_logits: torch.Tensor | None = None
     """[1, T, V] on request."""
     row_hidden_states: tuple[torch.Tensor | None, ...] | None = None
@@ -74,8 +79,12 @@ class StepResult:
         work = self.work
         return (
             f"StepResult(loss {_shown(self.loss)}, {self.num_targets} targets, {self.segments.num_samples} samples, "
-            f"{work.real_tokens} tokens in a row of {work.physical_tokens}, {work.vision_patches} patches)"
+            f"{work.real_tokens} tokens in {self._container} of {work.physical_tokens}, {work.vision_patches} patches)"
         )
+
+    @property
+    def _container(self) -> str:
+        return "a prefix tree" if self.work.physical_tokens < self.work.real_tokens else "a row"
 
     @property
     def aux_loss(self) -> torch.Tensor | None:
@@ -105,9 +114,12 @@ class StepResult:
     @property
     def logprobs(self) -> torch.Tensor:
         """float32 [B, S]: log-probability of the target that each position predicts; 0 where there is none."""
-        row = self.target_logprobs.new_zeros(1, self.segments.total)
-        row = row.index_put((torch.zeros_like(self.target_index), self.target_index), self.target_logprobs)
-        return unpack(row, self.segments, width=self.width, offsets=self.offsets)
+        return self._by_position(self.target_logprobs)
+
+    @property
+    def entropies(self) -> torch.Tensor | None:
+        """float32 [B, S]: entropy (nats) of each position's prediction; 0 where no target is; None unless requested."""
+        return None if self.target_entropies is None else self._by_position(self.target_entropies)
 
     @property
     def logits(self) -> torch.Tensor | None:
@@ -125,13 +137,19 @@ class StepResult:
         return self._padded(self.row_last_hidden)
 
     @outside_graph
-    def kept_logits(self, keep: int | torch.Tensor, head: nn.Module) -> torch.Tensor:
+    def kept_logits(self, keep: int | torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """[B, K, V]: logits of these columns of the padded batch (of the last ones, if a number), 0 on padding."""
         columns = slice(-keep, None) if isinstance(keep, int) else keep
         if self.logits is not None:  # ranks share the row
             return self.logits[:, columns]
         assert self.last_hidden is not None
         return head(self.last_hidden[:, columns])
+
+    def _by_position(self, values_L: torch.Tensor) -> torch.Tensor:
+        """[B, S]: values of targets, each where it is predicted, 0 elsewhere."""
+        row = values_L.new_zeros(1, self.segments.total)
+        row = row.index_put((torch.zeros_like(self.target_index), self.target_index), values_L)
+        return unpack(row, self.segments, width=self.width, offsets=self.offsets)
 
     def _padded(self, row: torch.Tensor | None) -> torch.Tensor | None:
         return None if row is None else unpack(row, self.segments, width=self.width, offsets=self.offsets)
@@ -187,11 +205,23 @@ class PackedOutput(ModelOutput):
     """float32 [B]: mean cross-entropy (nats) of each sample's targets."""
     sample_targets: torch.Tensor | None = None
     """int64 [B]: targets of each sample."""
+    target_logprobs: torch.Tensor | None = None
+    """float32 [L]: log-probability of each target, for `PackedStep`."""
+    target_entropies: torch.Tensor | None = None
+    """float32 [L]: entropy (nats) of the prediction of each target, for `PackedStep`, on request."""
 
     @classmethod
     @outside_graph
-    def of(cls, result: StepResult, *, has_labels: bool, is_row: bool, routers: bool) -> PackedOutput:
-        """`routers`: whether router statistics were requested by name; those kept for a loss alone do not come back."""
+    def of(cls, result: StepResult, row: PackedRow, *, is_row: bool, routers: bool, targets: bool) -> PackedOutput:
+        """Select what comes back.
+
+        Args:
+            result: the whole result.
+            row: the row, of which there are a loss and losses of samples if it has labels.
+            is_row: whether logits and hidden states come back as a row.
+            routers: whether router statistics were requested by name; those kept for a loss alone do not come back.
+            targets: whether values of each target come back: wrappers' hooks for the backward pass hang on outputs.
+        """
         fields: dict[str, Any] = {
             "logits": result.row_logits if is_row else result.logits,
             "hidden_states": result.row_hidden_states if is_row else result.hidden_states,
@@ -200,9 +230,11 @@ class PackedOutput(ModelOutput):
         }
         if routers:
             fields |= {"expert_counts": result.expert_counts, "router_logits": result.router_logits}
-        if has_labels:
+        if row.shift_labels is not None:
             means = {"sample_losses": result.sample_losses, "sample_targets": result.sample_targets}
             fields |= {"loss": result.loss, **means}
+        if targets:
+            fields |= {"target_logprobs": result.target_logprobs, "target_entropies": result.target_entropies}
         return cls(**fields)
 
     def in_order(self, family: Family) -> tuple[Any, ...]:

@@ -1,31 +1,24 @@
 """One row as its layers see it: which part of it goes through the model on this rank, and what each mechanism needs.
 
     RowPart                how much of a row goes through the model on this rank: all of it, nothing is cut or sent
-    └─ ContextParallelRow  a contiguous part of it; the other parts are on the other ranks of a context group
+    ├─ ContextParallelRow  a contiguous part of it; the other parts are on the other ranks of a context group
+    └─ PrefixTreeRow       a prefix tree: what several samples begin with, once
 
-Layers and losses call the methods of `RowPart` and contain no code for ranks. T row tokens, t of them in the part,
-D features, L targets of the row, l of the part, R ranks.
+Layers and losses call the methods of `RowPart` and contain no code for ranks or trees. T row tokens, t of them in the
+part, D features, L targets of the row, l of the part, R ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 
-from vlmpack.context_parallel import (
-    Attend,
-    GatheredKV,
-    Parallel,
-    Partition,
-    attend_by_heads,
-    to_heads,
-    to_tokens,
-)
-from vlmpack.errors import LayoutError
-from vlmpack.layout import PackedRow, Segments
+from vlmpack.attention import attended_pairs
+from vlmpack.context_parallel import Attend
+from vlmpack.layout import Grid, HostMetadata, Segments
 
 CONTEXT = "vlmpack_row"
 """The keyword under which a `RowContext` reaches every layer."""
@@ -37,6 +30,19 @@ OnHeads = Callable[[torch.Tensor], torch.Tensor]
 """[T, F] to [T, F']."""
 
 
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PartTargets:
+    """The targets of a row that a part computes."""
+
+    predictions: torch.Tensor
+    """int64 [l]: the place in the part that predicts each."""
+    ids: torch.Tensor
+    """int64 [l]: the predicted tokens."""
+    entries: torch.Tensor
+    """int64 [L]: for each target of the row, the one of the part; where ranks share the row, its place in the row."""
+
+
 class RowPart:
     """The part of a row that goes through the model on this rank: all of it, unless a subclass says otherwise."""
 
@@ -45,9 +51,12 @@ class RowPart:
     rank: int = 0
     """Which of them this is."""
 
-    def __init__(self, segments: Segments) -> None:
+    def __init__(self, segments: Segments, *, computed: Segments | None = None) -> None:
+        """`computed`: boundaries of all that goes through the model, on all ranks together; None: those of the part."""
         self.segments = segments
         """The boundaries of the part."""
+        self.computed = computed or segments
+        """The boundaries of all that goes through the model, on all ranks together."""
         self.real = slice(0, segments.num_tokens)
         """Which of the row's real tokens are in the part."""
 
@@ -56,6 +65,26 @@ class RowPart:
         """Return whether the part is the whole row."""
         return self.ranks == 1
 
+    def attended_pairs(self, window: int | None = None) -> int:
+        """Query-key pairs of causal attention in one layer, on all ranks together; `window`: that of the layer."""
+        return attended_pairs(self.computed, window)
+
+    def media_grids(self, metadata: HostMetadata) -> tuple[tuple[Grid, ...], tuple[Grid, ...]]:
+        """(images, videos) that go through the vision tower, on all ranks together."""
+        return metadata.image_grids, metadata.video_grids
+
+    def check_shared(self, row_kT: torch.Tensor, name: str) -> None:
+        """Check that tokens which go through the model once for several samples are equal in all of them.
+
+        Args:
+            row_kT: [1, T], or [k, 1, T].
+            name: what to call it in an error.
+
+        Raises:
+            LayoutError: they are not (an accelerator asserts the same, asynchronously).
+        """
+        return
+
     def cut(self, row: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
         """Cut T entries of the whole row along `dim` to those of the part."""
         return row
@@ -63,6 +92,10 @@ class RowPart:
     def gather(self, part_t: torch.Tensor) -> torch.Tensor:
         """Gather [t, ...] of each rank to [T, ...]. All continue with the identical value: the backward pass sends
         nothing."""
+        return part_t
+
+    def for_each_sample(self, part_t: torch.Tensor) -> torch.Tensor:
+        """[t, ...] of the tokens of this rank, a token that several samples share as often as they do."""
         return part_t
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -89,110 +122,18 @@ class RowPart:
         """Run along the whole row for all channels, [1, t, D] to [1, t, D']. Further tensors have no gradient."""
         return run(hidden_1tD, *others_1t)
 
-    def targets(self, index_L: torch.Tensor) -> torch.Tensor:
-        """int64 [l]: of places of the row (rising) those in the part, counted from its first token."""
-        return index_L
+    def targets(self, index_L: torch.Tensor, labels_1T: torch.Tensor) -> PartTargets:
+        """Targets at these places of the row (rising), as far as they are in the part.
 
-    def gather_targets(self, part_l: torch.Tensor, index_l: torch.Tensor, index_L: torch.Tensor) -> torch.Tensor:
-        """Values at `targets(index_L)`, [l], to those of all ranks, [L]."""
+        Args:
+            index_L: int64 [L]: places of predictions.
+            labels_1T: int64 [1, T]: shifted labels of the row.
+        """
+        return PartTargets(predictions=index_L, ids=labels_1T[0].index_select(0, index_L), entries=index_L)
+
+    def gather_targets(self, part_l: torch.Tensor, targets: PartTargets) -> torch.Tensor:
+        """Values of the targets of each rank, [l], to those of the row, [L]."""
         return part_l
-
-
-@final
-class ContextParallelRow(RowPart):
-    """A contiguous part of a row, and a share of its images. With one rank the part is the whole row.
-
-    Raises:
-        LayoutError: the row's width is no multiple of the ranks, or the ranks have different rows.
-    """
-
-    def __init__(self, row: PackedRow, parallel: Parallel) -> None:
-        self.collectives = parallel.collectives
-        """The ranks of the context group."""
-        self.partition = Partition(segments=row.segments, ranks=parallel.ranks, layout="contiguous")
-        """Which rank has which tokens."""
-        self.ranks, self.rank = parallel.ranks, self.collectives.rank
-        super().__init__(self.partition.local_segments(self.rank))
-        before = sum(self.partition.local_segments(rank).num_tokens for rank in range(self.rank))
-        self.real = slice(before, before + self.segments.num_tokens)
-        if not self.is_whole:
-            self._check_equal(row)
-
-    def cut(self, row: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
-        """A view of the part."""
-        return self.partition.cut(row, self.rank, token_dim=dim)
-
-    def gather(self, part_t: torch.Tensor) -> torch.Tensor:
-        """All-gather."""
-        return self.collectives.all_gather_equal(part_t, "loss")
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """All-reduce."""
-        return self.collectives.all_reduce(x, "routers")
-
-    def attend(
-        self, attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor, segments: Segments
-    ) -> torch.Tensor:
-        """Ulysses if the ranks divide the heads, otherwise all-gather KV."""
-        if self.is_whole:
-            return super().attend(attend, q_tNH, k_tKH, v_tKH, segments)
-        if q_tNH.shape[1] % self.ranks:
-            return self._gathered_kv.attend(attend, q_tNH, k_tKH, v_tKH)
-        return attend_by_heads(attend, q_tNH, k_tKH, v_tKH, self.partition, self.collectives)
-
-    def by_heads(self, parts_tRF: Sequence[torch.Tensor], run: OnHeads, what: str) -> torch.Tensor:
-        """Ulysses: an all-to-all before and one after."""
-        row_TF = torch.cat(to_heads(parts_tRF, self.collectives, what), -1)
-        return to_tokens(run(row_TF), self.collectives, what).flatten(1)
-
-    def on_whole_row(self, run: OnTensors, hidden_1tD: torch.Tensor, *others_1t: torch.Tensor) -> torch.Tensor:
-        """Compute the whole row on every rank, of which each continues with its part."""
-        row_1TD = self.collectives.all_gather(hidden_1tD[0], "whole rows")[None]
-        others_1T = [self.collectives.all_gather_equal(part[0], "whole rows")[None] for part in others_1t]
-        return self.cut(run(row_1TD, *others_1T), dim=1)
-
-    def targets(self, index_L: torch.Tensor) -> torch.Tensor:
-        """Count targets before and in the part: a host–device sync."""
-        if self.is_whole:
-            return index_L
-        start = self.rank * self.partition.local_total
-        edges = start, start + self.partition.local_total
-        first, last = torch.stack([(index_L < edge).sum() for edge in edges]).tolist()
-        return index_L[first:last] - start
-
-    def gather_targets(self, part_l: torch.Tensor, index_l: torch.Tensor, index_L: torch.Tensor) -> torch.Tensor:
-        """All-gather, with zeros where the part has no target."""
-        if self.is_whole:
-            return part_l
-        part_t = part_l.new_zeros(self.partition.local_total).index_add(0, index_l, part_l)
-        return self.gather(part_t).index_select(0, index_L)
-
-    @cached_property
-    def _gathered_kv(self) -> GatheredKV:
-        return GatheredKV(self.partition, self.collectives)
-
-    def _check_equal(self, row: PackedRow) -> None:
-        """Ranks with different rows would block for ever, or send each other what does not belong."""
-        ids = row.input_ids
-        labels = ids if row.shift_labels is None else row.shift_labels
-        weights = torch.arange(1, ids.shape[1] + 1, device=ids.device)
-        boundaries = hash((row.segments.lengths, row.segments.slots, row.segments.total)) % 2**62
-        sums = torch.stack([ids.new_full((), boundaries), (ids * weights).sum(), (labels * weights).sum()])
-        of_all = self.collectives.all_gather_equal(sums, "check").unflatten(0, (self.ranks, -1)).tolist()
-        if any(other != of_all[0] for other in of_all):
-            raise LayoutError(
-                "the ranks of one context group were given different rows; give all of them the same batch: let the "
-                "sampler count groups, not ranks (num_replicas and rank of the mesh's other dimension)"
-            )
-
-
-def part_of(row: PackedRow, parallel: Parallel | None) -> RowPart:
-    """The part of a row that goes through the model on this rank.
-
-    Raises:
-        LayoutError: the row cannot be cut into as many parts of one size as there are ranks, or others have another.
-    """
-    return RowPart(row.segments) if parallel is None else ContextParallelRow(row, parallel)
 
 
 @final

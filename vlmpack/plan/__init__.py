@@ -21,11 +21,14 @@ from vlmpack.plan.lengths import (
 )
 from vlmpack.plan.packing_buffer import LOOK_AHEAD, ROWS_BUFFERED, PackingBuffer, whole_needs
 from vlmpack.plan.plan import Plan
-from vlmpack.plan.planner import ALIASES, STRATEGIES, middle, plan_bins, split_rows, strategy_name
-from vlmpack.plan.simulation import CAPACITIES, PaddedRecipe, Padding, Simulation, simulate
+from vlmpack.plan.planner import ALIASES, STRATEGIES, cut_group, middle, plan_bins, split_rows, strategy_name
+from vlmpack.plan.prefix_groups import ALONE, PrefixGroups, attended_pairs
+from vlmpack.plan.prefix_marks import PrefixMarks, groups_of_marks
+from vlmpack.plan.simulation import CAPACITIES, Computed, PaddedRecipe, Padding, Simulation, simulate
 
 __all__ = [
     "ALIASES",
+    "ALONE",
     "CAPACITIES",
     "COLUMNS",
     "EMPTY",
@@ -35,6 +38,7 @@ __all__ = [
     "ROWS_BUFFERED",
     "STRATEGIES",
     "Budget",
+    "Computed",
     "CostModel",
     "HistogramBin",
     "LengthTable",
@@ -43,16 +47,21 @@ __all__ = [
     "PaddedRecipe",
     "Padding",
     "Plan",
+    "PrefixGroups",
+    "PrefixMarks",
     "Refused",
     "Schedule",
     "Simulation",
     "Summary",
+    "attended_pairs",
     "balance_rows",
     "best_subset",
     "check_seed",
     "checked_capacity",
     "checked_lengths",
+    "cut_group",
     "divided_up",
+    "groups_of_marks",
     "histogram",
     "middle",
     "plan_bins",

@@ -26,7 +26,7 @@ class Run(NamedTuple):
     room: int
     """Tokens that each of them still holds."""
     bins: int
-    """How many they are."""
+    """Their number."""
 
 
 @final

@@ -74,6 +74,10 @@ class CostModel:
             patches: [N] vision patches of all images of a sample; None: text only.
             patch_pairs: [N] patches² summed over the images of a sample; None: as if it were one image.
 
+        Of groups of samples that share prefixes it is called with the tokens and patches of their prefixes, [K]: what a
+        row of such samples costs is `plan.sums(costs, of_groups)`. A branch then costs its own tokens, and its pairs
+        with the prefix besides those among themselves.
+
         Raises:
             ConfigError: as many patches, or pairs, are needed as there are lengths.
         """

@@ -5,6 +5,7 @@
     text         12   20    7
     image         0  256   64
     tokens       12  276   71             text + image + video
+    group        -1   -1   -1             none of them begin alike; see `prefix_groups.py`
 
     by_place(tokens)   12   0  276   71   as `plan_bins(table, ...)` plans them: by their places in the data set
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import count, pairwise
 from operator import attrgetter
@@ -27,6 +28,7 @@ import numpy as np
 from vlmpack.errors import ConfigError
 from vlmpack.plan import archive
 from vlmpack.plan.lengths import Budget
+from vlmpack.plan.prefix_groups import ALONE, NOTHING, PrefixGroups
 
 ROUND = (1, 2, 5)
 """Widths of bins, times a power of ten."""
@@ -110,7 +112,7 @@ class Refused:
     reason: str
     """The slug under which it is counted."""
     detail: str
-    """What was seen, and what to do."""
+    """The fault, and the remedy."""
 
 
 @final
@@ -136,8 +138,12 @@ class LengthTable:
     """int64 [N]: tokens that are learnt."""
     refused: tuple[Refused, ...] = ()
     """Samples that cannot be used, by their places."""
+    groups: PrefixGroups | None = None
+    """The N samples by the prefixes that they share; None: they were not looked for."""
 
     def __post_init__(self) -> None:
+        if self.groups is not None:
+            self._check_groups(self.groups)
         for name, column in self._columns().items():
             if np.shape(column) != (len(self),):
                 raise ConfigError(
@@ -149,24 +155,80 @@ class LengthTable:
         """Samples N that can be used."""
         return len(self.sample_ids)
 
+    def _check_groups(self, groups: PrefixGroups) -> None:
+        patches = "patches", self.patches, groups.patches
+        groups.check_samples(self.tokens, [patches, ("images", self.images + self.videos, groups.images)])
+
     @classmethod
-    def from_rows(cls, rows: Iterable[Mapping[str, int]], refused: Iterable[Refused] = ()) -> LengthTable:
+    def from_rows(
+        cls, rows: Iterable[Mapping[str, int]], refused: Iterable[Refused] = (), groups: PrefixGroups | None = None
+    ) -> LengthTable:
         """Make the table from one mapping a sample, with the names of the columns as keys."""
         entries = [[row[name] for name in COLUMNS] for row in rows]
         table = np.array(entries, np.int64).reshape(-1, len(COLUMNS))
-        return cls(**dict(zip(COLUMNS, table.T.copy(), strict=True)), refused=tuple(refused))
+        return cls(**dict(zip(COLUMNS, table.T.copy(), strict=True)), refused=tuple(refused), groups=groups)
+
+    @classmethod
+    def concatenate(cls, tables: Sequence[LengthTable]) -> LengthTable:
+        """Put tables behind each other, in whose `sample_ids` places rise from one to the next.
+
+        Groups stay as they are: none has samples of two tables. If only some tables have groups, the samples of the
+        others share nothing.
+        """
+        columns = {name: np.concatenate([NOTHING, *(table._columns()[name] for table in tables)]) for name in COLUMNS}
+        groups = None
+        if any(table.groups is not None for table in tables):
+            groups = PrefixGroups.concatenate([table.groups or PrefixGroups.none(len(table)) for table in tables])
+        return cls(**columns, refused=tuple(refusal for table in tables for refusal in table.refused), groups=groups)
+
+    def select(self, entries: np.ndarray) -> LengthTable:
+        """Return the table of some entries, in their order, which has to rise; refused samples stay.
+
+        Args:
+            entries: int64 of numbers below N, or bool [N].
+        """
+        columns = {name: column[entries] for name, column in self._columns().items()}
+        groups = None if self.groups is None else self.groups.select(entries)
+        return LengthTable(**columns, refused=self.refused, groups=groups)
 
     @property
     def tokens(self) -> np.ndarray:
         """int64 [N]: the length of each sample."""
         return self.text_tokens + self.image_tokens + self.video_tokens
 
+    @property
+    def group(self) -> np.ndarray:
+        """int64 [N]: the innermost group of each sample; -1: it shares nothing."""
+        return np.full(len(self), ALONE) if self.groups is None else self.groups.of_samples
+
+    @property
+    def shared_tokens(self) -> np.ndarray:
+        """int64 [N]: tokens that each sample shares with its innermost group."""
+        return np.zeros(len(self), np.int64) if self.groups is None else self.groups.shared(self.groups.tokens)
+
+    @property
+    def shared_patches(self) -> np.ndarray:
+        """int64 [N]: patches that each sample shares with its innermost group."""
+        return np.zeros(len(self), np.int64) if self.groups is None else self.groups.shared(self.groups.patches)
+
     def by_place(self, values: np.ndarray) -> np.ndarray:
         """Something that each sample of the table has, [N], by the places in the data set: 0 for those refused."""
-        last = max((*self.sample_ids[-1:].tolist(), *(sample.index for sample in self.refused)), default=-1)
-        spread = np.zeros(last + 1, values.dtype)
+        spread = np.zeros(self._places, values.dtype)
         spread[self.sample_ids] = values
         return spread
+
+    def groups_by_place(self, groups: PrefixGroups) -> PrefixGroups:
+        """Return groups of the N samples by the places in the data set, where refused ones share nothing.
+
+        Raises:
+            ConfigError: they are of another number of samples.
+        """
+        groups.check_samples(self.tokens)
+        return groups.spread(self.sample_ids, self._places)
+
+    @property
+    def _places(self) -> int:
+        return 1 + max((*self.sample_ids[-1:].tolist(), *(sample.index for sample in self.refused)), default=-1)
 
     @property
     def measured(self) -> int:
@@ -185,14 +247,19 @@ class LengthTable:
             patches: most patches of the vision tower in a row; None: no limit.
             images: most images and videos in a row; None: no limit.
         """
-        limits = {"patches": (self.patches, patches), "images": (self.images + self.videos, images)}
-        return tuple(Budget(name=n, costs=costs, limit=most) for n, (costs, most) in limits.items() if most is not None)
+        shared = (None, None) if self.groups is None else (self.groups.patches, self.groups.images)
+        needs = {"patches": (self.patches, patches), "images": (self.images + self.videos, images)}
+        return tuple(
+            Budget(name=name, costs=costs, limit=limit, shared=of_groups)
+            for (name, (costs, limit)), of_groups in zip(needs.items(), shared, strict=True)
+            if limit is not None
+        )
 
     # ------------------------------------------------------------------ on disk
 
     def save(self, path: str | Path) -> None:
         """Write the table to one file, whole or not at all; the same table gives the same bytes."""
-        archive.write(path, self._manifest(), self._columns(), kind=FORMAT)
+        archive.write(path, self._manifest(), self._arrays(), kind=FORMAT)
 
     @classmethod
     def load(cls, path: str | Path) -> LengthTable:
@@ -205,22 +272,26 @@ class LengthTable:
         manifest, arrays = archive.read(path, kind=FORMAT)
         with archive.damaged(path):
             refused = tuple(Refused(**fields) for fields in manifest["refused"])
-            table = cls(**{name: arrays[name] for name in COLUMNS}, refused=refused)
-            archive.check_unchanged(path, manifest, arrays, table._manifest(), table._columns())
+            groups = PrefixGroups.of_arrays(arrays)
+            table = cls(**{name: arrays[name] for name in COLUMNS}, refused=refused, groups=groups)
+            archive.check_unchanged(path, manifest, arrays, table._manifest(), table._arrays())
         return table
 
     def _columns(self) -> dict[str, np.ndarray]:
         return dict(zip(COLUMNS, attrgetter(*COLUMNS)(self), strict=True))
 
+    def _arrays(self) -> dict[str, np.ndarray]:
+        return {**self._columns(), **({} if self.groups is None else self.groups.arrays())}
+
     def _manifest(self) -> dict[str, Any]:
         """Everything besides the columns, and the SHA-256 of both."""
         content = {"samples": len(self), "refused": [asdict(sample) for sample in self.refused]}
-        return {**content, "digest": archive.digest(json.dumps(content), self._columns())}
+        return {**content, "digest": archive.digest(json.dumps(content), self._arrays())}
 
     # ------------------------------------------------------------------ in words
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, LengthTable) or self.refused != other.refused:
+        if not isinstance(other, LengthTable) or (self.refused, self.groups) != (other.refused, other.groups):
             return False
         return all(map(np.array_equal, self._columns().values(), other._columns().values()))
 
@@ -231,4 +302,4 @@ class LengthTable:
         return f"LengthTable({len(self)} samples, {totals}, longest {longest} tokens, {len(self.refused)} refused)"
 
 
-COLUMNS = tuple(field.name for field in fields(LengthTable) if field.name != "refused")
+COLUMNS = tuple(field.name for field in fields(LengthTable) if field.name not in ("refused", "groups"))

@@ -39,17 +39,32 @@ class Budget:
     """Something besides tokens that a row may hold only so much of: vision patches, images."""
 
     name: str
-    """What is counted, for messages and the manifest."""
+    """Name of the counted thing, for messages and the manifest."""
     costs: np.ndarray
     """int64 [N]: how much of it each sample needs, 0 or more."""
     limit: int
     """The most that a row may hold."""
+    shared: np.ndarray | None = None
+    """int64 [K]: how much of it the prefix of each group of samples needs; None: samples share none of it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "limit", checked_capacity(self.limit, f"the limit of budget {self.name!r}"))
         costs = whole_numbers(self.costs, f"{self.name} of a sample")
         _refuse(costs < 0, costs, f"{self.name} of a sample", "are negative", "bad_cost")
         object.__setattr__(self, "costs", costs)
+        if self.shared is not None:
+            object.__setattr__(self, "shared", whole_numbers(self.shared, f"{self.name} of a prefix"))
+
+    def of_groups(self, count: int) -> np.ndarray:
+        """int64 [K]: what the prefix of each of `count` groups needs.
+
+        Raises:
+            ConfigError: it is of another number of groups.
+        """
+        shared = np.zeros(count, np.int64) if self.shared is None else self.shared
+        if len(shared) != count:
+            raise ConfigError(f"budget {self.name!r} has shared costs of {len(shared)} groups, and there are {count}")
+        return shared
 
 
 def checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:

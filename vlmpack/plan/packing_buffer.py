@@ -15,7 +15,7 @@ from vlmpack.plan.exact_fill import best_subset
 from vlmpack.plan.lengths import Budget, checked_capacity
 
 SHARPNESS = 8
-"""How fast limits lose weight with their distance from binding: their share of the highest demand, to this power."""
+"""Power of a limit's share of the highest demand that is its weight: limits that do not bind hardly count."""
 
 ENOUGH = 0.995
 """A row this full (by weighted limits) needs no further exchanges."""
@@ -151,7 +151,7 @@ class PackingBuffer:
         self._buffered: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         """(id, length, *costs) by the number under which a sample came in, the oldest first."""
         self._lengths: Counter[int] = Counter()
-        """How many samples of each length are in it."""
+        """Number of buffered samples of each length."""
         self._added = 0
         self._table = np.zeros((0, len(self.limits)), np.int64)
         """int64 [W, K]: what the samples need, in their order; those that came since it was last used have no line."""

@@ -14,7 +14,7 @@ N samples, D of them dropped; G rows.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -23,10 +23,12 @@ from typing import Any, final
 
 import numpy as np
 
-from vlmpack.errors import LayoutError
+from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.plan import archive
 from vlmpack.plan.algorithms import lower_bound
+from vlmpack.plan.group_items import group_bound
 from vlmpack.plan.lengths import Budget, Oversize, too_large
+from vlmpack.plan.prefix_groups import PrefixGroups, attended_pairs
 
 NO_SAMPLES = np.zeros(0, np.int64)
 
@@ -50,13 +52,15 @@ class Plan:
     capacity: int
     """Tokens that a row may hold."""
     budgets: tuple[Budget, ...] = ()
-    """What else a row may hold only so much of."""
+    """Further limits of a row: patches, images."""
     oversize: Oversize = "error"
-    """What became of such samples: refused, dropped, or each in a row of its own."""
+    """Treatment of samples that exceed a row alone: refused, dropped, or each in a row of its own."""
     strategy: str = "exact_fill"
-    """How samples were placed."""
+    """Placement of samples, see `plan_bins`."""
     seed: int | None = None
     """Of the shuffle; None: samples and rows are in the order given."""
+    groups: PrefixGroups | None = None
+    """Samples that share prefixes, each of which a row computes once; None: nothing is shared."""
 
     @classmethod
     def from_assignment(cls, bin_of: np.ndarray, order: np.ndarray | None = None, **fields: Any) -> Plan:
@@ -117,37 +121,77 @@ class Plan:
         ids, bounds = self.sample_ids.tolist(), self.bounds.tolist()
         return tuple(tuple(ids[a:b]) for a, b in pairwise(bounds))
 
-    def sums(self, values: np.ndarray) -> np.ndarray:
-        """[G]: something that each sample has, [N], summed over the samples of each row."""
-        return np.add.reduceat(values[self.sample_ids], self.bounds[:-1]) if len(self) else values[:0]
+    def sums(self, values: np.ndarray, of_groups: np.ndarray | None = None) -> np.ndarray:
+        """[G]: something that each sample has, summed over the samples of each row.
+
+        Args:
+            values: [N].
+            of_groups: [K], of the prefix of each group, from the start of a sample: a row then has it once, in place of
+                once a sample. None: every sample counts in full.
+
+        Raises:
+            ConfigError: `of_groups` is of another number of groups than the plan has.
+        """
+        if of_groups is None:
+            return np.add.reduceat(values[self.sample_ids], self.bounds[:-1]) if len(self) else values[:0]
+        count = 0 if self.groups is None else len(self.groups)
+        if len(of_groups) != count:
+            raise ConfigError(f"{len(of_groups)} numbers of groups, but the plan has {count} groups; give one each")
+        if self.groups is None:
+            return self.sums(values)
+        return self.groups.row_sums(self.sample_ids, self._row_of, values, of_groups)
+
+    @property
+    def _row_of(self) -> np.ndarray:
+        """int64 [N - D]: the row of each entry of `sample_ids`."""
+        return np.repeat(np.arange(len(self)), np.diff(self.bounds))
 
     @property
     def tokens(self) -> np.ndarray:
-        """int64 [G]: tokens of each row."""
+        """int64 [G]: tokens of the samples of each row."""
         return self.sums(self.lengths)
+
+    @cached_property
+    def tree_tokens(self) -> np.ndarray:
+        """int64 [G]: tokens that each row computes, every shared prefix once; without groups, those of its samples."""
+        return self.sums(self.lengths, None if self.groups is None else self.groups.tokens)
+
+    @property
+    def attended_pairs(self) -> np.ndarray:
+        """int64 [G]: pairs of a query and a key that each row computes, every shared prefix once."""
+        of_groups = None if self.groups is None else attended_pairs(self.groups.tokens)
+        return self.sums(attended_pairs(self.lengths), of_groups)
 
     # ------------------------------------------------------------------ how good it is
 
     @property
     def fill(self) -> float:
-        """Tokens per token of row, 0 to 1; a row above the capacity counts as full."""
-        tokens = self.tokens
+        """Tokens computed per token of row, 0 to 1; a row above the capacity counts as full."""
+        tokens = self.tree_tokens
         return float(tokens.sum() / np.maximum(tokens, self.capacity).sum()) if len(self) else 0.0
 
     @property
     def waste(self) -> int:
         """Tokens of row that no sample fills."""
-        return int(np.maximum(self.capacity - self.tokens, 0).sum())
+        return int(np.maximum(self.capacity - self.tree_tokens, 0).sum())
 
     @cached_property
     def lower_bound(self) -> int:
-        """Rows that these samples need at the very least, however they are placed."""
+        """Rows that these samples need at the very least, however they are placed and groups are cut."""
         kept = np.ones(len(self.lengths), bool)
         kept[self.dropped] = False
         alone = too_large(self.lengths, self.capacity, self.budgets) & kept
         shared = kept & ~alone
-        limits = [(self.lengths, self.capacity), *((budget.costs, budget.limit) for budget in self.budgets)]
-        return int(alone.sum()) + max(lower_bound(sizes[shared], limit) for sizes, limit in limits)
+        limits = [(self.lengths, self.capacity, None), *((b.costs, b.limit, b) for b in self.budgets)]
+        if self.groups is None:
+            return int(alone.sum()) + max(lower_bound(sizes[shared], limit) for sizes, limit, _ in limits)
+        samples, shares = np.flatnonzero(shared), [self.groups.tokens]
+        shares += [budget.of_groups(len(self.groups)) for budget in self.budgets]
+        bounds = (
+            group_bound(self.groups, samples, sizes, of_groups, limit)
+            for (sizes, limit, _), of_groups in zip(limits, shares, strict=True)
+        )
+        return int(alone.sum()) + max(bounds)
 
     def check(self) -> Plan:
         """Check every row, and return the plan.
@@ -157,16 +201,24 @@ class Plan:
         """
         self._check_bounds()
         self._check_samples()
-        limits = [("tokens", self.lengths, self.capacity), *((b.name, b.costs, b.limit) for b in self.budgets)]
+        if self.groups is not None:
+            self.groups.check_samples(self.lengths)
         may_exceed = np.diff(self.bounds) == 1 if self.oversize == "own_row" else np.zeros(len(self), bool)
-        for name, sizes, limit in limits:
-            held = self.sums(sizes)
+        for name, held, limit in self._held():
             if (over := (held > limit) & ~may_exceed).any():
                 row = int(over.argmax())
                 raise LayoutError(
                     f"row {row}: {held[row]} {name} in samples {self[row].tolist()}, at most {limit} may be; plan again"
                 )
         return self
+
+    def _held(self) -> Iterator[tuple[str, np.ndarray, int]]:
+        """(name, [G] held by each row, limit) of tokens and budgets."""
+        groups = self.groups
+        yield "tokens", self.tree_tokens, self.capacity
+        for budget in self.budgets:
+            of_groups = None if groups is None else budget.of_groups(len(groups))
+            yield budget.name, self.sums(budget.costs, of_groups), budget.limit
 
     def _check_bounds(self) -> None:
         ends = self.bounds[[0, -1]].tolist() if len(self.bounds) else None
@@ -207,7 +259,13 @@ class Plan:
             "strategy": self.strategy,
             "oversize": self.oversize,
             "seed": self.seed,
+            **({} if self.groups is None else self._tree_manifest),
         }
+
+    @property
+    def _tree_manifest(self) -> dict[str, int]:
+        tree_tokens = self.tree_tokens
+        return {"tree_tokens": int(tree_tokens.sum()), "longest_tree": int(tree_tokens.max(initial=0))}
 
     @cached_property
     def digest(self) -> str:
@@ -236,7 +294,8 @@ class Plan:
             plan = cls(
                 **{name: arrays[name] for name in ("sample_ids", "bounds", "lengths", "dropped")},
                 **{name: manifest[name] for name in ("capacity", "oversize", "strategy", "seed")},
-                budgets=tuple(Budget(name=name, costs=arrays[f"budget.{name}"], limit=n) for name, n in limits),
+                budgets=tuple(_budget(arrays, name, limit) for name, limit in limits),
+                groups=PrefixGroups.of_arrays(arrays),
             )
             plan.check()
             expected = {**plan.manifest, "digest": plan.digest}
@@ -245,6 +304,8 @@ class Plan:
 
     def _arrays(self) -> dict[str, np.ndarray]:
         named = {f"budget.{budget.name}": budget.costs for budget in self.budgets}
+        named |= {f"shared.{budget.name}": budget.shared for budget in self.budgets if budget.shared is not None}
+        named |= {} if self.groups is None else self.groups.arrays()
         rows = {"sample_ids": self.sample_ids, "bounds": self.bounds}
         return {**rows, "lengths": self.lengths, "dropped": self.dropped, **named}
 
@@ -261,6 +322,10 @@ class Plan:
             f"Plan({len(self)} rows of {self.capacity} tokens, {self.fill:.2%} full, {len(self.sample_ids)} samples, "
             f"{len(self.dropped)} dropped, at least {self.lower_bound} rows needed, by {self.strategy})"
         )
+
+
+def _budget(arrays: Mapping[str, np.ndarray], name: str, limit: int) -> Budget:
+    return Budget(name=name, costs=arrays[f"budget.{name}"], limit=limit, shared=arrays.get(f"shared.{name}"))
 
 
 def _rows(bin_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

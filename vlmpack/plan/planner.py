@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from vlmpack.errors import ConfigError, check_choice
 from vlmpack.plan.algorithms import best_fit_decreasing, first_fit_decreasing, next_fit, worst_fit_decreasing
 from vlmpack.plan.exact_fill import exact_fill
+from vlmpack.plan.group_items import Needs, make_items
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.plan.lengths import (
     LARGEST,
@@ -24,6 +26,7 @@ from vlmpack.plan.lengths import (
 )
 from vlmpack.plan.packing_buffer import rolling_fill
 from vlmpack.plan.plan import Plan
+from vlmpack.plan.prefix_groups import ALONE, PrefixGroups
 
 STRATEGIES: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "exact_fill": exact_fill,
@@ -111,6 +114,7 @@ def plan_bins(
     budgets: Sequence[Budget] = (),
     oversize: Oversize = "error",
     seed: int | None = None,
+    groups: PrefixGroups | None = None,
 ) -> Plan:
     """Choose which samples share a row.
 
@@ -124,10 +128,13 @@ def plan_bins(
             of its own.
         seed: shuffles samples first and rows last; None: samples keep the order given, and rows that of their first
             samples. The same seed gives the same plan.
+        groups: samples that share prefixes, each of which a row computes once (`VLMCollator(share_prefixes=True)`); of
+            a table `table.groups`. Capacity and budgets then limit what is computed. A group shares a row, or is cut
+            into pieces that fit one, its longest branches first. None: nothing is shared.
 
     Raises:
-        SampleError: a length that is not finite, whole and positive, or, with `oversize="error"`, samples that are too
-            long; names the first, and lists those that are too long.
+        SampleError: a length that is not finite, whole and positive, a sample shorter than the prefix that it shares,
+            or, with `oversize="error"`, samples that are too long; names the first, and lists those that are too long.
         ConfigError: no samples, a capacity that is no whole number of at least 1, or a setting that does not exist.
     """
     capacity, name = checked_capacity(capacity), strategy_name(strategy)
@@ -136,6 +143,9 @@ def plan_bins(
     if isinstance(lengths, LengthTable):
         sizes = lengths.by_place(sizes)
         budgets = [replace(budget, costs=lengths.by_place(budget.costs)) for budget in budgets]
+        if groups is not None:
+            groups = lengths.groups_by_place(groups)
+    needs = None if groups is None else _needs(groups, sizes, capacity, budgets)
     over, usable = too_large(sizes, capacity, budgets), sizes > 0
     if oversize == "error":
         refuse_too_large(over, sizes, capacity, budgets)
@@ -143,10 +153,14 @@ def plan_bins(
     order = np.arange(len(sizes)) if shuffle is None else shuffle.permutation(len(sizes))
     bin_of = np.full(len(sizes), -1)
     if len(fitting := order[(usable & ~over)[order]]):
-        bin_of[fitting] = _place(sizes, capacity, name, budgets, fitting)
+        if needs is None:
+            bin_of[fitting] = _place(sizes, capacity, name, budgets, fitting)
+        else:
+            bin_of[fitting] = _place_groups(needs, name, fitting)
     if oversize == "own_row":
         bin_of[over] = bin_of.max(initial=-1) + 1 + np.arange(over.sum())
     settings = {"capacity": capacity, "budgets": tuple(budgets), "oversize": oversize, "strategy": name}
+    settings["groups"] = groups
     settings["seed"] = None if seed is None else int(seed)  # JSON has no numbers of numpy's
     plan = Plan.from_assignment(bin_of, order, lengths=sizes, **settings)
     return plan if shuffle is None else plan.rearranged(shuffle.permutation(len(plan)))
@@ -160,6 +174,63 @@ def _place(
         return STRATEGIES[strategy](lengths[samples], capacity)
     needs = [Budget(name=budget.name, costs=budget.costs[samples], limit=budget.limit) for budget in budgets]
     return rolling_fill(lengths[samples], capacity, needs)
+
+
+def _needs(groups: PrefixGroups, lengths: np.ndarray, capacity: int, budgets: Sequence[Budget]) -> Needs:
+    """Tokens and budgets of samples and prefixes, checked.
+
+    Raises:
+        ConfigError: groups of another number of samples, or a budget of another number of groups.
+        SampleError: a sample has less than the prefix that it shares.
+    """
+    shared = [(budget.name, budget.costs, budget.of_groups(len(groups))) for budget in budgets]
+    groups.check_samples(lengths, shared)
+    return Needs(
+        groups=groups,
+        of_samples=np.stack([lengths, *(costs for _, costs, _ in shared)], axis=1),
+        of_groups=np.stack([groups.tokens, *(costs for _, _, costs in shared)], axis=1),
+        limits=np.array([capacity, *(budget.limit for budget in budgets)]),
+    )
+
+
+def _place_groups(needs: Needs, strategy: str, samples: np.ndarray) -> np.ndarray:
+    """The bin of each of `samples`: groups, or pieces of them, are placed as samples are without groups."""
+
+    place = partial(_place_costs, strategy=strategy)
+    item_of = make_items(needs, samples, place)
+    return place(needs.sums(samples, item_of), needs.limits)[item_of]
+
+
+def _place_costs(costs: np.ndarray, limits: np.ndarray, *, strategy: str) -> np.ndarray:
+    """int64 [U]: the bin of each unit, by its costs [U, D] of what is limited to [D], tokens first.
+
+    A branch of no tokens, a sample that is its prefix, counts as one; a limit that a prefix uses up, as 1.
+    """
+    lengths, least = np.maximum(costs[:, 0], 1), np.maximum(limits, 1).tolist()
+    budgets = [Budget(name=str(at), costs=costs[:, at], limit=least[at]) for at in range(1, len(least))]
+    return _place(lengths, least[0], strategy, budgets, np.arange(len(lengths)))
+
+
+def cut_group(needs: Sequence[tuple[int, ...]], prefix: tuple[int, ...], limits: tuple[int, ...]) -> list[list[int]]:
+    """Cut samples that share one prefix into pieces that fit a row each, the longest branches first.
+
+    Args:
+        needs: n times (tokens, and what else is limited) of a sample, which fits a row alone.
+        prefix: the same of the prefix.
+        limits: of a row.
+
+    Returns:
+        The samples of each piece, rising, by their places in `needs`; pieces in the order of their first samples.
+    """
+    samples = np.arange(len(needs))
+    group = PrefixGroups(
+        of_samples=np.zeros_like(samples), parents=np.array([ALONE]), tokens=np.array([prefix[0] or 1])
+    )
+    columns = np.array(needs, np.int64).reshape(len(needs), -1)
+    together = Needs(groups=group, of_samples=columns, of_groups=np.array([prefix]), limits=np.array(limits))
+    piece_of = make_items(together, samples, partial(_place_costs, strategy="best_fit_decreasing"))
+    order = np.argsort(piece_of, kind="stable")
+    return [piece.tolist() for piece in np.split(order, np.flatnonzero(np.diff(piece_of[order])) + 1)]
 
 
 def _check_settings(

@@ -19,6 +19,7 @@ from vlmpack.errors import ConfigError
 from vlmpack.plan.balance import balance_rows
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.plan.lengths import SHOWN, checked_capacity, divided_up
+from vlmpack.plan.plan import Plan
 from vlmpack.plan.planner import plan_bins
 
 PadTo = Literal["longest", "max"]
@@ -112,6 +113,34 @@ CLOSE = 1.1
 
 
 @final
+@dataclass(frozen=True, kw_only=True)
+class Computed:
+    """Work of the model in an epoch."""
+
+    tokens: int
+    """Tokens of all rows, those of a shared prefix once a row."""
+    patches: int
+    """Patches of the vision tower, likewise."""
+    attended_pairs: int
+    """Pairs of a query and a key, likewise."""
+
+    @classmethod
+    def of(cls, plan: Plan, patches: np.ndarray) -> Computed:
+        """Count it for a plan.
+
+        Args:
+            plan: of N samples.
+            patches: int64 [N]: of each sample.
+        """
+        shared = None if plan.groups is None else plan.groups.patches
+        return cls(
+            tokens=int(plan.tree_tokens.sum()),
+            patches=int(plan.sums(patches, shared).sum()),
+            attended_pairs=int(plan.attended_pairs.sum()),
+        )
+
+
+@final
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Simulation:
     """Packing simulated for one capacity, and the recipe that keeps the samples of an update."""
@@ -137,22 +166,25 @@ class Simulation:
     samples_deviation: float = 0.0
     """Standard deviation of the samples of a row."""
     strategy: str = "exact_fill"
-    """How samples are placed."""
+    """Placement of samples, see `plan_bins`."""
     limits: Mapping[str, int] = field(default_factory=dict)
-    """What else a row may hold only so much of: "patches", "images"."""
+    """Further limits of a row: of "patches", of "images"."""
     rows_per_device: int = 1
     """Rows of a batch, on each rank."""
     patch_skew: float | None = None
     """Patches of the rank that has most over the mean of all ranks, 1 or more; None: one rank, or no images."""
     balanced_patch_skew: float | None = None
     """The same if rows are handed out by `balance_rows`."""
+    computed: Computed | None = None
+    """Work of all rows, shared prefixes once a row; None: it was not counted."""
 
     # ------------------------------------------------------------------ rows
 
     @property
     def fill(self) -> float:
-        """Tokens of samples per token of row, 0 to 1."""
-        return self.tokens / (self.rows * self.capacity) if self.rows else 0.0
+        """Tokens computed per token of row, 0 to 1."""
+        tokens = self.tokens if self.computed is None else self.computed.tokens
+        return tokens / (self.rows * self.capacity) if self.rows else 0.0
 
     @property
     def samples_per_row(self) -> float:
@@ -287,6 +319,7 @@ def simulate(
     strategy: str = "exact_fill",
     max_patches: int | None = None,
     max_images: int | None = None,
+    share_prefixes: bool = False,
 ) -> Simulation:
     """Pack the samples of a table into rows, as `plan_bins` does it.
 
@@ -298,17 +331,21 @@ def simulate(
         strategy: how samples are placed, see `plan_bins`.
         max_patches: most patches of the vision tower in a row; None: no limit.
         max_images: most images and videos in a row; None: no limit.
+        share_prefixes: a row computes each prefix that samples share once, by the groups of the table.
 
     Raises:
-        ConfigError: a number that is not whole or below 1, or a table without samples.
+        ConfigError: a number that is not whole or below 1, a table without samples, or one without groups to share.
     """
+    if share_prefixes and table.groups is None:
+        raise ConfigError("the table has no groups: measure_lengths(..., min_shared=64) finds them")
     recipe = recipe or PaddedRecipe()
     rows_per_device = checked_capacity(rows_per_device, "rows_per_device")
     budgets = table.budgets(patches=max_patches, images=max_images)
-    plan = plan_bins(table.tokens, capacity, strategy=strategy, budgets=budgets, oversize="drop")
+    groups = table.groups if share_prefixes else None
+    plan = plan_bins(table.tokens, capacity, strategy=strategy, budgets=budgets, oversize="drop", groups=groups)
     segments = np.diff(plan.bounds)
     dropped = plan.dropped
-    skews = _patch_skews(plan.sums(table.patches), recipe.world_size)
+    skews = _patch_skews(plan.sums(table.patches, None if groups is None else groups.patches), recipe.world_size)
     return Simulation(
         capacity=plan.capacity,
         recipe=recipe,
@@ -325,6 +362,7 @@ def simulate(
         rows_per_device=rows_per_device,
         patch_skew=skews[0] if skews else None,
         balanced_patch_skew=skews[1] if skews else None,
+        computed=Computed.of(plan, table.patches),
     )
 
 

@@ -1,4 +1,4 @@
-"""Run samples through a model: packed in one of five circumstances, alone, as a plain row, as a plain padded batch.
+"""Run samples through a model: packed in one of six circumstances, alone, as a plain row, as a plain padded batch.
 
 The circumstances are chosen so that any two choices that a user has occur together in one of them:
 
@@ -8,9 +8,11 @@ The circumstances are chosen so that any two choices that a user has occur toget
     padded    PackedStep   a right-padded one   with gaps   train  weights'   another number  at once    yes
     left      the model    a left-padded one    the user's  eval   weights'   its targets     in chunks  no
     autocast  the model    a packed row         no gaps     train  bfloat16   its targets     at once    no
+    tree      PackedStep   a row of a tree      no gaps     train  weights'   another number  in chunks  yes
 
 `row` is what a training loop runs by default, and `autocast` what it runs with `bf16=True`. Metadata: lengths, grids
-and counts on the host, which collators send along.
+and counts on the host, which collators send along. A tree: what samples begin with alike is computed once; its samples
+are others, which branch.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from vlmpack.families import Family, family_of
-from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch, Segments, SlotRule, pack
+from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch, Segments, SlotRule, pack, share
 from vlmpack.model import PackedStep, StepConfig, StepResult, find_model
 from vlmpack.testing import (
     Outcome,
@@ -50,7 +52,7 @@ class ProbedModel:
     """A model and its family."""
 
     model: nn.Module
-    """As it was passed: perhaps a wrapper (PEFT) around the model itself."""
+    """The model that was passed: perhaps a wrapper (PEFT) around the model itself."""
     core: Any
     """The model itself, with its head and its configuration."""
     family: Family
@@ -109,6 +111,8 @@ class Circumstance:
     """Send the labelled positions through the head in several chunks."""
     metadata: bool = True
     """Send the metadata on the host along."""
+    shares: bool = False
+    """Compute once what samples begin with alike."""
 
     def settings(self, user: StepConfig, samples: Sequence[Sample]) -> StepConfig:
         """Change the settings of the step; the fixed sizes of `user` were made for other rows."""
@@ -164,6 +168,15 @@ AUTOCAST = Circumstance(
     name="autocast", title="a packed row, autocast", by_model=True, train=True, autocast=True, metadata=False
 )
 CIRCUMSTANCES = (GAPS, ROW, PADDED, LEFT, AUTOCAST)
+TREE = Circumstance(
+    name="tree",
+    title="a row whose samples share prefixes, train mode",
+    by_model=False,
+    train=True,
+    counted=True,
+    chunked=True,
+    shares=True,
+)
 
 
 def rule_with_gaps(samples: Sequence[Sample]) -> SlotRule:
@@ -221,7 +234,7 @@ class ForwardPass(Protocol):
     """A way to run samples through a model together."""
 
     def segments(self, samples: Sequence[Sample]) -> Segments:
-        """Where each sample lies."""
+        """Return the boundaries of the samples."""
         ...
 
     def __call__(self, samples: Sequence[Sample]) -> ForwardResult:
@@ -256,7 +269,8 @@ class PackedPass:
 
     def row(self, samples: Sequence[Sample], metadata: bool = True) -> PackedRow:
         """The packed row, also of a batch that the step would pack itself; with or without metadata on the host."""
-        return pack(self._batch(samples, metadata=metadata), rule=self.rule, pad_token_id=self.poison)
+        row = pack(self._batch(samples, metadata=metadata), rule=self.rule, pad_token_id=self.poison)
+        return share(row, min_shared=1) if self.circumstance.shares else row
 
     def _batch(self, samples: Sequence[Sample], *, metadata: bool = True) -> PaddedBatch:
         return padded(samples, self.circumstance.padded or "right", metadata=metadata)

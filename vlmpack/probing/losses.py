@@ -32,6 +32,8 @@ def check_sample_logits(trace: Trace) -> Check:
     row = next((call.output[0] for call in trace.head if call.output[0].ndim == 3), None)
     if row is None:
         return Check.skipped("sample results", "not counted")
+    family = trace.probed.family
+    row = family.logits(row, family.text_config(trace.probed.core.config))
     for i, (logits, (start, stop)) in enumerate(zip(trace.result.logits, trace.segments.spans, strict=False)):
         if logits.shape != row[0, start:stop].shape or not torch.equal(logits.detach(), row[0, start:stop]):
             return Check.wrong("sample results", f"sample {i} gets logits that the head computed from other tokens")

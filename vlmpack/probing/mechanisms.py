@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from vlmpack.layout import PackedRow, Segments
+from vlmpack.model import ModelParts, layer_windows
 from vlmpack.probing.report import Cause, Check
 from vlmpack.probing.trace import CACHES, LEAK, ModuleCall, Span, Trace, largest_move, leak_between, perturb_spans
 from vlmpack.testing import Sample, grids_of, media_of
@@ -76,11 +77,17 @@ def rotary_of(call: ModuleCall) -> Rotary:
 
 def check_positions(trace: Trace, alone: Sequence[Rotary]) -> Check:
     """Compare rotary inputs with `alone`, those of each sample by itself."""
-    row = rotary_of(next(iter(trace.attention.values())))
+    spans = [torch.arange(start, stop) for start, stop in trace.segments.spans]
+    return check_rotary(next(iter(trace.attention.values())), spans, alone)
+
+
+def check_rotary(call: ModuleCall, places: Sequence[torch.Tensor], alone: Sequence[Rotary]) -> Check:
+    """Compare rotary inputs of a layer at the places of each sample, int64 [L], with those of the sample by itself."""
+    row = rotary_of(call)
     worst, at = 0.0, 0
-    for i, ((start, stop), expected) in enumerate(zip(trace.segments.spans, alone, strict=True)):
+    for i, (index, expected) in enumerate(zip(places, alone, strict=True)):
         pairs = zip(row, expected, strict=True)
-        error = max(float((x[..., start:stop, :].float() - y.float()).abs().max()) for x, y in pairs)
+        error = max(float((x[..., index.to(x.device), :].float() - y.float()).abs().max()) for x, y in pairs)
         if not error <= worst:
             worst, at = error, i
     detail = f"sample {at} has other rotary positions than alone: cos and sin differ by {worst:.1e}"
@@ -123,8 +130,11 @@ def check_mask(trace: Trace) -> Check:
     check = Check.of_mechanism("mask", leak, LEAK, detail, finding="leaks")
     if check.is_bad:
         return check
+    probed, sparse = trace.probed, trace.probed.family.has("per_sample")
+    windows = {} if sparse else layer_windows(ModelParts(family=probed.family, core=probed.core))
     for name, call in trace.attention.items():
-        if problem := _causality_problem(call, trace.segments.spans, sparse=trace.probed.family.has("per_sample")):
+        window = windows.get(int(name.removeprefix("layer ")))
+        if problem := _causality_problem(call, trace.segments.spans, sparse=sparse, window=window):
             return Check.wrong("mask", f"{name}: {problem}")
     return check
 
@@ -134,8 +144,8 @@ def check_delta(trace: Trace) -> list[Check]:
     if not trace.delta:
         return [Check.skipped("conv taps"), Check.skipped("recurrent state")]
     return [
-        _delta_check(trace, "conv taps", _forgetting, "the state forgets everything"),
-        _delta_check(trace, "recurrent state", _current_tap, "the convolution reads one token"),
+        _delta_check(trace, "conv taps", forgetting, "the state forgets everything"),
+        _delta_check(trace, "recurrent state", current_tap, "the convolution reads one token"),
     ]
 
 
@@ -151,11 +161,13 @@ def _delta_check(
     return Check.of_mechanism(cause, leak, LEAK, detail, finding="leaks")
 
 
-def _forgetting(call: ModuleCall) -> dict[str, torch.Tensor]:
+def forgetting(call: ModuleCall) -> dict[str, torch.Tensor]:
+    """Weights of a gated delta layer whose state forgets everything at every token."""
     return {"A_log": torch.full_like(call.module.get_parameter("A_log"), FORGETS_EVERYTHING)}
 
 
-def _current_tap(call: ModuleCall) -> dict[str, torch.Tensor]:
+def current_tap(call: ModuleCall) -> dict[str, torch.Tensor]:
+    """Weights of a gated delta layer whose convolution reads one token."""
     weight = call.module.get_parameter("conv1d.weight")
     taps = torch.zeros_like(weight)
     taps[..., -1] = weight[..., -1]
@@ -174,15 +186,25 @@ def _worst_layer(
     return moves[at], at
 
 
-def _causality_problem(call: ModuleCall, spans: Sequence[Span], *, sparse: bool) -> str:
+def _causality_problem(call: ModuleCall, spans: Sequence[Span], *, sparse: bool, window: int | None) -> str:
     """Find what is wrong inside samples. A query of sparse attention may do without a sample's first half."""
     long = [(start, stop) for start, stop in spans if stop - start > 1]
-    firsts, lasts = [(a, (a + b) // 2) for a, b in long], [(b - 1, b) for _, b in long]
+    reach = max(stop for _, stop in spans) if window is None else max(window, 2)
+    firsts, lasts = (
+        [(max(a, b - reach), max((a + b) // 2, b - reach + 1)) for a, b in long],
+        [(b - 1, b) for _, b in long],
+    )
     before = call.rerun(call.hidden)[0]
     if not sparse:
         after_first = call.rerun(perturb_spans(call.hidden, firsts, dim=1))[0]
         if any(largest_move(after_first, before, [last], dim=1) == 0 for last in lasts):
             return "a sample's last token does not attend to its first half"
+    beyond = [(a, b - reach) for a, b in long if b - a > reach and window != 1]
+    if beyond:
+        after = call.rerun(perturb_spans(call.hidden, beyond, dim=1))[0]
+        last = [(b - 1, b) for a, b in long if b - a > reach]
+        if not (move := largest_move(after, before, last, dim=1)) <= LEAK:
+            return f"a sample's last token attends beyond its window of {window}: it moves by {move:.1e}"
     after_last = call.rerun(perturb_spans(call.hidden, lasts, dim=1))[0]
     if not (ahead := largest_move(after_last, before, [(a, b - 1) for a, b in long], dim=1)) <= LEAK:
         return f"a sample attends to its own future: it moves by {ahead:.1e} when its last token changes"

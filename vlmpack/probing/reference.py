@@ -52,7 +52,7 @@ class ProbeSetup:
 
     @property
     def segments(self) -> Segments:
-        """Where each sample lies in the row with gaps."""
+        """The samples' boundaries in the row with gaps."""
         return segments_of(self.samples, GAPS.settings(self.settings, self.samples).slots)
 
     @property
@@ -114,19 +114,24 @@ def compute_references(setup: ProbeSetup) -> References:
         UnsteadyError: two runs of the same samples differ in eval mode.
         ArithmeticError: the model returns NaN or infinity without any packing.
     """
-    low = setup.probed.is_low
     alone = _run_alone(setup, GAPS)
-    exact = _run_in_float32(setup, GAPS) if low else alone.outcome
-    for outcome in (alone.outcome, exact):
-        _check_finite(outcome)
-    in_eval = _reference(setup, GAPS, alone, exact, low=low)
+    in_eval = _exact_reference(setup, GAPS, alone)
     in_train = _train_reference(setup, alone, in_eval)
     return References(
         eval=in_eval,
         train=in_train,
-        autocast=None if low or in_train is None else _autocast_reference(setup, in_train),
+        autocast=None if setup.probed.is_low or in_train is None else _autocast_reference(setup, in_train),
         routers=reference_router_losses(setup.probed, setup.samples),
     )
+
+
+def compute_reference(setup: ProbeSetup, circumstance: Circumstance) -> Reference:
+    """Compute the reference of one circumstance, of a model that is deterministic in it.
+
+    Raises:
+        ArithmeticError: the model returns NaN or infinity without any packing.
+    """
+    return _exact_reference(setup, circumstance, _run_alone(setup, circumstance))
 
 
 @final
@@ -162,6 +167,15 @@ def _run_alone(setup: ProbeSetup, circumstance: Circumstance, probed: ProbedMode
 def _run_in_float32(setup: ProbeSetup, circumstance: Circumstance) -> Outcome:
     exact = ProbedModel.of(copy.deepcopy(setup.probed.model).float())
     return _run_alone(setup, circumstance, exact).outcome
+
+
+def _exact_reference(setup: ProbeSetup, circumstance: Circumstance, alone: _AloneRun) -> Reference:
+    """In float32, whatever the model's precision."""
+    low = setup.probed.is_low
+    exact = _run_in_float32(setup, circumstance) if low else alone.outcome
+    for outcome in (alone.outcome, exact):
+        _check_finite(outcome)
+    return _reference(setup, circumstance, alone, exact, low=low)
 
 
 def _reference(

@@ -128,7 +128,7 @@ class Report:
     family: str
     """`config.model_type`."""
     weights: str
-    """Which weights were probed: "as given", or a tiny copy and why."""
+    """The weights that were probed: "as given", or a tiny copy and why."""
     device: str
     """"cpu" or "cuda"."""
     dtype: str

@@ -14,16 +14,18 @@ from vlmpack.attention import BACKENDS, AttentionCall, choose
 from vlmpack.errors import ConfigError
 from vlmpack.layout import IMAGE, VIDEO
 from vlmpack.model import StepConfig, disable_packing, enable_packing, find_model, is_packing, packing_state
-from vlmpack.probing.forward_passes import PlainPaddedPass, PlainRowPass, ProbedModel
+from vlmpack.probing.forward_passes import TREE, PlainPaddedPass, PlainRowPass, ProbedModel
 from vlmpack.probing.losses import check_loss_count
 from vlmpack.probing.mechanisms import check_delta, check_mask, check_positions, check_vision
 from vlmpack.probing.packed_checks import Progress, count_pairs, leak, not_deterministic, packed_checks
 from vlmpack.probing.reference import ProbeSetup, Reference, UnsteadyError, compute_references
 from vlmpack.probing.report import Baseline, Check, Report, causes_of, one_line
 from vlmpack.probing.trace import LEAK, trace
+from vlmpack.probing.tree_checks import tree_checks
 from vlmpack.testing import (
     FLOOR,
     Sample,
+    branches_of,
     distance,
     grids_of,
     kind_of,
@@ -44,6 +46,7 @@ def probe(
     *,
     attention: str | None = None,
     plain: bool = True,
+    share_prefixes: bool = True,
     progress: Progress | None = None,
 ) -> Report:
     """Prove on this machine that packed samples are what they are alone, or name the mechanism at fault.
@@ -61,6 +64,7 @@ def probe(
             model: random ids and pixels.
         attention: name of a back-end; None: that of the enabled model, or the first that can serve.
         plain: also run plain transformers, as the baseline.
+        share_prefixes: also probe a row whose samples begin alike, with what they share computed once.
         progress: called with the name of each part before it begins.
 
     Raises:
@@ -72,7 +76,7 @@ def probe(
     call = _attention_call(setup.probed)
     served = choose(call, setup.settings.attention).name
     with preserved_state(model):
-        checks, baselines = _checks(setup, progress or (lambda part: None), plain=plain)
+        checks, baselines = _checks(setup, progress or (lambda part: None), plain=plain, share_prefixes=share_prefixes)
     return Report(
         model=type(setup.probed.core).__name__,
         family=setup.probed.family.model_type,
@@ -83,7 +87,7 @@ def probe(
         samples=tuple(f"{kind_of(sample)}, {len(sample['input_ids'])} tokens" for sample in setup.samples),
         row_tokens=setup.segments.total,
         checks=tuple(checks),
-        circumstances={each.name: each.title for each in setup.circumstances},
+        circumstances={each.name: each.title for each in (*setup.circumstances, *([TREE] if share_prefixes else []))},
         plain=tuple(baselines),
     )
 
@@ -151,7 +155,9 @@ def _check_processor_fits(samples: Sequence[Sample], probed: ProbedModel) -> Non
                 raise ConfigError(f"the processor writes {counts}; {remedy}")
 
 
-def _checks(setup: ProbeSetup, progress: Progress, *, plain: bool) -> tuple[list[Check], list[Baseline]]:
+def _checks(
+    setup: ProbeSetup, progress: Progress, *, plain: bool, share_prefixes: bool
+) -> tuple[list[Check], list[Baseline]]:
     progress("each sample alone")
     try:
         references = compute_references(setup)
@@ -161,7 +167,11 @@ def _checks(setup: ProbeSetup, progress: Progress, *, plain: bool) -> tuple[list
         return [Check(part="equality", name="each sample alone", finding="fails", detail=one_line(error))], []
     progress("plain transformers")
     baselines = _baselines(setup, references.eval) if plain else []
-    return packed_checks(setup, references, progress=progress), baselines
+    checks = packed_checks(setup, references, progress=progress)
+    if share_prefixes and references.train is not None:
+        del references  # its gradients are as large as the model
+        checks += tree_checks(setup, branches_of(setup.samples, setup.probed.config), progress=progress)
+    return checks, baselines
 
 
 # ---------------------------------------------------------------------- plain transformers

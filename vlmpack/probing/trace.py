@@ -61,6 +61,10 @@ class ModuleCall:
             args, kwargs = (), {**kwargs, "hidden_states": hidden}
         return _tensors_in(functional_call(self.module, dict(weights or {}), args, kwargs))
 
+    def rerun_plain(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Run a layer that takes nothing but hidden states as a plain model does, without a row."""
+        return _tensors_in(functional_call(self.module, dict(weights), (), {"hidden_states": hidden}))
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +76,7 @@ class Trace:
     samples: Sequence[Sample]
     """In row order."""
     segments: Segments
-    """Where they lie in the row."""
+    """Their boundaries in the row."""
     attention: Mapping[str, ModuleCall]
     """The attention of each layer of the text model that has it, by name."""
     delta: Mapping[str, ModuleCall]

@@ -37,7 +37,7 @@ class Loaded:
     processor: Any
     """Its own; None: there is none, or it does not fit a tiny copy."""
     weights: str
-    """Where the weights come from, for people."""
+    """The source of the weights, for people."""
 
 
 def load(model_id: str, *, device: torch.device, dtype: torch.dtype, tiny: bool = False) -> Loaded:
@@ -90,7 +90,7 @@ def _processor(model_id: str) -> Any:
 
 
 def _why_not(model_id: str, config: Any, family: Family, device: torch.device) -> str:
-    """Why its own weights are not used; empty: they are."""
+    """Return the reason for a tiny copy; empty: the model's own weights fit."""
     folder = Path(model_id)
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
         return "the folder holds no weights"

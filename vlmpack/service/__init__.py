@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from vlmpack.service.distributed import join, launch
 from vlmpack.service.engine import Engine, EngineConfig
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import Datum, ForwardBackward, ImageChunk, LoraConfig, TextChunk
+from vlmpack.service.processes import Launched, join
+from vlmpack.service.ranks import end
 from vlmpack.service.server import (
     Base,
     Service,
@@ -24,6 +25,7 @@ __all__ = [
     "EngineConfig",
     "ForwardBackward",
     "ImageChunk",
+    "Launched",
     "LoraConfig",
     "Service",
     "ServiceLimits",
@@ -31,9 +33,9 @@ __all__ = [
     "TextChunk",
     "bind",
     "check_key",
+    "end",
     "follow_rank_0",
     "join",
-    "launch",
     "load_base",
     "read_key",
 ]

@@ -36,7 +36,7 @@ ALPHA = 32
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 _ATTENTION = ("self_attn", "linear_attn")
-_MLP = ("gate_proj", "up_proj", "down_proj")
+_MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 
 
 @final
@@ -107,10 +107,17 @@ class Adapter:
         self.scale = ALPHA / lora.rank
         """The factor of B A x."""
 
-    def update(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Return what the adapter adds to the output of a target, in the adapter's type; x: [..., in]."""
+    def added(self, y: torch.Tensor, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Return `y` [..., out], the output of a target for `x` [..., in], with what the adapter adds, in y's type.
+
+        The factor is applied where a token has `rank` numbers, and product and sum are one call: on a CPU passes over
+        [..., out] cost more than the products.
+        """
         a, b = self.weights[name]
-        return F.linear(F.linear(x.to(a.dtype), a), b) * self.scale
+        low = F.linear(x.to(a.dtype), a) * self.scale
+        if y.dtype != b.dtype:
+            return (y + F.linear(low, b)).to(y.dtype)
+        return torch.addmm(y.flatten(0, -2), low.flatten(0, -2), b.t()).view_as(y)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Its parameters, as PEFT names them."""
@@ -233,7 +240,7 @@ class Adapters:
         """`y`, the output of a target for `x`, with what the span's adapter adds."""
         if span.adapter is None or name not in span.adapter.weights:
             return y
-        return (y + span.adapter.update(name, x)).to(y.dtype)
+        return span.adapter.added(y, name, x)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Adapters:
         """Not copied with a model: a copy is trained as a whole."""

@@ -4,8 +4,9 @@
                                  commands        │
     rank 1    follow ◀───────────────────────────┴── an engine with the same models
 
-Each rank has the base model and all client models. Rows are dealt to ranks, their gradients are summed when a work is
-done, and every rank takes the same step. Sampling and files are rank 0's; `load` reads the state folder on every rank.
+Each rank has the base model, or its part of it, and all client models. Rows are dealt to ranks, their gradients are
+summed when a work is done, and every rank takes the same step. Files are rank 0's; `load` reads the state folder on
+every rank. Sampling is rank 0's, too, unless the base model is sharded.
 
 Commands are objects that rank 0 pickles and its own workers unpickle, over gloo on 127.0.0.1 or the address that
 torchrun gives them; nothing that a client sends is ever unpickled.
@@ -13,23 +14,14 @@ torchrun gives them; nothing that a client sends is ever unpickled.
 
 from __future__ import annotations
 
-import atexit
-import logging
-import os
 import secrets
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
-import torch
-from torch import distributed as dist
-
-from vlmpack.errors import ConfigError, RequestError
+from vlmpack.errors import RequestError
 from vlmpack.service.datums import EncodedRequest, EncodedSequence
 from vlmpack.service.engine import BaseModel, Engine, EngineConfig, Weights
 from vlmpack.service.messages import (
@@ -44,57 +36,7 @@ from vlmpack.service.messages import (
 from vlmpack.service.ranks import Ranks
 from vlmpack.service.row_work import RowWork
 from vlmpack.service.rows import WorkCount
-from vlmpack.service.sampling import SamplingEngine
-
-log = logging.getLogger(__name__)
-
-
-def launch(workers: int, arguments: Sequence[str]) -> None:
-    """Start the other ranks of this machine; this process goes on as rank 0.
-
-    Args:
-        workers: ranks, this one included.
-        arguments: of the `vlmpack` command that the others run too, such as `sys.argv[1:]`.
-    """
-    threads = str(max(1, (os.cpu_count() or 1) // workers))
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(int(threads))
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(workers)}
-    others = []
-    for rank in range(1, workers):
-        of_rank = {"OMP_NUM_THREADS": threads, **os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, "-m", "vlmpack.cli", *arguments]
-        # a session of its own: Ctrl-C is for rank 0, which stops the others
-        others.append(subprocess.Popen(command, env=of_rank, stdin=subprocess.DEVNULL, start_new_session=True))
-    os.environ.update(shared, RANK="0", LOCAL_RANK="0")
-    atexit.register(_terminate, others)
-
-
-def _terminate(others: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End ranks that rank 0 leaves behind before it leads them."""
-    for other in others:
-        other.terminate()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def join() -> Ranks | None:
-    """Join the other ranks, if `launch` or torchrun made this process one of several; None: it is alone.
-
-    A GPU is chosen by the local rank.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return None
-    has_gpus = torch.cuda.is_available()
-    if has_gpus:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo")
-    return Ranks()
-
+from vlmpack.service.sampling import BatchedSampling, Finished, SamplingEngine
 
 # ---------------------------------------------------------------------- commands
 
@@ -105,7 +47,7 @@ class Command:
     """A call of the engine that every rank makes."""
 
     method: str
-    """Its name: a method of `Engine`, "run_row" or "cancel" of a work, or "stop"."""
+    """Its name: a method of `Engine`, of its sampling engine or of a work; or "stop"."""
     arguments: dict[str, Any]
     """Its arguments by name; of a work's methods `work`, its number."""
 
@@ -115,11 +57,9 @@ class Rank:
     """The engine and the works of one rank."""
 
     def __init__(self, engine: Engine, ranks: Ranks) -> None:
-        if engine.config.share_rows:
-            raise ConfigError("share_rows: adapters share rows on one rank only; leave it out, or use one worker")
+        assert engine.ranks is ranks
         self.engine, self.ranks = engine, ranks
         self.works: dict[int, RowWork] = {}
-        engine.ranks = ranks
 
     def run(self, command: Command) -> Any:
         """Make a call on this rank.
@@ -128,17 +68,7 @@ class Rank:
             RequestError: a client's mistake, which every rank has found.
             RuntimeError: it failed on some ranks.
         """
-        result, error = None, None
-        try:
-            result = self._call(command)
-        except Exception as raised:
-            error = raised
-        found = self.ranks.gather(None if error is None else f"{type(error).__name__}: {error}")
-        if all(message is None for message in found):
-            return result
-        if error is not None and all(message == found[0] for message in found):
-            raise error
-        raise RuntimeError(f"{command.method} failed: " + "; ".join(f"rank {r}: {m}" for r, m in enumerate(found) if m))
+        return self.ranks.together(lambda: self._call(command), name=command.method)
 
     def _call(self, command: Command) -> Any:
         engine, given = self.engine, command.arguments
@@ -163,21 +93,29 @@ class Rank:
                 return None
             case "cancel":
                 return self.works.pop(given["work"]).cancel()
+            case "open_sampling":
+                return engine.sampler.open(**given)
+            case "close_sampling":
+                return engine.sampler.close(**given)
+            case "add_sample":
+                return engine.sampler.add(**given)
+            case "step_sampling":
+                return engine.sampler.step()
             case other:
                 raise AssertionError(other)
 
 
 def follow(engine: Engine, ranks: Ranks) -> None:
-    """Do what rank 0 does until it stops; for every rank but that one."""
+    """Do what rank 0 does until it stops; for every rank but that one.
+
+    Raises:
+        ConnectionError: rank 0 is gone.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all: rank 0 drains, and stops the others then
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank = Rank(engine, ranks)
     while True:
-        try:
-            command: Command = ranks.receive()
-        except RuntimeError:
-            log.info("rank 0 is gone")
-            return
+        command: Command = ranks.receive()
         if command.method == "stop":
             return
         try:
@@ -221,6 +159,42 @@ class DistributedWork:
 
 
 @final
+class DistributedSampling:
+    """Sampling from a sharded base model: every rank makes the same passes, rank 0's choices count."""
+
+    def __init__(self, engine: DistributedEngine, sampler: SamplingEngine) -> None:
+        self._engine, self._sampler = engine, sampler
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return self._sampler.sampled_tokens
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether there is nothing to do and nothing to return."""
+        return self._sampler.is_idle
+
+    def open(self, session_id: str, folder: Path | None) -> None:
+        """As `SamplingEngine.open`."""
+        self._engine.call("open_sampling", session_id=session_id, folder=folder)
+
+    def close(self, session_id: str) -> None:
+        """As `SamplingEngine.close`."""
+        self._engine.call("close_sampling", session_id=session_id)
+
+    def add(self, key: str, session_id: str, prompt: EncodedSequence, request: Sample) -> None:
+        """As `SamplingEngine.add`; a random seed is drawn once."""
+        if request.params.seed is None:
+            request = replace(request, params=replace(request.params, seed=secrets.randbits(63)))
+        self._engine.call("add_sample", key=key, session_id=session_id, prompt=prompt, request=request)
+
+    def step(self) -> list[Finished]:
+        """As `SamplingEngine.step`."""
+        return self._engine.call("step_sampling")
+
+
+@final
 class DistributedEngine:
     """`Engine` for the queue of rank 0: what changes a model is done by every rank."""
 
@@ -232,8 +206,9 @@ class DistributedEngine:
         """The base model, as clients see it."""
         self.config: EngineConfig = engine.config
         """Settings."""
-        self.sampler: SamplingEngine = engine.sampler
-        """The sampling engine of this rank."""
+        runs_on_all = engine.sharding is not None and isinstance(engine.sampler, BatchedSampling)
+        self.sampler: SamplingEngine = DistributedSampling(self, engine.sampler) if runs_on_all else engine.sampler
+        """The sampling engine: of this rank; of all ranks if it computes with a sharded base model."""
 
     @property
     def counts(self) -> WorkCount:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,19 +18,24 @@ from typing import Any, final
 from torch import nn
 
 from vlmpack.collate import parts_of
+from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, RequestError
 from vlmpack.families import family_of
+from vlmpack.layout import MIN_SHARED
 from vlmpack.model import enable_packing
 from vlmpack.service import shared_rows
 from vlmpack.service.adapters import Adapter, Adapters, Span, new_adapter
 from vlmpack.service.clients import ClientModel, read_settings
 from vlmpack.service.datums import EncodedRequest, EncodedSequence, Encoder, ModelLimits
+from vlmpack.service.generation import itself
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import AdamParams, Chunk, ForwardBackward, LoraConfig, OptimStepResult, Sample
 from vlmpack.service.ranks import Ranks
+from vlmpack.service.row_plans import RowSettings
 from vlmpack.service.row_work import RowWork, SharedRows
-from vlmpack.service.rows import RowSettings, WorkCount
-from vlmpack.service.sampling import BatchedSampling, SampledModel, SamplingEngine
+from vlmpack.service.rows import WorkCount
+from vlmpack.service.sampling import BatchedSampling, SampledModel, SamplingEngine, SamplingSettings
+from vlmpack.service.sharding import Sharding
 
 
 @final
@@ -46,6 +51,11 @@ class EngineConfig:
     """Compute layers again in the backward pass instead of keeping what they computed."""
     share_rows: bool = False
     """Let datums of several adapters share rows, each segment through its own adapter."""
+    min_shared: int | None = MIN_SHARED
+    """Tokens from which a beginning that datums of a row have in common is computed once (prefix tree); None: each
+    computes its own, as with a sharded base model."""
+    shard_on: str | None = None
+    """Shard the base model over the ranks, on devices of this type (FSDP2); None: each rank has all of it."""
 
 
 @final
@@ -78,11 +88,14 @@ class Weights:
     """Its adapter; None: there is none."""
     adapters: Adapters
     """The hooks on the base model."""
+    sharding: Sharding | None = None
+    """Of the base model; every rank makes the same calls then."""
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
         """Yield the module; calls inside the block, of whatever shape, compute with these weights."""
-        with self.adapters.applied(Span(adapter=self.adapter, length=0)):
+        passes = nullcontext() if self.sharding is None else self.sharding.passes()
+        with passes, self.adapters.applied(Span(adapter=self.adapter, length=0)):
             yield self.model
 
 
@@ -91,23 +104,33 @@ class Engine:
     """Client models over one base model."""
 
     def __init__(
-        self, model: nn.Module, processor: Any, *, name: str, tokenizer_id: str, config: EngineConfig | None = None
+        self,
+        model: nn.Module,
+        processor: Any,
+        *,
+        name: str,
+        tokenizer_id: str,
+        config: EngineConfig | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Take a model over: it is frozen, packing is enabled on it, and dropout is off.
 
         Args:
-            model: a `...ForConditionalGeneration` or `...ForCausalLM`, on its device.
+            model: a `...ForConditionalGeneration` or `...ForCausalLM`, on its device; to be sharded, on the CPU.
             processor: its processor; of a text model its tokenizer.
             name: what clients call it.
             tokenizer_id: where clients find its tokenizer.
             config: settings; None: the defaults.
+            ranks: that compute rows together with this one, and make the same calls; None: there are none.
 
         Raises:
             FamilyError: the model's family cannot be packed exactly.
-            ConfigError: rows cannot be shared in this family.
+            ConfigError: rows cannot be shared in this family, or on several ranks; sharding on one rank.
         """
         self.config = config or EngineConfig()
-        self.model: Any = enable_packing(model)
+        self._check_ranks(ranks)
+        is_sharded = self.config.shard_on is not None
+        self.model: Any = enable_packing(model, parallel=Parallel() if is_sharded else None)
         """The base model."""
         self.family = family_of(self.model)
         """Its family."""
@@ -115,8 +138,12 @@ class Engine:
         self.adapters = Adapters(self.model, self.family)
         """The hooks on the base model."""
         self._shared = SharedRows() if self.config.share_rows else None
-        self.ranks: Ranks | None = None
+        self.ranks = ranks
         """Ranks that compute rows together with this one; None: there are none."""
+        self.sharding: Sharding | None = None
+        """Of the base model; None: this rank has all of it."""
+        if ranks is not None and self.config.shard_on is not None:
+            self.sharding = Sharding(self.model, self.family, ranks, device=self.config.shard_on)
         self.counts = WorkCount()
         """Counts of the rows computed since the engine began."""
         self._check_sharing()
@@ -140,7 +167,7 @@ class Engine:
             decode=partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         )
         """The model as sampling engines know it."""
-        self.sampler: SamplingEngine = BatchedSampling(self.open_weights, self.sampled)
+        self.sampler: SamplingEngine = self.new_sampling(SamplingSettings())
         """The sampling engine; another may be set in its place."""
         limited = ModelLimits(family=self.family, config=self.model.config, context=context)
         self._encoder = Encoder(limited, parts_of(processor).image_processor, limits)
@@ -244,9 +271,18 @@ class Engine:
             tokens=limits.row_tokens,
             patches=limits.patches,
             recomputes=self.config.gradient_checkpointing,
+            min_shared=self.config.min_shared if self.sharding is None else None,
+            image_token=self.model.config.image_token_id if self.family.has_vision else None,
         )
         return RowWork(
-            requests, clients, self.adapters, settings, count=self._count, shared=self._shared, ranks=self.ranks
+            requests,
+            clients,
+            self.adapters,
+            settings,
+            count=self._count,
+            shared=self._shared,
+            ranks=self.ranks,
+            sharding=self.sharding,
         )
 
     def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResult:
@@ -259,22 +295,36 @@ class Engine:
 
     # ------------------------------------------------------------------ sampling
 
+    def new_sampling(self, settings: SamplingSettings) -> BatchedSampling:
+        """The built-in sampling engine, on this engine's models."""
+        agree = itself if self.sharding is None or self.ranks is None else self.ranks.spread
+        return BatchedSampling(self.open_weights, self.sampled, settings, agree=agree)
+
     def open_weights(self, folder: Path | None) -> Weights:
         """Weights to sample with: of a saved model, or of the base model. They are freed with the object.
 
+        Of a sharded base model every rank makes this call.
+
         Raises:
-            RequestError: the saved model cannot be read.
+            RequestError: the saved model cannot be read, or was deleted.
         """
+        if self.sharding is None or self.ranks is None:
+            return self._open_weights(folder)
+        return self.ranks.together(lambda: self._open_weights(folder), name="open_weights")
+
+    # ------------------------------------------------------------------ inside
+
+    def _open_weights(self, folder: Path | None) -> Weights:
         if folder is None:
-            return Weights(model=self.model, adapter=None, adapters=self.adapters)
+            return Weights(model=self.model, adapter=None, adapters=self.adapters, sharding=self.sharding)
+        if not folder.is_dir():
+            raise RequestError(f"the snapshot {folder.name!r} was deleted; sample from another one")
         lora = read_settings(folder, model_type=self.base.arch)
-        client = ClientModel(_copy(self.model), None) if lora is None else self._adapted(lora)
+        client = self._whole() if lora is None else self._adapted(lora)
         client.load(folder, optimizer=False)
         for parameter in client.parameters:
             parameter.requires_grad_(False)
-        return Weights(model=client.model, adapter=client.adapter, adapters=self.adapters)
-
-    # ------------------------------------------------------------------ inside
+        return Weights(model=client.model, adapter=client.adapter, adapters=self.adapters, sharding=self.sharding)
 
     def _new(self, lora: LoraConfig | None) -> ClientModel:
         if len(self._clients) >= self.config.limits.models:
@@ -282,8 +332,14 @@ class Engine:
         if lora is None:
             if self.config.lora_only:
                 raise RequestError("this server trains LoRA adapters only; send a lora_config")
-            return ClientModel(_copy(self.model), None)
+            return self._whole()
         return self._adapted(_checked(lora, self.config.limits.rank))
+
+    def _whole(self) -> ClientModel:
+        """A copy of the base model, trained as a whole."""
+        if self.sharding is not None:
+            self.sharding.refuse_whole()
+        return ClientModel(copy.deepcopy(self.model).requires_grad_(True), None)
 
     def _adapted(self, lora: LoraConfig) -> ClientModel:
         names = self.adapters.targets.chosen(lora)
@@ -302,17 +358,18 @@ class Engine:
                 self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             self.model.disable_input_require_grads()  # or the vision tower would have a backward pass, for nothing
 
+    def _check_ranks(self, ranks: Ranks | None) -> None:
+        if ranks is not None and self.config.share_rows:
+            raise ConfigError("share_rows: adapters share rows on one rank only; leave it out, or use one worker")
+        if ranks is None and self.config.shard_on is not None:
+            raise ConfigError("--shard: a base model is sharded over several ranks; add --workers or use torchrun")
+
     def _check_sharing(self) -> None:
         if self.config.share_rows and self.family.has("per_sample"):
             raise ConfigError(
                 f"share_rows: {self.family.model_type} has layers that compute each sample by itself, for which "
                 "adapters cannot share rows; leave it out"
             )
-
-
-def _copy(base: nn.Module) -> nn.Module:
-    model = copy.deepcopy(base)
-    return model.requires_grad_(True)
 
 
 def _checked(lora: LoraConfig, most: int) -> LoraConfig:

@@ -31,6 +31,15 @@ from vlmpack.service.datums import EncodedSequence
 from vlmpack.service.messages import SampledSequence, SamplingParams, StopReason
 from vlmpack.service.rows import last_hidden
 
+Agree = Callable[[list[Choice]], list[Choice]]
+"""Choices of this rank to those that count."""
+
+
+def itself(choices: list[Choice]) -> list[Choice]:
+    """The choices of a model that no other rank computes."""
+    return choices
+
+
 HEAD_CHUNK = 2048
 """Rows of logits alive at a time where each token of a prompt gets its log-probability."""
 
@@ -138,7 +147,7 @@ class Growing:
 class Reader:
     """Calls of one model with packing enabled, in evaluation mode."""
 
-    def __init__(self, model: nn.Module, *, rounding: float) -> None:
+    def __init__(self, model: nn.Module, *, rounding: float, agree: Agree = itself) -> None:
         self.core: Any = find_model(model)
         """The model with its head."""
         self.family: Family = family_of(self.core)
@@ -147,12 +156,18 @@ class Reader:
         """Largest error of a logit as a part of the largest one's size; infinity: every choice is canonical."""
         self.device = next(self.core.parameters()).device
         """Where it lies."""
+        self._agree = agree
 
     @property
     def placeholders(self) -> tuple[int, ...]:
         """Ids that stand for images and videos, which are never sampled."""
         config = self.core.config
         return (config.image_token_id, config.video_token_id) if self.family.has_vision else ()
+
+    def choose(self, logits_BV: torch.Tensor, draws: Sequence[Draw], *, is_canonical: bool = False) -> list[Choice]:
+        """Choose a token for each sequence; logits of the canonical computation count as exact."""
+        rounding = 0.0 if is_canonical else self.rounding
+        return self._agree(choose(logits_BV, draws, rounding=rounding, forbidden=self.placeholders))
 
     def positions(self, prompt: EncodedSequence) -> torch.Tensor:
         """Rotary positions of a prompt, [3, 1, N] or [1, N], on the host."""
@@ -205,7 +220,7 @@ class Reader:
             the logits [B, V] after each prompt.
         """
         lengths = [prompt.length for prompt in prompts]
-        hidden_TD, head, found = last_hidden(self.core, prompts), self.family.head(self.core), []
+        hidden_TD, head, found = last_hidden(self.core, prompts), self.family.to_logits(self.core), []
         for hidden_ND, prompt in zip(hidden_TD.split(lengths), prompts, strict=True):
             targets = torch.from_numpy(prompt.input_ids[1:]).to(self.device)
             logprobs = target_logprobs(hidden_ND[:-1], targets, head, chunk=HEAD_CHUNK).cpu().numpy()
@@ -216,7 +231,7 @@ class Reader:
         """Return the logits [1, V] after a sequence: it alone, one packed row, no cache."""
         ids = np.concatenate((sequence.prompt.input_ids, np.asarray(sequence.tokens, np.int64)))
         hidden_TD = last_hidden(self.core, [replace(sequence.prompt, input_ids=ids)])
-        return self.family.head(self.core)(hidden_TD[-1:])
+        return self.family.to_logits(self.core)(hidden_TD[-1:])
 
     def _padded(self, prompts: Sequence[EncodedSequence]) -> dict[str, torch.Tensor]:
         """Prompts as a batch [B, S], padded on the left, on the model's device."""
@@ -265,7 +280,7 @@ class Batch:
     def take(self, logits_BV: torch.Tensor, reader: Reader) -> None:
         """Choose the next token of each sequence as far as these logits decide it."""
         draws = [sequence.draw for sequence in self.sequences]
-        self._chosen = choose(logits_BV, draws, rounding=reader.rounding, forbidden=reader.placeholders)
+        self._chosen = reader.choose(logits_BV, draws)
         unsure = (row for row, choice in enumerate(self._chosen) if not choice.is_sure)
         self.open = {row: draws[row] for row in unsure if np.isfinite(self._chosen[row].logprob)}
 
@@ -287,7 +302,7 @@ class Batch:
             if key not in known:
                 known = {key: reader.canonical(sequence).cpu()}
                 used += sequence.prompt.length + len(sequence.tokens)
-            self._chosen[row] = choose(known[key], [draw], rounding=0, forbidden=reader.placeholders)[0]
+            self._chosen[row] = reader.choose(known[key], [draw], is_canonical=True)[0]
         if not self.open:
             for sequence, choice in zip(self.sequences, self._chosen, strict=True):
                 sequence.append(choice)

@@ -1,14 +1,14 @@
 """The journal of the service: what was accepted, what came of it, and where each model's state lies. SQLite, WAL.
 
-    sessions ── models ── requests            (owner, seq): operations of a model; 0 is its creation
-        └────── sampling_sessions ── requests (owner, seq): samples
+    sessions ── models ── requests ── bodies            (owner, seq): operations of a model; 0 is its creation
+        └────── sampling_sessions ── requests ── bodies (owner, seq): samples
     checkpoints   by model, kind and name; they outlive their session
 
     a request   queued ──▶ done | failed      its body stays until a snapshot covers it
     a model     snapshot (a folder) up to operation `covered`; the done operations after it are replayed
 
 Every change is one transaction, on the disk before the call returns. Calls from several threads take turns; reading
-does not wait for writing.
+does not wait for writing. Bodies have a table of their own: SQLite writes a changed row whole, megabytes of images too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vlmpack.service.records import CheckpointRow, ModelRow, RequestRow, Samplin
 
 APPLICATION = 0x766C6D70
 """Marks a SQLite file as ours."""
-VERSION = 1
+VERSION = 2
 """Of the tables below."""
 
 SCHEMA = """
@@ -47,10 +47,20 @@ CREATE TABLE checkpoints (
     PRIMARY KEY (model, kind, name));
 CREATE TABLE requests (
     owner TEXT NOT NULL, seq INTEGER NOT NULL, session TEXT NOT NULL, kind TEXT NOT NULL, digest BLOB NOT NULL,
-    seed INTEGER, state TEXT NOT NULL, grp INTEGER, retrieved REAL, reply_type TEXT, reply BLOB, body BLOB,
+    seed INTEGER, state TEXT NOT NULL, grp INTEGER, retrieved REAL, reply_type TEXT, reply BLOB,
     PRIMARY KEY (owner, seq));
 CREATE INDEX requests_session ON requests (session);
 """
+BODIES = """
+CREATE TABLE bodies (owner TEXT NOT NULL, seq INTEGER NOT NULL, body BLOB NOT NULL, PRIMARY KEY (owner, seq));
+CREATE TRIGGER requests_deleted AFTER DELETE ON requests
+BEGIN DELETE FROM bodies WHERE owner = OLD.owner AND seq = OLD.seq; END;
+"""
+BODIES_OF_REQUESTS = """
+INSERT INTO bodies SELECT owner, seq, body FROM requests WHERE body IS NOT NULL;
+ALTER TABLE requests DROP COLUMN body;
+"""
+"""From version 1, where bodies were in the table of requests."""
 
 
 @final
@@ -59,6 +69,7 @@ class JournalError(VlmpackError):
 
 
 REQUEST_COLUMNS = "owner, seq, session, kind, digest, seed, state, grp, retrieved, length(body)"
+REQUEST_ROWS = f"SELECT {REQUEST_COLUMNS} FROM requests LEFT JOIN bodies USING (owner, seq)"
 
 
 @final
@@ -102,15 +113,18 @@ class Journal:
         (tables,) = self._writer.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if tables == 0 and application == 0:
             with self.transaction():
-                for statement in SCHEMA.split(";\n"):
-                    self._writer.execute(statement)
+                self._run(SCHEMA, BODIES)
                 self._writer.execute("INSERT INTO facts VALUES ('base_model', ?)", (base_model,))
                 self._writer.execute(f"PRAGMA application_id = {APPLICATION}")
                 self._writer.execute(f"PRAGMA user_version = {VERSION}")
             return
         if application != APPLICATION:
             raise ConfigError(f"{self.path} is no journal of vlmpack: choose another state folder (--state)")
-        if version != VERSION:
+        if version == 1:
+            with self.transaction():
+                self._run(BODIES, BODIES_OF_REQUESTS)
+                self._writer.execute(f"PRAGMA user_version = {VERSION}")
+        elif version != VERSION:
             raise ConfigError(
                 f"{self.path} has tables of version {version}, this vlmpack knows version {VERSION}: "
                 "use the vlmpack that wrote it, or another state folder (--state)"
@@ -124,6 +138,12 @@ class Journal:
                 f"{self.path} belongs to the base model {name!r}, not to {base_model!r}: "
                 "serve that model, or choose another state folder (--state)"
             )
+
+    def _run(self, *scripts: str) -> None:
+        """Carry out statements that each end with a line."""
+        for script in scripts:
+            for statement in script.split(";\n"):
+                self._writer.execute(statement)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -248,9 +268,7 @@ class Journal:
         """Make a folder the state of a model up to an operation; bodies up to it are not needed any more."""
         with self.transaction():
             self._write("UPDATE models SET snapshot = ?, covered = ? WHERE id = ?", snapshot, covered, model)
-            self._write(
-                "UPDATE requests SET body = NULL WHERE owner = ? AND seq <= ? AND body IS NOT NULL", model, covered
-            )
+            self._write("DELETE FROM bodies WHERE owner = ? AND seq <= ?", model, covered)
 
     def put_checkpoint(self, row: CheckpointRow) -> None:
         """Enter a checkpoint, in the place of one of this name."""
@@ -293,9 +311,11 @@ class Journal:
         """Accept a request; on the disk when this returns."""
         with self.transaction():
             self._write(
-                "INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL, NULL, ?)",
-                row.owner, row.seq, row.session, row.kind, row.digest, row.seed, row.state, row.group, body,
+                "INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL, NULL)",
+                row.owner, row.seq, row.session, row.kind, row.digest, row.seed, row.state, row.group,
             )  # fmt: skip
+            if body is not None:
+                self._write("INSERT INTO bodies VALUES (?, ?, ?)", row.owner, row.seq, body)
             self._write("UPDATE models SET last_request = ? WHERE id = ?", now, row.owner)
 
     def finish_request(
@@ -311,19 +331,20 @@ class Journal:
             group: first number of the requests that ran together.
             keep_body: whether a replay may need the body.
         """
-        body = "" if keep_body else ", body = NULL"
-        self._write(
-            f"UPDATE requests SET state = ?, grp = ?, reply_type = ?, reply = ?{body} WHERE owner = ? AND seq = ?",
-            state, group, reply.content_type, reply.body, owner, seq,
-        )  # fmt: skip
+        with self.transaction():
+            self._write(
+                "UPDATE requests SET state = ?, grp = ?, reply_type = ?, reply = ? WHERE owner = ? AND seq = ?",
+                state, group, reply.content_type, reply.body, owner, seq,
+            )  # fmt: skip
+            if not keep_body:
+                self._write("DELETE FROM bodies WHERE owner = ? AND seq = ?", owner, seq)
 
     def requests(self, owner: str | None = None, *, after: int = -1) -> list[RequestRow]:
         """Requests of an owner beyond a number, or of everybody, in their order."""
-        columns = f"SELECT {REQUEST_COLUMNS} FROM requests"
         if owner is None:
-            rows = self._read(f"{columns} ORDER BY owner, seq")
+            rows = self._read(f"{REQUEST_ROWS} ORDER BY owner, seq")
         else:
-            rows = self._read(f"{columns} WHERE owner = ? AND seq > ? ORDER BY seq", owner, after)
+            rows = self._read(f"{REQUEST_ROWS} WHERE owner = ? AND seq > ? ORDER BY seq", owner, after)
         return [
             RequestRow(
                 owner=row[0], seq=row[1], session=row[2], kind=row[3], digest=row[4], seed=row[5], state=row[6],
@@ -334,9 +355,9 @@ class Journal:
 
     def body(self, owner: str, seq: int) -> bytes:
         """Body of a request that is waiting or may be replayed."""
-        ((body,),) = self._read("SELECT body FROM requests WHERE owner = ? AND seq = ?", owner, seq)
-        assert body is not None, f"the body of {owner}:{seq} is gone"
-        return body
+        rows = self._read("SELECT body FROM bodies WHERE owner = ? AND seq = ?", owner, seq)
+        assert rows, f"the body of {owner}:{seq} is gone"
+        return rows[0][0]
 
     def reply(self, owner: str, seq: int) -> StoredReply | None:
         """Reply of a request; None: there is none (any more)."""

@@ -8,9 +8,12 @@ All of it goes over a process group of its own: gloo for objects, whatever the d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, NoReturn, TypeVar, final
 
 import torch
 from torch import distributed as dist
@@ -21,6 +24,10 @@ IDLE = timedelta(days=3650)
 """Longest time that a rank blocks until there is work."""
 BUCKET = 2**24
 """Numbers that are summed in one call."""
+FAILED = 1
+"""Exit status of a rank that cannot go on."""
+
+Result = TypeVar("Result")
 
 
 @final
@@ -37,9 +44,16 @@ class Ranks:
         dist.broadcast_object_list([value], src=0, group=self._control)
 
     def receive(self) -> Any:
-        """Receive what rank 0 sends; blocks until then."""
+        """Receive what rank 0 sends; blocks until then.
+
+        Raises:
+            ConnectionError: rank 0 is gone.
+        """
         values = [None]
-        dist.broadcast_object_list(values, src=0, group=self._control)
+        try:
+            dist.broadcast_object_list(values, src=0, group=self._control)
+        except RuntimeError as error:
+            raise ConnectionError("rank 0 is gone") from error
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -47,6 +61,33 @@ class Ranks:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._control)
         return values
+
+    def spread(self, value: Result) -> Result:
+        """The value of rank 0, on every rank."""
+        if self.rank:
+            return self.receive()
+        self.send(value)
+        return value
+
+    def together(self, call: Callable[[], Result], *, name: str) -> Result:
+        """Make a call that every rank makes, and return this rank's result if all succeeded.
+
+        Raises:
+            Exception: what all ranks raised alike.
+            RuntimeError: some failed.
+        """
+        result: Any = None
+        error: Exception | None = None
+        try:
+            result = call()
+        except Exception as raised:
+            error = raised
+        messages = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        if all(message is None for message in messages):
+            return result
+        if error is not None and all(message == messages[0] for message in messages):
+            raise error
+        raise RuntimeError(f"{name} failed: " + "; ".join(f"rank {r}: {m}" for r, m in enumerate(messages) if m))
 
     def sum(self, gradients: Gradients | None, parameters: Sequence[torch.Tensor]) -> Gradients | None:
         """The sum of a gradient over the ranks; of a parameter without one on every rank there is none.
@@ -82,3 +123,10 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         else:
             buckets.append([tensor])
     return buckets
+
+
+def end(status: int) -> NoReturn:
+    """End this process at once. All is on the disk; process groups whose other ranks are gone cannot be destroyed."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(status)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import final
 
@@ -27,7 +27,9 @@ from vlmpack.service.clients import ClientModel, Gradients
 from vlmpack.service.datums import EncodedDatum, EncodedRequest
 from vlmpack.service.messages import Failure, ForwardBackwardResult
 from vlmpack.service.ranks import Ranks
-from vlmpack.service.rows import DatumResult, RowItem, RowSettings, WorkCount, compute_row, plan_rows
+from vlmpack.service.row_plans import RowSettings, plan_rows
+from vlmpack.service.rows import ComputedRow, DatumResult, RowItem, WorkCount, compute_row
+from vlmpack.service.sharding import Sharding, idle_item
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +127,7 @@ class RowWork:
         count: Callable[[WorkCount], None],
         shared: SharedRows | None = None,
         ranks: Ranks | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
         """Plan the rows.
 
@@ -136,13 +139,14 @@ class RowWork:
             count: is called with what each row computed.
             shared: works whose rows may be computed together; None: each computes its own.
             ranks: that each compute some of the rows; None: this process computes all.
+            sharding: of the base model over these ranks; None: each has all of it.
         """
         self.work = WorkCount()
         """Counts of the rows that `run_row` computed."""
         self.rows: deque[Row] = deque()
         """Rows that have not run."""
         self._requests, self._clients, self._adapters, self._settings = list(requests), clients, adapters, settings
-        self._report, self._shared, self._ranks = count, shared, ranks
+        self._report, self._shared, self._ranks, self._sharding = count, shared, ranks, sharding
         self._failures: dict[int, Failure] = {}
         self._results: dict[Place, DatumResult] = {}
         self._gradients: dict[ClientModel, Gradients] = {}
@@ -201,7 +205,8 @@ class RowWork:
                 places = [Place(request=at, datum=number) for number in range(len(request.data))]
                 groups.setdefault((request.model_id, request.forward_only), []).extend(places)
         for (_, forward_only), group in groups.items():
-            for numbers in plan_rows([self._datum(place).sequence for place in group], self._settings):
+            sequences = [self._datum(place).sequence for place in group]
+            for numbers in plan_rows(sequences, self._settings, ranks=1 if self._ranks is None else self._ranks.size):
                 places = tuple(group[number] for number in numbers)
                 items = tuple(self._item(place) for place in places)
                 self.rows.append(Row(work=self, places=places, items=items, backward=not forward_only))
@@ -215,38 +220,64 @@ class RowWork:
 
     def _run(self, rows: Sequence[Row]) -> None:
         """Compute rows as one; if some of it is not finite, requests fail, and the others' rows stay to be run."""
-        results = self._compute(rows)
-        self._count(rows)
-        by_row = [[results.pop(0) for _ in row.items] for row in rows]
+        computed = self._compute(rows)
+        self._count(rows, computed.tokens)
+        results = iter(computed.results)
+        by_row = [[next(results) for _ in row.items] for row in rows]
         is_finite = all(result.is_finite for part in by_row for result in part)
         for row, part in zip(rows, by_row, strict=True):
             row.work.take(row, part, is_computed=is_finite)
 
-    def _compute(self, rows: Sequence[Row]) -> list[DatumResult]:
+    def _compute(self, rows: Sequence[Row]) -> ComputedRow:
         items = [item for row in rows for item in row.items]
         with ExitStack() as stack:
             for row in rows if rows[0].backward else ():
                 stack.enter_context(row.work.lent(row.client))
-            return compute_row(items, self._adapters, backward=rows[0].backward, recomputes=self._settings.recomputes)
+            return compute_row(
+                items,
+                self._adapters,
+                backward=rows[0].backward,
+                recomputes=self._settings.recomputes,
+                min_shared=self._settings.min_shared,
+            )
+
+    def _compute_alike(self, rows: Sequence[Row], rank: int, sharding: Sharding) -> ComputedRow | None:
+        """Compute this rank's row, or an idle one, as all ranks run the same passes."""
+        row = rows[min(rank, len(rows) - 1)]
+        is_idle = rank >= len(rows)
+        items = [idle_item(row.items[0])] if is_idle else row.items
+        with sharding.passes(), self.lent(row.client) if row.backward else nullcontext():
+            computed = compute_row(
+                items,
+                self._adapters,
+                backward=row.backward,
+                recomputes=self._settings.recomputes,
+                agree=sharding.all_agree,
+            )
+        return None if is_idle else computed
 
     def _run_on(self, ranks: Ranks) -> None:
         """Compute a row on each rank; every rank gets all results, and so the same state but for gradients."""
         rows = [self.rows[at] for at in range(min(ranks.size, len(self.rows)))]
-        outcome: list[DatumResult] | str = []
-        if ranks.rank < len(rows):
-            try:
+        if self._sharding is not None:
+            rows = [row for row in rows if row.backward == rows[0].backward]
+        outcome: ComputedRow | str | None = None
+        try:
+            if self._sharding is not None:
+                outcome = self._compute_alike(rows, ranks.rank, self._sharding)
+            elif ranks.rank < len(rows):
                 outcome = self._compute([rows[ranks.rank]])
-            except Exception as error:  # the other ranks wait for what this one says
-                log.exception("rank %d failed in a row", ranks.rank)
-                outcome = f"rank {ranks.rank}: {type(error).__name__}: {error}"
+        except Exception as error:  # the other ranks wait for what this one says
+            log.exception("rank %d failed in a row", ranks.rank)
+            outcome = f"rank {ranks.rank}: {type(error).__name__}: {error}"
         outcomes = ranks.gather(outcome)
         if errors := [of_rank for of_rank in outcomes if isinstance(of_rank, str)]:
             raise RuntimeError("; ".join(errors))
-        for row, results in zip(rows, outcomes, strict=False):
-            self._count([row])
+        for row, computed in zip(rows, outcomes, strict=False):
+            self._count([row], computed.tokens)
             is_begun_again = row not in self.rows
             if not is_begun_again:
-                self.take(row, results, is_computed=True)
+                self.take(row, computed.results, is_computed=True)
 
     def take(self, row: Row, results: Sequence[DatumResult], *, is_computed: bool) -> None:
         """Keep the results of a row of this work.
@@ -307,12 +338,12 @@ class RowWork:
             for parameter in client.parameters:
                 parameter.grad = None
 
-    def _count(self, rows: Sequence[Row]) -> None:
-        """Count a row, with those that it took along."""
+    def _count(self, rows: Sequence[Row], computed: int) -> None:
+        """Count a row, with those that it took along, of which so many tokens went through the model."""
         tokens, patches = sum(row.tokens for row in rows), sum(row.patches for row in rows)
         datums = sum(len(row.items) for row in rows)
-        capacity = max(tokens, self._settings.tokens)
-        work = WorkCount(rows=1, datums=datums, tokens=tokens, capacity=capacity, patches=patches)
+        capacity = max(computed, self._settings.tokens)
+        work = WorkCount(rows=1, datums=datums, tokens=tokens, computed=computed, capacity=capacity, patches=patches)
         self.work += work
         self._report(work)
 

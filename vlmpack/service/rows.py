@@ -13,32 +13,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, final
 
 import numpy as np
 import torch
 
+from vlmpack.layout import PackedRow, PrefixTree, share
 from vlmpack.model import PackedStep, packing_state, target_logprobs
-from vlmpack.plan import Budget, plan_bins
 from vlmpack.service.adapters import Adapters, Span
 from vlmpack.service.clients import ClientModel
 from vlmpack.service.datums import EncodedDatum, EncodedSequence, row_of
 from vlmpack.service.losses import BoundLoss
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class RowSettings:
-    """Budgets of a row, and how it is computed. A datum beyond a budget has a row of its own."""
-
-    tokens: int
-    """Most tokens."""
-    patches: int
-    """Most patches of images."""
-    recomputes: bool = False
-    """True if layers are computed again in the backward pass (gradient checkpointing)."""
 
 
 @final
@@ -52,6 +39,8 @@ class WorkCount:
     """Datums."""
     tokens: int = 0
     """Tokens of datums."""
+    computed: int = 0
+    """Tokens that went through the model; what datums of a row begin with is computed once."""
     capacity: int = 0
     """Tokens that these rows had room for."""
     patches: int = 0
@@ -74,15 +63,6 @@ class DatumResult:
     """True if the loss and its derivatives are."""
 
 
-def plan_rows(sequences: Sequence[EncodedSequence], settings: RowSettings) -> list[list[int]]:
-    """Numbers of the sequences that share each row, in the order of the rows; inside a row they keep their order."""
-    lengths = np.array([sequence.length for sequence in sequences])
-    patches = np.array([sequence.patches for sequence in sequences])
-    limits = [Budget(name="patches", costs=patches, limit=settings.patches)] if patches.any() else []
-    plan = plan_bins(lengths, settings.tokens, budgets=limits, oversize="own_row")
-    return [sorted(int(at) for at in row) for row in plan]
-
-
 # ---------------------------------------------------------------------- one row
 
 
@@ -99,9 +79,26 @@ class RowItem:
     """Its loss."""
 
 
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ComputedRow:
+    """What came of a row."""
+
+    results: list[DatumResult]
+    """Of its datums, in order."""
+    tokens: int
+    """Tokens that went through the model."""
+
+
 def compute_row(
-    items: Sequence[RowItem], adapters: Adapters, *, backward: bool, recomputes: bool = False
-) -> list[DatumResult]:
+    items: Sequence[RowItem],
+    adapters: Adapters,
+    *,
+    backward: bool,
+    recomputes: bool = False,
+    min_shared: int | None = None,
+    agree: Callable[[bool], bool] = bool,
+) -> ComputedRow:
     """Compute one row; with `backward`, gradients are added to `.grad` of the clients' parameters.
 
     If a loss is not finite, there is no backward pass.
@@ -111,6 +108,8 @@ def compute_row(
         adapters: the hooks on the base model.
         backward: whether to compute gradients.
         recomputes: whether layers are computed again for them.
+        min_shared: tokens from which a beginning that datums of one client share is computed once; None: it is not.
+        agree: whether a backward pass that this row can have is made, because those of other ranks can have theirs.
     """
     spans = [
         Span(adapter=client.adapter, length=sum(item.datum.sequence.length for item in group))
@@ -119,17 +118,21 @@ def compute_row(
     model = items[0].client.model
     if recomputes:
         _set_recomputing(model, recomputes=backward)
+    state = packing_state(model)
+    row = row_of([item.datum.sequence for item in items], state.family, model.config)
+    if min_shared is not None and len(spans) == 1:
+        row = share(row, min_shared=min_shared)
     with torch.set_grad_enabled(backward), adapters.applied(*spans):
-        hidden = last_hidden(model, [item.datum.sequence for item in items])
-        targets = torch.from_numpy(np.concatenate([item.datum.targets for item in items])).to(hidden.device)
-        logprobs = span_logprobs(model, hidden, targets, spans, adapters)
+        hidden = _hidden_of(model, row)
+        targets = np.concatenate([item.datum.targets for item in items])
+        logprobs = _row_logprobs(model, hidden, targets, row.tree, spans, adapters)
         leaf = logprobs.detach().requires_grad_(backward)
         losses = _token_losses(leaf, items)
         slopes = torch.autograd.grad(losses.sum(), leaf)[0] if backward else torch.zeros_like(leaf)
         results = _split(leaf, losses, slopes, items)
-        if backward and all(result.is_finite for result in results):
+        if backward and agree(all(result.is_finite for result in results)):
             torch.autograd.backward(logprobs, slopes)
-    return results
+    return ComputedRow(results=results, tokens=len(targets) if row.tree is None else row.tree.num_tokens)
 
 
 def _set_recomputing(model: Any, *, recomputes: bool) -> None:
@@ -141,11 +144,34 @@ def _set_recomputing(model: Any, *, recomputes: bool) -> None:
 
 def last_hidden(model: Any, sequences: Sequence[EncodedSequence]) -> torch.Tensor:
     """[T, D]: what the head is given, of each token of a row of these sequences."""
-    family = packing_state(model).family
-    routers = {"output_router_logits": False} if family.has("experts") else {}
-    step = PackedStep(model)(row_of(sequences, family, model.config), last_hidden=True, **routers)
+    return _hidden_of(model, row_of(sequences, packing_state(model).family, model.config))
+
+
+def _hidden_of(model: Any, row: PackedRow) -> torch.Tensor:
+    routers = {"output_router_logits": False} if packing_state(model).family.has("experts") else {}
+    step = PackedStep(model)(row, last_hidden=True, **routers)
     assert step.row_last_hidden is not None
     return step.row_last_hidden[0]
+
+
+def _row_logprobs(
+    model: Any,
+    hidden_TD: torch.Tensor,
+    targets_T: np.ndarray,
+    tree: PrefixTree | None,
+    spans: Sequence[Span],
+    adapters: Adapters,
+) -> torch.Tensor:
+    """float32 [T]: log-probability of every target; what datums share, targets too, goes through the head once."""
+    if tree is None:
+        return span_logprobs(model, hidden_TD, torch.from_numpy(targets_T).to(hidden_TD.device), spans, adapters)
+    pairs_2T = np.stack([tree.place("cpu").numpy(), targets_T])
+    _, first, entry = np.unique(pairs_2T, axis=1, return_index=True, return_inverse=True)
+    distinct, of_row = (torch.from_numpy(places.reshape(-1)).to(hidden_TD.device) for places in (first, entry))
+    targets = torch.from_numpy(targets_T[first]).to(hidden_TD.device)
+    (span,) = spans
+    one = [replace(span, length=len(first))]
+    return span_logprobs(model, hidden_TD.index_select(0, distinct), targets, one, adapters).index_select(0, of_row)
 
 
 def span_logprobs(
@@ -153,11 +179,12 @@ def span_logprobs(
 ) -> torch.Tensor:
     """float32 [T]: log-probability of every target, each span by the head with its own adapter."""
     state = packing_state(model)
-    head, name, lengths = state.family.head(model), state.family.head_path, [span.length for span in spans]
+    family, text_config = state.family, state.family.text_config(model.config)
+    head, name, lengths = family.head(model), family.head_path, [span.length for span in spans]
 
     def head_of(span: Span) -> Callable[[torch.Tensor], torch.Tensor]:
         # `forward`, not a call: the hook on the head belongs to the whole row
-        return lambda hidden: adapters.added(head.forward(hidden), hidden, span, name)
+        return lambda hidden: family.logits(adapters.added(head.forward(hidden), hidden, span, name), text_config)
 
     parts = zip(hidden_TD.split(lengths), targets_T.split(lengths), spans, strict=True)
     chunk = state.config.head_chunk

@@ -24,7 +24,7 @@ from torch import nn
 
 from vlmpack.errors import RequestError, VlmpackError
 from vlmpack.service.datums import EncodedSequence
-from vlmpack.service.generation import Batch, Ending, Growing, Reader, begin, groups_by_length
+from vlmpack.service.generation import Agree, Batch, Ending, Growing, Reader, begin, groups_by_length, itself
 from vlmpack.service.messages import Failure, Sample, SampleResult, SamplingParams
 
 Finished = tuple[str, SampleResult | Failure]
@@ -34,8 +34,10 @@ Finished = tuple[str, SampleResult | Failure]
 class SamplingEngine(Protocol):
     """The interface of engines that sample. One thread calls its methods."""
 
-    sampled_tokens: int
-    """Tokens sampled so far; any thread reads it."""
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens sampled so far; any thread reads it."""
+        ...
 
     def open(self, session_id: str, folder: Path | None) -> None:
         """Begin a sampling session on a snapshot; None: on the base model. Nothing is read before its first request."""
@@ -256,11 +258,22 @@ class BatchedSampling:
         open_weights: Callable[[Path | None], Weights],
         model: SampledModel,
         settings: SamplingSettings | None = None,
+        *,
+        agree: Agree = itself,
     ) -> None:
-        """Sample from weights that `open_weights` reads out of a snapshot's folder; None: those of the base model."""
+        """Sample from weights.
+
+        Args:
+            open_weights: reads them out of a snapshot's folder; None: those of the base model.
+            model: what is sampled from.
+            settings: None: the defaults.
+            agree: is called with each list of choices, and returns those that count: with a sharded model every rank
+                makes the same calls, and rounding must not part them.
+        """
         self._open_weights = open_weights
         self._model = model
         self._settings = settings or SamplingSettings()
+        self._agree = agree
         self._folders: dict[str, Path | None] = {}
         self._lanes: OrderedDict[Path | None, _Lane] = OrderedDict()  # the first one's turn is next
         self._loaded: OrderedDict[Path | None, Weights] = OrderedDict()  # the first one goes first
@@ -462,7 +475,7 @@ class BatchedSampling:
             try:
                 for module in training:
                     module.training = False
-                yield Reader(model, rounding=self._settings.rounding_of(model))
+                yield Reader(model, rounding=self._settings.rounding_of(model), agree=self._agree)
             finally:
                 for module in training:
                     module.training = True
@@ -470,8 +483,6 @@ class BatchedSampling:
     def _weights_of(self, folder: Path | None) -> Weights:
         """The weights of a snapshot; they are read if they are not in memory."""
         if folder not in self._loaded:
-            if folder is not None and not folder.is_dir():
-                raise RequestError(f"the snapshot {folder.name!r} was deleted; sample from another one")
             while len(self._loaded) >= self._settings.max_snapshots:
                 self._loaded.popitem(last=False)
             self._loaded[folder] = self._open_weights(folder)

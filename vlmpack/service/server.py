@@ -25,6 +25,7 @@ from starlette.types import ASGIApp
 from vlmpack.data import load_processor
 from vlmpack.errors import ConfigError
 from vlmpack.families import family_named
+from vlmpack.layout import MIN_SHARED
 from vlmpack.service import wire
 from vlmpack.service.app import make_app
 from vlmpack.service.bodies import BodyReader
@@ -82,6 +83,10 @@ class ServiceSettings:
     """Compute layers again in the backward pass instead of keeping what they computed."""
     share_rows: bool = False
     """Let datums of several adapters share rows."""
+    share_prefixes: bool = True
+    """Compute once what datums of a row begin with alike."""
+    shard_on: str | None = None
+    """Shard the base model over the ranks, on devices of this type; None: each has all of it."""
     sampler: str = "exact"
     """One of `SAMPLERS` of vllm.py."""
     drain_seconds: float = 60.0
@@ -155,8 +160,8 @@ def check_key(key: str, place: str) -> str:
 # ---------------------------------------------------------------------- the service
 
 
-def make_engine(base: Base, settings: ServiceSettings) -> Engine:
-    """Make the engine of one process.
+def make_engine(base: Base, settings: ServiceSettings, ranks: Ranks | None = None) -> Engine:
+    """Make the engine of one process, which is one of `ranks`.
 
     Raises:
         ConfigError: settings that the model's family does not have. FamilyError: it cannot be packed exactly.
@@ -166,8 +171,10 @@ def make_engine(base: Base, settings: ServiceSettings) -> Engine:
         lora_only=settings.lora_only,
         gradient_checkpointing=settings.gradient_checkpointing,
         share_rows=settings.share_rows,
+        min_shared=MIN_SHARED if settings.share_prefixes else None,
+        shard_on=settings.shard_on,
     )
-    return Engine(base.model, base.processor, name=base.name, tokenizer_id=base.source, config=config)
+    return Engine(base.model, base.processor, name=base.name, tokenizer_id=base.source, config=config, ranks=ranks)
 
 
 @final
@@ -186,7 +193,7 @@ class Service:
     def __init__(self, base: Base, settings: ServiceSettings, *, ranks: Ranks | None = None) -> None:
         self.settings = settings
         limits = settings.limits
-        engine = make_engine(base, settings)
+        engine = make_engine(base, settings, ranks)
         set_sampler(engine, settings.sampler, source=base.source)
         if settings.sampler == "exact" and base.model.dtype.itemsize < 4:
             log.info("exact sampling in 16 bits: about a fifth of the tokens takes a whole pass each; --sampler fast")
@@ -288,9 +295,12 @@ class Service:
             Metric(name="snapshots_total", help="States of models written.", value=stats.snapshots),
             Metric(name="rows_total", help="Packed rows.", value=counts.rows),
             Metric(name="trained_tokens_total", help="Tokens of datums.", value=counts.tokens),
+            Metric(name="computed_tokens_total", help="Tokens less what datums shared.", value=counts.computed),
             Metric(name="row_tokens_total", help="Tokens that the rows had room for.", value=counts.capacity),
             Metric(name="patches_total", help="Patches of images.", value=counts.patches),
-            Metric(name="fill_ratio", help="Tokens over room.", value=counts.tokens / max(counts.capacity, 1)),
+            Metric(
+                name="fill_ratio", help="Computed tokens over room.", value=counts.computed / max(counts.capacity, 1)
+            ),
             Metric(name="sampled_tokens_total", help="Tokens sampled.", value=self.engine.sampler.sampled_tokens),
         )
         tokens = counts.tokens + self.engine.sampler.sampled_tokens
@@ -314,8 +324,15 @@ def _queue_settings(limits: ServiceLimits) -> QueueSettings:
 
 
 def follow_rank_0(base: Base, settings: ServiceSettings, ranks: Ranks) -> None:
-    """Compute what rank 0 says, until it stops."""
-    follow(make_engine(base, settings), ranks)
+    """Compute what rank 0 says, until it stops.
+
+    Raises:
+        ConnectionError: rank 0 is gone.
+    """
+    engine = make_engine(base, settings, ranks)
+    if settings.sampler != "vllm":  # which rank 0 runs by itself
+        set_sampler(engine, settings.sampler, source=base.source)
+    follow(engine, ranks)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -24,7 +24,7 @@ from vlmpack.errors import RequestError, VlmpackError, check_extra
 from vlmpack.service.datums import EncodedSequence
 from vlmpack.service.generation import Ending
 from vlmpack.service.messages import Failure, ImageChunk, Sample, SampledSequence, SampleResult, TextChunk
-from vlmpack.service.sampling import BatchedSampling, Finished, SampledModel, SamplingSettings, ending_of
+from vlmpack.service.sampling import Finished, SampledModel, SamplingSettings, ending_of
 
 if TYPE_CHECKING:
     from vlmpack.service.engine import Engine
@@ -104,7 +104,7 @@ def set_sampler(engine: Engine, kind: str, *, source: str) -> None:
         engine.sampler = VllmSampling(llm, model, image_token_id=image_token_id, forbidden=placeholders)
     else:
         rounding = None if kind == "exact" else 0.0
-        engine.sampler = BatchedSampling(engine.open_weights, model, SamplingSettings(rounding=rounding))
+        engine.sampler = engine.new_sampling(SamplingSettings(rounding=rounding))
 
 
 @final

@@ -9,6 +9,7 @@ from vlmpack.store.measure import measure_lengths
 from vlmpack.store.planning import StoreSettings
 from vlmpack.store.read import PackedDataset
 from vlmpack.store.records import IMAGES
+from vlmpack.store.symbols import tree_of
 from vlmpack.store.write import Progress, write_rows
 
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "is_store",
     "is_unfinished_store",
     "measure_lengths",
+    "tree_of",
     "write_rows",
 ]

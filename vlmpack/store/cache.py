@@ -4,9 +4,10 @@
 
     settings   collator, processor, tokenizer, chat template, versions of what renders and tokenises
     text       messages as the chat template gets them, or prompt and completion as they stand
-    media      height and width of the header, and the keys beside them that choose another size
+    media      height and width of the header, and the keys beside them that choose another size; where shared
+               prefixes are looked for, sums of their bytes too
 
-Only image sizes enter the key, never pixels. So an image that is encoded again in its old size is found again, wherever
+Otherwise only image sizes enter the key. So an image that is encoded again in its old size is found again, wherever
 it lies, and an image of another size is never taken for it, whatever its file's name and date.
 
 No entry can go stale: what was measured under other settings, or of other content, has another key. Damage is refused
@@ -32,10 +33,11 @@ import numpy as np
 from vlmpack.collate import VLMCollator, parts_of, read_conversation
 from vlmpack.data import ImageError, read_size
 from vlmpack.errors import ConfigError, Refusal
+from vlmpack.store.symbols import content_sums
 
 APPLICATION = int.from_bytes(b"vlmp", "big")
 """SQLite's `application_id` of these files."""
-VERSION = 2
+VERSION = 3
 """SQLite's `user_version` of these files."""
 BUSY_SECONDS = 60.0
 """Time for which another process may be writing before an access fails."""
@@ -58,6 +60,8 @@ class Entry(NamedTuple):
     """The slug of its refusal; None: it can be used."""
     detail: str | None = None
     """The fault, and the remedy."""
+    marks: bytes | None = None
+    """Of `PrefixMarks.to_bytes`; None: shared prefixes are not looked for."""
 
 
 _COLUMNS = ", ".join(Entry._fields)
@@ -188,8 +192,8 @@ def _checksum(key: bytes, values: Sequence[object]) -> bytes:
 # ---------------------------------------------------------------------- keys
 
 
-def settings_key(collator: VLMCollator, *, estimate: bool = False) -> bytes:
-    """Compute the digest of everything besides the samples that decides lengths."""
+def settings_key(collator: VLMCollator, *, estimate: bool = False, has_marks: bool = False) -> bytes:
+    """Compute the digest of everything besides the samples that decides lengths, and marks if entries have them."""
     parts = parts_of(collator.processor)
     metadata = {**asdict(collator.metadata), "newline_ids": sorted(collator.metadata.newline_ids)}
     return _digest(
@@ -205,13 +209,20 @@ def settings_key(collator: VLMCollator, *, estimate: bool = False) -> bytes:
             "video_files": asdict(collator.file_rules),
             "collator": [collator.train_on, collator.max_length, collator.overlength, collator.markers],
             "estimate": estimate,
+            **({"marks": 1} if has_marks else {}),
         },
         default=str,
     )
 
 
-def sample_key(feature: Any, settings: bytes, collator: VLMCollator) -> bytes | None:
+def sample_key(feature: Any, settings: bytes, collator: VLMCollator, *, has_marks: bool = False) -> bytes | None:
     """Compute the key of one sample under settings; to a model that has no vision `<image>` in a text is text.
+
+    Args:
+        feature: the sample.
+        settings: of `settings_key`.
+        collator: reads the sample.
+        has_marks: the content of media enters the key, not only their sizes.
 
     Returns:
         16 bytes. None: the sample is not worth a key, as it was tokenised before; or it has none, as an image cannot
@@ -219,6 +230,8 @@ def sample_key(feature: Any, settings: bytes, collator: VLMCollator) -> bytes | 
     """
     try:
         content = content_of(feature, collator, partial(read_size, limits=collator.limits), _no_key)
+        if has_marks:
+            content += content_of(feature, collator, partial(content_sums, limits=collator.limits), _no_key)[-2:]
         return _digest(content, key=settings, default=plain)
     except (Refusal, ImageError, TypeError, ValueError, RecursionError):
         return None

@@ -13,9 +13,8 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from math import prod
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -24,12 +23,14 @@ from torch.utils.data import IterableDataset, Subset
 
 from vlmpack.collate import Encoded, VLMCollator, sample_id_of
 from vlmpack.data import StoredRows
-from vlmpack.errors import SampleError, check_kind
+from vlmpack.errors import SampleError, check_kind, check_whole_number
+from vlmpack.files import atomic_file, writing
 from vlmpack.loading import MapStyle, check_samples, sample_at
-from vlmpack.plan import COLUMNS, LengthTable, Refused, divided_up
+from vlmpack.plan import LengthTable, PrefixMarks, Refused, divided_up, groups_of_marks
 from vlmpack.store.cache import Entry, LengthCache, sample_key, settings_key
 from vlmpack.store.executors import Start, in_order, in_order_on_ray
 from vlmpack.store.folder import WorkFolder
+from vlmpack.store.symbols import marks_of
 
 SampleProgress = Callable[[int, int | None], None]
 """Is called with the number of samples that are measured and the number of all; None: the data set has no length."""
@@ -50,6 +51,7 @@ def measure_lengths(
     cache: str | Path | None = None,
     progress: SampleProgress | None = None,
     estimate: bool = False,
+    min_shared: int | None = None,
     start: Start | None = None,
 ) -> LengthTable:
     """Measure all samples exactly as `collator.collate` will make them, in a small part of the time.
@@ -70,6 +72,8 @@ def measure_lengths(
         progress: is called with (samples done, samples in all or None) now and then.
         estimate: one token for each square of an image's pixels, begun ones included (ceil(H/32) * ceil(W/32) for
             Qwen3-VL), whatever the processor's bounds and rule are.
+        min_shared: find samples that begin alike with so many tokens or more, `LengthTable.groups`; images and videos
+            are compared by their bytes, which are read whole. None: groups are not looked for.
         start: how processes are started; None: Python's default on this system.
 
     Returns:
@@ -81,10 +85,17 @@ def measure_lengths(
     """
     check_samples(dataset)
     check_kind("collator", collator, VLMCollator, "VLMCollator(processor)")
+    if min_shared is not None:
+        check_whole_number("min_shared", min_shared, remedy="or None to look for no shared prefixes")
     entries = None if cache is None else LengthCache(cache)
-    settings = b"" if entries is None else settings_key(collator, estimate=estimate)
+    has_marks = min_shared is not None
     measurer = Measurer(
-        dataset=undecoded(dataset), collator=collator, estimate=estimate, cache=entries, settings=settings
+        dataset=undecoded(dataset),
+        collator=collator,
+        estimate=estimate,
+        has_marks=has_marks,
+        cache=entries,
+        settings=b"" if entries is None else settings_key(collator, estimate=estimate, has_marks=has_marks),
     )
     total = None if isinstance(dataset, IterableDataset) or not isinstance(dataset, MapStyle) else len(dataset)
     if total is None:
@@ -97,17 +108,19 @@ def measure_lengths(
             samples += part
             if progress is not None:
                 progress(len(samples), total)
-    return _table_of(samples)
+    return _table_of(samples, min_shared)
 
 
-def _table_of(samples: Sequence[Measured]) -> LengthTable:
+def _table_of(samples: Sequence[Measured], min_shared: int | None) -> LengthTable:
     rows, refused = [], []
     for index, (entry, sample_id, _) in enumerate(samples):
         if entry.reason is None:
             rows.append({"sample_ids": index, **entry._asdict()})
         else:
             refused.append(Refused(index=index, sample_id=sample_id, reason=entry.reason, detail=entry.detail or ""))
-    return LengthTable.from_rows(rows, refused)
+    marks = [PrefixMarks.from_bytes(row["marks"]) for row in rows if row["marks"] is not None]
+    groups = None if min_shared is None else groups_of_marks(marks, min_shared=min_shared)
+    return LengthTable.from_rows(rows, refused, groups)
 
 
 def lengths_of(sample: Encoded) -> Entry:
@@ -149,6 +162,8 @@ class Measurer:
     """Measures the samples."""
     estimate: bool
     """Images are estimated only."""
+    has_marks: bool
+    """Entries have marks of what samples begin with."""
     cache: LengthCache | None
     """Is read here and written by the caller."""
     settings: bytes
@@ -163,7 +178,7 @@ class Measurer:
         """Measure samples, or the refusals that a data set raised in their place."""
         if self.cache is None:
             return [self._measured(sample, None, {}) for sample in samples]
-        keys = [sample_key(sample, self.settings, self.collator) for sample in samples]
+        keys = [sample_key(sample, self.settings, self.collator, has_marks=self.has_marks) for sample in samples]
         cached = self.cache.get([key for key in keys if key is not None])
         return [self._measured(sample, key, cached) for sample, key in zip(samples, keys, strict=True)]
 
@@ -173,7 +188,11 @@ class Measurer:
         if key is not None and key in cached:
             return Measured(cached[key], sample_id_of(sample))
         try:
-            entry = lengths_of(self.collator.measure(sample, 0, estimate=self.estimate))
+            measured = self.collator.measure(sample, 0, estimate=self.estimate)
+            entry = lengths_of(measured)
+            if self.has_marks:
+                marks = marks_of(measured, self.collator.metadata, self.collator.limits)
+                entry = entry._replace(marks=marks.to_bytes())
         except SampleError as error:
             entry = _refusal(error)
         return Measured(entry, sample_id_of(sample), key)
@@ -217,26 +236,63 @@ def _saved(parts: Iterable[list[Measured]], cache: LengthCache) -> Generator[lis
 
 
 def measure_on_ray(
-    dataset: MapStyle, collator: VLMCollator, *, folder: WorkFolder, progress: SampleProgress
+    dataset: MapStyle,
+    collator: VLMCollator,
+    *,
+    folder: WorkFolder,
+    progress: SampleProgress,
+    min_shared: int | None = None,
 ) -> LengthTable:
     """Measure a map-style data set by Ray tasks, in parts that lie in the work folder until all are there."""
     total = len(dataset)
     parts = [range(start, min(start + RAY_PART, total)) for start in range(0, total, RAY_PART)]
     files = {folder.path / f"lengths-{part.start:09d}.zip": part for part in parts}
     missing = {path: part for path, part in files.items() if not path.is_file()}
-    work = partial(_measure_places, dataset, collator, tuple(missing.values()))
-    with closing(in_order_on_ray(work, len(missing))) as tables:
-        for (path, part), table in zip(missing.items(), tables, strict=True):
+    work = partial(_measure_places, dataset, collator, tuple(missing.values()), min_shared is not None)
+    with closing(in_order_on_ray(work, len(missing))) as measured:
+        for (path, part), (table, marks) in zip(missing.items(), measured, strict=True):
+            if min_shared is not None:
+                _save_marks(_marks_file(path), marks)
             table.save(path)
             progress(part.stop, total)
-    tables = [LengthTable.load(path) for path in files]
-    columns = {name: np.concatenate(list(map(attrgetter(name), tables))) for name in COLUMNS}
-    return LengthTable(**columns, refused=tuple(refusal for table in tables for refusal in table.refused))
+    table = LengthTable.concatenate([LengthTable.load(path) for path in files])
+    if min_shared is None:
+        return table
+    marks = [sample for path in files for sample in _load_marks(_marks_file(path))]
+    return replace(table, groups=groups_of_marks(marks, min_shared=min_shared))
 
 
-def _measure_places(dataset: MapStyle, collator: VLMCollator, parts: Sequence[range], part: int) -> LengthTable:
-    """Measure one part of a data set; places count from the start of the whole data set."""
+def _measure_places(
+    dataset: MapStyle, collator: VLMCollator, parts: Sequence[range], has_marks: bool, part: int
+) -> tuple[LengthTable, list[bytes]]:
+    """Measure one part of a data set, and mark its samples; places count from the start of the whole data set."""
     places = parts[part]
-    table = measure_lengths(Subset(dataset, places), collator)  # pyright: ignore[reportArgumentType]
+    measurer = Measurer(
+        dataset=undecoded(Subset(dataset, places)),  # pyright: ignore[reportArgumentType]
+        collator=collator,
+        estimate=False,
+        has_marks=has_marks,
+        cache=None,
+        settings=b"",
+    )
+    samples = [sample for at in range(divided_up(len(places), PART)) for sample in measurer(at)]
+    table = _table_of(samples, None)
     refused = tuple(replace(refusal, index=refusal.index + places.start) for refusal in table.refused)
-    return replace(table, sample_ids=table.sample_ids + places.start, refused=refused)
+    marks = [entry.marks for entry, _, _ in samples if entry.marks is not None]
+    return replace(table, sample_ids=table.sample_ids + places.start, refused=refused), marks
+
+
+def _marks_file(path: Path) -> Path:
+    return path.with_suffix(".marks.npz")
+
+
+def _save_marks(path: Path, marks: Sequence[bytes]) -> None:
+    """Write the marks of a part, whole or not at all."""
+    with atomic_file(path) as temporary, writing(path), temporary.open("wb") as file:
+        np.savez(file, sizes=[len(each) for each in marks], content=np.frombuffer(b"".join(marks), np.uint8))
+
+
+def _load_marks(path: Path) -> list[PrefixMarks]:
+    with np.load(path, allow_pickle=False) as arrays:
+        content, ends = arrays["content"].tobytes(), np.cumsum(arrays["sizes"]).tolist()
+    return [PrefixMarks.from_bytes(content[start:end]) for start, end in pairwise([0, *ends])]

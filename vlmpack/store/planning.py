@@ -130,7 +130,8 @@ def check_refused(table: LengthTable, collator: VLMCollator) -> None:
 def plan_rows(table: LengthTable, settings: StoreSettings, slots: SlotRule, dataset: MapStyle) -> Plan:
     """Plan which samples share a row; a sample's id in the plan is its place in the table.
 
-    Samples count as long as their slots are. The data set is read for the id of a sample that is refused.
+    Samples count as long as their slots are, and prefixes that a table has groups of once a row. The data set is read
+    for the id of a sample that is refused.
 
     Raises:
         SampleError: samples exceed a row by themselves, and `oversize` is "error"; lists their places.
@@ -149,6 +150,7 @@ def plan_rows(table: LengthTable, settings: StoreSettings, slots: SlotRule, data
         budgets=budgets,
         oversize=settings.oversize,
         seed=settings.seed,
+        groups=table.groups,
     )
     if not len(plan):
         raise ConfigError(f"all {len(table)} samples exceed a row of {settings.capacity} tokens; raise the capacity")
@@ -209,23 +211,35 @@ def count(table: LengthTable, plan: Plan) -> Counts:
         targets=int(table.targets[packed].sum()),
         images=int(table.images[packed].sum()),
         videos=int(table.videos[packed].sum()),
-        patches=int(table.patches[packed].sum()),
+        patches=int(_media_sums(table, plan)["patches"].sum()),
     )
+
+
+def _media_sums(table: LengthTable, plan: Plan) -> dict[str, np.ndarray]:
+    """int64 [G] each: patches and media that each row computes, those of shared prefixes once."""
+    groups = table.groups
+    needs = {"patches": (table.patches, None), "media": (table.images + table.videos, None)}
+    if groups is not None:
+        needs = {"patches": (table.patches, groups.patches), "media": (needs["media"][0], groups.images)}
+    return {name: plan.sums(*values) for name, values in needs.items()}
 
 
 def fixed_sizes(table: LengthTable, plan: Plan, slots: SlotRule) -> FixedSizes:
     """Return the largest sizes of any row."""
-    widths = round_up(plan.tokens, slots.row_multiple)
+    widths, media = round_up(plan.tokens, slots.row_multiple), _media_sums(table, plan)
     return FixedSizes(
         longest_row=int(widths.max()),
         longest_segment=int(table.tokens[plan.sample_ids].max()),
         most_segments=int(np.diff(plan.bounds).max()),
-        most_images=int(plan.sums(table.images + table.videos).max()),
-        most_patches=int(plan.sums(table.patches).max()),
+        most_images=int(media["media"].max()),
+        most_patches=int(media["patches"].max()),
     )
 
 
 def fill_ratio(table: LengthTable, plan: Plan) -> float:
-    """Return real tokens per token of row; rows count as wide as the capacity, or wider where they exceed it."""
-    tokens = plan.sums(table.tokens)
-    return float(tokens.sum() / np.maximum(plan.tokens, plan.capacity).sum())
+    """Return real tokens per token of row; rows count as wide as the capacity, or wider where they exceed it.
+
+    Tokens of shared prefixes count once a row.
+    """
+    tokens = plan.sums(table.tokens, None if table.groups is None else table.groups.tokens)
+    return float(tokens.sum() / np.maximum(plan.tree_tokens, plan.capacity).sum())

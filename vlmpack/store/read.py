@@ -23,16 +23,20 @@ from typing import Any, SupportsIndex, final, overload
 import numpy as np
 from torch.utils.data import Dataset
 
-from vlmpack.collate import Encoded, FrameSampling, VLMCollator
-from vlmpack.data import DEFAULT_LIMITS, DEFAULT_VIDEO_LIMITS
+from vlmpack.collate import Encoded, FrameSampling, SharePrefixes, VLMCollator
+from vlmpack.data import DEFAULT_LIMITS, DEFAULT_VIDEO_LIMITS, ImageLimits
 from vlmpack.errors import ConfigError, LayoutError, SampleError, check_whole_number
-from vlmpack.layout import PackedRow, Segments, SlotRule
+from vlmpack.layout import PackedRow, PrefixTree, Segments, SlotRule
 from vlmpack.plan import Plan
 from vlmpack.store.manifest import PLAN, Manifest, check_shard_files, differences, fingerprint
 from vlmpack.store.records import MEDIA, samples_of
 from vlmpack.store.shards import ShardFiles
+from vlmpack.store.symbols import tree_of
 
-DECIDED = ("layout", "slots", "max_length", "overlength", "train_on", "markers", "vocab_size", "sampling")
+DECIDED = (
+    *("layout", "slots", "share_prefixes", "max_length", "overlength", "train_on", "markers", "vocab_size"),
+    "sampling",
+)
 """Settings of a collator that were decided when the rows were packed."""
 
 
@@ -75,6 +79,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self.path = Path(path).absolute()
         self.manifest = Manifest.load(path)
         """Counts, and the fixed sizes that CUDA graphs need."""
+        self.share_prefixes = sharing_of(self.manifest, has_fixed_sizes=pad_to_max_length or pad_cu_seqlens)
+        """Settings by which samples of a row share prefixes; None: they share nothing."""
         self.slots = slot_rule(
             self.manifest, pad_to_max_length=pad_to_max_length, pad_cu_seqlens=pad_cu_seqlens, multiple=pad_seq_to_mult
         )
@@ -142,6 +148,18 @@ class PackedDataset(Dataset[dict[str, Any]]):
         """Return the boundaries of the samples of a row; raises as `measured`."""
         return Segments.from_lengths([sample.num_tokens for sample in self.measured(row)], self.slots)
 
+    def tree(self, row: SupportsIndex) -> PrefixTree | None:
+        """Return the prefix tree of a row, without its pixels; None: its samples share nothing. Needs no processor.
+
+        Raises:
+            IndexError: there is no such row.
+            ConfigError: a file is damaged.
+        """
+        if self.share_prefixes is None:
+            return None
+        samples, limits = [sample for _, sample in self._read(row)], self._limits
+        return tree_of(samples, limits=limits, min_shared=self.share_prefixes.min_shared)
+
     def collate(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the one row of a list, or a step of loss 0 for an empty list: the `collate_fn` of a loader of rows.
 
@@ -161,9 +179,12 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     @cached_property
     def plan(self) -> Plan:
-        """Plan each row as one sample: for `PackedBatchSampler(dataset.plan, ranks=..., remainder="empty")`."""
+        """Plan each row as one sample: for `PackedBatchSampler(dataset.plan, ranks=..., remainder="empty")`.
+
+        A row is as long as what it computes, shared prefixes once.
+        """
         rows, packed = len(self), Plan.load(self.path / PLAN)
-        lengths = packed.tokens
+        lengths = packed.tree_tokens
         return Plan(
             sample_ids=np.arange(rows),
             bounds=np.arange(rows + 1),
@@ -177,15 +198,10 @@ class PackedDataset(Dataset[dict[str, Any]]):
         if wrong:
             raise ConfigError(f"{', '.join(wrong)}: decided when the rows were packed; pack again to change that")
         vocab_size = self.manifest.processor["tokens"]["vocab_size"]
-        sampling = self.manifest.settings["collator"].get("sampling")
-        collator = VLMCollator(
-            processor,
-            layout="packed",
-            slots=self.slots,
-            vocab_size=vocab_size,
-            sampling=None if sampling is None else FrameSampling(**sampling),
-            **settings,
-        )
+        decided = {"layout": "packed", "slots": self.slots, "share_prefixes": self.share_prefixes or False}
+        if (sampling := self.manifest.settings["collator"].get("sampling")) is not None:
+            decided["sampling"] = FrameSampling(**sampling)
+        collator = VLMCollator(processor, **decided, vocab_size=vocab_size, **settings)
         if lines := list(differences(self.manifest.processor, fingerprint(collator))):
             raise ConfigError(
                 f"{self.path} was packed with another processor: {'; '.join(lines)}. Give that one, or pack again"
@@ -196,13 +212,16 @@ class PackedDataset(Dataset[dict[str, Any]]):
         """Return (place in the data set, sample) of every sample of a row."""
         file, at = self._where(row)
         tokens = self.manifest.processor["tokens"]
-        limits = DEFAULT_LIMITS if self.collator is None else self.collator.limits
         video_limits = DEFAULT_VIDEO_LIMITS if self.collator is None else self.collator.file_rules.limits
         try:
             table = self._files.read(file, at, without=without)
-            return samples_of(table, (tokens["image_token_id"], tokens["video_token_id"]), limits, video_limits)
+            return samples_of(table, (tokens["image_token_id"], tokens["video_token_id"]), self._limits, video_limits)
         except LayoutError as error:
             raise ConfigError(f"row {at} of {self.path / file} contradicts itself: {error}") from error
+
+    @property
+    def _limits(self) -> ImageLimits:
+        return DEFAULT_LIMITS if self.collator is None else self.collator.limits
 
     def _where(self, row: SupportsIndex) -> tuple[str, int]:
         """Return the file of a row, and its number in there."""
@@ -243,6 +262,21 @@ def _check_kinds(path: object, processor: object) -> None:
 
 
 # ---------------------------------------------------------------------- fixed sizes
+
+
+def sharing_of(manifest: Manifest, *, has_fixed_sizes: bool) -> SharePrefixes | None:
+    """Return the settings by which the rows of a store share prefixes; None: they share nothing.
+
+    Raises:
+        ConfigError: rows that share are to have a fixed size.
+    """
+    settings = manifest.settings["collator"].get("share_prefixes")
+    if settings is not None and has_fixed_sizes:
+        raise ConfigError(
+            "the rows share prefixes: what they compute is shorter than they are, and has no fixed size. Leave "
+            "pad_to_max_length and pad_cu_seqlens out, or pack without share_prefixes"
+        )
+    return None if settings is None else SharePrefixes(**settings)
 
 
 def slot_rule(manifest: Manifest, *, pad_to_max_length: bool, pad_cu_seqlens: bool, multiple: int | None) -> SlotRule:

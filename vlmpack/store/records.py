@@ -10,6 +10,7 @@
     images_per_sample  1 0
     image_info       grid [1, 4, 6], options "{}"                 read without the images
     images           bytes, or path and sha256                    read when the row is trained on
+    image_numbers    0 0 1: where samples share prefixes, `images` holds each image of a row once; this says which
 
 Each row is a row group: reading one touches no byte of another. Ids and labels are compressed by zstd; images are
 compressed already, and are kept encoded or as a path and digest, never as pixels. Every page has a checksum. So has
@@ -78,8 +79,8 @@ def pyarrow() -> Any:
     return pyarrow
 
 
-def schema(*, has_media: bool) -> Any:
-    """Return the columns; a store of texts has none for media."""
+def schema(*, has_media: bool, is_shared: bool = False) -> Any:
+    """Return the columns; a store of texts has none for media, and one of shared media has their numbers."""
     pa = pyarrow()
     ints, texts = pa.list_(pa.int32()), pa.list_(pa.string())
     columns = [("input_ids", ints), ("labels", ints), ("cu_seqlens", ints), ("places", pa.list_(pa.int64()))]
@@ -91,15 +92,17 @@ def schema(*, has_media: bool) -> Any:
     times = [("seconds", pa.float64()), ("timestamps", pa.list_(pa.float64()))]
     columns += [("images_per_sample", ints), ("videos_per_sample", ints)]
     columns += [("image_info", pa.list_(pa.struct(info))), ("video_info", pa.list_(pa.struct([*info, *times])))]
+    if is_shared:
+        columns += [("image_numbers", ints), ("video_numbers", ints)]
     columns += [("images", pa.list_(image)), ("videos", pa.list_(pa.list_(image)))]
     return pa.schema(columns)
 
 
-def open_writer(file: Any, *, has_media: bool) -> Any:
+def open_writer(file: Any, *, has_media: bool, is_shared: bool = False) -> Any:
     """Open a `ParquetWriter` for tables of one row, each of which becomes a row group."""
     return pyarrow().parquet.ParquetWriter(
         file,
-        schema(has_media=has_media),
+        schema(has_media=has_media, is_shared=is_shared),
         compression=COMPRESSION,
         use_dictionary=False,
         write_statistics=False,
@@ -299,6 +302,23 @@ def record_of(
     }
 
 
+def each_medium_once(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record that holds each image and video once, however many samples have it, with their numbers."""
+    shared = dict(record)
+    for kind in ("image", "video"):
+        stored = record[f"{kind}s"]
+        numbers: dict[Any, int] = {}
+        shared[f"{kind}_numbers"] = [numbers.setdefault(_content_key(each), len(numbers)) for each in stored]
+        first = np.unique(np.array(shared[f"{kind}_numbers"], np.int64), return_index=True)[1]
+        shared[f"{kind}s"] = [stored[at] for at in first.tolist()]
+    return shared
+
+
+def _content_key(stored: StoredImage | list[StoredImage]) -> Any:
+    """A key that is equal for equal images, or for lists of equal frames."""
+    return tuple(map(_content_key, stored)) if isinstance(stored, list) else tuple(stored.values())
+
+
 def _info(visual: Visual, *, is_video: bool = False) -> dict[str, Any]:
     ref = _source(visual)
     sizing = {key: ref.options[key] for key in OPTION_KEYS if ref.options.get(key) is not None}
@@ -428,9 +448,22 @@ def _visuals(table: Any, kind: str, limits: ImageLimits, video_limits: VideoLimi
     infos, counts = table[f"{kind}_info"][0].as_py(), table[f"{kind}s_per_sample"][0].as_py()
     if sum(counts) != len(infos):
         raise LayoutError(f"{kind}s_per_sample counts {sum(counts)} {kind}s, {kind}_info {len(infos)}; pack again")
-    stored = table[f"{kind}s"][0].as_py() if f"{kind}s" in table.column_names else [None] * len(infos)
+    stored = _stored(table, kind, len(infos))
     visuals = [_visual(info, media, limits, video_limits) for info, media in zip(infos, stored, strict=True)]
     return [tuple(visuals[start:stop]) for start, stop in pairwise([0, *accumulate(counts)])]
+
+
+def _stored(table: Any, kind: str, count: int) -> Sequence[Any]:
+    """Return what is stored of each image or video; None for each where media are not read."""
+    if f"{kind}s" not in table.column_names:
+        return [None] * count
+    stored = table[f"{kind}s"][0].as_py()
+    if f"{kind}_numbers" not in table.column_names:
+        return stored
+    numbers = table[f"{kind}_numbers"][0].as_py()
+    if len(numbers) != count or not all(0 <= number < len(stored) for number in numbers):
+        raise LayoutError(f"{kind}_numbers {numbers[:9]} name the {len(stored)} {kind}s of {count}; pack again")
+    return [stored[number] for number in numbers]
 
 
 def _visual(info: Mapping[str, Any], stored: Any, limits: ImageLimits, video_limits: VideoLimits) -> Visual:

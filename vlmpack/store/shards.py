@@ -24,10 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from PIL import Image
-
 from vlmpack.collate import Encoded, VLMCollator, sample_id_of
-from vlmpack.data import ImageError, ImageLimits, VideoLimits, load_image, open_video, read_encoded
+from vlmpack.data import ImageError, VideoLimits, open_video
 from vlmpack.errors import ConfigError, Refusal, SampleError
 from vlmpack.files import atomic_file, unreadable, writing
 from vlmpack.loading import MapStyle, digest_of, sample_at
@@ -36,7 +34,18 @@ from vlmpack.store.cache import content_of, plain
 from vlmpack.store.executors import InOrder
 from vlmpack.store.folder import WorkFolder
 from vlmpack.store.manifest import NAME, Shard, read_left_out, sha256_of
-from vlmpack.store.records import CHECKSUMS, MEDIA, Images, checksums, open_writer, pyarrow, record_of, schema
+from vlmpack.store.records import (
+    CHECKSUMS,
+    MEDIA,
+    Images,
+    checksums,
+    each_medium_once,
+    open_writer,
+    pyarrow,
+    record_of,
+    schema,
+)
+from vlmpack.store.symbols import content_sums
 
 TAIL = 8
 """Bytes behind a footer: its length in 4 bytes, and b"PAR1"."""
@@ -57,9 +66,9 @@ class PlannedSample(NamedTuple):
     place: int
     """In the data set."""
     tokens: int
-    """As measured."""
+    """Measured for the plan."""
     targets: int
-    """As measured."""
+    """Measured for the plan."""
 
 
 @final
@@ -116,7 +125,7 @@ class ShardWriter:
     def _write(self, job: ShardJob, path: Path) -> None:
         """Write the rows one by one; an error that the data set raises is no error of the file."""
         written = []
-        with open_writer(path, has_media=self.has_media) as writer:
+        with open_writer(path, has_media=self.has_media, is_shared=self._is_shared) as writer:
             for planned in job.rows:
                 row = self._row(planned)
                 written.append(checksums(row))
@@ -128,10 +137,17 @@ class ShardWriter:
         features = [self.dataset[sample.place] for sample in planned]
         samples = [self._outline(feature, sample) for feature, sample in zip(features, planned, strict=True)]
         digests = [sample_digest(feature, self.collator) for feature in features]
-        columns = schema(has_media=self.has_media)
+        columns = schema(has_media=self.has_media, is_shared=self._is_shared)
         places = [sample.place for sample in planned]
-        record = record_of(samples, places, digests, self.images, self.collator.limits, self.collator.file_rules.limits)
+        limits = self.collator.limits, self.collator.file_rules.limits
+        record = record_of(samples, places, digests, self.images, *limits)
+        if self._is_shared:
+            record = each_medium_once(record)
         return pyarrow().Table.from_pylist([{name: record[name] for name in columns.names}], schema=columns)
+
+    @property
+    def _is_shared(self) -> bool:
+        return self.collator.share_prefixes is not None
 
     def _outline(self, feature: Any, planned: PlannedSample) -> Encoded:
         sample = self.collator.measure(feature, planned.place)
@@ -271,28 +287,12 @@ def sample_digest(sample: Any, collator: VLMCollator) -> str:
         collator: its limits hold for images.
     """
     try:
-        read = partial(_sums, limits=collator.limits), partial(_file_sums, limits=collator.file_rules.limits)
+        read = partial(content_sums, limits=collator.limits), partial(_file_sums, limits=collator.file_rules.limits)
         content = [sample_id_of(sample), *content_of(sample, collator, *read)]
         text = json.dumps(content, default=plain, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
     except (Refusal, ConfigError, TypeError, ValueError, RecursionError):  # bad, or tokenised before
         return digest_of(sample)
-
-
-def _sums(source: Any, limits: ImageLimits) -> Any:
-    """Sum up an image by its length, CRC-32 and Adler-32; its size comes first where it is decoded already.
-
-    They take a third of the time of SHA-256, and are enough against accidents.
-    """
-    try:
-        if isinstance(source, Image.Image):
-            image = load_image(source, limits=limits)
-            data, size = image.tobytes(), [image.size]
-        else:
-            data, size = read_encoded(source, limits=limits), []
-    except ImageError as error:
-        return error.reason
-    return [*size, len(data), zlib.crc32(data), zlib.adler32(data)]
 
 
 def _file_sums(video: Any, limits: VideoLimits) -> Any:

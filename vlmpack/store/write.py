@@ -19,7 +19,7 @@ from typing import Any, final
 
 import numpy as np
 
-from vlmpack.collate import FrameSampling, VLMCollator
+from vlmpack.collate import FrameSampling, SharePrefixes, VLMCollator
 from vlmpack.data import ImageError
 from vlmpack.errors import ConfigError, SampleError, check_kind
 from vlmpack.files import atomic_file, write_text, writing
@@ -72,7 +72,8 @@ def write_rows(
     Args:
         dataset: map-style, of samples that the collator takes.
         out: the folder; what is in it must be of the same call.
-        collator: with `layout="packed"`. Its `slots` decide what samples are rounded up to, which the plan counts.
+        collator: with `layout="packed"`. Its `slots` decide what samples are rounded up to, which the plan counts. With
+            `share_prefixes` samples that begin alike share rows, and each image of a row is written once.
         settings: of the plan and the files.
         workers: processes that measure and write; 0: this one alone.
         executor: "ray" measures and writes as Ray tasks, on machines that all see `out`, instead of by `workers`.
@@ -101,7 +102,7 @@ def write_rows(
         settings=settings,
         folder=folder,
         in_order=in_order,
-        measure=_measurer(executor, folder, workers, cache, progress),
+        measure=_measurer(executor, folder, workers, cache, progress, collator.share_prefixes),
         progress=progress,
     )
     description = _description(dataset, collator, settings)
@@ -150,13 +151,18 @@ def _check_references(dataset: MapStyle, collator: VLMCollator, settings: StoreS
 
 
 def _measurer(
-    executor: Executor, folder: WorkFolder, workers: int, cache: str | Path | None, progress: Progress
+    executor: Executor,
+    folder: WorkFolder,
+    workers: int,
+    cache: str | Path | None,
+    progress: Progress,
+    sharing: SharePrefixes | None,
 ) -> Callable[[MapStyle, VLMCollator], LengthTable]:
-    measured = partial(progress, "measure")
+    measured, min_shared = partial(progress, "measure"), None if sharing is None else sharing.min_shared
     if executor == "ray":
-        return partial(measure_on_ray, folder=folder, progress=measured)
+        return partial(measure_on_ray, folder=folder, progress=measured, min_shared=min_shared)
     kept = folder.path / "lengths.sqlite" if cache is None else cache
-    return partial(measure_lengths, workers=workers, cache=kept, progress=measured)
+    return partial(measure_lengths, workers=workers, cache=kept, progress=measured, min_shared=min_shared)
 
 
 # ---------------------------------------------------------------------- one run
@@ -275,6 +281,7 @@ def _description(dataset: MapStyle, collator: VLMCollator, settings: StoreSettin
     """Describe everything besides the samples that decides the bytes of a store, as JSON has it."""
     slots = {name: value for name, value in asdict(collator.slots).items() if name != "pad_to"}
     decided = {"max_length": collator.max_length, "overlength": collator.overlength, "train_on": collator.train_on}
+    decided |= {} if collator.share_prefixes is None else {"share_prefixes": asdict(collator.share_prefixes)}
     decided |= {} if collator.markers == "auto" else {"markers": collator.markers}
     sampling = collator.file_rules.sampling
     decided |= {} if sampling == FrameSampling() else {"sampling": asdict(sampling)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vlmpack.testing.branching import Branches, PrefixCount, branches_of, distinct_prefixes, joined
 from vlmpack.testing.comparison import (
     EQUAL,
     FLOOR,
@@ -69,21 +70,26 @@ __all__ = [
     "TEXT_ONLY",
     "TOKEN_KEYS",
     "VISION",
+    "Branches",
     "Errors",
     "GradientCosine",
     "Kind",
     "Limits",
     "Outcome",
+    "PrefixCount",
     "Sample",
     "SyntheticReceipts",
     "TinySizes",
     "alone",
     "backward",
+    "branches_of",
     "build_sample",
     "compare",
     "distance",
+    "distinct_prefixes",
     "field_f1",
     "grids_of",
+    "joined",
     "kind_of",
     "kinds_of",
     "mean_losses",

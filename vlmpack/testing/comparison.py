@@ -10,7 +10,7 @@ Errors are parts of the largest entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -30,6 +30,8 @@ if TYPE_CHECKING:  # the face of the room loads no transformers
 
 Gradients = Mapping[str, torch.Tensor]
 """By name of the parameter; parameters without a gradient are left out."""
+Windows = Collection[int | None]
+"""Tokens that queries attend to, in each kind of layer; None: all before them."""
 
 SMALLEST_GRADIENT = 1e-4
 """A parameter whose gradient is below this part of the model's largest entry is compared with that part instead: times
@@ -111,7 +113,7 @@ class Measurement:
     name: str
     """"logits", "loss", "sample losses", or "gradient of" a group of parameters."""
     error: float
-    """As a part of the largest entry."""
+    """A part of the largest entry."""
     allowed: float
     """The most that it may be."""
     parameter: str = ""
@@ -370,22 +372,25 @@ def problems(errors: Errors, limits: Limits) -> list[str]:
 
 
 def work_problems(
-    work: Work | None, samples: Sequence[Sample], *, multiple: int = 1, sparse: bool = False
+    work: Work | None, samples: Sequence[Sample], *, multiple: int = 1, sparse: bool = False, windows: Windows = (None,)
 ) -> list[str]:
     """Describe work that a packed step should not have done: equal outputs do not prove that padding was skipped.
 
-    Args:
-        work: of a packed step.
-        samples: those of the row.
+    Args (beside the work of a packed step, and its samples):
         multiple: of the slots of the row.
         sparse: attention selects among the pairs.
+        windows: of the model's layers.
     """
     assert work is not None
     lengths = [len(sample["input_ids"]) for sample in samples]
-    pairs = sum(n * (n + 1) // 2 for n in lengths)
-    expected = {"real tokens": sum(lengths), "physical tokens": sum(-(-n // multiple) * multiple for n in lengths)}
-    counted = {"real tokens": work.real_tokens, "physical tokens": work.physical_tokens}
-    faults = [f"{counted[name]} {name}, expected {count}" for name, count in expected.items() if counted[name] != count]
+    of_layers = {w: sum(min(at + 1, w or n) for n in lengths for at in range(n)) for w in windows}
+    pairs, window_pairs = max(of_layers.values()), min((of_layers[w] for w in of_layers if w), default=0)
+    counts = {
+        "real tokens": (work.real_tokens, sum(lengths)),
+        "physical tokens": (work.physical_tokens, sum(-(-n // multiple) * multiple for n in lengths)),
+        "pairs in a window": (work.window_pairs, window_pairs),
+    }
+    faults = [f"{count} {name}, expected {right}" for name, (count, right) in counts.items() if count != right]
     if not (0 < work.attended_pairs <= pairs if sparse else work.attended_pairs == pairs):
         faults.append(f"{work.attended_pairs} attended pairs, expected {pairs}")
     return faults
@@ -419,9 +424,7 @@ def _cosine(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
         return 0.0
     x, y = a.double().flatten(), b.double().flatten()
     norms = float(x.norm() * y.norm())
-    if norms == 0.0:
-        return float(not x.any() and not y.any())
-    return float(x @ y) / norms
+    return float(x @ y) / norms if norms else float(not x.any() and not y.any())
 
 
 def tower_errors(actual: Gradients, truth: Gradients) -> dict[str, float]:
@@ -457,8 +460,8 @@ def _gradient_errors(actual: Gradients, truth: Gradients, *, low: bool, smallest
 def group_of(parameter: str) -> str:
     """`model.language_model.layers.3.self_attn.q_proj.weight` is one of `language_model.layers.self_attn`."""
     modules = parameter.split(".")[:-1]
-    named = [part for part in modules if not part.isdigit() and part not in ("model", "base_model", "module")]
-    return ".".join(named[:3]) or parameter
+    named = (part for part in modules if not part.isdigit() and part not in ("model", "base_model", "module"))
+    return ".".join([*named][:3]) or parameter
 
 
 def distance(actual: torch.Tensor, expected: torch.Tensor, *, least: float = 0.0) -> float:

@@ -105,7 +105,7 @@ def tiny_model(
         lively: draw weights from N(0, 1 / fan_in) and embeddings from N(0, 1), and let gated delta layers forget
             slowly, so that logits are of order 1 and a leak between samples is as large as the signal. False: the
             family's own initialisation (std 0.02).
-        attn_implementation: handed on to transformers.
+        attn_implementation: handed on to transformers; "sdpa" becomes "eager" in families that have no sdpa.
         processor: take token ids, vocabulary and patch sizes from this Qwen processor.
         **sizes: the fields of `TinySizes`.
 
@@ -116,6 +116,8 @@ def tiny_model(
 
     config = tiny_config(family, processor=processor, **sizes)
     auto = AutoModelForCausalLM if RECIPES[family].vision is None else AutoModelForImageTextToText
+    if attn_implementation == "sdpa" and not RECIPES[family].sdpa:
+        attn_implementation = "eager"
     # fork_rng with no device listed touches the CPU's generator alone; manual_seed would reach all devices.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -197,8 +199,13 @@ def _enliven(model: nn.Module, generator: torch.Generator) -> None:
             for name, weight in module.named_parameters(recurse=False):
                 if name == "A_log":
                     _forget_slowly(weight, generator)
+                elif name == "sinks":
+                    _draw(weight, 1.0, generator)
                 elif weight.ndim > 1:
                     _draw(weight, weight.shape[-1] ** -0.5, generator)
+            for name, buffer in module.named_buffers(recurse=False):
+                if name == "e_score_correction_bias":  # so large that some tokens choose by it
+                    _draw(buffer, 0.2, generator)
 
 
 @torch.no_grad()
@@ -232,6 +239,8 @@ class _Recipe:
     """The configuration has the width of a dense MLP."""
     more: Callable[[TinySizes], dict[str, Any]] | None = None
     """Settings of the text model that no other family has."""
+    sdpa: bool = True
+    """transformers has sdpa attention for it, not only eager."""
 
 
 def _config(sizes: TinySizes, recipe: _Recipe, family: str) -> Any:
@@ -324,6 +333,62 @@ def _qwen4_text(sizes: TinySizes) -> dict[str, Any]:
     }
 
 
+WINDOW = 5
+"""Sliding windows so short that samples of a few tokens are longer."""
+
+
+def _windows(sizes: TinySizes) -> dict[str, Any]:
+    """A window in every other layer, from the first on."""
+    kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(sizes.layers)]
+    return {"sliding_window": WINDOW, "layer_types": kinds}
+
+
+def _gemma2_text(sizes: TinySizes) -> dict[str, Any]:
+    """Softcaps so low that scores and logits of order 1 reach them."""
+    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    return {**_windows(sizes), **caps, "query_pre_attn_scalar": sizes.head_width}
+
+
+def _gemma3_text(sizes: TinySizes) -> dict[str, Any]:
+    """Other frequencies in layers with a window."""
+    thetas = {"sliding_attention": 100.0, "full_attention": 10000.0}
+    rope = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()}
+    return {**_windows(sizes), "rope_parameters": rope, "query_pre_attn_scalar": sizes.head_width}
+
+
+def _granite_text(sizes: TinySizes) -> dict[str, Any]:
+    return {
+        "logits_scaling": 3.0,
+        "embedding_multiplier": 1.5,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": sizes.head_width**-0.5,
+    }
+
+
+def _routed(sizes: TinySizes) -> dict[str, Any]:
+    """Experts in two groups, if they can be halved, of which a token chooses one."""
+    groups = {"n_group": 1 if sizes.experts % 2 else 2, "topk_group": 1, "n_shared_experts": 1}
+    return {"n_routed_experts": sizes.experts, "first_k_dense_replace": 0, **groups}
+
+
+def _deepseek_text(sizes: TinySizes) -> dict[str, Any]:
+    """Multi-head latent attention, with values narrower than keys."""
+    half = sizes.head_width // 2
+    return {
+        **_routed(sizes),
+        "num_key_value_heads": sizes.heads,
+        "kv_lora_rank": sizes.head_width,
+        "q_lora_rank": sizes.hidden // 2,
+        "qk_rope_head_dim": 2 * (half // 2),
+        "qk_nope_head_dim": half,
+        "v_head_dim": half + 4,
+    }
+
+
+def _gpt_oss_text(sizes: TinySizes) -> dict[str, Any]:
+    return {**_windows(sizes), "num_local_experts": sizes.experts}
+
+
 def _qwen2_vision(sizes: TinySizes) -> dict[str, Any]:
     return {"embed_dim": sizes.vision_hidden, "hidden_size": sizes.hidden, "mlp_ratio": 2}
 
@@ -367,5 +432,19 @@ RECIPES = {
     "qwen4_exp": _Recipe(vision=_qwen3_vision, hybrid=True, experts=True, dense=False, more=_qwen4_text),
     "qwen3": _Recipe(),
     "qwen3_next": _Recipe(hybrid=True, experts=True),
+    "llama": _Recipe(),
+    "mistral": _Recipe(more=lambda _: {"sliding_window": WINDOW}),
+    "qwen2": _Recipe(since_qwen3=False),
+    "qwen3_moe": _Recipe(experts=True),
+    "gemma2": _Recipe(sdpa=False, more=_gemma2_text),
+    "gemma3_text": _Recipe(more=_gemma3_text),
+    "phi3": _Recipe(since_qwen3=False, more=lambda _: {"sliding_window": WINDOW}),
+    "olmo3": _Recipe(more=_windows),
+    "granite": _Recipe(since_qwen3=False, more=_granite_text),
+    "cohere2": _Recipe(more=lambda sizes: {**_windows(sizes), "logit_scale": 0.25}),
+    "smollm3": _Recipe(since_qwen3=False, more=lambda _: {"no_rope_layer_interval": 2}),
+    "glm4_moe": _Recipe(experts=True, more=_routed),
+    "deepseek_v3": _Recipe(since_qwen3=False, experts=True, more=_deepseek_text),
+    "gpt_oss": _Recipe(sdpa=False, experts=True, more=_gpt_oss_text),
 }
 """By `config.model_type`."""

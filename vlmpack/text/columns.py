@@ -91,10 +91,16 @@ def fill_rows(
         dtype: of the columns.
 
     Raises:
-        ConfigError: rows above the capacity (`oversize="own_row"`) that are to be padded to it.
+        ConfigError: rows above the capacity (`oversize="own_row"`) that are to be padded to it; or a plan whose rows
+            share prefixes.
     """
     from vlmpack.layout import ranges
 
+    if plan.groups is not None:
+        raise ConfigError(
+            "the rows of this plan share prefixes, and columns of text hold every sample whole: plan without groups=, "
+            "or train on VLMCollator(tokenizer, layout='packed', share_prefixes=True)"
+        )
     rows = range(len(plan)) if rows is None else rows
     bounds = plan.bounds[rows.start : rows.stop + 1]
     order = plan.sample_ids[bounds[0] : bounds[-1]]

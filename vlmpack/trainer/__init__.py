@@ -1,10 +1,30 @@
-"""HF Trainer on packed rows: planned rows, an exact loss of the evaluation set, and a check of its settings."""
+"""HF Trainer and TRL on packed rows: planned rows, an exact loss of the evaluation set, GRPO, a check of settings."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from vlmpack.errors import check_extra
 from vlmpack.trainer.check import check_trainer
 from vlmpack.trainer.evaluation import Evaluation, evaluate
 from vlmpack.trainer.metrics import loss_metrics
 from vlmpack.trainer.packed_trainer import PackedTrainer
 
-__all__ = ["Evaluation", "PackedTrainer", "check_trainer", "evaluate", "loss_metrics"]
+if TYPE_CHECKING:
+    from vlmpack.trainer.grpo import PackedGRPOTrainer
+
+__all__ = ["Evaluation", "PackedGRPOTrainer", "PackedTrainer", "check_trainer", "evaluate", "loss_metrics"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `PackedGRPOTrainer` when it is first used: TRL takes seconds, and need not be installed.
+
+    Raises:
+        ConfigError: TRL is not installed, or another version than it was written for.
+    """
+    if name != "PackedGRPOTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    check_extra("rl", "trl", needed_by=name)
+    from vlmpack.trainer.grpo import PackedGRPOTrainer
+
+    return PackedGRPOTrainer

@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, default_data_collator
 
 from vlmpack.collate import CONVERSATION_COLUMNS, MEDIA_COLUMNS, ProcessorMetadata, VLMCollator
+from vlmpack.data import BRANCH_COLUMN, PAIRS_COLUMN
 from vlmpack.errors import ConfigError
 from vlmpack.loading import PackedStream
 from vlmpack.model import find_model, is_packing, packing_state
@@ -28,6 +29,7 @@ from vlmpack.trainer.packed_trainer import PackedTrainer
 
 READ = (
     *(*CONVERSATION_COLUMNS, "completion", *MEDIA_COLUMNS, "system", "tools", "chat_template_kwargs"),
+    *(BRANCH_COLUMN, PAIRS_COLUMN),
     *("completion_mask", "assistant_masks", "loss_mask", "seq_lengths", "id", "sample_id"),
 )
 """Columns that our collators read and no model does."""
@@ -183,6 +185,8 @@ def _evaluation(trainer: Trainer) -> Iterator[str]:
     """Yield why the model refuses Trainer's own evaluation, or why its eval_loss is not replaced."""
     args, model, metrics = trainer.args, trainer.model, trainer.compute_metrics
     if trainer.eval_dataset is None or isinstance(trainer, PackedTrainer) or not _is_enabled(trainer):
+        return
+    if trl.loss_of_trl(trainer) is not None:  # its evaluation computes the same loss
         return
     try:
         with torch.no_grad():

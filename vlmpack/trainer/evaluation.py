@@ -169,8 +169,9 @@ class EvaluationRows:
                     f"the plan is of {len(plan.lengths)} samples, but the data set has {len(dataset)}; plan this one, "
                     "or give capacity= alone"
                 )
+            check_sharing(plan, collator)
             dropped = tuple(_dropped(plan, place) for place in plan.dropped.tolist())
-            return cls(rows=plan.bins, tokens=plan.tokens, refused=dropped)
+            return cls(rows=plan.bins, tokens=plan.tree_tokens, refused=dropped)
         assert capacity is not None
         table = _measured(dataset, collator, workers)
         planned = plan_bins(table, capacity, oversize="own_row")
@@ -191,6 +192,20 @@ def _measured(dataset: MapStyle, collator: Collator, workers: int) -> LengthTabl
     if not len(table):
         raise ConfigError(f"no sample of the evaluation set can be used: {table.reasons or 'it is empty'}")
     return table
+
+
+def check_sharing(plan: Plan, collator: object) -> None:
+    """Refuse a plan whose rows share prefixes for a collator that does not share them: rows would be too long.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if plan.groups is not None and not (isinstance(collator, VLMCollator) and collator.share_prefixes is not None):
+        raise ConfigError(
+            f"the rows of this plan share prefixes, and hold up to {int(plan.tokens.max(initial=0))} tokens of samples "
+            f"for a capacity of {plan.capacity}: collate them with VLMCollator(processor, layout='packed', "
+            "share_prefixes=True), or plan without groups="
+        )
 
 
 def _dropped(plan: Plan, place: int) -> Refused:

@@ -20,7 +20,14 @@ from vlmpack.plan import Plan
 from vlmpack.store import PackedDataset
 from vlmpack.trainer import checkpoints
 from vlmpack.trainer.checkpoints import PLAN_FILE, stream_file
-from vlmpack.trainer.evaluation import BatchLosses, Evaluation, EvaluationLoader, EvaluationRows, RowLosses
+from vlmpack.trainer.evaluation import (
+    BatchLosses,
+    Evaluation,
+    EvaluationLoader,
+    EvaluationRows,
+    RowLosses,
+    check_sharing,
+)
 
 
 class PackedTrainer(Trainer):
@@ -39,6 +46,7 @@ class PackedTrainer(Trainer):
         plan: rows of `train_dataset`, planned from the lengths of all its samples or their `LengthTable`; None: it is
             a `PackedStream`, or batches are made as Trainer does and packed inside.
         costs: [N] what each sample of the plan costs to compute, for the balance over ranks; None: its length.
+        group_costs: [K] what the prefixes of the plan's groups cost, beside `costs`.
         remainder: what becomes of rows that do not fill the last step, see `PackedBatchSampler`.
         eval_packing: evaluate in planned rows; False: in batches, as Trainer does.
         eval_plan: rows of `eval_dataset`, if it is a single one; None: its lengths are measured by the collator, once.
@@ -54,6 +62,7 @@ class PackedTrainer(Trainer):
         *args: Any,
         plan: Plan | None = None,
         costs: np.ndarray | None = None,
+        group_costs: np.ndarray | None = None,
         remainder: Remainder = "split",
         eval_packing: bool = True,
         eval_plan: Plan | None = None,
@@ -65,7 +74,7 @@ class PackedTrainer(Trainer):
             check_kind("plan", plan, Plan, "plan_bins(table, 8192)")
         if isinstance(self.train_dataset, PackedDataset) and self.data_collator is default_data_collator:
             self.data_collator = self.train_dataset.collate
-        self.plan, self.costs = plan, costs
+        self.plan, self.costs, self.group_costs = plan, costs, group_costs
         self.remainder: Remainder = remainder
         self.eval_packing, self.eval_plan, self.eval_capacity = eval_packing, eval_plan, eval_capacity
         self.evaluation: Evaluation | None = None
@@ -163,12 +172,14 @@ class PackedTrainer(Trainer):
                 f"the plan is of {len(self.plan.lengths)} samples, but train_dataset has {len(dataset)}; plan this "
                 "one: plan_bins(table, capacity) of its LengthTable; table.tokens lacks the refused samples"
             )
+        check_sharing(self.plan, self.data_collator)
         return PackedBatchSampler(
             self.plan,
             ranks=self.args.world_size,
             rank=self.args.process_index,
             accumulation=self.args.gradient_accumulation_steps,
             costs=self.costs,
+            group_costs=self.group_costs,
             remainder=self.remainder,
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
         )
@@ -319,7 +330,7 @@ class PackedTrainer(Trainer):
         Raises:
             ConfigError: packing is not enabled on the model.
         """
-        call = StepCall()
+        call = StepCall(None)
         if self._row_losses is not None:
             super().prediction_step(model, {**inputs, STEP: call}, True, ignore_keys)
             if call.result is None:

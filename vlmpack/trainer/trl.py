@@ -1,8 +1,9 @@
 """Check TRL's trainers: a loss that goes past the packed forward, and settings that nothing reads.
 
-TRL patches the model's forward with a fused head, which calls the backbone itself, by its own `compute_loss`. A
-subclass with Trainer's `compute_loss` leaves the model's forward as it was, and TRL's settings of the loss unread. A
-collator of ours leaves those of TRL's collator unread. TRL is not imported: its classes are recognised by module.
+TRL patches the model's forward with a fused head, which calls the backbone itself, by its own `compute_loss`. That of
+`PackedGRPOTrainer` takes log-probabilities out of packed rows. A subclass with Trainer's `compute_loss` leaves the
+model's forward as it was, and TRL's settings of the loss unread. A collator of ours leaves those of TRL's collator
+unread. TRL is not imported: its classes are recognised by module.
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ DEFAULTS: Mapping[str, Any] = {
 
 def check_loss(trainer: Trainer) -> Iterator[str]:
     """Yield what TRL's own loss does, if the trainer computes it."""
-    if (owner := _loss_of_trl(trainer)) is None:
+    if (owner := loss_of_trl(trainer)) is None or _packs_log_probabilities(trainer):
         return
-    if any(klass.__name__ == "SFTTrainer" for klass in type(trainer).__mro__):
+    names = {klass.__name__ for klass in type(trainer).__mro__}
+    if "GRPOTrainer" in names:
+        remedy = "nothing of it is packed: use PackedGRPOTrainer of vlmpack.trainer, which takes the same arguments"
+    elif "SFTTrainer" in names:
         remedy = (
             "give a subclass of it compute_loss = Trainer.compute_loss and prediction_step = Trainer.prediction_step "
             "(README of vlmpack.trainer, TRL)"
@@ -50,7 +54,7 @@ def check_loss(trainer: Trainer) -> Iterator[str]:
     )
 
 
-def _loss_of_trl(trainer: Trainer) -> str | None:
+def loss_of_trl(trainer: Trainer) -> str | None:
     """Return the class of TRL whose `compute_loss` the trainer's calls; None: Trainer's own comes first."""
     for klass in type(trainer).__mro__:
         method = vars(klass).get("compute_loss")
@@ -61,10 +65,17 @@ def _loss_of_trl(trainer: Trainer) -> str | None:
     return None
 
 
+def _packs_log_probabilities(trainer: Trainer) -> bool:
+    """Return whether the log-probabilities of TRL's loss are those of `PackedGRPOTrainer`."""
+    methods = (vars(klass).get("_get_per_token_logps_and_entropies") for klass in type(trainer).__mro__)
+    first = next((method for method in methods if method is not None), None)
+    return first is not None and first.__module__ == "vlmpack.trainer.grpo"
+
+
 def check_settings(trainer: Trainer) -> Iterator[str]:
     """Yield the settings of TRL's `SFTConfig` that were set, and that neither the collator nor the loss reads."""
     settings, collator = vars(trainer.args), trainer.data_collator
-    if _loss_of_trl(trainer) is not None:
+    if loss_of_trl(trainer) is not None:
         return
     unread = []
     if settings.get("loss_type", "nll") != "nll":

@@ -221,6 +221,11 @@ def is_subclassed(module: nn.Module) -> bool:
     return any(_BASE in vars(klass) for klass in type(module).__mro__)
 
 
+def plain_class(module: nn.Module) -> Any:
+    """The class that a module had before ours, whatever subclass of it FSDP2 has made since."""
+    return next(vars(klass)[_BASE] for klass in type(module).__mro__ if _BASE in vars(klass))
+
+
 def base_of(module: nn.Module) -> Any:
     """The class that the module had.
 

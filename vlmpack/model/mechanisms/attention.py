@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from types import FunctionType
 from typing import Any, ClassVar, final
 
@@ -25,11 +25,12 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from vlmpack.attention import AttentionCall, choose
+from vlmpack.attention import CAUSAL, AttentionCall, Pattern, choose
 from vlmpack.errors import BackendError, ConfigError
 from vlmpack.families import Family
 from vlmpack.layout import Segments, outside_graph
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup, is_subclassed
+from vlmpack.model.mechanisms.stock import check_window, layer_windows
 from vlmpack.model.plain import check_not_bypassed, warn_past_the_forward
 from vlmpack.model.row import CONTEXT, RowContext
 
@@ -42,11 +43,15 @@ OF_VISION = "vision"
 class RowAttention:
     """A row's entry."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, stock_windows: Mapping[int, int | None] | None = None) -> None:
         self.backend = backend
         """Name of the attention back-end, or "auto"."""
         self.calls = 0
         """Calls of packed attention in the text model so far."""
+        self.stock_windows = stock_windows
+        """The window of each layer in the model's own code, by its number; None: not compared."""
+        self.windows: set[int | None] = set()
+        """The windows of the text model's layers that were called; None: of those that have none."""
 
 
 @final
@@ -68,6 +73,8 @@ class Attention(Mechanism):
         for name, module in _callers(model):
             if not isinstance(config := module.config, _StandIn):
                 module.config = _stand_in(config, name)
+        if not _has_own_masks(model):
+            layer_windows(model, again=True)
 
     def detach(self, model: ModelParts, *, kept: Set[int] = frozenset()) -> None:
         """Restore the configurations."""
@@ -87,8 +94,15 @@ class Attention(Mechanism):
         return next(_not_computed(model, callers), None)
 
     def prepare(self, setup: RowSetup) -> RowAttention:
-        """Pass the name of the back-end on."""
-        return RowAttention(setup.backend)
+        """Pass the name of the back-end and the windows of layers on."""
+        return RowAttention(setup.backend, None if _has_own_masks(setup.model) else layer_windows(setup.model))
+
+    def work(self, setup: RowSetup, entry: RowAttention) -> Mapping[str, int]:
+        """Pairs of the layers with a window, and of those without."""
+        pairs = {window: setup.part.attended_pairs(window) for window in entry.windows}
+        if not pairs.keys() - {None}:
+            return {}
+        return {"attended_pairs": max(pairs.values()), "window_pairs": min(pairs.values())}
 
     def check_ran(self, model: ModelParts, entry: RowAttention) -> None:
         """Look whether every attention layer that has a forward of its own called packed attention.
@@ -211,8 +225,7 @@ def _not_computed(model: ModelParts, callers: list[tuple[str, Any]]) -> Iterator
     for config in (model.core.config, model.text.config):
         if getattr(config, "is_causal", None) is False:
             yield f"is_causal is False in the model's {type(config).__name__}, but {_CAUSAL}"
-    # a mechanism with attention of its own, which packed rows call too
-    calls_own = any("attention" in parts for parts in model.family.mechanisms.values())
+    calls_own = _has_own_masks(model)
     stock: set[tuple[str, type[nn.Module]]] = set()
     for name, module in callers:
         if name == TEXT:
@@ -225,6 +238,11 @@ def _not_computed(model: ModelParts, callers: list[tuple[str, Any]]) -> Iterator
             stock.add(kind)
 
 
+def _has_own_masks(model: ModelParts) -> bool:
+    """Return whether a mechanism has attention of its own, which packed rows call too."""
+    return any("attention" in parts for parts in model.family.mechanisms.values())
+
+
 _CAUSAL = (
     "packed attention is causal: a token would not see the later ones of its sample. Set it to True, or train this "
     "model without packing"
@@ -234,11 +252,6 @@ _CAUSAL = (
 def _layer_problems(module: Any) -> Iterator[str]:
     if module.is_causal is False:
         yield f"is_causal is False on a {type(module).__name__}, but {_CAUSAL}"
-    if (window := vars(module).get("sliding_window")) is not None:
-        yield (
-            f"sliding_window is {window} on a {type(module).__name__}, but packed attention reaches over whole "
-            "samples; set it to None"
-        )
 
 
 _OF_KERNELS = {"implementation", "attention_wrapper"}
@@ -265,11 +278,13 @@ def _function_problems(name: str, module: nn.Module) -> Iterator[str]:
 
 
 _COMPUTED = ("scaling", "dropout")
+_OF_PATTERNS = {"sliding_window": "window", "softcap": "softcap", "s_aux": "sinks"}
+"""Keywords by which a layer of a text model passes its pattern, and the names of its parts."""
 _OF_VISION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _WITHOUT_EFFECT = ("position_ids", "use_cache", "output_router_logits", "output_hidden_states", "return_dict")
 _UNDERSTOOD = frozenset((*_COMPUTED, *_OF_VISION, *_WITHOUT_EFFECT))
 """Keywords of an attention call that a back-end computes, or that do not concern attention. transformers 5.17 to 5.23
-hands no others to the layers of the supported families."""
+hands no others to the layers of the supported families but those of patterns."""
 
 
 def _settings(module: nn.Module, kwargs: dict[str, Any], *, causal: bool) -> dict[str, Any]:
@@ -278,7 +293,9 @@ def _settings(module: nn.Module, kwargs: dict[str, Any], *, causal: bool) -> dic
     Raises:
         BackendError: a keyword that none computes, or attention that is not causal in a text model.
     """
-    unknown = [name for name, value in kwargs.items() if value is not None and name not in _UNDERSTOOD]
+    passed = [name for name, value in kwargs.items() if value is not None]
+    pattern = {part: kwargs[name] for name, part in _OF_PATTERNS.items() if causal and name in passed}
+    unknown = [name for name in passed if name not in _UNDERSTOOD and _OF_PATTERNS.get(name) not in pattern]
     if "is_causal" in unknown and bool(kwargs["is_causal"]) == causal:
         unknown.remove("is_causal")
     elif causal and getattr(module, "is_causal", None) is False:
@@ -289,7 +306,8 @@ def _settings(module: nn.Module, kwargs: dict[str, Any], *, causal: bool) -> dic
             f"a {type(module).__name__} calls attention with {shown}, which no back-end for packed rows computes; "
             "leave it out, or train this model without packing"
         )
-    return {"scale": kwargs["scaling"], "dropout": kwargs.get("dropout", 0.0)}
+    settings = {"scale": kwargs["scaling"], "dropout": kwargs.get("dropout", 0.0)}
+    return {**settings, "pattern": Pattern(**pattern)} if pattern else settings
 
 
 def _has_stock_forward(module: nn.Module) -> bool:
@@ -303,12 +321,13 @@ def _text_attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, Any]:
     row: RowContext | None = kwargs.pop(CONTEXT, None)
+    layer: Any = module.layer_idx
     if row is None:
         check_not_bypassed(kwargs)
         if module.training and not is_subclassed(module):  # sparse attention is given a mask of its indexer's choice
             warn_past_the_forward(args[0] if args else kwargs.get("attention_mask"))
         return _call_original(module, query, key, value, *args, **kwargs)
-    return run_on_row(query, key, value, row, **_settings(module, kwargs, causal=True)), None
+    return run_on_row(query, key, value, row, layer=layer, **_settings(module, kwargs, causal=True)), None
 
 
 def _vision_attention(
@@ -337,21 +356,30 @@ def run_on_row(
     scale: float,
     dropout: float,
     vision: torch.Tensor | None = None,
+    pattern: Pattern = CAUSAL,
+    layer: int | None = None,
 ) -> torch.Tensor:
     """transformers' [1, N, T, H] in, its [1, T, N, H] out. `vision`: boundaries of a vision block; None: text."""
     entry: RowAttention = row.entries[Attention.name]
-    entry.calls += vision is None
+    if vision is None:
+        entry.calls += 1
+        if entry.stock_windows is not None and layer is not None:
+            check_window(entry.stock_windows, pattern, layer)
+        entry.windows.add(pattern.window)
     segments = row.segments if vision is None else row.entries[OF_VISION].find(vision, query.shape[2])
     q_TNH, k_TKH, v_TKH = (_in_autocast(x.squeeze(0).transpose(0, 1)) for x in (query, key, value))
     if not segments.num_tokens:  # nothing but padding; the projections keep their place in the graph
-        nothing = sum(x[:0].sum() for x in (q_TNH, k_TKH, v_TKH))
+        nothing = sum(x[:0].sum() for x in (q_TNH, k_TKH, v_TKH, *([] if pattern.sinks is None else [pattern.sinks])))
         return v_TKH.new_zeros(1, *q_TNH.shape[:2], v_TKH.shape[2]) + nothing
 
     def attend(
         q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, segments: Segments, **keys: Segments
     ) -> torch.Tensor:
-        backend = choose(AttentionCall.of(q_TNH, k_TKH, dropout=dropout), entry.backend)
-        return backend(q_TNH, k_TKH, v_TKH, segments, causal=vision is None, scale=scale, dropout=dropout, **keys)
+        # Ulysses: a rank has some of the heads
+        of_heads = pattern.of_heads(row.part.rank * q_TNH.shape[1], q_TNH.shape[1])
+        call = AttentionCall.of(q_TNH, k_TKH, value_dim=v_TKH.shape[2], dropout=dropout, pattern=of_heads)
+        settings: dict[str, Any] = {"scale": scale, "dropout": dropout, "pattern": of_heads, **keys}
+        return choose(call, entry.backend)(q_TNH, k_TKH, v_TKH, segments, causal=vision is None, **settings)
 
     if vision is not None:  # all patches of an image are on one rank
         return attend(q_TNH, k_TKH, v_TKH, segments)[None]

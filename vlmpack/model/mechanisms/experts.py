@@ -193,13 +193,15 @@ class Gate:
         call.width = hidden.shape[1]  # not the row's: a number that is fixed beforehand would be compiled in
         return (hidden.index_select(1, call.real),)
 
-    def restore(self, block: nn.Module, args: Any, output: torch.Tensor | None) -> torch.Tensor | None:
-        """[1, R, D] to [1, T, D], zeros on padding."""
+    def restore(self, block: nn.Module, args: Any, output: Any) -> Any:
+        """[1, R, D] to [1, T, D], zeros on padding. Blocks that return more beside keep it: layers do not read it."""
         call = self._calls.current
         real, call.real = call.real, None
         if real is None or output is None:
             return None
-        return output.new_zeros(1, call.width, output.shape[-1]).index_copy_(1, real, output)
+        hidden, *more = output if isinstance(output, tuple) else (output,)
+        restored = hidden.new_zeros(1, call.width, hidden.shape[-1]).index_copy_(1, real, hidden)
+        return (restored, *more) if isinstance(output, tuple) else restored
 
 
 @final
@@ -235,8 +237,9 @@ def puts_aux_loss_first(family: Family) -> bool:
     """
     file = vars(import_module(family.modelling))
     of_vision = f"{family.model_class.removesuffix('ForConditionalGeneration')}CausalLMOutputWithPast"
-    names = [field.name for field in fields(file.get(of_vision) or file["MoeCausalLMOutputWithPast"])]
-    return names.index("aux_loss") < names.index("logits")
+    output_class = file.get(of_vision) or file.get("MoeCausalLMOutputWithPast")
+    names = [] if output_class is None else [field.name for field in fields(output_class)]
+    return "aux_loss" in names and names.index("aux_loss") < names.index("logits")
 
 
 def wants_balance(model: ModelParts, requested: bool | None) -> bool:
@@ -265,12 +268,17 @@ def coefficient(model: nn.Module, text_config: Any) -> float:
     return getattr(model, "router_aux_loss_coef", text_config.router_aux_loss_coef)
 
 
+def has_balance(family: Family) -> bool:
+    """Return whether models of this family compute a load-balancing loss: those that choose by a bias do not."""
+    return hasattr(import_module(family.modelling), "load_balancing_loss_func")
+
+
 def balance(family: Family, router_logits: Sequence[torch.Tensor], text_config: Any) -> torch.Tensor:
     """The family's own load-balancing loss (scalar) of these tokens: `router_logits` [R, E] of each layer."""
     first = router_logits[0]
     return import_module(family.modelling).load_balancing_loss_func(
         tuple(router_logits),
-        text_config.num_experts,
+        first.shape[-1],
         text_config.num_experts_per_tok,
         # All of them count. Without a mask, transformers 5.17 has a host–device sync.
         torch.ones(first.shape[0], device=first.device),
@@ -330,11 +338,14 @@ class RouterStatistics:
     top_k: int
     """Experts that each token is sent to."""
     aux_loss: torch.Tensor | None
-    """Scalar: the load-balancing loss, not yet multiplied by its coefficient; None: the model computes none."""
+    """Scalar: the load-balancing loss, not yet multiplied by its coefficient; None: not requested, or the model
+    computes none."""
     z_loss: torch.Tensor
     """Scalar: the mean over tokens and layers of logsumexp(router logits)², not yet multiplied by its coefficient."""
     added: torch.Tensor
     """Scalar: what the two, with their coefficients, add to the row's loss."""
+    biased: tuple[BiasedChoice | None, ...] = ()
+    """Of each layer how its experts are chosen; None: by probabilities; empty: so in all layers."""
     counts: torch.Tensor | None = None
     """`expert_counts` of all ranks that share the row, who count together at once; None: one rank has it all."""
 
@@ -343,7 +354,40 @@ class RouterStatistics:
         """int64 [layers, E]: how many tokens each expert was sent. Counted at every access."""
         if self.counts is not None:
             return self.counts
-        return torch.stack([_counts(logits_RE.detach(), self.top_k) for logits_RE in self.logits])
+        biased = self.biased or (None,) * len(self.logits)
+        layers = zip(self.logits, biased, strict=True)
+        return torch.stack([_counts(logits_RE.detach(), self.top_k, choice) for logits_RE, choice in layers])
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BiasedChoice:
+    """Choice of experts by sigmoid scores and a bias, among the best groups (DeepSeek-V3, section 2.1.2)."""
+
+    bias_E: torch.Tensor
+    """float32 [E], as it was in this step."""
+    groups: int
+    """Groups of experts, as many in each."""
+    top_groups: int
+    """Groups that the experts of a token are chosen from."""
+
+    @classmethod
+    def of(cls, model: ModelParts, layer: ExpertLayer) -> BiasedChoice | None:
+        """Read it off a router; None: it chooses by probabilities."""
+        name = model.family.mechanisms[Experts.name].get("router")
+        bias_E = None if name is None else getattr(layer.block.get_submodule(name), "e_score_correction_bias", None)
+        if bias_E is None:
+            return None
+        config = model.text.config
+        return cls(bias_E=bias_E.detach().clone(), groups=config.n_group, top_groups=config.topk_group)
+
+    def scores(self, logits_RE: torch.Tensor) -> torch.Tensor:
+        """float32 [R, E]: the scores of which each token has the best; -inf in the other groups."""
+        scores_RgE = (logits_RE.float().sigmoid() + self.bias_E).unflatten(1, (self.groups, -1))
+        best_Rg = scores_RgE.topk(2, dim=-1).values.sum(-1)
+        chosen_Rg = best_Rg.topk(self.top_groups, dim=-1).indices
+        kept_Rg = torch.zeros_like(best_Rg, dtype=torch.bool).scatter(1, chosen_Rg, True)
+        return scores_RgE.masked_fill(~kept_Rg[..., None], float("-inf")).flatten(1)
 
 
 @outside_graph
@@ -373,11 +417,12 @@ def router_statistics(
     if not part.segments.num_tokens:  # the experts got padding, see `real_tokens`
         logits = tuple(logits_RE[:0] for logits_RE in logits)
     _check_real(logits, part.segments)
+    logits = tuple(map(part.for_each_sample, logits))
     if hidden.requires_grad and not any(logits_RE.requires_grad for logits_RE in logits):
         _check_not_cut_off(setup.model.text)
-    aux_loss = _aux_loss(logits, setup, per) if with_balance else None
+    aux_loss = _aux_loss(logits, setup, per) if with_balance and has_balance(setup.model.family) else None
     z_loss = _z_loss(logits, segments, part, per)
-    parts = [z_loss_coef * z_loss] if z_loss_coef else []
+    parts = [z_loss_coef * z_loss] if z_loss_coef else [torch.zeros_like(z_loss)]
     if aux_loss is not None:
         parts.append(coefficient(setup.model.core, text_config) * aux_loss)
     statistics = RouterStatistics(
@@ -386,13 +431,14 @@ def router_statistics(
         aux_loss=aux_loss,
         z_loss=z_loss,
         added=torch.stack(parts).sum(),
+        biased=tuple(BiasedChoice.of(setup.model, layer) for layer in expert_layers(setup.model)),
     )
-    return statistics if part.is_whole else replace(statistics, counts=part.sum(statistics.expert_counts))
+    return statistics if part.ranks == 1 else replace(statistics, counts=part.sum(statistics.expert_counts))
 
 
 def _aux_loss(logits: tuple[torch.Tensor, ...], setup: RowSetup, per: Balance) -> torch.Tensor:
     segments, part, text_config = setup.row.segments, setup.part, setup.text_config
-    if per == "row" and segments.num_tokens and part.is_whole:
+    if per == "row" and segments.num_tokens and part.ranks == 1:
         return balance(setup.model.family, logits, text_config)
     sample_R, tokens_G = _samples(segments, part, per, logits[0].device)
     sums_2GE = balance_sums(logits, text_config, sample_R=sample_R, samples=len(tokens_G))
@@ -424,9 +470,10 @@ def _mean(losses_G: torch.Tensor, segments: Segments, per: Balance) -> torch.Ten
     return losses_G.sum() / (max(sum(n > 0 for n in segments.lengths), 1) if per == "sample" else 1)
 
 
-def _counts(logits_RE: torch.Tensor, top_k: int) -> torch.Tensor:
+def _counts(logits_RE: torch.Tensor, top_k: int, biased: BiasedChoice | None) -> torch.Tensor:
     """Choose as routers do: by probabilities in float32 whatever their logits are; rounded ones have other ties."""
-    chosen = logits_RE.softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1).indices.flatten()
+    scores_RE = logits_RE.softmax(dim=-1, dtype=torch.float32) if biased is None else biased.scores(logits_RE)
+    chosen = scores_RE.topk(top_k, dim=-1).indices.flatten()
     counts_E = torch.zeros(logits_RE.shape[-1], dtype=torch.int64, device=chosen.device)
     return counts_E.index_add(0, chosen, torch.ones_like(chosen))
 

@@ -12,6 +12,9 @@ samples of like length, or into single samples, whichever costs less (`layout.Bu
                                                                  c c ~
     row       A A A 0  B B B B B 0 0 0  C C 0 0
 
+A prefix tree is computed level by level, each node from the state of its parent (`gated_delta_tree`); where states
+cannot be handed on, along the paths of its samples, between projections that see every token once.
+
 Context parallelism, by heads. Projections of tokens before the convolution and after the norm are the layer's own;
 between them each head runs along the sequence by itself, in the layer's own forward, on a stand-in with fewer heads:
 
@@ -39,7 +42,8 @@ from torch.torch_version import TorchVersion
 from vlmpack.errors import BackendError, ConfigError
 from vlmpack.families import Family
 from vlmpack.layout import Buckets, Spaced, around_graph, outside_graph
-from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
+from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, plain_class, subclass
+from vlmpack.model.mechanisms.gated_delta_tree import DeltaTree, hands_states
 from vlmpack.model.plain import check_not_bypassed
 from vlmpack.model.row import CONTEXT, RowContext
 
@@ -50,7 +54,7 @@ sample, so there as few calls as `layout.buckets.MAX_STRETCH` allows are best.""
 
 @final
 class GatedDelta(ClassMechanism):
-    """Gated delta layers. A row's entry: how the layers compute it, in buckets or spaced."""
+    """Gated delta layers. A row's entry: how the layers compute it, in buckets, spaced, or as a prefix tree."""
 
     name: ClassVar[str] = "gated_delta"
 
@@ -58,8 +62,9 @@ class GatedDelta(ClassMechanism):
         """Every gated delta layer, hidden states [B, S, D] in and out."""
         return [(layer, row_class) for layer in model.layer_parts(self.name)]
 
-    def prepare(self, setup: RowSetup) -> Buckets | Spaced:
-        """Choose by cost.
+    def prepare(self, setup: RowSetup) -> Buckets | Spaced | DeltaTree:
+        """Choose by cost. A prefix tree goes along the paths of its samples where states cannot be handed on: with
+        flash-linear-attention, whose recurrence of single tokens has no backward pass.
 
         Raises:
             BackendError: flash-linear-attention computes the layers, and does so wrongly or not at all here.
@@ -68,7 +73,12 @@ class GatedDelta(ClassMechanism):
         if uses_fla(setup.model.family):
             check_fla(device, training=torch.is_grad_enabled())
             return Spaced(segments=segments, reach=reach(setup.text_config))
-        return Buckets.cheapest(segments, call_cost=CALL_COST.get(device.type, CALL_COST["cuda"]))
+        call_cost = CALL_COST.get(device.type, CALL_COST["cuda"])
+        layers = self.find(setup.model) if setup.row.tree is not None else []
+        if layers and hands_states(plain_class(layers[0]), setup.text_config):
+            assert setup.row.tree is not None
+            return DeltaTree.cheapest(setup.row.tree, call_cost=call_cost)
+        return Buckets.cheapest(segments, call_cost=call_cost)
 
     def work(self, setup: RowSetup, entry: Any) -> Mapping[str, int]:
         """Tokens that each layer computes."""
@@ -100,9 +110,11 @@ def run_on_row(
 ) -> torch.Tensor:
     """[1, t, D] through the layer, sample by sample. The layer stays out of compiled graphs: it would be compiled again
     for nearly every row, and torch 2.13's aot_eager fails in its backward pass on any batch of two."""
-    delta: Buckets | Spaced = row.entries[GatedDelta.name]
+    delta: Buckets | Spaced | DeltaTree = row.entries[GatedDelta.name]
     if not delta.tokens:  # nothing but padding; the parameters up to here keep their place in the graph
         return plain_forward(layer, hidden_1tD * 0, **kwargs)
+    if isinstance(delta, DeltaTree):
+        return delta.run(functools.partial(plain_forward, layer, **kwargs), hidden_1tD)
     if isinstance(delta, Spaced):
         check_zeros(layer)
         kwargs = {**kwargs, **fla_boundaries(delta, hidden_1tD.device)}

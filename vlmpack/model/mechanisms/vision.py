@@ -22,9 +22,10 @@ from torch import nn
 from vlmpack.context_parallel import MediaShare
 from vlmpack.families import Family
 from vlmpack.layout import IMAGE, VIDEO, Grid, Segments, to_device
+from vlmpack.model.context_parallel_row import ContextParallelRow
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
 from vlmpack.model.mechanisms.attention import Attention, RowAttention
-from vlmpack.model.row import CONTEXT, ContextParallelRow, RowContext
+from vlmpack.model.row import CONTEXT, RowContext, RowPart
 
 
 @final
@@ -75,11 +76,10 @@ class Vision(ClassMechanism):
 
     def prepare(self, setup: RowSetup) -> VisionRow:
         """Boundaries of all images and of all videos; the features of this rank's tokens, or the pixels."""
-        family, metadata = setup.model.family, setup.metadata
-        if isinstance(setup.part, ContextParallelRow):
-            features = _features_of_part(setup, setup.part)
-            return VisionRow((), inputs=dict.fromkeys(_PIXELS, COMPUTED), features=features)
-        calls = [grids for grids in (metadata.image_grids, metadata.video_grids) if grids]
+        family = setup.model.family
+        if setup.model.shares_rows:
+            return VisionRow((), inputs=dict.fromkeys(_PIXELS, COMPUTED), features=_features_of_part(setup))
+        calls = [grids for grids in setup.part.media_grids(setup.metadata) if grids]
         layouts = [segments for grids in calls for segments in family.vision_segments(grids, setup.config)]
         return VisionRow(layouts, inputs=setup.row.media.to_hf())
 
@@ -168,12 +168,12 @@ class FeatureForm:
 # ---------------------------------------------------------------------- media that ranks compute together
 
 
-def _features_of_part(setup: RowSetup, part: ContextParallelRow) -> dict[str, MediaFeatures]:
+def _features_of_part(setup: RowSetup) -> dict[str, MediaFeatures]:
     """The features of this rank's tokens.
 
     The tower is called once on every rank, whatever the row holds: also where there is nothing for it to do.
     """
-    shares = _spread(setup)
+    part, shares = setup.part, _spread(setup)
     features = _computed(setup, shares, part.rank)
     form = FeatureForm.of(features)
     counts = [sum(share.features[i] for i in share.items(part.rank)) for share in shares]
@@ -188,7 +188,7 @@ def _features_of_part(setup: RowSetup, part: ContextParallelRow) -> dict[str, Me
 
 def _spread(setup: RowSetup) -> tuple[MediaShare, MediaShare]:
     """Images and videos, spread over ranks together."""
-    images, videos = setup.metadata.image_grids, setup.metadata.video_grids
+    images, videos = setup.part.media_grids(setup.metadata)
     merge = setup.model.family.merge(setup.config)
     both = MediaShare.spread((*images, *videos), ranks=setup.part.ranks, merge=merge)
     cut = len(images)
@@ -216,11 +216,9 @@ def _computed(setup: RowSetup, shares: Sequence[MediaShare], rank: int) -> Any:
     return backbone.get_image_features(torch.cat(parts), on_device, return_dict=True, **{CONTEXT: context})
 
 
-def _sent(
-    features: torch.Tensor, share: MediaShare, types: torch.Tensor, kind: int, part: ContextParallelRow
-) -> torch.Tensor:
+def _sent(features: torch.Tensor, share: MediaShare, types: torch.Tensor, kind: int, part: RowPart) -> torch.Tensor:
     """The features of the images that this rank computed to those of the tokens that it has, in their order."""
-    if part.ranks == 1 or not share.grids:
+    if not isinstance(part, ContextParallelRow) or part.is_whole or not share.grids:
         return features
     media = share.route(types, kind, part.partition, part.rank)
     arrived = part.collectives.along(media.route, features, "images")

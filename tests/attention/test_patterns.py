@@ -1,0 +1,190 @@
+"""Windows, softcaps, sinks and narrow values: what each segment has alone, and no pair is computed that nobody sees."""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import varlen
+
+from vlmpack.attention import BACKENDS, AttentionCall, Pattern, attended_pairs, backends, choose, explain
+from vlmpack.attention.backends import EagerMask, FlashAttn, SdpaSegments, TorchVarlen
+from vlmpack.errors import BackendError
+from vlmpack.layout import Segments, SlotRule
+
+HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 3, 11, 7
+SINKS = torch.linspace(-2, 3, HEADS, dtype=torch.float64)
+lengths_lists = st.lists(st.integers(0, 17), min_size=1, max_size=5).filter(sum)
+rules = st.builds(SlotRule, multiple=st.integers(1, 5), row_multiple=st.sampled_from([1, 7]))
+patterns = st.builds(
+    Pattern,
+    window=st.none() | st.integers(1, 15),
+    softcap=st.none() | st.just(1.5),
+    sinks=st.none() | st.just(SINKS),
+)
+serving = pytest.mark.parametrize("attend", [SdpaSegments(), EagerMask()], ids=lambda backend: backend.name)
+
+
+def random_qkv(tokens: int) -> list[torch.Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    shapes = [(tokens, HEADS, DIM), (tokens, KV_HEADS, DIM), (tokens, KV_HEADS, VALUE_DIM)]
+    return [torch.randn(shape, generator=rng, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern, scale: float) -> torch.Tensor:
+    """The last queries of one sample, one head and one query at a time."""
+    out = q.new_zeros(*q.shape[:2], v.shape[2])
+    before = len(k) - len(q)
+    for at in range(len(q)):
+        first = 0 if pattern.window is None else max(before + at + 1 - pattern.window, 0)
+        seen = slice(first, before + at + 1)
+        for head in range(HEADS):
+            kv = head // (HEADS // KV_HEADS)
+            scores = k[seen, kv] @ q[at, head] * scale
+            if pattern.softcap is not None:
+                scores = pattern.softcap * (scores / pattern.softcap).tanh()
+            total = scores.exp().sum() + (0 if pattern.sinks is None else pattern.sinks[head].exp())
+            out[at, head] = (scores.exp() / total) @ v[seen, kv]
+    return out
+
+
+def gradients(out: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(out.sin().sum(), leaves))
+
+
+@serving
+@settings(max_examples=25)
+@given(lengths=lengths_lists, rule=rules, pattern=patterns, many=st.sampled_from([1, 256]))
+def test_each_segment_is_what_it_is_alone(attend, lengths, rule, pattern, many):
+    if pattern.sinks is not None:
+        pattern = replace(pattern, sinks=pattern.sinks.clone().requires_grad_())
+    learnt = [] if pattern.sinks is None else [pattern.sinks]
+    segments = Segments.from_lengths(lengths, rule)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "MANY", many)
+        qkv = random_qkv(segments.total)
+        with torch.no_grad():
+            for x in qkv:
+                x[segments.padding_mask()] = float("nan")
+        out = attend(*qkv, segments, causal=True, scale=0.3, pattern=pattern)
+        truth = out.new_zeros(out.shape)
+        for start, stop in segments.spans:
+            truth[start:stop] = alone(*(x[start:stop] for x in qkv), pattern, 0.3)
+        torch.testing.assert_close(out, truth, rtol=0, atol=1e-12)
+        for ours, expected in zip(gradients(out, *qkv, *learnt), gradients(truth, *qkv, *learnt), strict=True):
+            assert (ours[segments.padding_mask()] == 0).all() if len(ours) == segments.total else True
+            torch.testing.assert_close(ours, expected.nan_to_num(), rtol=0, atol=1e-12)
+
+
+@serving
+@settings(max_examples=50)
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=4),
+    pattern=patterns,
+)
+def test_queries_of_a_part_see_the_keys_that_their_places_allow(attend, pieces, pattern):
+    keys = Segments.from_lengths([before + queries for before, queries in pieces])
+    queries = Segments.from_lengths([queries for _, queries in pieces])
+    places = [range(stop - n, stop) for (_, stop), (_, n) in zip(keys.spans, pieces, strict=True)]
+    q, k, v = random_qkv(keys.total)
+    out = attend(
+        q[[at for of in places for at in of]], k, v, queries, causal=True, scale=0.3, keys=keys, pattern=pattern
+    )
+    truth = [
+        alone(q[of.start : of.stop], k[start:stop], v[start:stop], pattern, 0.3)
+        for (start, stop), of in zip(keys.spans, places, strict=True)
+    ]
+    torch.testing.assert_close(out, torch.cat(truth), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [1, 3, 5, 30])
+def test_pairs_of_a_window_are_counted(window):
+    segments = Segments.from_lengths([23, 4, 1])
+    assert attended_pairs(segments, window) == sum(min(at + 1, window) for n in (23, 4, 1) for at in range(n))
+    assert attended_pairs(segments, None) == segments.attended_pairs == 23 * 24 // 2 + 11
+
+
+def test_no_mask_is_as_wide_as_a_sample_that_is_longer_than_its_window(monkeypatch):
+    sizes = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def seen(q, k, v, **settings):
+        sizes.append((len(q), q.shape[2], k.shape[2]))
+        return plain(q, k, v, **settings)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+    SdpaSegments()(*random_qkv(100), Segments.from_lengths([100]), causal=True, scale=1.0, pattern=Pattern(window=8))
+    assert sizes == [(1, 8, 8), (11, 8, 16), (1, 4, 12)]
+
+
+# ---------------------------------------------------------------------- back-ends that cannot serve
+
+
+CALL = AttentionCall(device="cuda", dtype=torch.bfloat16, head_dim=64, num_heads=4, num_kv_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "refused_by"),
+    [
+        (("window",), []),
+        (("softcap",), ["torch_varlen"]),
+        (("sinks",), ["torch_varlen", "flash_attn"]),
+        (("window", "softcap"), ["torch_varlen"]),
+    ],
+)
+def test_what_a_kernel_does_not_compute_is_refused_by_name(pattern, refused_by):
+    reasons = explain(replace(CALL, pattern=pattern))
+    named = {name: [text for text in texts if "computes no" in text] for name, texts in reasons.items()}
+    assert [name for name, texts in named.items() if texts] == refused_by
+    assert all(set(pattern) & set(text.replace(",", "").split()) for texts in named.values() for text in texts)
+    assert choose(replace(CALL, device="cpu", pattern=pattern)).name == "sdpa_segments"
+    for name in refused_by:
+        with pytest.raises(BackendError, match="computes no"):
+            choose(replace(CALL, pattern=pattern), name)
+
+
+def test_every_part_of_a_pattern_has_a_back_end():
+    assert BACKENDS["sdpa_segments"].patterns == BACKENDS["eager_mask"].patterns == {"window", "softcap", "sinks"}
+
+
+def test_values_wider_than_keys_are_refused_by_kernels():
+    wide = replace(CALL, value_dim=128)
+    assert any("values are 128 wide" in text for text in TorchVarlen().unsupported(wide))
+    assert not any("wide" in text for text in TorchVarlen().unsupported(replace(CALL, value_dim=32)))
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+def test_kernels_are_given_the_window_and_values_as_wide_as_keys(window, monkeypatch):
+    calls = []
+
+    def kernel(q, k, v, *seqlens, window_size=None, softcap=None, **settings):
+        calls.append((window_size, softcap))
+        assert q.shape[2] == k.shape[2] == v.shape[2]
+        scale = settings.get("scale") or settings["softmax_scale"]
+        return EagerMask()(q, k, v, segments, causal=True, scale=scale)
+
+    package = types.ModuleType("flash_attn")
+    package.flash_attn_varlen_func = kernel
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    segments, qkv = Segments.from_lengths([3, 5]), random_qkv(8)
+    call = {"causal": True, "scale": 0.3, "pattern": Pattern(window=window)}
+    outputs = [TorchVarlen()(*qkv, segments, **call), FlashAttn()(*qkv, segments, **call)]
+    FlashAttn()(*qkv, segments, causal=True, scale=0.3, pattern=Pattern(window=window, softcap=2.0))
+    left = -1 if window is None else window - 1
+    of_flash = None if window is None else (left, 0)  # its own argument for causal attention says the rest
+    assert calls == [((left, 0), None), (of_flash, None), (of_flash, 2.0)]
+    for out in outputs:
+        assert out.shape == (8, HEADS, VALUE_DIM)
+        torch.testing.assert_close(out, EagerMask()(*qkv, segments, causal=True, scale=0.3), rtol=0, atol=1e-12)
+
+
+def test_a_rank_with_some_of_the_heads_has_their_sinks():
+    assert Pattern(sinks=SINKS, window=3).of_heads(2, 2).sinks.tolist() == SINKS[2:4].tolist()
+    assert Pattern(sinks=SINKS, window=3).of_heads(2, 2).window == 3
+    assert Pattern(sinks=SINKS).of_heads(0, HEADS).sinks is SINKS

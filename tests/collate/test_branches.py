@@ -1,0 +1,133 @@
+"""One question and its answer out of a conversation, its images with it."""
+
+from __future__ import annotations
+
+import pytest
+from chats import chat, picture, processor_of
+
+from vlmpack.collate import SharePrefixes, VLMCollator, read_conversation
+from vlmpack.collate.encoded import Encoded
+from vlmpack.data import branch_turns
+from vlmpack.errors import Refusal, SampleError
+
+FIRST, SECOND = picture(), picture(seed=1)
+
+
+def image(source=None) -> dict:
+    return {"type": "image"} if source is None else {"type": "image", "image": source}
+
+
+def say(text: str) -> dict:
+    return {"type": "text", "text": text}
+
+
+def dialogue(*turns, **columns) -> dict:
+    """Questions and answers in turn."""
+    roles = ["user", "assistant"] * len(turns)
+    messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
+    return {"messages": messages, **columns}
+
+
+def written(record: dict) -> list[tuple]:
+    """Of each branch: contents of its messages, and its images."""
+    branches = [read_conversation(branch) for branch in branch_turns(record)]
+    return [([m["content"] for m in b.messages], [ref.source for ref in b.images]) for b in branches]
+
+
+INLINE = dialogue([image(FIRST), say("Q0")], "A0", "Q1", "A1", [say("Q2"), image(SECOND)], "A2")
+EXPECTED = [
+    ([[image(), say("Q0")], "A0"], [FIRST]),
+    ([[image(), say("Q1")], "A1"], [FIRST]),
+    ([[image(), say("Q2"), image()], "A2"], [FIRST, SECOND]),
+]
+
+
+def test_each_question_has_the_images_of_the_first_and_its_own():
+    assert written(INLINE) == EXPECTED
+
+
+def test_images_of_a_column_go_where_their_placeholders_are():
+    column = dialogue([image(), say("Q0")], "A0", "Q1", "A1", [say("Q2"), image()], "A2", images=[FIRST, SECOND])
+    assert written(column) == EXPECTED
+    assert written(dialogue("Q0", "A0", "Q1", "A1", image=FIRST)) == EXPECTED[:2]
+
+
+def test_markers_of_qwen_and_pairs_of_cauldron_are_read():
+    turns = [("human", "<image>\nQ0"), ("gpt", "A0"), ("human", "Q1"), ("gpt", "A1")]
+    qwen = {"conversations": [{"from": role, "value": text} for role, text in turns], "image": FIRST}
+    pairs = {"texts": [{"user": f"Q{i}", "assistant": f"A{i}", "source": "x"} for i in range(2)], "images": [FIRST]}
+    assert written(qwen) == written(pairs) == EXPECTED[:2]
+    assert len(read_conversation(pairs).messages) == 4
+
+
+def test_a_first_question_stays_as_it_is_written():
+    record = dialogue([say("Q0"), image(FIRST)], "A0", "Q1", "A1")
+    assert written(record) == [([[say("Q0"), image()], "A0"], [FIRST]), EXPECTED[1]]
+
+
+def test_system_messages_and_their_images_stand_in_front_of_all():
+    record = dialogue("Q0", "A0", "Q1", "A1")
+    record["messages"].insert(0, {"role": "system", "content": [say("Look"), image(SECOND)]})
+    system = [say("Look"), image()]
+    assert written(record) == [([system, "Q0", "A0"], [SECOND]), ([system, "Q1", "A1"], [SECOND])]
+    assert written(dialogue("Q0", "A0", "Q1", "A1", system="Be brief"))[1][0] == ["Be brief", "Q1", "A1"]
+
+
+def test_videos_go_with_their_question():
+    film = {"type": "video", "video": [FIRST, FIRST]}
+    record = dialogue([image(SECOND), say("Q0")], "A0", [film, say("Q1")], "A1", "Q2", "A2")
+    branches = [read_conversation(branch) for branch in branch_turns(record)]
+    assert [len(branch.images) for branch in branches] == [1, 1, 1]
+    assert [len(branch.videos) for branch in branches] == [0, 1, 0]
+
+
+def test_an_answer_that_is_not_learnt_is_not_learnt_alone_either():
+    record = dialogue("Q0", "A0", "Q1", "A1")
+    record["messages"][3]["weight"] = 0
+    learnt = [read_conversation(branch).trained_turns for branch in branch_turns(record)]
+    assert learnt == [(True,), (False,)]
+
+
+def test_a_branch_is_the_sample_of_that_question_alone():
+    maker = VLMCollator(processor_of())
+    record = dialogue([image(), say("Q0")], "A0", "Q1", "A1", images=[FIRST], id="r")
+    branches = [maker.measure(branch) for branch in branch_turns(record)]
+    alone = [maker.measure(chat(f"Q{i}", f"A{i}", FIRST)) for i in range(2)]
+    assert [branch.sample_id for branch in branches] == ["r/0", "r/1"]
+    for branch, sample in zip(branches, alone, strict=True):
+        assert isinstance(branch, Encoded)
+        assert branch.input_ids.tolist() == sample.input_ids.tolist()
+        assert branch.labels.tolist() == sample.labels.tolist()
+    row = VLMCollator(processor_of(), layout="packed", share_prefixes=SharePrefixes(min_shared=2)).collate(
+        branch_turns(record)
+    )
+    assert (row.tree.parents, row.tree.images) == ((-1, 0, 0), (0,))
+
+
+@pytest.mark.parametrize(
+    ("feature", "fault"),
+    [
+        ({**dialogue("Q0", "A0"), "branch_turn": 1}, "its branch_turn is 1, but it has 1 questions"),
+        ({**dialogue("Q0", "A0"), "branch_turn": -1}, "its branch_turn is -1"),
+        ({**dialogue("Q0", "A0"), "branch_turn": "0"}, "its branch_turn is '0'"),
+        ({**dialogue("Q0", "A0", "Q1"), "branch_turn": 0}, "its turns are user, assistant, user: only questions and"),
+        ({"messages": dialogue("Q0", "A0")["messages"][::-1], "branch_turn": 0}, "its turns are assistant, user: only"),
+        ({"prompt": "Q", "completion": "A", "branch_turn": 0}, "it has 0 questions"),
+        ({"texts": [{"user": "Q", "assistant": None}]}, "texts[0] must have a user and an assistant, both texts"),
+        ({"texts": [{"user": "Q", "assistant": "A"}], **dialogue("Q", "A")}, "it has messages and texts"),
+    ],
+)  # fmt: skip
+def test_other_conversations_are_refused(feature, fault):
+    with pytest.raises(Refusal) as caught:
+        read_conversation(feature)
+    assert fault in caught.value.message
+    assert caught.value.reason == "bad_row"
+
+
+def test_tokenised_samples_have_no_questions_to_tell_apart():
+    with pytest.raises(SampleError, match="input_ids and branch_turn"):
+        VLMCollator(processor_of()).collate([{"input_ids": [1, 2, 3], "branch_turn": 0}])
+
+
+def test_a_column_of_notes_named_texts_is_no_conversation():
+    assert read_conversation({**dialogue("Q0", "A0"), "texts": ["a note"]}).messages

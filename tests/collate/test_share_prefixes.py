@@ -1,0 +1,177 @@
+"""The collator's prefix trees: equal to `share` of the plain row, each image cut and joined once."""
+
+from __future__ import annotations
+
+import gc
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from chats import chat, picture, processor_of, tokenised
+
+from vlmpack import PackedStep
+from vlmpack.collate import SharePrefixes, SkipLog, Visual, VLMCollator
+from vlmpack.collate.media import MediaReader
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.layout import PackedRow, SlotRule, share, unshare
+from vlmpack.testing import tiny_model
+
+LOW = SharePrefixes(min_shared=8)
+TURNS = (
+    "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>{}<|im_end|>\n<|im_start|>assistant\nx<|im_end|>\n"
+)
+
+
+def collator(**settings) -> VLMCollator:
+    return VLMCollator(processor_of(), **{"layout": "packed", "share_prefixes": LOW, **settings})
+
+
+def encoded(image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def questions(*sources) -> list[dict]:
+    return [chat(f"What is in line {i}?", f"Total {i}", source) for i, source in enumerate(sources)]
+
+
+@pytest.fixture
+def cuts(monkeypatch) -> list:
+    """The images that are loaded and cut."""
+    refs, cut = [], MediaReader._cut_image
+    monkeypatch.setattr(MediaReader, "_cut_image", lambda reader, ref: refs.append(ref) or cut(reader, ref))
+    return refs
+
+
+def assert_equal_rows(row: PackedRow, other: PackedRow) -> None:
+    assert (row.tree, row.metadata) == (other.tree, other.metadata)
+    for name, tensor in {**row.media.to_hf(), "ids": row.input_ids, "labels": row.shift_labels}.items():
+        theirs = {**other.media.to_hf(), "ids": other.input_ids, "labels": other.shift_labels}[name]
+        assert torch.equal(tensor, theirs)
+
+
+def mixed() -> list[dict]:
+    """One image in three forms, a twin of another grid, a text, and two films of the same frames."""
+    image, other = picture(), picture(seed=1)
+    film = {"type": "video", "video": [picture(64, 64, seed=i) for i in range(4)]}
+    films = [
+        {"messages": [{"role": "user", "content": [film, {"type": "text", "text": question}]}, answer]}
+        for question in ("Who?", "Where?")
+        for answer in [{"role": "assistant", "content": "There"}]
+    ]
+    return [*questions(image, encoded(image), {"bytes": encoded(image), "path": None}, other), chat("Text"), *films]
+
+
+def test_the_row_is_the_shared_plain_row():
+    row = collator().collate(mixed())
+    plain = collator(share_prefixes=False).collate(mixed())
+    assert plain.tree is None
+    assert_equal_rows(row, share(plain, min_shared=8))
+    assert_equal_rows(unshare(row), unshare(share(plain, min_shared=8)))
+    assert (row.tree.images, row.tree.videos) == ((0, 3), (0,))
+    assert torch.equal(unshare(row).media.pixel_values, plain.media.pixel_values)
+
+
+def test_measured_samples_give_the_same_row():
+    maker, samples = collator(), mixed()
+    assert_equal_rows(maker.decode([maker.measure(s, i) for i, s in enumerate(samples)]), maker.collate(samples))
+
+
+def test_true_shares_from_64_tokens_on():
+    assert collator(share_prefixes=True).share_prefixes == SharePrefixes(min_shared=64)
+    assert collator(share_prefixes=True).collate(mixed()[:5]).tree is None
+    assert collator(share_prefixes=False).share_prefixes is None
+    assert "share_prefixes=SharePrefixes(min_shared=8)" in repr(collator())
+
+
+@pytest.mark.parametrize("shared", [LOW, False])
+def test_an_image_is_cut_once_a_batch_whatever_holds_it(cuts, tmp_path, shared):
+    image, path = picture(), tmp_path / "a.png"
+    path.write_bytes(encoded(image))
+    sources = [path, str(path), {"bytes": None, "path": str(path)}, encoded(image), {"bytes": encoded(image)}, image]
+    batch = collator(share_prefixes=shared).collate(questions(*sources, picture(seed=1), image))
+    assert len(cuts) == 4  # a path, bytes, a picture, another picture
+    assert batch.media.image_grid_thw.shape[0] == (2 if shared else 8)
+    assert Path(cuts[0].source) == path
+
+
+def test_an_image_of_other_keys_is_another_one(cuts):
+    image = encoded(picture(128, 96))
+    parts = [{"type": "image", "image": image}, {"type": "image", "image": image, "max_pixels": 64 * 64}]
+    collator().collate(
+        [
+            {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "x"}]}
+            for part in [*parts, *parts]
+        ]
+    )
+    assert len(cuts) == 2
+
+
+def test_pixels_of_samples_that_are_left_out_are_not_kept(monkeypatch):
+    alive = []
+    maker = collator(on_bad="skip", max_length=20, overlength="drop")
+    monkeypatch.setattr(SkipLog, "note", lambda *_: alive.append(sum(type(x) is Visual for x in gc.get_objects())))
+    maker.collate([chat("q " * 30, "x", picture(seed=i)) for i in range(5)])
+    assert len(alive) == 5
+    assert alive[0] <= 1  # of the black image that stands in for them
+
+
+def test_samples_that_were_tokenised_before_are_shared_too():
+    samples = [tokenised("qwen3_vl", TURNS.format(word), picture()) for word in ("Who?", "Where?")]
+    row = collator().collate(samples)
+    assert row.tree.images == (0,)
+    labels = samples[1]["input_ids"].clone()
+    labels[-2] += 1
+    with pytest.raises(
+        SampleError, match=r"sample 1: token \d+ has the label \d+ and the id \d+.*leave share_prefixes"
+    ):
+        collator().collate([samples[0], {**samples[1], "labels": labels}])
+    skipping = collator(on_bad="skip")
+    assert skipping.collate([samples[0], {**samples[1], "labels": labels}]).segments.num_samples == 1
+    assert skipping.skip_log.reasons == {"label_not_its_id": 1}
+    assert collator(share_prefixes=False).collate([samples[0], {**samples[1], "labels": labels}]).tree is None
+
+
+def test_every_sample_of_an_image_that_is_not_finite_is_refused():
+    samples = [tokenised("qwen3_vl", TURNS.format(word), picture()) for word in ("Who?", "Where?", "Why?")]
+    broken = samples[0]["pixel_values"].clone()
+    broken[0, 0] = np.nan
+    samples[0]["pixel_values"] = samples[1]["pixel_values"] = broken
+    maker = collator(on_bad="skip")
+    assert maker.collate(samples).metadata.sample_ids == (2,)
+    assert maker.skip_log.reasons == {"pixels_not_finite": 2}
+
+
+def test_a_batch_without_samples_has_no_tree():
+    assert collator().collate([]).tree is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"layout": "padded"}, "choose layout='packed'"),
+        ({"slots": SlotRule(multiple=8)}, "needs a row without padding.*leave slots or share_prefixes out"),
+        ({"slots": SlotRule(pad_to=512)}, "needs a row without padding"),
+        ({"share_prefixes": 64}, r"share_prefixes has to be a SharePrefixes, such as SharePrefixes\(min_shared=64\)"),
+    ],
+)
+def test_settings_without_a_place_for_a_tree_are_refused(settings, fault):
+    with pytest.raises(ConfigError, match=fault):
+        collator(**settings)
+
+
+def test_a_beginning_has_at_least_one_token():
+    with pytest.raises(ConfigError, match="min_shared"):
+        SharePrefixes(min_shared=0)
+
+
+def test_losses_are_those_of_the_plain_row():
+    step = PackedStep(tiny_model("qwen3_vl", processor=processor_of()))
+    shared, plain = (step(collator(share_prefixes=how).collate(mixed())) for how in (LOW, False))
+    torch.testing.assert_close(shared.sample_losses, plain.sample_losses)
+    torch.testing.assert_close(shared.loss_sum, plain.loss_sum)
+    assert shared.work.physical_tokens < plain.work.physical_tokens
+    assert shared.work.vision_patches < plain.work.vision_patches

@@ -1,0 +1,364 @@
+"""Sharing: what samples have in common is found by tokens and by the content of media, and nothing else is merged."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layout.naive import naive_tree
+
+from vlmpack.errors import LayoutError
+from vlmpack.layout import (
+    IMAGE,
+    TEXT,
+    VIDEO,
+    HostMetadata,
+    Media,
+    PackedRow,
+    PrefixTree,
+    Segments,
+    SlotRule,
+    content_numbers,
+    nothing_on_host,
+    share,
+    sharing,
+    shift_labels,
+    unshare,
+)
+
+WORDS, PLACEHOLDER = 5, {IMAGE: 90, VIDEO: 91}
+GRIDS = {IMAGE: [(1, 2, 4), (1, 4, 4)], VIDEO: [(2, 2, 2)]}
+MERGED = 4
+"""Patches of a token."""
+WIDTH = 3
+"""Values of a patch."""
+
+
+class Item(NamedTuple):
+    """A word, an image or a video of a sample."""
+
+    kind: int
+    word: int = 0
+    content: int = 0
+    """Of media with one grid: those of different content have the same tokens."""
+    grid: int = 0
+    time: int = 0
+    """Of a video: the token written between its frames."""
+
+    def ids(self) -> list[int]:
+        if self.kind == TEXT:
+            return [self.word]
+        tokens = prod(GRIDS[self.kind][self.grid]) // MERGED
+        ids = [PLACEHOLDER[self.kind]] * tokens
+        return ids if self.kind == IMAGE else [*ids[:1], 80 + self.time, *ids[1:]]
+
+    def symbols(self) -> list[Item]:
+        """One for each token, equal only where content is."""
+        return [Item(TEXT, word=word) if word not in PLACEHOLDER.values() else self for word in self.ids()]
+
+    def types(self) -> list[int]:
+        return [self.kind if word in PLACEHOLDER.values() else TEXT for word in self.ids()]
+
+    def pixels(self) -> torch.Tensor:
+        """[P, C]: different contents differ in one value."""
+        values = torch.zeros(prod(GRIDS[self.kind][self.grid]), WIDTH)
+        values[-1, -1] = self.content
+        return values
+
+
+WORD = st.integers(0, WORDS - 1).map(lambda word: Item(TEXT, word=word))
+PICTURE = st.tuples(st.integers(0, 1), st.integers(0, 1)).map(lambda x: Item(IMAGE, content=x[0], grid=x[1]))
+FILM = st.tuples(st.integers(0, 1), st.integers(0, 1)).map(lambda x: Item(VIDEO, content=x[0], time=x[1]))
+Samples = list[list[Item]]
+FEW = settings(max_examples=30)
+
+
+@st.composite
+def families_of_samples(draw: st.DrawFn) -> Samples:
+    """Samples that go on where another one is cut, with media at every level."""
+    samples: Samples = []
+    for _ in range(draw(st.integers(2, 7))):
+        before = draw(st.sampled_from(samples)) if samples and draw(st.integers(0, 3)) else []
+        kept = before[: draw(st.integers(0, len(before)))]
+        more = draw(st.lists(WORD | PICTURE | FILM, min_size=0 if kept else 1, max_size=5))
+        samples.append(kept + more)
+    return samples
+
+
+def flat(sample: Sequence[Item], part: str) -> list:
+    return [value for item in sample for value in getattr(item, part)()]
+
+
+def row_of(samples: Samples) -> PackedRow:
+    """The row of these samples, every token learnt."""
+    ids = [flat(sample, "ids") for sample in samples]
+    segments = Segments.from_lengths([len(sample) for sample in ids])
+    input_ids = torch.tensor([[token for sample in ids for token in sample]])
+    media = {kind: [item for sample in samples for item in sample if item.kind == kind] for kind in (IMAGE, VIDEO)}
+    grids = {kind: [GRIDS[kind][item.grid] for item in items] for kind, items in media.items()}
+    return PackedRow(
+        input_ids=input_ids,
+        segments=segments,
+        shift_labels=shift_labels(input_ids, segments),
+        mm_token_type_ids=torch.tensor([[value for sample in samples for value in flat(sample, "types")]]),
+        media=Media(
+            pixel_values=_joined(media[IMAGE]),
+            image_grid_thw=torch.tensor(grids[IMAGE]) if grids[IMAGE] else None,
+            pixel_values_videos=_joined(media[VIDEO]),
+            video_grid_thw=torch.tensor(grids[VIDEO]) if grids[VIDEO] else None,
+            second_per_grid_ts=torch.tensor([0.5] * len(grids[VIDEO])) if grids[VIDEO] else None,
+        ),
+        extras={"advantages": torch.arange(segments.total)[None]},
+        metadata=HostMetadata(lengths=segments.lengths, sample_ids=tuple(range(len(samples)))),
+    )
+
+
+def _joined(items: Sequence[Item]) -> torch.Tensor | None:
+    return torch.cat([item.pixels() for item in items]) if items else None
+
+
+def assert_equal_rows(row: PackedRow, other: PackedRow) -> None:
+    """Every tensor, and the metadata that tensors of the row hold."""
+    assert row.segments == other.segments
+    assert row.host_metadata() == other.host_metadata()
+    assert row.tree == other.tree
+    for name in ("input_ids", "shift_labels", "mm_token_type_ids"):
+        assert torch.equal(row.__dict__[name], other.__dict__[name])
+    assert torch.equal(row.extras["advantages"], other.extras["advantages"])
+    assert row.media.to_hf().keys() == other.media.to_hf().keys()
+    for name, tensor in row.media.to_hf().items():
+        assert torch.equal(tensor, other.media.to_hf()[name])
+
+
+def word(*values: int) -> list[Item]:
+    return [Item(TEXT, word=value) for value in values]
+
+
+CAT, DOG = Item(IMAGE, content=0), Item(IMAGE, content=1)
+"""Two images of one grid: their tokens are the same."""
+FILM_A, FILM_B = Item(VIDEO, time=0), Item(VIDEO, time=1)
+"""One video at two speeds: its pixels are the same, the tokens between its frames are not."""
+
+
+@given(families_of_samples(), st.integers(1, 4))
+def test_the_tree_is_the_naive_one_of_tokens_and_contents(samples, min_shared):
+    row = row_of(samples)
+    shared = share(row, min_shared=min_shared)
+    symbols = [flat(sample, "symbols") for sample in samples]
+    truth = naive_tree(symbols, min_shared=min_shared, groups=[0] * len(samples))
+    if sum(map(len, truth.nodes)) == row.segments.total:
+        assert shared is row
+        return
+    assert shared.tree is not None
+    assert shared.tree.parents == tuple(truth.parents)
+    assert shared.tree.lengths == tuple(len(node) for node in truth.nodes)
+    assert shared.tree.leaves == tuple(truth.leaves[i] for i in range(len(samples)))
+
+
+@FEW
+@given(families_of_samples(), st.integers(1, 4))
+def test_media_are_those_of_the_tree_in_its_order(samples, min_shared):
+    shared = share(row_of(samples), min_shared=min_shared)
+    if shared.tree is None:
+        return
+    source = shared.tree.source()
+    types = shared.mm_token_type_ids[0][source].tolist()
+    item_of = [(item, n, at) for n, sample in enumerate(samples) for at, item in enumerate(sample) for _ in item.ids()]
+    for kind, name in ((IMAGE, "pixel_values"), (VIDEO, "pixel_values_videos")):
+        walked = dict.fromkeys(item_of[i] for i, of_kind in zip(source.tolist(), types, strict=True) if of_kind == kind)
+        expected = [item.pixels() for item, *_ in walked]
+        pixels = shared.media.to_hf().get(name)
+        assert torch.equal(torch.cat(expected), pixels) if expected else pixels is None
+
+
+@FEW
+@given(families_of_samples(), st.integers(1, 4))
+def test_unshare_is_the_inverse_and_the_tree_that_was_found_can_be_given(samples, min_shared):
+    row = row_of(samples)
+    shared = share(row, min_shared=min_shared)
+    assert_equal_rows(unshare(shared), row)
+    assert_equal_rows(share(shared, min_shared=min_shared), shared)
+    if shared.tree is not None:
+        assert_equal_rows(share(row, tree=replace(shared.tree, images=(), videos=())), shared)
+
+
+def test_images_of_one_grid_and_other_content_are_not_merged():
+    samples = [[CAT, *word(1)], [DOG, *word(1)], [CAT, *word(2)]]
+    row = row_of(samples)
+    assert torch.equal(row.input_ids[0, :3], row.input_ids[0, 3:6])  # the same tokens
+    shared = share(row, min_shared=1)
+    assert shared.tree.parents == (-1, 0, 0, -1)
+    assert shared.tree.images == (0, 1)
+    assert shared.media.pixel_values.shape == (16, WIDTH)
+    assert shared.host_metadata().image_grids == ((1, 2, 4),) * 3
+
+
+def test_placeholders_alone_would_merge_them(monkeypatch):
+    """The guard of the tests above: without contents they fail."""
+    monkeypatch.setattr(sharing, "content_numbers", lambda blocks: [0] * len(blocks))
+    row = row_of([[CAT, *word(1)], [DOG, *word(1)]])
+    shared = share(row, min_shared=1)
+    assert shared.tree.num_tokens == 3
+    assert not torch.equal(unshare(shared).media.pixel_values, row.media.pixel_values)
+
+
+def test_no_branch_begins_inside_a_video():
+    shared = share(row_of([[*word(1), FILM_A, *word(2)], [*word(1), FILM_B, *word(2)]]), min_shared=1)
+    assert shared.tree.lengths == (1, 4, 4)
+    assert shared.tree.videos == (0, 1)
+
+
+def test_a_video_at_another_rate_is_another_one():
+    row = row_of([[FILM_A], [FILM_A]])
+    assert share(row).tree.videos == (0,)
+    other = replace(row, media=replace(row.media, second_per_grid_ts=torch.tensor([0.5, 1.0])))
+    assert share(other) is other
+
+
+def test_media_that_agree_where_they_are_looked_at_are_compared_whole():
+    first = torch.arange(2 * 3 * sharing.LOOKED_AT).float().view(-1, 3)
+    last = first.clone()
+    step = first.numel() // sharing.LOOKED_AT | 1
+    assert step > 1
+    last.view(-1)[1] += 1  # not looked at: the first value and every `step`-th are
+    assert content_numbers([first, last, first.clone(), first]) == [0, 1, 0, 0]
+    assert content_numbers([first, first.to(torch.bfloat16), first.view(-1, 6)]) == [0, 1, 2]
+    assert content_numbers([torch.tensor([[float("nan")]]), torch.tensor([[float("nan")]])]) == [0, 0]
+    assert content_numbers([torch.tensor([[0.0]]), torch.tensor([[-0.0]])]) == [0, 1]
+
+
+def test_samples_of_different_groups_share_nothing():
+    row = row_of([word(1, 2), word(1, 3), word(1, 4), word(1, 5)])
+    for groups in (["a", "b", "a", "b"], torch.tensor([1, 0, 1, 0]), list(torch.tensor([1, 0, 1, 0]))):
+        assert share(row, min_shared=1, groups=groups).tree.parents == (-1, 0, 0, -1, 3, 3)
+    assert share(row, min_shared=1, groups=range(4)) is row
+
+
+def test_min_shared_is_64_tokens():
+    prefix = [i % WORDS for i in range(64)]
+    assert share(row_of([word(*prefix, 1), word(*prefix, 2)])).tree.lengths == (64, 1, 1)
+    short = row_of([word(*prefix[1:], 1), word(*prefix[1:], 2)])
+    assert share(short) is short
+    alone = row_of([word(*prefix)])
+    assert share(alone) is alone
+
+
+@FEW
+@given(families_of_samples())
+def test_a_shared_row_travels(samples):
+    row = share(row_of(samples), min_shared=1)
+    batch = row.to_hf()
+    assert_equal_rows(PackedRow.from_hf(batch, extras=("advantages",)), row)
+    batch.pop("use_cache", None)
+    assert_equal_rows(PackedRow.from_hf(pickle.loads(pickle.dumps(batch)), extras=("advantages",)), row)
+    assert row.metadata.tree is None  # a row stores its tree once
+    assert row.to("cpu").tree is row.tree
+
+
+def test_a_shared_row_is_named_and_counts_its_distinct_targets():
+    row = share(row_of([[CAT, *word(1, 2)], [CAT, *word(1, 3)]]), min_shared=1)
+    assert repr(row) == "PackedRow([1, 8], 2 samples, 8 tokens, 100.00% full, 1 images, shared in 5 tokens)"
+    assert row.known_metadata.num_distinct_targets == 4  # of 6: the first token is none
+    assert unshare(row).known_metadata.num_distinct_targets is None
+
+
+FOREIGN = row_of([word(1, 2, 3), word(1, 2, 4)])
+LABELS = FOREIGN.shift_labels.clone()
+LABELS[0, 4] = 0
+BEHIND = FOREIGN.shift_labels.clone()
+BEHIND[0, 2] = 1
+PICTURES = row_of([[CAT, *word(1)], [CAT, *word(2)]])
+FEWER = torch.tensor([[1, 1, 0, 0, 1, 0]])
+PADDED = replace(FOREIGN, segments=Segments.from_lengths([3, 2], SlotRule(row_multiple=6)))
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        (replace(FOREIGN, shift_labels=LABELS), "sample 1: token 2 has the label 0, which is not its own id.*unshared"),
+        (replace(FOREIGN, shift_labels=BEHIND), "sample 0: token 3 has the label 1"),
+        (PADDED, "has no padding.*5 real tokens in 6"),
+        (replace(PICTURES, mm_token_type_ids=None), "0 image placeholders for 2 images.*mm_token_type_ids"),
+        (replace(PICTURES, mm_token_type_ids=PICTURES.mm_token_type_ids * 2), "0 image placeholders for 2 images"),
+        (replace(PICTURES, mm_token_type_ids=FEWER), "3 image placeholders for 2 images.*do not divide"),
+        (replace(PICTURES, media=replace(PICTURES.media, pixel_values=torch.zeros(8, 3))), "16 patches, the row has 8"),
+    ],
+)  # fmt: skip
+def test_a_row_that_cannot_be_shared_is_refused(row, fault):
+    with pytest.raises(LayoutError, match=fault):
+        share(row, min_shared=1)
+
+
+def test_placeholders_of_one_image_in_two_samples_are_refused():
+    samples = [[*word(1), Item(IMAGE, grid=1)], [Item(IMAGE, grid=0), *word(1)]]
+    row = row_of(samples)
+    grids = row.media.image_grid_thw.flip(0)  # in another order than their samples
+    swapped = replace(row, media=replace(row.media, image_grid_thw=grids))
+    with pytest.raises(LayoutError, match="image 1 lie in sample 0 and in the next"):
+        share(swapped, min_shared=1)
+
+
+def test_a_row_on_a_device_is_refused():
+    shared = share(PICTURES, min_shared=1)
+    with nothing_on_host():
+        for function, row in ((share, FOREIGN), (unshare, shared)):
+            with pytest.raises(LayoutError, match="share it before it is moved"):
+                function(row)
+
+
+def test_settings_that_say_nothing_are_refused():
+    with pytest.raises(Exception, match="min_shared"):
+        share(FOREIGN, min_shared=0)
+    with pytest.raises(LayoutError, match="3 groups for the 2 samples"):
+        share(FOREIGN, groups=[0, 1, 0])
+
+
+def test_a_tree_of_another_row_is_refused():
+    tree = share(FOREIGN, min_shared=1).tree
+    with pytest.raises(LayoutError, match=r"samples of \[3, 3\] tokens, the row of \[4, 3\]"):
+        share(row_of([word(1, 2, 3, 4), word(1, 2, 4)]), tree=tree)
+    with pytest.raises(LayoutError, match=r"sample 1: the tree takes its token 1 from a sample before it.*another one"):
+        share(row_of([word(1, 2, 3), word(1, 3, 4)]), tree=tree)
+    merged = share(PICTURES, min_shared=1).tree
+    with pytest.raises(LayoutError, match=r"sample 1.*stands for other media"):
+        share(row_of([[CAT, *word(1)], [DOG, *word(2)]]), tree=merged)
+    with pytest.raises(LayoutError, match="share a row after it is packed"):
+        replace(row_of([word(1), word(1, 2)]), tree=tree)
+
+
+def test_a_tree_that_divides_an_image_is_refused():
+    row = row_of([[CAT, *word(1)], [CAT, *word(2)]])
+    tree = PrefixTree(segments=row.segments, parents=(-1, 0, 0), lengths=(1, 2, 2), leaves=(1, 2))
+    with pytest.raises(LayoutError, match=r"sample 1: the tree takes its token 1.*inside an image"):
+        share(row, tree=tree)
+
+
+def test_media_changed_behind_a_tree_are_refused():
+    shared = share(PICTURES, min_shared=1)
+    changed = replace(shared, media=replace(shared.media, image_grid_thw=torch.tensor([[1, 4, 2]])))
+    with pytest.raises(LayoutError, match="image_grid_thw is not what the host metadata"):
+        changed.host_metadata()
+    with pytest.raises(LayoutError, match="the tree computes image 0, but the metadata has the grids of 0"):
+        replace(shared, metadata=None).host_metadata()
+    with pytest.raises(LayoutError, match="has 1 grids but image_grid_thw"):
+        replace(shared, media=PICTURES.media).host_metadata()
+
+
+def test_finding_reads_bits_and_no_values():
+    """Types that numpy lacks, and pixels of which a gradient is wanted, are compared as they lie."""
+    blocks = [torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    assert content_numbers(blocks) == [0, 0]
+    assert content_numbers([np_view(torch.arange(6.0)), torch.arange(6.0).view(2, 3)]) == [0, 0]
+
+
+def np_view(values: torch.Tensor) -> torch.Tensor:
+    """[2, 3] that is not contiguous."""
+    return torch.from_numpy(np.asfortranarray(values.view(2, 3).numpy()))

@@ -1,0 +1,231 @@
+"""Samples that share prefixes: they come out of a stream together, and are dealt as what a row computes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings, SharedPrefix, StreamPacker
+from vlmpack.plan import CostModel, PrefixGroups, plan_bins
+
+CAPACITY = 30
+Sample = dict[str, Any]
+
+
+def sample(number: int, key: str | None, shared: int, more: int, images: int = 0) -> Sample:
+    return {"id": number, "key": key, "shared": shared, "length": shared + more, "images": images}
+
+
+def prefix_of(sample: Mapping[str, Any]) -> SharedPrefix | None:
+    if sample["key"] is None:
+        return None
+    return SharedPrefix(key=sample["key"], tokens=sample["shared"], costs={"images": sample["images"]})
+
+
+def packer(**settings: Any) -> StreamPacker[Sample]:
+    return StreamPacker(RowSettings(capacity=CAPACITY, **settings), prefix=prefix_of)
+
+
+def computed(row: list[Sample]) -> int:
+    """Tokens of a row, each prefix once."""
+    prefixes = {sample["key"]: sample["shared"] for sample in row if sample["key"] is not None}
+    return sum(s["length"] - (s["shared"] if s["key"] is not None else 0) for s in row) + sum(prefixes.values())
+
+
+@st.composite
+def streams(draw: Any) -> list[Sample]:
+    """Groups one after the other, with samples between them that share nothing."""
+    samples: list[Sample] = []
+    for group in range(draw(st.integers(0, 6))):
+        shared = draw(st.integers(1, 20))
+        key = f"group {group}" if draw(st.booleans()) else None
+        for more in draw(st.lists(st.integers(0 if key else 1, 10), min_size=1, max_size=9)):
+            samples.append(sample(len(samples), key, shared, more))
+    return samples
+
+
+@given(samples=streams(), buffered=st.sampled_from([0, 40, 200]))
+def test_each_sample_comes_out_once_and_rows_compute_no_more_than_they_may(samples, buffered):
+    stream = packer(buffer_tokens=buffered)
+    rows = []
+    for each in samples:
+        stream.add(each)
+        rows += stream.rows()
+    rows += stream.flush()
+    assert sorted(each["id"] for row in rows for each in row) == list(range(len(samples)))
+    assert all(0 < computed(row) <= CAPACITY for row in rows)
+    assert (len(stream), stream.tokens) == (0, 0)
+
+
+@given(samples=streams(), cut=st.integers(0, 60))
+def test_a_stream_continues_where_it_was_left(samples, cut):
+    def rows_of(stream: StreamPacker[Sample], part: list[Sample]) -> list[list[Sample]]:
+        rows = []
+        for each in part:
+            stream.add(each)
+            rows += stream.rows()
+        return rows
+
+    first = packer(buffer_tokens=40)
+    before = rows_of(first, samples[:cut])
+    state = json.loads(json.dumps(first.state_dict()))
+    again = packer(buffer_tokens=40)
+    again.load_state_dict(state)
+    assert again.tokens == first.tokens
+    assert again.state_dict() == first.state_dict()
+    rest, whole = rows_of(again, samples[cut:]) + again.flush(), packer(buffer_tokens=40)
+    assert before + rest == rows_of(whole, samples) + whole.flush()
+
+
+def test_a_group_shares_a_row_with_others_and_its_prefix_counts_once():
+    samples = [sample(at, "a", 12, 4) for at in range(4)] + [sample(4, None, 0, 2), sample(5, None, 0, 9)]
+    assert [[each["id"] for each in row] for row in packer().pack(samples)] == [[0, 1, 2, 3, 4], [5]]
+
+
+def test_a_group_that_is_too_large_is_cut_its_longest_branches_first():
+    samples = [sample(at, "a", 10, more) for at, more in enumerate([15, 3, 16, 5])]
+    rows = packer().pack(samples)
+    assert [[each["id"] for each in row] for row in rows] == [[0, 3], [1, 2]]
+    assert [computed(row) for row in rows] == [30, 29]
+
+
+def test_an_endless_group_is_handed_over_in_lots():
+    stream = packer()
+    for at in range(200):
+        stream.add(sample(at, "a", 10, 5))
+        assert stream.tokens < 10 * CAPACITY
+        list(stream.rows())
+
+
+def test_a_limit_counts_what_the_prefix_needs_once():
+    settings = RowSettings(capacity=100, limits={"images": 2})
+    stream: StreamPacker[Sample] = StreamPacker(
+        settings, costs=lambda each: {"images": each["images"]}, prefix=prefix_of
+    )
+    rows = stream.pack([sample(at, "a", 10, 5, images=1) for at in range(3)] + [sample(3, "b", 10, 5, images=1)])
+    assert [[each["id"] for each in row] for row in rows] == [[0, 1, 2, 3]]
+
+
+def test_pack_leaves_no_trace_of_a_call_that_failed():
+    stream = packer(min_fill=0.9)
+    stream.pack([sample(0, "a", 5, 1)])
+    before = stream.state_dict()
+    with pytest.raises(SampleError, match=r"sample 2: needs \[9\] .* that of its group is \[5\]"):
+        stream.pack([sample(1, "b", 5, 1), sample(2, "b", 4, 5)])
+    assert stream.state_dict() == before
+
+
+def test_a_state_with_groups_needs_a_packer_with_groups_and_the_other_way_round():
+    stream = packer()
+    stream.add(sample(0, "a", 5, 1))
+    plain: StreamPacker[Sample] = StreamPacker(RowSettings(capacity=CAPACITY))
+    with pytest.raises(ConfigError, match="the state is of a packer with prefix=, and none was given here"):
+        plain.load_state_dict(stream.state_dict())
+    with pytest.raises(ConfigError, match="the state is of a packer with no prefix=, and one was given here"):
+        stream.load_state_dict(plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [{"items": [[0, 1]], "arriving": [1]}, {"items": [[0, 9]], "arriving": []}, {"items": [[0]], "arriving": []}, 7],
+)
+def test_groups_of_a_state_that_contradict_its_samples_are_refused(groups):
+    stream = packer()
+    for at in range(2):
+        stream.add(sample(at, "a", 5, 1))
+    state = {name: value for name, value in stream.state_dict().items() if name != "seal"}
+    with pytest.raises(ConfigError, match="the state has groups"):
+        packer().load_state_dict({**state, "groups": groups})
+
+
+def test_a_prefix_is_one_and_has_a_key():
+    stream: StreamPacker[Sample] = StreamPacker(RowSettings(capacity=9), prefix=lambda each: 7)  # pyright: ignore
+    with pytest.raises(ConfigError, match="the prefix of sample 0"):
+        stream.add(sample(0, "a", 5, 1))
+    keyless: StreamPacker[Sample] = StreamPacker(
+        RowSettings(capacity=9), prefix=lambda each: SharedPrefix(key=None, tokens=5)
+    )
+    with pytest.raises(ConfigError, match="the prefix of sample 0 has the key None"):
+        keyless.add(sample(0, "a", 5, 1))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stream_keeps_groups_together_on_every_rank_and_continues(ranks):
+    samples = [sample(4 * group + at, f"{group}", 8, 3 + at) for group in range(9) for at in range(4)]
+
+    def stream(rank: int) -> PackedStream:
+        return PackedStream(samples, RowSettings(capacity=CAPACITY), prefix=prefix_of, ranks=ranks, rank=rank)
+
+    rows = [row for rank in range(ranks) for row in stream(rank)]
+    assert sorted(each["id"] for row in rows for each in row) == list(range(36))
+    assert max(map(computed, rows)) <= CAPACITY
+    assert np.mean([len({each["key"] for each in row}) for row in rows]) < 1.5
+    begun = stream(0)
+    iterator = iter(begun)
+    head = [next(iterator), next(iterator)]
+    resumed = stream(0)
+    resumed.load_state_dict(begun.state_dict())
+    assert [*head, *resumed] == [*stream(0)]
+
+
+# ---------------------------------------------------------------------- plans
+
+GROUPS = PrefixGroups(
+    of_samples=np.repeat(np.arange(12), 4),
+    parents=np.full(12, -1),
+    tokens=np.arange(40, 88, 4),
+    patches=np.full(12, 64),
+)
+LENGTHS = GROUPS.tokens[GROUPS.of_samples] + np.tile([3, 5, 5, 9], 12)
+
+
+def test_every_epoch_keeps_groups_together():
+    plan = plan_bins(LENGTHS, 150, groups=GROUPS)
+    sampler = PackedBatchSampler(plan, seed=0)
+    rows = {tuple(sorted(row)) for row in plan.bins}
+    for epoch in range(3):
+        dealt = sampler.epoch_plan(epoch).check()
+        assert dealt.tree_tokens.tolist() == plan.tree_tokens.tolist()
+        assert [set(GROUPS.of_samples[row]) for row in dealt] == [set(GROUPS.of_samples[row]) for row in plan]
+    assert {tuple(sorted(row)) for row in sampler.epoch_plan(0).bins} == rows or len(rows) > 1
+
+
+def test_rows_are_balanced_by_what_they_compute():
+    """Many short branches of a long prefix cost as much as one sample of all their tokens, not as whole samples."""
+    lengths = np.array([101] * 20 + [120] * 3)
+    groups = PrefixGroups(of_samples=np.array([0] * 20 + [-1] * 3), parents=np.array([-1]), tokens=np.array([100]))
+    plan = plan_bins(lengths, 120, groups=groups)
+    assert plan.tree_tokens.tolist() == [120] * 4
+    sampler = PackedBatchSampler(plan, ranks=2, rank="all", accumulation=2, seed=None)
+    assert sampler.schedule(0).load.tolist() == [[240.0, 240.0]]
+    model = CostModel(token=0.0, token_pair=1.0)
+    costs, group_costs = model.of_samples(lengths), model.of_samples(groups.tokens)
+    priced = PackedBatchSampler(plan, costs=costs, group_costs=group_costs, seed=None)
+    assert priced.schedule(0).costs.tolist() == [100**2 + 20 * (101**2 - 100**2), *[120**2] * 3]
+
+
+def test_costs_of_samples_alone_are_refused():
+    plan = plan_bins(LENGTHS, 150, groups=GROUPS)
+    with pytest.raises(ConfigError, match=r"costs= was given without group_costs="):
+        PackedBatchSampler(plan, costs=LENGTHS)
+    with pytest.raises(ConfigError, match=r"group_costs= was given without costs="):
+        PackedBatchSampler(plan, group_costs=GROUPS.tokens)
+    with pytest.raises(ConfigError, match="2 group_costs for 12 groups"):
+        PackedBatchSampler(plan, costs=LENGTHS, group_costs=GROUPS.tokens[:2])
+    with pytest.raises(ConfigError, match="group_costs= is for a plan with groups"):
+        PackedBatchSampler(plan_bins(LENGTHS, 150), group_costs=GROUPS.tokens)
+
+
+def test_the_state_of_a_sampler_is_of_its_group_costs():
+    plan = plan_bins(LENGTHS, 150, groups=GROUPS)
+    state = PackedBatchSampler(plan, costs=LENGTHS, group_costs=GROUPS.tokens).state_dict()
+    PackedBatchSampler(plan, costs=LENGTHS, group_costs=GROUPS.tokens).load_state_dict(state)
+    with pytest.raises(ConfigError, match="the state is of plan"):
+        PackedBatchSampler(plan, costs=LENGTHS, group_costs=GROUPS.tokens - 1).load_state_dict(state)

@@ -1,0 +1,163 @@
+"""Attention along the paths of a tree: the plain gather bit for bit, of which nothing is kept between the passes."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from vlmpack.attention import BACKENDS
+from vlmpack.layout import PrefixTree, Segments
+from vlmpack.machine import LiveBytes
+from vlmpack.model.path_attention import attend_along_paths
+
+HEADS, KV_HEADS, DIM = 6, 2, 10
+TREE = PrefixTree(
+    segments=Segments.from_lengths([12, 20, 19, 7, 12]),
+    parents=(-1, 0, 0, 2, 2, -1),
+    lengths=(11, 1, 6, 3, 2, 7),
+    leaves=(1, 3, 4, 5, 1),
+)
+"""Three levels; a branch of one token; twins; a stranger."""
+
+
+def inputs(tree=TREE, dtype=torch.float32, requires_grad=(True, True, True)):
+    generator = torch.Generator().manual_seed(1)
+    heads = (HEADS, KV_HEADS, KV_HEADS)
+    made = [torch.randn(tree.num_tokens, n, DIM, generator=generator).to(dtype) for n in heads]
+    return [x.requires_grad_(needed) for x, needed in zip(made, requires_grad, strict=True)]
+
+
+def attend(name):
+    return functools.partial(BACKENDS[name], causal=True, scale=0.3)
+
+
+def plainly(attend, q, k, v, tree):
+    """What the package would do if memory did not count."""
+    index = tree.key_index()
+    return attend(q, k.index_select(0, index), v.index_select(0, index), tree.nodes, keys=tree.keys)
+
+
+def computed(along, qkv, name="sdpa_segments", wrap=lambda function: function):
+    """(output, gradients)."""
+    out = wrap(functools.partial(along, attend(name)))(*qkv, TREE)
+    weights = torch.linspace(-1, 1, out.numel()).view_as(out).to(out.dtype)
+    leaves = [x for x in qkv if x.requires_grad]
+    return [out, *torch.autograd.grad((out * weights).sum(), leaves)]
+
+
+def in_checkpoint(reentrant):
+    return lambda function: functools.partial(checkpoint, function, use_reentrant=reentrant)
+
+
+@pytest.mark.parametrize("wrap", [None, False, True], ids=["no checkpoint", "checkpoint", "reentrant checkpoint"])
+@pytest.mark.parametrize("name", ["sdpa_segments", "eager_mask"])
+def test_it_is_the_plain_gather_bit_for_bit(name, wrap):
+    around = (lambda function: function) if wrap is None else in_checkpoint(wrap)
+    if wrap:  # which has no grad of chosen inputs
+        qkv = inputs()
+        functools.partial(around(functools.partial(attend_along_paths, attend(name))), *qkv, TREE)().sum().backward()
+        ours = [x.grad for x in qkv]
+        plain = inputs()
+        plainly(attend(name), *plain, TREE).sum().backward()
+        expected = [x.grad for x in plain]
+    else:
+        ours, expected = computed(attend_along_paths, inputs(), name, around), computed(plainly, inputs(), name)
+    assert all(map(torch.equal, ours, expected))
+
+
+@pytest.mark.parametrize("needed", [(True, False, False), (False, True, False), (False, False, True)])
+def test_parts_without_a_gradient_have_none(needed):
+    ours, expected = (computed(along, inputs(requires_grad=needed)) for along in (attend_along_paths, plainly))
+    assert len(ours) == 2
+    assert all(map(torch.equal, ours, expected))
+
+
+def test_a_second_backward_pass_gives_the_same():
+    q, k, v = inputs()
+    out = attend_along_paths(attend("sdpa_segments"), q, k, v, TREE)
+    first, second = (torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+def test_without_gradients_nothing_is_saved():
+    q, k, v = inputs()
+    with torch.no_grad():
+        out = attend_along_paths(attend("sdpa_segments"), q, k, v, TREE)
+    assert out.grad_fn is None
+    assert torch.equal(out, plainly(attend("sdpa_segments"), q, k, v, TREE))
+
+
+# ---------------------------------------------------------------------- what is kept
+
+LONG = PrefixTree(
+    segments=Segments.from_lengths([205] * 12),
+    parents=(-1, *(0,) * 12),
+    lengths=(200, *(5,) * 12),
+    leaves=(*range(1, 13),),
+)
+
+
+def kept(along, wrap=lambda function: function):
+    """Bytes that live between the forward and the backward pass, beside inputs and output."""
+    qkv = inputs(LONG)
+    with LiveBytes([*qkv, LONG.key_index()]) as live:
+        before = live.now
+        out = wrap(functools.partial(along, attend("sdpa_segments")))(*qkv, LONG)
+        between = live.now - before - out.untyped_storage().nbytes()
+    out.sum().backward()
+    return between
+
+
+def test_gathered_keys_are_not_kept():
+    gathered = 2 * 4 * KV_HEADS * DIM * LONG.keys.total
+    assert kept(plainly) >= gathered
+    assert kept(attend_along_paths) <= 0.35 * gathered
+
+
+def test_inside_a_checkpoint_nothing_is_kept_at_all():
+    """A hook of saved tensors that keeps tensors by itself takes them out of the checkpoint's hands."""
+    assert kept(attend_along_paths, in_checkpoint(False)) == kept(plainly, in_checkpoint(False)) == 0
+
+
+def test_hooks_around_it_see_what_a_layer_saves_and_no_gathered_keys():
+    """As those that move activations to the host: all that is saved goes through them."""
+    seen = []
+
+    def moved(x):
+        seen.append(tuple(x.shape))
+        return x.clone()
+
+    qkv = inputs()
+    with torch.autograd.graph.saved_tensors_hooks(moved, lambda x: x):
+        out = attend_along_paths(attend("sdpa_segments"), *qkv, TREE)
+    assert (TREE.num_tokens, KV_HEADS, DIM) in seen
+    assert not any(TREE.keys.total in shape for shape in seen)
+    plain = inputs()
+    expected = torch.autograd.grad(plainly(attend("sdpa_segments"), *plain, TREE).sum(), plain)
+    assert all(map(torch.equal, torch.autograd.grad(out.sum(), qkv), expected))
+
+
+# ---------------------------------------------------------------------- low precision
+
+
+def test_gradients_of_ancestors_are_added_up_in_float32():
+    """Twelve branches: a sum in bfloat16 would be rounded twelve times."""
+    terms = []
+
+    def recording(q, k, v, segments, *, keys):
+        k.register_hook(lambda grad: terms.append(grad.float()))
+        return attend("sdpa_segments")(q, k, v, segments, keys=keys)
+
+    q, k, v = inputs(LONG, torch.bfloat16)
+    out = attend_along_paths(recording, q, k, v, LONG)
+    (grad,) = torch.autograd.grad(out.float().square().sum(), k)
+    exact = torch.zeros(k.shape).index_add(0, LONG.key_index(), terms[0])
+    assert torch.equal(grad, exact.bfloat16())
+    rounded = torch.zeros_like(k)
+    for place, term in zip(LONG.key_index(), terms[0], strict=True):
+        rounded[place] += term.bfloat16()
+    error, of_rounded = ((x.float() - exact).norm() for x in (grad, rounded))
+    assert of_rounded > 2 * error, "which is why"

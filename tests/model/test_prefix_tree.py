@@ -1,0 +1,369 @@
+"""Rows with a prefix tree: every sample is what it is alone in plain transformers, and shared tokens are computed once.
+
+Families x trees, each compared with every sample on its own through the untouched model; work is counted as it happens.
+Below it: other ways to hand rows in, what comes out in the coordinates of the row, and what each mechanism is worth.
+"""
+
+import functools
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from equality import alone_through, check_gradients, check_low_precision, check_outputs, gradients, limits_of
+from peft import LoraConfig, get_peft_model
+from tiers import tiers
+from torch._dynamo.utils import counters
+from trees import DEEP, STRANGER, VIDEOS, rollouts, samples_of, shared
+from waiting import waits_are_errors
+
+import vlmpack
+from vlmpack.families import FAMILIES
+from vlmpack.layout import IGNORE, PrefixTree, Segments, recorded_syncs, unshare
+from vlmpack.model import PackedStep, StepConfig, compile_layers, disable_packing, enable_packing
+from vlmpack.model.mechanisms import attention
+from vlmpack.model.mechanisms.gated_delta_tree import DeltaTree
+from vlmpack.testing import VISION, tiny_model
+
+TREES = {
+    "deep": (DEEP, STRANGER),
+    "videos": (VIDEOS, STRANGER),
+    "rollouts": (rollouts(5, 1, 9, 1, 5, 12, 3, 8),),
+    "two prompts": (rollouts(3, 6), rollouts(1, 7, 2, images=2)),
+}
+MASKED = 0, 4, 9
+"""Tokens at the start of each sample that are not learnt, in turn: some samples learn what others mask."""
+DELTA_GRADIENT = 5e-5
+"""Largest error of a gradient where states are handed on: the layer's own chunks round at other places."""
+HOME = Path(vlmpack.__file__).parent
+ONE_OF_EACH = ("qwen3_vl", "qwen3_5_moe", "qwen4_exp")
+"""Families that have every mechanism between them."""
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+families = pytest.mark.parametrize("family", tiers(FAMILIES, ONE_OF_EACH))
+
+
+def fresh(family, **sizes):
+    """A tiny model with more layers than there are deepstack features, so that all get gradients."""
+    return tiny_model(family, seed=3, **{"layers": 3, "vision_depth": 1, **sizes})
+
+
+def drawn(family, name):
+    return samples_of(fresh(family).config, *TREES[name], masked=MASKED)
+
+
+@functools.cache
+def truth(family, name):
+    return alone_through(fresh(family), drawn(family, name))
+
+
+def limits(family):
+    of_family = limits_of(family)
+    return replace(of_family, gradient=DELTA_GRADIENT) if FAMILIES[family].has("gated_delta") else of_family
+
+
+@contextmanager
+def counted(model):
+    """Yields what layers are given, as it happens: attended pairs of text layers, and widths of hidden states."""
+    seen = {"pairs": [], "widths": set(), "patches": 0}
+    choose = attention.choose
+
+    def chosen(call, name):
+        backend = choose(call, name)
+
+        def attend(q, k, v, segments, *, causal, keys=None, **settings):
+            if causal:
+                window = settings["pattern"].window or len(k)
+                spans = zip(segments.lengths, (keys or segments).lengths, strict=True)
+                seen["pairs"].append(sum(min(place, window) for n, m in spans for place in range(m - n + 1, m + 1)))
+                seen["widths"].add(len(q))
+            return backend(q, k, v, segments, causal=causal, keys=keys, **settings)
+
+        return attend
+
+    def patches(module, args, kwargs):
+        seen["patches"] += len(args[0] if args else kwargs["hidden_states"])
+
+    tower = FAMILIES[model.config.model_type].vision_tower(model)
+    hooks = [] if tower is None else [tower.register_forward_pre_hook(patches, with_kwargs=True)]
+    with mock.patch.object(attention, "choose", chosen):
+        yield seen
+    for hook in hooks:
+        hook.remove()
+
+
+def check_step(family, name, *, model=None, given=lambda row: row, config=None, backward=True):
+    """A step on the row of a tree against its samples alone."""
+    alone, model = truth(family, name), model or fresh(family)
+    row = shared(alone.samples)
+    with torch.set_grad_enabled(backward):
+        result = PackedStep(model, config)(given(row), logits=True)
+    check_outputs(alone, result, limits(family))
+    if backward:
+        result.loss.backward()
+        check_gradients(alone, gradients(model), limits(family))
+    return row, result
+
+
+@families
+@pytest.mark.parametrize("name", tiers(TREES, ["deep"]))
+def test_every_sample_is_what_it_is_alone_and_shared_tokens_are_computed_once(family, name):
+    model = fresh(family)
+    with counted(model) as seen:
+        row, result = check_step(family, name, model=model)
+    tree, work = row.tree, result.work
+    assert (work.real_tokens, work.physical_tokens) == (row.segments.num_tokens, tree.num_tokens)
+    assert tree.num_tokens < row.segments.num_tokens
+    assert work.vision_patches == seen["patches"] < unshared_patches(row) or family not in VISION
+    if not FAMILIES[family].has("per_sample"):
+        assert {*seen["pairs"]} == {work.attended_pairs, work.window_pairs or work.attended_pairs}
+        assert work.attended_pairs == tree.attended_pairs or {*seen["pairs"]} == {work.window_pairs}
+        assert seen["widths"] == {tree.num_tokens}
+    if FAMILIES[family].has("gated_delta"):
+        assert tree.num_tokens <= work.delta_tokens <= 1.25 * tree.num_tokens
+
+
+def unshared_patches(row):
+    media = unshare(row).media
+    return sum(len(x) for x in (media.pixel_values, media.pixel_values_videos) if x is not None)
+
+
+@pytest.mark.parametrize("branches", tiers([64, 300], [64]))
+def test_many_branches_some_masked(branches):
+    model = fresh("qwen3")
+    samples = samples_of(model.config, rollouts(*(1 + i % 7 for i in range(branches))), masked=(0, 14, 5))
+    alone = alone_through(model, samples)
+    row = shared(samples)
+    result = PackedStep(model)(row, logits=True)
+    result.loss.backward()
+    check_outputs(alone, result, limits_of("qwen3"))
+    check_gradients(alone, gradients(model), limits_of("qwen3"))
+    assert result.segments.num_samples == branches
+    assert result.work.physical_tokens == row.tree.num_tokens < 12 + 5 * branches
+
+
+# ---------------------------------------------------------------------- circumstances
+
+
+def adapted(model):
+    targets = r".*(self_attn\.(q_proj|v_proj)|linear_attn\.\w*_proj\w*|visual\.blocks.*\.(qkv|proj))"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+
+
+def checkpointed(model, reentrant):
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    return model
+
+
+CIRCUMSTANCES = {
+    "checkpointing": lambda model: checkpointed(model, False),
+    "reentrant checkpointing": lambda model: checkpointed(model, True),
+    "LoRA": adapted,
+    "LoRA, checkpointing": lambda model: checkpointed(adapted(model), False),
+    "eval": lambda model: model.eval(),
+}
+
+
+@pytest.mark.parametrize("name", tiers(CIRCUMSTANCES, ["checkpointing", "LoRA"]))
+@pytest.mark.parametrize("family", tiers(FAMILIES, ["qwen3_5"]))
+def test_in_every_circumstance_of_training(family, name):
+    prepare = CIRCUMSTANCES[name]
+    samples = drawn(family, "deep")
+    alone = alone_through(prepare(fresh(family)), samples)
+    model = prepare(fresh(family))
+    with torch.set_grad_enabled(name != "eval"):
+        result = PackedStep(model)(shared(samples), logits=True)
+    check_outputs(alone, result, limits(family))
+    if name != "eval":
+        result.loss.backward()
+        check_gradients(alone, gradients(model), limits(family))
+
+
+@pytest.mark.parametrize("family", tiers(FAMILIES, ["qwen3_vl"]))
+def test_under_autocast_the_error_is_that_of_samples_alone(family):
+    exact, samples = truth(family, "deep"), drawn(family, "deep")
+    model = fresh(family)
+    with torch.autocast("cpu", torch.bfloat16):
+        alone = alone_through(model, samples)
+        result = PackedStep(model)(shared(samples), logits=True)
+    result.loss.backward()
+    check_low_precision(exact, alone, result, gradients(model))
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen3_vl_moe"])
+def test_compiled_layers_take_every_tree(family):
+    model = compile_layers(fresh(family), backend="aot_eager")
+    for name in ("deep", "rollouts"):
+        check_step(family, name, model=model)
+        model.zero_grad()
+        disable_packing(model)
+    assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["sdpa_segments", "eager_mask"])
+@families
+def test_by_every_back_end_of_this_machine(family, backend):
+    check_step(family, "deep", config=StepConfig(attention=backend))
+
+
+@pytest.mark.parametrize("given", tiers(["labels", "shift_labels"], ["labels"]))
+def test_as_a_dictionary_of_which_trainers_count_every_target(given):
+    def as_dictionary(row):
+        return row.to_hf() if given == "labels" else row.step_inputs()
+
+    row, result = check_step("qwen3_vl", "deep", given=as_dictionary)
+    assert (row.to_hf()["labels"][..., 1:] != IGNORE).sum() == result.num_targets
+
+
+# ---------------------------------------------------------------------- what comes out
+
+
+def test_every_result_is_in_the_coordinates_of_the_row():
+    samples, model = drawn("qwen3_vl", "deep"), fresh("qwen3_vl").eval()
+    row = shared(samples)
+    enable_packing(model)
+    shared_in, plain = (
+        model(**x.to_hf(), output_hidden_states=True, output_logits=True, num_items_in_batch=7)
+        for x in (row, unshare(row))
+    )
+    step = PackedStep(model)
+    ours, expected = (step(x, last_hidden=True, entropy=True, temperature=0.7) for x in (row, unshare(row)))
+    assert f"{row.segments.num_tokens} tokens in a prefix tree of {row.tree.num_tokens}," in repr(ours)
+    pairs = [
+        (shared_in.logits, plain.logits),
+        (shared_in.loss, plain.loss),
+        (shared_in.sample_losses, plain.sample_losses),
+        *zip(shared_in.hidden_states, plain.hidden_states, strict=True),
+        (ours.last_hidden, expected.last_hidden),
+        (ours.logprobs, expected.logprobs),
+        (ours.target_logprobs, expected.target_logprobs),
+        (ours.entropies, expected.entropies),
+    ]
+    for actual, wanted in pairs:
+        assert actual.shape == wanted.shape
+        assert torch.allclose(actual, wanted, atol=1e-4, rtol=1e-5)
+    assert torch.equal(ours.target_index, expected.target_index)
+    assert torch.equal(ours.sample_targets, expected.sample_targets)
+
+
+def test_each_sample_weighs_a_shared_target_as_it_likes():
+    """Advantages of opposite sign for one prompt: the gradient is that of every sample alone, times its own weight."""
+    samples = samples_of(fresh("qwen3").config, rollouts(4, 6, 3, images=0))
+    weights = torch.tensor([1.0, -2.0, 0.25])
+    expected, model = fresh("qwen3"), fresh("qwen3")
+    for weight, sample in zip(weights, samples, strict=True):
+        logits = expected(sample["input_ids"][None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        (weight * logits.gather(1, sample["labels"][1:, None]).sum()).backward()
+    result = PackedStep(model)(shared(samples))
+    (result.logprobs * weights[:, None]).sum().backward()
+    for (name, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).abs().max() <= 1e-5 * theirs.grad.abs().max(), name
+
+
+def test_the_head_sees_every_distinct_target_once():
+    samples, model = drawn("qwen3_vl", "deep"), fresh("qwen3_vl")
+    row, rows = shared(samples), []
+    model.lm_head.register_forward_hook(lambda head, args, out: rows.append(len(out)))
+    result = PackedStep(model)(row)
+    assert rows == [row.metadata.num_distinct_targets]
+    assert rows[0] < result.num_targets
+    assert rows[0] == len({row.tree.place()[i + 1].item() for i in result.target_index})
+
+
+def test_nothing_is_learnt_from_a_row_without_targets_but_every_parameter_takes_part():
+    model = fresh("qwen3")
+    samples = samples_of(model.config, rollouts(4, 6), masked=(100,))
+    result = PackedStep(model)(shared(samples))
+    result.loss.backward()
+    assert (result.loss, result.num_targets) == (0, 0)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("per", ["row", "sample"])
+@pytest.mark.parametrize(
+    "family", tiers([name for name in FAMILIES if FAMILIES[name].has("experts")], ["qwen3_vl_moe"])
+)
+def test_routers_count_a_shared_token_once_for_each_sample_that_has_it(family, per):
+    model, config = fresh(family), StepConfig(aux_loss=per, z_loss_coef=0.1)
+    row = shared(drawn(family, "deep"))
+    tokens = []
+    for block in attention_free_blocks(model):
+        block.register_forward_hook(lambda module, args, out: tokens.append(args[0].shape[-2]))
+    results, grads = [], []
+    for given in (row, unshare(row)):
+        step = PackedStep(model, config)
+        results.append(step(given, output_router_logits=True))
+        results[-1].loss.backward()
+        grads.append(gradients(model))
+        model.zero_grad()
+    ours, plain = results
+    assert (ours.aux_loss is None) == (plain.aux_loss is None)
+    for name in ("aux_loss", "z_loss", "loss") if plain.aux_loss is not None else ("z_loss", "loss"):
+        assert torch.isclose(getattr(ours, name), getattr(plain, name), rtol=1e-5), name
+    assert torch.equal(ours.expert_counts, plain.expert_counts)
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours.router_logits, plain.router_logits, strict=True))
+    for name, gradient in grads[1].items():
+        assert (grads[0][name] - gradient).abs().max() <= DELTA_GRADIENT * gradient.abs().max(), name
+    assert {*tokens[: len(tokens) // 2]} == {row.tree.num_tokens}, "tokens are dispatched once"
+
+
+def attention_free_blocks(model):
+    return [layer.mlp for layer in FAMILIES[model.config.model_type].language_model(model).layers]
+
+
+@pytest.mark.parametrize("call_cost", [0, 1e9])
+def test_nodes_whose_state_is_read_are_never_padded_and_every_node_is_computed_once(call_cost):
+    """Two inner nodes of 9 and 10 tokens, which a batch would take together; leaves of 4 and 5."""
+    lengths = (20, 9, 4, 5, 10, 4, 5, 9)
+    parents = (-1, 0, 1, 1, 0, 4, 4, 0)
+    samples = Segments.from_lengths([33, 34, 34, 35, 29])
+    tree = PrefixTree(segments=samples, parents=parents, lengths=lengths, leaves=(2, 3, 5, 6, 7))
+    delta = DeltaTree.cheapest(tree, call_cost=call_cost)
+    members = [node for bucket in delta.buckets.buckets for node in bucket.members]
+    assert sorted(members) == list(range(len(lengths)))
+    calls = [call for level in delta.levels for call in level]
+    for bucket, call in zip(delta.buckets.buckets, calls, strict=True):
+        assert call.ends == any(parent in bucket.members for parent in parents)
+        assert not call.ends or {lengths[node] for node in bucket.members} == {bucket.width}
+    assert [len(level) for level in delta.levels] == ([1, 3, 2] if call_cost == 0 else [1, 3, 1])
+
+
+# ---------------------------------------------------------------------- host and device
+
+
+@pytest.mark.parametrize("family", tiers(FAMILIES, ["qwen3_vl"]))
+def test_nothing_waits_for_the_device(family):
+    model = enable_packing(fresh(family))
+    row = shared(drawn(family, "deep"))
+    model(**row.to_hf(), num_items_in_batch=7)  # states are tried out once a process
+    with recorded_syncs(torch.device("cpu")) as waits:
+        model(**row.to_hf(), num_items_in_batch=7).loss.backward()
+    assert [wait.place for wait in waits if Path(wait.file).is_relative_to(HOME)] == []
+    with recorded_syncs(torch.device("cpu")) as waits:
+        PackedStep(model)(replace(row, metadata=replace(row.metadata, num_distinct_targets=None)))
+    assert any("prefix_tree_row" in wait.file for wait in waits), "uncounted targets are read"
+    disable_packing(model)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_error_is_that_of_samples_alone_and_nothing_waits():
+    sizes = {"head_dim": 64, "hidden": 256}
+    samples = samples_of(fresh("qwen3").config, rollouts(40, 1, 70, 30, prefix=200))
+    exact = alone_through(fresh("qwen3", **sizes).cuda(), samples)
+    model = fresh("qwen3", **sizes, dtype=torch.bfloat16).cuda()
+    alone = alone_through(model, samples)
+    step, row = PackedStep(model), shared(samples).to("cuda")
+    step(row)  # kernels are chosen once
+    with waits_are_errors():
+        result = step(row, logits=True)
+        result.loss.backward()
+    check_low_precision(exact, alone, result, gradients(model))

@@ -1,0 +1,276 @@
+"""Rows with a prefix tree that cannot be right are refused, with the remedy; what each mechanism is worth, broken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from equality import alone_through, check_gradients, check_outputs, gradients, limits_of
+from tiers import tiers
+from trees import DEEP, STRANGER, Piece, rollouts, samples_of, shared
+
+from vlmpack.context_parallel import Parallel
+from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.families import Family
+from vlmpack.layout import Buckets, unshare
+from vlmpack.layout import sharing as sharing_room
+from vlmpack.model import PackedStep, disable_packing, enable_packing
+from vlmpack.model.mechanisms import gated_delta_tree
+from vlmpack.model.mechanisms.gated_delta_tree import DeltaTree, HandedState
+from vlmpack.model.prefix_tree_row import PrefixTreeRow
+from vlmpack.model.row import PartTargets
+from vlmpack.testing import tiny_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+
+
+def small(family="qwen3_vl", **sizes):
+    return tiny_model(family, seed=3, **{"layers": 2, "vision_depth": 1, **sizes})
+
+
+def row_of(family="qwen3_vl"):
+    return shared(samples_of(small(family).config, rollouts(4, 6, images=2)))
+
+
+# ---------------------------------------------------------------------- refused
+
+
+def with_labels(row, *, at, label):
+    labels = row.shift_labels.clone()
+    labels[0, at] = label
+    return replace(row, shift_labels=labels, metadata=replace(row.metadata, num_targets=None))
+
+
+def another_token(row):
+    ids = row.input_ids.clone()
+    ids[0, -8] += 1  # in the prefix of the second sample
+    return replace(row, input_ids=ids, shift_labels=None)
+
+
+def another_grid(row):
+    *others, (t, h, w) = row.metadata.image_grids
+    return replace(row, metadata=replace(row.metadata, image_grids=(*others, (t, w, h))))
+
+
+REFUSED = {
+    "another label": (lambda row: with_labels(row, at=row.segments.lengths[0] - 2, label=9), "is not the next token"),
+    "a label behind the last token": (
+        lambda row: with_labels(row, at=row.segments.lengths[0] - 1, label=9),
+        "is not the next token",
+    ),
+    "a token changed": (another_token, "input_ids of tokens that the prefix tree says are shared differ"),
+    "a grid changed": (another_grid, "rotary positions of tokens that the prefix tree says are shared differ"),
+    "media of every sample": (lambda row: replace(row, media=unshare(row).media), "grids|patches"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_row_that_was_changed_is_refused(change, message):
+    row, step = row_of(), PackedStep(small())
+    step(row)
+    with pytest.raises(LayoutError, match=message):
+        step(change(row))
+
+
+def test_the_message_names_the_place_and_the_remedy():
+    with pytest.raises(LayoutError, match=r"place \d+ of the row has \[\d+\], place \d+ \[\d+\]; .*unshare\(row\)"):
+        PackedStep(small())(another_token(row_of()))
+
+
+def test_restarts_inside_samples_are_refused():
+    row, model = row_of(), enable_packing(small())
+    restarts = sorted({*row.segments.real, row.segments.lengths[0] - 2})
+    with pytest.raises(LayoutError, match=r"rope_cu_seqlens .*unshare\(row\)"):
+        model(**row.to_hf(), rope_cu_seqlens=restarts)
+    model(**unshare(row).to_hf(), rope_cu_seqlens=restarts)
+
+
+def test_ranks_that_share_a_row_refuse_it(monkeypatch):
+    row, model = row_of(), small()
+    step = PackedStep(model, parallel=Parallel())
+    alone = step(row).loss
+    assert torch.isclose(alone, PackedStep(small())(row).loss, rtol=1e-6), "one rank takes it, as any other row"
+    monkeypatch.setattr(Parallel, "ranks", 2)
+    with pytest.raises(LayoutError, match=r"2 ranks share a row that has a prefix tree.*unshare\(row\)"):
+        step(row)
+
+
+def test_a_model_without_packing_refuses_it():
+    model = small()
+    with pytest.raises(ConfigError, match="enable_packing"):
+        model(**shared(samples_of(model.config, rollouts(4, 6, images=0))).to_hf())
+    with pytest.raises(ValueError, match="Image features and image tokens do not match"):  # by transformers itself
+        model(**row_of().to_hf())
+
+
+# ---------------------------------------------------------------------- broken on purpose
+
+
+def the_root_is_left_out(monkeypatch):
+    def attend(self, attend, q, k, v, segments):
+        tree = self.tree
+        paths = [tree.path(node)[-2:] for node in range(len(tree.lengths))]
+        starts = tree.nodes.stride
+        index = torch.cat([torch.arange(starts[i], starts[i] + tree.lengths[i]) for path in paths for i in path])
+        keys = tree.keys.from_lengths([sum(tree.lengths[i] for i in path) for path in paths])
+        return attend(q, k[index], v[index], tree.nodes, keys=keys)
+
+    monkeypatch.setattr(PrefixTreeRow, "attend", attend)
+
+
+def branch_points_have_one_target(monkeypatch):
+    targets = PrefixTreeRow.targets
+
+    def of_first_child(self, index, labels):
+        every = targets(self, index, labels)
+        first = [every.predictions.tolist().index(place) for place in every.predictions.tolist()]
+        return PartTargets(predictions=every.predictions, ids=every.ids[first], entries=every.entries)
+
+    monkeypatch.setattr(PrefixTreeRow, "targets", of_first_child)
+
+
+def shared_targets_count_once(monkeypatch):
+    def once(self, part, targets):
+        logprobs = part.index_select(0, targets.entries)
+        entries = targets.entries.tolist()
+        first = torch.tensor([entries.index(entry) == i for i, entry in enumerate(entries)])
+        return torch.where(first, logprobs, logprobs.detach())
+
+    monkeypatch.setattr(PrefixTreeRow, "gather_targets", once)
+
+
+def positions_run_on(monkeypatch):
+    own = Family.positions
+
+    def through_the_row(self, types, segments, **more):
+        places = torch.arange(segments.total)
+        return own(self, types, segments, **more) + places - segments.position_in_segment()
+
+    monkeypatch.setattr(Family, "positions", through_the_row)
+    monkeypatch.setattr(PrefixTreeRow, "check_shared", lambda *_: None)
+
+
+def states_are_forgotten(monkeypatch):
+    monkeypatch.setattr(HandedState, "get_recurrent_state", lambda *_, **__: None)
+
+
+def taps_are_forgotten(monkeypatch):
+    update = HandedState.update_conv_state
+
+    def without_tail(self, tokens, layer, **settings):
+        self.tail = None
+        return update(self, tokens, layer, **settings)
+
+    monkeypatch.setattr(HandedState, "update_conv_state", without_tail)
+
+
+def parents_are_padded(monkeypatch):
+    monkeypatch.setattr(gated_delta_tree, "_cut", lambda tree, nodes, call_cost: padded_together(tree, nodes))
+
+
+def padded_together(tree, nodes):
+    if not nodes:
+        return []
+    (bucket,) = Buckets.cheapest(tree.nodes.from_lengths([1] * len(nodes)), call_cost=1e9).buckets
+    return [replace(bucket, members=tuple(nodes), width=max(tree.lengths[node] for node in nodes))]
+
+
+def siblings_start_where_the_first_parent_ended(monkeypatch):
+    starts = DeltaTree._starts
+    monkeypatch.setattr(DeltaTree, "_starts", lambda *args: starts(*args[:3], [0] * len(args[3]), args[4]))
+
+
+BREAKAGES = [
+    *((breakage, "qwen3_vl") for breakage in (the_root_is_left_out, branch_points_have_one_target)),
+    *((breakage, "qwen3_vl") for breakage in (shared_targets_count_once, positions_run_on)),
+    *((breakage, "qwen3_5") for breakage in (states_are_forgotten, taps_are_forgotten, parents_are_padded)),
+    (siblings_start_where_the_first_parent_ended, "qwen3_5"),
+]
+
+
+def compared(family):
+    """A step on a deep tree against its samples alone."""
+    model = small(family)
+    samples = samples_of(model.config, DEEP, STRANGER, masked=(0, 4))
+    alone = alone_through(model, samples)
+    result = PackedStep(model)(shared(samples), logits=True)
+    result.loss.backward()
+    limits = replace(limits_of(family), gradient=5e-5)
+    check_outputs(alone, result, limits)
+    check_gradients(alone, gradients(model), limits)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_nothing_is_broken_at_first(family):
+    compared(family)
+
+
+@pytest.mark.parametrize(("breakage", "family"), BREAKAGES, ids=lambda x: getattr(x, "__name__", x))
+def test_the_comparison_fails_where(breakage, family, monkeypatch):
+    breakage(monkeypatch)
+    with pytest.raises(AssertionError):
+        compared(family)
+
+
+def test_images_are_shared_by_their_content(monkeypatch):
+    """Two images of one grid under the same words: by ids alone they would be one."""
+    model = small()
+    first, second = (samples_of(model.config, Piece(text=8, images=1)) for _ in range(2))
+    second[0]["pixel_values"] = 1 - second[0]["pixel_values"]
+    samples = [*first, *first, *second]
+    alone = alone_through(model, samples)
+
+    def check():
+        result = PackedStep(model)(shared(samples), logits=True)
+        check_outputs(alone, result, limits_of("qwen3_vl"))
+        return result.work.vision_patches
+
+    assert check() == 2 * len(first[0]["pixel_values"])
+    monkeypatch.setattr(sharing_room, "content_numbers", lambda blocks: [0] * len(blocks))
+    with pytest.raises(AssertionError):
+        check()
+    disable_packing(model)
+
+
+# ---------------------------------------------------------------------- states that cannot be handed on
+
+
+@pytest.mark.parametrize("family", tiers(["qwen3_5", "qwen3_next", "qwen4_exp"], ["qwen3_5"]))
+def test_without_the_protocol_layers_run_along_the_paths(family, monkeypatch):
+    model = small(family)
+    samples = samples_of(model.config, DEEP, STRANGER)
+    alone = alone_through(model, samples)
+    monkeypatch.setattr(gated_delta_tree, "_HANDS", {})
+    monkeypatch.delattr(HandedState, "update_conv_state")  # as where transformers asks for something else
+    result = PackedStep(model)(shared(samples), logits=True)
+    result.loss.backward()
+    check_outputs(alone, result, limits_of(family))
+    check_gradients(alone, gradients(model), limits_of(family))
+    assert list(gated_delta_tree._HANDS.values()) == [False]
+    assert result.work.delta_tokens >= result.work.real_tokens > result.work.physical_tokens
+
+
+@pytest.mark.parametrize("method", ["get_recurrent_state", "update_recurrent_state"])
+def test_a_protocol_that_loses_the_state_is_found_out(method, monkeypatch):
+    model = enable_packing(small("qwen3_5"))
+    layer_class = gated_delta_tree_class(model)
+    assert gated_delta_tree.hands_states(layer_class, model.config.text_config)
+    monkeypatch.setattr(gated_delta_tree, "_HANDS", {})
+    monkeypatch.setattr(HandedState, method, lambda *_, **__: None)
+    assert not gated_delta_tree.hands_states(layer_class, model.config.text_config)
+
+
+def test_a_protocol_that_loses_the_gradient_is_found_out(monkeypatch):
+    model = enable_packing(small("qwen3_5"))
+    monkeypatch.setattr(gated_delta_tree, "_HANDS", {})
+
+    def copied(self, state, *_, **__):
+        self.state = state.detach()
+
+    monkeypatch.setattr(HandedState, "update_recurrent_state", copied)
+    assert not gated_delta_tree.hands_states(gated_delta_tree_class(model), model.config.text_config)
+
+
+def gated_delta_tree_class(model):
+    return type(model.model.language_model.layers[0].linear_attn).__mro__[1]

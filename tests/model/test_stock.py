@@ -1,0 +1,159 @@
+"""A descriptor is compared with the model's own code: masks of its layers, what it does after its head, positions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from parts import parts_of
+from transformers.models.llama import modeling_llama
+
+from vlmpack.attention import Pattern
+from vlmpack.errors import FamilyError
+from vlmpack.families.family import plain_logits
+from vlmpack.families.text import capped_logits, divided_logits, multiplied_logits
+from vlmpack.layout import pack
+from vlmpack.model import PackedStep, enable_packing
+from vlmpack.model.mechanisms.stock import check_logits, check_positions, check_window, layer_windows
+from vlmpack.testing import mixed_samples, padded, tiny_model
+
+WINDOWS = {"gemma2": [5, None, 5], "mistral": [5, 5, 5], "qwen3": [None, None, None], "qwen3_5": [None]}
+
+
+@pytest.mark.every_family
+@pytest.mark.parametrize(("name", "windows"), WINDOWS.items())
+def test_the_window_of_every_attention_layer_is_measured_and_compared(name: str, windows: list[int | None]) -> None:
+    model = tiny_model(name, layers=3)
+    before = dict(vars(model.config.get_text_config()))
+    found = layer_windows(parts_of(model))
+    assert dict(vars(model.config.get_text_config())) == before
+    assert list(found.values()) == windows
+    for layer, window in found.items():
+        check_window(found, Pattern(window=window), layer)
+        for wrong in {4, 6, 4096, None} - {window}:
+            with pytest.raises(FamilyError, match=rf"layer {layer} calls attention with sliding_window={wrong}, but"):
+                check_window(found, Pattern(window=wrong), layer)
+    with pytest.raises(FamilyError, match="layer 7 gets no mask"):
+        check_window(found, Pattern(), 7)
+
+
+@pytest.mark.parametrize("window", [1, 2, 131072])
+def test_windows_of_any_length_are_measured_without_a_mask(window: int) -> None:
+    model = tiny_model("mistral", layers=1)
+    model.config.sliding_window = window
+    assert layer_windows(parts_of(model), again=True) == {0: window}
+
+
+def test_masks_of_another_kind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chunked(config: Any, **inputs: Any) -> Any:
+        return lambda batch, head, query, key: (key <= query) & (key // 8192 == query // 8192) | (key == 0)
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", chunked)
+    with pytest.raises(FamilyError, match="layer 0 attends to other tokens than those before them"):
+        enable_packing(tiny_model("llama"))
+
+
+def test_a_layer_that_calls_attention_with_another_window_than_its_mask_is_an_error_at_the_first_row() -> None:
+    model = enable_packing(tiny_model("gemma2", layers=2))
+    row = pack(padded(mixed_samples(model.config, seed=5, kinds=("text",))))
+    PackedStep(model)(row)
+    model.model.layers[0].self_attn.sliding_window = 4
+    with pytest.raises(FamilyError, match=r"layer 0 calls attention with sliding_window=4, but .* has 5"):
+        PackedStep(model)(row)
+
+
+def test_a_configuration_that_was_changed_is_read_anew_when_packing_is_enabled_again() -> None:
+    model = enable_packing(tiny_model("mistral", layers=2))
+    row = pack(padded(mixed_samples(model.config, seed=5, kinds=("text",), text=(7, 12))))
+    model.config.sliding_window = 3
+    with pytest.raises(FamilyError, match="enable_packing\\(model\\) again"):
+        PackedStep(model)(row)
+    assert PackedStep(enable_packing(model))(row).work.window_pairs < row.segments.attended_pairs
+
+
+# ---------------------------------------------------------------------- the head
+
+RULES = {
+    "gemma2": capped_logits,
+    "cohere2": multiplied_logits,
+    "granite": divided_logits,
+    "qwen3_5_moe": plain_logits,
+    "gpt_oss": plain_logits,
+}
+
+
+@pytest.mark.every_family
+@pytest.mark.parametrize(("name", "rule"), RULES.items())
+def test_what_a_model_does_to_its_logits_is_in_its_descriptor(name: str, rule: Any) -> None:
+    parts = parts_of(tiny_model(name, layers=1))
+    modules = [*parts.core.modules()]
+    assert parts.family.logits is rule
+    check_logits(parts)
+    settings = {"final_logit_softcapping": 3.0, "logit_scale": 0.25, "logits_scaling": 3.0}
+    for key, value in settings.items():
+        setattr(parts.core.config.get_text_config(), key, value)
+    for wrong in {*RULES.values()} - {rule}:
+        with pytest.raises(FamilyError, match="makes a logit of"):
+            check_logits(replace(parts, family=replace(parts.family, logits=wrong)))
+    assert [*parts.core.modules()] == modules
+
+
+def test_a_model_that_changes_hidden_states_before_its_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def halved(self: Any, input_ids: torch.Tensor, **inputs: Any) -> Any:
+        hidden = self.model(input_ids, **inputs).last_hidden_state
+        return SimpleNamespace(logits=self.lm_head(hidden / 2))
+
+    parts = parts_of(tiny_model("llama", layers=1))
+    monkeypatch.setattr(type(parts.core), "forward", halved)
+    with pytest.raises(FamilyError, match="changes hidden states before its head"):
+        check_logits(parts)
+
+
+# ---------------------------------------------------------------------- positions
+
+
+def test_positions_that_do_not_count_from_0_are_refused() -> None:
+    model = tiny_model("llama", layers=2)
+    check_positions(parts_of(model))
+    plain = type(model.model).forward
+    model.model.__class__ = type(
+        "Later",
+        (type(model.model),),
+        {
+            "forward": lambda self, inputs_embeds, **kwargs: plain(
+                self, inputs_embeds=inputs_embeds, position_ids=torch.arange(inputs_embeds.shape[1])[None] + 1, **kwargs
+            )
+        },
+    )
+    with pytest.raises(FamilyError, match=r"layer 0 .* gets positions \[1, 2, 3, 4, 5\]"):
+        check_positions(parts_of(model))
+
+
+# ---------------------------------------------------------------------- the model itself
+
+
+@pytest.mark.every_family
+@pytest.mark.parametrize("name", ["qwen3_moe", "gemma2"])
+def test_a_model_is_compared_without_being_changed(name: str) -> None:
+    parts = parts_of(tiny_model(name, layers=2))
+    state = [(vars(module).copy(), *map(dict, _hooks(module))) for module in parts.core.modules()]
+    check_logits(parts)
+    check_positions(parts)
+    layer_windows(parts, again=True)
+    assert [(vars(module), *map(dict, _hooks(module))) for module in parts.core.modules()] == state
+
+
+def _hooks(module: torch.nn.Module) -> tuple[Any, Any]:
+    return module._forward_hooks, module._forward_pre_hooks
+
+
+def test_the_first_row_of_a_model_has_router_statistics() -> None:
+    """transformers hooks routers at the first call of a text part, once and for all."""
+    model = enable_packing(tiny_model("qwen3_vl_moe", layers=2))
+    row = pack(padded(mixed_samples(model.config, seed=5, kinds=("text",))))
+    counts = PackedStep(model)(row, output_router_logits=True).expert_counts
+    assert counts is not None
+    assert counts.sum() == 2 * row.segments.num_tokens * model.config.text_config.num_experts_per_tok

@@ -1,0 +1,151 @@
+"""What text models beside Qwen's bring with them, each mechanism once: windows, softcaps, sinks, latent attention, what
+follows the head, routers with a bias. The families themselves are in the matrices of the full tier."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from equality import alone_through, check_gradients, check_outputs, check_work, gradients, limits_of, poisoned
+from moe import decoder_layers, router_of
+
+from vlmpack.attention import Pattern
+from vlmpack.errors import BackendError, FamilyError
+from vlmpack.families import FAMILIES
+from vlmpack.layout import SlotRule, pack
+from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
+from vlmpack.model.mechanisms import attention, experts
+from vlmpack.testing import mixed_samples, padded, tiny_model
+
+pytestmark = pytest.mark.every_family
+MECHANISMS = {
+    "mistral": "a window in every layer",
+    "gemma2": "windows in every other layer, softcaps of scores and of logits",
+    "deepseek_v3": "values narrower than keys, routers with a bias",
+    "gpt_oss": "sinks, blocks of experts that return a tuple",
+    "cohere2": "a factor behind the head",
+}
+each_mechanism = pytest.mark.parametrize("family", MECHANISMS)
+
+
+def fresh(family: str) -> Any:
+    return tiny_model(family, seed=3, layers=2)
+
+
+@functools.cache
+def truth(family: str) -> Any:
+    model = fresh(family)
+    return alone_through(model, mixed_samples(model.config, seed=5, kinds=("text",) * 3, text=(4, 15)))
+
+
+def packed(family: str, backend: str = "auto", **settings: Any) -> Any:
+    """One step on a row with poison in its gaps, compared with its samples alone."""
+    own, limits, model = truth(family), limits_of(family), fresh(family)
+    row = pack(padded(own.samples), rule=SlotRule(multiple=8), pad_token_id=17)
+    step = PackedStep(model, StepConfig(attention=backend))
+    with poisoned(model, row.segments) as poison:
+        result = step(row, logits=True, **settings)
+        result.loss.backward()
+    assert sum(poison) > 0
+    check_outputs(own, result, limits)
+    check_gradients(own, gradients(model), limits)
+    check_work(own, result, 8, model.config)
+    return result
+
+
+@each_mechanism
+@pytest.mark.parametrize("backend", ["auto", "eager_mask"])
+def test_packed_equals_alone(family: str, backend: str) -> None:
+    packed(family, backend)
+
+
+def ignored(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """A back-end that is not given this part of the pattern."""
+    own = attention.run_on_row
+
+    def without(*qkv_and_row: Any, pattern: Pattern = attention.CAUSAL, layer: Any = None, **settings: Any) -> Any:
+        return own(*qkv_and_row, pattern=Pattern(**{**vars(pattern), part: None}), **settings)
+
+    monkeypatch.setattr(attention, "run_on_row", without)
+
+
+@pytest.mark.parametrize(
+    ("family", "part"), [("mistral", "window"), ("gemma2", "window"), ("gemma2", "softcap"), ("gpt_oss", "sinks")]
+)
+def test_the_comparison_sees_each_part_of_a_pattern(family: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth(family)
+    ignored(monkeypatch, part)
+    with pytest.raises(AssertionError):
+        packed(family)
+
+
+def test_the_comparison_sees_what_follows_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    for family in ("gemma2", "cohere2"):
+        truth(family)
+        monkeypatch.setattr(type(FAMILIES[family]), "to_logits", lambda self, model: self.head(model))
+        with pytest.raises(AssertionError):
+            packed(family)
+
+
+# ---------------------------------------------------------------------- what a layer passes
+
+
+@pytest.mark.parametrize("keyword", ["s_aux", "softcap", "position_bias"])
+def test_whatever_a_layer_passes_to_its_attention_is_computed_or_refused(keyword: str) -> None:
+    model = enable_packing(tiny_model("llama", layers=1))
+    row = pack(padded(mixed_samples(model.config, seed=5, kinds=("text",) * 2)))
+    before = PackedStep(model)(row).loss
+    more = {keyword: torch.zeros(4) if keyword == "s_aux" else 0.5}
+    passed = lambda layer, args, kwargs: (args, kwargs | more)  # noqa: E731
+    model.model.layers[0].self_attn.register_forward_pre_hook(passed, with_kwargs=True)
+    if keyword == "position_bias":
+        with pytest.raises(BackendError, match=r"calls attention with position_bias=0\.5, which no back-end"):
+            PackedStep(model)(row)
+    else:
+        assert PackedStep(model)(row).loss != before
+
+
+def test_a_kernel_that_cannot_serve_a_pattern_is_refused_by_name() -> None:
+    model = fresh("gpt_oss")
+    with pytest.raises(BackendError, match=r"it computes no sinks, which this layer has"):
+        PackedStep(model, StepConfig(attention="torch_varlen"))(padded(truth("gpt_oss").samples))
+
+
+# ---------------------------------------------------------------------- routers with a bias
+
+
+def test_counts_of_experts_are_what_a_router_with_a_bias_chose() -> None:
+    model, chosen = tiny_model("deepseek_v3", seed=3, layers=2, experts=8), []
+    for layer in decoder_layers(model):
+        router_of(layer).register_forward_hook(lambda router, args, output: chosen.append(output[2].flatten()))
+    config = model.config
+    assert (config.n_group, config.topk_group) == (2, 1)
+    result = PackedStep(model, StepConfig(z_loss_coef=0.1))(padded(truth("deepseek_v3").samples))
+    assert result.expert_counts.tolist() == [x.bincount(minlength=8).tolist() for x in chosen]
+    assert result.aux_loss is None
+    by_probability = [experts._counts(x, config.num_experts_per_tok, None).tolist() for x in result.router_logits]
+    assert by_probability != result.expert_counts.tolist(), "no token chose by the bias or by groups"
+
+
+# ---------------------------------------------------------------------- generation, and back
+
+
+@each_mechanism
+def test_generation_is_that_of_the_unmodified_model(family: str) -> None:
+    model = fresh(family).eval()
+    ids = truth(family).samples[0]["input_ids"][None]
+    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
+    plain = model.generate(ids, **call)
+    assert torch.equal(enable_packing(model).generate(ids, **call), plain)
+    assert torch.equal(disable_packing(model).generate(ids, **call), plain)
+
+
+def test_frequencies_that_change_with_the_longest_sample_are_refused() -> None:
+    model = tiny_model("phi3")
+    factors = [1.0] * (model.config.hidden_size // model.config.num_attention_heads // 2)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": factors}
+    model.config.rope_parameters = rope
+    with pytest.raises(FamilyError, match="rope_type is 'longrope'"):
+        enable_packing(model)

@@ -1,0 +1,271 @@
+"""Groups of samples that share prefixes: every row counts each prefix once, and nothing is lost or too full."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan.naive import fewest_rows, naive_pairs, naive_tokens
+
+from vlmpack.errors import ConfigError, LayoutError, SampleError
+from vlmpack.plan import STRATEGIES, Budget, LengthTable, Plan, PrefixGroups, attended_pairs, plan_bins
+
+CAPACITY = 23
+
+
+@st.composite
+def grouped_lengths(draw, *, most: int = 24) -> tuple[list[int], PrefixGroups]:
+    """(lengths, groups): up to three levels of groups, samples in inner ones, alone, and equal to their prefix."""
+    parents, tokens = [], []
+    for group in range(draw(st.integers(0, 5))):
+        parents.append(draw(st.integers(-1, group - 1)))
+        tokens.append((tokens[parents[-1]] if parents[-1] >= 0 else 0) + draw(st.integers(1, 6)))
+    of_samples = draw(st.lists(st.integers(-1, len(parents) - 1), min_size=1, max_size=most))
+    prefixes = [tokens[group] if group >= 0 else 1 for group in of_samples]
+    lengths = [max(prefix, min(prefix + draw(st.integers(0, 12)), CAPACITY)) for prefix in prefixes]
+    return lengths, PrefixGroups(of_samples=of_samples, parents=parents, tokens=tokens)  # pyright: ignore
+
+
+def flat(of_samples: list[int], tokens: list[int], **columns: Any) -> PrefixGroups:
+    """Groups that do not nest."""
+    parents = np.full(len(tokens), -1)
+    return PrefixGroups(of_samples=np.array(of_samples), parents=parents, tokens=np.array(tokens), **columns)
+
+
+# ---------------------------------------------------------------------- any samples
+
+
+@given(samples=grouped_lengths(), strategy=st.sampled_from([*STRATEGIES]), seed=st.none() | st.integers(0, 5))
+def test_each_sample_is_in_one_row_and_no_row_computes_more_than_it_may(samples, strategy, seed):
+    lengths, groups = samples
+    plan = plan_bins(lengths, CAPACITY, strategy=strategy, groups=groups, oversize="drop", seed=seed).check()
+    planned = [sample for row in plan.bins for sample in row]
+    too_long = [sample for sample, n in enumerate(lengths) if n > CAPACITY]
+    assert sorted([*planned, *too_long]) == list(range(len(lengths)))
+    counted = [len(naive_tokens(row, lengths, groups)) for row in plan.bins]
+    assert plan.tree_tokens.tolist() == counted
+    assert max(counted, default=0) <= CAPACITY
+    assert plan.attended_pairs.tolist() == [naive_pairs(row, lengths, groups) for row in plan.bins]
+    assert plan.tokens.tolist() == [sum(lengths[sample] for sample in row) for row in plan.bins]
+
+
+@given(samples=grouped_lengths(most=7))
+def test_rows_are_never_fewer_than_the_bound_nor_many_more_than_the_fewest(samples):
+    lengths, groups = samples
+    fitting = np.flatnonzero(np.asarray(lengths) <= CAPACITY)
+    if not len(fitting):
+        return
+    lengths, groups = [lengths[at] for at in fitting], groups.select(fitting)
+    plan, fewest = plan_bins(lengths, CAPACITY, groups=groups), fewest_rows(lengths, CAPACITY, groups)
+    assert plan.lower_bound <= fewest <= len(plan) <= 2 * fewest
+
+
+@given(samples=grouped_lengths(), seed=st.integers(0, 3))
+def test_the_same_samples_give_the_same_plan(samples, seed):
+    lengths, groups = samples
+    plans = [plan_bins(lengths, CAPACITY, groups=groups, oversize="own_row", seed=seed) for _ in range(2)]
+    assert plans[0].digest == plans[1].digest
+
+
+@given(samples=grouped_lengths(), data=st.data())
+def test_no_row_exceeds_a_budget_whose_prefix_counts_once(samples, data):
+    lengths, groups = samples
+    prefix = [0] * len(groups)
+    for group, parent in enumerate(groups.parents.tolist()):
+        prefix[group] = (prefix[parent] if parent >= 0 else 0) + data.draw(st.integers(0, 3))
+    costs = [(prefix[g] if g >= 0 else 0) + data.draw(st.integers(0, 3)) for g in groups.of_samples.tolist()]
+    budget = Budget(name="patches", costs=np.array(costs), limit=8, shared=np.array(prefix, np.int64))
+    plan = plan_bins(lengths, CAPACITY, groups=groups, budgets=[budget], oversize="drop").check()
+    for row in plan.bins:
+        held = {int(groups.of_samples[sample]) for sample in row} - {-1}
+        while more := {int(groups.parents[group]) for group in held} - held - {-1}:
+            held |= more
+        added = sum(prefix[group] - (prefix[p] if (p := int(groups.parents[group])) >= 0 else 0) for group in held)
+        beyond = sum(costs[s] - (prefix[g] if (g := int(groups.of_samples[s])) >= 0 else 0) for s in row)
+        assert added + beyond <= 8
+    assert sorted([*plan.sample_ids.tolist(), *plan.dropped.tolist()]) == list(range(len(lengths)))
+
+
+@given(lengths=st.lists(st.integers(1, CAPACITY), min_size=1, max_size=50), seed=st.none() | st.integers(0, 3))
+def test_groups_of_one_sample_each_change_nothing(lengths, seed):
+    groups = flat(list(range(len(lengths))), [1] * len(lengths))
+    plain = plan_bins(lengths, CAPACITY, seed=seed)
+    assert plan_bins(lengths, CAPACITY, groups=groups, seed=seed).bins == plain.bins
+    assert plan_bins(lengths, CAPACITY, groups=PrefixGroups.none(len(lengths)), seed=seed).bins == plain.bins
+    assert plain.tree_tokens.tolist() == plain.tokens.tolist()
+
+
+# ---------------------------------------------------------------------- shapes
+
+
+def test_a_group_that_fits_shares_a_row_with_others():
+    plan = plan_bins([6, 7, 3, 5], 15, groups=flat([0, 0, -1, -1], [4]))
+    assert plan.bins == ((0, 1, 2), (3,)) or plan.bins == ((0, 1, 3), (2,))
+    assert sorted(plan.tree_tokens.tolist()) in ([5, 12], [3, 14])
+
+
+def test_a_group_that_is_too_large_is_cut_and_each_piece_repeats_the_prefix():
+    plan = plan_bins([9, 7, 6, 5], 10, groups=flat([0, 0, 0, 0], [4]))
+    assert plan.bins == ((0, 3), (1, 2))
+    assert plan.tree_tokens.tolist() == [10, 9]
+
+
+def test_a_group_in_a_group_stays_together_where_the_outer_one_is_cut():
+    """A system prompt of 4 tokens; prompts of 3 more, with two branches of 2 each."""
+    groups = PrefixGroups(of_samples=np.array([1, 2, 1, 2]), parents=np.array([-1, 0, 0]), tokens=np.array([4, 7, 7]))
+    plan = plan_bins([9, 9, 9, 9], 11, groups=groups)
+    assert plan.bins == ((0, 2), (1, 3))
+    assert plan.tree_tokens.tolist() == [11, 11]
+    assert plan_bins([9, 9, 9, 9], 18, groups=groups).tree_tokens.tolist() == [18]
+
+
+def test_branches_without_tokens_of_their_own_and_a_prefix_as_long_as_a_row():
+    plan = plan_bins([10, 10, 10], 10, groups=flat([0, 0, 0], [10])).check()
+    assert plan.tree_tokens.max() == 10
+    twins = plan_bins([4] * 50, 10, groups=flat([0] * 50, [4]))
+    assert twins.bins == (tuple(range(50)),)
+
+
+def test_a_million_samples_of_one_system_prompt_fill_their_rows():
+    lengths = 100 + np.random.default_rng(0).integers(1, 400, 20_000)
+    plan = plan_bins(lengths, 4096, groups=flat([0] * len(lengths), [100]))
+    assert plan.fill > 0.999
+    assert len(plan) < 0.8 * len(plan_bins(lengths, 4096))
+
+
+def test_a_plan_with_groups_is_read_back(tmp_path: Path):
+    budget = Budget(name="patches", costs=np.array([4, 4, 8]), limit=8, shared=np.array([4]))
+    plan = plan_bins([5, 6, 3], 10, budgets=[budget], groups=flat([0, 0, -1], [4]))
+    plan.save(tmp_path / "plan")
+    loaded = Plan.load(tmp_path / "plan")
+    assert loaded == plan
+    assert loaded.tree_tokens.tolist() == plan.tree_tokens.tolist() == [7, 3]
+    assert (loaded.manifest["tokens"], loaded.manifest["tree_tokens"], loaded.manifest["longest_tree"]) == (14, 10, 7)
+    assert plan_bins([5, 6, 3], 10, groups=flat([0, 0, -1], [3])) != plan_bins(
+        [5, 6, 3], 10, groups=flat([0, 0, -1], [4])
+    )
+
+
+def test_a_plan_whose_row_computes_too_much_is_refused():
+    plan = plan_bins([5, 6, 3], 10, groups=flat([0, 0, -1], [4]))
+    crowded = Plan.from_assignment(np.zeros(3, np.int64), lengths=plan.lengths, capacity=9, groups=plan.groups)
+    with pytest.raises(LayoutError, match=r"row 0: 10 tokens in samples .*at most 9"):
+        crowded.check()
+    alone = Plan.from_assignment(np.zeros(3, np.int64), lengths=plan.lengths, capacity=10)
+    with pytest.raises(LayoutError, match="row 0: 14 tokens"):
+        alone.check()
+
+
+def test_sums_take_a_number_of_each_group():
+    plan = plan_bins([5, 6, 3], 10, groups=flat([0, 0, -1], [4]))
+    squares = plan.sums(plan.lengths**2, np.array([16]))
+    assert squares.tolist() == [25 + 36 - 16 + 9]
+    with pytest.raises(ConfigError, match="2 numbers of groups, but the plan has 1 groups"):
+        plan.sums(plan.lengths, np.array([1, 2]))
+
+
+def test_pairs_are_those_of_the_tree():
+    """Of every node: queries times keys, less what lies above the diagonal."""
+    nodes = [(4, 4), (5, 9), (7, 11)]  # (n, keys): the prefix, and branches of samples of 9 and 11 tokens
+    plan = plan_bins([9, 11], 20, groups=flat([0, 0], [4]))
+    assert plan.attended_pairs.tolist() == [sum(n * keys - n * (n - 1) // 2 for n, keys in nodes)]
+    assert attended_pairs(np.array([9])).tolist() == [45]
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def table_of(groups: PrefixGroups | None = None) -> LengthTable:
+    zeros = np.zeros(3, np.int64)
+    columns = {"images": np.array([1, 1, 2]), "patches": np.array([16, 16, 32]), "image_tokens": np.array([4, 4, 8])}
+    rest = {"video_tokens": zeros, "videos": zeros, "targets": zeros}
+    ids, text = np.array([0, 2, 3]), np.array([2, 3, 4])
+    return LengthTable(sample_ids=ids, text_tokens=text, **columns, **rest, groups=groups)
+
+
+SHARING = flat([0, 0, -1], [5], patches=np.array([16]), images=np.array([1]))
+
+
+def test_a_table_has_its_groups_as_columns():
+    table = table_of(SHARING)
+    assert table.group.tolist() == [0, 0, -1]
+    assert (table.shared_tokens.tolist(), table.shared_patches.tolist()) == ([5, 5, 0], [16, 16, 0])
+    plain = table_of()
+    assert (plain.group.tolist(), plain.shared_tokens.tolist()) == ([-1] * 3, [0] * 3)
+
+
+def test_a_plan_of_a_table_with_groups_counts_places_in_the_data_set():
+    table = table_of(SHARING)
+    budgets = table.budgets(patches=48, images=3)
+    plan = plan_bins(table, 22, budgets=budgets, groups=table.groups).check()
+    assert plan.bins == ((0, 2, 3),)
+    assert plan.tree_tokens.tolist() == [6 + 2 + 12]
+    assert len(plan_bins(table, 22, budgets=budgets)) == 2  # images counted twice
+
+
+def test_tables_with_groups_are_saved_selected_and_joined(tmp_path: Path):
+    table = table_of(SHARING)
+    table.save(tmp_path / "table")
+    assert LengthTable.load(tmp_path / "table") == table != table_of()
+    part = table.select(np.array([False, True, True]))
+    assert (part.group.tolist(), part.sample_ids.tolist()) == ([0, -1], [2, 3])
+    joined = LengthTable.concatenate([table, table_of(), table])
+    assert joined.group.tolist() == [0, 0, -1, -1, -1, -1, 1, 1, -1]
+    assert joined.shared_tokens.tolist() == [5, 5, 0, 0, 0, 0, 5, 5, 0]
+    assert LengthTable.concatenate([table_of()]) == table_of()
+
+
+def test_a_table_without_groups_has_the_bytes_that_it_had(tmp_path: Path):
+    import zipfile
+
+    table_of().save(tmp_path / "table")
+    with zipfile.ZipFile(tmp_path / "table") as members:
+        assert not [name for name in members.namelist() if "groups" in name]
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"of_samples": [0, 1], "parents": [-1], "tokens": [4]}, r"of_samples\[1\] is 1, and has to be -1 or a group"),
+        ({"of_samples": [0], "parents": [0], "tokens": [4]}, r"parents\[0\] is 0, .* each behind its parent"),
+        ({"of_samples": [0], "parents": [-1], "tokens": [0]}, "the prefix of group 0 has 0 tokens: a group adds 1"),
+        (
+            {"of_samples": [1], "parents": [-1, 0], "tokens": [4, 4]},
+            "group 1 has 4 tokens, and that of its parent 0 has 4",
+        ),
+        ({"of_samples": [0], "parents": [-1], "tokens": [4, 5]}, "tokens has 2 entries for 1 groups"),
+        ({"of_samples": [0], "parents": [-1], "tokens": [4], "patches": [-1]}, "group 0 has -1 patches"),
+    ],
+)
+def test_groups_that_contradict_themselves_are_refused(columns, message):
+    with pytest.raises(ConfigError, match=message):
+        PrefixGroups(**{name: np.array(values) for name, values in columns.items()})
+
+
+def test_groups_of_other_samples_are_refused():
+    with pytest.raises(ConfigError, match="groups of 2 samples, but there are 3 lengths"):
+        plan_bins([5, 6, 7], 10, groups=flat([0, 0], [4]))
+    with pytest.raises(SampleError, match="sample 1: has 3 tokens, and the prefix of its group 0 has 4"):
+        plan_bins([5, 3], 10, groups=flat([0, 0], [4]))
+    with pytest.raises(ConfigError, match="budget 'patches' has shared costs of 2 groups, and there are 1"):
+        budget = Budget(name="patches", costs=np.array([1, 1]), limit=4, shared=np.array([1, 1]))
+        plan_bins([5, 6], 10, groups=flat([0, 0], [4]), budgets=[budget])
+    with pytest.raises(SampleError, match="sample 0: has 16 patches, and the prefix of its group 0 has 17"):
+        table_of(flat([0, 0, -1], [5], patches=np.array([17])))
+
+
+def test_keys_become_groups():
+    groups = PrefixGroups.of_keys(["a", None, "b", "a"], [4, 0, 7, 4])
+    assert groups == flat([0, -1, 1, 0], [4, 7])
+    assert repr(groups) == "PrefixGroups(2 groups, 3 of 4 samples in them)"
+    with pytest.raises(SampleError, match="sample 3: shares 5 tokens, and the first sample of its group 'a' 4"):
+        PrefixGroups.of_keys(["a", None, "b", "a"], [4, 0, 7, 5])
+    with pytest.raises(ConfigError, match="2 keys, but 1 shared_tokens"):
+        PrefixGroups.of_keys(["a", "a"], [4])

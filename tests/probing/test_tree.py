@@ -1,0 +1,237 @@
+"""Rows whose samples share prefixes: exact as they are, and each way in which a tree can go wrong has its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiers import full, tiers
+
+from vlmpack.families import FAMILIES
+from vlmpack.layout import PackedRow, Segments, ranges, sharing
+from vlmpack.model import prefix_tree_row
+from vlmpack.model.mechanisms import gated_delta
+from vlmpack.model.mechanisms.gated_delta_tree import HandedState
+from vlmpack.model.mechanisms.vision import VisionRow
+from vlmpack.model.path_attention import _Gather
+from vlmpack.model.prefix_tree_row import PrefixTreeRow
+from vlmpack.probing import Check, forward_passes, probe
+from vlmpack.probing.report import causes_of
+from vlmpack.probing.run import _setup, preserved_state
+from vlmpack.probing.tree_checks import tree_checks
+from vlmpack.testing import branches_of, tiny_model
+
+pytestmark = pytest.mark.usefixtures("shared_references")
+Patch = pytest.MonkeyPatch
+
+
+def checks_of(family: str) -> list[Check]:
+    """The checks of a tree alone: the rest of a probe has its own tests."""
+    model = tiny_model(family)
+    setup = _setup(model, None, None)
+    with preserved_state(model):
+        return tree_checks(setup, branches_of(setup.samples, model.config), progress=lambda part: None)
+
+
+def bad(checks: list[Check]) -> set[str]:
+    return {check.name.removeprefix("tree: ") for check in checks if check.is_bad}
+
+
+# ---------------------------------------------------------------------- as it is
+
+
+@pytest.mark.parametrize("family", tiers(sorted(FAMILIES), short=["mistral", "qwen3_5_moe"]))
+def test_every_family_is_exact(family: str) -> None:
+    checks = checks_of(family)
+    assert [check for check in checks if check.is_bad] == []
+    ok = {check.name.removeprefix("tree: ") for check in checks if check.finding == "ok"}
+    assert ok >= {"logits", "loss", "sample losses", "packing", "positions", "mask", "loss count", "head", "tokens"}
+    mechanisms = {"conv taps": "gated_delta", "recurrent state": "gated_delta", "router": "experts"}
+    assert {name for name in mechanisms if name in ok} == {
+        name for name, mechanism in mechanisms.items() if FAMILIES[family].has(mechanism)
+    }
+    assert ("vision" in ok) == FAMILIES[family].has_vision
+    assert len([name for name in ok if name.startswith("exchange")]) == 6
+
+
+def test_it_is_a_part_of_every_probe_that_does_not_leave_it_out() -> None:
+    report = probe(tiny_model("qwen3"), plain=False)
+    assert report.verdict == "exact"
+    assert report.circumstances["tree"] == "a row whose samples share prefixes, train mode"
+    assert {check.part for check in report.checks if check.name.startswith("tree: ")} == {
+        "equality", "mechanism", "work", "isolation",
+    }  # fmt: skip
+
+
+def test_the_work_is_that_of_the_distinct_beginnings() -> None:
+    checks = {check.name: check for check in checks_of("qwen3_vl")}
+    setup = _setup(tiny_model("qwen3_vl"), None, None)
+    samples = branches_of(setup.samples, setup.probed.config).samples
+    assert checks["tree: tokens"].value == 231 < sum(len(sample["input_ids"]) for sample in samples) / 1.9
+    assert checks["tree: patches"].value == 152 < sum(len(sample["pixel_values"]) for sample in samples) / 1.6
+
+
+# ---------------------------------------------------------------------- broken on purpose
+
+
+def attending_to(keys_of: Callable[[Any, int], list[int]]) -> Callable[[Patch], None]:
+    """Each node's queries get the keys of these nodes and its own."""
+
+    def patch_it(patch: Patch) -> None:
+        honest = prefix_tree_row.attend_along_paths
+
+        def attend(call: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: Any) -> torch.Tensor:
+            nodes = [[*keys_of(tree, node), node] for node in range(len(tree.lengths))]
+            starts, lengths = torch.tensor(tree.nodes.stride[:-1]), torch.tensor(tree.lengths)
+            flat = [node for of_node in nodes for node in of_node]
+            index = torch.from_numpy(ranges(starts[flat].numpy(), lengths[flat].numpy()))
+            keys = Segments.from_lengths([sum(tree.lengths[other] for other in of_node) for of_node in nodes])
+            other = SimpleNamespace(nodes=tree.nodes, keys=keys, key_index=lambda device: index)
+            return honest(call, q, k, v, other)  # pyright: ignore[reportArgumentType]
+
+        patch.setattr(prefix_tree_row, "attend_along_paths", attend)
+
+    return patch_it
+
+
+def one_label_a_branch_point(patch: Patch) -> None:
+    """All children of a branch point are predicted as the first one."""
+    honest = PrefixTreeRow.targets
+
+    def targets(self: PrefixTreeRow, index_L: torch.Tensor, labels_1T: torch.Tensor) -> Any:
+        found = honest(self, index_L, labels_1T)
+        first = (found.predictions[:, None] == found.predictions).int().argmax(1)
+        return replace(found, ids=found.ids[first])
+
+    patch.setattr(PrefixTreeRow, "targets", targets)
+
+
+def counted_once(patch: Patch) -> None:
+    """Shared tokens count once in the routers' losses: as if the row were its tree."""
+    honest = PrefixTreeRow.for_each_sample
+
+    def once(self: PrefixTreeRow, part_t: torch.Tensor) -> torch.Tensor:
+        place = self.tree.place(part_t.device)
+        is_first = torch.zeros(len(place), dtype=torch.bool).index_fill_(0, self.tree.source(), True)
+        out = honest(self, part_t)
+        return torch.where(is_first.view(-1, *[1] * (out.ndim - 1)), out, out[:1])
+
+    patch.setattr(PrefixTreeRow, "for_each_sample", once)
+
+
+def positions_run_on(patch: Patch) -> None:
+    """Rotary positions are those of the tree's sequence."""
+    honest = PrefixTreeRow.cut
+
+    def cut(self: PrefixTreeRow, row: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
+        part = honest(self, row, dim=dim)
+        return torch.arange(part.shape[-1]).expand_as(part) if row.ndim == 3 and not row.is_floating_point() else part
+
+    patch.setattr(PrefixTreeRow, "cut", cut)
+
+
+def one_picture(patch: Patch) -> None:
+    """The tower takes all images of the row for one."""
+
+    def one_segment(self: VisionRow, cu_seqlens: torch.Tensor, num_patches: int) -> Segments:
+        return Segments.from_lengths([num_patches])
+
+    patch.setattr(VisionRow, "find", one_segment)
+
+
+def without_content(patch: Patch) -> None:
+    """Images are told apart by their ids and grids alone."""
+    patch.setattr(sharing, "content_numbers", lambda blocks: [0] * len(blocks))
+
+
+def untried(patch: Patch) -> None:
+    """States are handed on without trying that out first, which would see what is broken here."""
+    patch.setattr(gated_delta, "hands_states", lambda *layer: True)
+
+
+def no_state(patch: Patch) -> None:
+    """A node's recurrence starts from nothing."""
+    untried(patch)
+    patch.setattr(HandedState, "get_recurrent_state", lambda self, *place, **kwargs: None)
+
+
+def no_taps(patch: Patch) -> None:
+    """A node's convolution reads nothing of its parent."""
+    untried(patch)
+    honest = HandedState.update_conv_state
+
+    def update(self: HandedState, *tokens: Any, **settings: Any) -> torch.Tensor:
+        self.tail = None
+        return honest(self, *tokens, **settings)
+
+    patch.setattr(HandedState, "update_conv_state", update)
+
+
+def state_behind_padding(patch: Patch) -> None:
+    """A parent's state is that after tokens of padding, which let it decay."""
+    untried(patch)
+    honest = HandedState.update_recurrent_state
+    patch.setattr(
+        HandedState, "update_recurrent_state", lambda self, state, *place, **kwargs: honest(self, 0.9 * state, *place)
+    )
+
+
+def last_gradient_alone(patch: Patch) -> None:
+    """Of the branches that attend to a shared key, the last one's gradient stays."""
+
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy(0, ctx.index, grad), None
+
+    patch.setattr(_Gather, "backward", staticmethod(backward))
+
+
+def nothing_is_shared(patch: Patch) -> None:
+    def unshared(row: PackedRow, **settings: Any) -> PackedRow:
+        return row
+
+    patch.setattr(forward_passes, "share", unshared)
+
+
+BROKEN: dict[str, tuple[str, tuple[str, ...], set[str], Callable[[Patch], None]]] = {
+    "an ancestor level is left out": (
+        "qwen3",
+        ("mask",),
+        {"logits", "mask"},
+        attending_to(lambda tree, node: [each for each in tree.path(node)[-2:] if each != node]),
+    ),
+    "siblings are seen": ("qwen3", ("mask",), {"logits", "mask"}, attending_to(lambda tree, node: [*range(node)])),
+    "images are not compared": ("qwen3_vl", ("packing",), {"logits", "packing"}, without_content),
+    "positions run on": ("qwen3_vl", ("positions",), {"logits", "positions"}, positions_run_on),
+    "a branch point has one label": ("qwen3", ("head",), {"loss", "sample losses"}, one_label_a_branch_point),
+    "router losses count a shared token once": (
+        "qwen3_next",
+        ("router",),
+        {"load-balancing loss"},
+        counted_once,
+    ),
+    "no state is handed on": ("qwen3_next", ("recurrent state",), {"logits"}, no_state),
+    "a state behind padding is handed on": ("qwen3_next", ("recurrent state",), {"logits"}, state_behind_padding),
+    "no convolution taps are handed on": ("qwen3_next", ("conv taps",), {"logits"}, no_taps),
+    "images see each other": ("qwen3_vl", ("vision",), {"logits", "vision"}, one_picture),
+    "gradients of branches are not added up": (
+        "qwen3",
+        ("unknown",),
+        {"gradient of layers.self_attn.k_proj"},
+        last_gradient_alone,
+    ),
+    "samples that begin alike share nothing": ("qwen3", ("packing",), {"packing"}, nothing_is_shared),
+}
+IN_FULL = ("a state behind padding is handed on",)
+
+
+@pytest.mark.parametrize("what", [*(what for what in BROKEN if what not in IN_FULL), *full(*IN_FULL)])
+def test_each_breakage_has_its_name(what: str, monkeypatch: Patch) -> None:
+    family, causes, seen, break_it = BROKEN[what]
+    break_it(monkeypatch)
+    checks = checks_of(family)
+    assert causes_of(checks) == causes, [check for check in checks if check.is_bad]
+    assert seen <= bad(checks)

@@ -1,0 +1,133 @@
+"""`vlmpack serve` on two ranks, started by itself and by torchrun: equal to one process, and none outlives another."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.service.server_process import KEY, Server, until
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.slow,
+    pytest.mark.dist,
+    pytest.mark.skipif(sys.version_info < (3, 11), reason="the client needs Python 3.11"),
+    pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are found in /proc"),
+]
+
+PROGRAM = Path(__file__).with_name("steps_program.py")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+ROWS = ("--row-tokens", "40")
+"""So that a batch is several rows: each rank has some."""
+GONE_WITHIN = 30.0
+WAYS = ["workers", "torchrun"]
+OPTIONS = {"one": (), "workers": ("--workers", "2"), "sharded": ("--workers", "2", "--shard")}
+
+
+@contextmanager
+def serving(folder: Path, way: str) -> Iterator[Server]:
+    """A server of one process, or of two."""
+    folder.mkdir()
+    if way == "torchrun":
+        server = Server(folder / "state", *ROWS, launcher=TORCHRUN)
+    else:
+        server = Server(folder / "state", *ROWS, *OPTIONS[way])
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def trained(server: Server) -> dict[str, Any]:
+    """What a client saw, and the tensors of its checkpoint."""
+    seen = server.state.parent / "seen.json"
+    command = [sys.executable, str(PROGRAM), server.url, KEY, str(seen)]
+    environment = {**os.environ, "TINKER_TELEMETRY": "0"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-4000:] + server.printed()
+    return json.loads(seen.read_text())
+
+
+def checkpoint(server: Server, path: str) -> dict[str, np.ndarray]:
+    """Tensors of a checkpoint, its optimiser's too."""
+    abouts = {about: json.loads(about.read_text()) for about in server.state.glob("weights/*/vlmpack_checkpoint.json")}
+    (found,) = [
+        f for f, about in abouts.items() if path == f"tinker://{about['model']}/{about['kind']}/{about['name']}"
+    ]
+    files = sorted(found.parent.glob("*.safetensors"))
+    assert len(files) == 2
+    return {f"{file.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What a client sees of one process, and its checkpoint."""
+    with serving(tmp_path_factory.mktemp("alone") / "one", "one") as server:
+        seen = trained(server)
+        return seen, checkpoint(server, seen["path"])
+
+
+def check_equal(server: Server, expected: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    """Train, and compare results and checkpoint with those of one process."""
+    seen = trained(server)
+    for name in ("losses", "norms"):
+        assert seen[name] == pytest.approx(expected[name], rel=1e-5)
+    assert seen["prompt"] == pytest.approx(expected["prompt"], abs=1e-5)
+    for ours, theirs in zip(seen["logprobs"], expected["logprobs"], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    assert (seen["greedy"], seen["seeded"]) == (expected["greedy"], expected["seeded"])
+    saved = checkpoint(server, seen["path"])
+    assert saved.keys() == tensors.keys()
+    for name, tensor in saved.items():
+        close = 1e-5 * np.abs(tensors[name]).max()
+        np.testing.assert_allclose(tensor, tensors[name], rtol=1e-4, atol=close, err_msg=name)
+
+
+@pytest.mark.parametrize("way", [*WAYS, "sharded"])
+def test_two_ranks_are_one_service(tmp_path: Path, way: str, alone: Any) -> None:
+    """Equal results and checkpoints; SIGTERM to rank 0 ends all with status 0."""
+    with serving(tmp_path / "two", way) as server:
+        check_equal(server, *alone)
+        ranks = server.ranks()
+        assert sorted(ranks) == [0, 1]
+        os.kill(ranks[0], signal.SIGTERM)
+        assert server.process.wait(60) == 0, server.printed()
+        until(lambda: not server.ranks(), GONE_WITHIN, server.printed)
+        assert "rank 0 is gone" not in server.printed()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_takes_the_others_with_it(tmp_path: Path, way: str, victim: int, alone: Any) -> None:
+    """And the next start goes on with the same state folder."""
+    with serving(tmp_path / "killed", way) as server:
+        os.kill(server.ranks()[victim], signal.SIGKILL)
+        assert server.process.wait(GONE_WITHIN) != 0
+        until(lambda: not server.ranks(), GONE_WITHIN, server.printed)
+        server.start()
+        check_equal(server, *alone)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rank_0_that_cannot_serve_leaves_no_process(tmp_path: Path, way: str) -> None:
+    """The port is taken, which rank 0 finds when the other one waits for it."""
+    with serving(tmp_path / "first", "one") as server:
+        second = [*(TORCHRUN if way == "torchrun" else TORCHRUN[:1]), *server.command[1:]]
+        second[second.index("--state") + 1] = state = str(tmp_path / "second")
+        second += OPTIONS["workers"]
+        ended = subprocess.run(second, capture_output=True, text=True, timeout=120)  # returns when no process has them
+        assert ended.returncode != 0
+        assert "cannot be served" in ended.stderr
+        assert way == "torchrun" or "Traceback" not in ended.stderr
+        assert Path(state).is_dir()

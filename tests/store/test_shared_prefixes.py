@@ -1,0 +1,105 @@
+"""Groups of samples that begin alike, measured from text and the bytes of images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chats import chat, picture, processor_of, tokenised
+from measured import encoded
+
+from vlmpack.collate import VLMCollator
+from vlmpack.errors import ConfigError
+from vlmpack.plan import LengthTable
+from vlmpack.store import measure_lengths
+from vlmpack.store.measure import _load_marks, _measure_places, _save_marks
+
+QUESTIONS = ("What is the total of this receipt?", "Who sold it?", "On which day was it paid?")
+
+
+def questions(images: int = 3) -> list[dict[str, Any]]:
+    """Questions about each of some images of one size, image by image."""
+    return [
+        chat(
+            question,
+            f"answer {at} {number}",
+            encoded(190, 61, seed=number),
+        )
+        for number in range(images)
+        for at, question in enumerate(QUESTIONS)
+    ]
+
+
+def measured(samples: Any, min_shared: int | None = 8, **settings: Any) -> LengthTable:
+    return measure_lengths(samples, VLMCollator(processor_of()), min_shared=min_shared, **settings)
+
+
+def test_questions_about_one_image_are_a_group_and_images_of_one_size_are_not_mixed_up() -> None:
+    table = measured(questions())
+    assert table.group.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert table.groups is not None
+    assert table.groups.images.tolist() == [1, 1, 1]
+    assert table.shared_patches.tolist() == table.patches.tolist()
+    assert (table.shared_tokens > table.image_tokens).all()
+    assert (table.shared_tokens < table.tokens).all()
+
+
+def test_shared_tokens_are_no_more_than_samples_have_in_common() -> None:
+    samples = [*questions(2), chat("2 + 2? " * 20, "4"), chat("2 + 2? " * 20, "5"), chat("2 + 2? " * 19, "4")]
+    table, collator = measured(samples), VLMCollator(processor_of())
+    ids = [collator.measure(sample).input_ids.tolist() for sample in samples]
+    assert table.groups is not None
+    for group in set(table.group.tolist()):
+        inside = np.flatnonzero(table.group == group)
+        begins = {tuple(ids[at][: table.groups.tokens[group]]) for at in inside}
+        assert len(inside) > 1 or group in table.groups.parents
+        assert len(begins) == 1
+
+
+def test_prompts_are_shared_to_their_last_token() -> None:
+    samples = [chat("Why? " * 30, answer) for answer in ("yes", "no", "perhaps, or rather not")]
+    table, collator = measured(samples), VLMCollator(processor_of())
+    prompt = int(np.flatnonzero(collator.measure(samples[0]).labels >= 0)[0])
+    assert table.shared_tokens.tolist() == [prompt] * 3
+
+
+def test_samples_that_come_as_patches_are_compared_by_them() -> None:
+    text = (
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>?<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>"
+    )
+    samples = [tokenised("qwen3_vl", text.format(at), picture(50, 50, seed=at // 2)) for at in range(4)]
+    assert measured(samples).group.tolist() == [0, 0, 1, 1]
+
+
+def test_groups_are_looked_for_only_when_asked() -> None:
+    plain = measured(questions(), None)
+    assert plain.groups is None
+    with pytest.raises(ConfigError, match=r"min_shared .*or None to look for no shared prefixes"):
+        measured(questions(), 0)
+
+
+def test_a_cache_gives_the_same_groups_and_keeps_images_of_one_size_apart(tmp_path: Path) -> None:
+    first = measured(questions(), cache=tmp_path / "cache")
+    assert measured(questions(), cache=tmp_path / "cache") == first == measured(questions())
+    assert measured(questions(), None, cache=tmp_path / "cache") == measured(questions(), None)
+    swapped = [*questions()[:5], chat(QUESTIONS[2], "answer 2 1", encoded(190, 61, seed=7)), *questions()[6:]]
+    assert measured(swapped, cache=tmp_path / "cache").group.tolist() == [0, 0, 0, 1, 1, -1, 2, 2, 2]
+
+
+def test_parts_measured_apart_give_the_groups_of_the_whole(tmp_path: Path) -> None:
+    """As on Ray: marks go through files, and a group may have samples of several parts."""
+    samples, collator = questions(), VLMCollator(processor_of())
+    tables, marks = [], []
+    for places in (range(4), range(4, 9)):
+        table, part = _measure_places(samples, collator, (places,), True, 0)
+        _save_marks(tmp_path / "part.npz", part)
+        tables.append(table)
+        marks += _load_marks(tmp_path / "part.npz")
+    whole = measured(samples)
+    joined = LengthTable.concatenate(tables)
+    assert (joined == measured(samples, None), len(marks)) == (True, 9)
+    from vlmpack.plan import groups_of_marks
+
+    assert groups_of_marks(marks, min_shared=8) == whole.groups

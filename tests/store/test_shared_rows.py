@@ -1,0 +1,147 @@
+"""Stores of rows whose samples share prefixes: the tree survives, and each image of a row is written once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+import torch
+from chats import chat, picture, processor_of
+from measured import encoded
+from store.stores import asked, check_same, frames, packing, places, store
+
+from vlmpack.collate import SharePrefixes
+from vlmpack.errors import ConfigError
+from vlmpack.plan import Plan
+from vlmpack.store import Manifest, PackedDataset
+
+MIN_SHARED = 8
+CAPACITY = 80
+
+
+def questions(images: int = 4) -> list[dict]:
+    """Three questions about each image, one about a video three times, and one about nothing."""
+    samples = [
+        chat(question, f"{at} {image}", encoded(90, 61, seed=image), id=f"{image}-{at}")
+        for image in range(images)
+        for at, question in enumerate(("How much is it in all?", "Who sold it?", "When was it?"))
+    ]
+    film = {"type": "video", "video": frames(), "min_pixels": 2048, "max_pixels": 20000}
+    return [
+        *samples,
+        *(asked(film, answer, id=answer) for answer in ("yes", "no", "perhaps")),
+        chat("2 + 2?", "4", id="sum"),
+    ]
+
+
+def sharing(**settings):
+    return packing(share_prefixes=SharePrefixes(min_shared=MIN_SHARED), **settings)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("shared") / "rows"
+    store(folder, questions(), sharing(), capacity=CAPACITY)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dataset(kept: Path) -> PackedDataset:
+    return PackedDataset(kept, processor_of())
+
+
+def test_a_stored_row_has_the_tree_that_the_collator_finds(dataset: PackedDataset):
+    samples, collator = questions(), sharing()
+    rows = places(dataset)
+    assert sorted(place for row in rows for place in row) == list(range(len(samples)))
+    trees = []
+    for at, row in enumerate(rows):
+        expected = collator.collate([samples[place] for place in row])
+        check_same(dataset.row(at), expected)
+        assert dataset.row(at).tree == expected.tree
+        trees.append(expected.tree)
+    assert sum(tree is not None for tree in trees) >= 4
+    assert "vlmpack" in dataset[0]
+
+
+def test_rows_compute_what_was_planned(dataset: PackedDataset, kept: Path):
+    plan = Plan.load(kept / "plan.zip")
+    assert plan.groups is not None and plan.tree_tokens.max() <= CAPACITY < plan.tokens.max()
+    for at, planned in enumerate(plan.tree_tokens.tolist()):
+        tree = dataset.row(at).tree
+        assert (planned if tree is None else tree.num_tokens) <= planned
+    assert dataset.plan.lengths.tolist() == plan.tree_tokens.tolist()
+    assert 0 < dataset.manifest.fill_ratio <= 1
+    plain = sum(
+        int(torch.as_tensor(each.grid).prod())
+        for row in range(len(dataset))
+        for s in dataset.measured(row)
+        for each in (*s.images, *s.videos)
+    )
+    assert dataset.manifest.counts.patches < plain / 2
+
+
+def test_the_tree_of_a_row_is_read_without_a_processor(dataset: PackedDataset, kept: Path):
+    outlined = PackedDataset(kept)
+    for row in range(len(dataset)):
+        assert outlined.tree(row) == dataset.row(row).tree
+
+
+def test_each_image_of_a_row_is_written_once(kept: Path):
+    written = 0
+    for file in sorted(kept.glob("*.parquet")):
+        for row in pyarrow.parquet.read_table(file).to_pylist():
+            assert len(row["image_info"]) == len(row["image_numbers"]) >= len(row["images"])
+            assert len({image["bytes"] for image in row["images"]}) == len(row["images"])
+            written += len(row["images"]) + len(row["videos"])
+    assert 5 <= written <= 7
+
+
+def test_a_store_that_shares_is_another_than_one_that_does_not(kept: Path):
+    with pytest.raises(ConfigError, match=r"share_prefixes\.min_shared was 8 and is 9"):
+        store(kept, questions(), packing(share_prefixes=SharePrefixes(min_shared=9)), capacity=CAPACITY)
+    with pytest.raises(ConfigError, match=r"share_prefixes was .*is null"):
+        store(kept, questions(), packing(), capacity=CAPACITY)
+    assert store(kept, questions(), sharing(), capacity=CAPACITY) == Manifest.load(kept)
+
+
+def test_an_edited_min_shared_is_refused(kept: Path, tmp_path: Path):
+    edited = tmp_path / "rows"
+    edited.mkdir()
+    for file in kept.iterdir():
+        (edited / file.name).write_bytes(file.read_bytes())
+    content = json.loads((edited / "manifest.json").read_text())
+    content["settings"]["collator"]["share_prefixes"]["min_shared"] = 64
+    (edited / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="it was changed since it was written"):
+        PackedDataset(edited)
+
+
+def test_rows_that_share_have_no_fixed_size(kept: Path):
+    with pytest.raises(ConfigError, match=r"the rows share prefixes: .*Leave pad_to_max_length"):
+        PackedDataset(kept, processor_of(), pad_to_max_length=True)
+    with pytest.raises(ConfigError, match="share_prefixes: decided when the rows were packed"):
+        PackedDataset(kept, processor_of(), share_prefixes=False)
+
+
+def test_numbers_of_images_that_are_not_there_are_refused(kept: Path, monkeypatch: pytest.MonkeyPatch):
+    from vlmpack.store import read
+
+    def renumbered(table, media_ids, limits):
+        at = table.column_names.index("image_numbers")
+        changed = table.set_column(at, "image_numbers", pyarrow.chunked_array([[[7]]], type=table[at].type))
+        return samples_of(changed, media_ids, limits)
+
+    samples_of = read.samples_of
+    monkeypatch.setattr(read, "samples_of", renumbered)
+    with pytest.raises(ConfigError, match=r"contradicts itself: image_numbers \[7\]"):
+        PackedDataset(kept, processor_of()).row(0)
+
+
+def test_a_store_without_sharing_has_the_columns_that_it_had(tmp_path: Path):
+    store(tmp_path / "rows", [chat("?", "a", picture(40, 40))])
+    names = pyarrow.parquet.read_schema(next((tmp_path / "rows").glob("*.parquet"))).names
+    assert "images" in names and "image_numbers" not in names
+    assert "share_prefixes" not in Manifest.load(tmp_path / "rows").settings["collator"]

@@ -1,0 +1,177 @@
+"""Patterns: the keys that a layer's queries attend to, and how their scores become weights.
+
+    causal        every earlier token of the sample, and the token itself
+    window        of these the nearest `window`                    Mistral, Gemma, Olmo 3, Cohere 2, gpt-oss
+    softcap       scores s become softcap * tanh(s / softcap)      Gemma 2
+    sinks         one more key a head, with a score and no value   gpt-oss
+
+**Windows by blocks.** A segment longer than two windows is cut into blocks of W queries, each of which has 2 W keys: so
+work grows with L W and masks are [W, 2 W]. W = 3, a segment of 11 tokens:
+
+    first    0 1 2             keys 0 1 2                 causal
+    middle   3 4 5, 6 7 8      keys 0 .. 5, 3 .. 8        one call, one mask
+    last     9 10              keys 6 .. 10               the same mask, its first rows
+
+**Sinks as a key.** One more channel of the queries holds sink / scale (a second one what rounding left of it), and is 0
+in all keys but a first one, which is 0 elsewhere and has no value. Its score is then the sink, and PyTorch's own
+attention computes sinks with their gradients.
+
+L queries, L' keys of a segment, the last L of which are at the places of the queries; N query heads, K key-value heads
+(N a multiple of K), H head dimension, W window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vlmpack.layout import Segments
+
+SINK_CHANNELS = 8
+"""Channels that sinks add to queries and keys: two are used, the others keep kernels' alignment."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pattern:
+    """A pattern of one layer beside causal attention within samples."""
+
+    window: int | None = None
+    """Tokens that a query attends to, itself included; None: all before it."""
+    softcap: float | None = None
+    """The bound of scores; None: they have none."""
+    sinks: Tensor | None = None
+    """[N]: of each head the score of a key without value; None: there is none."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parts that a back-end has to compute."""
+        return tuple(name for name, value in vars(self).items() if value is not None)
+
+    def of_heads(self, first: int, count: int) -> Pattern:
+        """The pattern of `count` heads from head `first` on."""
+        if self.sinks is None or len(self.sinks) == count:
+            return self
+        return replace(self, sinks=self.sinks[first : first + count])
+
+
+CAUSAL = Pattern()
+"""No pattern beside causal attention."""
+
+
+def attended_pairs(segments: Segments, window: int | None) -> int:
+    """Query-key pairs of causal attention in one layer: of n tokens n (n + 1) / 2, less those out of the window."""
+    if window is None:
+        return segments.attended_pairs
+    beyond = (max(length - window, 0) for length in segments.lengths)
+    return segments.attended_pairs - sum(n * (n + 1) // 2 for n in beyond)
+
+
+# ---------------------------------------------------------------------- n segments of a length
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""[n, L, N, H], keys and values [n, L', K, H], bool [L, L'] to [n, L, N, H]; no mask: causal, L = L' or L = 1."""
+
+
+def windowed(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, window: int | None, attend: Attend) -> Tensor:
+    """Attend causally within a window: by blocks where segments are longer than two of them."""
+    queries, visible = q_nLNH.shape[1], k_nLKH.shape[1]
+    if window is None or visible <= window:
+        return attend(q_nLNH, k_nLKH, v_nLKH, _last_queries(queries, visible, q_nLNH.device))
+    if queries < visible or visible <= 2 * window:
+        reach = min(visible, queries + window)  # the keys before these are in no query's window
+        mask = _in_window(queries, reach, window, q_nLNH.device)
+        return attend(q_nLNH, k_nLKH[:, -reach:], v_nLKH[:, -reach:], mask)
+    return _by_blocks(q_nLNH, k_nLKH, v_nLKH, window, attend)
+
+
+def _by_blocks(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, window: int, attend: Attend) -> Tensor:
+    n, length = q_nLNH.shape[:2]
+    blocks, rest = divmod(length, window)
+    whole, middle = blocks * window, blocks - 1
+    mask = _in_window(window, 2 * window, window, q_nLNH.device)
+
+    def pairs(x_nLKH: Tensor) -> Tensor:
+        """[n * middle, 2 W, K, H]: each block but the first, after the one before it."""
+        x_nbWKH = x_nLKH[:, :whole].unflatten(1, (blocks, window))
+        return torch.cat([x_nbWKH[:, :-1], x_nbWKH[:, 1:]], 2).flatten(0, 1)
+
+    q_bWNH = q_nLNH[:, window:whole].unflatten(1, (middle, window)).flatten(0, 1)
+    out = [
+        attend(q_nLNH[:, :window], k_nLKH[:, :window], v_nLKH[:, :window], None),
+        attend(q_bWNH, pairs(k_nLKH), pairs(v_nLKH), mask).unflatten(0, (n, middle)).flatten(1, 2),
+    ]
+    if rest:
+        reach = whole - window
+        out.append(attend(q_nLNH[:, whole:], k_nLKH[:, reach:], v_nLKH[:, reach:], mask[:rest, : window + rest]))
+    return torch.cat(out, 1)
+
+
+def _last_queries(queries: int, keys: int, device: torch.device) -> Tensor | None:
+    """The causal mask; None where attention needs none."""
+    return None if queries in (1, keys) else causal_mask(queries, keys, device)
+
+
+def _in_window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """Causal mask of a window, bool [L, L'], for the last L of L' positions."""
+    return causal_mask(queries, keys, device).triu(keys - queries - window + 1)
+
+
+def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Causal mask, bool [L, L'], for the last L of L' positions."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+# ---------------------------------------------------------------------- scores
+
+
+def with_sinks(
+    q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, mask: Tensor | None, *, sinks: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys, values and a mask with sinks as one more key, before the others."""
+    n, queries, keys = *q_nLNH.shape[:2], k_nLKH.shape[1]
+    score = sinks / scale
+    rounded = score.to(q_nLNH.dtype)
+    rest = (score - rounded).to(q_nLNH.dtype).detach()  # what a channel in bfloat16 leaves of a sink in float32
+    channels = torch.stack([rounded, rest], -1).expand(n, queries, -1, 2)
+    sink = F.pad(k_nLKH.new_ones(n, 1, k_nLKH.shape[2], 2), (k_nLKH.shape[3], SINK_CHANNELS - 2))
+    if mask is None:
+        mask = causal_mask(queries, keys, q_nLNH.device)
+    return (
+        F.pad(torch.cat([q_nLNH, channels], -1), (0, SINK_CHANNELS - 2)),
+        torch.cat([sink, F.pad(k_nLKH, (0, SINK_CHANNELS))], 1),
+        F.pad(v_nLKH, (0, 0, 0, 0, 1, 0)),
+        F.pad(mask, (1, 0), value=True),
+    )
+
+
+def written_out(
+    q_nLNH: Tensor,
+    k_nLKH: Tensor,
+    v_nLKH: Tensor,
+    visible: Tensor,
+    *,
+    scale: float,
+    dropout: float,
+    pattern: Pattern,
+) -> Tensor:
+    """Attention with all its scores, bool [L, L'] of which are visible: [n, L, N, H], 0 where none is."""
+    group = q_nLNH.shape[2] // k_nLKH.shape[2]
+    q_nNLH = q_nLNH.transpose(1, 2)
+    k_nNLH, v_nNLH = (x.transpose(1, 2).repeat_interleave(group, 1) for x in (k_nLKH, v_nLKH))
+    scores = (q_nNLH @ k_nNLH.mT).to(torch.promote_types(q_nLNH.dtype, torch.float32)) * scale
+    if pattern.softcap is not None:
+        scores = torch.tanh(scores / pattern.softcap) * pattern.softcap
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if pattern.sinks is not None:
+        sink = pattern.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], -1)
+    # Rows of padding attend to nothing: their softmax is NaN, and 0 takes its place.
+    weights = scores.softmax(-1)[..., : visible.shape[1]].masked_fill(~visible, 0)
+    weights = torch.dropout(weights, dropout, train=dropout > 0)
+    return (weights.to(v_nNLH.dtype) @ v_nNLH).transpose(1, 2)

@@ -1,0 +1,61 @@
+"""Families of text models, one descriptor each: what follows the head, and the mechanisms of the layers.
+
+Windows, softcaps and sinks are in no descriptor: they are read off what each layer passes to its attention function,
+and windows are compared with the masks of the model's own code. Qwen3 and Qwen3-Next are in `qwen.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vlmpack.families.family import Family
+
+# ---------------------------------------------------------------------- from the head's output to logits
+
+
+def capped_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
+    """Bound logits by `final_logit_softcapping`, if the configuration has one."""
+    cap = text_config.final_logit_softcapping
+    return output if cap is None else torch.tanh(output / cap) * cap
+
+
+def multiplied_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
+    """Multiply by `logit_scale`."""
+    return output * text_config.logit_scale
+
+
+def divided_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
+    """Divide by `logits_scaling`."""
+    return output / text_config.logits_scaling
+
+
+# ---------------------------------------------------------------------- the families
+
+
+def text_family(model_type: str, model_class: str, **settings: Any) -> Family:
+    """A family of text models: no processor, no vision, no media."""
+    text: dict[str, Any] = {"processor": None, "text_path": "model", "vision_path": None, "media": ()}
+    return Family(model_type=model_type, model_class=model_class, **text, **settings)
+
+
+_EXPERTS = {"experts": {"layer": "mlp", "router": "gate"}}
+
+TEXT = (
+    text_family("llama", "LlamaForCausalLM"),
+    text_family("mistral", "MistralForCausalLM"),
+    text_family("qwen2", "Qwen2ForCausalLM"),
+    text_family("qwen3_moe", "Qwen3MoeForCausalLM", mechanisms=_EXPERTS),
+    text_family("gemma2", "Gemma2ForCausalLM", logits=capped_logits),
+    text_family("gemma3_text", "Gemma3ForCausalLM", logits=capped_logits),
+    text_family("phi3", "Phi3ForCausalLM"),
+    text_family("olmo3", "Olmo3ForCausalLM"),
+    text_family("granite", "GraniteForCausalLM", logits=divided_logits),
+    text_family("cohere2", "Cohere2ForCausalLM", logits=multiplied_logits),
+    text_family("smollm3", "SmolLM3ForCausalLM"),
+    text_family("glm4_moe", "Glm4MoeForCausalLM", mechanisms=_EXPERTS),
+    text_family("deepseek_v3", "DeepseekV3ForCausalLM", mechanisms=_EXPERTS),
+    text_family("gpt_oss", "GptOssForCausalLM", mechanisms={"experts": {"layer": "mlp", "router": "router"}}),
+)
+"""The descriptors."""
