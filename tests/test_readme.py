@@ -125,7 +125,7 @@ def test_every_reason_in_the_table_of_bad_input_is_one_that_the_collator_gives()
     reasons = set(re.findall(r"`(\w+)`", "".join(row.rsplit("|", 2)[1] for row in table[0].splitlines() if row)))
     files = [path for room in ("collate", "data") for path in (ROOT / "vlmpack" / room).glob("*.py")]
     source = "\n".join(path.read_text(encoding="utf-8") for path in files)
-    given = set(re.findall(r'"([a-z_]+)"', source.replace("{kind}", "image").replace('f"', '"')))
+    given = set(re.findall(r'"([a-z_]+)"', re.sub(r"{(self\.)?kind}", "image", source).replace('f"', '"')))
     assert len(reasons) > 10
     assert reasons <= given
 

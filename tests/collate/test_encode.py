@@ -412,8 +412,8 @@ def test_an_image_processor_s_own_refusal_is_passed_on():
     assert caught.value.reason == "image_processing"
 
 
-def test_a_video_file_is_refused_and_not_guessed_at():
-    content = [{"type": "video", "video": "a.mp4"}]
+def test_a_video_that_is_neither_a_file_nor_frames_is_refused_and_not_guessed_at():
+    content = [{"type": "video", "video": 3}]
     error = refusal({"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "x"}]})
     assert error.reason == "video_source"
     assert str(error).startswith("video 0: ")

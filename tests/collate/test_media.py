@@ -479,7 +479,8 @@ REFUSED = {
     },
     "overlength": chat("word " * 100, "a"),
     "reserved_token_in_text": chat("<|image_pad|>", "a"),
-    "video_source": chat("?", "a", video="film.mp4"),
+    "video_missing": chat("?", "a", video="film.mp4"),
+    "video_undecodable": chat("?", "a", video=b"no video"),
 }
 
 

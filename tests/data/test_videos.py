@@ -86,6 +86,16 @@ def test_a_jump_that_misses_is_made_up_for_by_decoding_from_the_start(
     assert decoded(clip, [0, 7, 19]) == [0, 7, 19]
 
 
+def test_no_frame_is_taken_for_another(clip: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A jump beyond the frame that is wanted is given up, and all is decoded from the start."""
+    from vlmpack.data import videos
+
+    monkeypatch.setattr(
+        videos._Video, "_seek", lambda self, time: self.container.seek(time + 8 * 1024, stream=self.stream)
+    )
+    assert decoded(clip, [0, 7, 13, 19]) == [0, 7, 13, 19]
+
+
 @pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
 def test_frames_of_a_varying_rate_are_counted_and_their_rate_is_the_mean(name: str, tmp_path: Path) -> None:
     write_clip(tmp_path / name, times=IRREGULAR, codec="libx264")
@@ -169,13 +179,11 @@ def test_what_is_no_file_of_a_video_is_refused(source: Any, reason: str) -> None
 def test_a_playlist_opens_no_other_file(clip: bytes, tmp_path: Path) -> None:
     """libav would follow it, to files and to addresses."""
     (tmp_path / "a.mp4").write_bytes(clip)
-    for text in (
-        f"#EXTM3U\n#EXTINF:2,\n{tmp_path}/a.mp4\n#EXT-X-ENDLIST\n",
-        f"ffconcat version 1.0\nfile {tmp_path}/a.mp4\n",
-    ):
-        path = tmp_path / "list.mp4"
-        path.write_text(text)
-        assert refused(path).reason == "video_undecodable"
+    playlist = tmp_path / "list.mp4"
+    playlist.write_text("ffconcat version 1.0\nfile a.mp4\n")
+    with playlist.open("rb") as file, av.open(file) as container:
+        assert sum(1 for _ in container.decode(video=0)) == 20
+    assert refused(playlist).reason == "video_undecodable"
 
 
 def test_without_pyav_the_extra_is_named(clip: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,6 +296,13 @@ def test_no_connection_and_no_other_file_is_opened(
     monkeypatch.setattr("io.open", noted)
     read_video_header(path)
     assert set(opened) <= {str(path)}
+
+
+def test_the_size_of_frames_is_bounded_before_one_is_decoded(clip: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vlmpack.data import videos
+
+    monkeypatch.setattr(videos._Video, "frames", lambda self: pytest.fail("a frame is decoded"))
+    assert refused(clip, max_pixels=6143).reason == "video_too_large"
 
 
 def test_hidden_frames_of_vp8_are_no_frames() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chats import chat, picture, processor_of, tokenised
+from clips import clip_bytes
 from measured import conversations, encoded
 from PIL import ExifTags, Image
 
@@ -194,6 +195,7 @@ def test_numbers_of_numpy_have_a_place_in_a_key() -> None:
         tokenised("qwen3_vl", "<|im_start|>assistant\n5<|im_end|>"),
         chat("?", "a", b"no image"),
         chat("?", "a", video="film.mp4"),
+        chat("?", "a", video=clip_bytes(num_frames=4)),
         chat("?", "a", chat_template_kwargs={"now": object()}),
         {"messages": []},
         7,

@@ -9,7 +9,14 @@ from vlmpack.data.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_im
 from vlmpack.data.open import OpenDataset, open_dataset
 from vlmpack.data.processor import is_saved_alone, load_processor, save_processor, without_video
 from vlmpack.data.readers import JSON_FILES, StoredRows
-from vlmpack.data.videos import DEFAULT_VIDEO_LIMITS, VideoHeader, VideoLimits, decode_frames, read_video_header
+from vlmpack.data.videos import (
+    DEFAULT_VIDEO_LIMITS,
+    VideoHeader,
+    VideoLimits,
+    decode_frames,
+    open_video,
+    read_video_header,
+)
 
 __all__ = [
     "BRANCH_COLUMN",
@@ -33,6 +40,7 @@ __all__ = [
     "load_image",
     "load_processor",
     "open_dataset",
+    "open_video",
     "parse_lines",
     "read_encoded",
     "read_size",

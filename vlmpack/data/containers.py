@@ -18,6 +18,8 @@ from vlmpack.data.pixels import ImageError
 
 _BOX, _WIDE_BOX, _CHUNK = 8, 16, 8
 """Bytes of the header of a box, of a box with a size of 64 bits, and of a chunk."""
+_FIRST_BOXES = (b"ftyp", b"styp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot")
+"""Names of boxes with which mp4 and mov begin."""
 _EBML, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 _UNFINISHED = 0xFFFFFF00
 """Sizes of RIFF from here on, and 0, were never filled in: the file was written to a pipe."""
@@ -36,8 +38,10 @@ def check_whole(file: IO[bytes]) -> None:
         end = _end_of_segment(file)
     elif start.startswith(b"RIFF") and start.endswith(b"AVI "):
         end = _end_of_chunks(file, size)
-    else:
+    elif start[4:8] in _FIRST_BOXES:
         end = _end_of_boxes(file, size)
+    else:
+        end = 0
     file.seek(0)
     if end > size:
         raise ImageError(

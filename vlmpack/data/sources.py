@@ -63,20 +63,20 @@ class _Opener:
                 if source.get(key) is not None:
                     return self.open(source[key])
             keys = sorted(map(str, source))
-            article = "an" if self.kind == "image" else "a"
-            raise self._error(
-                f"{article} {self.kind} dict must hold 'bytes' or 'path'; this one has the keys {keys}", "source"
-            )
+            fault = f"{self._a_kind} dict must hold 'bytes' or 'path'; this one has the keys {keys}"
+            raise ImageError(fault, f"{self.kind}_source")
         if isinstance(source, Path):
             return self._open_file(source)
         if isinstance(source, str):
             return self._open_text(source)
         if isinstance(source, (bytes, bytearray, memoryview)):
             return io.BytesIO(source)
-        article = "an" if self.kind == "image" else "a"
-        raise self._error(
-            f"{article} {self.kind} of type {type(source).__name__} cannot be read; {self.remedy}", "source"
-        )
+        fault = f"{self._a_kind} of type {type(source).__name__} cannot be read; {self.remedy}"
+        raise ImageError(fault, f"{self.kind}_source")
+
+    @property
+    def _a_kind(self) -> str:
+        return "an image" if self.kind == "image" else "a video"
 
     def _open_text(self, text: str) -> IO[bytes]:
         scheme = text.split(":", 1)[0].lower()
@@ -85,10 +85,10 @@ class _Opener:
         if scheme == "file" and text[4:7] == "://":
             return self._open_file(_file_uri_path(text))
         if "://" in text[:32]:
-            raise self._error(
+            raise ImageError(
                 f"the {self.kind} address {short(text)} is remote; nothing is fetched while samples are read: "
                 f"download the {self.kind} first and give its path or bytes",
-                "remote",
+                f"{self.kind}_remote",
             )
         return self._open_file(Path(text))
 
@@ -96,12 +96,13 @@ class _Opener:
         header, _, payload = text.partition(",")
         if not header.lower().endswith(";base64"):
             example = "data:image/png" if self.kind == "image" else "data:video/mp4"
-            raise self._error(f"the data URI {short(text)} is no {example};base64,<payload>", "source")
+            raise ImageError(f"the data URI {short(text)} is no {example};base64,<payload>", f"{self.kind}_source")
         self.check_bytes(len(payload) * 3 // 4)
         try:
             return base64.b64decode("".join(payload.split()), validate=True)
         except (binascii.Error, ValueError) as error:
-            raise self._error(f"the data URI {short(text)} is not valid base64: {error}", "source") from None
+            fault = f"the data URI {short(text)} is not valid base64: {error}"
+            raise ImageError(fault, f"{self.kind}_source") from None
 
     def _open_file(self, path: Path) -> IO[bytes]:
         """A regular file; a device or a pipe, which may never end, is not one."""
@@ -115,11 +116,8 @@ class _Opener:
         except OSError as error:
             if error.errno != ENAMETOOLONG:
                 fault = f"the {self.kind} file {short(str(path))} cannot be read: {error}"
-                raise self._error(fault, "missing") from error
-        raise self._error(f"there is no {self.kind} file at {short(str(path))}; check the path", "missing")
-
-    def _error(self, message: str, fault: str) -> ImageError:
-        return ImageError(message, f"{self.kind}_{fault}")
+                raise ImageError(fault, f"{self.kind}_missing") from error
+        raise ImageError(f"there is no {self.kind} file at {short(str(path))}; check the path", f"{self.kind}_missing")
 
 
 def _file_uri_path(uri: str) -> Path:

@@ -25,6 +25,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, final
 
@@ -90,7 +91,7 @@ def read_video_header(source: VideoSource, *, limits: VideoLimits = DEFAULT_VIDE
         frame = next(video.frames(), None)
         if frame is None:
             raise _undecodable("it has no frame that can be decoded")
-        height, width = upright(frame).shape[:2]
+        height, width = (frame.width, frame.height) if _turn_of(frame) in (90, 270) else (frame.height, frame.width)
     if num_frames is None:
         with _opened(source, limits) as video:
             scan = video.scan()
@@ -143,13 +144,36 @@ def upright(frame: Any) -> np.ndarray:
     Raises:
         ImageError: it is to be turned by something else than right angles.
     """
+    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), _turn_of(frame) // 90))
+
+
+def _turn_of(frame: Any) -> int:
+    """Degrees, counterclockwise, by which a frame is turned to be shown."""
     turn = frame.rotation % 360
     if turn not in _RIGHT_ANGLES:
         raise ImageError(
             f"the video is to be shown turned by {turn} degrees, and only right angles can be; encode it upright",
             "video_rotation",
         )
-    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), turn // 90))
+    return turn
+
+
+def open_video(source: VideoSource, *, limits: VideoLimits = DEFAULT_VIDEO_LIMITS) -> IO[bytes]:
+    """Open the encoded bytes of a video, as they are.
+
+    Raises:
+        ImageError: there are none, they cannot be read, or they are more than the limits allow.
+    """
+    check_bytes = partial(_check_bytes, limits=limits)
+    remedy = "give the path of its file, its bytes, a {'bytes', 'path'} dict, or a list of frames"
+    file = open_source(source, kind="video", remedy=remedy, check_bytes=check_bytes)
+    try:
+        check_bytes(file.seek(0, io.SEEK_END))
+    except ImageError:
+        file.close()
+        raise
+    file.seek(0)
+    return file
 
 
 # ---------------------------------------------------------------------- one open file
@@ -189,7 +213,7 @@ class _Video:
         if self.stream.codec_context is None:
             raise ImageError("libav has no decoder for its codec; encode it again as H.264", "video_codec")
         self.stream.codec_context.thread_count = 1
-        self.stream.codec_context.options = {"max_pixels": str(limits.max_pixels), "err_detect": "explode"}
+        self.stream.codec_context.options = {"max_pixels": str(limits.max_pixels)}
         self._check_size(self.stream.codec_context.height, self.stream.codec_context.width)
 
     def frames(self) -> Iterator[Any]:
@@ -249,13 +273,17 @@ class _Video:
         for wanted in (scan.shown[index] for index in indices):
             key = bisect_right(scan.keys, wanted) - 1
             if key >= 0 and now < scan.keys[key]:
-                self.container.seek(scan.keys[key], stream=self.stream)
+                self._seek(scan.keys[key])
                 frames = self.frames()
             frame = _first_from(frames, wanted)
             if frame is None or frame.pts != wanted:
                 return
             now = wanted
             yield frame
+
+    def _seek(self, time: int) -> None:
+        """Go to the last key frame that is shown at a time or before."""
+        self.container.seek(time, stream=self.stream)
 
     def walk_to(self, indices: Sequence[int], scan: _Scan) -> Iterator[Any]:
         """Decode frames by counting them from the first; all of them, where they have no times to compare.
@@ -308,15 +336,7 @@ def _opened(source: VideoSource, limits: VideoLimits) -> Iterator[_Video]:
     import av
     from av.error import FFmpegError
 
-    remedy = "give the path of its file, its bytes, a {'bytes', 'path'} dict, or a list of frames"
-
-    def check_bytes(size: int) -> None:
-        _check_bytes(size, limits)
-
-    with open_source(source, kind="video", remedy=remedy, check_bytes=check_bytes) as file:
-        check_bytes(size := file.seek(0, io.SEEK_END))
-        if not size:
-            raise _undecodable("the file is empty (0 bytes)")
+    with open_video(source, limits=limits) as file:
         check_whole(file)
         try:
             with _container(av, file) as container:
@@ -362,6 +382,8 @@ def _first_from(frames: Iterator[Any], time: int) -> Any:
 
 
 def _check_bytes(size: int, limits: VideoLimits) -> None:
+    if not size:
+        raise _undecodable("the file is empty (0 bytes)")
     if size > limits.max_bytes:
         raise ImageError(
             f"the file of the video has {size} bytes, more than VideoLimits.max_bytes={limits.max_bytes}; encode it "

@@ -206,6 +206,7 @@ def settings_key(collator: VLMCollator, *, estimate: bool = False, has_marks: bo
             "image_processor": None if parts.image_processor is None else parts.image_processor.to_dict(),
             "metadata": metadata,
             "limits": asdict(collator.limits),
+            "video_files": asdict(collator.file_rules),
             "collator": [collator.train_on, collator.max_length, collator.overlength, collator.markers],
             "estimate": estimate,
             **({"marks": 1} if has_marks else {}),
@@ -228,16 +229,19 @@ def sample_key(feature: Any, settings: bytes, collator: VLMCollator, *, has_mark
         be read, its columns contradict each other, or it holds what JSON cannot.
     """
     try:
-        content = content_of(feature, collator, partial(read_size, limits=collator.limits))
+        content = content_of(feature, collator, partial(read_size, limits=collator.limits), _no_key)
         if has_marks:
-            content += content_of(feature, collator, partial(content_sums, limits=collator.limits))[-2:]
+            content += content_of(feature, collator, partial(content_sums, limits=collator.limits), _no_key)[-2:]
         return _digest(content, key=settings, default=plain)
     except (Refusal, ImageError, TypeError, ValueError, RecursionError):
         return None
 
 
-def content_of(feature: Any, collator: VLMCollator, read: Callable[[Any], Any]) -> list[Any]:
-    """List what the collator reads of a sample, with the result of `read` for each image and frame.
+def content_of(
+    feature: Any, collator: VLMCollator, read: Callable[[Any], Any], read_file: Callable[[Any], Any]
+) -> list[Any]:
+    """List what the collator reads of a sample, with the result of `read` for each image and frame, and of `read_file`
+    for each file of a video.
 
     Raises:
         TypeError: it is no conversation, or was tokenised before.
@@ -247,12 +251,16 @@ def content_of(feature: Any, collator: VLMCollator, read: Callable[[Any], Any]) 
         raise TypeError("no conversation")
     row = read_conversation(feature, has_vision=collator.metadata.has_vision, markers=collator.markers)
     images = [[read(ref.source), ref.options] for ref in row.images]
-    videos = [[_frames(ref.source, read), ref.options] for ref in row.videos]
+    videos = [[_frames(ref.source, read, read_file), ref.options] for ref in row.videos]
     return [row.messages, row.plain, row.trained_turns, row.template_options, images, videos]
 
 
-def _frames(video: Any, read: Callable[[Any], Any]) -> Any:
-    return [read(frame) for frame in video] if isinstance(video, list | tuple) else read(video)
+def _frames(video: Any, read: Callable[[Any], Any], read_file: Callable[[Any], Any]) -> Any:
+    return [read(frame) for frame in video] if isinstance(video, list | tuple) else read_file(video)
+
+
+def _no_key(video: Any) -> Any:
+    raise TypeError("the header of a file of a video is measured each time: reading it is all that measuring takes")
 
 
 def _tokenizer(tokenizer: Any) -> Any:

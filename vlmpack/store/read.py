@@ -23,8 +23,8 @@ from typing import Any, SupportsIndex, final, overload
 import numpy as np
 from torch.utils.data import Dataset
 
-from vlmpack.collate import Encoded, SharePrefixes, VLMCollator
-from vlmpack.data import DEFAULT_LIMITS, ImageLimits
+from vlmpack.collate import Encoded, FrameSampling, SharePrefixes, VLMCollator
+from vlmpack.data import DEFAULT_LIMITS, DEFAULT_VIDEO_LIMITS, ImageLimits
 from vlmpack.errors import ConfigError, LayoutError, SampleError, check_whole_number
 from vlmpack.layout import PackedRow, PrefixTree, Segments, SlotRule
 from vlmpack.plan import Plan
@@ -33,7 +33,10 @@ from vlmpack.store.records import MEDIA, samples_of
 from vlmpack.store.shards import ShardFiles
 from vlmpack.store.symbols import tree_of
 
-DECIDED = ("layout", "slots", "share_prefixes", "max_length", "overlength", "train_on", "markers", "vocab_size")
+DECIDED = (
+    *("layout", "slots", "share_prefixes", "max_length", "overlength", "train_on", "markers", "vocab_size"),
+    "sampling",
+)
 """Settings of a collator that were decided when the rows were packed."""
 
 
@@ -196,6 +199,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
             raise ConfigError(f"{', '.join(wrong)}: decided when the rows were packed; pack again to change that")
         vocab_size = self.manifest.processor["tokens"]["vocab_size"]
         decided = {"layout": "packed", "slots": self.slots, "share_prefixes": self.share_prefixes or False}
+        if (sampling := self.manifest.settings["collator"].get("sampling")) is not None:
+            decided["sampling"] = FrameSampling(**sampling)
         collator = VLMCollator(processor, **decided, vocab_size=vocab_size, **settings)
         if lines := list(differences(self.manifest.processor, fingerprint(collator))):
             raise ConfigError(
@@ -207,9 +212,10 @@ class PackedDataset(Dataset[dict[str, Any]]):
         """Return (place in the data set, sample) of every sample of a row."""
         file, at = self._where(row)
         tokens = self.manifest.processor["tokens"]
+        video_limits = DEFAULT_VIDEO_LIMITS if self.collator is None else self.collator.file_rules.limits
         try:
             table = self._files.read(file, at, without=without)
-            return samples_of(table, (tokens["image_token_id"], tokens["video_token_id"]), self._limits)
+            return samples_of(table, (tokens["image_token_id"], tokens["video_token_id"]), self._limits, video_limits)
         except LayoutError as error:
             raise ConfigError(f"row {at} of {self.path / file} contradicts itself: {error}") from error
 

@@ -32,7 +32,16 @@ import numpy as np
 from PIL import Image
 
 from vlmpack.collate import VIDEO_KEYS, Encoded, MediaRef, Visual
-from vlmpack.data import DEFAULT_LIMITS, ImageError, ImageLimits, load_image, read_encoded
+from vlmpack.data import (
+    DEFAULT_LIMITS,
+    DEFAULT_VIDEO_LIMITS,
+    ImageError,
+    ImageLimits,
+    VideoLimits,
+    load_image,
+    open_video,
+    read_encoded,
+)
 from vlmpack.errors import ConfigError, LayoutError, SampleError, check_extra
 from vlmpack.layout import IMAGE, VIDEO
 
@@ -46,8 +55,13 @@ COMPRESSION = dict.fromkeys(("input_ids.list.element", "labels.list.element"), "
 
 CHECKSUMS = "vlmpack.checksums"
 """Key of the footer: the `checksums` of each row, separated by spaces."""
-OPTION_KEYS = (*VIDEO_KEYS, "sample_fps", "raw_fps")
+_FRAME_KEYS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
+OPTION_KEYS = (*VIDEO_KEYS, "sample_fps", "raw_fps", *_FRAME_KEYS)
 """Keys beside an image or a video that change its patches."""
+IS_FILE = "is_file"
+"""Among the options of a video that is one file; the others are lists of frames."""
+CHUNK = 2**20
+"""Bytes of a file that are digested at a time."""
 PNG_EFFORT = 3
 """Compression level of PNG, 0 to 9: higher ones take much longer and save little."""
 
@@ -167,6 +181,64 @@ class ReferencedImage(Mapping[str, Any]):
         return encoded
 
 
+def stored_video(source: Any, how: Images, limits: ImageLimits, video_limits: VideoLimits) -> list[StoredImage]:
+    """Read a video as it is stored: its frames, or its file alone.
+
+    Raises:
+        ImageError: it cannot be read.
+        ConfigError: it is to be a reference, and lies in no file.
+    """
+    if isinstance(source, list | tuple):
+        return [stored_image(frame, how, limits) for frame in source]
+    if how == "reference":
+        path = _path_of(source)
+        return [StoredImage(bytes=None, path=path, sha256=_digest_of_file(path, video_limits))]
+    with open_video(source, limits=video_limits) as file:
+        return [StoredImage(bytes=file.read(), path=None, sha256=None)]
+
+
+def _digest_of_file(path: str, limits: VideoLimits) -> str:
+    digest = hashlib.sha256()
+    with open_video(path, limits=limits) as file:
+        while data := file.read(CHUNK):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+@final
+class ReferencedVideo(Mapping[str, Any]):
+    """`{"path": ...}` of a file of a video that is compared with its digest at the first access.
+
+    The access raises an ImageError where the file is gone (`video_missing`) or has other bytes (`video_changed`).
+    """
+
+    def __init__(self, stored: StoredImage, limits: VideoLimits) -> None:
+        self.stored, self.limits = stored, limits
+
+    def __getitem__(self, key: str) -> Any:
+        if key != "path":
+            raise KeyError(key)
+        return self._path
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("path",))
+
+    def __len__(self) -> int:
+        return 1
+
+    @cached_property
+    def _path(self) -> str:
+        path = self.stored["path"]
+        assert path is not None, "a file of a video has bytes or a path"
+        if _digest_of_file(path, self.limits) != self.stored["sha256"]:
+            raise ImageError(
+                f"the file {path} is another one than when the rows were packed (its SHA-256 differs); put the old one "
+                "back, or pack again",
+                "video_changed",
+            )
+        return path
+
+
 def _number(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
@@ -190,7 +262,12 @@ def _path_of(source: Any) -> str:
 
 
 def record_of(
-    samples: Sequence[Encoded], places: Sequence[int], digests: Sequence[str], how: Images, limits: ImageLimits
+    samples: Sequence[Encoded],
+    places: Sequence[int],
+    digests: Sequence[str],
+    how: Images,
+    limits: ImageLimits,
+    video_limits: VideoLimits = DEFAULT_VIDEO_LIMITS,
 ) -> dict[str, Any]:
     """Make the columns of one row; those of media may be left out if there are none.
 
@@ -202,7 +279,7 @@ def record_of(
     for sample, place in zip(samples, places, strict=True):
         try:
             images += [stored_image(_source(image).source, how, limits) for image in sample.images]
-            videos += [[stored_image(frame, how, limits) for frame in _source(v).source] for v in sample.videos]
+            videos += [stored_video(_source(v).source, how, limits, video_limits) for v in sample.videos]
         except ImageError as error:
             raise SampleError(error.detail, index=place, reason=error.reason, sample_id=sample.sample_id) from error
     return {
@@ -216,7 +293,7 @@ def record_of(
         "videos_per_sample": [len(sample.videos) for sample in samples],
         "image_info": [_info(image) for sample in samples for image in sample.images],
         "video_info": [
-            {**_info(video), "seconds": video.seconds, "timestamps": list(video.timestamps)}
+            {**_info(video, is_video=True), "seconds": video.seconds, "timestamps": list(video.timestamps)}
             for sample in samples
             for video in sample.videos
         ],
@@ -242,9 +319,11 @@ def _content_key(stored: StoredImage | list[StoredImage]) -> Any:
     return tuple(map(_content_key, stored)) if isinstance(stored, list) else tuple(stored.values())
 
 
-def _info(visual: Visual) -> dict[str, Any]:
-    options = _source(visual).options
-    sizing = {key: options[key] for key in OPTION_KEYS if options.get(key) is not None}
+def _info(visual: Visual, *, is_video: bool = False) -> dict[str, Any]:
+    ref = _source(visual)
+    sizing = {key: ref.options[key] for key in OPTION_KEYS if ref.options.get(key) is not None}
+    if is_video and not isinstance(ref.source, list | tuple):
+        sizing[IS_FILE] = True
     return {"grid": list(visual.grid), "options": json.dumps(sizing, sort_keys=True, default=_number)}
 
 
@@ -311,7 +390,10 @@ def _flat(table: Any, name: str) -> Any:
 
 
 def samples_of(
-    table: Any, media_ids: tuple[int, int], limits: ImageLimits = DEFAULT_LIMITS
+    table: Any,
+    media_ids: tuple[int, int],
+    limits: ImageLimits = DEFAULT_LIMITS,
+    video_limits: VideoLimits = DEFAULT_VIDEO_LIMITS,
 ) -> tuple[tuple[int, Encoded], ...]:
     """Return (place, sample) of every sample of a row.
 
@@ -320,6 +402,7 @@ def samples_of(
             trained on.
         media_ids: the placeholders of images and of videos.
         limits: caps for images that are read from their files.
+        video_limits: the same for files of videos.
 
     Raises:
         LayoutError: columns contradict each other.
@@ -329,7 +412,7 @@ def samples_of(
     names = [json.loads(name) for name in table["sample_ids"][0].as_py()]
     _check(bounds, len(ids), len(labels), len(places), len(names))
     types = IMAGE * (ids == media_ids[0]) + VIDEO * (ids == media_ids[1])
-    images, videos = _visuals(table, "image", limits), _visuals(table, "video", limits)
+    images, videos = (_visuals(table, kind, limits, video_limits) for kind in ("image", "video"))
     samples = []
     for (start, stop), place, name, *media in zip(pairwise(bounds), places, names, images, videos, strict=True):
         sample = Encoded(
@@ -358,7 +441,7 @@ def _check(bounds: Sequence[int], ids: int, labels: int, places: int, names: int
         )
 
 
-def _visuals(table: Any, kind: str, limits: ImageLimits) -> Sequence[tuple[Visual, ...]]:
+def _visuals(table: Any, kind: str, limits: ImageLimits, video_limits: VideoLimits) -> Sequence[tuple[Visual, ...]]:
     """Return the images (or videos) of each sample."""
     if f"{kind}_info" not in table.column_names:
         return ((),) * (len(table["cu_seqlens"][0]) - 1)
@@ -366,7 +449,7 @@ def _visuals(table: Any, kind: str, limits: ImageLimits) -> Sequence[tuple[Visua
     if sum(counts) != len(infos):
         raise LayoutError(f"{kind}s_per_sample counts {sum(counts)} {kind}s, {kind}_info {len(infos)}; pack again")
     stored = _stored(table, kind, len(infos))
-    visuals = [_visual(info, media, limits) for info, media in zip(infos, stored, strict=True)]
+    visuals = [_visual(info, media, limits, video_limits) for info, media in zip(infos, stored, strict=True)]
     return [tuple(visuals[start:stop]) for start, stop in pairwise([0, *accumulate(counts)])]
 
 
@@ -383,15 +466,23 @@ def _stored(table: Any, kind: str, count: int) -> Sequence[Any]:
     return [stored[number] for number in numbers]
 
 
-def _visual(info: Mapping[str, Any], stored: Any, limits: ImageLimits) -> Visual:
-    """Make an image, or a video of a list of frames; None: without its source."""
+def _visual(info: Mapping[str, Any], stored: Any, limits: ImageLimits, video_limits: VideoLimits) -> Visual:
+    """Make an image, or a video of a list of frames or of one file; None: without its source."""
     frames, rows, columns = info["grid"]
     seconds, timestamps, source = info.get("seconds"), tuple(info.get("timestamps", ())), None
     if stored is not None:
-        source = [_lazy(frame, limits) for frame in stored] if isinstance(stored, list) else _lazy(stored, limits)
-        source = MediaRef(source=source, options=json.loads(info["options"]))
+        options = json.loads(info["options"])
+        if options.pop(IS_FILE, False):
+            source = _lazy_file(stored[0], video_limits)
+        else:
+            source = [_lazy(frame, limits) for frame in stored] if isinstance(stored, list) else _lazy(stored, limits)
+        source = MediaRef(source=source, options=options)
     return Visual(grid=(frames, rows, columns), pixels=None, seconds=seconds, timestamps=timestamps, source=source)
 
 
 def _lazy(stored: StoredImage, limits: ImageLimits) -> Mapping[str, Any]:
     return stored if stored["bytes"] is not None else ReferencedImage(stored, limits)
+
+
+def _lazy_file(stored: StoredImage, limits: VideoLimits) -> Mapping[str, Any]:
+    return stored if stored["bytes"] is not None else ReferencedVideo(stored, limits)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from vlmpack.collate import Encoded, VLMCollator, sample_id_of
+from vlmpack.data import ImageError, VideoLimits, open_video
 from vlmpack.errors import ConfigError, Refusal, SampleError
 from vlmpack.files import atomic_file, unreadable, writing
 from vlmpack.loading import MapStyle, digest_of, sample_at
@@ -137,7 +139,8 @@ class ShardWriter:
         digests = [sample_digest(feature, self.collator) for feature in features]
         columns = schema(has_media=self.has_media, is_shared=self._is_shared)
         places = [sample.place for sample in planned]
-        record = record_of(samples, places, digests, self.images, self.collator.limits)
+        limits = self.collator.limits, self.collator.file_rules.limits
+        record = record_of(samples, places, digests, self.images, *limits)
         if self._is_shared:
             record = each_medium_once(record)
         return pyarrow().Table.from_pylist([{name: record[name] for name in columns.names}], schema=columns)
@@ -284,11 +287,24 @@ def sample_digest(sample: Any, collator: VLMCollator) -> str:
         collator: its limits hold for images.
     """
     try:
-        content = [sample_id_of(sample), *content_of(sample, collator, partial(content_sums, limits=collator.limits))]
+        read = partial(content_sums, limits=collator.limits), partial(_file_sums, limits=collator.file_rules.limits)
+        content = [sample_id_of(sample), *content_of(sample, collator, *read)]
         text = json.dumps(content, default=plain, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
     except (Refusal, ConfigError, TypeError, ValueError, RecursionError):  # bad, or tokenised before
         return digest_of(sample)
+
+
+def _file_sums(video: Any, limits: VideoLimits) -> Any:
+    """Sum up a file of a video as an image is summed up, without holding it."""
+    length, crc, adler = 0, 0, 1
+    try:
+        with open_video(video, limits=limits) as file:
+            while data := file.read(2**20):
+                length, crc, adler = length + len(data), zlib.crc32(data, crc), zlib.adler32(data, adler)
+    except ImageError as error:
+        return error.reason
+    return ["file", length, crc, adler]
 
 
 def check_unchanged(

@@ -19,7 +19,7 @@ from typing import Any, final
 
 import numpy as np
 
-from vlmpack.collate import SharePrefixes, VLMCollator
+from vlmpack.collate import FrameSampling, SharePrefixes, VLMCollator
 from vlmpack.data import ImageError
 from vlmpack.errors import ConfigError, SampleError, check_kind
 from vlmpack.files import atomic_file, write_text, writing
@@ -283,6 +283,8 @@ def _description(dataset: MapStyle, collator: VLMCollator, settings: StoreSettin
     decided = {"max_length": collator.max_length, "overlength": collator.overlength, "train_on": collator.train_on}
     decided |= {} if collator.share_prefixes is None else {"share_prefixes": asdict(collator.share_prefixes)}
     decided |= {} if collator.markers == "auto" else {"markers": collator.markers}
+    sampling = collator.file_rules.sampling
+    decided |= {} if sampling == FrameSampling() else {"sampling": asdict(sampling)}
     limits = {**asdict(collator.limits), "formats": list(collator.limits.formats)}
     description = {
         "settings": {

@@ -1,0 +1,376 @@
+"""Files of videos in samples: sampled, sized and cut as transformers' video processors do it, measured by headers."""
+
+from __future__ import annotations
+
+import ast
+import math
+import pickle
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chats import chat, processor_of
+from clips import CODECS, clip_bytes, write_clip
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from tiers import tiers
+from transformers import Qwen2VLImageProcessorPil
+
+from vlmpack import PackedStep, VLMCollator
+from vlmpack.collate import FrameSampling
+from vlmpack.collate.frame_sampling import sample_frames
+from vlmpack.collate.video import VideoSettings
+from vlmpack.collate.video_file import FileRules, file_rules_of, load_video_file, measure_video_file
+from vlmpack.data import ImageError, VideoHeader, VideoLimits, decode_frames
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.store import measure_lengths
+from vlmpack.testing import tiny_model
+
+REFERENCE = Path(__file__).with_name("transformers_videos.py")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+
+
+@pytest.fixture(scope="module")
+def clip() -> bytes:
+    """20 frames at 10 per second."""
+    return clip_bytes()
+
+
+def asked(video: Any, **keys: Any) -> dict[str, Any]:
+    content = [{"type": "video", "video": video, **keys}, {"type": "text", "text": "What happens?"}]
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "It counts."}]}
+
+
+def collator_of(family: str = "qwen3_vl", **options: Any) -> VLMCollator:
+    return VLMCollator(processor_of(family), layout="packed", **options)
+
+
+def refusal(sample: dict[str, Any], **options: Any) -> SampleError:
+    """By `measure` and by `collate` in the same words."""
+    collator = collator_of(**options)
+    with pytest.raises(SampleError) as by_header:
+        collator.measure(sample, 0)
+    with pytest.raises(SampleError) as by_pixels:
+        collator.collate([sample])
+    assert str(by_header.value) == str(by_pixels.value)
+    return by_header.value
+
+
+# ---------------------------------------------------------------- which frames
+
+
+def transformers_rule(family: str) -> Any:
+    """`sample_frames` of transformers' video processor, out of its source: importing the class needs torchvision."""
+    spec = find_spec(f"transformers.models.{family}.video_processing_{family}")
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    (rule,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "sample_frames"]
+    for argument in [*rule.args.args, *rule.args.kwonlyargs]:
+        argument.annotation = None
+    rule.args.kwarg = ast.arg("_")
+    names: dict[str, Any] = {"torch": torch, "np": np, "math": math}
+    exec(compile(ast.unparse(rule), spec.origin, "exec"), names)
+    return names["sample_frames"]
+
+
+RULES = {"linspace": transformers_rule("qwen3_vl"), "arange": transformers_rule("qwen2_vl")}
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    spacing=st.sampled_from(sorted(RULES)),
+    total=st.integers(2, 3000),
+    rate=st.sampled_from([10.0, 23.976023976023978, 25.0, 29.97002997002997, 1 / 3, 240.0]),
+    fps=st.sampled_from([0.5, 1.0, 2, 7.3, 100.0]),
+    num_frames=st.none() | st.integers(2, 64),
+    least=st.integers(2, 6),
+    most=st.integers(8, 800),
+)
+def test_frames_are_those_that_transformers_takes(
+    spacing: Any, total: int, rate: float, fps: float, num_frames: int | None, least: int, most: int
+) -> None:
+    metadata = SimpleNamespace(total_num_frames=total, fps=rate)
+    numbers = {"fps": None if num_frames else fps, "num_frames": num_frames, "min_frames": least, "max_frames": most}
+    holder = SimpleNamespace(temporal_patch_size=2, **numbers)
+    sampling = FrameSampling(**numbers)
+    header = VideoHeader(num_frames=total, fps=rate, height=1, width=1)
+    try:
+        frames = sample_frames(header, {}, sampling=sampling, spacing=spacing, depth=2, max_sampled=10**6)
+    except ImageError as error:
+        assert error.reason == "video_frames"
+        return
+    expected = RULES[spacing](holder, metadata, fps=holder.fps, num_frames=num_frames).tolist()
+    count = len(frames.indices)
+    assert list(frames.indices) == expected[:count]
+    assert expected[count:] in ([], [total])  # by its rounding arange may name a frame that is not there
+    assert frames.sampled_fps == count / total * rate
+
+
+def test_frames_by_hand() -> None:
+    header = VideoHeader(num_frames=24, fps=12.0, height=1, width=1)
+    arguments: dict[str, Any] = {"sampling": FrameSampling(), "depth": 2, "max_sampled": 99}
+    assert sample_frames(header, {}, spacing="linspace", **arguments).indices == (0, 8, 15, 23)
+    assert sample_frames(header, {}, spacing="arange", **arguments).indices == (0, 6, 12, 18)
+    between = {"video_start": 0.5, "video_end": 1.0, "nframes": 3}
+    assert sample_frames(header, between, spacing="linspace", **arguments).indices == (6, 9, 12)
+
+
+@pytest.mark.parametrize(
+    ("keys", "fault"),
+    [
+        ({"fps": 2, "nframes": 4}, "fps=2 and nframes=4: only one can hold"),
+        ({"fps": 0}, "fps=0 takes no frames"),
+        ({"nframes": 2.5}, "nframes=2.5 must be a whole number"),
+        ({"nframes": 1}, "num_frames"),
+        ({"nframes": 21}, "21 frames are to be taken of 20"),
+        ({"min_frames": 9, "max_frames": 4}, "max_frames"),
+        ({"sample_fps": 2}, "sample_fps=2 is the rate of frames in a list"),
+        ({"raw_fps": "30"}, "raw_fps='30' is the rate of frames in a list"),
+        ({"video_start": 1.5, "video_end": 1.0}, "between video_start=1.5 and video_end=1 seconds lie fewer than 2"),
+        ({"video_start": -1}, "video_start=-1 must be a number, finite and not negative"),
+        ({"n_frames": 4}, "'n_frames', which is not known; did you mean 'nframes'?"),
+    ],
+)
+def test_keys_that_mean_nothing_are_refused_by_name(keys: dict[str, Any], fault: str, clip: bytes) -> None:
+    error = refusal(asked(clip, **keys))
+    assert error.reason in ("vision_key", "video_frames")
+    assert fault in str(error)
+
+
+def test_a_video_of_one_frame_is_refused() -> None:
+    error = refusal(asked(clip_bytes(num_frames=1)))
+    assert error.reason == "video_frames"
+    assert "give the frame as an image" in str(error)
+
+
+def test_more_frames_than_the_limit_are_refused(clip: bytes) -> None:
+    error = refusal(asked(clip, nframes=8), video_limits=VideoLimits(max_sampled=7))
+    assert error.reason == "video_too_large"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"fps": 0.0}, {"num_frames": 4}, {"min_frames": 9, "max_frames": 3}, {"fps": math.inf}]
+)
+def test_settings_that_contradict_each_other_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        FrameSampling(**wrong)
+
+
+# ---------------------------------------------------------------- the same as transformers
+
+TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "Qwen3-VL as it is": {"is_per_clip": True, "settings": {}},
+    "Qwen3-VL on the hub": {
+        "is_per_clip": True,
+        "settings": {"size": {"shortest_edge": 4096, "longest_edge": 25165824}, "cap_pixels_per_frame": True},
+    },
+    "Qwen3-VL, shrunk": {"is_per_clip": True, "settings": {"size": {"shortest_edge": 1024, "longest_edge": 20000}}},
+    "Qwen3-VL, eight frames": {"is_per_clip": True, "settings": {"num_frames": 8, "fps": None}},
+    "Qwen2-VL": {"is_per_clip": False, "settings": {"fps": 2.0}},
+    "Qwen2-VL, capped": {
+        "is_per_clip": False,
+        "settings": {
+            "fps": 4.0,
+            "cap_pixels_per_frame": True,
+            "max_video_tokens": 40,
+            "size": {"shortest_edge": 784, "longest_edge": 9000},
+        },
+    },
+}
+
+
+@pytest.mark.full
+def test_pixels_grids_and_times_are_those_of_transformers_video_processors(tmp_path: Path) -> None:
+    cases = []
+    for name in CODECS:
+        write_clip(tmp_path / name, num_frames=37, fps=12)
+        if name.endswith((".mp4", ".mov", ".avi")):  # transformers counts frames by the header alone
+            cases += [{**case, "path": str(tmp_path / name), "call": {}} for case in TRANSFORMERS.values()]
+    (tmp_path / "cases").write_bytes(pickle.dumps(cases))
+    command = [sys.executable, str(REFERENCE), str(tmp_path / "cases"), str(tmp_path / "answers")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    answers = pickle.loads((tmp_path / "answers").read_bytes())
+    assert len(answers) == len(cases) == 18
+    for case, expected in zip(cases, answers, strict=True):
+        values = expected["settings"]
+        processor = SimpleNamespace(
+            tokenizer=None, image_processor=None, video_processor=SimpleNamespace(to_dict=lambda values=values: values)
+        )
+        rules = file_rules_of(processor, SimpleNamespace(frame_timestamps=case["is_per_clip"]))
+        numbers = {**values, "image_mean": list(values["image_mean"]), "image_std": list(values["image_std"])}
+        cut = VideoSettings.from_image_processor(SimpleNamespace(**numbers))
+        video = load_video_file({"video": case["path"]}, settings=cut, rules=rules)
+        measured = measure_video_file({"video": case["path"]}, settings=cut, rules=rules)
+        assert video.grid == measured.grid == expected["grid"], case
+        assert video.seconds == measured.seconds == expected["seconds"]
+        assert list(video.timestamps) == list(measured.timestamps) == expected["timestamps"]
+        torch.testing.assert_close(video.pixels, expected["pixels"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", tiers(FAMILIES, ["qwen2_5_vl", "qwen3_vl"]))
+def test_a_file_is_the_list_of_the_frames_that_transformers_samples(family: str) -> None:
+    """Of a size that neither form resizes, with the rates of the file beside the list."""
+    height, width = size = (128, 192) if family.startswith("qwen3") else (112, 168)
+    clip = clip_bytes(size=size)
+    rule = RULES["linspace" if family.startswith("qwen3") else "arange"]
+    holder = SimpleNamespace(temporal_patch_size=2, min_frames=4, max_frames=768, num_frames=None, fps=2.0)
+    indices = rule(holder, SimpleNamespace(total_num_frames=20, fps=10.0), fps=2.0).tolist()
+    pictures = [Image.fromarray(frame) for frame in decode_frames(clip, indices)]
+    keys = {"resized_height": height, "resized_width": width}
+    collator = collator_of(family)
+    from_file = collator.collate([asked(clip, **keys)])
+    from_list = collator.collate([asked(pictures, sample_fps=len(indices) / 20 * 10, **keys)])
+    assert torch.equal(from_file.media.pixel_values_videos, from_list.media.pixel_values_videos)
+    assert torch.equal(from_file.media.video_grid_thw, from_list.media.video_grid_thw)
+    if family.startswith("qwen3"):  # the times in the text are those of the frames in the file
+        times = [(indices[at] / 10 + indices[at + 1] / 10) / 2 for at in range(0, len(indices), 2)]
+        text = collator.processor.tokenizer.decode(from_file.input_ids[0])
+        assert [f"<{time:.1f} seconds>" in text for time in times] == [True] * len(times)
+    else:
+        assert torch.equal(from_file.input_ids, from_list.input_ids)
+    assert from_file.media.second_per_grid_ts == from_list.media.second_per_grid_ts
+
+
+# ---------------------------------------------------------------- in samples
+
+
+@pytest.mark.parametrize("family", tiers(FAMILIES, ["qwen2_5_vl", "qwen3_vl"]))
+@pytest.mark.parametrize("name", tiers(CODECS, ["h264.mp4"]))
+def test_what_is_measured_is_what_is_decoded(family: str, name: str, tmp_path: Path) -> None:
+    write_clip(tmp_path / name)
+    collator = collator_of(family)
+    for keys in (
+        {},
+        {"nframes": 6, "min_pixels": 4000, "max_pixels": 31360},
+        {"fps": "4", "video_start": 0.3, "video_end": 1.6},
+    ):
+        sample = asked(str(tmp_path / name), **keys)
+        row = collator.collate([sample])
+        measured = collator.measure(sample, 0)
+        assert row.segments.lengths == (measured.num_tokens,)
+        again = collator.decode([measured])
+        assert torch.equal(again.input_ids, row.input_ids)
+        assert torch.equal(again.media.pixel_values_videos, row.media.pixel_values_videos)
+        assert measured.videos[0].pixels is None
+    assert measure_lengths([sample], collator).tokens.tolist() == [measured.num_tokens]
+
+
+def test_a_file_may_stand_wherever_a_video_may(clip: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "clip.mp4"
+    path.write_bytes(clip)
+    stored = {"bytes": clip, "path": None}
+    parts = [
+        {"type": "video", "video": str(path)},
+        {"type": "video", "video": path},
+        {"type": "video", "path": str(path)},
+        {"type": "video", "video_url": {"url": path.as_uri()}},
+        {"type": "video", "bytes": clip},
+        {"type": "video", "video": stored},
+    ]
+    samples = [asked(None) for _ in parts]
+    for sample, part in zip(samples, parts, strict=True):
+        sample["messages"][0]["content"][0] = part
+    columns = [{"video": path}, {"video": [path]}, {"video": stored}, {"videos": [stored]}, {"videos": [str(path)]}]
+    samples += [{**chat("What happens?", "It counts."), **column} for column in columns]
+    collator = collator_of()
+    expected = collator.collate([asked(clip)])
+    for sample in samples:
+        row = collator.collate([sample])
+        assert torch.equal(row.input_ids, expected.input_ids)
+        assert torch.equal(row.media.pixel_values_videos, expected.media.pixel_values_videos)
+
+
+def test_settings_of_the_collator_choose_the_frames(clip: bytes) -> None:
+    frames = [
+        collator_of(sampling=sampling).measure(asked(clip), 0).videos[0].grid[0]
+        for sampling in (None, FrameSampling(fps=5.0), FrameSampling(fps=None), FrameSampling(fps=None, num_frames=6))
+    ]
+    assert frames == [2, 5, 10, 3]
+    with pytest.raises(ConfigError, match=r"sampling has to be a FrameSampling"):
+        collator_of(sampling={"fps": 1})
+
+
+def test_bad_files_are_skipped_and_counted_and_the_others_used(clip: bytes, tmp_path: Path) -> None:
+    damaged = bytearray(clip)
+    middle = clip.index(b"mdat") + 1900
+    damaged[middle : middle + 700] = bytes(700)
+    bad = {
+        "video_missing": "nowhere.mp4",
+        "video_remote": "https://example.org/a.mp4",
+        "video_undecodable": clip[:1000],
+        "video_too_large": clip_bytes(num_frames=41),
+    }
+    log = tmp_path / "bad.jsonl"
+    collator = collator_of(on_bad="skip", skip_log=log, video_limits=VideoLimits(max_frames=40))
+    row = collator.collate([asked(video) for video in (*bad.values(), bytes(damaged), clip)])
+    assert row.metadata.sample_ids == (5,)
+    assert dict(collator.skip_log.reasons) == {**dict.fromkeys(bad, 1), "video_undecodable": 2}
+    measured = collator.measure(asked(bytes(damaged)), 0)  # damage behind the header is found by decoding
+    assert collator.decode([measured]).metadata.sample_ids == ()
+
+
+def test_a_file_that_was_changed_since_it_was_measured_is_refused(clip: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "clip.mp4"
+    path.write_bytes(clip)
+    collator = collator_of()
+    measured = collator.measure(asked(path), 0)
+    path.write_bytes(clip_bytes(num_frames=60))
+    with pytest.raises(SampleError, match="video 0 was measured as 2 x") as caught:
+        collator.decode([measured])
+    assert caught.value.reason == "video_changed"
+
+
+@pytest.mark.parametrize("family", tiers(FAMILIES, ["qwen3_vl"]))
+def test_packed_equals_alone_in_plain_transformers(family: str, clip: bytes) -> None:
+    processor = processor_of(family)
+    model = tiny_model(family, processor=processor).float()
+    small = {"max_pixels": 32 * 32 * 8, "min_pixels": 32 * 32}
+    samples = [asked(clip, **small), chat("2 + 2?", "4"), asked(clip_bytes(num_frames=31), nframes=6, **small)]
+    packed = PackedStep(model)(collator_of(family).collate(samples))
+    assert packed.work.physical_tokens == packed.work.real_tokens
+    padded = VLMCollator(processor)
+    for sample, loss in zip(samples, packed.sample_losses, strict=True):
+        batch = {name: value for name, value in padded([sample]).items() if name != "vlmpack"}
+        torch.testing.assert_close(loss, model(**batch).loss, rtol=1e-5, atol=1e-6)
+
+
+def test_rules_are_read_off_the_video_processor() -> None:
+    values = {"fps": 1, "min_frames": 2, "max_frames": 9, "size": {"shortest_edge": 3, "longest_edge": 7}}
+    processor = SimpleNamespace(
+        tokenizer=None, image_processor=None, video_processor=SimpleNamespace(to_dict=lambda: values)
+    )
+    rules = file_rules_of(processor, SimpleNamespace(frame_timestamps=True), limits=VideoLimits(max_frames=5))
+    assert rules == FileRules(
+        sampling=FrameSampling(fps=1, min_frames=2, max_frames=9),
+        is_per_clip=True,
+        bounds=(3, 7),
+        limits=VideoLimits(max_frames=5),
+    )
+
+
+def test_a_frame_is_resized_as_soon_as_it_is_decoded(clip: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than one frame of the file's own size is kept."""
+    from vlmpack.collate import video_file
+
+    order: list[str] = []
+    decode, resize = video_file.decode_frames, video_file.resize_floats
+
+    def decoding(*args: Any, **kwargs: Any) -> Any:
+        for frame in decode(*args, **kwargs):
+            order.append("decode")
+            yield frame
+
+    monkeypatch.setattr(video_file, "decode_frames", decoding)
+    monkeypatch.setattr(video_file, "resize_floats", lambda *args: order.append("resize") or resize(*args))
+    cut = VideoSettings.from_image_processor(Qwen2VLImageProcessorPil())
+    load_video_file({"video": clip}, settings=cut)
+    assert order == ["decode", "resize"] * 4
