@@ -1,4 +1,4 @@
-"""Train unmodified Hugging Face Qwen-VL models on packed rows: packed == alone, proved on your machine, and faster.
+"""Train unmodified Hugging Face models on packed rows: packed == alone, proved on your machine, and faster.
 
     from vlmpack import VLMCollator, enable_packing
 

@@ -68,7 +68,7 @@ def options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Train unmodified Hugging Face Qwen-VL models on packed rows: packed == alone, proved on your machine."""
+    """Train unmodified Hugging Face models on packed rows: packed == alone, proved on your machine."""
 
 
 def main() -> None:
