@@ -117,7 +117,7 @@ def test_a_group_that_is_too_large_is_cut_and_each_piece_repeats_the_prefix():
 def test_a_group_in_a_group_stays_together_where_the_outer_one_is_cut():
     """A system prompt of 4 tokens; prompts of 3 more, with two branches of 2 each."""
     groups = PrefixGroups(of_samples=np.array([1, 2, 1, 2]), parents=np.array([-1, 0, 0]), tokens=np.array([4, 7, 7]))
-    plan = plan_bins([9, 9, 9, 9], 11, groups=groups)
+    plan = plan_bins([9, 9, 9, 9], 12, groups=groups)
     assert plan.bins == ((0, 2), (1, 3))
     assert plan.tree_tokens.tolist() == [11, 11]
     assert plan_bins([9, 9, 9, 9], 18, groups=groups).tree_tokens.tolist() == [18]
