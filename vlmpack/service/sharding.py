@@ -14,6 +14,7 @@ state is on the disk.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
@@ -55,6 +56,8 @@ class Sharding:
         if tuple(int(part) for part in torch.__version__.split(".")[:2]) < LEAST_TORCH:
             least = ".".join(map(str, LEAST_TORCH))
             raise ConfigError(f"--shard needs PyTorch {least} or newer, not {torch.__version__}; leave it out")
+        # in-place changes of a pass's outputs would be wrong; nothing here makes any
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
         self._model, self._ranks = model, ranks
         mesh = init_device_mesh(device, (ranks.size,))
         for part in (*_blocks(model, family), model):
