@@ -57,11 +57,11 @@ def _is_shown_by_others(item: pytest.Item) -> bool:
     parameters = getattr(item, "callspec", None)
     if parameters is None or item.get_closest_marker("every_family"):
         return False
-    return any(isinstance(value, str) and value in _shown_by_others() for value in parameters.params.values())
+    return any(isinstance(value, str) and value in shown_by_others() for value in parameters.params.values())
 
 
 @cache
-def _shown_by_others() -> frozenset[str]:
+def shown_by_others() -> frozenset[str]:
     """Text models beside Qwen's: what they bring is shown once each in `tests/model/test_text_families.py`.
 
     Imported here: whoever breaks a copy of the package imports this file before there is one.

@@ -115,7 +115,9 @@ def test_every_case_is_tried_here_or_next_door():
 
 def test_dense_families_are_held_to_more_than_those_with_experts_or_gated_delta_layers():
     limits = {name: target_of(family_named(name)).limit for name in FAMILIES}
-    assert {name for name, limit in limits.items() if limit == 0.95} == {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3"}
+    slower = {name for name, family in FAMILIES.items() if family.has("experts") or family.has("gated_delta")}
+    assert {"qwen3_5", "qwen3_vl_moe"} <= slower < set(FAMILIES)
+    assert {name for name, limit in limits.items() if limit == 0.85} == slower
     assert set(limits.values()) == {0.95, 0.85}
 
 

@@ -99,8 +99,8 @@ def test_the_largest_area_of_an_image_is_the_processors_own_or_the_one_given(cha
 def test_what_is_not_there_is_refused(chats: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--processor .*nowhere: nothing there can be read"):
         opened(chats, processor=str(tmp_path / "nowhere"))
-    with pytest.raises(FamilyError, match="llama: unknown family"):
-        named_processor("tiny:llama")
+    with pytest.raises(FamilyError, match="mamba: unknown family"):
+        named_processor("tiny:mamba")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=rf"--processor .*config.json is a file; give its folder: {tmp_path}$"):
         named_processor(str(tmp_path / "config.json"))

@@ -254,7 +254,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         {"family": "qwen2_5_omni"},
         r"family: qwen2_5_omni cannot be packed exactly yet: .* \(supported: qwen2_vl",
     ),
-    "a family that nobody knows": ("_family", {"family": "llama"}, "family: llama: unknown family"),
+    "a family that nobody knows": ("_family", {"family": "mamba"}, "family: mamba: unknown family"),
 }
 
 

@@ -21,7 +21,7 @@ from equality import (
     limits_of,
     poisoned,
 )
-from tiers import SHOWN_BY_OTHERS
+from tiers import shown_by_others
 
 from vlmpack.errors import LayoutError
 from vlmpack.families import FAMILIES, Family
@@ -179,7 +179,7 @@ def test_in_float64_nothing_is_left_of_the_difference(family):
     ]
     own = alone_through(model, samples)
     limits = Limits(logits=1e-11, loss=1e-6, gradient=1e-11, cosine=1e-14)  # the loss is summed in float32
-    if FAMILIES[family].has("gated_delta") or family in SHOWN_BY_OTHERS:
+    if FAMILIES[family].has("gated_delta") or family in shown_by_others():
         limits = Limits(logits=1e-6, loss=1e-6, gradient=1e-5, cosine=1e-10)
     result = PackedStep(model)(pack(padded(samples), rule=SlotRule(multiple=4)), logits=True)
     result.loss.backward()

@@ -17,7 +17,8 @@ from vlmpack.families.family import plain_logits
 from vlmpack.families.text import capped_logits, divided_logits, multiplied_logits
 from vlmpack.layout import pack
 from vlmpack.model import PackedStep, enable_packing
-from vlmpack.model.mechanisms.stock import check_logits, check_positions, check_window, layer_windows
+from vlmpack.model.mechanisms.attention import check_window, layer_windows
+from vlmpack.model.mechanisms.stock import check_logits, check_positions
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
 WINDOWS = {"gemma2": [5, None, 5], "mistral": [5, 5, 5], "qwen3": [None, None, None], "qwen3_5": [None]}

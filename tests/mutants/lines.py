@@ -1176,7 +1176,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "a window is compared with the mask of the model's own code",
-            "mechanisms/stock.py",
+            "mechanisms/attention.py",
             "if windows[layer] != pattern.window:",
             "if windows[layer] != pattern.window and layer < 0:",
             "model/test_stock.py",

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiers import full
 from service.clients import (
     Client,
     create,
@@ -139,7 +140,7 @@ def tmp_path() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize("settings", [ALWAYS, ONCE], ids=["a snapshot a step", "long replays"])
+@pytest.mark.parametrize("settings", [ALWAYS, *full(ONCE)], ids=["a snapshot a step", "long replays"])
 def test_whenever_it_stops_a_restart_goes_on_to_the_same_bits(tmp_path: Path, settings: QueueSettings) -> None:
     with photographed(tmp_path / "state", tmp_path / "album") as photos:
         with served(tmp_path / "state", settings=settings) as (client, engine):

@@ -129,10 +129,10 @@ def test_rows_that_share_have_no_fixed_size(kept: Path):
 def test_numbers_of_images_that_are_not_there_are_refused(kept: Path, monkeypatch: pytest.MonkeyPatch):
     from vlmpack.store import read
 
-    def renumbered(table, media_ids, limits):
+    def renumbered(table, media_ids, *limits):
         at = table.column_names.index("image_numbers")
         changed = table.set_column(at, "image_numbers", pyarrow.chunked_array([[[7]]], type=table[at].type))
-        return samples_of(changed, media_ids, limits)
+        return samples_of(changed, media_ids, *limits)
 
     samples_of = read.samples_of
     monkeypatch.setattr(read, "samples_of", renumbered)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from chats import processor_of
-from tiers import SHOWN_BY_OTHERS
+from tiers import shown_by_others
 from training import Gradients, Samples, arguments, descend, distance, logged, loss_sums, receipts, trainer
 from transformers import (
     DataCollatorForLanguageModeling,
@@ -21,7 +21,7 @@ from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.testing import alone, tiny_model
 from vlmpack.trainer import check_trainer, loss_metrics
 
-TEXT_MODELS = ("qwen3", "qwen3_next", *sorted(SHOWN_BY_OTHERS))
+TEXT_MODELS = ("qwen3", "qwen3_next", *sorted(shown_by_others()))
 ANY_MODEL = (*TEXT_MODELS, "qwen3_5", "qwen3_vl")
 KINDS = ("text",) * 7
 

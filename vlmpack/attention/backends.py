@@ -70,7 +70,7 @@ class AttentionCall:
             num_kv_heads=k_TKH.shape[-2],
             dropout=dropout,
             value_dim=value_dim,
-            pattern=pattern.names,
+            pattern=() if pattern is CAUSAL else pattern.names,
         )
 
 
@@ -304,7 +304,8 @@ class SdpaSegments(Backend):
 
         def attend(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
             """n segments of one length."""
-            if not softmax.causal:
+            is_whole = softmax.pattern.window is None and q_nLNH.shape[1] == k_nLKH.shape[1]
+            if is_whole or not softmax.causal:
                 return _attend(q_nLNH, k_nLKH, v_nLKH, None, softmax)
             return windowed(q_nLNH, k_nLKH, v_nLKH, softmax.pattern.window, partial(_attend, softmax=softmax))
 

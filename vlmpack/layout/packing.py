@@ -36,7 +36,8 @@ def pack(
             all-zero row (with `keep_empty`: nothing else), or hides media or labels. Names the row, what was seen and
             the remedy.
     """
-    check_kind("batch", batch, PaddedBatch, "PaddedBatch.from_hf(processor(...))")
+    if not isinstance(batch, PaddedBatch):
+        check_kind("batch", batch, PaddedBatch, "PaddedBatch.from_hf(processor(...))")
     spans = _spans(batch)
     _check_empty_rows(batch, spans, keep_empty=keep_empty)
     counted = batch.metadata is not None and batch.metadata.num_targets is not None

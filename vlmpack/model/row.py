@@ -67,7 +67,7 @@ class RowPart:
 
     def attended_pairs(self, window: int | None = None) -> int:
         """Query-key pairs of causal attention in one layer, on all ranks together; `window`: that of the layer."""
-        return attended_pairs(self.computed, window)
+        return self.computed.attended_pairs if window is None else attended_pairs(self.computed, window)
 
     def media_grids(self, metadata: HostMetadata) -> tuple[tuple[Grid, ...], tuple[Grid, ...]]:
         """(images, videos) that go through the vision tower, on all ranks together."""

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from types import FunctionType
 from typing import Any, ClassVar, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -26,11 +27,11 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vlmpack.attention import CAUSAL, AttentionCall, Pattern, choose
-from vlmpack.errors import BackendError, ConfigError
+from vlmpack.errors import BackendError, ConfigError, FamilyError
 from vlmpack.families import Family
 from vlmpack.layout import Segments, outside_graph
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup, is_subclassed
-from vlmpack.model.mechanisms.stock import check_window, layer_windows
+from vlmpack.model.mechanisms.stock import measured_windows
 from vlmpack.model.plain import check_not_bypassed, warn_past_the_forward
 from vlmpack.model.row import CONTEXT, RowContext
 
@@ -120,6 +121,46 @@ class Attention(Mechanism):
                 "its configuration, so that the samples of a row see each other; give it back the forward of "
                 "transformers, or train this model without packing"
             )
+
+
+# ---------------------------------------------------------------------- windows of the model's own code
+
+_WINDOWS: WeakKeyDictionary[nn.Module, dict[int, int | None]] = WeakKeyDictionary()
+
+
+def layer_windows(model: ModelParts, *, again: bool = False) -> dict[int, int | None]:
+    """The window of each decoder layer with attention, by its number, as the model's own code masks it; None: none.
+
+    Args:
+        model: the model. Its windows are kept for as long as its text part lives.
+        again: measure them anew, with its configuration as it is now.
+
+    Raises:
+        FamilyError: a layer's mask is something else than causal within a window.
+    """
+    text = model.text
+    if again or text not in _WINDOWS:
+        _WINDOWS[text] = measured_windows(text)
+    return _WINDOWS[text]
+
+
+def check_window(windows: Mapping[int, int | None], pattern: Pattern, layer: int) -> None:
+    """Compare the window that a layer passes to its attention function with its mask in the model's own code.
+
+    Raises:
+        FamilyError: packed rows would attend to other tokens than the model's own code.
+    """
+    if layer not in windows:
+        raise FamilyError(
+            f"layer {layer} gets no mask from its model, so what it attends to is not known; train this model without "
+            "packing"
+        )
+    if windows[layer] != pattern.window:
+        raise FamilyError(
+            f"layer {layer} calls attention with sliding_window={pattern.window}, but in the model's own code its mask "
+            f"has {windows[layer]}: its configuration was changed after packing was enabled, or the family is not as "
+            "described. Call enable_packing(model) again, or train this model without packing"
+        )
 
 
 # ---------------------------------------------------------------------- stand-ins for configurations
@@ -376,7 +417,8 @@ def run_on_row(
         q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, segments: Segments, **keys: Segments
     ) -> torch.Tensor:
         # Ulysses: a rank has some of the heads
-        of_heads = pattern.of_heads(row.part.rank * q_TNH.shape[1], q_TNH.shape[1])
+        heads = q_TNH.shape[1]
+        of_heads = pattern if pattern.sinks is None else pattern.of_heads(row.part.rank * heads, heads)
         call = AttentionCall.of(q_TNH, k_TKH, value_dim=v_TKH.shape[2], dropout=dropout, pattern=of_heads)
         settings: dict[str, Any] = {"scale": scale, "dropout": dropout, "pattern": of_heads, **keys}
         return choose(call, entry.backend)(q_TNH, k_TKH, v_TKH, segments, causal=vision is None, **settings)

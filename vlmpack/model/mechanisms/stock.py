@@ -15,13 +15,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any, final
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import AttentionMaskInterface
 
-from vlmpack.attention import Pattern
 from vlmpack.errors import FamilyError
 from vlmpack.model.mechanisms import ModelParts
 
@@ -45,25 +43,19 @@ def _mask_function(*_: Any, mask_function: MaskFunction, **__: Any) -> MaskFunct
 
 AttentionMaskInterface.register(_NAME, _mask_function)
 
-_WINDOWS: WeakKeyDictionary[nn.Module, dict[int, int | None]] = WeakKeyDictionary()
 
+def measured_windows(text: nn.Module) -> dict[int, int | None]:
+    """Measure the window of each decoder layer with attention, by its number, as the model's own code masks it.
 
-def layer_windows(model: ModelParts, *, again: bool = False) -> dict[int, int | None]:
-    """The window of each decoder layer with attention, by its number, as the model's own code masks it; None: none.
-
-    Args:
-        model: the model. Its windows are kept for as long as its text part lives.
-        again: compute them anew, from its configuration as it is now.
+    Returns:
+        Tokens that a query attends to, itself included; None: all before it.
 
     Raises:
         FamilyError: a layer's mask is something else than causal within a window.
     """
-    text = model.text
-    if again or text not in _WINDOWS:
-        masks = {layer: mask for layer, (mask, _) in _recorded(text).items() if callable(mask)}
-        windows = {mask: _window(mask, layer) for layer, mask in masks.items()}
-        _WINDOWS[text] = {layer: windows[mask] for layer, mask in masks.items()}
-    return _WINDOWS[text]
+    masks = {layer: mask for layer, (mask, _) in _recorded(text).items() if callable(mask)}
+    windows = {mask: _window(mask, layer) for layer, mask in masks.items()}
+    return {layer: windows[mask] for layer, mask in masks.items()}
 
 
 def _window(mask: Any, layer: int) -> int | None:
@@ -93,30 +85,6 @@ def check_positions(model: ModelParts) -> None:
                 f"layer {layer} of this {type(model.core).__name__} gets positions {positions.flatten().tolist()} for "
                 f"{TOKENS} tokens, but {model.family.model_type} is described with {expected}; its descriptor is wrong"
             )
-
-
-def check_window(windows: Mapping[int, int | None], pattern: Pattern, layer: int) -> None:
-    """Compare the window that a layer passes to its attention function with its mask in the model's own code.
-
-    Args:
-        windows: what `layer_windows` returned.
-        pattern: what the layer passes.
-        layer: its number.
-
-    Raises:
-        FamilyError: packed rows would attend to other tokens than the model's own code.
-    """
-    if layer not in windows:
-        raise FamilyError(
-            f"layer {layer} gets no mask from its model, so what it attends to is not known; train this model without "
-            "packing"
-        )
-    if windows[layer] != pattern.window:
-        raise FamilyError(
-            f"layer {layer} calls attention with sliding_window={pattern.window}, but in the model's own code its mask "
-            f"has {windows[layer]}: its configuration was changed after packing was enabled, or the family is not as "
-            "described. Call enable_packing(model) again, or train this model without packing"
-        )
 
 
 @final
