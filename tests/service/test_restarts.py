@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiers import full
 from service.clients import (
     Client,
     create,
@@ -30,6 +29,7 @@ from service.clients import (
     until,
 )
 from service.fakes import FakeEngine
+from tiers import full
 
 from vlmpack.service.checkpoints import StateFolder
 from vlmpack.service.journal import Journal
