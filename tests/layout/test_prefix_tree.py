@@ -56,6 +56,7 @@ def test_the_drawing_in_the_docstring():
     assert repr(DRAWN) == "PrefixTree(3 samples, 8 tokens in 5, 5 nodes, depth 3)"
 
 
+@settings(max_examples=40)
 @given(texts(), st.integers(1, 5), st.data())
 def test_the_trie_is_the_naive_one(samples, min_shared, data):
     groups = data.draw(st.lists(st.integers(0, 1), min_size=len(samples), max_size=len(samples)))
