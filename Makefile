@@ -31,7 +31,7 @@ CORE_TESTS   := tests/families $(CORE_STEP) $(CORE_TRAINER) tests/test_traps.py 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-full mutants bench lint format docs wheel test-oldest constraints clean
+.PHONY: help demo test test-full test-exhaustive mutants bench lint format docs wheel test-oldest constraints clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,8 +42,11 @@ demo: $(VENV)/.demo ## Train on receipts, padded and packed in turn; a table and
 test: $(VENV)/.test ## Run the short tier of the tests: the whole specification once, within minutes
 	$(VENV)/bin/python -m pytest $(PYTEST) -m "not full" $(ARGS)
 
-test-full: $(VENV)/.test ## Run all tests (ARGS="-m full": what `make test` leaves out)
-	$(VENV)/bin/python -m pytest $(PYTEST) $(ARGS)
+test-full: $(VENV)/.test ## Run what `make test` leaves out: products of circumstances, processes, kills, examples, notebooks
+	$(VENV)/bin/python -m pytest $(PYTEST) -m "full and not exhaustive" $(ARGS)
+
+test-exhaustive: $(VENV)/.test ## Run the whole products of families that differ by their descriptor alone (an hour)
+	$(VENV)/bin/python -m pytest $(PYTEST) -m exhaustive $(ARGS)
 
 mutants: $(VENV)/.test ## Break one line of the package at a time and see that the short tier fails (ARGS="--only experts")
 	$(VENV)/bin/python tests/mutants -j $(JOBS) $(ARGS)

@@ -1,12 +1,14 @@
-"""Two tiers of tests: the short one is the specification once, the full one adds products of circumstances.
+"""Three tiers of tests: the short one is the specification once, the full one adds products of circumstances, and the
+exhaustive one the products of families that differ by their descriptor alone.
 
-`make test` leaves out what is marked `full`; `make test-full` runs everything. A function with several parameters and
+`make test` leaves out what is marked `full`, `make test-full` what is marked `exhaustive`; `make test-exhaustive` runs
+the rest. A function with several parameters and
 the mark `pairwise` stays in the short tier with few of its cases: every pair of values of two parameters is in one of
 them. With the mark `each_value` every value is. The others are marked `full` here. Cases of a value that is itself in
 the full tier only stay there, and show nothing.
 
-Families that bring no part of the code with them are in the full tier, but for tests with the mark
-`every_family`.
+Families that bring no part of the code with them are in the full tier, each once in each test, in a circumstance that
+differs from family to family; their other cases are exhaustive. Tests with the mark `every_family` are as the others.
 """
 
 from __future__ import annotations
@@ -33,9 +35,7 @@ def mark_products(items: Iterable[pytest.Item]) -> None:
     """Mark as `full` what shows no new pair of values (`pairwise`) or no new value (`each_value`); ever the same."""
     products: dict[str, list[tuple[pytest.Item, set[Any]]]] = {}
     for item in items:
-        if _is_shown_by_others(item):
-            item.add_marker(pytest.mark.full)
-        if item.get_closest_marker("full"):
+        if item.get_closest_marker("full") or _is_shown_by_others(item):
             continue
         together = 2 if item.get_closest_marker("pairwise") else 1
         if together == 2 or item.get_closest_marker("each_value"):
@@ -50,6 +50,26 @@ def mark_products(items: Iterable[pytest.Item]) -> None:
             cases.remove(best)
         for item, _ in cases:
             item.add_marker(pytest.mark.full)
+
+
+def mark_families(items: Iterable[pytest.Item]) -> None:
+    """Mark as `full` one case of each test with each family that brings no part of the code, and as `exhaustive` the
+    others of its product; ever the same ones, and another circumstance for each family."""
+    cases: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        if _is_shown_by_others(item):
+            item.add_marker(pytest.mark.full)
+            cases.setdefault((item.nodeid.partition("[")[0], _family_of(item)), []).append(item)
+    for (_, family), product in cases.items():
+        kept = product[sorted(shown_by_others()).index(family) % len(product)]
+        for item in product:
+            if item is not kept:
+                item.add_marker(pytest.mark.exhaustive)
+
+
+def _family_of(item: pytest.Item) -> str:
+    values = item.callspec.params.values()  # pyright: ignore[reportAttributeAccessIssue]
+    return next(value for value in values if isinstance(value, str) and value in shown_by_others())
 
 
 def _is_shown_by_others(item: pytest.Item) -> bool:

@@ -237,7 +237,7 @@ def test_a_window_that_is_dropped(family: str, monkeypatch: Patch) -> None:
     own = attention.run_on_row
 
     def without(*call: Any, pattern: Pattern, **settings: Any) -> Any:
-        return own(*call, pattern=replace(pattern, window=None), **{**settings, "layer": None})
+        return own(*call, pattern=replace(pattern, window=None), **{**settings, "module": None})
 
     monkeypatch.setattr(attention, "run_on_row", without)
     report = probed(family)

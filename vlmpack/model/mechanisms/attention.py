@@ -362,13 +362,12 @@ def _text_attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, Any]:
     row: RowContext | None = kwargs.pop(CONTEXT, None)
-    layer: Any = module.layer_idx
     if row is None:
         check_not_bypassed(kwargs)
         if module.training and not is_subclassed(module):  # sparse attention is given a mask of its indexer's choice
             warn_past_the_forward(args[0] if args else kwargs.get("attention_mask"))
         return _call_original(module, query, key, value, *args, **kwargs)
-    return run_on_row(query, key, value, row, layer=layer, **_settings(module, kwargs, causal=True)), None
+    return run_on_row(query, key, value, row, module=module, **_settings(module, kwargs, causal=True)), None
 
 
 def _vision_attention(
@@ -398,14 +397,17 @@ def run_on_row(
     dropout: float,
     vision: torch.Tensor | None = None,
     pattern: Pattern = CAUSAL,
-    layer: int | None = None,
+    module: Any = None,
 ) -> torch.Tensor:
-    """transformers' [1, N, T, H] in, its [1, T, N, H] out. `vision`: boundaries of a vision block; None: text."""
+    """transformers' [1, N, T, H] in, its [1, T, N, H] out. `vision`: boundaries of a vision block; None: text.
+
+    `module`: the calling layer, whose number is read here, out of the graph: compiled layers would each be specialised.
+    """
     entry: RowAttention = row.entries[Attention.name]
     if vision is None:
         entry.calls += 1
-        if entry.stock_windows is not None and layer is not None:
-            check_window(entry.stock_windows, pattern, layer)
+        if entry.stock_windows is not None and module is not None:
+            check_window(entry.stock_windows, pattern, module.layer_idx)
         entry.windows.add(pattern.window)
     segments = row.segments if vision is None else row.entries[OF_VISION].find(vision, query.shape[2])
     q_TNH, k_TKH, v_TKH = (_in_autocast(x.squeeze(0).transpose(0, 1)) for x in (query, key, value))
