@@ -283,8 +283,8 @@ def _check_pairs(setup: ProbeSetup, packed: PackedPass) -> Check:
     everywhere = sum((stop - start) ** 2 for start, stop in pairwise(packed.segments(setup.samples).kernel))
     with torch.no_grad():
         computed, dense = count_pairs(lambda: packed(setup.samples), setup.probed)
-        probed = setup.probed
-        windows = {*layer_windows(ModelParts(family=probed.family, core=probed.core)).values()} - {None}
+        probed, sparse = setup.probed, setup.probed.family.has("per_sample")
+        windows = not sparse and any(layer_windows(ModelParts(family=probed.family, core=probed.core)).values())
     check = Check(part="work", name="attended pairs", finding="ok", value=computed, allowed=needed)
     if computed is None:
         return replace(check, finding="not counted", detail="no known kernel ran")
