@@ -39,11 +39,10 @@ from benchmarks.cases.step import CompileShapes, measure_compiled, measure_memor
 from benchmarks.cases.tree import TreeShapes, measure_tree
 from benchmarks.figures import MOST_SEED, BenchSettings, Figure, Report, Skipped, check_budget, environment, place_for
 from benchmarks.peers import PeerShapes, measure_peers
-from benchmarks.receipts import ReceiptShapes
+from benchmarks.receipts import MEASURED, ReceiptShapes
 from benchmarks.report import print_report, report_runs
 from benchmarks.timing import CLOCKS
 from vlmpack.errors import ConfigError, VlmpackError, check_whole_number
-from vlmpack.families import FAMILIES
 
 
 @final
@@ -129,7 +128,7 @@ class Unit:
     case: str
     """A key of `CASES`."""
     family: str | None
-    """A key of `FAMILIES`; None: the case is about none."""
+    """A key of `MEASURED`; None: the case is about none."""
     first: bool = True
     """The first of its case, which is measured whether there is time left or not."""
 
@@ -153,7 +152,7 @@ def run_cases(
     Args:
         names: keys of `CASES`; none: all, in its order.
         settings: of the run, `seconds` for each unit; None: the defaults.
-        families: keys of `FAMILIES`; none: that of `settings`.
+        families: keys of `MEASURED`; none: that of `settings`.
         before: called with each unit before it starts.
 
     Raises:
@@ -190,7 +189,7 @@ def units_of(names: Sequence[str], families: Sequence[str]) -> list[Unit]:
     Raises:
         ConfigError: there is no such case or family.
     """
-    for kind, chosen, choices in (("case", names, list(CASES)), ("family", families, list(FAMILIES))):
+    for kind, chosen, choices in (("case", names, list(CASES)), ("family", families, list(MEASURED))):
         if unknown := [name for name in chosen if name not in choices]:
             raise ConfigError(f"there is no {kind} {', '.join(map(repr, unknown))}; choose from {', '.join(choices)}")
     return [
@@ -249,7 +248,7 @@ def _measure(chosen: argparse.Namespace, console: Console) -> int:
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
     names = chosen.cases or list(CASES)
-    families = list(FAMILIES) if ALL in chosen.family else chosen.family or [BenchSettings.family]
+    families = list(MEASURED) if ALL in chosen.family else chosen.family or [BenchSettings.family]
     units = len(units_of(names, families))
     budget = SECONDS * units if chosen.budget is None else chosen.budget
     settings = BenchSettings(device=chosen.device, seconds=budget / units, clock=chosen.clock, seed=chosen.seed)
@@ -312,7 +311,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help=f"whose step to measure, may be repeated: {', '.join(FAMILIES)}, or all (default: {BenchSettings.family})",
+        help=f"whose step to measure, may be repeated: {', '.join(MEASURED)}, or all (default: {BenchSettings.family})",
     )
     parser.add_argument(
         "--budget",

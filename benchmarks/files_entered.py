@@ -16,9 +16,9 @@ import torch
 from rich.console import Console
 
 import vlmpack
-from benchmarks.receipts import ReceiptShapes, hf_inputs, receipt_batch, receipt_model
+from benchmarks.receipts import MEASURED, ReceiptShapes, hf_inputs, receipt_batch, receipt_model
 from vlmpack import enable_packing
-from vlmpack.families import FAMILIES, family_named
+from vlmpack.families import family_named
 
 PACKAGE = Path(vlmpack.__file__).parent
 FAMILY = "qwen3_vl"
@@ -58,7 +58,7 @@ def files_of_forward(name: str = FAMILY) -> list[str]:
     A forward before it has loaded what is imported late and filled what is cached.
 
     Args:
-        name: of the family, a key of `FAMILIES`.
+        name: of the family, a key of `MEASURED`.
 
     Raises:
         FamilyError: there is no such family.
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
         0, the exit status.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.files_entered", description=__doc__)
-    parser.add_argument("--family", default=FAMILY, choices=list(FAMILIES), help=f"of the model ({FAMILY})")
+    parser.add_argument("--family", default=FAMILY, choices=list(MEASURED), help=f"of the model ({FAMILY})")
     files = files_of_forward(parser.parse_args(arguments).family)
     console = Console(soft_wrap=True, highlight=False)
     for file in files:

@@ -18,6 +18,18 @@ from vlmpack.families import Family
 from vlmpack.layout import IGNORE, Grid, HostMetadata, Media, PaddedBatch
 from vlmpack.testing import tiny_config
 
+MEASURED = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen4_exp",
+    "qwen3",
+    "qwen3_next",
+)
+"""Families whose FLOPs are counted: those whose mechanisms the others share."""
 FIRST_WORD = 6
 """Ids below this are special tokens of tiny models."""
 HEAD = 64

@@ -26,7 +26,7 @@ from torch._dynamo.utils import counters
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiers import mark_families, mark_products
+from tiers import mark_families, mark_products, without_others
 
 hypothesis.settings.register_profile(
     "vlmpack",
@@ -45,6 +45,7 @@ THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Two tiers, see `tiers`; and a test that needs a GPU says so where there is none."""
+    items[:] = without_others(items)
     mark_families(items)
     mark_products(items)
     if torch.cuda.is_available():

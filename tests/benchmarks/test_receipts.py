@@ -7,8 +7,17 @@ from math import prod
 import pytest
 import torch
 
-from benchmarks.receipts import ReceiptShapes, alone, hf_inputs, on_device, receipt_batch, receipt_config, receipt_model
-from vlmpack.families import FAMILIES, family_named
+from benchmarks.receipts import (
+    MEASURED,
+    ReceiptShapes,
+    alone,
+    hf_inputs,
+    on_device,
+    receipt_batch,
+    receipt_config,
+    receipt_model,
+)
+from vlmpack.families import family_named
 from vlmpack.layout import lengths_from_mask
 
 TINY = ReceiptShapes(
@@ -22,7 +31,7 @@ def test_lengths_reach_from_a_fifth_to_the_longest():
     assert max(ReceiptShapes().lengths) == pytest.approx(5 * min(ReceiptShapes().lengths), rel=0.01)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", MEASURED)
 def test_the_metadata_are_those_of_the_tensors(name):
     _, batch = model_and_batch(name)
     metadata = batch.metadata
@@ -32,7 +41,7 @@ def test_the_metadata_are_those_of_the_tensors(name):
     assert metadata.num_targets == int((batch.labels[:, 1:] != -100).sum())
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if family_named(name).has_vision])
+@pytest.mark.parametrize("name", [name for name in MEASURED if family_named(name).has_vision])
 def test_every_sample_has_an_image_and_its_placeholders(name):
     model, batch = model_and_batch(name)
     metadata = batch.metadata
@@ -52,7 +61,7 @@ def test_a_family_without_vision_gets_text_of_the_same_lengths():
     assert torch.equal(text.attention_mask, images.attention_mask)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", MEASURED)
 def test_padded_and_alone_are_the_same_samples_to_an_unmodified_model(name):
     model, batch = model_and_batch(name)
     together = model(**hf_inputs(batch)).logits

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from benchmarks.command import CASES, HANDED_OUT, OUT_OF_TIME, Case, main, run_cases
 from benchmarks.figures import BenchSettings, Figure, Skipped, Target
-from vlmpack.families import FAMILIES
+from benchmarks.receipts import MEASURED
 
 SECONDS = {"qwen3_vl": 10.0, "qwen3_5": 30.0, "qwen3": 1.0}
 SHARES = {"qwen3_vl": 0.9, "qwen3_5": 0.5, "qwen3": 1.25}
@@ -100,7 +100,7 @@ def test_a_case_may_skip_something_itself_which_fails_no_check(measured):
 
 def test_all_families_can_be_asked_for_at_once(measured):
     printed(["step", "--family", "all"])
-    assert measured == [("step", name) for name in FAMILIES]
+    assert measured == [("step", name) for name in MEASURED]
 
 
 def test_families_stand_side_by_side_with_their_ratios():

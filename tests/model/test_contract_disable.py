@@ -295,7 +295,7 @@ def test_a_model_that_is_gone_keeps_no_backbone_changed():
 
 @every_family
 def test_a_model_inside_peft_is_undone_through_its_wrapper(family):
-    targets = r".*(self_attn\.q_proj|linear_attn\.\w*_proj\w*)"
+    targets = r".*(self_attn\.(q|qkv|q_b)_proj|linear_attn\.\w*_proj\w*)"
     model = get_peft_model(fresh(family), LoraConfig(r=2, target_modules=targets))
     samples = samples_of(model.get_base_model())
     with torch.no_grad():
