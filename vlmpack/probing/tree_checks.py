@@ -134,6 +134,7 @@ def tree_checks(setup: ProbeSetup, branches: Branches, *, progress: Progress) ->
     progress(TREE.title)
     setup = replace(setup, samples=branches.samples)
     reference = tree_reference(setup)
+    alone = _with_delta_limit(reference.alone, setup)
     with packing(setup, TREE) as packed:
         checks = caught(
             "equality", TREE.name, lambda: check_equality(setup, packed, _with_delta_limit(reference.alone, setup))
