@@ -111,8 +111,8 @@ class TracedTree:
 
 
 DELTA_GRADIENT = 2e-3
-"""Least limit of gradients of gated delta layers, as a part of the largest entry. Those of `A_log` are sums that cancel:
-another order of adding, 1e-7 in hidden states, moves them by 1e-3. Leaks of their states show in the mechanisms."""
+"""Least limit of gradients of gated delta layers, as a part of the largest entry. Those of `A_log` are sums that
+cancel: rounding of hidden states by 1e-7 moves them by 1e-3. Leaks of their states show in the mechanisms."""
 
 
 def _with_delta_limit(reference: Reference, setup: ProbeSetup) -> Reference:
@@ -136,9 +136,7 @@ def tree_checks(setup: ProbeSetup, branches: Branches, *, progress: Progress) ->
     reference = tree_reference(setup)
     alone = _with_delta_limit(reference.alone, setup)
     with packing(setup, TREE) as packed:
-        checks = caught(
-            "equality", TREE.name, lambda: check_equality(setup, packed, _with_delta_limit(reference.alone, setup))
-        )
+        checks = caught("equality", TREE.name, lambda: check_equality(setup, packed, alone))
         if all(check.finding != "fails" for check in checks):
             checks = _with_mechanisms(setup, packed, reference, checks)
     if not any(check.finding == "fails" or (check.is_bad and check.name == "packing") for check in checks):
