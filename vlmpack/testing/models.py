@@ -463,7 +463,42 @@ def _internvl(sizes: TinySizes) -> dict[str, Any]:
     return {"image_seq_length": TILE_PATCHES**2 // 4}  # pixels are shuffled two by two
 
 
-TILED = {"mrope": False, "patch_size": 6}
+def _clip_tower(sizes: TinySizes) -> dict[str, Any]:
+    return {**_tile_tower(sizes), "model_type": "clip_vision_model", "projection_dim": sizes.vision_hidden}
+
+
+def _siglip_tower(sizes: TinySizes) -> dict[str, Any]:
+    return {**_tile_tower(sizes), "model_type": "siglip_vision_model", "vision_use_head": False}
+
+
+def _pixtral_tower(sizes: TinySizes) -> dict[str, Any]:
+    return {**_tile_tower(sizes), "model_type": "pixtral", "head_dim": sizes.vision_hidden // sizes.vision_heads}
+
+
+def _llava(sizes: TinySizes) -> dict[str, Any]:
+    return {"image_token_index": sizes.image_token_id, "vision_feature_layer": -1}
+
+
+def _anyres(sizes: TinySizes) -> dict[str, Any]:
+    side = _tile_tower(sizes)["image_size"]
+    grids = [[rows * side, columns * side] for rows, columns in ((1, 2), (2, 1), (2, 2), (1, 3), (3, 1))]
+    return {**_llava(sizes), "video_token_index": sizes.video_token_id, "image_grid_pinpoints": grids}
+
+
+def _glm_vision(sizes: TinySizes) -> dict[str, Any]:
+    side = 4 * sizes.merge * (sizes.patch_size or 1)
+    return {**_vision(sizes), "intermediate_size": 2 * sizes.vision_hidden, "image_size": side}
+
+
+def _paddle_vision(sizes: TinySizes) -> dict[str, Any]:
+    return {**_tile_tower(sizes), "spatial_merge_size": sizes.merge}
+
+
+def _minicpm_tower(sizes: TinySizes) -> dict[str, Any]:
+    return {**_tile_tower(sizes), "insert_layer_id": 0}
+
+
+TILED: dict[str, Any] = {"mrope": False, "since_qwen3": False, "patch_size": 6}
 """Parts of recipes of families whose images are tiles."""
 
 RECIPES = {
@@ -476,7 +511,30 @@ RECIPES = {
     "qwen4_exp": _Recipe(vision=_qwen3_vision, hybrid=True, experts=True, dense=False, more=_qwen4_text),
     "qwen3": _Recipe(),
     "qwen3_next": _Recipe(hybrid=True, experts=True),
-    "internvl": _Recipe(vision=_internvl_tower, text_type="qwen2", since_qwen3=False, whole=_internvl, **TILED),
+    "glm4v": _Recipe(vision=_glm_vision, since_qwen3=False),
+    "glm46v": _Recipe(vision=_glm_vision, text_type="glm4v_text", since_qwen3=False),
+    "glm4v_moe": _Recipe(vision=_glm_vision, since_qwen3=False, experts=True, more=_routed),
+    "glm_ocr": _Recipe(vision=_glm_vision, since_qwen3=False, more=lambda sizes: {"head_dim": sizes.head_width}),
+    "paddleocr_vl": _Recipe(
+        vision=_paddle_vision,
+        since_qwen3=False,
+        whole=lambda _: {},
+        more=lambda sizes: {"head_dim": sizes.head_width},
+    ),
+    "minicpmv4_6": _Recipe(
+        vision=_minicpm_tower,
+        text_type="qwen3_5_text",
+        hybrid=True,
+        whole=lambda _: {"insert_layer_id": 0},
+        patch_size=6,
+    ),
+    "internvl": _Recipe(vision=_internvl_tower, text_type="qwen2", whole=_internvl, **TILED),
+    "llava": _Recipe(vision=_clip_tower, text_type="llama", whole=_llava, **TILED),
+    "llava_next": _Recipe(vision=_clip_tower, text_type="llama", whole=_anyres, **TILED),
+    "llava_onevision": _Recipe(vision=_siglip_tower, text_type="qwen2", whole=_anyres, **TILED),
+    "smolvlm": _Recipe(vision=_tile_tower, text_type="llama", whole=lambda _: {}, **TILED),
+    "idefics3": _Recipe(vision=_tile_tower, text_type="llama", whole=lambda _: {}, **TILED),
+    "mistral3": _Recipe(vision=_pixtral_tower, text_type="mistral", whole=_llava, **TILED),
     "llama": _Recipe(),
     "mistral": _Recipe(more=lambda _: {"sliding_window": WINDOW}),
     "qwen2": _Recipe(since_qwen3=False),
