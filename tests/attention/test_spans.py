@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import types
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +48,7 @@ def runs_of(sample, start: int) -> list[tuple[int, int]]:
     return runs
 
 
-def random_qkv(tokens: int) -> list[torch.Tensor]:
+def random_qkv(tokens: int) -> Any:
     rng = torch.Generator().manual_seed(0)
     shapes = [(tokens, HEADS, DIM), (tokens, KV_HEADS, DIM), (tokens, KV_HEADS, DIM)]
     return [torch.randn(shape, generator=rng, dtype=torch.float64).requires_grad_() for shape in shapes]
@@ -185,7 +187,7 @@ def test_a_row_without_spans_takes_no_second_call(monkeypatch):
 def varlen_twin(q, k, v, ends_q, ends_k, scale, window) -> torch.Tensor:
     """FlashAttention's words: query i of L sees keys i + L' - L - left to i + L' - L + right, -1 being no limit."""
     out, (left, right) = [], window
-    for (a, b), (c, d) in zip(*(zip(ends[:-1], ends[1:], strict=True) for ends in (ends_q, ends_k)), strict=True):
+    for (a, b), (c, d) in zip(*(pairwise(ends) for ends in (ends_q, ends_k)), strict=True):
         i, j = torch.arange(b - a)[:, None] + (d - c) - (b - a), torch.arange(d - c)[None, :]
         visible = (left < 0) | (j >= i - left)
         visible = visible & ((right < 0) | (j <= i + right))
@@ -207,7 +209,7 @@ def test_varlen_kernels_compute_spans_by_a_second_call_that_is_not_causal(window
         assert (most_q, most_k) == (ends_q.diff().max(), ends_k.diff().max())
         return varlen_twin(q, k, v, ends_q.tolist(), ends_k.tolist(), scale, (left, 0 if causal else right))
 
-    package = types.ModuleType("flash_attn")
+    package: Any = types.ModuleType("flash_attn")
     package.flash_attn_varlen_func = kernel
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setattr(varlen, "varlen_attn", kernel)

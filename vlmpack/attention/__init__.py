@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlmpack.attention.backends import AUTO, BACKENDS, AttentionCall, Backend, EagerMask, choose, explain
-from vlmpack.attention.patterns import CAUSAL, Pattern, attended_pairs
+from vlmpack.attention.patterns import CAUSAL, Pattern, attended_pairs, visible_keys
 from vlmpack.attention.spans import Spans
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "attended_pairs",
     "choose",
     "explain",
+    "visible_keys",
 ]

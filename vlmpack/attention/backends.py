@@ -148,9 +148,9 @@ class Backend(ABC):
             return out_TNH
         call = spans.cut(segments, keys, pattern.window)
         index_R, index_S = call.query_index(q_TNH.device), call.key_index(q_TNH.device)
-        inputs = (x.index_select(0, index) for x, index in ((q_TNH, index_R), (k_TKH, index_S), (v_TKH, index_S)))
+        q_RNH, k_SKH, v_SKH = (x.index_select(0, i) for x, i in ((q_TNH, index_R), (k_TKH, index_S), (v_TKH, index_S)))
         both_ways = Softmax(False, scale, dropout, replace(part, window=call.window))
-        out_RNH = self.attend(*inputs, call.segments, call.keys, both_ways)
+        out_RNH = self.attend(q_RNH, k_SKH, v_SKH, call.segments, call.keys, both_ways)
         return out_TNH.index_copy(0, index_R, out_RNH)
 
     @abstractmethod

@@ -12,6 +12,7 @@ from torch import nn
 
 from vlmpack.errors import LayoutError
 from vlmpack.families.media import ExpectedRuns, MediaItems, check_runs, media_items, row_positions
+from vlmpack.families.spans import ImageSpans
 from vlmpack.layout import IMAGE, VIDEO, Grid, HostMetadata, Segments, outside_graph
 
 VideoPlacement = Callable[[MediaItems, Sequence[float], Any], MediaItems]
@@ -66,6 +67,8 @@ class Family:
     """The linear layer from hidden states to logits, or to what `logits` makes them of."""
     logits: LogitsRule = plain_logits
     """What the model does to the output of the head."""
+    sees: ImageSpans | None = None
+    """The tokens that see later ones of their sample; None: none do, attention is causal."""
     media: tuple[str, ...] = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
     """Tensors by which the backbone takes images and videos."""
 
