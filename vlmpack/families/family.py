@@ -295,7 +295,8 @@ class Family:
         """Patches of all pixels of a family whose images have no grids: padding of tiles to a common size included."""
         vision = self.vision_config(config)
         sides = vision.patch_size if isinstance(vision.patch_size, list | tuple) else (vision.patch_size,) * 2
-        return 0 if media.pixel_values is None else media.pixel_values.numel() // (vision.num_channels * prod(sides))
+        channels = getattr(vision, "num_channels", 3)
+        return 0 if media.pixel_values is None else media.pixel_values.numel() // (channels * prod(sides))
 
     # ------------------------------------------------------------------ parts of the model
 

@@ -31,7 +31,7 @@ from vlmpack.families import Family, ImageSpans, runs_of
 from vlmpack.layout import Segments, outside_graph
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup, is_subclassed
 from vlmpack.model.mechanisms.stand_ins import StandIn, plain_config, stand_in
-from vlmpack.model.mechanisms.stock import measured_windows
+from vlmpack.model.mechanisms.stock import check_spans, measured_windows
 from vlmpack.model.plain import check_not_bypassed, warn_past_the_forward
 from vlmpack.model.row import CONTEXT, RowContext
 
@@ -90,7 +90,7 @@ class Attention(Mechanism):
             if not isinstance(config := module.config, StandIn):
                 module.config = stand_in(config, name)
         if not _has_own_masks(model):
-            layer_windows(model, again=True)
+            check_spans(model, layer_windows(model, again=True), spans_in(model))
 
     def detach(self, model: ModelParts, *, kept: Set[int] = frozenset()) -> None:
         """Restore the configurations."""

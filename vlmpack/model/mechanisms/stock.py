@@ -195,7 +195,7 @@ def check_spans(model: ModelParts, windows: Mapping[int, int | None], sees: Imag
     settings: dict[str, Any] = {} if set(windows.values()) == {None} else {"sliding_window": WINDOW}
     settings |= {name: 0 for name in _PER_TOKEN if name in vars(text)}
     twin = _TextTwin(text, _DENSE, **settings)
-    config = copy.copy(backbone.config)
+    config: Any = copy.copy(backbone.config)
     config.text_config = twin.config
     whole = _twin(backbone, {family.text_path.removeprefix(f"{family.backbone_path}."): twin.module}, config=config)
     device = twin.zeros.device
