@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import VlmpackError
-from vlmpack.families import FAMILIES, Family, Join, family_named
+from vlmpack.families import FAMILIES, Family, Join, family_named, media_runs
 from vlmpack.layout import IGNORE, MEDIA_KEYS, Grid, HostMetadata, Media, PaddedBatch
 from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts
 from vlmpack.testing.tiles import TILE_RULES, Sample, TiledImage, sample_like
@@ -174,9 +174,10 @@ def synthetic_samples(config: Any) -> list[Sample]:
     def grid(rows: int, columns: int, frames: int = 1) -> Grid:
         return frames, rows * side, columns * side
 
-    videos = [build_sample(config, stretches=[3, 4], video_grids=[grid(2, 1, frames=2)], seconds=[1.5], seed=4)] * (
-        family.has_videos
-    )
+    videos: list[Sample] = []
+    if family.has_videos:
+        clip = {"video_grids": [grid(2, 1, frames=2)], "seconds": [1.5]}
+        videos.append(build_sample(config, stretches=[3, 4], seed=4, **clip))
     return [
         build_sample(config, stretches=[5, 5], image_grids=[grid(2, 3)], seed=1),
         build_sample(config, stretches=[10], labelled=5, seed=2),
@@ -305,10 +306,16 @@ def metadata_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> 
         video_grids=tuple(grid for grids in video_grids for grid in grids),
         image_tokens=tuple(n for of_sample in tokens for n in of_sample),
         images_per_sample=tuple(images) if any(images) else (),
+        media_runs=tuple(_media_runs(sample) for sample in samples),
         videos_per_sample=tuple(len(grids) for grids in video_grids) if any(video_grids) else (),
         seconds_per_grid=tuple(seconds),
         num_targets=sum(map(num_targets, samples)),
     )
+
+
+def _media_runs(sample: Sample) -> Any:
+    types = [sample[name] for name in ("mm_token_type_ids", "token_type_ids") if name in sample]
+    return media_runs(types[0].cpu().numpy()) if types else ()
 
 
 def num_targets(sample: Sample) -> int:

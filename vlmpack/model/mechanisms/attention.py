@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vlmpack.attention import CAUSAL, AttentionCall, Pattern, Spans, choose
 from vlmpack.errors import BackendError, ConfigError, FamilyError
-from vlmpack.families import Family, ImageSpans, runs_of
+from vlmpack.families import Family, ImageSpans, runs_of_row
 from vlmpack.layout import Segments, outside_graph
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup, is_subclassed
 from vlmpack.model.mechanisms.stand_ins import StandIn, plain_config, stand_in
@@ -114,8 +114,7 @@ class Attention(Mechanism):
         windows = None if _has_own_masks(setup.model) else layer_windows(setup.model)
         if (sees := spans_in(setup.model)) is None:
             return RowAttention(setup.backend, windows)
-        # Without metadata of its own a row is read here: on an accelerator a host–device sync.
-        runs = runs_of(setup.types[0].cpu().numpy() > 0, setup.row.segments)
+        runs = runs_of_row(setup.types, setup.row.segments, setup.metadata.media_runs)
         spans = Spans(runs=setup.part.spans(runs))
         return RowAttention(setup.backend, windows, spans=spans, in_window=sees.is_in)
 

@@ -19,13 +19,14 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import AttentionMaskInterface
 
 from vlmpack.attention import Pattern, Spans, visible_keys
 from vlmpack.errors import FamilyError
-from vlmpack.families import ImageSpans, runs_of
+from vlmpack.families import ImageSpans, media_runs
 from vlmpack.layout import Segments
 from vlmpack.model.mechanisms import ModelParts
 
@@ -204,7 +205,7 @@ def check_spans(model: ModelParts, windows: Mapping[int, int | None], sees: Imag
     types = torch.tensor([TYPES], device=device)
     inputs = {family.token_types: types, "position_ids": family.rotary_ids(positions)}
     found = twin.run(functools.partial(type(backbone).forward, whole), tokens, **inputs)
-    runs = Spans(runs=runs_of(types[0].cpu().numpy() > 0, segments))
+    runs = Spans(runs=media_runs(np.asarray(TYPES)))
     for layer, (mask, _) in found.items():
         if layer not in windows:
             continue
