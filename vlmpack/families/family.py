@@ -95,6 +95,8 @@ class Family:
     """True if some blocks of the vision tower attend within windows of a frame (`window_size`)."""
     media_over_ranks: bool = True
     """True if ranks can compute its images together (`Parallel`), which takes grids."""
+    text_type: str | None = None
+    """`model_type` whose code has its decoder layers; None: its own."""
     backbone_path: str = "model"
     """The model without its head."""
     text_path: str = "model.language_model"
@@ -113,7 +115,8 @@ class Family:
     @property
     def modelling(self) -> str:
         """Module of transformers that holds its layers and the functions that they call."""
-        return f"transformers.models.{self.model_type}.modeling_{self.model_type}"
+        name = self.text_type or self.model_type
+        return f"transformers.models.{name}.modeling_{name}"
 
     @property
     def has_vision(self) -> bool:

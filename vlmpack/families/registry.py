@@ -11,11 +11,12 @@ from torch import nn
 from vlmpack.errors import FamilyError
 from vlmpack.families.family import Family
 from vlmpack.families.gemma import GEMMA
+from vlmpack.families.grids import GRIDS
 from vlmpack.families.qwen import QWEN
 from vlmpack.families.text import TEXT
 from vlmpack.families.tiled import TILED
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*QWEN, *TILED, *GEMMA, *TEXT)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*QWEN, *GRIDS, *TILED, *GEMMA, *TEXT)}
 """The supported families by `config.model_type`."""
 
 _ROUTER = "its MoE router statistics count padding as tokens, so the load-balancing loss of a packed row is wrong"

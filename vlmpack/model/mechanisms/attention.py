@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from types import FunctionType
 from typing import Any, ClassVar, final
@@ -335,7 +335,7 @@ def _vision_attention(
         return run_on_row(query, key, value, row, vision=kwargs["cu_seq_lens_q"], **settings), None
     if "flash" in _original_name(module) or "cu_seq_lens_q" not in kwargs:
         return _call_original(module, query, key, value, *args, **kwargs)
-    return _image_by_image(module, query, key, value, *args, **kwargs), None
+    return _image_by_image(module, (query, key, value), *args, **kwargs), None
 
 
 AttentionInterface.register(TEXT, _text_attention)
@@ -438,10 +438,10 @@ def _with_plain_config(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _image_by_image(module: nn.Module, *qkv: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+def _image_by_image(module: nn.Module, qkv: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
     """One call an image, as a vision tower does itself for implementations that take no boundaries."""
     sizes = kwargs.pop("cu_seq_lens_q").diff().tolist()
     for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
         kwargs.pop(name, None)
     images = zip(*(x.split(sizes, dim=2) for x in qkv), strict=True)
-    return torch.cat([_call_original(module, *image, **kwargs)[0] for image in images], dim=1)
+    return torch.cat([_call_original(module, *image, *args, **kwargs)[0] for image in images], dim=1)
