@@ -48,6 +48,8 @@ NAN, HUGE = float("nan"), 1e4
 ATTENTION = EQUAL[torch.float32]
 DELTA = replace(ATTENTION, logits=1e-5, gradient=3e-5)
 """The norm behind a gated delta rule divides by what may be small: it enlarges rounding, and nothing else."""
+GEMMA4 = replace(ATTENTION, logits=1e-5)
+"""Experts beside an MLP and embeddings of each layer round once more each."""
 LOW_PRECISION = 2.0
 """bfloat16: error <= this times the error that the samples alone in bfloat16 make, both against float32."""
 
@@ -61,7 +63,7 @@ def kinds_in(family: str, kinds: Mapping[str, Sequence[Kind]]) -> dict[str, tupl
 
 def limits_of(family: str) -> Limits:
     """The limits of a family in float32."""
-    return DELTA if FAMILIES[family].has("gated_delta") else ATTENTION
+    return DELTA if FAMILIES[family].has("gated_delta") else GEMMA4 if family == "gemma4" else ATTENTION
 
 
 @dataclass(frozen=True, kw_only=True)
