@@ -196,6 +196,9 @@ def _enliven(model: nn.Module, generator: torch.Generator) -> None:
             _draw(module.weight, fan_in**-0.5, generator)
         elif isinstance(module, nn.Embedding):
             _draw(module.weight, 1.0, generator)
+        elif vars(module).get("scaling") == 1.0 and "k_norm" in module._modules:
+            weight = module.get_parameter("k_norm.weight")  # Gemma 4's has learnt the scale of scores
+            nn.init.constant_(weight, len(weight) ** -0.5)
         else:  # routers and experts hold their matrices [..., out, in] themselves
             for name, weight in module.named_parameters(recurse=False):
                 if name == "A_log":
@@ -404,6 +407,27 @@ def _gpt_oss_text(sizes: TinySizes) -> dict[str, Any]:
     return {**_windows(sizes), "num_local_experts": sizes.experts}
 
 
+def _gemma4_text(sizes: TinySizes) -> dict[str, Any]:
+    """All that its models have, in one: experts, embeddings for each layer, wider heads without a window; keys that are
+    values; from 4 layers on the last two share keys and values of those before."""
+    windows, half = _gemma3_text(sizes), {"partial_rotary_factor": 0.5, "rope_type": "proportional"}
+    windows["rope_parameters"]["full_attention"] |= half
+    windows["layer_types"][-1] = "full_attention"
+    return {
+        **windows,
+        "final_logit_softcapping": 3.0,
+        "use_bidirectional_attention": "vision",
+        "global_head_dim": 2 * sizes.head_width,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 2 if sizes.layers > 3 else 0,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": sizes.vocab_size,
+        "enable_moe_block": True,
+        "top_k_experts": sizes.experts_per_token,
+    }
+
+
 def _glm_moe_text(sizes: TinySizes) -> dict[str, Any]:
     """Half of a head rotates."""
     quarter = sizes.head_width // 4
@@ -414,6 +438,7 @@ def _glm_moe_text(sizes: TinySizes) -> dict[str, Any]:
 
 TILED: dict[str, Any] = {"mrope": False, "since_qwen3": False, "patch_size": 6}
 """Parts of recipes of families whose images are tiles."""
+GEMMA = TILED | {"since_qwen3": True}
 
 RECIPES = {
     "qwen2_vl": _Recipe(vision=towers.qwen2_vision, since_qwen3=False),
@@ -449,6 +474,10 @@ RECIPES = {
     "smolvlm": _Recipe(vision=towers.tile_tower, text_type="llama", whole=lambda _: {}, **TILED),
     "idefics3": _Recipe(vision=towers.tile_tower, text_type="llama", whole=lambda _: {}, **TILED),
     "mistral3": _Recipe(vision=towers.pixtral_tower, text_type="mistral", whole=towers.llava_settings, **TILED),
+    "gemma3": _Recipe(vision=towers.gemma3_tower, more=_gemma3_text, whole=towers.gemma3_settings, **GEMMA),
+    "gemma4": _Recipe(
+        vision=towers.gemma4_tower, more=_gemma4_text, whole=towers.gemma4_settings, experts=True, **GEMMA
+    ),
     "llama": _Recipe(),
     "mistral": _Recipe(more=lambda _: {"sliding_window": WINDOW}),
     "qwen2": _Recipe(since_qwen3=False),

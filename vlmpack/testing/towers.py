@@ -101,3 +101,29 @@ def paddle_vision(sizes: TinySizes) -> dict[str, Any]:
 
 def minicpm_tower(sizes: TinySizes) -> dict[str, Any]:
     return {**tile_tower(sizes), "insert_layer_id": 0}
+
+
+def gemma3_tower(sizes: TinySizes) -> dict[str, Any]:
+    tower = tile_tower(sizes)
+    return {**tower, "image_size": 6 * tower["patch_size"]}
+
+
+def gemma3_settings(sizes: TinySizes) -> dict[str, Any]:
+    """Images of more tokens than the window: 6 x 6 patches, pooled two by two."""
+    ends = {"boi_token_index": sizes.vision_start_token_id, "eoi_token_index": sizes.vision_end_token_id}
+    return {"mm_tokens_per_image": 9, "image_token_index": sizes.image_token_id, **ends}
+
+
+def gemma4_tower(sizes: TinySizes) -> dict[str, Any]:
+    heads = {"num_attention_heads": sizes.vision_heads, "num_key_value_heads": sizes.vision_heads}
+    return {
+        **tile_tower(sizes),
+        **heads,
+        "head_dim": sizes.vision_hidden // sizes.vision_heads,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 64,
+    }
+
+
+def gemma4_settings(sizes: TinySizes) -> dict[str, Any]:
+    return {"boi_token_id": sizes.vision_start_token_id, "eoi_token_id": sizes.vision_end_token_id}
