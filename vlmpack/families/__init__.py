@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from vlmpack.families.family import Family
+from vlmpack.families.family import Family, MRope, OneAxis
 from vlmpack.families.qwen import run_per_frame, timed_run
 from vlmpack.families.registry import FAMILIES, check_parts, family_named, family_of, family_of_processor
+from vlmpack.families.tiles import Join
 
 __all__ = [
     "FAMILIES",
     "Family",
+    "Join",
+    "MRope",
+    "OneAxis",
     "check_parts",
     "family_named",
     "family_of",

@@ -187,7 +187,7 @@ def _media(columns: dict[str, Any]) -> Media:
     ]
     if others:
         raise ConfigError(f"{', '.join(others)} belong to a processor of another model; load both from one checkpoint")
-    return Media(**{name: columns.get(name) for name in names})
+    return Media(pixel_values=columns.get("pixel_values"), image_grid_thw=columns.get("image_grid_thw"))
 
 
 def _parts(batch: PaddedBatch, num_images: list[int] | None, size: int) -> Iterator[PaddedBatch]:
