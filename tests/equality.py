@@ -171,7 +171,9 @@ def check_work(truth: Alone, result: StepResult, multiple: int, config: Any) -> 
     """Equal outputs do not prove that padding was skipped: so does the work. Sparse attention chooses among pairs."""
     family = FAMILIES[config.model_type]
     sparse, windows = family.has("per_sample"), windows_of(family.text_config(config))
-    assert not work_problems(result.work, truth.samples, multiple=multiple, sparse=sparse, windows=windows)
+    sees = family.sees if family.sees and family.sees.enabled(family.text_config(config)) else None
+    settings: dict[str, Any] = {"multiple": multiple, "sparse": sparse, "windows": windows, "sees": sees}
+    assert not work_problems(result.work, truth.samples, **settings)
 
 
 def windows_of(text_config: Any) -> set[int | None]:

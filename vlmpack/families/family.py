@@ -13,6 +13,7 @@ from torch import nn
 
 from vlmpack.errors import LayoutError
 from vlmpack.families.media import ExpectedRuns, MediaItems, check_runs, media_items, row_positions
+from vlmpack.families.spans import ImageSpans
 from vlmpack.families.tiles import QWEN_MEDIA, Join, TileTokens, check_tiles, counted_tokens
 from vlmpack.layout import IMAGE, VIDEO, Grid, HostMetadata, Media, Segments, outside_graph
 
@@ -104,6 +105,8 @@ class Family:
     """The linear layer from hidden states to logits, or to what `logits` makes them of."""
     logits: LogitsRule = plain_logits
     """What the model does to the output of the head."""
+    sees: ImageSpans | None = None
+    """The tokens that see later ones of their sample; None: none do, attention is causal."""
     media: Mapping[str, Join] = field(default_factory=lambda: QWEN_MEDIA, hash=False)
     """Tensors by which the backbone takes images and videos, and how those of samples are joined."""
 
@@ -292,7 +295,8 @@ class Family:
         """Patches of all pixels of a family whose images have no grids: padding of tiles to a common size included."""
         vision = self.vision_config(config)
         sides = vision.patch_size if isinstance(vision.patch_size, list | tuple) else (vision.patch_size,) * 2
-        return 0 if media.pixel_values is None else media.pixel_values.numel() // (vision.num_channels * prod(sides))
+        channels = getattr(vision, "num_channels", 3)
+        return 0 if media.pixel_values is None else media.pixel_values.numel() // (channels * prod(sides))
 
     # ------------------------------------------------------------------ parts of the model
 

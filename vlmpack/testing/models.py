@@ -195,6 +195,9 @@ def _enliven(model: nn.Module, generator: torch.Generator) -> None:
             _draw(module.weight, fan_in**-0.5, generator)
         elif isinstance(module, nn.Embedding):
             _draw(module.weight, 1.0, generator)
+        elif vars(module).get("scaling") == 1.0 and "k_norm" in module._modules:
+            weight = module.get_parameter("k_norm.weight")  # Gemma 4's has learnt the scale of scores
+            nn.init.constant_(weight, len(weight) ** -0.5)
         else:  # routers and experts hold their matrices [..., out, in] themselves
             for name, weight in module.named_parameters(recurse=False):
                 if name == "A_log":
@@ -463,6 +466,53 @@ def _internvl(sizes: TinySizes) -> dict[str, Any]:
     return {"image_seq_length": TILE_PATCHES**2 // 4}  # pixels are shuffled two by two
 
 
+def _gemma3_tower(sizes: TinySizes) -> dict[str, Any]:
+    tower = _tile_tower(sizes)
+    return {**tower, "image_size": 6 * tower["patch_size"]}
+
+
+def _gemma3(sizes: TinySizes) -> dict[str, Any]:
+    """Images of more tokens than the window: 6 x 6 patches, pooled two by two."""
+    ends = {"boi_token_index": sizes.vision_start_token_id, "eoi_token_index": sizes.vision_end_token_id}
+    return {"mm_tokens_per_image": 9, "image_token_index": sizes.image_token_id, **ends}
+
+
+def _gemma4_text(sizes: TinySizes) -> dict[str, Any]:
+    """All that its models have, in one: experts, embeddings for each layer, wider heads without a window; keys that are
+    values; from 4 layers on the last two share keys and values of those before."""
+    windows, half = _gemma3_text(sizes), {"partial_rotary_factor": 0.5, "rope_type": "proportional"}
+    windows["rope_parameters"]["full_attention"] |= half
+    windows["layer_types"][-1] = "full_attention"
+    return {
+        **windows,
+        "final_logit_softcapping": 3.0,
+        "use_bidirectional_attention": "vision",
+        "global_head_dim": 2 * sizes.head_width,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 2 if sizes.layers > 3 else 0,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": sizes.vocab_size,
+        "enable_moe_block": True,
+        "top_k_experts": sizes.experts_per_token,
+    }
+
+
+def _gemma4_tower(sizes: TinySizes) -> dict[str, Any]:
+    heads = {"num_attention_heads": sizes.vision_heads, "num_key_value_heads": sizes.vision_heads}
+    return {
+        **_tile_tower(sizes),
+        **heads,
+        "head_dim": sizes.vision_hidden // sizes.vision_heads,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 64,
+    }
+
+
+def _gemma4(sizes: TinySizes) -> dict[str, Any]:
+    return {"boi_token_id": sizes.vision_start_token_id, "eoi_token_id": sizes.vision_end_token_id}
+
+
 TILED = {"mrope": False, "patch_size": 6}
 """Parts of recipes of families whose images are tiles."""
 
@@ -477,6 +527,10 @@ RECIPES = {
     "qwen3": _Recipe(),
     "qwen3_next": _Recipe(hybrid=True, experts=True),
     "internvl": _Recipe(vision=_internvl_tower, text_type="qwen2", since_qwen3=False, whole=_internvl, **TILED),
+    "gemma3": _Recipe(vision=_gemma3_tower, text_type="gemma3_text", more=_gemma3_text, whole=_gemma3, **TILED),
+    "gemma4": _Recipe(
+        vision=_gemma4_tower, text_type="gemma4_text", more=_gemma4_text, whole=_gemma4, experts=True, **TILED
+    ),
     "llama": _Recipe(),
     "mistral": _Recipe(more=lambda _: {"sliding_window": WINDOW}),
     "qwen2": _Recipe(since_qwen3=False),

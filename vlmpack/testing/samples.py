@@ -38,7 +38,7 @@ VISION = tuple(name for name, family in FAMILIES.items() if family.has_grids and
 TILED = tuple(name for name, family in FAMILIES.items() if family.has_vision and name not in VISION)
 """Families that take images alone, most of them as rows of a batch or tiles."""
 TEXT_ONLY = tuple(name for name, family in FAMILIES.items() if not family.has_vision)
-TOKEN_KEYS = ("input_ids", "mm_token_type_ids", "labels")
+TOKEN_KEYS = ("input_ids", "mm_token_type_ids", "token_type_ids", "labels")
 IMAGE_TOKENS_KEY = "image_tokens"
 """int64 [N]: placeholder tokens of each image of a family whose images have no grids; no model takes it."""
 LONG_TEXT = 140

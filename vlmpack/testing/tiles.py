@@ -63,5 +63,31 @@ def _fixed_tiles(config: Any, grid: Grid, draw: Draw) -> TiledImage:
     return TiledImage(ids=[*ids, config.vision_end_token_id], tensors=pixels)
 
 
-TILE_RULES: dict[str, TileRule] = {"internvl": _fixed_tiles}
+def _crops(config: Any, grid: Grid, draw: Draw) -> TiledImage:
+    """A whole image, and two crops of it if the form has several cells: each with its own start and end."""
+    tiles = 1 if grid[1] * grid[2] == 1 else 3
+    ids = [config.boi_token_index, *[config.image_token_id] * config.mm_tokens_per_image, config.eoi_token_index]
+    side = config.vision_config.image_size
+    return TiledImage(ids=ids * tiles, tensors={"pixel_values": draw(tiles, 3, side, side)})
+
+
+MOST_PATCHES = 84
+"""Patches to which every image is padded where a processor pads them."""
+
+
+def _padded_patches(config: Any, grid: Grid, draw: Draw) -> TiledImage:
+    """Patches with places, pooled to one token a cell, and padding without."""
+    vision = config.vision_config
+    pooled, side = vision.pooling_kernel_size, 3 * vision.patch_size**2
+    rows, columns = (pooled * cells for cells in grid[1:])
+    places = torch.full((1, MOST_PATCHES, 2), -1)
+    places[0, : rows * columns] = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(-1)
+    pixels = draw(1, MOST_PATCHES, side)
+    pixels[0, rows * columns :] = 0
+    tokens = [config.image_token_id] * (grid[1] * grid[2])
+    tensors = {"pixel_values": pixels, "image_position_ids": places}
+    return TiledImage(ids=[config.boi_token_id, *tokens, config.eoi_token_id], tensors=tensors)
+
+
+TILE_RULES: dict[str, TileRule] = {"internvl": _fixed_tiles, "gemma3": _crops, "gemma4": _padded_patches}
 """By `config.model_type`."""
