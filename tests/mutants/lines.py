@@ -182,7 +182,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "trie.py",
             "return length >= min_shared or (self.parent >= 0 and length * repetitions >= min_shared)",
             "return length >= min_shared",
-            "layout/test_prefix_tree.py",
+            "plan/test_prefix_marks.py",
         ),
         (
             "prefix trie: samples that end in a short beginning are kept",
