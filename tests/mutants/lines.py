@@ -173,9 +173,16 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "prefix trie: what follows a short beginning is shared",
             "trie.py",
-            "if not pieces or depth - start >= min_shared:",
-            "if not pieces or depth >= min_shared:",
+            "length, repetitions = depth - self.start, self.high - self.low - 1",
+            "length, repetitions = depth, self.high - self.low - 1",
             "layout/test_prefix_tree.py",
+        ),
+        (
+            "prefix trie: a short beginning that many samples share is a node",
+            "trie.py",
+            "return length >= min_shared or (self.parent >= 0 and length * repetitions >= min_shared)",
+            "return length >= min_shared",
+            "plan/test_prefix_marks.py",
         ),
         (
             "prefix trie: samples that end in a short beginning are kept",
