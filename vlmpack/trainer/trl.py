@@ -26,6 +26,11 @@ from vlmpack.trainer.packed_trainer import PackedTrainer
 check_extra("rl", "trl", needed_by="vlmpack.trainer.trl")
 
 import trl  # noqa: E402
+from trl.trainer.dpo_trainer import DPOTrainer  # noqa: E402
+from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
+from trl.trainer.kto_trainer import KTOTrainer  # noqa: E402
+from trl.trainer.rloo_trainer import RLOOTrainer  # noqa: E402
+from trl.trainer.sft_trainer import SFTTrainer  # noqa: E402
 from trl.trainer.utils import FusedCausalLMOutput  # noqa: E402
 
 __all__ = ["PackedDPOTrainer", "PackedGRPOTrainer", "PackedKTOTrainer", "PackedRLOOTrainer", "PackedSFTTrainer"]
@@ -66,7 +71,8 @@ class _PackedHead:
         self._packed_calls = 0
         if not is_packing(model):
             enable_packing(model)
-        super().__init__(model, *args, **kwargs)
+        trainer_of_trl: Any = super()
+        trainer_of_trl.__init__(model, *args, **kwargs)
         trainer: Any = self
         _check_settings(trainer.args, model)
         self._pack(trainer.model)
@@ -136,7 +142,7 @@ def _check_settings(args: Any, model: nn.Module) -> None:
 # ---------------------------------------------------------------------- preferences
 
 
-class PackedDPOTrainer(_PackedHead, trl.DPOTrainer):
+class PackedDPOTrainer(_PackedHead, DPOTrainer):
     """TRL's DPOTrainer on packed rows: a pair shares a row, and computes its prompt, with its images, once.
 
     PackedDPOTrainer(model, args=DPOConfig(...), train_dataset=pairs, processing_class=processor)
@@ -145,7 +151,7 @@ class PackedDPOTrainer(_PackedHead, trl.DPOTrainer):
     shares_prefixes = True
 
 
-class PackedKTOTrainer(_PackedHead, trl.KTOTrainer):
+class PackedKTOTrainer(_PackedHead, KTOTrainer):
     """TRL's KTOTrainer on packed rows."""
 
 
@@ -166,7 +172,7 @@ class _Sampling(_PackedHead):
             trainer.generation_config.suppress_tokens = trainer.generation_kwargs["suppress_tokens"] = suppressed
 
 
-class PackedGRPOTrainer(_Sampling, trl.GRPOTrainer):
+class PackedGRPOTrainer(_Sampling, GRPOTrainer):
     """TRL's GRPOTrainer on packed rows: samples of a prompt share its computation.
 
         PackedGRPOTrainer(model, reward_funcs=reward, args=GRPOConfig(...), ...)
@@ -176,14 +182,14 @@ class PackedGRPOTrainer(_Sampling, trl.GRPOTrainer):
     """
 
 
-class PackedRLOOTrainer(_Sampling, trl.RLOOTrainer):
+class PackedRLOOTrainer(_Sampling, RLOOTrainer):
     """TRL's RLOOTrainer on packed rows: samples of a prompt share its computation."""
 
 
 # ---------------------------------------------------------------------- supervised fine-tuning
 
 
-class PackedSFTTrainer(PackedTrainer, _PackedHead, trl.SFTTrainer):
+class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):
     """TRL's SFTTrainer on packed rows: batches of TRL's collator, or rows of a plan, a stream or `VLMCollator`.
 
         PackedSFTTrainer(model, args=SFTConfig(...), train_dataset=chats, processing_class=processor)
@@ -221,8 +227,11 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, trl.SFTTrainer):
         if self._batch_losses is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         with _scored(model) as scored:
-            predictions = trl.SFTTrainer.prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
-        self._batch_losses.add(SampleLosses.of(scored[0].log_probs, scored[0].label_mask, inputs.get(METADATA_KEY)))
+            predictions = SFTTrainer.prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
+        (output,) = scored
+        assert output.log_probs is not None
+        assert output.label_mask is not None
+        self._batch_losses.add(SampleLosses.of(output.log_probs, output.label_mask, inputs.get(METADATA_KEY)))
         return predictions
 
 
