@@ -21,8 +21,8 @@ from torch import nn
 
 from vlmpack.errors import ConfigError, check_whole_number
 from vlmpack.layout import METADATA_KEY, PackedRow, outside_graph, share, unpack
-from vlmpack.model.engine import PackingState, backbone_inputs, finish, packing_state, setup_row, stored_state
 from vlmpack.model.columns import check_keys
+from vlmpack.model.engine import PackingState, backbone_inputs, finish, packing_state, setup_row, stored_state
 from vlmpack.model.forward import is_row_input, row_of, unpackable
 from vlmpack.model.mechanisms import RowSetup
 from vlmpack.model.plain import find_model, is_passed_on, warn_of_padding
