@@ -54,9 +54,8 @@ def check_keys(inputs: dict[str, Any], family: Family, *, is_row: bool) -> None:
 @outside_graph
 def with_token_types(inputs: dict[str, Any], name: str | None) -> dict[str, Any]:
     """Take the kinds of tokens, under the name that the model gives them, as `mm_token_type_ids`."""
-    types = None if name is None else inputs.get(name)
-    if name == COLUMN_OF_TYPES or types is None:
+    if name in (None, COLUMN_OF_TYPES) or (types := inputs.get(name)) is None:
         return inputs
     if (other := inputs.get(COLUMN_OF_TYPES)) is not None and (other.shape != types.shape or (other != types).any()):
         raise LayoutError(f"{name} and {COLUMN_OF_TYPES} differ; leave them out, both are made from input_ids")
-    return inputs | {COLUMN_OF_TYPES: types, str(name): None}
+    return inputs | {COLUMN_OF_TYPES: types, name: None}
