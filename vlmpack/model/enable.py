@@ -18,6 +18,7 @@ from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families import Family, check_parts, family_of
 from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch
+from vlmpack.model.backbone import leave_backbone
 from vlmpack.model.columns import COLUMNS, STEP
 from vlmpack.model.engine import PackingState, StepConfig, packing_state, stored_state
 from vlmpack.model.forward import ENABLED, StepCall, packed_class
@@ -135,6 +136,7 @@ def disable_packing(model: Model) -> Model:
                 base_of(module)
         for mechanism in state.mechanisms:
             mechanism.detach(parts, kept=kept)
+        leave_backbone(state.family.backbone(core))
         del core._vlmpack_state
         core.__class__ = base
     return model
