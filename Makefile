@@ -58,6 +58,7 @@ lint: $(VENV)/.dev ## Check style, types and who imports whom
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/mypy --python-executable $(VENV)/bin/python --cache-dir $(VENV)/mypy tests/typed_script.py
 	$(VENV)/bin/lint-imports
 
 format: $(VENV)/.dev ## Rewrite the files in the house style
