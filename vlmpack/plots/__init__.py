@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from vlmpack.plots.figures import Ratio, plot_lengths, plot_losses, plot_ratios, save
-from vlmpack.plots.rows import plot_rows
-from vlmpack.plots.trees import plot_tree
+from vlmpack.errors import check_extra
+
+check_extra("plots", "matplotlib", needed_by="vlmpack.plots")
+from vlmpack.plots.figures import Ratio, plot_lengths, plot_losses, plot_ratios, save  # noqa: E402
+from vlmpack.plots.rows import plot_rows  # noqa: E402
+from vlmpack.plots.trees import plot_tree  # noqa: E402
 
 __all__ = ["Ratio", "plot_lengths", "plot_losses", "plot_ratios", "plot_rows", "plot_tree", "save"]
