@@ -203,9 +203,7 @@ def _flat(parts: Mapping[str, Any]) -> dict[str, Any]:
     for kind, ends in (("image", IMAGES), ("video", VIDEOS)):
         values = [part for name, part in unnamed.items() if f".{name}".endswith(ends)]
         if values and not named and any(row.get(name) is not None for name in (kind, f"{kind}s")):
-            raise ValueError(
-                f"its JSON names another {kind} than its parts {', '.join(unnamed)}; correct the name"
-            )
+            raise ValueError(f"its JSON names another {kind} than its parts {', '.join(unnamed)}; correct the name")
         if values and not named:
             row |= {kind: values[0]} if len(values) == 1 else {f"{kind}s": values}
         elif values:
