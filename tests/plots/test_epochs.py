@@ -57,3 +57,8 @@ def test_epochs_begin_at_one_or_where_they_were_measured() -> None:
     assert list(loss.lines[0].get_xdata()) == [1, 2]
     assert list(f1.lines[0].get_xdata()) == [10, 20]
     assert list(f1.lines[0].get_ydata()) == [0.1, 0.7]
+
+
+def test_a_panel_has_a_log_axis_on_request() -> None:
+    loss, other = plot_epochs({"Loss": {"a": [3.0, 0.1]}, "Other": {"a": [3.0, 0.1]}}, log=("Loss",)).axes
+    assert (loss.get_yscale(), other.get_yscale()) == ("log", "linear")

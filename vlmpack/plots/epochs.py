@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
 from vlmpack.errors import ConfigError
 from vlmpack.plan import EMPTY, Plan, Schedule
@@ -126,28 +126,35 @@ Curve = Sequence[float] | Mapping[int, float]
 """Values of all epochs from the first one, or epoch -> value."""
 
 
-def plot_epochs(panels: Mapping[str, Mapping[str, Curve]], *, title: str | None = None) -> Figure:
+def plot_epochs(
+    panels: Mapping[str, Mapping[str, Curve]], *, log: Collection[str] = (), title: str | None = None
+) -> Figure:
     """Draw measures over epochs, a panel each beside the others.
 
     Args:
         panels: name of a panel -> name of a curve -> its values.
+        log: names of panels that have a log axis.
         title: a heading for the whole figure.
     """
     figure = Figure(figsize=(1.0 + 3.6 * len(panels), 2.9 + (0.4 if title else 0)), layout="constrained")
     for axes, (name, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        _draw_curves(axes, curves)
+        _draw_curves(axes, curves, log=name in log)
         heading(axes, name)
     return _titled(figure, title)
 
 
-def _draw_curves(axes: Axes, curves: Mapping[str, Curve]) -> None:
+def _draw_curves(axes: Axes, curves: Mapping[str, Curve], *, log: bool) -> None:
     for at, (name, values) in enumerate(curves.items()):
         colour = SAMPLES[at % len(SAMPLES)]
         points = values if isinstance(values, Mapping) else dict(enumerate(values, start=1))
         style = {"marker": "o", "markersize": 3} if len(points) < 20 else {}
         axes.plot(list(points), list(points.values()), color=colour, linewidth=1.8, label=name, **style)
     plain(axes)
-    axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+    if log:
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.set_xlabel("epoch", fontsize=8.5, color=FAINT, loc="right")
     columns = 1 if len(curves) < 5 else 2
