@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 
 from vlmpack import plan
 from vlmpack.cli import app
-from vlmpack.cli.options import OVERLENGTH
-from vlmpack.cli.pack import IMAGES, ON_BAD, OVERSIZE, TRAIN_ON
+from vlmpack.cli.options import OVERLENGTH, STRATEGIES, TRAIN_ON
+from vlmpack.cli.pack import IMAGES, ON_BAD, OVERSIZE
 from vlmpack.collate.collator import OnBad, Overlength, TrainOn
 from vlmpack.store import IMAGES as STORED_IMAGES
 from vlmpack.store import Manifest, PackedDataset
@@ -153,6 +153,7 @@ def test_pictures_in_no_file_are_refused_before_any_is_measured(
 
 def test_the_words_of_options_are_those_of_the_library() -> None:
     assert OVERSIZE == plan.OVERSIZE
+    assert tuple(plan.STRATEGIES) == STRATEGIES
     assert IMAGES == STORED_IMAGES
     assert get_args(OnBad) == ON_BAD
     assert get_args(TrainOn) == TRAIN_ON

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from vlmpack.cli.options import refuse_file
+from vlmpack.cli.progress import progress_bars
 from vlmpack.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from vlmpack.collate import VLMCollator
     from vlmpack.data import OpenDataset
     from vlmpack.plan import LengthTable
@@ -171,8 +168,8 @@ def check_finished(source: str) -> None:
 
 def measure(
     inputs: Inputs,
-    console: Console,
     *,
+    quiet: bool = False,
     workers: int = 0,
     cache: str | None = None,
     estimate: bool = False,
@@ -182,7 +179,7 @@ def measure(
 
     Args:
         inputs: data set and collator.
-        console: where the bar is drawn.
+        quiet: draw no bar.
         workers: processes; 0: this one alone.
         cache: a file that keeps lengths; None: every length is measured again.
         estimate: count `ceil(H/32) * ceil(W/32)` tokens an image.
@@ -193,19 +190,10 @@ def measure(
     """
     from vlmpack.store import measure_lengths
 
-    with progress_bars(console, {"measure": "reading samples"}) as progress:
+    with progress_bars({"measure": "measuring samples"}, quiet=quiet) as progress:
         settings: dict[str, Any] = {"workers": workers, "cache": cache, "estimate": estimate}
         settings["min_shared"] = min_shared
         return measure_lengths(*inputs, progress=partial(progress, "measure"), **settings)
-
-
-@contextmanager
-def progress_bars(console: Console, stages: Mapping[str, str]) -> Iterator[Callable[[str, int, int | None], None]]:
-    """Draw a bar for each stage, with its title; yields the function for progress: stage, done, and how many in all."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bars = {stage: progress.add_task(title, total=None, visible=False) for stage, title in stages.items()}
-        yield lambda stage, done, total: progress.update(bars[stage], completed=done, total=total, visible=True)
 
 
 # ---------------------------------------------------------------------- processors and models

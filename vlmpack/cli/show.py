@@ -58,6 +58,7 @@ def show(
     workers: options.Workers = 0,
     cache: options.Cache = None,
     as_json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Draw packed rows: which samples share a row, where their images are, and what is padding.
 
@@ -77,7 +78,7 @@ def show(
             branches=branches,
         )  # fmt: skip
         rows = planned_rows(
-            inputs, Console(quiet=as_json), numbers=numbers, capacity=capacity, workers=workers, cache=cache,
+            inputs, quiet=quiet, numbers=numbers, capacity=capacity, workers=workers, cache=cache,
             min_shared=min_shared or None,
         )  # fmt: skip
     if as_json:
@@ -255,8 +256,8 @@ def stored_rows(source: str) -> Rows:
 
 def planned_rows(
     source: InputOptions,
-    console: Console,
     *,
+    quiet: bool = False,
     numbers: Sequence[int],
     capacity: int,
     workers: int = 0,
@@ -267,7 +268,7 @@ def planned_rows(
 
     Args:
         source: the data set and its processor.
-        console: for the progress.
+        quiet: draw no progress.
         numbers: of the rows that will be drawn: impossible ones are refused before a sample is measured.
         capacity: of a row, in tokens.
         workers: processes that read samples.
@@ -284,7 +285,7 @@ def planned_rows(
     inputs = open_inputs(source)
     for number in numbers:
         check_row(number, len(inputs.dataset), most="at most ")
-    table = measure(inputs, console, workers=workers, cache=cache, min_shared=min_shared)
+    table = measure(inputs, quiet=quiet, workers=workers, cache=cache, min_shared=min_shared)
     if not len(table):
         raise ConfigError(
             f"none of {table.measured} samples can be used: {table.reasons}; `vlmpack analyze` lists the reasons"

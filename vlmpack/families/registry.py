@@ -10,10 +10,12 @@ from torch import nn
 
 from vlmpack.errors import FamilyError
 from vlmpack.families.family import Family
+from vlmpack.families.gemma import GEMMA
 from vlmpack.families.qwen import QWEN
 from vlmpack.families.text import TEXT
+from vlmpack.families.tiled import TILED
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*QWEN, *TEXT)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*QWEN, *TILED, *GEMMA, *TEXT)}
 """The supported families by `config.model_type`."""
 
 _ROUTER = "its MoE router statistics count padding as tokens, so the load-balancing loss of a packed row is wrong"
@@ -100,7 +102,7 @@ def check_parts(family: Family, model: Any) -> None:
         FamilyError: the model lacks a part that the descriptor names, or its layers have one that it does not name.
     """
     problems = list(_differences(family, model))
-    if family.has_vision and not problems:
+    if family.has_grids and family.has_videos and not problems:
         merge = family.merge(model.config)
         family.video_runs(
             [(1, merge, merge)], model.config
@@ -118,12 +120,13 @@ def _differences(family: Family, model: Any) -> Iterator[str]:
             yield f"it has no part {path!r}"
             return
     parameters = inspect.signature(type(family.backbone(model)).forward).parameters
-    if missing := [name for name in family.media if name not in parameters]:
+    taken = [*family.media, *([] if family.token_types is None else [family.token_types])]
+    if missing := [name for name in taken if name not in parameters]:
         yield f"its backbone takes no {', '.join(missing)}"
     layers = list(family.language_model(model).get_submodule("layers").children())
     for other in FAMILIES.values():
         for mechanism, parts in other.mechanisms.items():
-            names = [name for name in parts.values() if name not in _IN_EVERY_LAYER]
+            names = [name for part, name in parts.items() if part != "router" and name not in _IN_EVERY_LAYER]
             if not family.has(mechanism) and any(_has(layer, name) for layer in layers for name in names):
                 yield f"its layers have {', '.join(names)}, parts of {mechanism}, which would leak"
                 return

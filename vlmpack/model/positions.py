@@ -133,12 +133,13 @@ def _rows(positions: torch.Tensor, family: Family, total: int) -> torch.Tensor:
     """[1, T] of a text family, [3, T] or [4, T] of others."""
     if not isinstance(positions, torch.Tensor):
         raise LayoutError(f"position_ids must be a tensor, got {type(positions).__name__}")
-    shapes = [(3, 1, total), (4, 1, total)] if family.has_vision else [(1, total), (1, 1, total)]
+    has_axes = family.positions_rule.axes == 3
+    shapes = [(3, 1, total), (4, 1, total)] if has_axes else [(1, total), (1, 1, total)]
     if tuple(positions.shape) not in shapes:
         rows = " (time, height, width; or the text row first: with fewer rows images lose their places)"
         raise LayoutError(
             f"position_ids is {list(positions.shape)}, but {family.model_type} needs "
-            f"{' or '.join(str(list(shape)) for shape in shapes)} for this row{rows if family.has_vision else ''}: "
+            f"{' or '.join(str(list(shape)) for shape in shapes)} for this row{rows if has_axes else ''}: "
             "leave position_ids out, they are computed from the boundaries and the grids"
         )
     return positions.reshape(-1, total)

@@ -91,6 +91,8 @@ class SamplingSettings:
     """Tokens of prompts, and of canonical computations, in one slice; one prompt at least."""
     decode_steps: int = 8
     """Tokens of each sequence of a batch in one slice."""
+    check_tokens: int = 64
+    """Tokens of a sequence that one canonical computation checks."""
     max_sequences: int = 64
     """Most sequences of a snapshot that run at once."""
     max_cached_tokens: int = 131072
@@ -99,7 +101,7 @@ class SamplingSettings:
     max_snapshots: int = 16
     """Most snapshots in memory."""
     rounding: float | None = None
-    """Largest error of a logit, as a part of the largest one's size: choices that are closer are canonical. 0: none
+    """Largest error of a logit, as a part of the largest one's size: choices that are closer are checked. 0: none
     is, infinity: all are. None: 2**-13 for float32, 2**-7 where its products are rounded (TF32), 2**-8 for float16,
     2**-5 for bfloat16."""
 
@@ -280,11 +282,13 @@ class BatchedSampling:
         self._jobs: dict[str, Job] = {}
         self._finished: list[Finished] = []
         self.sampled_tokens = 0
-        """Tokens sampled so far."""
+        """Tokens sampled so far, those that checks took back included."""
         self.canonical_tokens = 0
         """Tokens that canonical computations have read so far."""
         self.begun_again = 0
         """Requests that failed together with others and began again alone."""
+        self.forgotten_tokens = 0
+        """Tokens that checks have taken back so far."""
 
     @property
     def is_idle(self) -> bool:
@@ -336,6 +340,7 @@ class BatchedSampling:
         taken = [] if lane.decodes_next and lane.batches else self._admitted(lane)
         lane.decodes_next = bool(taken)
         batch = None if taken else lane.batches[0]
+        keys = {job.key for job, _ in taken} if batch is None else {sequence.key for sequence in batch.sequences}
         try:
             with self._weights(lane.folder) as reader:
                 if batch is None:
@@ -343,11 +348,8 @@ class BatchedSampling:
                 else:
                     self._decode(lane, batch, reader)
         except Exception as error:  # whatever it is, other requests go on
-            keys = dict.fromkeys(job.key for job, _ in taken)
-            if batch is not None:
-                keys = dict.fromkeys(sequence.key for sequence in batch.sequences)
-                lane.batches.remove(batch)
-            jobs = [self._jobs[key] for key in keys if key in self._jobs]
+            joined = set() if batch is None else {sequence.key for sequence in batch.sequences}
+            jobs = [job for key, job in self._jobs.items() if key in keys | joined]
             if len(jobs) > 1:
                 self._again(lane, jobs)
             else:
@@ -399,7 +401,8 @@ class BatchedSampling:
 
     def _started(self, lane: _Lane, batch: Batch, reader: Reader) -> None:
         lane.batches.append(batch)
-        if not batch.open:
+        self.sampled_tokens += len(batch.sequences)
+        if batch.is_settled:
             self._settle(lane, batch, reader)
 
     def _decode(self, lane: _Lane, batch: Batch, reader: Reader) -> None:
@@ -410,6 +413,7 @@ class BatchedSampling:
             if batch.is_settled:
                 self._join(lane, batch)
                 batch.take(batch.step(reader), reader)
+                self.sampled_tokens += len(batch.sequences)
             used += self._settle(lane, batch, reader, tokens=budget - used)
             if not batch.sequences or not batch.is_settled or used >= budget:
                 return
@@ -423,19 +427,24 @@ class BatchedSampling:
                 lane.batches.remove(other)
 
     def _settle(self, lane: _Lane, batch: Batch, reader: Reader, *, tokens: int = 0) -> int:
-        """Settle open choices, at most about so many tokens of them; finished sequences leave."""
+        """Check open choices, at most about so many tokens of them; finished sequences leave, others begin again."""
+        before = batch.forgotten
         used = batch.settle(reader, tokens=tokens)
         self.canonical_tokens += used
-        if batch.is_settled:
-            self.sampled_tokens += len(batch.sequences)
-            for sequence in batch.leave():
-                job = self._jobs[sequence.key]
-                job.unfinished -= 1
-                if not job.unfinished:
-                    self._finished.append((job.key, self._jobs.pop(job.key).outcome()))
-            if not batch.sequences:
-                lane.batches.remove(batch)
-        return used
+        self.forgotten_tokens += batch.forgotten - before
+        if not batch.is_settled:
+            return used
+        for sequence in batch.leave():
+            job = self._jobs[sequence.key]
+            job.unfinished -= 1
+            if not job.unfinished:
+                self._finished.append((job.key, self._jobs.pop(job.key).outcome()))
+        behind = batch.fall_behind()
+        if not batch.sequences:
+            lane.batches.remove(batch)
+        for indices in groups_by_length([sequence.context for sequence in behind]):
+            self._started(lane, begin([behind[index] for index in indices], reader), reader)
+        return used + sum(sequence.prompt.length + len(sequence.tokens) for sequence in behind)
 
     # ------------------------------------------------------------------ failures and weights
 
@@ -475,7 +484,9 @@ class BatchedSampling:
             try:
                 for module in training:
                     module.training = False
-                yield Reader(model, rounding=self._settings.rounding_of(model), agree=self._agree)
+                settings = self._settings
+                rounding = settings.rounding_of(model)
+                yield Reader(model, rounding=rounding, block=settings.check_tokens, agree=self._agree)
             finally:
                 for module in training:
                     module.training = True

@@ -141,7 +141,7 @@ def tiny_config(family: str = DEFAULT_FAMILY, *, processor: Any = None, **sizes:
     recipe = RECIPES[family]
     chosen = TinySizes(**{**(_processor_sizes(processor) if processor is not None else {}), **sizes})
     if chosen.patch_size is None:
-        chosen = replace(chosen, patch_size=16 if recipe.since_qwen3 else 14)
+        chosen = replace(chosen, patch_size=recipe.patch_size or (16 if recipe.since_qwen3 else 14))
     _check(chosen, recipe, family)
     return _config(chosen, recipe, family)
 
@@ -190,11 +190,14 @@ def _enliven(model: nn.Module, generator: torch.Generator) -> None:
     Draw in float32 whatever the weights' dtype, so that models of two dtypes round the same numbers.
     """
     for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Conv3d)):
+        if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)):
             fan_in = module.weight[0].numel()
             _draw(module.weight, fan_in**-0.5, generator)
         elif isinstance(module, nn.Embedding):
             _draw(module.weight, 1.0, generator)
+        elif vars(module).get("scaling") == 1.0 and "k_norm" in module._modules:
+            weight = module.get_parameter("k_norm.weight")  # Gemma 4's has learnt the scale of scores
+            nn.init.constant_(weight, len(weight) ** -0.5)
         else:  # routers and experts hold their matrices [..., out, in] themselves
             for name, weight in module.named_parameters(recurse=False):
                 if name == "A_log":
@@ -229,6 +232,13 @@ class _Recipe:
 
     vision: Callable[[TinySizes], dict[str, Any]] | None = None
     """Settings of its vision tower; None: a text model."""
+    text_type: str | None = None
+    """`model_type` of its text part, where the family takes any; None: it has one of its own."""
+    mrope: bool = True
+    """The text part of a family with vision has multimodal rotary positions."""
+    whole: Callable[[TinySizes], dict[str, Any]] | None = None
+    """Settings of the whole model that no other family has; None: its images are patches with a grid each, and its
+    tower has the settings of Qwen's."""
     since_qwen3: bool = True
     """Heads of any width, interleaved MRoPE sections, patches of 16 pixels."""
     hybrid: bool = False
@@ -239,6 +249,8 @@ class _Recipe:
     """The configuration has the width of a dense MLP."""
     more: Callable[[TinySizes], dict[str, Any]] | None = None
     """Settings of the text model that no other family has."""
+    patch_size: int | None = None
+    """Side of a patch, where it is neither Qwen2's nor Qwen3's."""
     sdpa: bool = True
     """transformers has sdpa attention for it, not only eager."""
 
@@ -249,6 +261,11 @@ def _config(sizes: TinySizes, recipe: _Recipe, family: str) -> Any:
     text = _text(sizes, recipe)
     if recipe.vision is None:
         return AutoConfig.for_model(family, **text)
+    if recipe.text_type is not None:
+        text["model_type"] = recipe.text_type
+    if recipe.whole is not None:
+        vision, whole = recipe.vision(sizes), sizes.media_tokens | recipe.whole(sizes)
+        return AutoConfig.for_model(family, text_config=text, vision_config=vision, **whole)
     vision = {
         "depth": sizes.vision_depth,
         "num_heads": sizes.vision_heads,
@@ -300,7 +317,7 @@ def _rope(sizes: TinySizes, recipe: _Recipe) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     if recipe.hybrid:
         rope["partial_rotary_factor"] = 0.5
-    if recipe.vision is not None:
+    if recipe.vision is not None and recipe.mrope:
         frequencies = sizes.head_width // (4 if recipe.hybrid else 2)
         rope["mrope_section"] = [frequencies - 2 * (frequencies // 3), frequencies // 3, frequencies // 3]
         if recipe.since_qwen3:
@@ -422,6 +439,83 @@ def _deepstack_vision(sizes: TinySizes) -> dict[str, Any]:
     return {**_qwen3_vision(sizes), "deepstack_visual_indexes": deepstack}
 
 
+# ---------------------------------------------------------------------- images as rows of a batch, and tiles
+
+TILE_PATCHES = 4
+"""Patches along the side of a tile."""
+
+
+def _tile_tower(sizes: TinySizes) -> dict[str, Any]:
+    assert sizes.patch_size is not None
+    return {
+        "hidden_size": sizes.vision_hidden,
+        "intermediate_size": 2 * sizes.vision_hidden,
+        "num_hidden_layers": sizes.vision_depth,
+        "num_attention_heads": sizes.vision_heads,
+        "patch_size": sizes.patch_size,
+        "image_size": TILE_PATCHES * sizes.patch_size,
+    }
+
+
+def _internvl_tower(sizes: TinySizes) -> dict[str, Any]:
+    tower = _tile_tower(sizes)
+    return {**tower, "patch_size": [tower["patch_size"]] * 2, "image_size": [tower["image_size"]] * 2}
+
+
+def _internvl(sizes: TinySizes) -> dict[str, Any]:
+    return {"image_seq_length": TILE_PATCHES**2 // 4}  # pixels are shuffled two by two
+
+
+def _gemma3_tower(sizes: TinySizes) -> dict[str, Any]:
+    tower = _tile_tower(sizes)
+    return {**tower, "image_size": 6 * tower["patch_size"]}
+
+
+def _gemma3(sizes: TinySizes) -> dict[str, Any]:
+    """Images of more tokens than the window: 6 x 6 patches, pooled two by two."""
+    ends = {"boi_token_index": sizes.vision_start_token_id, "eoi_token_index": sizes.vision_end_token_id}
+    return {"mm_tokens_per_image": 9, "image_token_index": sizes.image_token_id, **ends}
+
+
+def _gemma4_text(sizes: TinySizes) -> dict[str, Any]:
+    """All that its models have, in one: experts, embeddings for each layer, wider heads without a window; keys that are
+    values; from 4 layers on the last two share keys and values of those before."""
+    windows, half = _gemma3_text(sizes), {"partial_rotary_factor": 0.5, "rope_type": "proportional"}
+    windows["rope_parameters"]["full_attention"] |= half
+    windows["layer_types"][-1] = "full_attention"
+    return {
+        **windows,
+        "final_logit_softcapping": 3.0,
+        "use_bidirectional_attention": "vision",
+        "global_head_dim": 2 * sizes.head_width,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 2 if sizes.layers > 3 else 0,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": sizes.vocab_size,
+        "enable_moe_block": True,
+        "top_k_experts": sizes.experts_per_token,
+    }
+
+
+def _gemma4_tower(sizes: TinySizes) -> dict[str, Any]:
+    heads = {"num_attention_heads": sizes.vision_heads, "num_key_value_heads": sizes.vision_heads}
+    return {
+        **_tile_tower(sizes),
+        **heads,
+        "head_dim": sizes.vision_hidden // sizes.vision_heads,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 64,
+    }
+
+
+def _gemma4(sizes: TinySizes) -> dict[str, Any]:
+    return {"boi_token_id": sizes.vision_start_token_id, "eoi_token_id": sizes.vision_end_token_id}
+
+
+TILED = {"mrope": False, "patch_size": 6}
+"""Parts of recipes of families whose images are tiles."""
+
 RECIPES = {
     "qwen2_vl": _Recipe(vision=_qwen2_vision, since_qwen3=False),
     "qwen2_5_vl": _Recipe(vision=_windowed_vision, since_qwen3=False),
@@ -432,6 +526,11 @@ RECIPES = {
     "qwen4_exp": _Recipe(vision=_qwen3_vision, hybrid=True, experts=True, dense=False, more=_qwen4_text),
     "qwen3": _Recipe(),
     "qwen3_next": _Recipe(hybrid=True, experts=True),
+    "internvl": _Recipe(vision=_internvl_tower, text_type="qwen2", since_qwen3=False, whole=_internvl, **TILED),
+    "gemma3": _Recipe(vision=_gemma3_tower, text_type="gemma3_text", more=_gemma3_text, whole=_gemma3, **TILED),
+    "gemma4": _Recipe(
+        vision=_gemma4_tower, text_type="gemma4_text", more=_gemma4_text, whole=_gemma4, experts=True, **TILED
+    ),
     "llama": _Recipe(),
     "mistral": _Recipe(more=lambda _: {"sliding_window": WINDOW}),
     "qwen2": _Recipe(since_qwen3=False),

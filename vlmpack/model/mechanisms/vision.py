@@ -1,6 +1,7 @@
 """Vision: boundaries of the tower's blocks, and images and videos that ranks compute together.
 
 Blocks attend within a frame of an image, some within a window of it. The host derives these boundaries from the grids.
+Towers whose images are rows of a batch are left as they are: their own code keeps images apart.
 
 Context parallelism: each image or video is computed by one rank, and its features are sent to its tokens. They lie in
 the row's entry. The model without its head is given a mark in place of pixels, and its class becomes a subclass of
@@ -79,6 +80,8 @@ class Vision(ClassMechanism):
         family = setup.model.family
         if setup.model.shares_rows:
             return VisionRow((), inputs=dict.fromkeys(_PIXELS, COMPUTED), features=_features_of_part(setup))
+        if not family.has_grids:
+            return VisionRow((), inputs=setup.row.media.to_hf())
         calls = [grids for grids in setup.part.media_grids(setup.metadata) if grids]
         layouts = [segments for grids in calls for segments in family.vision_segments(grids, setup.config)]
         return VisionRow(layouts, inputs=setup.row.media.to_hf())
