@@ -113,9 +113,9 @@ class _BackboneHooks:
     def after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Lay hidden states, and the routers' logits, out as the batch."""
         context = kwargs.get(CONTEXT)
-        caller: _Caller | None = None if context is None else context.entries.get(_ENTRY)
         state = stored_state(self._core)
-        if caller is None or state is None:
+        caller: _Caller | None = None if context is None or state is None else context.entries.get(_ENTRY)
+        if caller is None:
             return None
         work = finish(caller.setup, state.mechanisms, context.entries)
         output.last_hidden_state = caller.in_shape(output.last_hidden_state[0])
