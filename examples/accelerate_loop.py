@@ -33,9 +33,8 @@ parser.add_argument("--output", type=Path, default=Path("results/accelerate_loop
 args = parser.parse_args()
 
 accelerator = Accelerator(gradient_accumulation_steps=args.accumulation)
-accelerator.print(
-    f"{accelerator.distributed_type.value} on {accelerator.num_processes} {accelerator.device.type} ranks"
-)
+ranks, device = accelerator.num_processes, accelerator.device
+accelerator.print(f"{accelerator.distributed_type.value} on {ranks} {device.type} ranks")
 if accelerator.state.deepspeed_plugin is not None:  # which reads it off a loader that it prepares; a batch is a row
     accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
 
