@@ -7,7 +7,14 @@ from vlmpack.data.branches import BRANCH_COLUMN, PAIRS_COLUMN, Branches, branch_
 from vlmpack.data.cord import CordDataset, json2token, load_cord, to_conversation, token2json
 from vlmpack.data.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_image, read_encoded, read_size
 from vlmpack.data.open import OpenDataset, open_dataset
-from vlmpack.data.processor import is_saved_alone, load_processor, save_processor, without_video
+from vlmpack.data.processor import (
+    is_saved_alone,
+    load_processor,
+    save_processor,
+    settings_of,
+    without_parts,
+    without_video,
+)
 from vlmpack.data.readers import JSON_FILES, StoredRows
 from vlmpack.data.videos import (
     DEFAULT_VIDEO_LIMITS,
@@ -46,7 +53,9 @@ __all__ = [
     "read_size",
     "read_video_header",
     "save_processor",
+    "settings_of",
     "to_conversation",
     "token2json",
+    "without_parts",
     "without_video",
 ]

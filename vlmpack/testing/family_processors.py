@@ -1,0 +1,306 @@
+"""Tiny processors of families beyond Qwen: the shipped classes around a small vocabulary, without a hub or torchvision.
+
+Images become tiles of 28 x 28 pixels with 4 placeholder tokens each, or patches of 14 x 14 pixels with a grid. Chat
+templates are those of the families' instruction-tuned checkpoints, without tools: one marks its answers
+(`{% generation %}`), one takes nothing but lists of parts, one changes the names of roles.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, final
+
+TILE = 28
+"""Side of a tile in pixels."""
+TILE_TOKENS = 4
+"""Placeholder tokens of a tile."""
+_SIZE = {"height": TILE, "width": TILE}
+_PINPOINTS = [[TILE, TILE], [TILE, 2 * TILE], [2 * TILE, TILE], [2 * TILE, 2 * TILE]]
+_ENDS = {"eos_token": "<eos>", "pad_token": "<pad>", "bos_token": "<bos>"}
+_CHATML_ENDS = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+
+GEMMA_TEMPLATE = (
+    "{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}"
+    "{%- if messages[0]['content'] is string -%}{%- set first_user_prefix = messages[0]['content'] + '\n\n' -%}"
+    "{%- else -%}{%- set first_user_prefix = messages[0]['content'][0]['text'] + '\n\n' -%}{%- endif -%}"
+    "{%- set loop_messages = messages[1:] -%}"
+    "{%- else -%}{%- set first_user_prefix = '' -%}{%- set loop_messages = messages -%}{%- endif -%}"
+    "{%- for message in loop_messages -%}"
+    "{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif -%}"
+    "{%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}"
+    "{{ TURN_START + role + '\n' + (first_user_prefix if loop.first else '') }}"
+    "{%- if message['content'] is string -%}{{ message['content'] | trim }}"
+    "{%- else -%}{%- for item in message['content'] -%}"
+    "{%- if item['type'] == 'image' -%}{{ IMAGE }}"
+    "{%- elif item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endif -%}{%- endfor -%}{%- endif -%}"
+    "{{ TURN_END + '\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ TURN_START + 'model\n' }}{%- endif -%}"
+)
+"""Gemma's, the names of its tokens left open: roles alternate, and a system's text joins the user's."""
+
+INTERNVL_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for content in message['content'] %}"
+    "{% if content['type'] == 'image' %}{{ '<IMG_CONTEXT>\n' }}"
+    "{% elif content['type'] == 'text' %}{{ content['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+IDEFICS_TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
+    "{% if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+
+LLAVA_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': ' }}{% endif %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
+    "{% if message['role'] != 'assistant' %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] + ' ' }}"
+    "{% endfor %}{% else %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{% generation %}{{ content['text'] + ' ' }}{% endgeneration %}{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+
+ONEVISION_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + ' ' }}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>' }}{% endfor %}"
+    "{% if message['role'] != 'assistant' %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ '\n' + content['text'] }}"
+    "{% endfor %}{% else %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{% generation %}{{ '\n' + content['text'] }}{% endgeneration %}{% endfor %}{% endif %}{{ '<|im_end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+GLM_TEMPLATE = (
+    "[gMASK]<sop>{% for message in messages %}{{ '<|' + message['role'] + '|>\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<|begin_of_image|><|image|><|end_of_image|>' }}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ProcessorRecipe:
+    """The parts of one family's processor."""
+
+    processor: str
+    """Name of its transformers class."""
+    image_processor: str
+    """Module under `transformers.models` and name of the class of its Pillow image processor."""
+    images: Mapping[str, Any] = field(default_factory=lambda: {"size": _SIZE})
+    """Settings of the image processor."""
+    special: Sequence[str] = ()
+    """Special tokens of the template and of images."""
+    named: Mapping[str, str] = field(default_factory=dict)
+    """Special tokens that the tokenizer has under a name of their own, such as `boi_token`."""
+    ends: Mapping[str, str] = field(default_factory=lambda: _CHATML_ENDS)
+    """Tokens that begin, end and fill up a text."""
+    sentences: bool = False
+    """True: words are tokens with their blanks, as of SentencePiece; False: bytes are, as of Qwen."""
+    template: str | None = None
+    """The chat template; None: there is none."""
+    absent: Sequence[str] = ()
+    """Parts of the processor for videos and audio, which are left out."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings of the processor."""
+
+
+def _tokens(template: str, **tokens: str) -> str:
+    for name, token in tokens.items():
+        template = template.replace(name, f"'{token}'")
+    return template
+
+
+_MARKERS = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+RECIPES: Mapping[str, ProcessorRecipe] = {
+    "gemma3": ProcessorRecipe(
+        processor="Gemma3Processor",
+        image_processor="gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil",
+        special=("<start_of_turn>", "<end_of_turn>"),
+        named={
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+        },
+        ends=_ENDS,
+        sentences=True,
+        template=_tokens(
+            GEMMA_TEMPLATE, TURN_START="<start_of_turn>", TURN_END="<end_of_turn>", IMAGE="<start_of_image>"
+        ),
+        settings={"image_seq_length": TILE_TOKENS},
+    ),
+    "gemma4": ProcessorRecipe(
+        processor="Gemma4Processor",
+        image_processor="gemma4.image_processing_pil_gemma4.Gemma4ImageProcessorPil",
+        images={"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+        special=("<|turn>", "<turn|>"),
+        named={
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "image_token": "<|image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+        ends=_ENDS,
+        sentences=True,
+        template=_tokens(GEMMA_TEMPLATE, TURN_START="<|turn>", TURN_END="<turn|>", IMAGE="<|image|>"),
+        absent=("feature_extractor", "video_processor"),
+    ),
+    "internvl": ProcessorRecipe(
+        processor="InternVLProcessor",
+        image_processor="got_ocr2.image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil",
+        images={"size": _SIZE, "min_patches": 1, "max_patches": 6},
+        special=("<|im_start|>", "<|im_end|>"),
+        named={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        template=INTERNVL_TEMPLATE,
+        absent=("video_processor",),
+        settings={"image_seq_length": TILE_TOKENS},
+    ),
+    "idefics3": ProcessorRecipe(
+        processor="Idefics3Processor",
+        image_processor="idefics3.image_processing_pil_idefics3.Idefics3ImageProcessorPil",
+        images={"size": {"longest_edge": 3 * TILE}, "max_image_size": {"longest_edge": TILE}},
+        special=(
+            *("<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<image>", "<global-img>"),
+            *_MARKERS,
+        ),
+        ends={"eos_token": "<end_of_utterance>", "pad_token": "<|im_end|>", "bos_token": "<|im_start|>"},
+        template=IDEFICS_TEMPLATE,
+        settings={"image_seq_len": TILE_TOKENS},
+    ),
+    "llava": ProcessorRecipe(
+        processor="LlavaProcessor",
+        image_processor="clip.image_processing_pil_clip.CLIPImageProcessorPil",
+        images={"size": {"shortest_edge": TILE}, "crop_size": _SIZE},
+        special=("<image>",),
+        ends=_ENDS,
+        sentences=True,
+        template=LLAVA_TEMPLATE,
+        settings={"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    ),
+    "llava_next": ProcessorRecipe(
+        processor="LlavaNextProcessor",
+        image_processor="llava_next.image_processing_pil_llava_next.LlavaNextImageProcessorPil",
+        images={"size": {"shortest_edge": TILE}, "crop_size": _SIZE, "image_grid_pinpoints": _PINPOINTS},
+        special=("<image>",),
+        ends=_ENDS,
+        sentences=True,
+        template=LLAVA_TEMPLATE,
+        settings={"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    ),
+    "llava_onevision": ProcessorRecipe(
+        processor="LlavaOnevisionProcessor",
+        image_processor="llava_onevision.image_processing_pil_llava_onevision.LlavaOnevisionImageProcessorPil",
+        images={"size": _SIZE, "image_grid_pinpoints": _PINPOINTS},
+        special=("<|im_start|>", "<|im_end|>", "<image>", "<video>"),
+        template=ONEVISION_TEMPLATE,
+        absent=("video_processor",),
+        settings={"num_image_tokens": TILE_TOKENS, "vision_feature_select_strategy": "full"},
+    ),
+    "glm4v": ProcessorRecipe(
+        processor="Glm4vProcessor",
+        image_processor="glm4v.image_processing_pil_glm4v.Glm4vImageProcessorPil",
+        images={
+            "patch_size": 14,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+            "size": {"shortest_edge": 4 * TILE**2, "longest_edge": 256 * TILE**2},
+        },
+        special=(
+            *("[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|system|>", "<|image|>", "<|video|>"),
+            *("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
+        ),
+        ends={"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
+        template=GLM_TEMPLATE,
+        absent=("video_processor",),
+    ),
+    "paligemma": ProcessorRecipe(
+        processor="PaliGemmaProcessor",
+        image_processor="siglip.image_processing_pil_siglip.SiglipImageProcessorPil",
+        special=("<image>",),
+        ends=_ENDS,
+        sentences=True,
+    ),
+}
+"""By `config.model_type`."""
+
+
+def build_processor(family: str, vocab_size: int, trained: Callable[[int], str]) -> Any:
+    """Build the processor of a recipe.
+
+    Args:
+        family: a key of `RECIPES`.
+        vocab_size: entries of the vocabulary of bytes.
+        trained: returns that vocabulary and its merges as JSON, for a number of entries.
+    """
+    import transformers
+
+    from vlmpack.data import without_parts
+
+    recipe = RECIPES[family]
+    module, name = recipe.image_processor.rsplit(".", 1)
+    image_processor = getattr(import_module(f"transformers.models.{module}"), name)(**recipe.images)
+    if family == "paligemma":
+        image_processor.image_seq_length = TILE_TOKENS
+    tokenizer = _sentence_tokenizer(recipe) if recipe.sentences else _byte_tokenizer(recipe, trained(vocab_size))
+    return without_parts(
+        getattr(transformers, recipe.processor),
+        absent=recipe.absent,
+        image_processor=image_processor,
+        tokenizer=tokenizer,
+        chat_template=recipe.template,
+        **recipe.settings,
+    )
+
+
+def _byte_tokenizer(recipe: ProcessorRecipe, vocabulary: str) -> Any:
+    from transformers import Qwen2Tokenizer
+
+    vocab, merges = json.loads(vocabulary)
+    pairs: Any = [tuple(merge) for merge in merges]
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=pairs, extra_special_tokens=dict(recipe.named), **recipe.ends)
+    tokenizer.add_tokens(list(recipe.special), special_tokens=True)
+    return tokenizer
+
+
+def _sentence_tokenizer(recipe: ProcessorRecipe) -> Any:
+    from transformers import GemmaTokenizer
+
+    vocab, merges = json.loads(_sentence_vocabulary())
+    pairs: Any = [tuple(merge) for merge in merges]
+    tokenizer = GemmaTokenizer(vocab=vocab, merges=pairs, extra_special_tokens=dict(recipe.named), **recipe.ends)
+    tokenizer.add_tokens(list(recipe.special), special_tokens=True)
+    return tokenizer
+
+
+@lru_cache(maxsize=1)
+def _sentence_vocabulary() -> str:
+    """Vocabulary and merges as JSON, after the special tokens and the 256 bytes."""
+    from tokenizers import Tokenizer, models, normalizers, trainers
+
+    from vlmpack.testing.processors import corpus
+
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    bpe = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    bpe.normalizer = normalizers.Replace(" ", "▁")  # pyright: ignore[reportAttributeAccessIssue]
+    bpe.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=800, special_tokens=special, show_progress=False))
+    model = json.loads(bpe.to_str())["model"]
+    return json.dumps([model["vocab"], model["merges"]])
