@@ -251,24 +251,42 @@ def build_processor(family: str, vocab_size: int, trained: Callable[[int], str])
         vocab_size: entries of the vocabulary of bytes.
         trained: returns that vocabulary and its merges as JSON, for a number of entries.
     """
-    import transformers
+    from transformers.models.auto.processing_auto import processor_class_from_name
 
     from vlmpack.data import without_parts
 
     recipe = RECIPES[family]
     module, name = recipe.image_processor.rsplit(".", 1)
-    image_processor = getattr(import_module(f"transformers.models.{module}"), name)(**recipe.images)
+    image_processor = vars(import_module(f"transformers.models.{module}"))[name](**recipe.images)
     if family == "paligemma":
         image_processor.image_seq_length = TILE_TOKENS
     tokenizer = _sentence_tokenizer(recipe) if recipe.sentences else _byte_tokenizer(recipe, trained(vocab_size))
     return without_parts(
-        getattr(transformers, recipe.processor),
+        processor_class_from_name(recipe.processor),
         absent=recipe.absent,
         image_processor=image_processor,
         tokenizer=tokenizer,
         chat_template=recipe.template,
         **recipe.settings,
     )
+
+
+def tile_sizes(processor: Any, *, patches: int) -> dict[str, Any] | None:
+    """Read token ids and sizes of a tiny model off one of these processors; None: it is another one.
+
+    Args:
+        processor: any.
+        patches: along the side of a tile, of those that make `TILE_TOKENS` by two times two.
+    """
+    if type(processor).__name__ not in (recipe.processor for recipe in RECIPES.values()):
+        return None
+    tokenizer, (placeholder, *_) = processor.tokenizer, processor.image_token_ids
+    ids = {
+        "image_token_id": placeholder,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    return {**ids, "vocab_size": len(tokenizer), "patch_size": TILE // patches}
 
 
 def _byte_tokenizer(recipe: ProcessorRecipe, vocabulary: str) -> Any:

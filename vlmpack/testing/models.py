@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from vlmpack.errors import ConfigError, FamilyError
-from vlmpack.testing.family_processors import RECIPES as PROCESSORS
-from vlmpack.testing.family_processors import TILE
+from vlmpack.testing.family_processors import tile_sizes
 
 DEFAULT_FAMILY = "qwen3_vl"
 """Of tiny models and processors."""
@@ -154,10 +153,8 @@ def tiny_config(family: str = DEFAULT_FAMILY, *, processor: Any = None, **sizes:
 def _processor_sizes(processor: Any) -> dict[str, Any]:
     """Read token ids, vocabulary and patch sizes off a tiny processor, or a Qwen processor."""
     tokenizer, images = processor.tokenizer, processor.image_processor
-    if type(processor).__name__ in (recipe.processor for recipe in PROCESSORS.values()):
-        placeholder, *_ = processor.image_token_ids
-        sizes = {"vocab_size": len(tokenizer), "image_token_id": placeholder, "patch_size": TILE // TILE_PATCHES}
-        return {**sizes, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    if (sizes := tile_sizes(processor, patches=TILE_PATCHES)) is not None:
+        return sizes
     tokens = {"vision_start": "vision_start", "vision_end": "vision_end", "image": "image_pad", "video": "video_pad"}
     sizes = {"vocab_size": len(tokenizer), "patch_size": images.patch_size, "merge": images.merge_size}
     for name, token in tokens.items():
