@@ -13,6 +13,7 @@ from torch import nn
 
 from vlmpack.errors import LayoutError
 from vlmpack.families.media import ExpectedRuns, MediaItems, check_runs, media_items, row_positions
+from vlmpack.families.spans import ImageSpans
 from vlmpack.families.tiles import QWEN_MEDIA, Join, TileTokens, check_tiles, counted_tokens
 from vlmpack.layout import IMAGE, VIDEO, Grid, HostMetadata, Media, Segments, outside_graph
 
@@ -94,6 +95,8 @@ class Family:
     """True if some blocks of the vision tower attend within windows of a frame (`window_size`)."""
     media_over_ranks: bool = True
     """True if ranks can compute its images together (`Parallel`), which takes grids."""
+    text_type: str | None = None
+    """`model_type` whose code has its decoder layers; None: its own."""
     backbone_path: str = "model"
     """The model without its head."""
     text_path: str = "model.language_model"
@@ -104,13 +107,16 @@ class Family:
     """The linear layer from hidden states to logits, or to what `logits` makes them of."""
     logits: LogitsRule = plain_logits
     """What the model does to the output of the head."""
+    sees: ImageSpans | None = None
+    """The tokens that see later ones of their sample; None: none do, attention is causal."""
     media: Mapping[str, Join] = field(default_factory=lambda: QWEN_MEDIA, hash=False)
     """Tensors by which the backbone takes images and videos, and how those of samples are joined."""
 
     @property
     def modelling(self) -> str:
         """Module of transformers that holds its layers and the functions that they call."""
-        return f"transformers.models.{self.model_type}.modeling_{self.model_type}"
+        name = self.text_type or self.model_type
+        return f"transformers.models.{name}.modeling_{name}"
 
     @property
     def has_vision(self) -> bool:
@@ -292,7 +298,8 @@ class Family:
         """Patches of all pixels of a family whose images have no grids: padding of tiles to a common size included."""
         vision = self.vision_config(config)
         sides = vision.patch_size if isinstance(vision.patch_size, list | tuple) else (vision.patch_size,) * 2
-        return 0 if media.pixel_values is None else media.pixel_values.numel() // (vision.num_channels * prod(sides))
+        channels = getattr(vision, "num_channels", 3)
+        return 0 if media.pixel_values is None else media.pixel_values.numel() // (channels * prod(sides))
 
     # ------------------------------------------------------------------ parts of the model
 

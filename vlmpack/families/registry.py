@@ -10,11 +10,13 @@ from torch import nn
 
 from vlmpack.errors import FamilyError
 from vlmpack.families.family import Family
+from vlmpack.families.gemma import GEMMA
+from vlmpack.families.grids import GRIDS
 from vlmpack.families.qwen import QWEN
 from vlmpack.families.text import TEXT
 from vlmpack.families.tiled import TILED
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*QWEN, *TILED, *TEXT)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*QWEN, *GRIDS, *TILED, *GEMMA, *TEXT)}
 """The supported families by `config.model_type`."""
 
 _ROUTER = "its MoE router statistics count padding as tokens, so the load-balancing loss of a packed row is wrong"
@@ -125,7 +127,7 @@ def _differences(family: Family, model: Any) -> Iterator[str]:
     layers = list(family.language_model(model).get_submodule("layers").children())
     for other in FAMILIES.values():
         for mechanism, parts in other.mechanisms.items():
-            names = [name for name in parts.values() if name not in _IN_EVERY_LAYER]
+            names = [name for part, name in parts.items() if part != "router" and name not in _IN_EVERY_LAYER]
             if not family.has(mechanism) and any(_has(layer, name) for layer in layers for name in names):
                 yield f"its layers have {', '.join(names)}, parts of {mechanism}, which would leak"
                 return

@@ -18,8 +18,9 @@ from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families import Family, check_parts, family_of
 from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch
+from vlmpack.model.columns import COLUMNS, STEP
 from vlmpack.model.engine import PackingState, StepConfig, packing_state, stored_state
-from vlmpack.model.forward import COLUMNS, ENABLED, STEP, StepCall, packed_class
+from vlmpack.model.forward import ENABLED, StepCall, packed_class
 from vlmpack.model.head import Scoring
 from vlmpack.model.mechanisms import Mechanism, ModelParts, base_of, is_subclassed
 from vlmpack.model.mechanisms.attention import Attention
@@ -225,7 +226,7 @@ class PackedStep:
         scoring = Scoring(temperature=temperature, entropy=entropy)
         device = next(self.model.parameters()).device
         state = stored_state(find_model(self.model))
-        columns_of_row = COLUMNS if state is None else COLUMNS | state.family.media.keys()
+        columns_of_row = COLUMNS if state is None else COLUMNS | state.family.media.keys() | {state.family.token_types}
         hands_row = isinstance(batch, PackedRow) and not inputs.keys() & columns_of_row
         row = batch.to(device, non_blocking=True) if isinstance(batch, PackedRow) and hands_row else None
         call = StepCall(row, last_hidden=last_hidden, scoring=scoring)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable
@@ -33,13 +32,13 @@ from vlmpack.layout import (
     to_device,
     whole_numbers,
 )
+from vlmpack.model.columns import ROW_KEYS, STEP, check_keys, with_token_types
 from vlmpack.model.engine import PackingState, packing_state, run_row, stored_state
 from vlmpack.model.head import Scoring
 from vlmpack.model.mechanisms import ModelParts, subclass
 from vlmpack.model.mechanisms.attention import Attention
 from vlmpack.model.mechanisms.experts import wants_balance
 from vlmpack.model.plain import (
-    BOUNDARIES,
     check_boundaries_kept,
     is_generating,
     passed_on,
@@ -48,9 +47,6 @@ from vlmpack.model.plain import (
 )
 from vlmpack.model.positions import rope_segments
 from vlmpack.model.result import PackedOutput, StepResult
-
-STEP = "vlmpack_step"
-"""The keyword of a `StepCall`."""
 
 
 @final
@@ -189,6 +185,7 @@ def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> An
     call: StepCall | None = inputs.get(STEP)
     routers = inputs.pop("output_router_logits", None) if state.family.has("experts") else None
     check_keys(inputs, state.family, is_row=is_row)
+    inputs = with_token_types(inputs, state.family.token_types)
     row = _row_of(model, inputs, state, is_row=is_row)
     text_config = model.text.config
     if is_row and text_config.output_attentions:
@@ -460,41 +457,3 @@ def _check_was_read(state: PackingState | None) -> None:
             "compute_metrics=loss_metrics(model), without prediction_loss_only, or use PackedTrainer of "
             "vlmpack.trainer. After an evaluation that was interrupted, train again"
         )
-
-
-# ---------------------------------------------------------------------- names of inputs
-
-_TOKENS = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "mm_token_type_ids")
-_MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
-
-COLUMNS = frozenset((*_TOKENS, *_MEDIA, "cu_seqlens_q", "cu_seqlens_q_padded", "moe_padding_mask", METADATA_KEY))
-"""The parts of a batch or a row."""
-
-ROW_KEYS = (*BOUNDARIES, METADATA_KEY, "use_cache", "output_logits")
-"""Keywords of a packed row, and requests of a batch, that the model's own forward may not have."""
-
-_WANTED = ("output_logits", "output_hidden_states")
-_BATCH_KEYS = frozenset((*_TOKENS, *_MEDIA, *BOUNDARIES, "num_items_in_batch", *_WANTED, METADATA_KEY, STEP))
-
-_GENERATION = ("past_key_values", "inputs_embeds", "use_cache", "logits_to_keep", "mm_encoder_outputs", "rope_deltas")
-_SETTLED_KEYS = frozenset((*_GENERATION, "output_attentions", "output_router_logits", "return_dict"))
-"""Arguments of the model's own forward that a packed pass has settled: only their defaults go through it."""
-
-
-def check_keys(inputs: dict[str, Any], family: Family, *, is_row: bool) -> None:
-    """transformers accepts any keyword and ignores it, or hands it to the vision tower; a packed pass does not.
-
-    Raises:
-        ConfigError: it would; names what may have been meant.
-    """
-    other_media = {*_MEDIA} - family.media.keys() if family.has_vision and not family.has_grids else set()
-    known = (_BATCH_KEYS | family.media.keys()) - other_media
-    for name, value in inputs.items():
-        if value is None or name in known:
-            continue
-        if name not in _SETTLED_KEYS:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else "."
-            raise ConfigError(f"a packed step takes no input {name!r}{hint} It takes {', '.join(sorted(known))}")
-        if is_row and name != "return_dict" and value is not False and not (isinstance(value, int) and value == 0):
-            raise ConfigError(f"{name} cannot be combined with a packed row; leave it out")

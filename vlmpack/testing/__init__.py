@@ -28,7 +28,6 @@ from vlmpack.testing.comparison import (
     target_losses,
     to_host,
     tower_errors,
-    work_problems,
 )
 from vlmpack.testing.measures import field_f1, nted_accuracy
 from vlmpack.testing.models import DEFAULT_FAMILY, TinySizes, tiny_config, tiny_model
@@ -60,6 +59,7 @@ from vlmpack.testing.samples import (
     with_adversarial_lengths,
     word_ids,
 )
+from vlmpack.testing.work import work_problems
 
 __all__ = [
     "CHAT_TEMPLATE",
