@@ -18,6 +18,9 @@ ENDS = {
     "internvl": "<|im_end|>",
     "idefics3": "<end_of_utterance>",
     "glm4v": "",
+    "glm4v_moe": "",
+    "glm46v": "",
+    "paddleocr_vl": "<eos>",
 }
 """What ends an answer in families whose templates mark none."""
 MARKED = {"llava": "{} ", "llava_next": "{} ", "llava_onevision": "\n{}"}

@@ -33,13 +33,14 @@ def features():
     ]
 
 
-def alone(model, processor):
+def alone(model, processor, family):
     """Logits and summed loss of each sample by itself, and the gradients of all losses, by the unpacked model."""
     logits, loss = [], torch.zeros(())
     for feature in features():
         batch = VLMCollator(processor)([feature])
         del batch[METADATA_KEY]
-        tensors = {name: tensor for name, tensor in batch.items() if name != "mm_token_type_ids"}
+        types, named = batch.pop("mm_token_type_ids"), FAMILIES[family].token_types
+        tensors = {**batch, **({} if named is None else {named: types})}
         out = model(**tensors)
         logits.append(out.logits[0].detach())
         loss = loss + out.loss * (batch["labels"][:, 1:] != -100).sum()
@@ -65,7 +66,7 @@ def test_collated_samples_are_trained_as_alone(family):
     processor = processor_of(family)
     model = tiny_model(family, seed=3, processor=processor).eval()
     limits = limits_of(family)
-    logits, loss, gradients = alone(model, processor)
+    logits, loss, gradients = alone(model, processor, family)
     row = VLMCollator(processor, layout="packed").collate(features())
     result = PackedStep(model)(row, logits=True)
     result.loss_sum.backward()
@@ -82,7 +83,7 @@ def test_padded_batches_are_trained_as_alone(family):
     processor = processor_of(family)
     model = tiny_model(family, seed=3, processor=processor).eval()
     limits = limits_of(family)
-    _, loss, gradients = alone(model, processor)
+    _, loss, gradients = alone(model, processor, family)
     batch = VLMCollator(processor)(features())
     targets = batch[METADATA_KEY].num_targets
     enable_packing(model)

@@ -15,6 +15,7 @@ from vlmpack.testing import tiny_processor
 pytestmark = pytest.mark.every_family
 
 COUNTED = {"gemma3", "gemma4", "internvl", "llava", "llava_next", "llava_onevision", "glm4v", "paligemma"}
+COUNTED |= {"glm4v_moe", "glm46v"}
 """Families whose processors count an image's tokens as they write them."""
 SIZES = ((40, 30), (61, 143), (400, 90), (90, 400), (257, 256), (33, 31))
 """Widths and heights."""
@@ -99,7 +100,7 @@ def test_crops_of_gemma_3_are_written_and_measured_as_its_processor_writes_them(
     collator = VLMCollator(processor)
     wide = chat("?", "5", encoded(picture(1100, 300)))
     sample = collator.measure(wide)
-    assert sample.images[0].runs == (4,) * 5
+    assert sample.images[0].runs == (9,) * 5
     batch = collator([wide])
     assert len(batch["pixel_values"]) == 5
     assert "here are some crops to help you see better" in processor.tokenizer.decode(batch["input_ids"][0])

@@ -1,25 +1,29 @@
 """Tiny processors of families beyond Qwen: the shipped classes around a small vocabulary, without a hub or torchvision.
 
-Images become tiles of 28 x 28 pixels with 4 placeholder tokens each, or patches of 14 x 14 pixels with a grid. Chat
-templates are those of the families' instruction-tuned checkpoints, without tools: one marks its answers
-(`{% generation %}`), one takes nothing but lists of parts, one changes the names of roles.
+Images become tiles of 4 x 4 patches of 7 x 7 pixels, or patches of 14 x 14 pixels with a grid: as the tiny models take
+them that are configured by these processors (`tiny_model(processor=...)`). Chat templates are those of the families'
+instruction-tuned checkpoints, without tools: some mark their answers (`{% generation %}`), some take nothing but lists
+of parts, some change the names of roles.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, final
 
-TILE = 28
+PATCH = 7
+"""Side of a patch in pixels."""
+TILE = 4 * PATCH
 """Side of a tile in pixels."""
-TILE_TOKENS = 4
-"""Placeholder tokens of a tile."""
+POOLED, WHOLE = 4, 16
+"""Placeholder tokens of a tile: one of two by two patches, or one of each."""
 _SIZE = {"height": TILE, "width": TILE}
-_PINPOINTS = [[TILE, TILE], [TILE, 2 * TILE], [2 * TILE, TILE], [2 * TILE, 2 * TILE]]
+_PINPOINTS = [[rows * TILE, columns * TILE] for rows, columns in ((1, 2), (2, 1), (2, 2), (1, 3), (3, 1))]
+_GRIDS = {"patch_size": 14, "merge_size": 2, "size": {"shortest_edge": 4 * TILE**2, "longest_edge": 64 * TILE**2}}
 _ENDS = {"eos_token": "<eos>", "pad_token": "<pad>", "bos_token": "<bos>"}
 _CHATML_ENDS = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 
@@ -89,6 +93,15 @@ GLM_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
 
+PADDLE_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ 'User: ' }}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>' }}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{{ '\n' }}"
+    "{% else %}{{ 'Assistant:\n' }}{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{{ eos_token }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:\n' }}{% endif %}"
+)
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +124,8 @@ class ProcessorRecipe:
     """True: words are tokens with their blanks, as of SentencePiece; False: bytes are, as of Qwen."""
     template: str | None = None
     """The chat template; None: there is none."""
+    patch_size: int = PATCH
+    """Side of a patch in pixels."""
     absent: Sequence[str] = ()
     """Parts of the processor for videos and audio, which are left out."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -124,6 +139,19 @@ def _tokens(template: str, **tokens: str) -> str:
 
 
 _MARKERS = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+_GLM = ProcessorRecipe(
+    processor="Glm4vProcessor",
+    image_processor="glm4v.image_processing_pil_glm4v.Glm4vImageProcessorPil",
+    images={**_GRIDS, "temporal_patch_size": 2},
+    special=(
+        *("[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|system|>", "<|image|>", "<|video|>"),
+        *("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
+    ),
+    ends={"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
+    patch_size=14,
+    template=GLM_TEMPLATE,
+    absent=("video_processor",),
+)
 RECIPES: Mapping[str, ProcessorRecipe] = {
     "gemma3": ProcessorRecipe(
         processor="Gemma3Processor",
@@ -139,12 +167,14 @@ RECIPES: Mapping[str, ProcessorRecipe] = {
         template=_tokens(
             GEMMA_TEMPLATE, TURN_START="<start_of_turn>", TURN_END="<end_of_turn>", IMAGE="<start_of_image>"
         ),
-        settings={"image_seq_length": TILE_TOKENS},
+        images={"size": {"height": 6 * PATCH, "width": 6 * PATCH}},
+        settings={"image_seq_length": 9},
     ),
     "gemma4": ProcessorRecipe(
         processor="Gemma4Processor",
         image_processor="gemma4.image_processing_pil_gemma4.Gemma4ImageProcessorPil",
         images={"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+        patch_size=4,
         special=("<|turn>", "<turn|>"),
         named={
             "boi_token": "<|image>",
@@ -172,7 +202,7 @@ RECIPES: Mapping[str, ProcessorRecipe] = {
         },
         template=INTERNVL_TEMPLATE,
         absent=("video_processor",),
-        settings={"image_seq_length": TILE_TOKENS},
+        settings={"image_seq_length": POOLED},
     ),
     "idefics3": ProcessorRecipe(
         processor="Idefics3Processor",
@@ -184,7 +214,7 @@ RECIPES: Mapping[str, ProcessorRecipe] = {
         ),
         ends={"eos_token": "<end_of_utterance>", "pad_token": "<|im_end|>", "bos_token": "<|im_start|>"},
         template=IDEFICS_TEMPLATE,
-        settings={"image_seq_len": TILE_TOKENS},
+        settings={"image_seq_len": POOLED},
     ),
     "llava": ProcessorRecipe(
         processor="LlavaProcessor",
@@ -194,7 +224,7 @@ RECIPES: Mapping[str, ProcessorRecipe] = {
         ends=_ENDS,
         sentences=True,
         template=LLAVA_TEMPLATE,
-        settings={"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        settings={"patch_size": PATCH, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
     ),
     "llava_next": ProcessorRecipe(
         processor="LlavaNextProcessor",
@@ -204,7 +234,7 @@ RECIPES: Mapping[str, ProcessorRecipe] = {
         ends=_ENDS,
         sentences=True,
         template=LLAVA_TEMPLATE,
-        settings={"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        settings={"patch_size": PATCH, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
     ),
     "llava_onevision": ProcessorRecipe(
         processor="LlavaOnevisionProcessor",
@@ -213,24 +243,25 @@ RECIPES: Mapping[str, ProcessorRecipe] = {
         special=("<|im_start|>", "<|im_end|>", "<image>", "<video>"),
         template=ONEVISION_TEMPLATE,
         absent=("video_processor",),
-        settings={"num_image_tokens": TILE_TOKENS, "vision_feature_select_strategy": "full"},
+        settings={"num_image_tokens": WHOLE, "vision_feature_select_strategy": "full"},
     ),
-    "glm4v": ProcessorRecipe(
-        processor="Glm4vProcessor",
-        image_processor="glm4v.image_processing_pil_glm4v.Glm4vImageProcessorPil",
-        images={
-            "patch_size": 14,
-            "merge_size": 2,
-            "temporal_patch_size": 2,
-            "size": {"shortest_edge": 4 * TILE**2, "longest_edge": 256 * TILE**2},
-        },
-        special=(
-            *("[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|system|>", "<|image|>", "<|video|>"),
-            *("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
-        ),
-        ends={"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
-        template=GLM_TEMPLATE,
-        absent=("video_processor",),
+    "glm4v": _GLM,
+    "glm4v_moe": _GLM,
+    "glm46v": replace(
+        _GLM,
+        processor="Glm46VProcessor",
+        image_processor="glm46v.image_processing_pil_glm46v.Glm46VImageProcessorPil",
+    ),
+    "paddleocr_vl": ProcessorRecipe(
+        processor="PaddleOCRVLProcessor",
+        image_processor="paddleocr_vl.image_processing_pil_paddleocr_vl.PaddleOCRVLImageProcessorPil",
+        images={**_GRIDS, "temporal_patch_size": 1},
+        special=("<|IMAGE_START|>", "<|IMAGE_END|>"),
+        named={"image_token": "<|IMAGE_PLACEHOLDER|>"},
+        ends=_ENDS,
+        sentences=True,
+        patch_size=14,
+        template=PADDLE_TEMPLATE,
     ),
     "paligemma": ProcessorRecipe(
         processor="PaliGemmaProcessor",
@@ -259,7 +290,7 @@ def build_processor(family: str, vocab_size: int, trained: Callable[[int], str])
     module, name = recipe.image_processor.rsplit(".", 1)
     image_processor = vars(import_module(f"transformers.models.{module}"))[name](**recipe.images)
     if family == "paligemma":
-        image_processor.image_seq_length = TILE_TOKENS
+        image_processor.image_seq_length = WHOLE
     tokenizer = _sentence_tokenizer(recipe) if recipe.sentences else _byte_tokenizer(recipe, trained(vocab_size))
     return without_parts(
         processor_class_from_name(recipe.processor),
@@ -271,14 +302,10 @@ def build_processor(family: str, vocab_size: int, trained: Callable[[int], str])
     )
 
 
-def tile_sizes(processor: Any, *, patches: int) -> dict[str, Any] | None:
-    """Read token ids and sizes of a tiny model off one of these processors; None: it is another one.
-
-    Args:
-        processor: any.
-        patches: along the side of a tile, of those that make `TILE_TOKENS` by two times two.
-    """
-    if type(processor).__name__ not in (recipe.processor for recipe in RECIPES.values()):
+def tile_sizes(processor: Any) -> dict[str, Any] | None:
+    """Read token ids and sizes of a tiny model off one of these processors; None: it is another one."""
+    recipe = next((recipe for recipe in RECIPES.values() if recipe.processor == type(processor).__name__), None)
+    if recipe is None:
         return None
     tokenizer, (placeholder, *_) = processor.tokenizer, processor.image_token_ids
     ids = {
@@ -286,7 +313,7 @@ def tile_sizes(processor: Any, *, patches: int) -> dict[str, Any] | None:
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
-    return {**ids, "vocab_size": len(tokenizer), "patch_size": TILE // patches}
+    return {**ids, "vocab_size": len(tokenizer), "patch_size": recipe.patch_size}
 
 
 def _byte_tokenizer(recipe: ProcessorRecipe, vocabulary: str) -> Any:
