@@ -94,6 +94,19 @@ def test_a_prompt_and_its_suffix_equal_paligemma_s_own(count):
     )
 
 
+@pytest.mark.parametrize("family", ["internvl", "idefics3"])
+def test_no_tokens_of_an_image_are_learnt(family):
+    """Row and column markers and line breaks included, also where everything else is."""
+    feature = conversation(2)
+    batch = VLMCollator(processor_of(family), train_on="all")([feature])
+    text = processor_of(family).tokenizer.decode([i for i in batch["labels"][0].tolist() if i != -100])
+    alone = VLMCollator(processor_of(family), train_on="all")([conversation(0)])
+    without = processor_of(family).tokenizer.decode([i for i in alone["labels"][0].tolist() if i != -100])
+    assert "The total is 75,000." in text
+    assert len(batch["labels"][0]) - (batch["labels"] != -100).sum() > sum(batch["vlmpack"].image_tokens)
+    assert text.replace("\n", "").replace(" ", "") == without.replace("\n", "").replace(" ", "")
+
+
 # ---------------------------------------------------------------------- Qwen by either path
 
 

@@ -7,9 +7,12 @@ import torch
 from chats import BEYOND, SHOWN, chat, needs, picture
 from tiers import tiers
 
+from vlmpack.cli.inputs import limit_pixels
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.processor_images import TRIALS
 from vlmpack.errors import ConfigError, FamilyError, SampleError
+from vlmpack.loading import PackedStream, RowSettings
+from vlmpack.store import StoreSettings, measure_lengths, write_rows
 from vlmpack.testing import tiny_processor
 
 pytestmark = pytest.mark.every_family
@@ -72,7 +75,7 @@ def test_a_processor_s_count_is_relied_on_where_trials_confirm_it(family, monkey
         (image,) = collator.measure(feature_of(family, encoded(picture(*size)))).images
         assert sum(image.runs) > 0
     trials = [] if family in COUNTED else [1] * len(SIZES)
-    confirming = [2] if images.together else [2, 1, 1]
+    confirming = [2] if images.metadata.images_together else [1, 1]
     assert sorted(runs) == sorted([*confirming, *trials])  # blank images are made once a size
 
 
@@ -214,3 +217,67 @@ def test_refused_samples_are_counted_and_the_others_are_kept():
     assert batch.metadata.sample_ids == (0, 3)
     assert dict(collator.skip_log.reasons) == {"image_undecodable": 1, "reserved_token_in_text": 1}
     assert batch.metadata.images_per_sample == (1, 0)
+
+
+# ---------------------------------------------------------------------- too long samples
+
+
+@pytest.mark.parametrize("family", tiers(["internvl", "idefics3"], ["idefics3"]))
+def test_a_sample_that_is_too_long_is_cut_beside_an_image_or_after_a_turn(family):
+    processor = tiny_processor(family)
+    parts = [{"type": "text", "text": "One"}, {"type": "image"}, {"type": "text", "text": "and more"}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "A receipt"}]
+    feature = {"messages": turns * 2, "images": [picture(90, 61), picture(90, 61)]}
+    whole = VLMCollator(processor)([feature])["input_ids"][0].tolist()
+    first = VLMCollator(processor)([{"messages": turns, "images": [picture(90, 61)]}])["input_ids"].shape[1]
+    lengths = set()
+    for max_length in range(first, len(whole)):
+        collator = VLMCollator(processor, max_length=max_length, overlength="truncate")
+        batch = collator.collate([feature])
+        ids = batch.input_ids[0].tolist()
+        assert ids == whole[: len(ids)]
+        assert len(ids) <= max_length
+        runs = sum(batch.metadata.image_tokens)
+        assert runs == ids.count(processor.image_token_ids[0])
+        lengths.add((len(ids), len(batch.metadata.image_tokens)))
+    assert min(lengths) == (first, 1)
+    assert {images for _, images in lengths} == {1, 2}
+    assert len(lengths) == 4  # after the first answer, before the second image, after it, after its question
+
+
+@needs("llava_onevision")
+def test_a_sample_whose_images_are_cut_together_keeps_them_all():
+    parts = [{"type": "image"}, {"type": "text", "text": "One"}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "A receipt"}] * 2
+    feature = {"messages": turns, "images": [picture(), picture()]}
+    collator = collator_of("llava_onevision", max_length=40, overlength="truncate", on_bad="skip")
+    collator.collate([feature])
+    assert dict(collator.skip_log.reasons) == {"truncated_away": 1}
+
+
+# ---------------------------------------------------------------------- other rooms
+
+
+def test_a_stream_and_a_table_of_lengths_take_every_family():
+    features = [chat("Total?", "5", encoded(picture(90 + 40 * at, 61))) for at in range(6)]
+    collator = collator_of("internvl", layout="packed")
+    table = measure_lengths(features, collator)
+    stream = PackedStream(features, RowSettings(capacity=120), length=collator.length)
+    rows = [collator.collate(row) for row in stream]
+    lengths = sorted(length for row in rows for length in row.metadata.lengths)
+    assert len(rows) > 1
+    assert lengths == sorted(table.tokens.tolist())
+    assert table.images.sum() == 6
+
+
+def test_stored_rows_and_shared_prefixes_of_them_are_refused(tmp_path):
+    features, collator = [chat("Total?", "5", encoded(picture()))], collator_of("internvl", layout="packed")
+    with pytest.raises(ConfigError, match="min_shared finds images that samples share by their grids, but those of a"):
+        measure_lengths(features, collator, min_shared=64)
+    with pytest.raises(ConfigError, match="stored rows hold images by their grids, but those of a InternVLProcessor"):
+        write_rows(features, tmp_path / "rows", collator, StoreSettings(capacity=512))
+
+
+def test_the_largest_area_of_an_image_is_no_option_of_other_processors():
+    with pytest.raises(ConfigError, match=r"sizes images by \{'height': 28, 'width': 28\} and not by their area"):
+        limit_pixels(tiny_processor("internvl"), 4096)

@@ -272,8 +272,8 @@ class ProcessorEncoder:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # GLM-4V's, of numpy
             whole = self.processor(text=[text], images=[pictures], return_tensors="pt")
-        together = self.images.process(pictures)
-        visuals = together if self.images.together else [self.images.process([picture])[0] for picture in pictures]
+        groups = [pictures] if self.metadata.images_together else [[picture] for picture in pictures]
+        visuals = [visual for group in groups for visual in self.images.process(group)]
         ids = self._tokenise(self._laid_out(text, len(pictures)), visuals).ids
         media = family_of_processor(self.processor).media
         problems = [

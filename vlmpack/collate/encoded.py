@@ -348,6 +348,12 @@ def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int) -
     videos = _whole(sample.videos, ids, metadata, kind="video")
     labels, types = sample.labels[:cut], sample.types[:cut]
     shorter = replace(sample, input_ids=ids, labels=labels, types=types, images=images, videos=videos)
+    if metadata.images_together and len(images) < len(sample.images):
+        raise Refusal(
+            "truncated_away",
+            f"cut within max_length={max_length} it would keep {len(images)} of its {len(sample.images)} images, which "
+            "its processor cuts otherwise without the others; raise max_length, or choose overlength='drop'",
+        )
     if shorter.num_targets == 0:
         raise Refusal(
             "truncated_away",

@@ -25,7 +25,7 @@ from PIL import Image
 from vlmpack.collate.columns import Kind, MediaRef
 from vlmpack.collate.encoded import Encoded, Visual, check_pixels
 from vlmpack.collate.media import BatchMedia, read_named
-from vlmpack.collate.processor_metadata import IMAGES_TOGETHER, ProcessorMetadata, parts_of
+from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.collate.vision_keys import IMAGE_KEYS, Size, has_image_keys
 from vlmpack.data import ImageError, ImageLimits, load_image, read_size
 from vlmpack.errors import ConfigError, Refusal
@@ -60,7 +60,7 @@ class ProcessorImages:
             Refusal: one of them cannot be used, or they are videos (`no_video`).
         """
         self._check_kind(refs, kind)
-        if self.together and len(refs) > 1:
+        if self.metadata.images_together and len(refs) > 1:
             images = [read_named(self._load, ref, kind, at) for at, ref in enumerate(refs)]
             visuals = read_named(lambda _: self.process(images), refs[0], kind, 0)
             return tuple(replace(visual, source=ref) for visual, ref in zip(visuals, refs, strict=True))
@@ -175,7 +175,7 @@ class ProcessorImages:
     # ------------------------------------------------------------------ by sizes alone
 
     def _texts(self, sizes: tuple[Size, ...]) -> tuple[str, ...]:
-        if self.together and len(sizes) > 1:
+        if self.metadata.images_together and len(sizes) > 1:
             return self._blank(sizes)
         return tuple(self._counted(size) if self._counted is not None else self._blank((size,))[0] for size in sizes)
 
@@ -231,11 +231,6 @@ class ProcessorImages:
     @cached_property
     def _names(self) -> tuple[str, ...]:
         return tuple(family_of_processor(self.processor).media)
-
-    @property
-    def together(self) -> bool:
-        """Return whether the images of a sample have to be cut in one call."""
-        return type(self.processor).__name__ in IMAGES_TOGETHER
 
 
 def _of_image(tensor: torch.Tensor, at: int, count: int) -> torch.Tensor:

@@ -79,6 +79,8 @@ class ProcessorMetadata:
     """True if the model takes the seconds from one video grid to the next (Qwen2.5-VL)."""
     by_processor: bool = False
     """True if samples are encoded by the processor itself and its template, False by the rules of Qwen's."""
+    images_together: bool = False
+    """True if the processor cuts an image otherwise when others stand in the same sample."""
     border_ids: tuple[int, ...] = ()
     """Ids of the tokens beside `image_token_id` that are written around images and never learnt."""
     special_tokens: tuple[str, ...] = ()
@@ -120,7 +122,7 @@ class ProcessorMetadata:
         return tokens if self.has_vision else ()
 
 
-TEMPLATE_FIELDS = ("by_processor", "border_ids", "special_tokens")
+TEMPLATE_FIELDS = ("by_processor", "images_together", "border_ids", "special_tokens")
 """Fields of `ProcessorMetadata` beside the rules of Qwen's processors."""
 
 
@@ -246,6 +248,7 @@ def processor_settings(processor: Any) -> dict[str, Any]:
         **_template_settings(tokenizer, (image_token, placeholder)),
         "image_token": image_token,
         "image_token_id": image_ids[0],
+        "images_together": type(processor).__name__ in IMAGES_TOGETHER,
         "border_ids": tuple(image_ids[1:]),
         "vision_start": start,
         "vision_end": end,
