@@ -144,6 +144,8 @@ def test_however_the_samples_are_given_packed_equals_alone(family, multiple, giv
 def test_a_padded_step_is_what_hugging_face_computes_on_the_padded_batch(family):
     own, limits, model = truth(family, MOST[family]), limits_of(family), fresh(family)
     batch = padded(own.samples).to_hf()
+    if (name := FAMILIES[family].token_types) is not None:
+        batch[name] = FAMILIES[family].media_types(batch["input_ids"], model.config)
     theirs = model(**{name: x for name, x in batch.items() if name != "vlmpack"}, num_items_in_batch=11)
     enable_packing(model)
     ours = model(**batch, num_items_in_batch=11, output_logits=True)

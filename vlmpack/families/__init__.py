@@ -5,7 +5,7 @@ from __future__ import annotations
 from vlmpack.families.family import Family, MRope, OneAxis
 from vlmpack.families.qwen import run_per_frame, timed_run
 from vlmpack.families.registry import FAMILIES, check_parts, family_named, family_of, family_of_processor
-from vlmpack.families.spans import ImageSpans, runs_of
+from vlmpack.families.spans import ImageSpans, media_runs, runs_of_row
 from vlmpack.families.tiles import Join
 
 __all__ = [
@@ -19,7 +19,8 @@ __all__ = [
     "family_named",
     "family_of",
     "family_of_processor",
+    "media_runs",
     "run_per_frame",
-    "runs_of",
+    "runs_of_row",
     "timed_run",
 ]

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from vlmpack.errors import ConfigError, FamilyError
+from vlmpack.testing import towers
+from vlmpack.testing.family_processors import tile_sizes
 
 DEFAULT_FAMILY = "qwen3_vl"
 """Of tiny models and processors."""
@@ -150,8 +152,10 @@ def tiny_config(family: str = DEFAULT_FAMILY, *, processor: Any = None, **sizes:
 
 
 def _processor_sizes(processor: Any) -> dict[str, Any]:
-    """Read token ids, vocabulary and patch sizes off a Qwen processor."""
+    """Read token ids, vocabulary and patch sizes off a tiny processor, or a Qwen processor."""
     tokenizer, images = processor.tokenizer, processor.image_processor
+    if (sizes := tile_sizes(processor)) is not None:
+        return sizes
     tokens = {"vision_start": "vision_start", "vision_end": "vision_end", "image": "image_pad", "video": "video_pad"}
     sizes = {"vocab_size": len(tokenizer), "patch_size": images.patch_size, "merge": images.merge_size}
     for name, token in tokens.items():
@@ -406,77 +410,6 @@ def _gpt_oss_text(sizes: TinySizes) -> dict[str, Any]:
     return {**_windows(sizes), "num_local_experts": sizes.experts}
 
 
-def _qwen2_vision(sizes: TinySizes) -> dict[str, Any]:
-    return {"embed_dim": sizes.vision_hidden, "hidden_size": sizes.hidden, "mlp_ratio": 2}
-
-
-def _vision(sizes: TinySizes) -> dict[str, Any]:
-    return {
-        "hidden_size": sizes.vision_hidden,
-        "intermediate_size": 2 * sizes.vision_hidden,
-        "out_hidden_size": sizes.hidden,
-    }
-
-
-def _windowed_vision(sizes: TinySizes) -> dict[str, Any]:
-    """Windows of 4 x 4 tokens as in the released models; the last block sees whole images."""
-    assert sizes.patch_size is not None
-    return {
-        **_vision(sizes),
-        "window_size": 4 * sizes.merge * sizes.patch_size,
-        "fullatt_block_indexes": [sizes.vision_depth - 1],
-        "tokens_per_second": 2,
-    }
-
-
-def _qwen3_vision(sizes: TinySizes) -> dict[str, Any]:
-    return {**_vision(sizes), "num_position_embeddings": 64}
-
-
-def _deepstack_vision(sizes: TinySizes) -> dict[str, Any]:
-    """Deepstack: one text layer for each feature, which is added to the first layers' outputs."""
-    deepstack = list(range(min(sizes.vision_depth, sizes.layers)))[:3]
-    return {**_qwen3_vision(sizes), "deepstack_visual_indexes": deepstack}
-
-
-# ---------------------------------------------------------------------- images as rows of a batch, and tiles
-
-TILE_PATCHES = 4
-"""Patches along the side of a tile."""
-
-
-def _tile_tower(sizes: TinySizes) -> dict[str, Any]:
-    assert sizes.patch_size is not None
-    return {
-        "hidden_size": sizes.vision_hidden,
-        "intermediate_size": 2 * sizes.vision_hidden,
-        "num_hidden_layers": sizes.vision_depth,
-        "num_attention_heads": sizes.vision_heads,
-        "patch_size": sizes.patch_size,
-        "image_size": TILE_PATCHES * sizes.patch_size,
-    }
-
-
-def _internvl_tower(sizes: TinySizes) -> dict[str, Any]:
-    tower = _tile_tower(sizes)
-    return {**tower, "patch_size": [tower["patch_size"]] * 2, "image_size": [tower["image_size"]] * 2}
-
-
-def _internvl(sizes: TinySizes) -> dict[str, Any]:
-    return {"image_seq_length": TILE_PATCHES**2 // 4}  # pixels are shuffled two by two
-
-
-def _gemma3_tower(sizes: TinySizes) -> dict[str, Any]:
-    tower = _tile_tower(sizes)
-    return {**tower, "image_size": 6 * tower["patch_size"]}
-
-
-def _gemma3(sizes: TinySizes) -> dict[str, Any]:
-    """Images of more tokens than the window: 6 x 6 patches, pooled two by two."""
-    ends = {"boi_token_index": sizes.vision_start_token_id, "eoi_token_index": sizes.vision_end_token_id}
-    return {"mm_tokens_per_image": 9, "image_token_index": sizes.image_token_id, **ends}
-
-
 def _gemma4_text(sizes: TinySizes) -> dict[str, Any]:
     """All that its models have, in one: experts, embeddings for each layer, wider heads without a window; keys that are
     values; from 4 layers on the last two share keys and values of those before."""
@@ -498,38 +431,55 @@ def _gemma4_text(sizes: TinySizes) -> dict[str, Any]:
     }
 
 
-def _gemma4_tower(sizes: TinySizes) -> dict[str, Any]:
-    heads = {"num_attention_heads": sizes.vision_heads, "num_key_value_heads": sizes.vision_heads}
-    return {
-        **_tile_tower(sizes),
-        **heads,
-        "head_dim": sizes.vision_hidden // sizes.vision_heads,
-        "pooling_kernel_size": 2,
-        "position_embedding_size": 64,
-    }
+def _glm_moe_text(sizes: TinySizes) -> dict[str, Any]:
+    """Half of a head rotates."""
+    quarter = sizes.head_width // 4
+    sections = [quarter - 2 * (quarter // 3), quarter // 3, quarter // 3]
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": sections}
+    return {**_routed(sizes), "rope_parameters": rope}
 
 
-def _gemma4(sizes: TinySizes) -> dict[str, Any]:
-    return {"boi_token_id": sizes.vision_start_token_id, "eoi_token_id": sizes.vision_end_token_id}
-
-
-TILED = {"mrope": False, "patch_size": 6}
+TILED: dict[str, Any] = {"mrope": False, "since_qwen3": False, "patch_size": 6}
 """Parts of recipes of families whose images are tiles."""
+GEMMA = TILED | {"since_qwen3": True}
 
 RECIPES = {
-    "qwen2_vl": _Recipe(vision=_qwen2_vision, since_qwen3=False),
-    "qwen2_5_vl": _Recipe(vision=_windowed_vision, since_qwen3=False),
-    "qwen3_vl": _Recipe(vision=_deepstack_vision),
-    "qwen3_vl_moe": _Recipe(vision=_deepstack_vision, experts=True),
-    "qwen3_5": _Recipe(vision=_qwen3_vision, hybrid=True),
-    "qwen3_5_moe": _Recipe(vision=_qwen3_vision, hybrid=True, experts=True, dense=False),
-    "qwen4_exp": _Recipe(vision=_qwen3_vision, hybrid=True, experts=True, dense=False, more=_qwen4_text),
+    "qwen2_vl": _Recipe(vision=towers.qwen2_vision, since_qwen3=False),
+    "qwen2_5_vl": _Recipe(vision=towers.windowed_vision, since_qwen3=False),
+    "qwen3_vl": _Recipe(vision=towers.deepstack_vision),
+    "qwen3_vl_moe": _Recipe(vision=towers.deepstack_vision, experts=True),
+    "qwen3_5": _Recipe(vision=towers.qwen3_vision, hybrid=True),
+    "qwen3_5_moe": _Recipe(vision=towers.qwen3_vision, hybrid=True, experts=True, dense=False),
+    "qwen4_exp": _Recipe(vision=towers.qwen3_vision, hybrid=True, experts=True, dense=False, more=_qwen4_text),
     "qwen3": _Recipe(),
     "qwen3_next": _Recipe(hybrid=True, experts=True),
-    "internvl": _Recipe(vision=_internvl_tower, text_type="qwen2", since_qwen3=False, whole=_internvl, **TILED),
-    "gemma3": _Recipe(vision=_gemma3_tower, text_type="gemma3_text", more=_gemma3_text, whole=_gemma3, **TILED),
+    "glm4v": _Recipe(vision=towers.glm_vision, since_qwen3=False),
+    "glm46v": _Recipe(vision=towers.glm_vision, text_type="glm4v_text", since_qwen3=False),
+    "glm4v_moe": _Recipe(vision=towers.glm_vision, since_qwen3=False, experts=True, more=_glm_moe_text),
+    "glm_ocr": _Recipe(vision=towers.glm_vision, since_qwen3=False, more=lambda sizes: {"head_dim": sizes.head_width}),
+    "paddleocr_vl": _Recipe(
+        vision=towers.paddle_vision,
+        since_qwen3=False,
+        whole=lambda _: {},
+        more=lambda sizes: {"head_dim": sizes.head_width},
+    ),
+    "minicpmv4_6": _Recipe(
+        vision=towers.minicpm_tower,
+        text_type="qwen3_5_text",
+        hybrid=True,
+        whole=lambda _: {"insert_layer_id": 0},
+        patch_size=6,
+    ),
+    "internvl": _Recipe(vision=towers.internvl_tower, text_type="qwen2", whole=towers.internvl_settings, **TILED),
+    "llava": _Recipe(vision=towers.clip_tower, text_type="llama", whole=towers.llava_settings, **TILED),
+    "llava_next": _Recipe(vision=towers.clip_tower, text_type="llama", whole=towers.anyres_settings, **TILED),
+    "llava_onevision": _Recipe(vision=towers.siglip_tower, text_type="qwen2", whole=towers.anyres_settings, **TILED),
+    "smolvlm": _Recipe(vision=towers.tile_tower, text_type="llama", whole=lambda _: {}, **TILED),
+    "idefics3": _Recipe(vision=towers.tile_tower, text_type="llama", whole=lambda _: {}, **TILED),
+    "mistral3": _Recipe(vision=towers.pixtral_tower, text_type="mistral", whole=towers.llava_settings, **TILED),
+    "gemma3": _Recipe(vision=towers.gemma3_tower, more=_gemma3_text, whole=towers.gemma3_settings, **GEMMA),
     "gemma4": _Recipe(
-        vision=_gemma4_tower, text_type="gemma4_text", more=_gemma4_text, whole=_gemma4, experts=True, **TILED
+        vision=towers.gemma4_tower, more=_gemma4_text, whole=towers.gemma4_settings, experts=True, **GEMMA
     ),
     "llama": _Recipe(),
     "mistral": _Recipe(more=lambda _: {"sliding_window": WINDOW}),

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import VlmpackError
-from vlmpack.families import FAMILIES, Family, Join, family_named
+from vlmpack.families import FAMILIES, Family, Join, family_named, media_runs
 from vlmpack.layout import IGNORE, MEDIA_KEYS, Grid, HostMetadata, Media, PaddedBatch
 from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts
 from vlmpack.testing.tiles import TILE_RULES, Sample, TiledImage, sample_like
@@ -39,6 +39,7 @@ TILED = tuple(name for name, family in FAMILIES.items() if family.has_vision and
 """Families that take images alone, most of them as rows of a batch or tiles."""
 TEXT_ONLY = tuple(name for name, family in FAMILIES.items() if not family.has_vision)
 TOKEN_KEYS = ("input_ids", "mm_token_type_ids", "token_type_ids", "labels")
+MEDIA_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 IMAGE_TOKENS_KEY = "image_tokens"
 """int64 [N]: placeholder tokens of each image of a family whose images have no grids; no model takes it."""
 LONG_TEXT = 140
@@ -76,7 +77,8 @@ def build_sample(
     assert len(stretches) == len(image_grids) + len(video_grids) + 1
     family = family_named(config.model_type)
     rng = torch.Generator().manual_seed(seed + 1)
-    tiles = [] if family.has_grids else [_tiled(config, grid, rng) for grid in image_grids]
+    several = len(image_grids) > 1
+    tiles = [] if family.has_grids else [_tiled(config, grid, rng, several=several) for grid in image_grids]
     images: list[Sequence[int]] = [tiled.ids for tiled in tiles] or [_image(config, grid) for grid in image_grids]
     videos: list[Sequence[int]] = [_video(config, grid) for grid in video_grids]
     media = [*(videos + images if videos_first else images + videos), []]
@@ -106,14 +108,18 @@ def build_sample(
     return Sample.of(sample, family)
 
 
-def _tiled(config: Any, grid: Grid, rng: torch.Generator) -> TiledImage:
-    return TILE_RULES[config.model_type](config, grid, lambda *sizes: torch.randn(sizes, generator=rng))
+def _tiled(config: Any, grid: Grid, rng: torch.Generator, *, several: bool) -> TiledImage:
+    rule = TILE_RULES[config.model_type]
+    return rule(config, grid, lambda *sizes: torch.randn(sizes, generator=rng), several=several)
 
 
 def _joined(tiles: Sequence[TiledImage], family: Family, config: Any) -> dict[str, torch.Tensor]:
     """The images of one sample as one tensor of each name."""
-    joined = {name: join([tiled.tensors[name] for tiled in tiles]) for name, join in family.media.items()}
+    names = tiles[0].tensors
+    joined = {name: family.media[name]([tiled.tensors[name] for tiled in tiles]) for name in names}
     tokens = [sum(token == config.image_token_id for token in tiled.ids) for tiled in tiles]
+    if "batch_num_images" in family.media:
+        joined["batch_num_images"] = torch.tensor([len(tiles)])
     return {**joined, IMAGE_TOKENS_KEY: torch.tensor(tokens)}
 
 
@@ -174,9 +180,10 @@ def synthetic_samples(config: Any) -> list[Sample]:
     def grid(rows: int, columns: int, frames: int = 1) -> Grid:
         return frames, rows * side, columns * side
 
-    videos = [build_sample(config, stretches=[3, 4], video_grids=[grid(2, 1, frames=2)], seconds=[1.5], seed=4)] * (
-        family.has_videos
-    )
+    videos: list[Sample] = []
+    if family.has_videos:
+        clip = {"video_grids": [grid(2, 1, frames=2)], "seconds": [1.5]}
+        videos.append(build_sample(config, stretches=[3, 4], seed=4, **clip))
     return [
         build_sample(config, stretches=[5, 5], image_grids=[grid(2, 3)], seed=1),
         build_sample(config, stretches=[10], labelled=5, seed=2),
@@ -210,7 +217,9 @@ def _processed(collator: VLMCollator, question: str, answer: str, *media: dict[s
     user = {"role": "user", "content": [*media, {"type": "text", "text": question}]}
     assistant = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
     batch = collator.collate([{"messages": [user, assistant]}]).to_hf()
-    sample = {name: batch[name][0] for name in TOKEN_KEYS} | {name: batch[name] for name in MEDIA_KEYS if name in batch}
+    sample = {name: batch[name][0] for name in TOKEN_KEYS if name in batch} | {
+        name: batch[name] for name in MEDIA_KEYS if name in batch
+    }
     sample["labels"] = torch.cat([sample["input_ids"][:1], sample["labels"][1:]])
     return Sample({name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in sample.items()})
 
@@ -238,10 +247,10 @@ def word_ids(config: Any) -> range:
     """The longest run of token ids of which none is special."""
     text = family_named(config.model_type).text_config(config)
     settings = {**text.to_dict(), **config.to_dict()}
-    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    names = (*MEDIA_TOKENS, "image_token_index", "video_token_index")
     ids = [settings.get(name) for name in (*names, "pad_token_id", "bos_token_id", "eos_token_id")]
     special = {i for value in ids if value is not None for i in (value if isinstance(value, list) else [value])}
-    edges = sorted({-1, *special, text.vocab_size})
+    edges = sorted({-1, *(i for i in special if i < text.vocab_size), text.vocab_size})
     return max((range(start + 1, stop) for start, stop in pairwise(edges)), key=len)
 
 
@@ -305,10 +314,16 @@ def metadata_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> 
         video_grids=tuple(grid for grids in video_grids for grid in grids),
         image_tokens=tuple(n for of_sample in tokens for n in of_sample),
         images_per_sample=tuple(images) if any(images) else (),
+        media_runs=tuple(_media_runs(sample) for sample in samples),
         videos_per_sample=tuple(len(grids) for grids in video_grids) if any(video_grids) else (),
         seconds_per_grid=tuple(seconds),
         num_targets=sum(map(num_targets, samples)),
     )
+
+
+def _media_runs(sample: Sample) -> Any:
+    types = [sample[name] for name in ("mm_token_type_ids", "token_type_ids") if name in sample]
+    return media_runs(types[0].cpu().numpy()) if types else ()
 
 
 def num_targets(sample: Sample) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from types import FunctionType
 from typing import Any, ClassVar, final
@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vlmpack.attention import CAUSAL, AttentionCall, Pattern, Spans, choose
 from vlmpack.errors import BackendError, ConfigError, FamilyError
-from vlmpack.families import Family, ImageSpans, runs_of
+from vlmpack.families import Family, ImageSpans, runs_of_row
 from vlmpack.layout import Segments, outside_graph
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup, is_subclassed
 from vlmpack.model.mechanisms.stand_ins import StandIn, plain_config, stand_in
@@ -114,8 +114,7 @@ class Attention(Mechanism):
         windows = None if _has_own_masks(setup.model) else layer_windows(setup.model)
         if (sees := spans_in(setup.model)) is None:
             return RowAttention(setup.backend, windows)
-        # Without metadata of its own a row is read here: on an accelerator a host–device sync.
-        runs = runs_of(setup.types[0].cpu().numpy() > 0, setup.row.segments)
+        runs = runs_of_row(setup.types, setup.row.segments, setup.metadata.media_runs)
         spans = Spans(runs=setup.part.spans(runs))
         return RowAttention(setup.backend, windows, spans=spans, in_window=sees.is_in)
 
@@ -336,7 +335,7 @@ def _vision_attention(
         return run_on_row(query, key, value, row, vision=kwargs["cu_seq_lens_q"], **settings), None
     if "flash" in _original_name(module) or "cu_seq_lens_q" not in kwargs:
         return _call_original(module, query, key, value, *args, **kwargs)
-    return _image_by_image(module, query, key, value, *args, **kwargs), None
+    return _image_by_image(module, (query, key, value), *args, **kwargs), None
 
 
 AttentionInterface.register(TEXT, _text_attention)
@@ -439,10 +438,10 @@ def _with_plain_config(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _image_by_image(module: nn.Module, *qkv: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+def _image_by_image(module: nn.Module, qkv: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
     """One call an image, as a vision tower does itself for implementations that take no boundaries."""
     sizes = kwargs.pop("cu_seq_lens_q").diff().tolist()
     for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
         kwargs.pop(name, None)
     images = zip(*(x.split(sizes, dim=2) for x in qkv), strict=True)
-    return torch.cat([_call_original(module, *image, **kwargs)[0] for image in images], dim=1)
+    return torch.cat([_call_original(module, *image, *args, **kwargs)[0] for image in images], dim=1)
