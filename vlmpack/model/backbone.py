@@ -21,8 +21,9 @@ from torch import nn
 
 from vlmpack.errors import ConfigError, check_whole_number
 from vlmpack.layout import METADATA_KEY, PackedRow, outside_graph, share, unpack
+from vlmpack.model.columns import check_keys
 from vlmpack.model.engine import PackingState, backbone_inputs, finish, packing_state, setup_row, stored_state
-from vlmpack.model.forward import check_keys, is_row_input, row_of, unpackable
+from vlmpack.model.forward import is_row_input, row_of, unpackable
 from vlmpack.model.mechanisms import RowSetup
 from vlmpack.model.plain import find_model, is_passed_on, warn_of_padding
 from vlmpack.model.result import Work
@@ -97,7 +98,7 @@ class _BackboneHooks:
         # Types of tokens are read off the ids: those of TRL's collators are of one side of padding.
         types = state.family.media_types(inputs["input_ids"], model.core.config) if state.family.has_vision else None
         inputs |= {"labels": None, "mm_token_type_ids": types, **({"attention_mask": None} if handed_row else {})}
-        check_keys(inputs, is_row=handed_row)
+        check_keys(inputs, state.family, is_row=handed_row)
         row = row_of(model, inputs, state, is_row=handed_row)
         offsets = None if handed_row else row.known_metadata.offsets
         real = ~row.segments.padding_mask(row.input_ids.device)[None] if handed_row else mask != 0
