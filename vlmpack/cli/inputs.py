@@ -263,7 +263,13 @@ def limit_pixels(processor: Any, max_pixels: int | None) -> Any:
     images = parts_of(processor).image_processor
     if images is None:
         raise ConfigError(f"--max-pixels {max_pixels}: a text model has no images; leave it out")
-    least = images.size["shortest_edge"]
+    size = {name: value for name, value in dict(images.size).items() if value}
+    if set(size) != {"shortest_edge", "longest_edge"}:
+        raise ConfigError(
+            f"--max-pixels {max_pixels}: a {type(images).__name__} sizes images by {size} and not by their area; set "
+            "the size in its preprocessor_config.json"
+        )
+    least = size["shortest_edge"]
     if max_pixels < least:
         raise ConfigError(f"--max-pixels {max_pixels}: the processor enlarges images to {least} pixels at least")
     images.size = type(images.size)(shortest_edge=least, longest_edge=max_pixels)
