@@ -264,7 +264,9 @@ def alone(sample: Sample, *, labels: bool = True) -> dict[str, torch.Tensor]:
 
 
 def _media(sample: Sample) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in sample.items() if name not in (*TOKEN_KEYS, IMAGE_TOKENS_KEY)}
+    """The tensors that are no token columns; an id, which an evaluation gives a sample, is no tensor."""
+    others = {name: value for name, value in sample.items() if name not in (*TOKEN_KEYS, IMAGE_TOKENS_KEY)}
+    return {name: value for name, value in others.items() if isinstance(value, torch.Tensor)}
 
 
 def padded(
