@@ -33,6 +33,37 @@ def _of(room: str, *mutants: tuple[str, str, str, str, str]) -> tuple[Mutant, ..
 
 MUTANTS: tuple[Mutant, ...] = (
     *_of(
+        "cli",
+        (
+            "Ctrl-C has a status of its own",
+            "app.py",
+            'raise _exit(f"interrupted; {hints[ctx.invoked_subcommand]}", INTERRUPTED) from None',
+            'raise _exit(f"interrupted; {hints[ctx.invoked_subcommand]}") from None',
+            "cli/test_terminal_runs.py -k every_verb_ends",
+        ),
+        (
+            "completion offers options that switch off",
+            "completion.py",
+            "names=(*parameter.opts, *parameter.secondary_opts) if is_option else (parameter.name,),",
+            "names=(*parameter.opts,) if is_option else (parameter.name,),",
+            "cli/test_completion.py -k bash_offers",
+        ),
+        (
+            "a schema refuses fields that it does not describe",
+            "schemas.py",
+            '"additionalProperties": False,',
+            '"additionalProperties": True,',
+            "cli/test_schemas.py -k describes_every_field",
+        ),
+        (
+            "pack limits the pixels of images",
+            "pack.py",
+            "overlength=overlength, max_pixels=max_pixels, image_root=image_root, branches=branches, columns=columns,",
+            "overlength=overlength, image_root=image_root, branches=branches, columns=columns,",
+            "cli/test_pack.py -k smaller_pictures",
+        ),
+    ),
+    *_of(
         "layout",
         (
             "padding is a segment of its own to kernels",
