@@ -96,6 +96,13 @@ def test_layers_that_are_given_each_sample_by_itself_are_found() -> None:
     ("model_type", "leaks"),
     [
         ("qwen2_5_omni", "interleave audio with video"),
+        ("mllama", "cross-attention layers take one mask over all images"),
+        ("idefics", "cross-attention layers take one mask over all images"),
+        ("florence2", "encoder attends in both directions"),
+        ("instructblip", "Q-Former reads images and instructions"),
+        ("diffusion_gemma", "objective is no next-token loss"),
+        ("nemotron_h_omni", "Mamba layers carry state along the row"),
+        ("phi4_multimodal", "longrope"),
         ("qwen2_5_omni_thinker", "audio tower"),
         ("qwen3_omni_moe", "audio tower"),
         ("qwen3_omni_moe_thinker", "audio tower"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from equality import alone_through, check_gradients, check_outputs, check_work, gradients, limits_of
 from parts import parts_of
+from transformers.models.gemma3 import modeling_gemma3
 
 from vlmpack.attention import Spans
 from vlmpack.attention.spans import SpanCall
@@ -52,6 +53,7 @@ def test_packed_equals_alone(family: str) -> None:
 
 
 @each_family
+@pytest.mark.each_value
 @pytest.mark.parametrize("breakage", ["dropped", "in every layer", "over samples before"])
 def test_the_comparison_sees_spans_that_are(breakage: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own, cut = truth(family), Spans.cut
@@ -89,6 +91,7 @@ def test_images_without_text_between_are_one_run_as_in_the_models_own_code() -> 
     check_packed("gemma3", own, fresh("gemma3"))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 def test_layers_that_share_keys_and_values_and_checkpointing() -> None:
     model = fresh("gemma4", layers=4)
@@ -136,6 +139,13 @@ def test_a_model_whose_images_are_causal_is_compared_too() -> None:
         check_spans(parts, layer_windows(parts), ImageSpans())
 
 
+def test_a_model_is_refused_whose_own_code_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = lambda types, device: torch.full_like(types, -1)  # noqa: E731
+    monkeypatch.setattr(modeling_gemma3, "get_block_sequence_ids_for_mask", none)
+    with pytest.raises(FamilyError, match="layer 0: as gemma3 is described"):
+        enable_packing(fresh("gemma3"))
+
+
 # ---------------------------------------------------------------------- inputs
 
 
@@ -158,6 +168,8 @@ def test_runs_of_the_metadata_are_compared_on_a_device() -> None:
     known = tuple(media_runs(types[0, start:stop].numpy()) for start, stop in segments.spans)
     assert known == (((1, 3),), ((0, 2),))
     assert runs_of_row(types, segments, ()) == ((1, 3), (5, 7))
+    side_by_side = Segments.from_lengths([4, 3])
+    assert runs_of_row(torch.tensor([[0, 1, 1, 1, 1, 1, 0]]), side_by_side, ()) == ((1, 4), (4, 6))
     with nothing_on_host():
         assert runs_of_row(types, segments, known) == ((1, 3), (5, 7))
         with pytest.raises(RuntimeError, match="media_runs of the host metadata"):

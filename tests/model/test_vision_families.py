@@ -12,11 +12,12 @@ from equality import alone_through, check_gradients, check_outputs, check_work, 
 from tiers import full, other_vision
 
 from vlmpack.context_parallel import Parallel
-from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.errors import ConfigError, FamilyError, LayoutError
 from vlmpack.families import FAMILIES
 from vlmpack.layout import Segments, SlotRule, pack, share
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms.vision import VisionRow
+from vlmpack.probing import probe
 from vlmpack.testing import build_sample, kinds_of, mixed_samples, padded, sample_like, tiny_model
 
 pytestmark = [
@@ -82,7 +83,9 @@ def test_adapters_of_a_row_learn_what_those_of_its_samples_alone_do(family: str)
     peft = pytest.importorskip("peft")
 
     def adapted() -> Any:
-        config = peft.LoraConfig(r=2, target_modules=r".*layers.*(q_proj|qkv)", init_lora_weights=False)
+        config = peft.LoraConfig(
+            r=2, target_modules=r".*(language_model|text_model).layers.*q_proj", init_lora_weights=False
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             return peft.get_peft_model(fresh(family), config)
@@ -108,7 +111,23 @@ def test_generation_is_that_of_the_unmodified_model(family: str) -> None:
     assert torch.equal(disable_packing(model).generate(**call), plain)
 
 
-# ---------------------------------------------------------------------- what the comparison sees
+# ---------------------------------------------------------------------- the probe, and what the comparison sees
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", [*MECHANISMS, *OTHERS])
+def test_the_probe_finds_every_family_exact(family: str) -> None:
+    report = probe(tiny_model(family, layers=2))
+    assert report.verdict == "exact", [check for check in report.checks if check.is_bad]
+    assert any(check.name == "vision" for check in report.checks)
+
+
+@pytest.mark.full
+def test_the_probe_names_the_tower_where_images_attend_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VisionRow, "find", lambda self, cu, patches: Segments.from_lengths([patches]))
+    report = probe(tiny_model("mistral3", layers=2), plain=False)
+    assert report.verdict != "exact"
+    assert "vision" in {check.name for check in report.checks if check.is_bad}
 
 
 def test_the_comparison_sees_images_that_attend_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +150,23 @@ def test_boundaries_of_towers_are_known_on_the_host(monkeypatch: pytest.MonkeyPa
         with monkeypatch.context() as patched:
             patched.setattr(Segments, "from_boundaries", read)
             step(row)
+
+
+# ---------------------------------------------------------------------- positions of the model's own code
+
+
+@pytest.mark.parametrize("family", ["paddleocr_vl", *full("qwen2_5_vl", "qwen3_vl", "glm4v")])
+def test_positions_that_are_not_the_model_s_own_are_an_error_when_packing_is_enabled(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enable_packing(fresh(family))
+    model = fresh(family)
+    own = model.model.get_rope_index
+    monkeypatch.setattr(model.model, "get_rope_index", lambda *args, **media: (own(*args, **media)[0] + 1, None))
+    with pytest.raises(
+        FamilyError, match=rf"token 0 of a sample .* is at \[1, 1, 1\] .* but {family} is described with"
+    ):
+        enable_packing(model)
 
 
 # ---------------------------------------------------------------------- refused

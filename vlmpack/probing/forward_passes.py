@@ -351,10 +351,10 @@ class PlainRowPass:
             video_grids=metadata.video_grids,
             seconds_per_grid=metadata.seconds_per_grid,
         )
-        if family.has_vision:
-            inputs.update(mm_token_type_ids=types, position_ids=positions[-self.rows :])
-        else:
-            inputs.update(position_ids=positions[0])
+        if family.token_types is not None:
+            inputs[family.token_types] = types
+        has_axes = family.positions_rule.axes == 3
+        inputs["position_ids"] = positions[-self.rows :] if has_axes else family.rotary_ids(positions)
         output = plain_output(self.probed.model, inputs, use_cache=self.use_cache)
         return ForwardResult(logits=[output.logits[0, a:b] for a, b in segments.spans], loss=output.loss)
 

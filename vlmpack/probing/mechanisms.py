@@ -16,18 +16,20 @@ layer before them does not count.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
 import torch
+from torch import nn
 
 from vlmpack.families import media_runs
 from vlmpack.layout import PackedRow, Segments
 from vlmpack.model import ModelParts, layer_windows, spans_in
 from vlmpack.probing.report import Cause, Check
 from vlmpack.probing.trace import CACHES, LEAK, ModuleCall, Span, Trace, largest_move, leak_between, perturb_spans
-from vlmpack.testing import Sample, grids_of, media_of
+from vlmpack.testing import Sample, grids_of, media_of, perturbed
 
 FORGETS_EVERYTHING = 20.0
 """A_log of a gated delta layer whose state is multiplied by exp(-exp(20) * softplus(...)) = 0 at every token."""
@@ -264,6 +266,10 @@ def check_vision(trace: Trace, alone: Sequence[Features], *, plain_error: float)
     """
     if not trace.probed.family.has_vision:
         return Check.skipped("vision")
+    if not trace.probed.family.has_patch_rows:
+        leak = _tile_leak(trace)
+        detail = f"a sample's embeddings move by {leak:.1e} when only another sample's pixels change"
+        return Check.of_mechanism("vision", leak, LEAK, detail, finding="leaks")
     patches = _patches(trace.samples)
     leak = max(_vision_leak(call, counts) for call, counts in zip(trace.vision, patches, strict=True))
     detail = f"a sample's image features move by {leak:.1e} when only another sample's pixels change"
@@ -298,6 +304,43 @@ def _patches(samples: Sequence[Sample]) -> list[list[int]]:
         [sum(map(prod, grids_of(sample, "video"))) for sample in samples],
     ]
     return [modality for modality in counts if any(modality)]
+
+
+class _EmbeddedError(Exception):
+    """The text part was given its embeddings: the rest need not run."""
+
+
+@torch.no_grad()
+def _embeddings(trace: Trace, samples: Sequence[Sample]) -> torch.Tensor:
+    """[1, T, D] that the text part is given of the row, with the pixels of these samples."""
+    call, found = trace.backbone, []
+    pixels = media_of(samples).pixel_values
+    assert pixels is not None
+    changed = pixels.to(call.kwargs["pixel_values"])
+
+    def stop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        found.append(kwargs["inputs_embeds"])
+        raise _EmbeddedError
+
+    text = trace.probed.family.language_model(trace.probed.core)
+    handle = text.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        with suppress(_EmbeddedError):
+            call.module(*call.args, **{**call.kwargs, "pixel_values": changed})
+    finally:
+        handle.remove()
+    return found[0]
+
+
+def _tile_leak(trace: Trace) -> float:
+    """Measure how far embeddings of samples move when pixels of others change; images are no rows of patches."""
+    with_images = [at for at, sample in enumerate(trace.samples) if "pixel_values" in sample]
+    before, worst, config = _embeddings(trace, trace.samples), 0.0, trace.probed.config
+    for changed in (with_images[::2], with_images[1::2]):
+        samples = [perturbed(each, config) if at in changed else each for at, each in enumerate(trace.samples)]
+        others = [span for at, span in enumerate(trace.segments.spans) if at not in changed]
+        worst = max(worst, largest_move(_embeddings(trace, samples), before, others, dim=1))
+    return worst
 
 
 def _vision_leak(call: ModuleCall, patches: list[int]) -> float:

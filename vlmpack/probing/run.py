@@ -179,7 +179,7 @@ def _checks(
 
 def _baselines(setup: ProbeSetup, reference: Reference) -> list[Baseline]:
     """Run the row with each kind of positions that the model takes, and the padded batch."""
-    rows = (3, 4) if setup.probed.family.has_vision else (1,)
+    rows = (3, 4) if setup.probed.family.positions_rule.axes == 3 else (1,)
     passes = [*(PlainRowPass(probed=setup.probed, rows=n) for n in rows), PlainPaddedPass(probed=setup.probed)]
     baselines = []
     for forward in passes:

@@ -318,7 +318,7 @@ def _check_routing(traced: TracedTree) -> Check:
 
 def _check_vision(traced: TracedTree, reference: Reference) -> Check:
     """Compare the features of each image that is computed with those of the sample that has it, alone."""
-    if not traced.trace.probed.family.has_vision:
+    if not traced.trace.probed.family.has_patch_rows:
         return Check.skipped("vision")
     worst, calls = 0.0, iter(traced.trace.vision)
     samples = traced.trace.samples
