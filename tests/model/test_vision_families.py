@@ -82,7 +82,9 @@ def test_adapters_of_a_row_learn_what_those_of_its_samples_alone_do(family: str)
     peft = pytest.importorskip("peft")
 
     def adapted() -> Any:
-        config = peft.LoraConfig(r=2, target_modules=r".*layers.*(q_proj|qkv)", init_lora_weights=False)
+        config = peft.LoraConfig(
+            r=2, target_modules=r".*(language_model|text_model).layers.*q_proj", init_lora_weights=False
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             return peft.get_peft_model(fresh(family), config)

@@ -70,6 +70,8 @@ class Family:
     """`config.model_type` of the family."""
     model_class: str
     """Name of the transformers class that is trained."""
+    oldest_transformers: tuple[int, int] = (5, 17)
+    """Oldest version of transformers whose code of the family it was tested with."""
     mechanisms: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
     """The mechanisms of its decoder layers beside plain attention: of each of `vlmpack.model`, by its name, the names
     of its parts."""

@@ -1,18 +1,32 @@
-"""Families beside Qwen's whose images are patches with a grid each: GLM-4V and PaddleOCR-VL, one descriptor each."""
+"""Families beside Qwen's whose images are patches with a grid each: GLM-4V and PaddleOCR-VL, one descriptor each.
+
+                    GLM-4.1V, 4.5V, 4.6V, OCR         PaddleOCR-VL
+    a patch         C values                          channels, rows and columns of pixels
+    merged          by the tower                      by the projector behind it
+    positions       MRoPE, as Qwen3-VL                MRoPE, as Qwen2-VL
+    videos          the placeholder of images         none
+
+Both take images alone here: of a GLM-4V row with images and videos the model's own code puts the features of either
+kind on the placeholders of both, and counts them against all of these.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from vlmpack.families.family import Family
-from vlmpack.families.qwen import run_per_frame
 from vlmpack.families.tiles import Join
 
 _IMAGES = {"pixel_values": Join(), "image_grid_thw": Join()}
-"""Images alone: GLM-4V writes images and videos with one placeholder, so that only its own code can tell them apart."""
+"""Patches and grids of images, one after the other."""
 
 
 def _glm(model_type: str, model_class: str, processor: str, **settings: Any) -> Family:
+    """A model of GLM-4V's kind.
+
+    `media_over_ranks` is False: its tower has places for features of images, which ranks that compute other images than
+    those of their tokens were not tested with.
+    """
     return Family(
         model_type=model_type,
         model_class=model_class,
@@ -20,8 +34,7 @@ def _glm(model_type: str, model_class: str, processor: str, **settings: Any) -> 
         patch_size=14,
         media_over_ranks=False,
         media=_IMAGES,
-        videos=run_per_frame,
-        **settings,
+            **settings,
     )
 
 

@@ -199,6 +199,7 @@ TILED = (
         tile_tokens=merged_windows,
         tile_boundaries=patches_of_targets,
         media={"pixel_values": Join(axis=3), "target_sizes": Join()},
+        oldest_transformers=(5, 23),
         text_type="qwen3_5",
     ),
 )

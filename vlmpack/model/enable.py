@@ -31,6 +31,7 @@ from vlmpack.model.mechanisms.per_sample import PerSample
 from vlmpack.model.mechanisms.stock import check_logits, check_positions
 from vlmpack.model.mechanisms.vision import Vision
 from vlmpack.model.plain import check_forward, check_is_only_one, find_model
+from vlmpack.model.positions import check_rope_index
 from vlmpack.model.result import LossCount, StepResult
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -103,6 +104,8 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     check_logits(parts)
     if family.positions_rule.axes == 1:
         check_positions(parts)
+    else:
+        check_rope_index(parts)
     if before is None:
         core.__class__ = packed_class(type(core))
     core._vlmpack_state = state

@@ -1,0 +1,131 @@
+"""The families tables, made of the registry and of tiny configurations: `python tests/families/table.py`.
+
+The README has one line for what families take, the README of `vlmpack/families` one for each way to keep samples apart.
+Whatever the registry has is in the equality matrix of `tests/model/test_equality.py`, so nothing is listed that is not
+run there. `test_table.py` compares the files with this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vlmpack.families import FAMILIES, Family
+from vlmpack.testing import kinds_of, tiny_config
+
+ROOT = Path(__file__).parents[2]
+BEGIN, END = "<!-- families: made by tests/families/table.py -->\n", "<!-- end of families -->\n"
+SHORT_HEAD = "| Takes | Families (kept apart besides attention and positions) |\n|---|---|\n"
+HEAD = "| family (`model_type`) | takes | kept apart besides attention and positions |\n|---|---|---|\n"
+NAMES = {
+    "qwen2_vl": "Qwen2-VL",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_vl": "Qwen3-VL",
+    "qwen3_vl_moe": "Qwen3-VL-MoE",
+    "qwen3_5": "Qwen3.5",
+    "qwen3_5_moe": "Qwen3.5-MoE",
+    "qwen4_exp": "Qwen4-exp",
+    "qwen3": "Qwen3",
+    "qwen3_next": "Qwen3-Next",
+    "glm4v": "GLM-4.1V",
+    "glm46v": "GLM-4.6V",
+    "glm4v_moe": "GLM-4.5V",
+    "glm_ocr": "GLM-OCR",
+    "paddleocr_vl": "PaddleOCR-VL",
+    "internvl": "InternVL",
+    "llava": "LLaVA",
+    "llava_next": "LLaVA-NeXT",
+    "llava_onevision": "LLaVA-OneVision",
+    "smolvlm": "SmolVLM",
+    "idefics3": "Idefics 3",
+    "mistral3": "Mistral 3, Ministral 3",
+    "minicpmv4_6": "MiniCPM-V 4.6",
+    "gemma3": "Gemma 3",
+    "gemma4": "Gemma 4",
+    "paligemma": "PaliGemma",
+    "lfm2_vl": "LFM2-VL",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3_moe": "Qwen3-MoE",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3 (text)",
+    "phi3": "Phi-3",
+    "olmo3": "Olmo 3",
+    "granite": "Granite",
+    "cohere2": "Cohere 2",
+    "smollm3": "SmolLM3",
+    "glm4_moe": "GLM-4-MoE",
+    "deepseek_v3": "DeepSeek-V3",
+    "gpt_oss": "gpt-oss",
+}
+"""Names for people, by `model_type`."""
+MECHANISMS = {
+    "gated_delta": "gated delta layers",
+    "experts": "experts",
+    "per_sample": "sparse attention with its indexer, n-gram layers",
+    "short_conv": "short convolutions",
+}
+
+
+def rows() -> dict[tuple[str, str], list[str]]:
+    """Families by what they take and what is kept apart, in the order of the registry."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for model_type, family in FAMILIES.items():
+        found.setdefault(properties(model_type, family), []).append(model_type)
+    return found
+
+
+def table() -> str:
+    """One line for all families that take the same and have the same kept apart."""
+    lines = [
+        f"| {', '.join(f'{NAMES[name]} (`{name}`)' for name in names)} | {takes} | {apart} |"
+        for (takes, apart), names in rows().items()
+    ]
+    return HEAD + "\n".join(lines) + "\n"
+
+
+def short_table() -> str:
+    """One line for all families that take the same."""
+    lines: dict[str, list[str]] = {}
+    for (takes, apart), names in rows().items():
+        families = ", ".join(NAMES[name] for name in names)
+        lines.setdefault(takes, []).append(f"{families} ({apart})" if apart else families)
+    return SHORT_HEAD + "".join(f"| {takes} | {'; '.join(families)} |\n" for takes, families in lines.items())
+
+
+def properties(model_type: str, family: Family) -> tuple[str, str]:
+    """What a family takes, and what is kept apart: as its descriptor and its tiny configuration have it."""
+    config = tiny_config(model_type)
+    kinds = kinds_of(config)
+    takes = ["text", *["images"] * ("image" in kinds), *["videos"] * ("video" in kinds)]
+    apart = [words for name, words in MECHANISMS.items() if family.has(name)]
+    apart += [words for words, there in _patterns(family, family.text_config(config)) if there]
+    return ", ".join(takes), ", ".join(apart)
+
+
+def _patterns(family: Family, text_config: Any) -> list[tuple[str, bool]]:
+    kinds = getattr(text_config, "layer_types", None) or ["sliding_attention"]
+    has_windows = "sliding_attention" in kinds and bool(getattr(text_config, "sliding_window", None))
+    return [
+        ("sliding windows", has_windows),
+        ("attention sinks", text_config.model_type == "gpt_oss"),
+        ("image tokens that see later ones", family.sees is not None),
+        ("scaled or capped logits", family.logits.__name__ != "plain_logits"),
+    ]
+
+
+FILES = {ROOT / "README.md": short_table, ROOT / "vlmpack" / "families" / "README.md": table}
+"""The files, and the table that each has."""
+
+
+def written(text: str, made: Callable[[], str]) -> str:
+    """A file with the table in its place."""
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + made() + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    for path, made in FILES.items():
+        path.write_text(written(path.read_text(encoding="utf-8"), made), encoding="utf-8")
