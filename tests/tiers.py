@@ -68,6 +68,11 @@ reach, full attention in every layer, counted FLOPs. Families that others show h
 
 
 TAKE_TILES = (
+    "tests/collate/test_answers.py",
+    "tests/collate/test_by_processor.py",
+    "tests/collate/test_families_beyond.py",
+    "tests/collate/test_processor_images.py",
+    "tests/data/test_family_processors.py",
     "tests/families/test_tiles.py",
     "tests/model/test_equality",
     "tests/model/test_generation.py",

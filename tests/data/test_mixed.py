@@ -45,6 +45,9 @@ def test_a_sample_comes_once_a_pass_and_passes_are_counted() -> None:
     assert {times[f"few/f{at}"] for at in range(13)} == {3}
     assert max(times[f"many/m{at}"] for at in range(97)) == 1
     assert mix.passes == {"many": 39 / 97, "few": 3.0}
+    few = [sample["id"] for sample in mix if sample["id"].startswith("few/")]
+    assert sorted(few[:13]) == sorted(few[13:26])
+    assert few[:13] != few[13:26]  # each pass in an order of its own
     assert repr(mix) == "MixedDataset(78 samples: 39 of many (0.40 passes), 39 of few (3.00 passes))"
 
 

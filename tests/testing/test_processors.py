@@ -162,8 +162,8 @@ def test_another_process_trains_the_same_vocabulary():
 
 
 def test_an_unknown_family_is_refused_by_name():
-    with pytest.raises(ConfigError, match="no processor for family 'llava'; use one of qwen2_vl, qwen2_5_vl, qwen3_vl"):
-        tiny_processor("llava")
+    with pytest.raises(ConfigError, match="no processor for family 'blip'; use one of qwen2_vl, qwen2_5_vl, qwen3_vl"):
+        tiny_processor("blip")
 
 
 def test_a_vocabulary_without_room_for_bytes_is_refused():

@@ -60,6 +60,7 @@ def analyze(
     num: options.Num = None,
     image_root: options.ImageRoot = None,
     branches: options.Branches = "conversation",
+    columns: options.Columns = None,
     seed: options.Seed = 0,
     max_length: options.MaxLength = None,
     overlength: options.Overlength = "error",
@@ -93,7 +94,7 @@ def analyze(
     )  # fmt: skip
     inputs = open_inputs(InputOptions(
         dataset=dataset, processor=processor, split=split, num=num, seed=seed, max_length=max_length,
-        overlength=overlength, max_pixels=max_pixels, image_root=image_root, branches=branches,
+        overlength=overlength, max_pixels=max_pixels, image_root=image_root, branches=branches, columns=columns,
     ), train_on=train_on)  # fmt: skip
     if out is not None:
         options.make_folder("--out", out)

@@ -93,6 +93,13 @@ ImageRoot = Annotated[
 Branches = Annotated[
     str, word(*BRANCHES, help="A conversation is a sample; or each of its turns (a question and its answer) is one.")
 ]
+Columns = Annotated[
+    str | None,
+    typer.Option(
+        help='Names of columns as they are read, {"question": "query", "answer": "response"}; or the path of a '
+        "LLaMA-Factory dataset_info.json."
+    ),
+]
 MaxPatches = Annotated[int | None, typer.Option(min=1, help="Most vision patches in a row.")]
 MaxImages = Annotated[int | None, typer.Option(min=1, help="Most images and videos in a row.")]
 MinShared = Annotated[

@@ -54,6 +54,7 @@ def pack(
     num: options.Num = None,
     image_root: options.ImageRoot = None,
     branches: options.Branches = "conversation",
+    columns: options.Columns = None,
     seed: options.Seed = 0,
     max_length: options.MaxLength = None,
     overlength: options.Overlength = "error",
@@ -101,7 +102,7 @@ def pack(
     )  # fmt: skip
     source = InputOptions(
         dataset=dataset, processor=processor, split=split, num=num, seed=seed, max_length=max_length,
-        overlength=overlength, max_pixels=max_pixels, image_root=image_root, branches=branches,
+        overlength=overlength, max_pixels=max_pixels, image_root=image_root, branches=branches, columns=columns,
     )  # fmt: skip
     slots = SlotRule(multiple=pad_seq_to_mult, max_segments=max_segments)
     skip_limit = None if max_bad_fraction is None else SkipLimit(max_bad_fraction=max_bad_fraction)

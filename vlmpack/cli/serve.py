@@ -27,6 +27,12 @@ DEMO_PIXELS = 256 * 32 * 32
 SAMPLERS = ("exact", "fast", "vllm")
 DEMO_FOLDER = "demo-model"
 KEY_VARIABLE = "VLMPACK_API_KEY"
+Shard = Annotated[bool, typer.Option("--shard", help="Shard the base model over the workers (FSDP2); adapters only.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Log warnings and errors, no requests.")]
+GradientCheckpointing = Annotated[
+    bool, typer.Option("--gradient-checkpointing", help="Less memory: layers are computed again for gradients.")
+]
+LoraOnly = Annotated[bool, typer.Option("--lora-only", help="Refuse training of all weights.")]
 NO_KEY = ""
 """Of settings whose key is not read yet."""
 
@@ -54,10 +60,8 @@ def serve(
         str | None,
         options.word(*options.DTYPES, help="float32 or bfloat16; by default float32 on cpu, bfloat16 on cuda."),
     ] = None,
-    lora_only: Annotated[bool, typer.Option("--lora-only", help="Refuse training of all weights.")] = False,
-    gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Less memory: layers are computed again for gradients.")
-    ] = False,
+    lora_only: LoraOnly = False,
+    gradient_checkpointing: GradientCheckpointing = False,
     share_rows: Annotated[bool, typer.Option("--share-rows", help="Datums of several adapters share rows.")] = False,
     share_prefixes: Annotated[
         bool, typer.Option(help="Compute once what datums of a request begin with alike (prefix tree).")
@@ -73,11 +77,9 @@ def serve(
         options.word(*SAMPLERS, help="exact; fast: rounding may change tokens of a seed; vllm: fast on a GPU."),
     ] = "exact",
     workers: Annotated[int, typer.Option(min=1, help="Data-parallel processes on this machine.")] = 1,
-    shard: Annotated[
-        bool, typer.Option("--shard", help="Shard the base model over the workers (FSDP2); adapters only.")
-    ] = False,
+    shard: Shard = False,
     as_json: options.Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Log warnings and errors, no requests.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Serve packed training steps and sampling to the tinker client, on one base model.
 
@@ -111,9 +113,8 @@ def serve(
     source = ModelSource(
         model=model, folder=folder / DEMO_FOLDER, name=served, device=chosen, dtype=dtype, is_sharded=shard
     )
-    place = Place(
-        key_file=(key_file or folder / "key").expanduser(), host=host, port=port, as_json=as_json, quiet=quiet
-    )
+    key_file = (key_file or folder / "key").expanduser()
+    place = Place(key_file=key_file, host=host, port=port, as_json=as_json, quiet=quiet)
     _serve(source, settings, place, launched)
 
 

@@ -50,6 +50,7 @@ def show(
     num: options.Num = None,
     image_root: options.ImageRoot = None,
     branches: options.Branches = "conversation",
+    columns: options.Columns = None,
     seed: options.Seed = 0,
     max_length: options.MaxLength = None,
     overlength: options.Overlength = "error",
@@ -75,7 +76,7 @@ def show(
         inputs = InputOptions(
             dataset=source, processor=_checked_processor(source, processor), split=split, num=num, seed=seed,
             max_length=max_length, overlength=overlength, max_pixels=max_pixels, image_root=image_root,
-            branches=branches,
+            branches=branches, columns=columns,
         )  # fmt: skip
         rows = planned_rows(
             inputs, quiet=quiet, numbers=numbers, capacity=capacity, workers=workers, cache=cache,

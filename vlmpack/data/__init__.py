@@ -9,7 +9,14 @@ from vlmpack.data.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_im
 from vlmpack.data.json_files import JSON_FILES
 from vlmpack.data.mixed import MixedDataset, mix_datasets
 from vlmpack.data.open import OpenDataset, open_dataset
-from vlmpack.data.processor import is_saved_alone, load_processor, save_processor, without_video
+from vlmpack.data.processor import (
+    is_saved_alone,
+    load_processor,
+    save_processor,
+    settings_of,
+    without_parts,
+    without_video,
+)
 from vlmpack.data.readers import StoredRows
 from vlmpack.data.videos import (
     DEFAULT_VIDEO_LIMITS,
@@ -50,7 +57,9 @@ __all__ = [
     "read_size",
     "read_video_header",
     "save_processor",
+    "settings_of",
     "to_conversation",
     "token2json",
+    "without_parts",
     "without_video",
 ]

@@ -34,7 +34,7 @@ def _glm(model_type: str, model_class: str, processor: str, **settings: Any) -> 
         patch_size=14,
         media_over_ranks=False,
         media=_IMAGES,
-            **settings,
+        **settings,
     )
 
 

@@ -113,13 +113,10 @@ class _BackboneHooks:
     @outside_graph
     def after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Lay hidden states, and the routers' logits, out as the batch."""
-        context = kwargs.get(CONTEXT)
-        state = stored_state(self._core)
-        if context is None or state is None:
+        context, state = kwargs.get(CONTEXT), stored_state(self._core)
+        if context is None or state is None or _ENTRY not in context.entries:
             return None
-        caller: _Caller | None = context.entries.get(_ENTRY)
-        if caller is None:
-            return None
+        caller: _Caller = context.entries[_ENTRY]
         work = finish(caller.setup, state.mechanisms, context.entries)
         output.last_hidden_state = caller.in_shape(output.last_hidden_state[0])
         if output.get("router_logits") is not None:

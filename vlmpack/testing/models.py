@@ -14,6 +14,7 @@ from torch import nn
 
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.testing import towers
+from vlmpack.testing.family_processors import tile_sizes
 
 DEFAULT_FAMILY = "qwen3_vl"
 """Of tiny models and processors."""
@@ -151,8 +152,10 @@ def tiny_config(family: str = DEFAULT_FAMILY, *, processor: Any = None, **sizes:
 
 
 def _processor_sizes(processor: Any) -> dict[str, Any]:
-    """Read token ids, vocabulary and patch sizes off a Qwen processor."""
+    """Read token ids, vocabulary and patch sizes off a tiny processor, or a Qwen processor."""
     tokenizer, images = processor.tokenizer, processor.image_processor
+    if (sizes := tile_sizes(processor)) is not None:
+        return sizes
     tokens = {"vision_start": "vision_start", "vision_end": "vision_end", "image": "image_pad", "video": "video_pad"}
     sizes = {"vocab_size": len(tokenizer), "patch_size": images.patch_size, "merge": images.merge_size}
     for name, token in tokens.items():

@@ -94,12 +94,13 @@ def _processor(metadata: ProcessorMetadata, core: Any) -> Iterator[str]:
     family, config = packing_state(core).family, core.config
     if not (metadata.has_vision and family.has_vision):
         return
-    pairs = {
-        "image token": (metadata.image_token_id, config.image_token_id),
-        "video token": (metadata.video_token_id, config.video_token_id),
-        "values of a patch": (metadata.patch_dim, family.patch_channels(config)),
-        "merged side": (metadata.merge_size, family.merge(config)),
-    }
+    pairs = {"image token": (metadata.image_token_id, config.image_token_id)}
+    if not metadata.by_processor:
+        pairs |= {
+            "video token": (metadata.video_token_id, config.video_token_id),
+            "values of a patch": (metadata.patch_dim, family.patch_channels(config)),
+            "merged side": (metadata.merge_size, family.merge(config)),
+        }
     differing = [f"{name} {ours}, the model's {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
     if detail := "; ".join(differing):
         yield f"its collator's processor belongs to another model ({detail}): load both from the same checkpoint"

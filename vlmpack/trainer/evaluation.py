@@ -195,16 +195,27 @@ def _measured(dataset: MapStyle, collator: Collator, workers: int) -> LengthTabl
 
 
 def check_sharing(plan: Plan, collator: object) -> None:
-    """Refuse a plan whose rows share prefixes for a collator that does not share them: rows would be too long.
+    """Refuse a plan whose rows share prefixes for a collator that does not share all of them: rows would be too long.
 
     Raises:
         ConfigError: it is one.
     """
-    if plan.groups is not None and not (isinstance(collator, VLMCollator) and collator.share_prefixes is not None):
+    if plan.groups is None:
+        return
+    if not isinstance(collator, VLMCollator) or collator.share_prefixes is None:
         raise ConfigError(
             f"the rows of this plan share prefixes, and hold up to {int(plan.tokens.max(initial=0))} tokens of samples "
             f"for a capacity of {plan.capacity}: collate them with VLMCollator(processor, layout='packed', "
             "share_prefixes=True), or plan without groups="
+        )
+    least = collator.share_prefixes.min_shared
+    computed = plan.sums(plan.lengths, plan.groups.tokens_shared(least))
+    if (wrong := computed > np.maximum(plan.tree_tokens, plan.capacity)).any():
+        raise ConfigError(
+            f"the rows of this plan share prefixes of less than {least} tokens, which this collator repeats: row "
+            f"{int(wrong.argmax())} would compute {int(computed[wrong][0])} tokens, for a capacity of {plan.capacity}. "
+            f"Find the groups with min_shared={least}, or collate with share_prefixes=SharePrefixes(min_shared="
+            f"{int(plan.groups.added(plan.groups.tokens).min())})"
         )
 
 
