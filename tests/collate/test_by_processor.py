@@ -61,7 +61,7 @@ def same_tensors(ours, theirs):
 # ---------------------------------------------------------------------- equal to the processor
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("count", tiers([0, 1, 3], [0, 3]))
 @pytest.mark.parametrize("family", tiers(CHATTING, SHOWN))
 def test_tokens_and_tensors_equal_the_processor_s_own(family, count):
     feature = conversation(count, turns=2)
@@ -124,6 +124,7 @@ def by_either_path(family, feature, **settings):
     return quick, whole
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("count", [0, 2])
 @pytest.mark.parametrize("train_on", ["assistant", "all"])
 @pytest.mark.parametrize("family", QWEN_FAMILIES)

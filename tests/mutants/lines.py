@@ -878,7 +878,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "placeholders and pixels agree",
             "encoded.py",
-            "    if lengths == needed:",
+            "    if lengths == needed or (metadata.by_processor and lengths == _joined(needed, lengths)):",
             "    if len(lengths) == len(needed):",
             "collate/test_checks.py",
         ),
