@@ -159,7 +159,8 @@ def check_low_precision(truth: Alone, plain: Alone, result: StepResult, found: d
     packed, exact, alone = outcome_of(truth, result), truth.outcome, plain.outcome
     for values in (logits_of, logprobs_of):
         assert distance(values(packed), values(exact)) <= LOW_PRECISION * distance(values(alone), values(exact))
-    assert found.keys() == plain.gradients.keys() == truth.gradients.keys()
+    others = (found.keys() ^ truth.gradients.keys()) | (plain.gradients.keys() ^ truth.gradients.keys())
+    assert all(name.endswith("k_proj.bias") for name in others), others  # what bfloat16 leaves of a true 0
     allowed = tower_errors(plain.gradients, truth.gradients)
     for tower, error in tower_errors(found, truth.gradients).items():
         assert error <= LOW_PRECISION * allowed[tower], tower

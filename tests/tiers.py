@@ -76,6 +76,7 @@ TAKE_TILES = (
     "tests/families/test_tiles.py",
     "tests/model/test_equality",
     "tests/model/test_generation.py",
+    "tests/model/test_image_spans.py",
     "tests/model/test_vision_families.py",
     "tests/testing/test_models.py",
 )

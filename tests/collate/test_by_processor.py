@@ -116,6 +116,7 @@ QWEN_FAMILIES = ("qwen2_vl", "qwen3_vl", "qwen3_5")
 def by_either_path(family, feature, **settings):
     """A Qwen sample by today's path, and by the processor as a whole."""
     processor = tiny_processor(family)
+    processor.tokenizer.add_tokens(["\n\n"])  # as larger vocabularies have: one token of the header and of its answer
     settings = {"train_on": "assistant", "limits": ImageLimits(), **settings}
     quick = Encoder(processor=processor, metadata=read_processor(processor), **settings)
     whole = Encoder(processor=processor, metadata=metadata_of(processor, processor_settings(processor)), **settings)

@@ -45,10 +45,10 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
+    def start(self, within: float = STARTED_WITHIN) -> None:
         environment = {**os.environ, "VLMPACK_API_KEY": KEY, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self.process = subprocess.Popen(self.command, env=environment, stdout=self.log, stderr=self.log)
-        until(self.answers, STARTED_WITHIN, lambda: self.printed())
+        until(self.answers, within, lambda: self.printed())
 
     def answers(self) -> bool:
         assert self.process.poll() is None, self.printed()

@@ -23,18 +23,28 @@ from tiers import tiers
 from transformers import DynamicCache, StaticCache
 
 from vlmpack.errors import FamilyError
+from vlmpack.families import family_named
 from vlmpack.service import caches
-from vlmpack.service.generation import Ending, Reader, groups_by_length
-from vlmpack.service.messages import Failure, SampleResult
+from vlmpack.service.choice import Choice
+from vlmpack.service.generation import Ending, Growing, Reader, begin, groups_by_length
+from vlmpack.service.messages import SampleResult
 
-WINDOWED = ("mistral", "gemma2", "gemma3_text", "phi3", "olmo3", "cohere2", "gpt_oss")
-"""Families that cache a window of tokens, of which sequences cannot leave one by one."""
-FAMILIES = tiers([name for name in FAMILY_NAMES if name not in WINDOWED], ("qwen3_vl", "qwen3_5", "qwen4_exp"))
+DENSE = [name for name in FAMILY_NAMES if not family_named(name).has("experts")]
+"""Families without experts."""
+FAMILIES = tiers(FAMILY_NAMES, ("qwen3_vl", "qwen3_5", "qwen4_exp"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_batch_of_prompts_gives_each_what_generate_gives_it_alone(family: str) -> None:
     """Prompts of different lengths and images, greedily; then the log-probabilities of a full forward pass."""
+    check_batch_of_prompts(family)
+
+
+def test_sequences_longer_than_the_window_of_their_cache_are_those_of_generate() -> None:
+    check_batch_of_prompts("gemma2")
+
+
+def check_batch_of_prompts(family: str) -> None:
     engine, plain = tiny_engine(family), plain_model(family)
     prompts = prompts_of(engine, count=6)
     # Joins and leavings at every length: each has its own number of tokens.
@@ -65,13 +75,96 @@ def test_log_probabilities_of_prompts_are_the_unmodified_models(family: str) -> 
         np.testing.assert_allclose(result.prompt_logprobs[1:], plain_logprobs(plain, prompt), atol=2e-5)
 
 
-@pytest.mark.parametrize("family", tiers(WINDOWED, ("gemma2",)))
-def test_models_that_cache_a_window_are_refused_by_name(family: str) -> None:
+# ---------------------------------------------------------------------- blocks that are checked together
+
+
+@pytest.mark.parametrize("family", tiers(DENSE, ("qwen3_vl", "qwen3_5")))
+def test_canonical_logits_depend_on_no_later_token_bit_for_bit(family: str) -> None:
+    """Rows of two sequences that part in the middle of a block, in float32 and in bfloat16."""
+    for dtype in (torch.float32, torch.bfloat16):
+        engine = tiny_engine(family, model=plain_model(family).to(dtype))
+        reader = Reader(model_of(engine), rounding=0, block=8)
+        for prompt in prompts_of(engine, count=4):
+            logits = []
+            for tokens in ([30, 31, 32, 33], [30, 31, 32, 400, 401, 402], [30, 31, 32]):
+                grown = growing(prompt, tokens)
+                row, start = reader.canonical_row(grown)
+                with torch.no_grad():
+                    logits.append(reader.canonical(row, before=prompt.length + start))
+            assert {len(found) for found in logits} == {reader.block}
+            known = 4  # logits before and after the three tokens that all have
+            assert all(torch.equal(found[:known], logits[0][:known]) for found in logits), dtype
+            assert not torch.equal(logits[0][known], logits[1][known])
+
+
+@pytest.mark.parametrize("family", tiers([name for name in FAMILY_NAMES if name not in DENSE], ("qwen3_vl_moe",)))
+def test_experts_check_one_token_at_a_time(family: str) -> None:
+    """The number of tokens of an expert is a shape of its products, and depends on later tokens of a row."""
     engine = tiny_engine(family)
-    sampler, prompt = sampler_of(engine), prompts_of(engine, count=1)[0]
-    failure = run(sampler, {"only": (prompt, sample(max_tokens=2))})["only"]
-    assert isinstance(failure, Failure)
-    assert "cannot leave one by one; sample from it with vLLM" in failure.message
+    reader = Reader(model_of(engine), rounding=0, block=8)
+    sequence = growing(prompt_of(engine, np.random.default_rng(0), length=5), [30, 31, 32, 33])
+    row, start = reader.canonical_row(sequence)
+    assert (reader.block, start) == (1, 3)
+    assert row.input_ids.tolist() == [*sequence.prompt.input_ids.tolist(), 30, 31, 32]
+
+
+def growing(prompt, tokens: list[int]) -> Growing:
+    """A sequence of which these tokens are sampled."""
+    sequence = Growing(prompt, sample().params, ending(max_tokens=99), seed=1)
+    sequence.tokens = tokens
+    return sequence
+
+
+def test_a_block_at_the_end_of_the_context_is_shorter() -> None:
+    engine = tiny_engine()
+    reader = Reader(model_of(engine), rounding=0, block=8)
+    longest = model_of(engine).config.text_config.max_position_embeddings
+    prompt = prompt_of(engine, np.random.default_rng(0), length=longest - 3)
+    row, start = reader.canonical_row(growing(prompt, [30, 31, 32, 33]))
+    assert (row.length, start) == (longest, 0)
+    assert row.input_ids[-4:].tolist() == [int(prompt.input_ids[-1]), 30, 31, 32]
+
+
+def test_a_check_keeps_what_is_right_and_forgets_what_comes_after_the_first_other_choice() -> None:
+    sequence = growing(prompt_of(tiny_engine(), np.random.default_rng(0), length=5), [])
+    for token in range(20, 25):
+        sequence.append(Choice(token=token, logprob=-1.0, is_sure=token in (20, 23)))
+    assert sequence.has_to_be_checked(5)
+    assert not sequence.has_to_be_checked(3)
+    right = Choice(token=21, logprob=-1.1, is_sure=True)
+    assert sequence.check([right, Choice(token=77, logprob=-2.0, is_sure=True), right]) == 2
+    assert sequence.tokens == [20, 21, 77]
+    assert sequence.logprobs == [-1.0, -1.1, -2.0]
+    assert not sequence.has_to_be_checked(3)
+
+
+@pytest.mark.parametrize("behind", [0, 1, 3])
+def test_a_sequence_leaves_the_cache_that_holds_what_a_check_took_back(behind: int) -> None:
+    engine = tiny_engine()
+    reader = Reader(model_of(engine), rounding=float("inf"), block=4)
+    prompts = prompts_of(engine, count=2)
+    sequences = [Growing(prompt, sample().params, ending(max_tokens=99), seed=1) for prompt in prompts]
+    with torch.no_grad():
+        batch = begin(sequences, reader)
+        while batch.is_settled:
+            batch.take(batch.step(reader), reader)
+        right = [list(sequence.tokens) for sequence in sequences]
+        sequences[1].tokens[3 - behind] = 20 if right[1][3 - behind] == 21 else 21
+        batch.settle(reader, tokens=1000)
+    assert sequences[1].tokens == right[1][: 4 - behind]
+    assert batch.forgotten == behind
+    assert batch.fall_behind() == sequences[1:] * (behind > 0)
+    assert batch.sequences == sequences[: 2 - (behind > 0)]
+
+
+def test_an_end_that_a_check_takes_back_is_none() -> None:
+    prompt = prompt_of(tiny_engine(), np.random.default_rng(0), length=5)
+    sequence = Growing(prompt, sample().params, ending(max_tokens=99, stop_tokens=frozenset({7})), seed=1)
+    sequence.append(Choice(token=7, logprob=-1.0, is_sure=False))
+    assert sequence.is_done
+    assert sequence.has_to_be_checked(64)
+    assert sequence.check([Choice(token=8, logprob=-1.0, is_sure=True)]) == 0
+    assert not sequence.is_done
 
 
 def test_a_prompt_of_one_token() -> None:
@@ -155,11 +248,15 @@ def tensors(cache) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen4_exp"])
+@pytest.mark.every_family
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen4_exp", "gemma2"])
 def test_sequences_that_join_and_leave_keep_their_cache(family: str) -> None:
     first, second = filled(5, family=family), filled(8, family=family, seed=1)
     before, joined = tensors(first), tensors(second)
     caches.pad_left(first, 3)
+    widths = [[tensor.shape for tensor in tensors(cache)] for cache in (first, second)]
+    assert widths[0] == widths[1]
+    assert counts(first) == counts(second) == [8] * len(counts(first))
     caches.join(first, second)
     caches.select(first, torch.tensor([3, 0, 1]))
     caches.select(first, torch.tensor([1, 2]))
@@ -167,6 +264,12 @@ def test_sequences_that_join_and_leave_keep_their_cache(family: str) -> None:
     for tensor, expected in zip(tensors(first), before, strict=True):
         assert torch.equal(tensor, expected)
     assert all(torch.equal(a, b) for a, b in zip(tensors(second), joined, strict=True))
+    assert counts(first) == [5] * len(counts(first))
+
+
+def counts(cache) -> list[int]:
+    """Tokens that each layer was given."""
+    return [layer.get_seq_length() for layer in cache.layers if "keys" in vars(layer)]
 
 
 def test_a_cache_that_sequences_cannot_leave_is_refused_by_name() -> None:
@@ -176,9 +279,6 @@ def test_a_cache_that_sequences_cannot_leave_is_refused_by_name() -> None:
         caches.check_cache(StaticCache(config=config, max_cache_len=8))
     with pytest.raises(FamilyError, match="caches in NoneType"):
         caches.check_cache(None)
-    config.text_config.layer_types, config.text_config.sliding_window = ["sliding_attention"] * 2, 4
-    with pytest.raises(FamilyError, match="DynamicSlidingWindowLayer"):
-        caches.check_cache(DynamicCache(config=config))
 
 
 def test_nothing_is_left_of_finished_sequences() -> None:

@@ -116,9 +116,29 @@ def test_rounding_a_thousand_times_as_large_changes_no_token(family: str, monkey
     canonical = all_tokens(run(sampler_of(engine, rounding=float("inf")), requests))
     assert all_tokens(run(sampler_of(engine), requests)) == canonical
     noisy(monkeypatch, size=2.0**-7)
-    sampler = sampler_of(engine, rounding=2.0**-7)
+    sampler = sampler_of(engine, rounding=2.0**-7, decode_steps=5)
     assert all_tokens(run(sampler, requests)) == canonical
     assert sampler.canonical_tokens > 0
+
+
+def test_a_canonical_row_checks_a_block_and_what_differs_begins_again_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With noise many choices are wrong: the tokens are those of a sampler that takes each one canonically."""
+    engine = tiny_engine()
+    requests = requests_of(engine, count=6)
+    expected = all_tokens(run(sampler_of(engine, rounding=float("inf"), check_tokens=8), requests))
+    noisy(monkeypatch, size=2.0**-5)
+    sampler = sampler_of(engine, rounding=2.0**-5, check_tokens=8, prefill_tokens=60)
+    assert all_tokens(run(sampler, requests)) == expected
+    assert sampler.forgotten_tokens > 0
+
+
+def test_canonical_rows_are_as_many_as_blocks() -> None:
+    engine = tiny_engine()
+    sampler = sampler_of(engine, rounding=float("inf"), check_tokens=8)
+    prompt = prompts_of(engine, count=1)[0]
+    run_one(sampler, prompt, sample(max_tokens=20))
+    assert sampler.forgotten_tokens == 0
+    assert sampler.canonical_tokens == sum(prompt.length + end - 1 for end in (8, 16, 24))
 
 
 def test_the_noise_of_these_tests_does_change_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

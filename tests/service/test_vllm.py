@@ -21,7 +21,8 @@ from step_service import lora, png, text, tiny_engine
 from vlmpack.errors import ConfigError
 from vlmpack.service.engine import Engine
 from vlmpack.service.messages import Chunk, Failure, ImageChunk, Sample, SampleResult, SamplingParams
-from vlmpack.service.sampling import BatchedSampling, Finished, SampledModel
+from vlmpack.service.sampling import BatchedSampling, Finished
+from vlmpack.service.sampling_jobs import SampledModel
 from vlmpack.service.vllm import SAMPLERS, VllmSampling, VllmSettings, open_vllm, set_sampler
 
 VOCABULARY, EOS = 1000, 7

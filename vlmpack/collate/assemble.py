@@ -50,7 +50,8 @@ class SharePrefixes:
     """How samples of a row that begin alike are laid out as a tree."""
 
     min_shared: int = MIN_SHARED
-    """Tokens of a shared beginning, counted from the last branching, below which it is repeated in each branch."""
+    """Tokens of a shared beginning, counted from the last branching, below which it is repeated in each branch; and the
+    repetitions, in tokens, from which a shorter one behind a shared beginning is laid out once after all."""
 
     def __post_init__(self) -> None:
         """Refuse a number below 1: a ConfigError."""

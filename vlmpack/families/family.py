@@ -14,7 +14,7 @@ from torch import nn
 from vlmpack.errors import LayoutError
 from vlmpack.families.media import ExpectedRuns, MediaItems, check_runs, media_items, row_positions
 from vlmpack.families.spans import ImageSpans
-from vlmpack.families.tiles import QWEN_MEDIA, Join, TileTokens, check_tiles, counted_tokens
+from vlmpack.families.tiles import QWEN_MEDIA, Join, TileBoundaries, TileTokens, check_tiles, counted_tokens
 from vlmpack.layout import IMAGE, VIDEO, Grid, HostMetadata, Media, Segments, outside_graph
 
 VideoPlacement = Callable[[MediaItems, Sequence[float], Any], MediaItems]
@@ -70,6 +70,8 @@ class Family:
     """`config.model_type` of the family."""
     model_class: str
     """Name of the transformers class that is trained."""
+    oldest_transformers: tuple[int, int] = (5, 17)
+    """Oldest version of transformers whose code of the family it was tested with."""
     mechanisms: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
     """The mechanisms of its decoder layers beside plain attention: of each of `vlmpack.model`, by its name, the names
     of its parts."""
@@ -80,6 +82,8 @@ class Family:
     tile_tokens: TileTokens | None = None
     """Of a family whose images are rows of a batch, or tiles: the placeholder tokens of each; None: images are patches
     with a grid each."""
+    tile_boundaries: TileBoundaries | None = None
+    """Of such a family whose tower attends within boundaries: those of each of its blocks; None: it has none."""
     token_types: str | None = "mm_token_type_ids"
     """Keyword by which the backbone takes the kind of each token; None: it takes none."""
     processor: str | None = "Qwen3VLProcessor"
@@ -88,9 +92,6 @@ class Family:
     """Pixels along the side of a patch."""
     flat_patches: bool = True
     """True if the values of a patch are one axis of `pixel_values`; False: channels, rows and columns are three."""
-    vision_boundaries: bool = True
-    """True if its tower attends within boundaries over the patches of all images; False: its own code keeps images
-    apart, as rows of a batch."""
     vision_windows: bool = False
     """True if some blocks of the vision tower attend within windows of a frame (`window_size`)."""
     media_over_ranks: bool = True
@@ -275,6 +276,13 @@ class Family:
 
     # ------------------------------------------------------------------ the vision tower
 
+    def tower_segments(self, media: Media, config: Any) -> Sequence[Segments]:
+        """Every set of boundaries that blocks of the tower attend within, of images without grids; on a device their
+        sizes are read, one host–device sync."""
+        if self.tile_boundaries is None or media.pixel_values is None:
+            return ()
+        return self.tile_boundaries(media.to_hf(), config)
+
     def vision_segments(self, grids: Sequence[Grid], config: Any) -> tuple[Segments, ...]:
         """Every set of boundaries that blocks of the vision tower attend within, for one call with these grids."""
         if not self.vision_windows:
@@ -313,7 +321,7 @@ class Family:
 
     def vision_tower(self, model: nn.Module) -> nn.Module | None:
         """The vision part, if it attends within boundaries: patches in, image features out; None: there is none."""
-        if self.vision_path is None or not self.vision_boundaries:
+        if self.vision_path is None or not (self.has_grids or self.tile_boundaries):
             return None
         return model.get_submodule(self.vision_path)
 

@@ -15,6 +15,7 @@ import torch
 
 from vlmpack.families.family import Family, OneAxis
 from vlmpack.families.tiles import Join
+from vlmpack.layout import Segments
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -25,7 +26,6 @@ def tiled_family(model_type: str, model_class: str, processor: str, **settings: 
         "positions_rule": OneAxis(),
         "token_types": None,
         "vision_path": "model.vision_tower",
-        "vision_boundaries": False,
         "media": {"pixel_values": Join()},
     }
     return Family(model_type=model_type, model_class=model_class, processor=processor, **{**tiled, **settings})
@@ -40,7 +40,10 @@ def tiles_of_one_size(tensors: Tensors, config: Any) -> Sequence[int]:
 
 
 def images_of_one_size(tensors: Tensors, config: Any) -> Sequence[int]:
-    """Every row of `pixel_values` [N, 3, H, W] makes the features of the tower, without its CLS token by default."""
+    """Every row of `pixel_values` [N, 3, H, W] makes the features of the tower, without its CLS token by default; where
+    images come with `image_sizes` [N, 2], each those of its own size."""
+    if "image_sizes" in tensors:
+        return (tensors["image_sizes"] // config.vision_config.patch_size).prod(-1).tolist()
     rows, columns = (n // config.vision_config.patch_size for n in tensors["pixel_values"].shape[-2:])
     return [_selected(rows * columns, config)] * len(tensors["pixel_values"])
 
@@ -114,6 +117,11 @@ def merged_patches(tensors: Tensors, config: Any) -> Sequence[int]:
     return (tensors["image_sizes"] // side).prod(-1).tolist()
 
 
+def patches_of_sizes(tensors: Tensors, config: Any) -> Sequence[Segments]:
+    """The patches of each image of `image_sizes` [N, 2]."""
+    return [Segments.from_lengths((tensors["image_sizes"] // config.vision_config.patch_size).prod(-1).tolist())]
+
+
 def merged_windows(tensors: Tensors, config: Any) -> Sequence[int]:
     """Each image of `target_sizes` [N, 2], in patches, is merged `merger_times`, and once more inside the tower."""
     rows, columns = (n**config.merger_times for n in config.merge_kernel_size)
@@ -123,6 +131,12 @@ def merged_windows(tensors: Tensors, config: Any) -> Sequence[int]:
     ]
 
 
+def patches_of_targets(tensors: Tensors, config: Any) -> Sequence[Segments]:
+    """The patches of each image of `target_sizes` [N, 2], before and after they are merged inside the tower."""
+    patches = tensors["target_sizes"].prod(-1).tolist()
+    return [Segments.from_lengths(patches), Segments.from_lengths([n // 4 for n in patches])]
+
+
 # ---------------------------------------------------------------------- the families
 
 _SIZES = {"pixel_values": Join(pad=True), "image_sizes": Join()}
@@ -130,7 +144,13 @@ _ROWS_OF_TILES = {"pixel_values": Join(axis=1), "pixel_attention_mask": Join(axi
 
 TILED = (
     tiled_family("internvl", "InternVLForConditionalGeneration", "InternVLProcessor", tile_tokens=tiles_of_one_size),
-    tiled_family("llava", "LlavaForConditionalGeneration", "LlavaProcessor", tile_tokens=images_of_one_size),
+    tiled_family(
+        "llava",
+        "LlavaForConditionalGeneration",
+        "LlavaProcessor",
+        tile_tokens=images_of_one_size,
+        media=_SIZES,
+    ),
     tiled_family(
         "llava_next",
         "LlavaNextForConditionalGeneration",
@@ -167,18 +187,19 @@ TILED = (
         "mistral3",
         "Mistral3ForConditionalGeneration",
         "PixtralProcessor",
-        vision_boundaries=True,
         tile_tokens=merged_patches,
+        tile_boundaries=patches_of_sizes,
         media=_SIZES,
     ),
     tiled_family(
         "minicpmv4_6",
         "MiniCPMV4_6ForConditionalGeneration",
         "MiniCPMV4_6Processor",
-        vision_boundaries=True,
         mechanisms={"gated_delta": {"layer": "linear_attn"}},
         tile_tokens=merged_windows,
+        tile_boundaries=patches_of_targets,
         media={"pixel_values": Join(axis=3), "target_sizes": Join()},
+        oldest_transformers=(5, 23),
         text_type="qwen3_5",
     ),
 )

@@ -29,6 +29,9 @@ from vlmpack.layout import IMAGE, HostMetadata, Media, Segments, on_host, requir
 TileTokens = Callable[[Mapping[str, torch.Tensor], Any], Sequence[int]]
 """Media tensors by name, and the model's configuration, to the placeholder tokens of each tile or image, in order."""
 
+TileBoundaries = Callable[[Mapping[str, torch.Tensor], Any], Sequence[Segments]]
+"""Media tensors by name, and the model's configuration, to every set of boundaries that blocks of a tower attend in."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)

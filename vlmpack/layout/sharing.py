@@ -51,7 +51,8 @@ def share(
     Args:
         row: without padding, on the host; one that has a tree gets a new one.
         min_shared: tokens of a shared beginning, from the last branching on, that make it worth a node; a shorter one
-            is repeated in each of its branches. Equal samples are always shared.
+            is repeated in each of its branches, unless it stands behind another one and its samples together would
+            repeat so many tokens. Equal samples are always shared.
         groups: a group of each sample; samples of different groups share nothing. None: all are compared.
         tree: the tree, where it is known; it is compared with the samples. None: it is found.
 

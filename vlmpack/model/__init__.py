@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vlmpack.model.backbone import pack_backbone
 from vlmpack.model.enable import PackedStep, bind_loss_metrics, disable_packing, enable_packing, is_packing
 from vlmpack.model.engine import PackingState, StepConfig, packing_state
 from vlmpack.model.forward import STEP, StepCall
@@ -38,6 +39,7 @@ __all__ = [
     "find_model",
     "is_packing",
     "layer_windows",
+    "pack_backbone",
     "packing_state",
     "spans_in",
     "target_logprobs",

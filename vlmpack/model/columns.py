@@ -58,4 +58,4 @@ def with_token_types(inputs: dict[str, Any], name: str | None) -> dict[str, Any]
         return inputs
     if (other := inputs.get(COLUMN_OF_TYPES)) is not None and (other.shape != types.shape or (other != types).any()):
         raise LayoutError(f"{name} and {COLUMN_OF_TYPES} differ; leave them out, both are made from input_ids")
-    return {**inputs, COLUMN_OF_TYPES: types, name: None}
+    return inputs | {COLUMN_OF_TYPES: types, name: None}

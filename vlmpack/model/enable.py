@@ -18,6 +18,7 @@ from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families import Family, check_parts, family_of
 from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch
+from vlmpack.model.backbone import leave_backbone
 from vlmpack.model.columns import COLUMNS, STEP
 from vlmpack.model.engine import PackingState, StepConfig, packing_state, stored_state
 from vlmpack.model.forward import ENABLED, StepCall, packed_class
@@ -30,6 +31,7 @@ from vlmpack.model.mechanisms.per_sample import PerSample
 from vlmpack.model.mechanisms.stock import check_logits, check_positions
 from vlmpack.model.mechanisms.vision import Vision
 from vlmpack.model.plain import check_forward, check_is_only_one, find_model
+from vlmpack.model.positions import check_rope_index
 from vlmpack.model.result import LossCount, StepResult
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -102,6 +104,8 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     check_logits(parts)
     if family.positions_rule.axes == 1:
         check_positions(parts)
+    else:
+        check_rope_index(parts)
     if before is None:
         core.__class__ = packed_class(type(core))
     core._vlmpack_state = state
@@ -135,6 +139,7 @@ def disable_packing(model: Model) -> Model:
                 base_of(module)
         for mechanism in state.mechanisms:
             mechanism.detach(parts, kept=kept)
+        leave_backbone(state.family.backbone(core))
         del core._vlmpack_state
         core.__class__ = base
     return model

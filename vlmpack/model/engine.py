@@ -166,7 +166,7 @@ def run_row(
         inputs.update(output_hidden_states=hidden_states, return_dict=True)
     output = family.backbone(core)(**inputs)
     hidden = output[0]  # of a tuple where the configuration says return_dict=False
-    work = _finish(setup, state.mechanisms, inputs[CONTEXT].entries)
+    work = finish(setup, state.mechanisms, inputs[CONTEXT].entries)
     routers = None
     if recorded:
         settings = {"per": config.aux_loss, "with_balance": balance, "z_loss_coef": config.z_loss_coef}
@@ -349,7 +349,7 @@ def _check_vocabulary(row: PackedRow, size: int) -> None:
 
 
 @outside_graph
-def _finish(setup: RowSetup, mechanisms: Sequence[Mechanism], entries: Mapping[str, Any]) -> Work:
+def finish(setup: RowSetup, mechanisms: Sequence[Mechanism], entries: Mapping[str, Any]) -> Work:
     """Check that every mechanism ran, and count what was computed."""
     part = setup.part
     counts = {"attended_pairs": part.attended_pairs()}

@@ -181,12 +181,12 @@ def plain_forward(model: nn.Module, forward: Callable[..., Any], inputs: dict[st
 @around_graph
 def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> Any:
     """Pack a padded batch, or use a row as it is; see `enable_packing`."""
-    model, is_row = state.parts_of(core), _is_row(inputs)
+    model, is_row = state.parts_of(core), is_row_input(inputs)
     call: StepCall | None = inputs.get(STEP)
     routers = inputs.pop("output_router_logits", None) if state.family.has("experts") else None
     check_keys(inputs, state.family, is_row=is_row)
     inputs = with_token_types(inputs, state.family.token_types)
-    row = _row_of(model, inputs, state, is_row=is_row)
+    row = row_of(model, inputs, state, is_row=is_row)
     text_config = model.text.config
     if is_row and text_config.output_attentions:
         raise ConfigError("output_attentions, which the configuration asks for, cannot be had of a packed row")
@@ -218,7 +218,7 @@ def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> An
     return output.in_order(state.family) if as_tuple else output
 
 
-def _row_of(model: ModelParts, inputs: dict[str, Any], state: PackingState, *, is_row: bool) -> PackedRow:
+def row_of(model: ModelParts, inputs: dict[str, Any], state: PackingState, *, is_row: bool) -> PackedRow:
     """The row that goes through the model: handed over, in a dictionary, or packed of a padded batch."""
     call: StepCall | None = inputs.get(STEP)
     if call is not None and call.row is not None:
@@ -280,7 +280,8 @@ def _check_counted(inputs: dict[str, Any], row: PackedRow, *, is_row: bool) -> N
 _WHOLE = ("input_ids", "labels", "shift_labels")
 
 
-def _is_row(inputs: dict[str, Any]) -> bool:
+def is_row_input(inputs: dict[str, Any]) -> bool:
+    """Return whether the inputs are a packed row."""
     call: StepCall | None = inputs.get(STEP)
     if call is not None and call.row is not None:
         return True
@@ -297,7 +298,7 @@ def unpackable(core: nn.Module, inputs: dict[str, Any], state: PackingState) -> 
     """Why a call goes to the model's own forward, and what would be packed; None: it is packed."""
     if is_generating(core):
         return "this is a step of generate()"
-    if _is_row(inputs):
+    if is_row_input(inputs):
         return None
     missing = [name for name in ("input_ids", "attention_mask") if inputs[name] is None]
     if missing:

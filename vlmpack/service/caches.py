@@ -6,9 +6,13 @@ A cache holds a batch of sequences of different lengths, padded on the left, whe
                                               b b b b b        leave (the second)     a a a
 
 A layer of a cache holds tensors along the sequence (keys, values, what sparse attention compares) and states, which
-stand for a whole sequence (convolution and recurrence of gated delta layers, the last ids of n-gram layers).
+stand for a whole sequence (convolution and recurrence of gated delta layers, the last ids of n-gram layers). A layer
+with a window holds the last W - 1 tokens and the number of all, by which masks are made:
 
-B sequences, S cached tokens.
+    S = 8, W = 5      . . a a a a a a        holds a a a a
+                      b b b b b b b b              b b b b
+
+B sequences, S cached tokens, W tokens of a window.
 """
 
 from __future__ import annotations
@@ -48,9 +52,19 @@ _SHARED = {"position_ids": _Kind(batch=1, time=-1)}
 """Tensors of the cache itself: positions that sparse attention reads, until transformers kept them in a layer."""
 
 _LAYERS = frozenset(
-    ("DynamicLayer", "DynamicIndexedLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer")
+    (
+        "DynamicLayer",
+        "DynamicSlidingWindowLayer",
+        "DynamicIndexedLayer",
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+    )
 )
 """Classes of cache layers of which these are all tensors."""
+
+_WINDOW, _COUNT = "sliding_window", "cumulative_length"
+"""Attributes of layers that hold a window: its width, and the tokens that they were given."""
 
 Change = Callable[[torch.Tensor, _Kind], torch.Tensor]
 
@@ -78,23 +92,21 @@ def select(cache: Any, rows: torch.Tensor) -> None:
 def pad_left(cache: Any, count: int) -> None:
     """Put `count` tokens of padding before all sequences."""
 
-    def padded(tensor: torch.Tensor, kind: _Kind) -> torch.Tensor:
-        if kind.time is None:
-            return tensor
-        return F.pad(tensor, (0, 0) * (-1 - kind.time) + (count, 0))
+    def padded(tensor: torch.Tensor, kind: _Kind, columns: int) -> torch.Tensor:
+        assert kind.time is not None
+        return F.pad(tensor, (0, 0) * (-1 - kind.time) + (columns, 0))
 
-    if count:
-        _change(cache, padded)
+    _change_columns(cache, count, padded)
 
 
 def trim_left(cache: Any, count: int) -> None:
     """Take away the first `count` tokens of all sequences, which are padding in each of them."""
 
-    def trimmed(tensor: torch.Tensor, kind: _Kind) -> torch.Tensor:
-        return tensor if kind.time is None else tensor.narrow(kind.time, count, tensor.shape[kind.time] - count).clone()
+    def trimmed(tensor: torch.Tensor, kind: _Kind, columns: int) -> torch.Tensor:
+        assert kind.time is not None
+        return tensor.narrow(kind.time, -columns, tensor.shape[kind.time] + columns).clone()
 
-    if count:
-        _change(cache, trimmed)
+    _change_columns(cache, -count, trimmed)
 
 
 def join(cache: Any, other: Any) -> None:
@@ -106,6 +118,20 @@ def join(cache: Any, other: Any) -> None:
 def _change(cache: Any, change: Change) -> None:
     for holder, key, tensor, kind in list(_tensors(cache)):
         holder[key] = change(tensor, kind)
+
+
+def _change_columns(cache: Any, count: int, change: Callable[[torch.Tensor, _Kind, int], torch.Tensor]) -> None:
+    """Let all sequences begin `count` tokens earlier, or later; a layer with a window has fewer columns to change."""
+    holders = [(vars(cache), _SHARED), *((vars(layer), _KINDS) for layer in cache.layers)]
+    for attributes, kinds in holders:
+        columns = count
+        if _WINDOW in attributes and _COUNT in attributes:
+            widest, before = attributes[_WINDOW] - 1, attributes[_COUNT]
+            attributes[_COUNT] = before + count
+            columns = min(before + count, widest) - min(before, widest)
+        for holder, key, tensor, kind in list(_held(attributes, kinds)):
+            if kind.time is not None and columns:
+                holder[key] = change(tensor, kind, columns)
 
 
 _Held = tuple[dict[Any, Any], Any, torch.Tensor, _Kind]

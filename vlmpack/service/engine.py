@@ -34,7 +34,8 @@ from vlmpack.service.ranks import Ranks
 from vlmpack.service.row_plans import RowSettings
 from vlmpack.service.row_work import RowWork, SharedRows
 from vlmpack.service.rows import WorkCount
-from vlmpack.service.sampling import BatchedSampling, SampledModel, SamplingEngine, SamplingSettings
+from vlmpack.service.sampling import BatchedSampling, SamplingEngine, SamplingSettings
+from vlmpack.service.sampling_jobs import SampledModel
 from vlmpack.service.sharding import Sharding
 
 

@@ -1,11 +1,18 @@
 """Sequences that grow together: prefill, decode steps with a key-value cache, and the canonical computation.
 
-    prompts ──prefill──▶ Batch ──settle──▶ tokens chosen ──step──▶ logits ──settle──▶ ...
-                           │ join: batches merge        └─ finished sequences leave
+    prompts ──prefill──▶ Batch ──take──▶ tokens chosen ──step──▶ logits ──take──▶ ...
+                           │ join: batches merge       └─ settle: blocks checked, finished sequences leave
 
-What a sequence's logits are depends in the last digits on what shares its batch. So a choice that rounding could change
-is not taken from them, but from the *canonical computation*: the sequence alone in one packed row, without a cache.
-That one depends on the sequence and the weights alone, and so then does every token.
+A sequence's logits depend in the last digits on what shares its batch. So a choice that rounding could change is
+checked by the *canonical computation*: the sequence alone in one packed row, without a cache. One row checks a block:
+
+    row       p p p p p  a b c d  e f g .      p prompt, blocks of four tokens, here the second; `.` fills it up
+    logits                     e  f g h        where they differ from what was chosen, the sequence begins again there
+
+A row is as long as its block, however many tokens are known. What comes after a token has no part in its logits, bit
+for bit: its weights are zeros of attention, and rows of a product of one shape are computed alike. So the canonical
+logits of a token depend on the tokens before it and on the weights alone, and so then does every token. Experts are the
+exception, as how many tokens each one has is a shape too: there a block is one token.
 
 B sequences, S cached tokens with padding, N tokens of a prompt, V vocabulary.
 """
@@ -103,6 +110,8 @@ class Growing:
         """Tokens sampled so far."""
         self.logprobs: list[float] = []
         """Their log-probabilities."""
+        self.unsure: list[Draw] = []
+        """Those of them that rounding could change, and that are not checked."""
         self.stop_reason: StopReason | None = None
         """Why it ended; None: it goes on."""
         self.error: str | None = None
@@ -112,6 +121,14 @@ class Growing:
     def reserved(self) -> int:
         """Tokens that it may grow to."""
         return self.prompt.length + self.ending.max_tokens
+
+    @property
+    def context(self) -> EncodedSequence:
+        """Its prompt with the tokens sampled so far."""
+        if not self.tokens:
+            return self.prompt
+        ids = np.concatenate((self.prompt.input_ids, np.asarray(self.tokens, np.int64)))
+        return replace(self.prompt, input_ids=ids)
 
     @property
     def draw(self) -> Draw:
@@ -127,9 +144,35 @@ class Growing:
         """Add a token."""
         if not np.isfinite(choice.logprob):
             self.error = "the model's logits are not finite: its weights, or the prompt's images, hold NaN or infinity"
+        elif not choice.is_sure:
+            self.unsure.append(self.draw)
         self.tokens.append(choice.token)
         self.logprobs.append(choice.logprob)
         self.stop_reason = self.ending.reason(self.tokens)
+
+    def has_to_be_checked(self, block: int) -> bool:
+        """Return whether choices that rounding could change are checked now: at the end, or where a block ends."""
+        return bool(self.unsure) and (self.is_done or len(self.tokens) % block == 0)
+
+    def check(self, choices: Sequence[Choice]) -> int:
+        """Put canonical choices in the place of those that were not sure; from the first that differs, forget the rest.
+
+        Args:
+            choices: of `unsure`, in order.
+
+        Returns:
+            Tokens forgotten: those behind the first that differs.
+        """
+        draws, self.unsure = self.unsure, []
+        for draw, choice in zip(draws, choices, strict=True):
+            if choice.token != self.tokens[draw.place]:
+                behind = len(self.tokens) - draw.place - 1
+                del self.tokens[draw.place :], self.logprobs[draw.place :]
+                self.error = None
+                self.append(replace(choice, is_sure=True))
+                return behind
+            self.logprobs[draw.place] = choice.logprob
+        return 0
 
     def result(self) -> SampledSequence:
         """The finished sequence."""
@@ -147,13 +190,15 @@ class Growing:
 class Reader:
     """Calls of one model with packing enabled, in evaluation mode."""
 
-    def __init__(self, model: nn.Module, *, rounding: float, agree: Agree = itself) -> None:
+    def __init__(self, model: nn.Module, *, rounding: float, block: int = 1, agree: Agree = itself) -> None:
         self.core: Any = find_model(model)
         """The model with its head."""
         self.family: Family = family_of(self.core)
         """Its family."""
         self.rounding = rounding
         """Largest error of a logit as a part of the largest one's size; infinity: every choice is canonical."""
+        self.block = 1 if self.family.has("experts") else block
+        """Tokens that a canonical row checks."""
         self.device = next(self.core.parameters()).device
         """Where it lies."""
         self._agree = agree
@@ -227,18 +272,31 @@ class Reader:
             found.append(np.concatenate((np.full(1, np.nan, np.float32), logprobs)))
         return found, head(hidden_TD[[end - 1 for end in accumulate(lengths)]])
 
-    def canonical(self, sequence: Growing) -> torch.Tensor:
-        """Return the logits [1, V] after a sequence: it alone, one packed row, no cache."""
-        ids = np.concatenate((sequence.prompt.input_ids, np.asarray(sequence.tokens, np.int64)))
-        hidden_TD = last_hidden(self.core, [replace(sequence.prompt, input_ids=ids)])
-        return self.family.to_logits(self.core)(hidden_TD[-1:])
+    def canonical_row(self, sequence: Growing) -> tuple[EncodedSequence, int]:
+        """Return the row that checks the block of the last token, and the first place of this block."""
+        start = (len(sequence.tokens) - 1) // self.block * self.block
+        longest = self.family.text_config(self.core.config).max_position_embeddings
+        length = min(sequence.prompt.length + start + self.block - 1, longest)
+        ids = np.full(length, self._fill, np.int64)
+        known = sequence.context.input_ids[:length]
+        ids[: len(known)] = known
+        return replace(sequence.prompt, input_ids=ids), start
+
+    def canonical(self, row: EncodedSequence, *, before: int) -> torch.Tensor:
+        """Return the logits [block, V] of a canonical row from after its first `before` tokens on."""
+        hidden_TD = last_hidden(self.core, [row])
+        return self.family.to_logits(self.core)(hidden_TD[before - 1 :])
+
+    @property
+    def _fill(self) -> int:
+        """An id that stands for nothing."""
+        return next(id_ for id_ in range(3) if id_ not in self.placeholders)
 
     def _padded(self, prompts: Sequence[EncodedSequence]) -> dict[str, torch.Tensor]:
         """Prompts as a batch [B, S], padded on the left, on the model's device."""
         width = max(prompt.length for prompt in prompts)
-        pad = next(id_ for id_ in range(3) if id_ not in self.placeholders)
         rows = [torch.from_numpy(prompt.input_ids) for prompt in prompts]
-        ids = torch.stack([F.pad(row, (width - len(row), 0), value=pad) for row in rows])
+        ids = torch.stack([F.pad(row, (width - len(row), 0), value=self._fill) for row in rows])
         mask = torch.stack([F.pad(torch.ones_like(row), (width - len(row), 0)) for row in rows])
         tensors = {"input_ids": ids, "attention_mask": mask}
         if self.family.has_vision:
@@ -256,36 +314,38 @@ class Reader:
 class Batch:
     """Sequences that are decoded together.
 
-    After each forward pass the choices of some may be open. The batch goes on when all are settled.
+    Where a block ends, the choices of some may be open. The batch goes on when all are settled.
     """
 
     def __init__(self, sequences: Sequence[Growing], cache: Any, *, offsets: Sequence[int]) -> None:
         self.sequences = list(sequences)
         """In the order of the cache's rows."""
         self.cache = cache
-        """The cache of their prompts; None: they end at their first token."""
-        self.lengths = [sequence.prompt.length for sequence in sequences]
+        """The cache of what they begin with; None: they end at their first token."""
+        self.lengths = [sequence.prompt.length + len(sequence.tokens) for sequence in sequences]
         """Cached tokens of each."""
         self.offsets = list(offsets)
         """The difference between the rotary position of a token and its place in the sequence."""
-        self.open: dict[int, Draw] = {}
-        """Sequences whose last choice rounding could change, by row."""
-        self._chosen: list[Choice] = []
+        self.open: list[int] = []
+        """Sequences whose choices are to be checked, by row."""
+        self.forgotten = 0
+        """Tokens that checks have taken back."""
 
     @property
     def is_settled(self) -> bool:
-        """Return whether every sequence has its next token."""
-        return not self.open and not self._chosen
+        """Return whether no choice is open."""
+        return not self.open
 
     def take(self, logits_BV: torch.Tensor, reader: Reader) -> None:
-        """Choose the next token of each sequence as far as these logits decide it."""
-        draws = [sequence.draw for sequence in self.sequences]
-        self._chosen = reader.choose(logits_BV, draws)
-        unsure = (row for row, choice in enumerate(self._chosen) if not choice.is_sure)
-        self.open = {row: draws[row] for row in unsure if np.isfinite(self._chosen[row].logprob)}
+        """Choose the next token of each sequence."""
+        choices = reader.choose(logits_BV, [sequence.draw for sequence in self.sequences])
+        for sequence, choice in zip(self.sequences, choices, strict=True):
+            sequence.append(choice)
+        rows = enumerate(self.sequences)
+        self.open = [row for row, sequence in rows if sequence.has_to_be_checked(reader.block)]
 
     def settle(self, reader: Reader, *, tokens: int) -> int:
-        """Settle open choices by the canonical computation, then let every sequence grow by one.
+        """Check open choices by the canonical computation.
 
         Args:
             reader: the model.
@@ -296,17 +356,15 @@ class Batch:
         """
         used, known = 0, {}
         while self.open and used < tokens:
-            row, draw = self.open.popitem()
-            sequence = self.sequences[row]
-            key = (id(sequence.prompt), *sequence.tokens)  # samples of one prompt begin alike
+            sequence = self.sequences[self.open.pop()]
+            row, start = reader.canonical_row(sequence)
+            key = (id(sequence.prompt), row.input_ids.tobytes())  # samples of one prompt may begin alike
             if key not in known:
-                known = {key: reader.canonical(sequence).cpu()}
-                used += sequence.prompt.length + len(sequence.tokens)
-            self._chosen[row] = reader.choose(known[key], [draw], is_canonical=True)[0]
-        if not self.open:
-            for sequence, choice in zip(self.sequences, self._chosen, strict=True):
-                sequence.append(choice)
-            self._chosen = []
+                known = {key: reader.canonical(row, before=sequence.prompt.length + start)}
+                used += row.length
+            draws = sequence.unsure
+            logits = known[key][[draw.place - start for draw in draws]]
+            self.forgotten += sequence.check(reader.choose(logits, draws, is_canonical=True))
         return used
 
     def leave(self) -> list[Growing]:
@@ -317,13 +375,20 @@ class Batch:
             self.keep(kept)
         return done
 
+    def fall_behind(self) -> list[Growing]:
+        """Take out sequences of which the cache holds tokens that a check took back; they begin again."""
+        held = zip(self.sequences, self.lengths, strict=True)
+        is_behind = [sequence.prompt.length + len(sequence.tokens) <= length for sequence, length in held]
+        behind = [sequence for sequence, is_late in zip(self.sequences, is_behind, strict=True) if is_late]
+        if behind:
+            self.keep([row for row, is_late in enumerate(is_behind) if not is_late])
+        return behind
+
     def drop(self, rows: Sequence[int]) -> None:
         """Take sequences out wherever they are, also while choices are open."""
         if rows:
             kept = [row for row in range(len(self.sequences)) if row not in rows]
-            if self._chosen:
-                self._chosen = [self._chosen[row] for row in kept]
-                self.open = {place: self.open[row] for place, row in enumerate(kept) if row in self.open}
+            self.open = [place for place, row in enumerate(kept) if row in self.open]
             self.keep(kept)
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -370,14 +435,19 @@ class Batch:
 
 
 def begin(sequences: Sequence[Growing], reader: Reader) -> Batch:
-    """Prefill the prompts of sequences, each once, and take their first choices. Sequences of a prompt are adjacent."""
-    groups = [list(group) for _, group in groupby(sequences, key=lambda sequence: id(sequence.prompt))]
-    prompts = [group[0].prompt for group in groups]
-    logits, cache = reader.prefill(prompts)
+    """Prefill what sequences begin with, each prompt once, and choose their next tokens.
+
+    Args:
+        sequences: those that begin alike are adjacent.
+        reader: the model.
+    """
+    groups = [list(group) for _, group in groupby(sequences, key=lambda s: (id(s.prompt), *s.tokens))]
+    contexts = [group[0].context for group in groups]
+    logits, cache = reader.prefill(contexts)
     rows = torch.tensor([index for index, group in enumerate(groups) for _ in group])
     if len(rows) > len(groups):
         caches.select(cache, rows)
-    offsets = [int(reader.positions(prompt).max()) + 1 - prompt.length for prompt in prompts]
+    offsets = [int(reader.positions(context).max()) + 1 - context.length for context in contexts]
     batch = Batch(sequences, cache, offsets=[offsets[row] for row in rows])
     batch.take(logits[rows.to(logits.device)], reader)
     return batch

@@ -83,10 +83,22 @@ def join(launched: Launched | None = None) -> Ranks | None:
     if LAUNCHED in os.environ:
         threading.Thread(target=_end_with_rank_0, name="vlmpack-rank-0", daemon=True).start()
         store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False)
+    return join_at(store, rank=int(os.environ["RANK"]), size=size, gpu=int(os.environ["LOCAL_RANK"]))
+
+
+def join_at(store: TCPStore | None, *, rank: int, size: int, gpu: int) -> Ranks:
+    """Join the other ranks.
+
+    Args:
+        store: where they find each other; None: where the variables of torchrun say.
+        rank: of this process.
+        size: number of ranks.
+        gpu: number of this rank's GPU, if there are any.
+    """
     has_gpus = torch.cuda.is_available()
     if has_gpus:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    place: dict[str, Any] = {} if store is None else {"store": store, "rank": int(os.environ["RANK"])}
+        torch.cuda.set_device(gpu)
+    place: dict[str, Any] = {} if store is None else {"store": store, "rank": rank}
     dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", world_size=size, **place)
     return Ranks()
 

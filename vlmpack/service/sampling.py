@@ -13,19 +13,17 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
-from secrets import randbits
 from typing import Protocol, final
 
-import numpy as np
 import torch
 from torch import nn
 
 from vlmpack.errors import RequestError, VlmpackError
 from vlmpack.service.datums import EncodedSequence
-from vlmpack.service.generation import Agree, Batch, Ending, Growing, Reader, begin, groups_by_length, itself
-from vlmpack.service.messages import Failure, Sample, SampleResult, SamplingParams
+from vlmpack.service.generation import Agree, Batch, Growing, Reader, begin, groups_by_length, itself
+from vlmpack.service.messages import Failure, Sample, SampleResult
+from vlmpack.service.sampling_jobs import Job, SampledModel, ending_of
 
 Finished = tuple[str, SampleResult | Failure]
 """Key of a request, and what has become of it."""
@@ -71,19 +69,6 @@ class Weights(Protocol):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class SampledModel:
-    """Properties of the model that the built-in engine needs beside its weights."""
-
-    max_context: int
-    """Longest sequence that the model reads."""
-    eos_token_ids: tuple[int, ...]
-    """Ids that end a sequence unless a request says otherwise."""
-    decode: Callable[[Sequence[int]], str] | None = None
-    """Token ids to text, special tokens included; None: stop strings are refused."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
     """Settings of the built-in engine."""
 
@@ -91,6 +76,8 @@ class SamplingSettings:
     """Tokens of prompts, and of canonical computations, in one slice; one prompt at least."""
     decode_steps: int = 8
     """Tokens of each sequence of a batch in one slice."""
+    check_tokens: int = 64
+    """Tokens of a sequence that one canonical computation checks."""
     max_sequences: int = 64
     """Most sequences of a snapshot that run at once."""
     max_cached_tokens: int = 131072
@@ -99,7 +86,7 @@ class SamplingSettings:
     max_snapshots: int = 16
     """Most snapshots in memory."""
     rounding: float | None = None
-    """Largest error of a logit, as a part of the largest one's size: choices that are closer are canonical. 0: none
+    """Largest error of a logit, as a part of the largest one's size: choices that are closer are checked. 0: none
     is, infinity: all are. None: 2**-13 for float32, 2**-7 where its products are rounded (TF32), 2**-8 for float16,
     2**-5 for bfloat16."""
 
@@ -111,114 +98,6 @@ class SamplingSettings:
         if dtype.itemsize < 4:
             return 4 * torch.finfo(dtype).eps
         return 2.0**-13 if torch.get_float32_matmul_precision() == "highest" else 2.0**-7
-
-
-# ---------------------------------------------------------------------- requests
-
-
-@final
-class Job:
-    """One request and its sequences."""
-
-    def __init__(self, key: str, session_id: str, prompt: EncodedSequence, request: Sample) -> None:
-        self.key = key
-        """Of the request."""
-        self.session_id = session_id
-        """Of its sampling session."""
-        self.prompt = prompt
-        """The prompt that it samples after."""
-        self.request = request
-        """The request."""
-        self.waiting: deque[Growing] = deque()
-        """Sequences that have not begun."""
-        self.sequences: tuple[Growing, ...] = ()
-        """All of them, in the order of their seeds."""
-        self.prompt_logprobs: np.ndarray | None = None
-        """float32 [N]; None: not wanted, or not yet computed."""
-        self.unfinished = 0
-        """Sequences that are not done."""
-        self.is_alone = False
-        """True if it runs by itself, as it failed together with others."""
-
-    @property
-    def needs_scores(self) -> bool:
-        """Return whether the log-probabilities of its prompt are still to be computed."""
-        return self.request.prompt_logprobs and self.prompt_logprobs is None
-
-    @property
-    def ends_at_once(self) -> bool:
-        """Return whether each sequence is one token."""
-        return self.sequences[0].ending.max_tokens == 1
-
-    def begin(self, ending: Ending) -> None:
-        """Make its sequences anew, none of them begun."""
-        params = self.request.params
-        seed = randbits(63) if params.seed is None else params.seed
-        self.sequences = tuple(
-            Growing(self.prompt, params, ending, seed=seed + i, key=self.key, is_alone=self.is_alone)
-            for i in range(self.request.num_samples)
-        )
-        self.waiting = deque(self.sequences)
-        self.unfinished = len(self.sequences)
-
-    def outcome(self) -> SampleResult | Failure:
-        """Its result."""
-        for sequence in self.sequences:
-            if sequence.error is not None:
-                return Failure(message=sequence.error, category="server")
-        results = tuple(sequence.result() for sequence in self.sequences)
-        return SampleResult(sequences=results, prompt_logprobs=self.prompt_logprobs)
-
-
-def ending_of(prompt: EncodedSequence, request: Sample, model: SampledModel) -> Ending:
-    """Return when sequences of a request end.
-
-    Raises:
-        RequestError: settings that cannot be, or that the model's context has no room for.
-    """
-    params, room = request.params, model.max_context - prompt.length + 1  # the last token is not read again
-    check_params(params, request.num_samples)
-    if not prompt.length:
-        raise RequestError("the prompt has no tokens; begin with one at least")
-    if room < 1:
-        raise RequestError(
-            f"the prompt has {prompt.length} tokens, but the model reads {model.max_context}; shorten it"
-        )
-    if params.max_tokens is not None and params.max_tokens > room:
-        raise RequestError(
-            f"the prompt has {prompt.length} tokens and max_tokens is {params.max_tokens}, but the model reads "
-            f"{model.max_context} tokens; leave max_tokens out, or set it to {room} at most"
-        )
-    if params.stop_strings and model.decode is None:
-        raise RequestError("this server has no tokenizer for stop strings; give the ids of tokens in stop")
-    return Ending(
-        stop_tokens=frozenset(model.eos_token_ids if params.stop_tokens is None else params.stop_tokens),
-        stop_strings=params.stop_strings,
-        max_tokens=params.max_tokens or max(room - 1, 1),
-        decode=model.decode,
-    )
-
-
-def check_params(params: SamplingParams, num_samples: int) -> None:
-    """Check the settings of a request by themselves.
-
-    Raises:
-        RequestError: one that cannot be.
-    """
-    wrong = {
-        f"num_samples is {num_samples}; it is 1 or more": num_samples < 1,
-        f"max_tokens is {params.max_tokens}; it is 1 or more, or left out": (params.max_tokens or 1) < 1
-        or params.max_tokens == 0,
-        f"temperature is {params.temperature}; it is 0 (greedy) or a positive number": not isfinite(params.temperature)
-        or params.temperature < 0,
-        f"top_k is {params.top_k}; it is -1 (all) or the number of tokens to choose among": params.top_k < -1
-        or params.top_k == 0,
-        f"top_p is {params.top_p}; it is above 0 and at most 1": not 0 < params.top_p <= 1,
-        "a stop string is empty; leave it out": "" in params.stop_strings,
-    }
-    for message, is_wrong in wrong.items():
-        if is_wrong:
-            raise RequestError(message)
 
 
 # ---------------------------------------------------------------------- the built-in engine
@@ -280,11 +159,13 @@ class BatchedSampling:
         self._jobs: dict[str, Job] = {}
         self._finished: list[Finished] = []
         self.sampled_tokens = 0
-        """Tokens sampled so far."""
+        """Tokens sampled so far, those that checks took back included."""
         self.canonical_tokens = 0
         """Tokens that canonical computations have read so far."""
         self.begun_again = 0
         """Requests that failed together with others and began again alone."""
+        self.forgotten_tokens = 0
+        """Tokens that checks have taken back so far."""
 
     @property
     def is_idle(self) -> bool:
@@ -336,6 +217,7 @@ class BatchedSampling:
         taken = [] if lane.decodes_next and lane.batches else self._admitted(lane)
         lane.decodes_next = bool(taken)
         batch = None if taken else lane.batches[0]
+        keys = {job.key for job, _ in taken} if batch is None else {sequence.key for sequence in batch.sequences}
         try:
             with self._weights(lane.folder) as reader:
                 if batch is None:
@@ -343,11 +225,8 @@ class BatchedSampling:
                 else:
                     self._decode(lane, batch, reader)
         except Exception as error:  # whatever it is, other requests go on
-            keys = dict.fromkeys(job.key for job, _ in taken)
-            if batch is not None:
-                keys = dict.fromkeys(sequence.key for sequence in batch.sequences)
-                lane.batches.remove(batch)
-            jobs = [self._jobs[key] for key in keys if key in self._jobs]
+            joined = set() if batch is None else {sequence.key for sequence in batch.sequences}
+            jobs = [job for key, job in self._jobs.items() if key in keys | joined]
             if len(jobs) > 1:
                 self._again(lane, jobs)
             else:
@@ -399,7 +278,8 @@ class BatchedSampling:
 
     def _started(self, lane: _Lane, batch: Batch, reader: Reader) -> None:
         lane.batches.append(batch)
-        if not batch.open:
+        self.sampled_tokens += len(batch.sequences)
+        if batch.is_settled:
             self._settle(lane, batch, reader)
 
     def _decode(self, lane: _Lane, batch: Batch, reader: Reader) -> None:
@@ -410,6 +290,7 @@ class BatchedSampling:
             if batch.is_settled:
                 self._join(lane, batch)
                 batch.take(batch.step(reader), reader)
+                self.sampled_tokens += len(batch.sequences)
             used += self._settle(lane, batch, reader, tokens=budget - used)
             if not batch.sequences or not batch.is_settled or used >= budget:
                 return
@@ -423,19 +304,24 @@ class BatchedSampling:
                 lane.batches.remove(other)
 
     def _settle(self, lane: _Lane, batch: Batch, reader: Reader, *, tokens: int = 0) -> int:
-        """Settle open choices, at most about so many tokens of them; finished sequences leave."""
+        """Check open choices, at most about so many tokens of them; finished sequences leave, others begin again."""
+        before = batch.forgotten
         used = batch.settle(reader, tokens=tokens)
         self.canonical_tokens += used
-        if batch.is_settled:
-            self.sampled_tokens += len(batch.sequences)
-            for sequence in batch.leave():
-                job = self._jobs[sequence.key]
-                job.unfinished -= 1
-                if not job.unfinished:
-                    self._finished.append((job.key, self._jobs.pop(job.key).outcome()))
-            if not batch.sequences:
-                lane.batches.remove(batch)
-        return used
+        self.forgotten_tokens += batch.forgotten - before
+        if not batch.is_settled:
+            return used
+        for sequence in batch.leave():
+            job = self._jobs[sequence.key]
+            job.unfinished -= 1
+            if not job.unfinished:
+                self._finished.append((job.key, self._jobs.pop(job.key).outcome()))
+        behind = batch.fall_behind()
+        if not batch.sequences:
+            lane.batches.remove(batch)
+        for indices in groups_by_length([sequence.context for sequence in behind]):
+            self._started(lane, begin([behind[index] for index in indices], reader), reader)
+        return used + sum(sequence.prompt.length + len(sequence.tokens) for sequence in behind)
 
     # ------------------------------------------------------------------ failures and weights
 
@@ -475,7 +361,9 @@ class BatchedSampling:
             try:
                 for module in training:
                     module.training = False
-                yield Reader(model, rounding=self._settings.rounding_of(model), agree=self._agree)
+                settings = self._settings
+                rounding = settings.rounding_of(model)
+                yield Reader(model, rounding=rounding, block=settings.check_tokens, agree=self._agree)
             finally:
                 for module in training:
                     module.training = True

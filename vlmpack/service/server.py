@@ -196,7 +196,7 @@ class Service:
         engine = make_engine(base, settings, ranks)
         set_sampler(engine, settings.sampler, source=base.source)
         if settings.sampler == "exact" and base.model.dtype.itemsize < 4:
-            log.info("exact sampling in 16 bits: about a fifth of the tokens takes a whole pass each; --sampler fast")
+            log.info("exact sampling in 16 bits: each block of tokens is checked in a pass of its own; --sampler fast")
         self.engine = engine if ranks is None else DistributedEngine(engine, ranks)
         """Computes."""
         self.queue = RequestQueue(self.engine, settings.state, codec=wire, settings=_queue_settings(limits))

@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from vlmpack.collate import Encoded, Visual, VLMCollator, sample_id_of
 from vlmpack.data import StoredRows
-from vlmpack.errors import SampleError, check_kind, check_whole_number
+from vlmpack.errors import ConfigError, SampleError, check_kind, check_whole_number
 from vlmpack.files import atomic_file, writing
 from vlmpack.loading import MapStyle, check_samples, sample_at
 from vlmpack.plan import LengthTable, PrefixMarks, Refused, divided_up, groups_of_marks
@@ -80,14 +80,20 @@ def measure_lengths(
         One entry a sample, in the order of the data set, the same whatever the number of workers.
 
     Raises:
-        ConfigError: something else than samples (a path) and a collator, or no sample can be measured so; the workers
-            or the cache fail.
+        ConfigError: something else than samples (a path) and a collator, or no sample can be measured so; the
+            collator shares only longer prefixes than `min_shared`; the workers or the cache fail.
     """
     check_samples(dataset)
     check_kind("collator", collator, VLMCollator, "VLMCollator(processor)")
     if min_shared is not None:
         check_whole_number("min_shared", min_shared, remedy="or None to look for no shared prefixes")
         check_grids(collator, "min_shared finds images that samples share by their grids")
+        if collator.share_prefixes is not None and min_shared < (least := collator.share_prefixes.min_shared):
+            raise ConfigError(
+                f"min_shared is {min_shared}, but the collator repeats shared prefixes of less than {least} tokens, so "
+                f"planned rows would be too long: give min_shared={least}, or the collator SharePrefixes(min_shared="
+                f"{min_shared})"
+            )
     entries = None if cache is None else LengthCache(cache)
     has_marks = min_shared is not None
     measurer = Measurer(

@@ -250,7 +250,7 @@ def word_ids(config: Any) -> range:
     names = (*MEDIA_TOKENS, "image_token_index", "video_token_index")
     ids = [settings.get(name) for name in (*names, "pad_token_id", "bos_token_id", "eos_token_id")]
     special = {i for value in ids if value is not None for i in (value if isinstance(value, list) else [value])}
-    edges = sorted({-1, *special, text.vocab_size})
+    edges = sorted({-1, *(i for i in special if i < text.vocab_size), text.vocab_size})
     return max((range(start + 1, stop) for start, stop in pairwise(edges)), key=len)
 
 

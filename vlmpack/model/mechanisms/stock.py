@@ -138,7 +138,7 @@ class _TextTwin:
         parameter = next(text.parameters())
         self.zeros = torch.zeros(1, text.config.hidden_size, dtype=parameter.dtype, device=parameter.device)
         layers = nn.ModuleList([_Recorder(layer, self._recording(at)) for at, layer in enumerate(text.layers)])
-        without = {name: 0 for name in _PER_TOKEN if name in vars(text)}
+        without = {name: value for name, value in _PER_TOKEN.items() if name in vars(text)}
         self.module = _twin(text, {"layers": layers, "embed_tokens": _Fixed(self.zeros)}, config=self.config, **without)
 
     def _recording(self, number: int) -> Callable[[Any, Any], None]:
@@ -160,8 +160,9 @@ class _TextTwin:
         raise FamilyError(f"a {name} called {len(self.found)} of its {self.count} layers; is its forward its own?")
 
 
-_PER_TOKEN = ("hidden_size_per_layer_input",)
-"""Settings of embeddings for each layer (Gemma 4), which need token ids and change no mask; 0 in a twin."""
+_PER_TOKEN = {"hidden_size_per_layer_input": 0, "first_kv_shared_layer_idx": -1}
+"""Attributes of Gemma 4 as a twin has them: without embeddings for each layer, which need token ids, and without
+leaving tokens out before layers that share keys. Neither changes a mask."""
 
 
 def _recorded_of_text(text: Any) -> dict[int, tuple[Any, Any]]:
@@ -194,7 +195,8 @@ def check_spans(model: ModelParts, windows: Mapping[int, int | None], sees: Imag
         return
     text, backbone = model.text, family.backbone(model.core)
     settings: dict[str, Any] = {} if set(windows.values()) == {None} else {"sliding_window": WINDOW}
-    settings |= {name: 0 for name in _PER_TOKEN if name in vars(text)}
+    if "hidden_size_per_layer_input" in vars(text):
+        settings["hidden_size_per_layer_input"] = 0
     twin = _TextTwin(text, _DENSE, **settings)
     config: Any = copy.copy(backbone.config)
     config.text_config = twin.config

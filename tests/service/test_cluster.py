@@ -1,0 +1,149 @@
+"""The application of Ray Serve: its arguments; on a local Ray the service of one process, also after ranks died."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.service.server_process import Server, until
+from tests.service.test_workers import alone, check_equal  # noqa: F401 (a fixture)
+from vlmpack.errors import ConfigError
+from vlmpack.service.cluster import ClusterSettings
+
+ON_RAY = [
+    pytest.mark.full,
+    pytest.mark.slow,
+    pytest.mark.dist,
+    pytest.mark.skipif(sys.version_info < (3, 11), reason="the client needs Python 3.11"),
+    pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are found in /proc"),
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in ("ray", "grpc", "aiohttp_cors")),
+        reason="ray.serve cannot be imported: it needs pip install 'ray[serve]'",
+    ),
+]
+PROGRAM = Path(__file__).with_name("serve_on_ray.py")
+STARTED_WITHIN = BACK_WITHIN = 300.0
+"""Ray starts a dozen processes."""
+
+
+def test_arguments_are_read_from_texts() -> None:
+    settings = ClusterSettings.parse({"model": "m", "state": "s", "workers": "4", "gpus": 1, "lora_only": "true"})
+    assert (settings.workers, settings.gpus, settings.lora_only, settings.device) == (4, 1, True, "cuda")
+    service = settings.service(key="tml-k")
+    assert (service.state, service.key, service.lora_only, service.shard_on) == (Path("s"), "tml-k", True, None)
+    sharded = ClusterSettings.parse({**asdict(settings), "shard": True, "row_tokens": "512"}).service(key="")
+    assert (sharded.shard_on, sharded.limits.row_tokens) == ("cuda", 512)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": "m"}, "'state' is missing"),
+        ({"model": "m", "state": "s", "worker": 2}, "no argument 'worker'; those of the service are model, state,"),
+        ({"model": "m", "state": "s", "workers": "two"}, "workers is 'two'; it is a number"),
+        ({"model": "m", "state": "s", "shard": "perhaps"}, "shard is 'perhaps'; it is bool"),
+        ({"model": "m", "state": "s", "workers": 0}, "workers is 1 or more"),
+        ({"model": "m", "state": "s", "gpus": 2}, "gpus is 0 or 1"),
+        ({"model": "m", "state": "s", "sampler": "vllm"}, "sampler is exact or fast"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ClusterSettings.parse(arguments)
+
+
+# ---------------------------------------------------------------------- on a local Ray
+
+
+class OnRay(Server):
+    """The same on Ray Serve, a replica and an actor."""
+
+    def __init__(self, state: Path, workers: int) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.state = state
+        self.command = [sys.executable, str(PROGRAM), str(self.port), str(state), str(workers)]
+        self.log = (state.parent / "server.log").open("ab")
+        try:
+            self.start(within=STARTED_WITHIN)
+        except BaseException:
+            self.close()
+            raise
+
+    def rank(self, title: str) -> int:
+        """Process id of the rank that Ray has given a title that begins so; its grandparent was started here."""
+        found = [
+            int(folder.name)
+            for folder in Path("/proc").iterdir()
+            if folder.name.isdecimal()
+            and _read(folder / "cmdline").startswith(title)
+            and _parent(_parent(int(folder.name))) == self.process.pid
+        ]
+        return found[0] if found else 0
+
+    def close(self) -> None:
+        """SIGTERM, so that Ray stops what it started."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(120)
+        super().close()
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:  # it has ended
+        return ""
+
+
+def _parent(pid: int) -> int:
+    """Id of the process that started another; 0: that has ended."""
+    lines = [line for line in _read(Path("/proc", str(pid), "status")).splitlines() if line.startswith("PPid:")]
+    return int(lines[0].split()[1]) if lines else 0
+
+
+@contextmanager
+def serving(folder: Path, workers: int) -> Iterator[OnRay]:
+    folder.mkdir(exist_ok=True)
+    server = OnRay(folder / "state", workers)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+class TestOnRay:
+    pytestmark = ON_RAY
+
+    def test_a_replica_and_an_actor_are_one_service_again_after_either_is_killed(
+        self,
+        tmp_path: Path,
+        alone: Any,  # noqa: F811
+    ) -> None:
+        with serving(tmp_path, workers=2) as server:
+            check_equal(server, *alone)
+            for title in ("ray::EngineActor", "ray::ServeReplica"):
+                before = {name: server.rank(name) for name in ("ray::EngineActor", "ray::ServeReplica")}
+                assert all(before.values())
+                os.kill(before[title], signal.SIGKILL)
+                others = list(before.values())
+                until(lambda others=others: not any(map(_parent, others)), BACK_WITHIN, server.printed)
+                until(server.answers, BACK_WITHIN, server.printed)
+            assert len(list(server.state.glob("weights/*/vlmpack_checkpoint.json"))) == 1  # of the first run
+            state = server.state
+        with_another = Server(state, "--row-tokens", "40")
+        try:
+            assert with_another.answers()
+        finally:
+            with_another.close()

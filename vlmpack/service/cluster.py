@@ -1,0 +1,227 @@
+"""The service as an application of Ray Serve, for clusters that Ray runs: rank 0 is a replica, the others are actors.
+
+    Serve's HTTP proxies ──▶ replica: queue, journal, rank 0 ──gloo──▶ actor: rank 1, rank 2, ...
+
+There is one replica, as the state folder has one writer; its ranks are placed together (a placement group). If the
+replica or an actor dies, all of them end, Serve starts the replica again, and it goes on from the state folder, which
+all nodes reach. `serve run vlmpack.service.cluster:app model=MODEL state=FOLDER workers=4`, or `app(arguments)`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from vlmpack.errors import ConfigError
+from vlmpack.service.limits import ServiceLimits
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from vlmpack.service.ranks import Ranks
+    from vlmpack.service.server import Base, ServiceSettings
+
+log = logging.getLogger("vlmpack.service")
+
+ONGOING = 8192
+"""Requests that the replica holds at a time; most of them are long polls."""
+LAST_SECONDS = 30.0
+"""Beside the time to drain: until Serve ends a replica that is to stop."""
+KEY_VARIABLE = "VLMPACK_API_KEY"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ClusterSettings:
+    """Arguments of the application. Those of `serve run` are texts."""
+
+    model: str
+    """Hub name, or a folder that all nodes reach."""
+    state: str
+    """State folder, which all nodes reach."""
+    workers: int = 1
+    """Ranks: the replica, and an actor for each of the others."""
+    cpus: int = 1
+    """CPUs of each rank."""
+    gpus: int = 0
+    """GPUs of each rank: 0 or 1."""
+    name: str = ""
+    """What clients call the model; empty: its own name."""
+    dtype: str = ""
+    """Of the weights; empty: bfloat16 on a GPU, float32 without one."""
+    row_tokens: int = ServiceLimits.row_tokens
+    """Token budget of a packed row."""
+    max_models: int = ServiceLimits.models
+    """Most models of all clients at one time."""
+    lora_only: bool = False
+    """Refuse models that are trained as a whole."""
+    gradient_checkpointing: bool = False
+    """Compute layers again in the backward pass."""
+    shard: bool = False
+    """Shard the base model over the ranks (FSDP2)."""
+    sampler: str = "exact"
+    """`exact` or `fast`."""
+
+    @classmethod
+    def parse(cls, arguments: Mapping[str, Any]) -> ClusterSettings:
+        """Read arguments, numbers and truth values also as texts.
+
+        Raises:
+            ConfigError: an unknown or missing argument, or a value that cannot be.
+        """
+        known = {field.name: field for field in fields(cls)}
+        if unknown := sorted(arguments.keys() - known.keys()):
+            raise ConfigError(f"there is no argument {unknown[0]!r}; those of the service are {', '.join(known)}")
+        if missing := sorted({"model", "state"} - arguments.keys()):
+            raise ConfigError(f"the argument {missing[0]!r} is missing; name the model and its state folder")
+        settings = cls(**{name: _parsed(name, value, str(known[name].type)) for name, value in arguments.items()})
+        if settings.workers < 1 or settings.gpus not in (0, 1) or settings.sampler not in ("exact", "fast"):
+            raise ConfigError("workers is 1 or more, gpus is 0 or 1, sampler is exact or fast; set it so")
+        return settings
+
+    @property
+    def device(self) -> str:
+        """Of every rank; Ray shows each its GPU alone."""
+        return "cuda" if self.gpus else "cpu"
+
+    def load(self) -> Base:
+        """Load the base model on this rank."""
+        from vlmpack.service.server import load_base
+
+        dtype = self.dtype or ("bfloat16" if self.gpus else "float32")
+        device = "cpu" if self.shard else self.device
+        return load_base(self.model, name=self.name or None, device=device, dtype=dtype)
+
+    def service(self, *, key: str) -> ServiceSettings:
+        """The settings of the service on every rank."""
+        from vlmpack.service.server import ServiceSettings
+
+        return ServiceSettings(
+            state=Path(self.state),
+            key=key,
+            limits=replace(ServiceLimits(), row_tokens=self.row_tokens, models=self.max_models),
+            lora_only=self.lora_only,
+            gradient_checkpointing=self.gradient_checkpointing,
+            shard_on=self.device if self.shard else None,
+            sampler=self.sampler,
+        )
+
+
+def _parsed(name: str, value: Any, kind: str) -> Any:
+    """A value of the type of its field."""
+    words = {"true": True, "false": False}
+    try:
+        if kind == "bool":
+            return value if isinstance(value, bool) else words[str(value).lower()]
+        return int(value) if kind == "int" else str(value)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"the argument {name} is {value!r}; it is {'a number' if kind == 'int' else kind}") from error
+
+
+def app(arguments: Mapping[str, Any]) -> Any:
+    """Make the application of Ray Serve (`ray.serve.Application`).
+
+    The key is that of `VLMPACK_API_KEY`, if the replica has this variable (`runtime_env`), or else in STATE/key.
+
+    Args:
+        arguments: fields of `ClusterSettings` by name.
+
+    Raises:
+        ConfigError: an argument that cannot be; Ray Serve is not installed.
+    """
+    try:
+        from ray import serve
+    except ImportError as error:
+        raise ConfigError("an application of Ray Serve needs Ray Serve: pip install 'ray[serve]'") from error
+
+    settings = ClusterSettings.parse(arguments)
+    resources: dict[str, float] = {"CPU": settings.cpus, "GPU": settings.gpus}
+
+    def build() -> ASGIApp:
+        from vlmpack.service import cluster  # by name: the replica imports it
+
+        return cluster.replica(settings)
+
+    deployment: Any = serve.deployment(
+        serve.ingress(build)(),
+        name="step-service",
+        num_replicas=1,
+        max_ongoing_requests=ONGOING,
+        graceful_shutdown_timeout_s=settings.service(key="").drain_seconds + LAST_SECONDS,
+        ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
+        placement_group_bundles=[resources] * settings.workers,
+        placement_group_strategy="PACK",
+    )
+    return deployment.bind()
+
+
+# ---------------------------------------------------------------------- on the replica
+
+
+def replica(settings: ClusterSettings) -> ASGIApp:
+    """Make the app of rank 0, in the replica's process; the other ranks start as its actors."""
+    from vlmpack.service.server import Service, check_key, read_key
+
+    folder = Path(settings.state)
+    folder.mkdir(parents=True, exist_ok=True)
+    key = os.environ.get(KEY_VARIABLE)
+    key = check_key(key, KEY_VARIABLE) if key else read_key(folder / "key")
+    ranks = _start_others(settings) if settings.workers > 1 else None
+    return Service(settings.load(), settings.service(key=key), ranks=ranks).app()
+
+
+def _start_others(settings: ClusterSettings) -> Ranks:
+    """Start an actor for each other rank, which end with this process, as it ends with one that fails."""
+    import ray
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    from vlmpack.service.processes import join_at
+
+    address = ray.util.get_node_ip_address()
+    store = TCPStore(address, 0, settings.workers, is_master=True, wait_for_workers=False)
+    follow = ray.remote(num_cpus=settings.cpus, num_gpus=settings.gpus, max_restarts=0)(EngineActor)
+    for rank in range(1, settings.workers):
+        actor: Any = follow.remote()
+        ends = actor.follow.remote(settings, address, store.port, rank)
+        watch = threading.Thread(target=_end_with, args=(rank, actor, ends), name=f"vlmpack-rank-{rank}", daemon=True)
+        watch.start()
+    return join_at(store, rank=0, size=settings.workers, gpu=0)
+
+
+def _end_with(rank: int, actor: Any, ends: Any) -> None:
+    """End this process if another rank fails, so that Serve starts all of them again; one that rank 0 stopped ends."""
+    import ray
+    from ray.exceptions import RayError
+
+    from vlmpack.service.ranks import FAILED, end
+
+    try:
+        ray.get(ends)
+    except RayError as error:
+        log.error("rank %d failed (%s), so the replica ends; Serve starts it again", rank, type(error).__name__)
+        end(FAILED)
+
+
+@final
+class EngineActor:
+    """The engine of a rank that is not rank 0."""
+
+    def follow(self, settings: ClusterSettings, address: str, port: int, rank: int) -> None:
+        """Compute what rank 0 says, until it stops.
+
+        Raises:
+            ConnectionError: rank 0 is gone.
+        """
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+        from vlmpack.service.processes import join_at
+        from vlmpack.service.server import follow_rank_0
+
+        store = TCPStore(address, port, settings.workers, is_master=False)
+        ranks = join_at(store, rank=rank, size=settings.workers, gpu=0)
+        follow_rank_0(settings.load(), settings.service(key=""), ranks)
