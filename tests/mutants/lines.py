@@ -1918,6 +1918,13 @@ MUTANTS: tuple[Mutant, ...] = (
             "collate/test_answers.py -k lies_where",
         ),
         (
+            "characters are moved behind runs of placeholders",
+            "by_processor.py",
+            "gained = (before - np.arange(len(ids))) * width",
+            "gained = before * 0",
+            "collate/test_answers.py -k lies_where",
+        ),
+        (
             "a token of the header is not learnt",
             "by_processor.py",
             "return slice(hit.start + 1, hit.stop)",
