@@ -78,7 +78,7 @@ def test_collated_samples_are_trained_as_alone(family):
     assert (row.mm_token_type_ids == 1).sum() > 0
 
 
-@pytest.mark.parametrize("family", tiers(TRAINED, SHOWN))
+@pytest.mark.parametrize("family", tiers(TRAINED, ["gemma3"]))
 def test_padded_batches_are_trained_as_alone(family):
     processor = processor_of(family)
     model = tiny_model(family, seed=3, processor=processor).eval()

@@ -222,7 +222,7 @@ def test_refused_samples_are_counted_and_the_others_are_kept():
 # ---------------------------------------------------------------------- too long samples
 
 
-@pytest.mark.parametrize("family", tiers(["internvl", "idefics3"], ["idefics3"]))
+@pytest.mark.parametrize("family", tiers(["internvl", "idefics3"], ["internvl"]))
 def test_a_sample_that_is_too_long_is_cut_beside_an_image_or_after_a_turn(family):
     processor = tiny_processor(family)
     parts = [{"type": "text", "text": "One"}, {"type": "image"}, {"type": "text", "text": "and more"}]
@@ -231,7 +231,7 @@ def test_a_sample_that_is_too_long_is_cut_beside_an_image_or_after_a_turn(family
     whole = VLMCollator(processor)([feature])["input_ids"][0].tolist()
     first = VLMCollator(processor)([{"messages": turns, "images": [picture(90, 61)]}])["input_ids"].shape[1]
     lengths = set()
-    for max_length in range(first, len(whole)):
+    for max_length in range(first, len(whole), 4):
         collator = VLMCollator(processor, max_length=max_length, overlength="truncate")
         batch = collator.collate([feature])
         ids = batch.input_ids[0].tolist()

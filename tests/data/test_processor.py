@@ -81,8 +81,8 @@ def test_the_patches_tell_the_class_where_there_is_only_one_for_them(tmp_path: P
 
 
 def test_a_processor_of_another_class_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "LlavaProcessor"}))
-    with pytest.raises(FamilyError, match=r"holds a LlavaProcessor, which .* there are Qwen2VLProcessor, "):
+    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "BlipProcessor"}))
+    with pytest.raises(FamilyError, match=r"holds a BlipProcessor, which .* there are Qwen2VLProcessor, "):
         load_processor(tmp_path)
 
 

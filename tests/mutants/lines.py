@@ -986,7 +986,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "placeholders and pixels agree",
             "encoded.py",
-            "    if lengths == needed:",
+            "    if lengths == needed or (metadata.by_processor and lengths == _joined(needed, lengths)):",
             "    if len(lengths) == len(needed):",
             "collate/test_checks.py",
         ),
@@ -2082,6 +2082,13 @@ MUTANTS: tuple[Mutant, ...] = (
             "by_processor.py",
             "return at + gained[bisect_right([stop for _, stop in self.places], at)]",
             "return at",
+            "collate/test_answers.py -k lies_where",
+        ),
+        (
+            "characters are moved behind runs of placeholders",
+            "by_processor.py",
+            "gained = (before - np.arange(len(ids))) * width",
+            "gained = before * 0",
             "collate/test_answers.py -k lies_where",
         ),
         (

@@ -6,8 +6,9 @@
     learnt      tokens of the answers' characters, and never those of an image
 
 The chat template and the tokenizer are called as `apply_chat_template(tokenize=True)` calls them, and each image is
-written as `replace_image_token` writes it. Before the first image the result is compared with one call of the whole
-processor for a sample of two images, token by token and value by value.
+written as `replace_image_token` writes it; of each run of placeholders one is tokenised, and then repeated. Before the
+first image the result is compared with one call of the whole processor for a sample of two images, token by token and
+value by value.
 """
 
 from __future__ import annotations
@@ -143,18 +144,40 @@ class ProcessorEncoder:
         tokenizer = parts_of(self.processor).tokenizer
         begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
         special = {"add_special_tokens": False} if begins or is_continued else self._text_options
-        out = tokenizer(expanded, return_offsets_mapping=True, **special)
-        offsets = np.array(out["offset_mapping"], np.int64).reshape(-1, 2)
+        runs = [run.end() - run.start() for run in self.images.run.finditer(expanded)] if images else []
+        short = self.images.run.sub(self.images.placeholder, expanded) if runs else expanded
+        out = tokenizer(short, return_offsets_mapping=True, **special)
+        ids, offsets = np.array(out["input_ids"], np.int64), np.array(out["offset_mapping"], np.int64).reshape(-1, 2)
         is_empty = offsets[:, 0] >= offsets[:, 1]
         reached = np.maximum.accumulate(np.where(is_empty, 0, offsets[:, 1]))
-        return Tokens(
-            ids=np.array(out["input_ids"], np.int64),
-            starts=np.where(is_empty, reached, offsets[:, 0]),
-            stops=np.where(is_empty, reached, offsets[:, 1]),
-            text=expanded,
-            images=spans,
-            places=places,
-        )
+        starts, stops = (np.where(is_empty, reached, offsets[:, side]) for side in (0, 1))
+        if runs:
+            ids, starts, stops = self._repeated(ids, starts, stops, runs)
+        return Tokens(ids=ids, starts=starts, stops=stops, text=expanded, images=spans, places=places)
+
+    def _repeated(
+        self, ids: np.ndarray, starts: np.ndarray, stops: np.ndarray, runs: Sequence[int]
+    ) -> tuple[np.ndarray, ...]:
+        """Repeat the one placeholder of each run, which tokenising thousands of them would give, and move what follows.
+
+        Args:
+            ids, starts, stops: int64 [n], of the text in which each run is one placeholder.
+            runs: characters of each run.
+        """
+        width, is_run = len(self.images.placeholder), ids == self.metadata.image_token_id
+        if np.count_nonzero(is_run) != len(runs):
+            raise Refusal(
+                "placeholder_mismatch",
+                f"the tokenizer makes {np.count_nonzero(is_run)} tokens of {len(runs)} {self.images.placeholder!r}; "
+                "use the tokenizer of the model, in which it is a special token",
+                of_all=True,
+            )
+        repeats = np.ones_like(ids)
+        repeats[is_run] = np.array(runs) // width
+        before = np.cumsum(repeats) - repeats
+        gained = (before - np.arange(len(ids))) * width
+        within = (np.arange(repeats.sum()) - np.repeat(before, repeats)) * width
+        return np.repeat(ids, repeats), *(np.repeat(at + gained, repeats) + within for at in (starts, stops))
 
     def _expand(self, text: str, images: Sequence[Visual]) -> tuple[str, tuple[Span, ...], tuple[Span, ...]]:
         """(expanded text, placeholders in the text before, images in the expanded text)."""

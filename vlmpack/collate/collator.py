@@ -46,8 +46,7 @@ class VLMCollator:
     """Turn samples into a padded batch or a packed row, each checked on its own first.
 
     Args:
-        processor: a Qwen2VL, Qwen2.5VL or Qwen3VL processor (also Qwen3.5's and Qwen4-exp's), used as it is; of a text
-            model (Qwen3, Qwen3-Next), its tokenizer.
+        processor: the processor of a model of any supported family, used as it is; of a text model its tokenizer.
         layout: "padded" gives [B, S] with the 2D mask, "packed" one row [1, T]; both carry lengths on the host.
         slots: how samples lie in a packed row; None: without any gaps.
         share_prefixes: compute what samples of a packed row begin with alike, images included, once: the row gets a

@@ -130,7 +130,7 @@ class ProcessorImages:
 
     def runs_of(self, written: str) -> tuple[int, ...]:
         """Count the placeholders of each unbroken run in the text of an image."""
-        return tuple(len(run.group()) // len(self._placeholder) for run in self._run.finditer(written))
+        return tuple(len(run.group()) // len(self.placeholder) for run in self.run.finditer(written))
 
     # ------------------------------------------------------------------ one image
 
@@ -196,7 +196,7 @@ class ProcessorImages:
         texts = [self._blank((size,))[0] for size in TRIALS]
         if any(len(self.runs_of(text)) != 1 for text in texts):
             return None
-        before, after = zip(*(self._run.split(text) for text in texts), strict=True)
+        before, after = zip(*(self.run.split(text) for text in texts), strict=True)
         try:
             counts = [self._count(size) for size in TRIALS]
         except (AttributeError, NotImplementedError, TypeError, KeyError, ValueError):
@@ -205,7 +205,7 @@ class ProcessorImages:
         if len({*before}) > 1 or len({*after}) > 1 or len(around) > 1:
             return None
         (extra,) = around
-        return lambda size: f"{before[0]}{self._placeholder * (self._count(size) - extra)}{after[0]}"
+        return lambda size: f"{before[0]}{self.placeholder * (self._count(size) - extra)}{after[0]}"
 
     def _count(self, size: Size) -> int:
         """Tokens of an image as the processor counts them; some count those around it too."""
@@ -215,12 +215,14 @@ class ProcessorImages:
     # ------------------------------------------------------------------ the processor
 
     @cached_property
-    def _placeholder(self) -> str:
+    def placeholder(self) -> str:
+        """The token that stands for a part of an image, as text."""
         return parts_of(self.processor).tokenizer.convert_ids_to_tokens(self.metadata.image_token_id)
 
     @cached_property
-    def _run(self) -> re.Pattern[str]:
-        return re.compile(f"(?:{re.escape(self._placeholder)})+")
+    def run(self) -> re.Pattern[str]:
+        """An unbroken run of it."""
+        return re.compile(f"(?:{re.escape(self.placeholder)})+")
 
     @cached_property
     def _options(self) -> dict[str, Any]:

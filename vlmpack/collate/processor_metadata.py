@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -168,7 +168,7 @@ def read_processor(processor: Any, *, vocab_size: int | None = None) -> Processo
 
     if isinstance(processor, PreTrainedTokenizerBase):
         settings = {} if _is_chatml(processor) else _template_settings(processor, ())
-    elif type(processor).__name__ in QWEN:
+    elif _class_in(processor, QWEN):
         settings = _qwen_settings(processor)
     else:
         settings = processor_settings(processor)
@@ -242,13 +242,13 @@ def processor_settings(processor: Any) -> dict[str, Any]:
             "asked how it writes an image; use transformers 5.23 or later"
         ) from error
     vocab = tokenizer.get_vocab()
-    start, end = BORDERS.get(type(processor).__name__, ("", ""))
+    start, end = BORDERS.get(_class_in(processor, BORDERS), ("", ""))
     placeholder = tokenizer.convert_ids_to_tokens(image_ids[0])
     return {
         **_template_settings(tokenizer, (image_token, placeholder)),
         "image_token": image_token,
         "image_token_id": image_ids[0],
-        "images_together": type(processor).__name__ in IMAGES_TOGETHER,
+        "images_together": bool(_class_in(processor, IMAGES_TOGETHER)),
         "border_ids": tuple(image_ids[1:]),
         "vision_start": start,
         "vision_end": end,
@@ -256,6 +256,11 @@ def processor_settings(processor: Any) -> dict[str, Any]:
         "vision_end_id": vocab.get(end, NO_ID),
         "merge_size": parts_of(processor).image_processor.merge_size if family.has_grids else 1,
     }
+
+
+def _class_in(processor: Any, names: Collection[str]) -> str:
+    """The name among these of a processor's class, or of one that it is derived from; "": there is none."""
+    return next((cls.__name__ for cls in type(processor).__mro__ if cls.__name__ in names), "")
 
 
 def _template_settings(tokenizer: Any, more: Sequence[str]) -> dict[str, Any]:

@@ -331,7 +331,9 @@ def _sentence_tokenizer(recipe: ProcessorRecipe) -> Any:
 
     vocab, merges = json.loads(_sentence_vocabulary())
     pairs: Any = [tuple(merge) for merge in merges]
-    tokenizer = GemmaTokenizer(vocab=vocab, merges=pairs, extra_special_tokens=dict(recipe.named), **recipe.ends)
+    tokenizer = GemmaTokenizer(
+        vocab=vocab, merges=pairs, extra_special_tokens=dict(recipe.named), add_bos_token=True, **recipe.ends
+    )
     tokenizer.add_tokens(list(recipe.special), special_tokens=True)
     return tokenizer
 
